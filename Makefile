@@ -1,0 +1,37 @@
+# Everything runs in .venv. PYTHON is the interpreter that creates it; TORCH is installed only if it has no torch >= 2.11.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+DEMO_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/.lading-installed
+
+.PHONY: venv demo test check format clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 11)" 2>/dev/null \
+		|| $(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@
+
+demo: venv
+	$(BIN)/lading demo $(DEMO_ARGS)
+
+test: venv
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv out build dist

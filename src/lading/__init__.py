@@ -1,0 +1,98 @@
+"""Lading plans, simulates and runs training steps inside a memory budget.
+
+Names resolve on first use, so ``import lading`` is quick and imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lading.capture.trace import capture
+    from lading.catalog.load import load_machine
+    from lading.config import AdamW
+    from lading.errors import (
+        BudgetExceeded,
+        CaptureError,
+        ConfigError,
+        LadingError,
+        PlanInfeasible,
+        ProgramError,
+        SimulationError,
+        StorageError,
+    )
+    from lading.ir.graph import StepGraph
+    from lading.ir.machine import Machine
+    from lading.ir.plan import Plan
+    from lading.ir.program import Program
+    from lading.ir.timeline import Timeline
+    from lading.planner.api import plan
+    from lading.runtime.probe import probe
+    from lading.sim.engine import simulate
+    from lading.train import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdamW",
+    "BudgetExceeded",
+    "CaptureError",
+    "ConfigError",
+    "LadingError",
+    "Machine",
+    "Plan",
+    "PlanInfeasible",
+    "Program",
+    "ProgramError",
+    "SimulationError",
+    "StepGraph",
+    "StorageError",
+    "Timeline",
+    "Trainer",
+    "__version__",
+    "capture",
+    "load_machine",
+    "plan",
+    "probe",
+    "simulate",
+]
+
+#: Module that defines each public name. The package ``lading.capture`` is itself callable, see there.
+_DEFINED_IN = MappingProxyType(
+    {
+        "AdamW": "lading.config",
+        "BudgetExceeded": "lading.errors",
+        "CaptureError": "lading.errors",
+        "ConfigError": "lading.errors",
+        "LadingError": "lading.errors",
+        "Machine": "lading.ir.machine",
+        "Plan": "lading.ir.plan",
+        "PlanInfeasible": "lading.errors",
+        "Program": "lading.ir.program",
+        "ProgramError": "lading.errors",
+        "SimulationError": "lading.errors",
+        "StepGraph": "lading.ir.graph",
+        "StorageError": "lading.errors",
+        "Timeline": "lading.ir.timeline",
+        "Trainer": "lading.train",
+        "capture": "lading.capture",
+        "load_machine": "lading.catalog.load",
+        "plan": "lading.planner.api",
+        "probe": "lading.runtime.probe",
+        "simulate": "lading.sim.engine",
+    }
+)
+
+
+def __getattr__(name: str) -> object:
+    """Import the module that defines a public name."""
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module 'lading' has no attribute {name!r}")
+    module = import_module(_DEFINED_IN[name])
+    return module if module.__name__ == f"lading.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,252 @@
+"""Machine files: read them strictly, write them readably. A catalog entry and a probe's output are the same format."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from lading.errors import ConfigError, StorageError
+from lading.ir.machine import Curve, Device, Machine, Tier
+
+_FOLDER = Path(__file__).parent / "machines"
+_T = TypeVar("_T")
+
+
+def machine_names() -> tuple[str, ...]:
+    """Names of the catalog's machines, sorted."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+
+
+def load_machine(name_or_path: str | Path) -> Machine:
+    """A catalog machine by name ("h100"), or the machine described by a TOML file.
+
+    Raises:
+        ConfigError: no such name or file, not TOML, or a key or value of the file is wrong.
+    """
+    text = str(name_or_path)
+    path = Path(name_or_path)
+    if text in machine_names():
+        path = _FOLDER / f"{text}.toml"
+    elif not path.is_file():
+        names = ", ".join(machine_names())
+        raise ConfigError(
+            f"expected a machine ({names}) or the path of a TOML file, got {text!r}{_nearest(text, machine_names())}; "
+            "measure this host with: lading probe"
+        )
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: expected a machine in TOML: {error}") from error
+    return machine_from_dict(data, str(path))
+
+
+def machine_from_dict(data: object, origin: str) -> Machine:
+    """The Machine that parsed TOML or JSON describes.
+
+    Args:
+        data: What ``machine_to_toml`` or ``dataclasses.asdict`` would give.
+        origin: File named in errors.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value has the wrong type or range; names key and file.
+    """
+    return _build(Machine, data, "", origin)
+
+
+def machine_to_toml(machine: Machine) -> str:
+    """The machine as TOML: ``machine_from_dict(tomllib.loads(...))`` gives an equal machine."""
+    lines: list[str] = []
+    _write_table(lines, "", dataclasses.asdict(machine))
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def save_machine(machine: Machine, path: Path) -> None:
+    """Write the machine to ``path``; a reader sees the old file or the new one, never half of one.
+
+    Raises:
+        StorageError: the folder is missing, read-only or full.
+    """
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(machine_to_toml(machine), encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot write the machine file {path}: {error}; choose a writable folder with space"
+        ) from error
+
+
+def unsourced(machine: Machine) -> tuple[str, ...]:
+    """Keys of numbers whose origin ``machine.sources`` does not tell, such as ``"device.rates.copy"``.
+
+    An entry covers everything below its key: ``"tiers.disk"`` covers ``"tiers.disk.latency_s"``.
+    """
+    return tuple(key for key in _number_keys(machine) if not any(part in machine.sources for part in _prefixes(key)))
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    parts = key.split(".")
+    return (".".join(parts[: n + 1]) for n in range(len(parts)))
+
+
+def _number_keys(machine: Machine) -> Iterator[str]:
+    device = machine.device
+    for field in dataclasses.fields(Device):
+        value = getattr(device, field.name)
+        if isinstance(value, dict):
+            yield from (f"device.{field.name}.{key}" for key in cast("dict[str, Any]", value))
+        elif isinstance(value, (int, float, Curve)):
+            yield f"device.{field.name}"
+    for tier in machine.tiers:
+        yield from (f"tiers.{tier.name}.{f.name}" for f in dataclasses.fields(Tier) if f.name != "name")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _build(cls: type[_T], data: object, where: str, origin: str) -> _T:
+    """An instance of a dataclass from a table, every value checked against its annotation."""
+    table = _table(data, where or "the file", origin)
+    fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
+    place = f"in [{where}]" if where else "at the top level"
+    for key in table:
+        if key not in fields:
+            known = ", ".join(fields)
+            raise ConfigError(f"{origin}: unknown key {key!r} {place}{_nearest(key, fields)}; known keys: {known}")
+    for key, field in fields.items():
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if key not in table and not optional:
+            raise ConfigError(f"{origin}: missing key {key!r} {place}; expected {field.type}")
+    values = {k: _READERS[str(fields[k].type)](v, f"{where}.{k}".lstrip("."), origin) for k, v in table.items()}
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: [{where or 'machine'}] {error}") from error
+
+
+def _wrong(expected: str, value: object, where: str, origin: str) -> ConfigError:
+    return ConfigError(f"{origin}: {where}: expected {expected}, got {type(value).__name__} {value!r}")
+
+
+def _table(value: object, where: str, origin: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong("a table", value, where, origin)
+    return dict(cast("Mapping[str, Any]", value))
+
+
+def _list(value: object, where: str, origin: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        raise _wrong("an array", value, where, origin)
+    return list(cast("list[Any]", value))
+
+
+def _str(value: object, where: str, origin: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong("a string", value, where, origin)
+    return value
+
+
+def _int(value: object, where: str, origin: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _wrong("an integer", value, where, origin)
+    return value
+
+
+def _float(value: object, where: str, origin: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise _wrong("a finite number >= 0", value, where, origin)
+    return float(value)
+
+
+def _optional_curve(value: object, where: str, origin: str) -> Curve | None:
+    return None if value is None else _build(Curve, value, where, origin)
+
+
+def _dict_of(read: Callable[[object, str, str], _T]) -> Callable[[object, str, str], dict[str, _T]]:
+    def reader(value: object, where: str, origin: str) -> dict[str, _T]:
+        return {key: read(item, f"{where}.{key}", origin) for key, item in _table(value, where, origin).items()}
+
+    return reader
+
+
+def _tuple_of(read: Callable[[object, str, str], _T]) -> Callable[[object, str, str], tuple[_T, ...]]:
+    def reader(value: object, where: str, origin: str) -> tuple[_T, ...]:
+        return tuple(read(item, f"{where}.{i}", origin) for i, item in enumerate(_list(value, where, origin)))
+
+    return reader
+
+
+def _curve(value: object, where: str, origin: str) -> Curve:
+    return _build(Curve, value, where, origin)
+
+
+def _device(value: object, where: str, origin: str) -> Device:
+    return _build(Device, value, where, origin)
+
+
+def _tier(value: object, where: str, origin: str) -> Tier:
+    return _build(Tier, value, where, origin)
+
+
+_READERS: dict[str, Callable[[object, str, str], Any]] = {
+    "str": _str,
+    "int": _int,
+    "float": _float,
+    "Device": _device,
+    "Curve | None": _optional_curve,
+    "dict[str, str]": _dict_of(_str),
+    "dict[str, float]": _dict_of(_float),
+    "dict[str, Curve]": _dict_of(_curve),
+    "tuple[float, ...]": _tuple_of(_float),
+    "tuple[Tier, ...]": _tuple_of(_tier),
+}
+
+
+def _write_table(lines: list[str], name: str, table: Mapping[str, Any]) -> None:
+    """Plain values first, then sub-tables, then arrays of tables, as TOML wants them."""
+    if name and (not table or any(not isinstance(v, dict) for v in table.values())):
+        lines += ["", f"[{name}]"]
+    for key, value in table.items():
+        if value is not None and not isinstance(value, dict) and not _is_tables(value):
+            lines.append(f"{_key(key)} = {_value(value)}")
+    for key, value in table.items():
+        path = f"{name}.{_key(key)}" if name else _key(key)
+        if isinstance(value, dict):
+            _write_table(lines, path, cast("dict[str, Any]", value))
+        elif _is_tables(value):
+            for item in value:
+                lines += ["", f"[[{path}]]", *(f"{_key(k)} = {_value(v)}" for k, v in item.items())]
+
+
+def _is_tables(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, dict) for item in cast("tuple[Any, ...]", value))
+
+
+def _key(key: str) -> str:
+    return key if key and all(c.isalnum() and c.isascii() or c in "-_" for c in key) else json.dumps(key)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int):
+        return f"{value:_}"
+    if isinstance(value, float):
+        return _number(value)
+    return "[" + ", ".join(_value(item) for item in cast("tuple[object, ...]", value)) + "]"
+
+
+def _number(value: float) -> str:
+    """The shortest decimal text that reads back as the same float."""
+    text = next(t for t in (f"{value:.{digits}g}" for digits in range(1, 18)) if float(t) == value)
+    return text if "." in text or "e" in text else f"{text}.0"

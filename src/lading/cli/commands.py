@@ -1,0 +1,204 @@
+"""The commands: one frozen dataclass each, whose fields are its arguments and whose ``run`` calls ``lading.train``.
+
+Whatever is slow to import is imported inside ``run``, so that ``--help`` answers at once and without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Protocol
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from lading.config import MemoryConfig, RunConfig, load_run
+from lading.errors import ConfigError
+from lading.ir.plan import Plan as SavedPlan
+from lading.ir.timeline import Timeline
+from lading.units import format_bytes, format_seconds
+
+RunFile = Annotated[Positional[Path], arg(metavar="RUN.toml", help="Configuration of the run.")]
+Overrides = Annotated[
+    Positional[tuple[str, ...]],
+    arg(
+        metavar="[KEY=VALUE ...]",
+        help="Settings that replace those of the file, such as optimization.steps=20.",
+        help_behavior_hint="",
+    ),
+]
+
+
+class Command(Protocol):
+    """What every command is."""
+
+    def run(self) -> None:
+        """Do it, printing the result."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Say whether a run fits a machine, and what binds when it does not."""
+
+    run_file: RunFile
+    overrides: Overrides = ()
+    machine: Annotated[
+        str | None, arg(metavar="NAME|FILE", help="Catalog machine or file.", help_behavior_hint="(default: the run's)")
+    ] = None
+
+    def run(self) -> None:
+        """Print the fit table."""
+        run = load_run(self.run_file, self.overrides)
+        from lading.train import fit_run
+
+        print(fit_run(run, self.machine or run.machine))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Choose what goes where between its uses, inside the budget; nothing is trained."""
+
+    run_file: RunFile
+    overrides: Overrides = ()
+    out: Annotated[Path, arg(metavar="FILE", help="Where to write the plan.")] = Path("plan.json")
+
+    def run(self) -> None:
+        """Print the plan and save it."""
+        run = load_run(self.run_file, self.overrides)
+        from rich.console import Console
+
+        from lading.report.table import print_plan
+        from lading.train import plan_run
+
+        prepared = plan_run(run)
+        print_plan(prepared.plan, prepared.graph, Console())
+        prepared.plan.save(self.out)
+        print(f"wrote {self.out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulate:
+    """Predict one step of a run or of a plan."""
+
+    source: Annotated[Positional[Path], arg(metavar="RUN.toml|PLAN.json", help="A run, or a plan made before.")]
+    overrides: Overrides = ()
+    trace: Annotated[
+        Path | None, arg(metavar="FILE.pftrace", help="Also write a trace for ui.perfetto.dev.", help_behavior_hint="")
+    ] = None
+
+    def run(self) -> None:
+        """Print the predicted step, and write its trace if asked."""
+        what = (_load_plan if self.source.suffix == ".json" else load_run)(self.source, self.overrides)
+        from lading.train import plan_run, prepare_plan, simulate_run
+
+        prepared = plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what)
+        timeline = simulate_run(prepared)
+        print(timeline_text(timeline))
+        if self.trace:
+            from lading.report.perfetto import write_trace
+
+            write_trace(self.trace, [timeline])
+            print(f"wrote {self.trace}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a run, planned first, or exactly as a plan says."""
+
+    run_file: Annotated[
+        Positional[Path | None],
+        arg(metavar="[RUN.toml]", help="Configuration of the run; or give --plan.", help_behavior_hint=""),
+    ] = None
+    overrides: Overrides = ()
+    plan: Annotated[Path | None, arg(metavar="PLAN.json", help="Train as this plan says.", help_behavior_hint="")] = (
+        None
+    )
+    resume: Annotated[
+        FlagCreatePairsOff[bool],
+        arg(help="Go on from the newest complete checkpoint in the run's folder.", help_behavior_hint=""),
+    ] = False
+
+    def run(self) -> None:
+        """Train and print what happened."""
+        if (self.run_file is None) == (self.plan is None):
+            found = "neither" if self.plan is None else "both"
+            raise ConfigError(f"expected RUN.toml or --plan PLAN.json, got {found}")
+        what: RunConfig | SavedPlan
+        if self.plan is not None:
+            what = _load_plan(self.plan, self.overrides)
+        else:
+            assert self.run_file is not None
+            what = load_run(self.run_file, self.overrides)
+        from lading.train import train_run
+
+        print(train_run(what, resume=self.resume))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write the report of a run that has ended, or was stopped."""
+
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="The run's out folder.")]
+
+    def run(self) -> None:
+        """Write report.html into the folder."""
+        if not self.folder.is_dir():
+            raise ConfigError(f"expected the out folder of a run, got {str(self.folder)!r}, which is no folder")
+        from lading.train import write_run_report
+
+        print(f"wrote {write_run_report(self.folder)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Measure this host: products, memory, disk. Takes about a minute."""
+
+    out: Annotated[Path, arg(metavar="FILE", help="Where to write the machine.")] = Path("machine.toml")
+    folder: Annotated[Path, arg(metavar="FOLDER", help="A folder on the disk to measure.")] = Path()
+
+    def run(self) -> None:
+        """Measure and write the machine file."""
+        if not self.folder.is_dir():
+            raise ConfigError(f"--folder: expected a folder to measure the disk in, got {str(self.folder)!r}")
+        from lading.train import probe_to
+
+        probe_to(self.out, self.folder)
+        print(f"wrote {self.out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Plan, simulate, train and compare a small model on this host, with no download."""
+
+    out: Annotated[Path, arg(metavar="FOLDER", help="Where everything goes.")] = Path("out/demo")
+    budget: Annotated[str, arg(metavar="SIZE", help="Device memory: 256MB, or a share of keeping everything.")] = "50%"
+    seconds: Annotated[float, arg(metavar="N", help="Train for about so long.")] = 60.0
+
+    def run(self) -> None:
+        """Run the demonstration and print its verdict."""
+        MemoryConfig(budget=self.budget)
+        if not 0 < self.seconds < 1e6:
+            raise ConfigError(f"--seconds: expected a time above 0, got {self.seconds}")
+        from lading.train import demo
+
+        print(demo(self.out, self.budget, self.seconds))
+
+
+def timeline_text(timeline: Timeline) -> str:
+    """A step in a few lines: how long, how full, and how busy each stream is."""
+    streams = tuple(dict.fromkeys(event.stream for event in timeline.events))
+    duration_s = timeline.duration_s
+    lines = [f"{timeline.source} step {format_seconds(duration_s)}, device peak {format_bytes(timeline.peak_bytes)}"]
+    for stream in streams:
+        busy_s = timeline.busy_s(stream)
+        share = busy_s / duration_s if duration_s else 0.0
+        lines.append(f"  {stream:<12} busy {format_seconds(busy_s):>10}  {share:4.0%}")
+    return "\n".join(lines)
+
+
+def _load_plan(path: Path, overrides: tuple[str, ...]) -> SavedPlan:
+    if overrides:
+        raise ConfigError(
+            f"a plan fixes its run: expected no settings next to {path}, got {overrides[0]!r}; plan again"
+        )
+    return SavedPlan.load(path)

@@ -1,0 +1,410 @@
+"""The configuration of a run: frozen dataclasses, and the strict reader of the TOML file that fills them.
+
+A run is a ``RunConfig``, written in Python or read by ``load_run``. Nothing is ignored: a key that does not exist,
+has the wrong type, is missing or is out of range is a ConfigError that names the file, the key and what to write.
+Relative paths are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+import re
+import tomllib
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from lading.errors import ConfigError
+from lading.units import parse_bytes
+
+#: Model names that need no module or file.
+MODELS = ("llama", "gpt", "moe")
+#: ``data.source`` that means the Python standard library's own source.
+STDLIB = "stdlib"
+
+_ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*\Z")
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    if type(value) is not int or value < low or (high is not None and value > high):
+        limits = f">= {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{name}: expected an integer {limits}, got {value!r}")
+
+
+def _number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """A finite number with ``low <= value < high``, or ``low < value`` when ``above``."""
+    good = type(value) in (int, float) and math.isfinite(cast(float, value)) and low <= cast(float, value) < high
+    if not good or (above and value == low):
+        limits = f"{'>' if above else '>='} {low:g}" + (f" and < {high:g}" if high < math.inf else "")
+        raise ConfigError(f"{name}: expected a number {limits}, got {value!r}")
+
+
+def _text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{name}: expected a text that is not empty, got {value!r}")
+
+
+def share_or_bytes(size: str | int, whole_bytes: int) -> int:
+    """Bytes of ``"256MB"``, of an integer, or of a share such as ``"50%"`` of ``whole_bytes``.
+
+    Raises:
+        ConfigError: neither a size nor a share above 0% and up to 100%.
+    """
+    match = _PERCENT.match(size) if isinstance(size, str) else None
+    if match is None:
+        return parse_bytes(size)
+    if not 0 < float(match[1]) <= 100:
+        raise ConfigError(f"expected a share above 0% and up to 100%, got {size!r}")
+    return int(whole_bytes * float(match[1]) / 100)
+
+
+def _size(name: str, value: object) -> None:
+    try:
+        share_or_bytes(cast("str | int", value), 1)
+    except (ConfigError, TypeError) as error:
+        raise ConfigError(f"{name}: expected a size such as '256MB' or a share such as '50%', got {value!r}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """AdamW with decoupled weight decay; the meaning of every number is ``torch.optim.AdamW``'s."""
+
+    lr: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        _number("lr", self.lr, 0)
+        _number("beta1", self.beta1, 0, 1)
+        _number("beta2", self.beta2, 0, 1)
+        _number("eps", self.eps, 0, above=True)
+        _number("weight_decay", self.weight_decay, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """How the parameters move.
+
+    Attributes:
+        steps: Optimizer steps of the whole run.
+        clip_norm: Largest norm of all gradients together; 0 switches clipping off.
+        accumulation: Micro-batches per optimizer step.
+        schedule: After the warm-up, "constant" or "cosine" (down to 0 at ``steps``).
+        warmup_steps: Steps of linear rise to the full learning rate.
+    """
+
+    steps: int
+    optimizer: AdamW = field(default_factory=AdamW)
+    clip_norm: float = 0.0
+    accumulation: int = 1
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _integer("steps", self.steps, 1)
+        _number("clip_norm", self.clip_norm, 0)
+        _integer("accumulation", self.accumulation, 1)
+        _integer("warmup_steps", self.warmup_steps, 0, self.steps)
+        if self.schedule not in ("constant", "cosine"):
+            raise ConfigError(f"schedule: expected 'constant' or 'cosine', got {self.schedule!r}")
+
+
+def lr_at(optimization: Optimization, step: int) -> float:
+    """Learning rate of optimizer step ``step``, counted from 0.
+
+    Linear warm-up reaches the full rate at step ``warmup_steps - 1``; past ``steps`` a cosine stays at 0.
+
+    Raises:
+        ConfigError: ``step`` is negative.
+    """
+    _integer("step", step, 0)
+    peak, warmup = optimization.optimizer.lr, optimization.warmup_steps
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if optimization.schedule == "constant":
+        return peak
+    done = min(1.0, (step - warmup) / max(1, optimization.steps - warmup))
+    return peak * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model.
+
+    Attributes:
+        name: "llama", "gpt", "moe"; "module:function" for your own; or the path of a Hugging Face config.json.
+        sizes: Arguments of that model, by name.
+    """
+
+    name: str
+    sizes: dict[str, int | float | bool] = field(default_factory=lambda: {})
+
+    def __post_init__(self) -> None:
+        _text("name", self.name)
+        if self.name not in MODELS and not _ENTRY.match(self.name) and not self.name.endswith(".json"):
+            hint = _did_you_mean(self.name, MODELS)
+            raise ConfigError(
+                f"name: expected one of {', '.join(MODELS)}, 'module:function' or the path of a config.json, "
+                f"got {self.name!r}{hint}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which bytes.
+
+    Attributes:
+        source: "stdlib" (the Python standard library's own source), or a folder or file.
+        sequence_length: Tokens of a sequence, T.
+        batch_size: Sequences of a micro-batch, B.
+    """
+
+    sequence_length: int
+    batch_size: int
+    source: str = STDLIB
+
+    def __post_init__(self) -> None:
+        _text("source", self.source)
+        _integer("sequence_length", self.sequence_length, 1)
+        _integer("batch_size", self.batch_size, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What the run may use.
+
+    Attributes:
+        budget: Device memory: "256MB", bytes, or a share such as "50%" of what keeping everything needs.
+        disk_budget: Swap file: a size, or a share of the free space in ``folder``; 0 for no disk.
+        policy: Name of the planner's policy.
+        folder: Where the swap file goes; "" for the run's own ``out`` folder.
+    """
+
+    budget: str | int
+    disk_budget: str | int = "50%"
+    policy: str = "residency"
+    folder: str = ""
+
+    def __post_init__(self) -> None:
+        _size("budget", self.budget)
+        _size("disk_budget", self.disk_budget)
+        _text("policy", self.policy)
+        if share_or_bytes(self.budget, 1 << 40) == 0:
+            raise ConfigError(f"budget: expected a size above 0, got {self.budget!r}")
+
+    def budget_bytes(self, keep_all_bytes: int) -> int:
+        """Device budget, bytes; ``keep_all_bytes`` is the peak of a step that keeps everything."""
+        return share_or_bytes(self.budget, keep_all_bytes)
+
+    def disk_budget_bytes(self, free_bytes: int) -> int:
+        """Disk budget, bytes; ``free_bytes`` is the free space of the folder."""
+        return share_or_bytes(self.disk_budget, free_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save; ``every_steps`` 0 saves never, ``keep`` is how many checkpoints stay."""
+
+    every_steps: int = 0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        _integer("every_steps", self.every_steps, 0)
+        _integer("keep", self.keep, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A whole run.
+
+    Attributes:
+        machine: "probe" (the cached probe of this host), a name in the catalog, or the path of a machine file.
+        threads: Compute threads; 0 for every processor this process may use.
+        seed: Seed of the weights and of the order of the data.
+        out: Folder of everything the run writes.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    optimization: Optimization
+    memory: MemoryConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    machine: str = "probe"
+    threads: int = 0
+    seed: int = 0
+    out: str = "out/run"
+
+    def __post_init__(self) -> None:
+        _text("machine", self.machine)
+        _integer("threads", self.threads, 0)
+        _integer("seed", self.seed, 0, (1 << 63) - 1)
+        _text("out", self.out)
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads, ``threads`` 0 resolved."""
+        available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return self.threads or available or 1
+
+
+T = TypeVar("T")
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where values come from, for errors: a file, and the dotted keys that the command line set."""
+
+    file: str
+    overrides: frozenset[str] = frozenset()
+
+    def of(self, key: str) -> str:
+        inside = any(key == k or key.startswith(k + ".") for k in self.overrides)
+        return "command line" if inside else self.file
+
+
+def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run from TOML, then apply overrides such as ``"optimization.steps=20"``.
+
+    The value of an override is read as TOML; what is not TOML is taken as text (``schedule=cosine``).
+
+    Raises:
+        ConfigError: file missing or not TOML; key unknown, missing, of the wrong type or out of range.
+    """
+    name = os.fspath(path)
+    try:
+        with open(path, "rb") as file:
+            data = tomllib.load(file)
+    except FileNotFoundError as error:
+        raise ConfigError(f"expected a run configuration at {name}, found no file") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{name}: expected a run configuration in TOML: {error}") from error
+    keys = frozenset(_override(data, text) for text in overrides)
+    return _build(RunConfig, data, "", _Origin(name, keys))
+
+
+def run_to_dict(run: RunConfig) -> dict[str, Any]:
+    """The run as plain JSON values; ``run_from_dict`` reads it back."""
+    return dataclasses.asdict(run)
+
+
+def run_from_dict(data: object, origin: str = "run") -> RunConfig:
+    """The run that ``run_to_dict`` wrote; ``origin`` is named in errors.
+
+    Raises:
+        ConfigError: as for ``load_run``.
+    """
+    return _build(RunConfig, data, "", _Origin(origin))
+
+
+def _override(data: dict[str, Any], text: str) -> str:
+    """Set one ``key=value`` in parsed TOML; returns the key."""
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    parts = key.split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"command line: expected key=value such as optimization.steps=20, got {text!r}")
+    table = data
+    for depth, part in enumerate(parts[:-1], 1):
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"command line: cannot set {key!r}: {'.'.join(parts[:depth])!r} is not a table")
+        table = cast("dict[str, Any]", inner)
+    table[parts[-1]] = _override_value(key, value.strip())
+    return key
+
+
+def _override_value(key: str, text: str) -> object:
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text[:1] in ("'", '"', "[", "{"):
+            raise ConfigError(f"command line: {key}: {text!r} is not a TOML value: {error}") from error
+        return text
+    plain = parsed.keys() == {"v"} and isinstance(parsed["v"], bool | int | float | str | list | dict)
+    return cast(object, parsed["v"]) if plain else text
+
+
+def _build(cls: type[T], data: object, prefix: str, origin: _Origin) -> T:
+    """A ``cls`` from a table; ``prefix`` is "" or a dotted key with its closing dot."""
+    where = origin.of(prefix.rstrip("."))
+    if not isinstance(data, dict):
+        name = f"{prefix.rstrip('.')}: " if prefix else ""
+        raise ConfigError(f"{where}: {name}expected a table, got {data!r}")
+    table = cast("dict[str, object]", data)
+    fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
+    for key in [key for key in table if key not in fields]:
+        raise ConfigError(f"{origin.of(prefix + key)}: unknown key {prefix + key!r}{_nearest_key(prefix, key)}")
+    hints = get_type_hints(cls)
+    values = {key: _convert(hints[key], value, prefix + key, origin) for key, value in table.items()}
+    required = [n for n, f in fields.items() if f.default is MISSING and f.default_factory is MISSING]
+    for key in required:
+        if key not in values:
+            raise ConfigError(f"{where}: missing key {prefix + key!r}: expected {_expected(hints[key])}")
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        at_fault = prefix + str(error).partition(":")[0]
+        raise ConfigError(f"{origin.of(at_fault)}: {prefix}{error}") from error
+
+
+def _convert(hint: Any, value: object, key: str, origin: _Origin) -> object:
+    """``value`` as the annotated type; an integer is a number too, true and false are only themselves."""
+    if dataclasses.is_dataclass(hint):
+        return _build(cast("type[Any]", hint), value, key + ".", origin)
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    for kind in kinds:
+        if get_origin(kind) is Literal and value in get_args(kind):
+            return value
+        if get_origin(kind) is dict and isinstance(value, dict):
+            items = cast("dict[str, object]", value).items()
+            return {k: _convert(get_args(kind)[1], v, f"{key}.{k}", origin) for k, v in items}
+        if type(value) is kind:
+            return value
+    if float in kinds and type(value) is int:
+        return float(value)
+    raise ConfigError(f"{origin.of(key)}: {key}: expected {_expected(hint)}, got {value!r}")
+
+
+def _expected(hint: Any) -> str:
+    """What to write for an annotated type, in words."""
+    if dataclasses.is_dataclass(hint):
+        return "a table"
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if get_origin(hint) is dict:
+        return "a table"
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(map(_expected, get_args(hint)))
+    return _WORDS[hint]
+
+
+def _keys(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a configuration, tables included."""
+    for name, hint in get_type_hints(cls).items():
+        yield prefix + name
+        if dataclasses.is_dataclass(hint):
+            yield from _keys(cast(type, hint), f"{prefix}{name}.")
+
+
+def _nearest_key(prefix: str, key: str) -> str:
+    """The nearest spelling among all keys; this section's win over others of the same name."""
+    known = list(_keys(RunConfig))
+    here = [k for k in known if k.startswith(prefix) and "." not in k[len(prefix) :]]
+    by_name = {k.split(".")[-1]: k for k in (*known, *here)}
+    for match in difflib.get_close_matches(key, by_name, 1):
+        return f"; did you mean {by_name[match]!r}?"
+    return f"; expected one of {', '.join(sorted(here))}"
+
+
+def _did_you_mean(word: str, known: Sequence[str]) -> str:
+    match = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {match[0]!r}?" if match else ""

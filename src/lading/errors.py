@@ -1,0 +1,61 @@
+"""Every error Lading raises on purpose.
+
+    LadingError
+    |-- ConfigError (ValueError)     a setting, a file or an argument is wrong
+    |-- CaptureError                 the model cannot be turned into a StepGraph
+    |-- PlanInfeasible               no plan fits the budget; says what binds and by how much
+    |-- ProgramError                 the verifier rejects a Program; names the action
+    |-- SimulationError              the simulator was handed something it cannot time
+    |-- BudgetExceeded               a run used more memory than its plan promised
+    |-- StorageError (OSError)       a tier file or checkpoint is full, corrupt or missing
+
+A message says what was expected, what was found and what to change.
+"""
+
+from __future__ import annotations
+
+
+class LadingError(Exception):
+    """Base of every deliberate error."""
+
+
+class ConfigError(LadingError, ValueError):
+    """A setting, file or argument does not mean anything."""
+
+
+class CaptureError(LadingError):
+    """The model cannot be captured; names the operation, the module and what to do."""
+
+
+class PlanInfeasible(LadingError):
+    """No plan fits the budget.
+
+    Attributes:
+        missing_bytes: How far above the budget the binding moment is.
+        smallest_budget_bytes: The smallest budget for which a plan was found.
+    """
+
+    def __init__(self, message: str, *, missing_bytes: int, smallest_budget_bytes: int) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+        self.smallest_budget_bytes = smallest_budget_bytes
+
+
+class ProgramError(LadingError):
+    """A Program is not executable; names the offending action."""
+
+    def __init__(self, message: str, *, action_id: int | None = None) -> None:
+        super().__init__(message)
+        self.action_id = action_id
+
+
+class SimulationError(LadingError):
+    """An action has no cost or no stream to run on."""
+
+
+class BudgetExceeded(LadingError):
+    """Measured memory went above the promised budget."""
+
+
+class StorageError(LadingError, OSError):
+    """A tier file or a checkpoint could not be written, read or trusted."""

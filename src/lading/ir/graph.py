@@ -1,0 +1,261 @@
+"""StepGraph: one training step as pure data.
+
+A tensor is a *view* (dtype, shape, stride, offset) of a *storage*; memory is counted per storage, so views
+cost nothing and hide no alias. View operations therefore do not appear among the operations: whoever needs a
+view derives it again from wherever its storage lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+
+from lading.errors import ConfigError
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "complex64": 8, "complex128": 16,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "uint16": 2, "uint32": 4, "uint64": 8,
+}  # fmt: skip
+
+
+class Role(StrEnum):
+    """What a storage is to the training step."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    INPUT = "input"
+    CONSTANT = "constant"
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer_state"
+    WORKSPACE = "workspace"
+
+
+#: Roles whose storages hold a value from one step to the next.
+PERSISTENT = frozenset({Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.OPTIMIZER_STATE})
+
+
+class Phase(StrEnum):
+    """Where in the step an operation stands."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class OpKind(StrEnum):
+    """The cost class of an operation."""
+
+    MATMUL = "matmul"
+    CONVOLUTION = "convolution"
+    ATTENTION = "attention"
+    ELEMENTWISE = "elementwise"
+    TRANSCENDENTAL = "transcendental"
+    REDUCTION = "reduction"
+    SOFTMAX = "softmax"
+    NORM = "norm"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    COPY = "copy"
+    SORT = "sort"
+    RANDOM = "random"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument that is a tensor of the graph."""
+
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """An argument that has no JSON form: a dtype, device, layout or memory format, by name."""
+
+    kind: str
+    value: str
+
+
+Arg = None | bool | int | float | str | Ref | Literal | tuple["Arg", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A block of memory. ``data`` holds the bytes of a CONSTANT."""
+
+    name: str
+    size_bytes: int
+    role: Role
+    data: bytes | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A view of a storage: ``stride`` and ``offset`` in elements."""
+
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the elements, each counted once per index (an expanded dim counts fully)."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def touched_bytes(self) -> int:
+        """Bytes of distinct elements: an expanded dim (stride 0) counts once."""
+        sizes = (n if s or n == 0 else 1 for n, s in zip(self.shape, self.stride, strict=True))
+        return prod(sizes) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    ``outputs`` are tensors on storages this operation creates; ``mutates`` are the tensors it writes in place.
+    ``None`` in ``results`` stands for an output that is not a tensor or is a view of an input.
+    ``flops`` counts a multiply-add as two.
+    """
+
+    name: str
+    phase: Phase
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    results: tuple[int | None, ...]
+    mutates: tuple[int, ...]
+    module: str
+    kind: OpKind
+    flops: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    random: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter under all its names (tied weights have several); ``gradient`` is None if it gets none."""
+
+    names: tuple[str, ...]
+    tensor: int
+    gradient: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A run of operations that repeats: instance ``i`` starts at ``starts[i]`` and is ``num_ops`` long."""
+
+    module: str
+    phase: Phase
+    num_ops: int
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """Forward, loss and backward (and, once expanded, the optimizer) of one step, in program order.
+
+    ``losses`` holds one scalar tensor per micro-batch; ``inputs`` the batch leaves by path, one tuple per micro-batch.
+    ``accumulation`` is the number of micro-batches of a step; each loss is already divided by it. ``states`` are the
+    optimizer's, by name.
+    """
+
+    storages: tuple[Storage, ...]
+    tensors: tuple[Tensor, ...]
+    ops: tuple[Op, ...]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[tuple[str, int], ...]
+    inputs: tuple[tuple[tuple[str, int], ...], ...]
+    losses: tuple[int, ...]
+    blocks: tuple[Block, ...] = ()
+    states: tuple[tuple[str, int], ...] = ()
+    accumulation: int = 1
+
+    @property
+    def flops(self) -> int:
+        """FLOP of one step."""
+        return sum(op.flops for op in self.ops)
+
+    def storage_of(self, tensor: int) -> int:
+        """Index of the storage a tensor views."""
+        return self.tensors[tensor].storage
+
+    def bytes_of_role(self, role: Role) -> int:
+        """Sum of the storages of one role, bytes."""
+        return sum(s.size_bytes for s in self.storages if s.role is role)
+
+    def reads(self, op: Op) -> tuple[int, ...]:
+        """Distinct storages an operation reads (those it mutates included), in order."""
+        return tuple(dict.fromkeys(self.tensors[t].storage for t in (*op.inputs, *op.mutates)))
+
+    def writes(self, op: Op) -> tuple[int, ...]:
+        """Distinct storages an operation creates or mutates, in order."""
+        return tuple(dict.fromkeys(self.tensors[t].storage for t in (*op.outputs, *op.mutates)))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of structure (not of weights): equal for two captures of the same model and batch shape."""
+        digest = hashlib.sha256()
+        for part in (self.storages, self.tensors, self.ops, self.parameters, self.buffers, self.inputs, self.losses, (self.accumulation,)):
+            for item in part:
+                digest.update(repr(item).encode())
+                if isinstance(item, Storage) and item.data is not None:
+                    digest.update(item.data)
+        return digest.hexdigest()[:16]
+
+    def validate(self) -> None:
+        """Check that every index is in range and every storage is written before it is read.
+
+        Raises:
+            ConfigError: naming the operation.
+        """
+        known = {i for i, s in enumerate(self.storages) if s.role in PERSISTENT or s.role is Role.INPUT}
+        for index, op in enumerate(self.ops):
+            missing = [self.storages[s].name for s in self.reads(op) if s not in known]
+            if missing:
+                raise ConfigError(f"op {index} {op.name} in {op.module or '(loss)'} reads {missing} before they exist")
+            known.update(self.writes(op))
+
+
+def refs(arg: Arg) -> Iterator[int]:
+    """Tensor ids inside an argument tree, in order."""
+    if isinstance(arg, Ref):
+        yield arg.tensor
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from refs(item)
+
+
+def map_refs(arg: Arg, tensor_map: dict[int, int]) -> Arg:
+    """The same argument tree with tensor ids renamed."""
+    if isinstance(arg, Ref):
+        return Ref(tensor_map[arg.tensor])
+    if isinstance(arg, tuple):
+        return tuple(map_refs(item, tensor_map) for item in arg)
+    return arg
+
+
+def rename_op(op: Op, tensor_map: dict[int, int]) -> Op:
+    """The same operation on other tensors."""
+    return dataclasses.replace(
+        op,
+        args=tuple(map_refs(a, tensor_map) for a in op.args),
+        kwargs=tuple((k, map_refs(a, tensor_map)) for k, a in op.kwargs),
+        inputs=tuple(tensor_map[t] for t in op.inputs),
+        outputs=tuple(tensor_map[t] for t in op.outputs),
+        results=tuple(None if t is None else tensor_map[t] for t in op.results),
+        mutates=tuple(tensor_map[t] for t in op.mutates),
+    )

@@ -1,0 +1,136 @@
+"""Machine: what a host can do, as data with units in the keys and a source for every number.
+
+Read from and written to TOML. A catalog entry and the output of ``lading probe`` are the same type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from math import exp, log
+
+from lading.errors import ConfigError
+
+TIERS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A measured rate against size, interpolated in log-log and constant beyond its ends.
+
+    Attributes:
+        size: Ascending sizes (bytes, or FLOP for products).
+        rate: The rate at each size (bytes/s or FLOP/s).
+    """
+
+    size: tuple[float, ...]
+    rate: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.size or len(self.size) != len(self.rate):
+            raise ConfigError(f"a curve needs as many rates as sizes, got {len(self.size)} and {len(self.rate)}")
+        if list(self.size) != sorted(set(self.size)) or min(self.size) <= 0 or min(self.rate) <= 0:
+            raise ConfigError(f"a curve needs ascending positive sizes and positive rates, got {self.size} {self.rate}")
+
+    def at(self, size: float) -> float:
+        """Rate at ``size``."""
+        right = bisect_left(self.size, size)
+        if right == 0:
+            return self.rate[0]
+        if right == len(self.size):
+            return self.rate[-1]
+        low, high = self.size[right - 1], self.size[right]
+        share = log(size / low) / log(high / low)
+        return exp(log(self.rate[right - 1]) * (1 - share) + log(self.rate[right]) * share)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What computes.
+
+    Attributes:
+        kind: "cpu" or "cuda": the kind of device whose kernels run.
+        num_threads: Threads the rates were measured with; 0 where it has no meaning.
+        peak_flops_per_s: Dense peak for each dtype (for a probed CPU: the best product measured).
+        memory_bandwidth_bytes_per_s: Read plus write.
+        op_overhead_s: Least time of one operation, launch included.
+        overhead_bytes: Memory a running process needs on top of its tensors (thread stacks, kernel scratch, code).
+        product_efficiency: Share of the peak a product reaches against its FLOP; measured or assumed.
+        skinny_dim: Dimension of a product at which half of that share is lost (m / (m + skinny_dim)).
+        rates: For each cost class, bytes/s (FLOP/s for attention) against size.
+        optimizer_elements_per_s: AdamW elements per second.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    op_overhead_s: float
+    peak_flops_per_s: dict[str, float]
+    optimizer_elements_per_s: float
+    num_threads: int = 0
+    overhead_bytes: int = 0
+    skinny_dim: float = 0.0
+    product_efficiency: Curve | None = None
+    rates: dict[str, Curve] = field(default_factory=lambda: {})
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cpu", "cuda"):
+            raise ConfigError(f"device kind must be 'cpu' or 'cuda', got {self.kind!r}")
+        for key in ("memory_bytes", "memory_bandwidth_bytes_per_s", "optimizer_elements_per_s"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"device.{key} must be positive, got {getattr(self, key)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """Memory behind the device: "host" (only when the device has its own memory) or "disk".
+
+    Rates are what one direction reaches alone; ``mixed_*`` what each reaches while the other runs.
+    """
+
+    name: str
+    capacity_bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    mixed_read_bytes_per_s: float
+    mixed_write_bytes_per_s: float
+    latency_s: float
+
+    def __post_init__(self) -> None:
+        if self.name not in TIERS[1:]:
+            raise ConfigError(f"a tier is one of {TIERS[1:]}, got {self.name!r}")
+        for key in dataclasses.fields(self)[1:6]:
+            if getattr(self, key.name) <= 0:
+                raise ConfigError(f"tier {self.name}: {key.name} must be positive, got {getattr(self, key.name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A host: one device and the tiers behind it, nearest first.
+
+    Attributes:
+        host_id: What identifies the host a probe ran on (CPU model, cores, memory); "" for a catalog entry.
+        sources: Where each number comes from, by key.
+    """
+
+    name: str
+    date: str
+    source: str
+    device: Device
+    tiers: tuple[Tier, ...] = ()
+    host_id: str = ""
+    sources: dict[str, str] = field(default_factory=lambda: {})
+
+    def tier(self, name: str) -> Tier | None:
+        """The tier called ``name``, or None if this machine has none."""
+        return next((tier for tier in self.tiers if tier.name == name), None)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of every number."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,135 @@
+"""Plan: the bill of lading. What goes where between two uses, what that is predicted to cost, and for whom it was made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from lading.errors import ConfigError
+
+#: Raised whenever what a saved plan means changes.
+PLAN_FORMAT = 1
+
+
+class Option(StrEnum):
+    """Where a storage is between two uses."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What happens to ``storage`` between its uses at op positions ``start`` and ``end``.
+
+    A gap with ``end <= start`` passes over the step's boundary.
+    """
+
+    storage: int
+    start: int
+    end: int
+    option: Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRow:
+    """One policy's line in the comparison.
+
+    Attributes:
+        step_s: Predicted step time; None if the policy does not fit.
+        peak_bytes: Predicted device peak, or what the policy would need when it does not fit.
+        stall_s: Part of ``step_s`` in which compute waits for a move.
+    """
+
+    policy: str
+    fits: bool
+    peak_bytes: int
+    step_s: float | None = None
+    recompute_s: float = 0.0
+    stall_s: float = 0.0
+    moved_bytes: dict[str, int] = field(default_factory=lambda: {})
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Choices for every gap that is not KEEP, with predictions.
+
+    Attributes:
+        graph_fingerprint, machine_fingerprint, host_id: What the plan was made for; it is refused for any other.
+        budgets: Bytes allowed per tier.
+        settings: Knobs of the lowering that reproduce ``program_fingerprint`` exactly.
+        lower_bound_s: No plan within the budgets takes less, as modelled.
+        bytes_by_role: Bytes of each role at the predicted peak.
+        machine: The whole machine, as its TOML would say it.
+        run: The configuration of the run, when the plan was made from one.
+    """
+
+    version: str
+    graph_fingerprint: str
+    machine_fingerprint: str
+    host_id: str
+    program_fingerprint: str
+    policy: str
+    budgets: dict[str, int]
+    choices: tuple[Choice, ...]
+    settings: dict[str, float]
+    step_s: float
+    lower_bound_s: float
+    peak_bytes: dict[str, int]
+    bytes_by_role: dict[str, int]
+    policies: tuple[PolicyRow, ...]
+    assumptions: tuple[str, ...]
+    machine: dict[str, Any]
+    run: dict[str, Any] | None = None
+    format: int = PLAN_FORMAT
+
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound the plan is, as a share of the bound."""
+        return self.step_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> Plan:
+        """Read what ``save`` wrote.
+
+        Raises:
+            ConfigError: not a plan, of another format, or with a field missing, unknown or of the wrong type.
+        """
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError as error:
+            raise ConfigError(f"expected a plan at {path}, found no file; make one with: lading plan RUN.toml") from error
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"expected a plan in JSON at {path}: {error}") from error
+        return plan_from_dict(data, str(path))
+
+
+def plan_from_dict(data: Any, origin: str) -> Plan:
+    """A Plan from parsed JSON; ``origin`` is named in errors."""
+    names = {f.name for f in dataclasses.fields(Plan)}
+    if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ConfigError(f"{origin}: expected a Lading plan of format {PLAN_FORMAT}, found {found!r}; plan again")
+    if names != data.keys():
+        raise ConfigError(
+            f"{origin}: missing {sorted(names - data.keys())}, unknown {sorted(data.keys() - names)}; plan again"
+        )
+    try:
+        rows = tuple(PolicyRow(**row) for row in data["policies"])
+        choices = tuple(
+            Choice(int(c["storage"]), int(c["start"]), int(c["end"]), Option(c["option"])) for c in data["choices"]
+        )
+        return Plan(**{**data, "choices": choices, "policies": rows, "assumptions": tuple(data["assumptions"])})
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"{origin}: a field of the plan has the wrong type or value: {error}; plan again") from error

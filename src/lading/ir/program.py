@@ -1,0 +1,92 @@
+"""Program: the actions of one class of ranks for one step, with every address fixed before anything runs.
+
+Streams are in-order queues. Nothing orders two streams but ``waits``. Streams of a program:
+
+    compute      operations, in program order
+    <tier>_read  moves from a tier to the device      <tier>_write  moves from the device to a tier
+
+One step starts when every action of the step before has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+from lading.ir.action import Action, ActionKind
+from lading.ir.graph import StepGraph
+
+COMPUTE_STREAM = "compute"
+#: Alignment of every storage that may be moved, so that its bytes go by O_DIRECT and DMA.
+PAGE_BYTES = 4096
+#: Alignment of smaller storages.
+LINE_BYTES = 64
+
+
+def slot_bytes(size_bytes: int) -> int:
+    """Bytes a storage takes in an arena: whole pages, or whole cache lines when smaller than a page."""
+    unit = PAGE_BYTES if size_bytes >= PAGE_BYTES else LINE_BYTES
+    return max(unit, -(-size_bytes // unit) * unit)
+
+
+@dataclass(frozen=True)
+class Program:
+    """One step for one class of ranks.
+
+    Attributes:
+        graph: What the op and storage ids refer to.
+        actions: In an order in which every wait points backward.
+        arena_bytes: Size of the device arena that ``places`` index.
+        workspace_bytes: Largest scratch any operation needs outside the arena.
+        resident: (storage, arena offset) of what lies on the device at the start and again at the end of a step.
+        slots: For each lower tier, (storage, offset) of every storage that is ever there; offsets are whole pages.
+        budgets: Bytes allowed in each tier; the device's covers arena, workspace and overhead.
+        overhead_bytes: What the running process needs besides.
+    """
+
+    graph: StepGraph
+    actions: tuple[Action, ...]
+    arena_bytes: int
+    workspace_bytes: int
+    resident: tuple[tuple[int, int], ...]
+    slots: dict[str, tuple[tuple[int, int], ...]]
+    budgets: dict[str, int]
+    overhead_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted device peak: arena, workspace and overhead."""
+        return self.arena_bytes + self.workspace_bytes + self.overhead_bytes
+
+    def tier_bytes(self, tier: str) -> int:
+        """Bytes of a lower tier's file or arena."""
+        sizes = self.graph.storages
+        return max((offset + slot_bytes(sizes[s].size_bytes) for s, offset in self.slots.get(tier, ())), default=0)
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """Names of the streams, in order of first use."""
+        return tuple(dict.fromkeys(action.stream for action in self.actions))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the actions and addresses."""
+        text = "\n".join(map(str, self.actions)) + repr((self.arena_bytes, self.resident, sorted(self.slots.items())))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def label(self, action: Action) -> str:
+        """Text for people: ``'mm layers.0.mlp'``, ``'disk -> device layers.0.attn.wq'``."""
+        if action.op is not None:
+            op = self.graph.ops[action.op]
+            name = op.name.split(".")[1] if op.name.count(".") else op.name
+            again = "recompute " if action.kind is ActionKind.RECOMPUTE else ""
+            return f"{again}{name} {op.module}".rstrip()
+        name = self.graph.storages[action.storage].name if action.storage is not None else ""
+        if action.kind is ActionKind.MOVE:
+            return f"{action.source} -> {action.target} {name}"
+        return f"free {name}"
+
+    def text(self) -> str:
+        """One line an action."""
+        return "\n".join(map(str, self.actions)) + "\n"

@@ -1,0 +1,91 @@
+"""Timeline: what happened when, predicted by the simulator or measured by the executor, in one type."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action's run on one stream; seconds from the start of the step."""
+
+    rank_class: int
+    stream: str
+    action: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Bytes in use in one tier at one moment, by role name."""
+
+    time_s: float
+    tier: str
+    bytes_by_role: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All roles together."""
+        return sum(self.bytes_by_role.values())
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Events of one step in order of start, and memory over time.
+
+    Attributes:
+        source: "predicted" or "measured".
+        events: By start.
+        memory: Steps of a staircase per tier: a sample holds until the next of its tier.
+        resident: (seconds, bytes) samples of the process's resident set above its start; measured runs only.
+        labels: Text for each action id, for people.
+        peak_bytes: Highest device memory; for a measured run, the resident peak above the process's start.
+    """
+
+    source: str
+    events: tuple[Event, ...]
+    memory: tuple[MemorySample, ...]
+    labels: dict[int, str] = field(default_factory=lambda: {})
+    resident: tuple[tuple[float, int], ...] = ()
+    peak_bytes: int = 0
+
+    @property
+    def duration_s(self) -> float:
+        """End of the last event."""
+        return max((event.end_s for event in self.events), default=0.0)
+
+    def busy_s(self, stream: str) -> float:
+        """Seconds a stream spends in actions."""
+        return sum(event.end_s - event.start_s for event in self.events if event.stream == stream)
+
+    def peak_of_tier(self, tier: str) -> int:
+        """Highest sum of bytes in one tier."""
+        return max((s.total_bytes for s in self.memory if s.tier == tier), default=0)
+
+    def save(self, path: Path) -> None:
+        """Write as JSON; ``load`` reads it back."""
+        data = {
+            "source": self.source,
+            "peak_bytes": self.peak_bytes,
+            "events": [[e.rank_class, e.stream, e.action, e.start_s, e.end_s] for e in self.events],
+            "memory": [[s.time_s, s.tier, s.bytes_by_role] for s in self.memory],
+            "labels": {str(k): v for k, v in self.labels.items()},
+            "resident": self.resident,
+        }
+        path.write_text(json.dumps(data))
+
+    @staticmethod
+    def load(path: Path) -> Timeline:
+        """Read what ``save`` wrote."""
+        data = json.loads(path.read_text())
+        return Timeline(
+            source=data["source"],
+            events=tuple(Event(*row) for row in data["events"]),
+            memory=tuple(MemorySample(*row) for row in data["memory"]),
+            labels={int(k): v for k, v in data["labels"].items()},
+            resident=tuple((t, b) for t, b in data["resident"]),
+            peak_bytes=data["peak_bytes"],
+        )

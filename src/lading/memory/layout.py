@@ -1,0 +1,94 @@
+"""The parts of a Program that do not move: budgets, slots of the lower tiers, and where each storage is at home."""
+
+from __future__ import annotations
+
+from lading.errors import ProgramError
+from lading.ir.graph import PERSISTENT
+from lading.ir.machine import TIERS
+from lading.ir.program import LINE_BYTES, PAGE_BYTES, Program, slot_bytes
+
+DEVICE, LOWER_TIERS = TIERS[0], TIERS[1:]
+
+
+def home_tiers(program: Program) -> dict[int, str]:
+    """Where each persistent storage's value is between two steps.
+
+    That is "device" for what is in ``resident``; otherwise the tier that has a slot for it, the farthest if several
+    have. Copies anywhere else are worth nothing when a step starts.
+
+    Raises:
+        ProgramError: a persistent storage has neither.
+    """
+    homes = {storage: tier for tier in LOWER_TIERS for storage, _ in program.slots.get(tier, ())}
+    homes.update((storage, DEVICE) for storage, _ in program.resident)
+    persistent = {i: s for i, s in enumerate(program.graph.storages) if s.role in PERSISTENT}
+    for index, storage in persistent.items():
+        if index not in homes:
+            raise ProgramError(
+                f"expected persistent storage {index} ({storage.name}) in `resident` or in a tier's slots, "
+                f"found it in neither; give it a home"
+            )
+    return {index: homes[index] for index in persistent}
+
+
+def alignment_of(size_bytes: int) -> int:
+    """Alignment in the arena of a storage of ``size_bytes``."""
+    return PAGE_BYTES if size_bytes >= PAGE_BYTES else LINE_BYTES
+
+
+def check_layout(program: Program) -> None:
+    """Check budgets, slots and ``resident`` for names and ids; residencies' addresses are checked with the actions.
+
+    Raises:
+        ProgramError: naming the tier or storage.
+    """
+    if unknown := program.slots.keys() - set(LOWER_TIERS):
+        raise ProgramError(f"expected slots in tiers among {LOWER_TIERS}, found {sorted(unknown)}; rename them")
+    if min(program.arena_bytes, program.workspace_bytes, program.overhead_bytes) < 0:
+        raise ProgramError(
+            "expected arena_bytes, workspace_bytes and overhead_bytes >= 0, found a negative one; fix it"
+        )
+    _check_budget(program, DEVICE, program.peak_bytes)
+    for tier, slots in program.slots.items():
+        _check_budget(program, tier, program.tier_bytes(tier))
+        _check_ids(program, f"slots of {tier}", slots)
+        _check_slots(program, tier, slots)
+    _check_ids(program, "`resident`", program.resident)
+    for storage, _ in program.resident:
+        if program.graph.storages[storage].role not in PERSISTENT:
+            raise ProgramError(
+                f"expected only persistent storages in `resident`, found storage {storage} "
+                f"({program.graph.storages[storage].name}), which does not outlive the step; remove it"
+            )
+
+
+def _check_budget(program: Program, tier: str, used_bytes: int) -> None:
+    if used_bytes and tier not in program.budgets:
+        raise ProgramError(f"expected a budget for tier {tier}, which needs {used_bytes} bytes, found none; add one")
+    if used_bytes > program.budgets.get(tier, 0):
+        raise ProgramError(
+            f"expected at most {program.budgets[tier]} bytes in tier {tier}, found {used_bytes}; "
+            f"raise the budget by {used_bytes - program.budgets[tier]} bytes or plan again"
+        )
+
+
+def _check_ids(program: Program, what: str, pairs: tuple[tuple[int, int], ...]) -> None:
+    seen: set[int] = set()
+    for storage, _ in pairs:
+        if not 0 <= storage < len(program.graph.storages):
+            raise ProgramError(f"expected storage ids in 0..{len(program.graph.storages) - 1} in {what}, got {storage}")
+        if storage in seen:
+            raise ProgramError(f"expected each storage once in {what}, found storage {storage} twice; keep one")
+        seen.add(storage)
+
+
+def _check_slots(program: Program, tier: str, slots: tuple[tuple[int, int], ...]) -> None:
+    end, owner = 0, -1
+    for storage, offset in sorted(slots, key=lambda pair: pair[1]):
+        if offset < 0 or offset % PAGE_BYTES:
+            raise ProgramError(
+                f"expected slot offsets in whole pages of {PAGE_BYTES} B, found storage {storage} at {offset} of {tier}"
+            )
+        if offset < end:
+            raise ProgramError(f"slots of storages {owner} and {storage} overlap in {tier} at {offset}; move one")
+        end, owner = offset + slot_bytes(program.graph.storages[storage].size_bytes), storage

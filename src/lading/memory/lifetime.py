@@ -1,0 +1,105 @@
+"""Lifetimes: when each storage of a step is used, and the gaps between uses that a plan decides about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lading.ir.graph import PERSISTENT, Op, OpKind, Role, StepGraph
+
+#: ``available_until`` of what can be had at any position.
+FOREVER = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """The span between two consecutive uses of a storage, at op positions ``start`` and ``end``.
+
+    ``wraps`` marks the gap of a persistent storage from its last use over the step's boundary to its first.
+    """
+
+    storage: int
+    start: int
+    end: int
+    wraps: bool
+
+
+@dataclass(frozen=True)
+class Lifetimes:
+    """Uses of every storage, by position in ``graph.ops``.
+
+    Attributes:
+        uses: Positions that read or write each storage, ascending.
+        producer: The operation that creates each storage; None for what exists before the step.
+        mutated: Whether anything but an optimizer step writes the storage in place.
+        available_until: The last position at which the storage can be had by keeping or recomputing.
+    """
+
+    uses: tuple[tuple[int, ...], ...]
+    producer: tuple[int | None, ...]
+    mutated: tuple[bool, ...]
+    available_until: tuple[int, ...]
+
+
+def lifetimes(graph: StepGraph) -> Lifetimes:
+    """Collect the uses of every storage."""
+    uses: list[list[int]] = [[] for _ in graph.storages]
+    producer: list[int | None] = [None] * len(graph.storages)
+    mutated = [False] * len(graph.storages)
+    for position, op in enumerate(graph.ops):
+        for storage in dict.fromkeys((*graph.reads(op), *graph.writes(op))):
+            uses[storage].append(position)
+        for tensor in op.outputs:
+            producer[graph.storage_of(tensor)] = position
+        if op.kind is not OpKind.STEP:
+            for tensor in op.mutates:
+                mutated[graph.storage_of(tensor)] = True
+    until = _available_until(graph, uses, mutated)
+    return Lifetimes(tuple(map(tuple, uses)), tuple(producer), tuple(mutated), tuple(until))
+
+
+def is_pure(op: Op) -> bool:
+    """Whether running the operation again on the same inputs gives the same outputs and changes nothing else."""
+    return not op.random and not op.mutates
+
+
+def _available_until(graph: StepGraph, uses: Sequence[Sequence[int]], mutated: Sequence[bool]) -> list[int]:
+    until = [FOREVER if s.role in PERSISTENT and not m else 0 for s, m in zip(graph.storages, mutated, strict=True)]
+    for storage, positions in enumerate(uses):
+        if until[storage] != FOREVER:
+            until[storage] = positions[-1] if positions else -1
+    for op in graph.ops:
+        if not is_pure(op):
+            continue
+        reach = min((until[s] for s in graph.reads(op) if not mutated[s]), default=FOREVER)
+        if any(mutated[s] for s in graph.reads(op)):
+            continue
+        for storage in graph.writes(op):
+            if not mutated[storage]:
+                until[storage] = max(until[storage], reach)
+    return until
+
+
+def gaps(graph: StepGraph, lives: Lifetimes) -> list[Gap]:
+    """Every gap of every storage that is used, by storage and start."""
+    found: list[Gap] = []
+    for storage, positions in enumerate(lives.uses):
+        found.extend(Gap(storage, a, b, False) for a, b in zip(positions, positions[1:], strict=False))
+        if positions and graph.storages[storage].role in PERSISTENT:
+            found.append(Gap(storage, positions[-1], positions[0], True))
+    return found
+
+
+def can_recompute(graph: StepGraph, lives: Lifetimes, gap: Gap) -> bool:
+    """Whether the storage may be dropped over the gap and computed again at its end."""
+    producer = lives.producer[gap.storage]
+    if producer is None or gap.wraps or lives.mutated[gap.storage] or not is_pure(graph.ops[producer]):
+        return False
+    sources = graph.reads(graph.ops[producer])
+    return all(not lives.mutated[s] and lives.available_until[s] >= gap.end for s in sources)
+
+
+def is_movable(graph: StepGraph, storage: int, min_bytes: int) -> bool:
+    """Whether a storage may be put into a lower tier: whole pages, and worth a transfer."""
+    item = graph.storages[storage]
+    return item.size_bytes >= min_bytes and item.role not in (Role.INPUT, Role.CONSTANT)

@@ -1,0 +1,386 @@
+"""Verifier: proves before anything runs that a Program is safe in every timing of its streams.
+
+[Note: one pass proves all timings] The actions are walked once, in program order, which is one legal execution.
+Each is checked twice: that it does the right thing in that execution (what it reads is resident, with the version the
+graph asks for), and that every pair of actions that use the same memory, one of them writing, is ordered by
+happens-before and not only by its place in the list. "Memory" is a residency on the device, the bytes of the arena
+under it, or a tier's copy of a storage. Where no pair races, every timing gives each read the value of that one
+execution. FREE counts as a write, so it comes after all uses, and what is placed over it comes after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from lading.errors import ProgramError
+from lading.ir.action import CALLER, Action, ActionKind
+from lading.ir.graph import Op, OpKind, Role, StepGraph
+from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
+from lading.memory.layout import DEVICE, LOWER_TIERS, alignment_of, check_layout, home_tiers
+from lading.memory.occupancy import Occupancy, Residency
+from lading.memory.order import START, Order, Uses
+
+_RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
+_STREAMS = (COMPUTE_STREAM, *(f"{tier}_{way}" for tier in LOWER_TIERS for way in ("read", "write")))
+
+
+def verify(program: Program) -> None:
+    """Prove that every read finds its value, no two residencies collide and no budget is exceeded, in every timing.
+
+    Raises:
+        ProgramError: with the id and the line of the first offending action where there is one, and why.
+    Ignores: scratch inside an operation, which ``workspace_bytes`` is trusted to cover.
+    """
+    check_layout(program)
+    _Verifier(program).run()
+
+
+@dataclass(slots=True)
+class _Copy:
+    """What a lower tier's slot holds."""
+
+    version: int
+    uses: Uses = field(default_factory=Uses)
+
+
+def _versions(graph: StepGraph) -> tuple[list[dict[int, int]], list[dict[int, int]], list[int]]:
+    """For each op the version of each storage it reads, and of each it writes; and the last version of each storage."""
+    count = [0] * len(graph.storages)
+    reads: list[dict[int, int]] = []
+    writes: list[dict[int, int]] = []
+    for op in graph.ops:
+        reads.append({s: count[s] for s in graph.reads(op)})
+        for storage in graph.writes(op):
+            count[storage] += 1
+        writes.append({s: count[s] for s in graph.writes(op)})
+    return reads, writes, count
+
+
+def _fail(action: Action, why: str) -> NoReturn:
+    raise ProgramError(f"action {action.id} [{action}]: {why}", action_id=action.id)
+
+
+class _Verifier:
+    """The state of the walk. See [Note: one pass proves all timings]."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.graph = program.graph
+        self.order = Order(_STREAMS)
+        self.arena = Occupancy()
+        self.live: dict[int, Residency] = {}
+        self.last: dict[int, Residency] = {}
+        self.homes = home_tiers(program)
+        self.copies = {(home, s): _Copy(0) for s, home in self.homes.items() if home != DEVICE}
+        self.slots = {tier: {s for s, _ in slots} for tier, slots in program.slots.items()}
+        self.reads, self.writes, self.final = _versions(self.graph)
+        self.version = [0] * len(self.graph.storages)
+        self.done: dict[int, int] = {}
+        self.losses_due = {self.graph.storage_of(t) for t in self.graph.losses}
+        self.all_losses = frozenset(self.losses_due)
+
+    def run(self) -> None:
+        for storage, offset in self.program.resident:
+            residency = Residency(storage, offset, version=0)
+            if why := self._misplaced(residency):
+                raise ProgramError(f"`resident`: {why}")
+            self.live[storage] = self.last[storage] = residency
+        for position, action in enumerate(self.program.actions):
+            self._check_form(position, action)
+            self.order.append(action)
+            if action.kind is ActionKind.FREE:
+                self._free(action)
+            elif action.kind is ActionKind.MOVE:
+                self._move(action)
+            elif action.kind is ActionKind.RECOMPUTE:
+                self._recompute(action)
+            else:
+                self._compute(action)
+        self._finish()
+
+    def _name(self, storage: int) -> str:
+        return f"storage {storage} ({self.graph.storages[storage].name})"
+
+    # What an action must look like.
+
+    def _check_form(self, position: int, action: Action) -> None:
+        if action.id != position:
+            _fail(action, f"expected id {position}, the action's position, got {action.id}; number actions from 0")
+        if bad := [w for w in action.waits if not 0 <= w < position]:
+            _fail(action, f"expected waits on ids in 0..{position - 1}, got {bad}; a wait points backward")
+        if action.stream not in _STREAMS:
+            _fail(action, f"expected a stream among {_STREAMS}, got {action.stream!r}")
+        if action.kind in _RUNS_OP:
+            self._check_op_form(action)
+        elif action.kind in (ActionKind.MOVE, ActionKind.FREE):
+            self._check_storage_form(action)
+        else:
+            _fail(action, "expected COMPUTE, RECOMPUTE, STEP, MOVE or FREE; other kinds need several ranks")
+        for storage, _ in action.places:
+            if not 0 <= storage < len(self.graph.storages):
+                _fail(action, f"expected storage ids in 0..{len(self.graph.storages) - 1}, got {storage} in at=")
+
+    def _check_op_form(self, action: Action) -> None:
+        if action.op is None or not 0 <= action.op < len(self.graph.ops):
+            _fail(action, f"expected an op in 0..{len(self.graph.ops) - 1}, got {action.op}")
+        if action.storage is not None or action.source or action.target:
+            _fail(action, "expected no storage=, from= or to= on an action that runs an op; remove them")
+        if action.stream != COMPUTE_STREAM:
+            _fail(action, f"expected stream {COMPUTE_STREAM!r} for an op, got {action.stream!r}")
+
+    def _check_storage_form(self, action: Action) -> None:
+        if action.op is not None:
+            _fail(action, f"expected no op= on a {action.kind}, got {action.op}; remove it")
+        if action.storage is None or not 0 <= action.storage < len(self.graph.storages):
+            _fail(action, f"expected a storage in 0..{len(self.graph.storages) - 1}, got {action.storage}")
+        if action.kind is ActionKind.FREE:
+            if action.source != DEVICE or action.target:
+                _fail(action, f"expected from={DEVICE} and no to= on a FREE; slots of other tiers are never freed")
+        else:
+            self._check_route(action)
+        placed = [s for s, _ in action.places]
+        expected = [action.storage] if action.target == DEVICE else []
+        if placed != expected:
+            _fail(action, f"expected places for storages {expected}, got {placed}")
+
+    def _check_route(self, action: Action) -> None:
+        streams = {(CALLER, DEVICE): COMPUTE_STREAM, (DEVICE, CALLER): COMPUTE_STREAM}
+        for tier in LOWER_TIERS:
+            streams[tier, DEVICE], streams[DEVICE, tier] = f"{tier}_read", f"{tier}_write"
+        stream = streams.get((action.source, action.target))
+        if stream is None:
+            _fail(action, f"expected from= and to= among {sorted(streams)}, got {(action.source, action.target)}")
+        if action.stream != stream:
+            _fail(action, f"expected stream {stream!r} for this move, got {action.stream!r}")
+
+    # Residencies on the device.
+
+    def _misplaced(self, residency: Residency) -> str:
+        """Place a residency; returns why it may not lie there, or ''."""
+        storage, offset, placed = residency.storage, residency.offset, residency.placed
+        size_bytes = slot_bytes(self.graph.storages[storage].size_bytes)
+        if offset % (unit := alignment_of(self.graph.storages[storage].size_bytes)):
+            return f"expected {self._name(storage)} at a multiple of {unit} B, got offset {offset}"
+        if offset < 0 or offset + size_bytes > self.program.arena_bytes:
+            end, arena = offset + size_bytes, self.program.arena_bytes
+            return f"{self._name(storage)} at {offset}..{end} does not lie within the arena of {arena} bytes"
+        for other in self.arena.place(residency, size_bytes):
+            where = f"{self._name(storage)} at {offset} overlaps {self._name(other.storage)} at {other.offset}"
+            if other.freed is None:
+                return f"{where}, which is still resident; free that first or use another address"
+            if not self.order.before(other.freed, placed):
+                return f"{where}, whose FREE (action {other.freed}) need not have ended; wait for it"
+        return ""
+
+    def _place(self, action: Action, storage: int, offset: int, version: int) -> None:
+        previous = self.last.get(storage)
+        if previous is not None and previous.freed is None:
+            _fail(action, f"{self._name(storage)} is already resident (since {_who(previous.placed)}); do not place it")
+        residency = Residency(storage, offset, version, placed=action.id, uses=Uses(action.id))
+        if previous is not None and previous.freed is not None and not self.order.before(previous.freed, action.id):
+            _fail(
+                action, f"the FREE (action {previous.freed}) of {self._name(storage)} need not have ended; wait for it"
+            )
+        if why := self._misplaced(residency):
+            _fail(action, why)
+        self.live[storage] = self.last[storage] = residency
+
+    def _residency(self, action: Action, storage: int) -> Residency:
+        residency = self.live.get(storage)
+        if residency is None:
+            past = self.last.get(storage)
+            gone = "never placed" if past is None or past.freed is None else f"freed by action {past.freed}"
+            _fail(action, f"expected {self._name(storage)} resident, found it {gone}; bring it to the device before")
+        return residency
+
+    def _read(self, action: Action, storage: int, version: int | None = None) -> Residency:
+        """The residency an action reads; with ``version``, it must hold that one."""
+        residency = self._residency(action, storage)
+        if (racing := self.order.read(residency.uses, action.id)) is not None:
+            what = "placing" if racing == residency.placed else "write"
+            _fail(
+                action, f"reads {self._name(storage)}, whose {what} (action {racing}) need not have ended; wait for it"
+            )
+        if version is not None and residency.version != version:
+            _fail(
+                action,
+                f"expected {self._name(storage)} after {version} writes of this step, found it after "
+                f"{residency.version}; move the action or bring back the right version",
+            )
+        return residency
+
+    # The five kinds.
+
+    def _compute(self, action: Action) -> None:
+        index, op = self._op(action)
+        kind = ActionKind.STEP if op.kind is OpKind.STEP else ActionKind.COMPUTE
+        if action.kind is not kind:
+            _fail(action, f"expected {kind} for op {index}, whose kind is {op.kind}, got {action.kind}")
+        if index in self.done:
+            _fail(action, f"op {index} already ran in action {self.done[index]}; use RECOMPUTE or drop one")
+        self.done[index] = action.id
+        for storage, version in self.reads[index].items():
+            self._read(action, storage, version)
+        mutated = {self.graph.storage_of(t) for t in op.mutates}
+        self._check_places(action, [s for s in self.writes[index] if s not in mutated])
+        offsets = dict(action.places)
+        for storage, version in self.writes[index].items():
+            if self.version[storage] != version - 1:
+                _fail(
+                    action,
+                    f"expected {version - 1} writes of {self._name(storage)} before, found {self.version[storage]}",
+                )
+            if storage in mutated:
+                self._mutate(action, storage, version)
+            else:
+                self._place(action, storage, offsets[storage], version)
+            self.version[storage] = version
+
+    def _mutate(self, action: Action, storage: int, version: int) -> None:
+        residency = self.live[storage]
+        if (racing := self.order.write(residency.uses, action.id)) is not None:
+            _fail(
+                action, f"writes {self._name(storage)} in place, which action {racing} may still be using; wait for it"
+            )
+        residency.version = version
+
+    def _recompute(self, action: Action) -> None:
+        index, op = self._op(action)
+        if op.mutates or op.random:
+            why = "random" if op.random else "writes in place"
+            _fail(
+                action, f"expected an op that gives the same again, but op {index} ({op.name}) {why}; keep its output"
+            )
+        if index not in self.done:
+            _fail(action, f"op {index} has not run yet; RECOMPUTE repeats an earlier COMPUTE")
+        for storage, version in self.reads[index].items():
+            self._read(action, storage, version)
+        self._check_places(action, [s for s in self.writes[index] if s not in self.live])
+        for storage, offset in action.places:
+            self._place(action, storage, offset, self.writes[index][storage])
+
+    def _op(self, action: Action) -> tuple[int, Op]:
+        assert action.op is not None
+        return action.op, self.graph.ops[action.op]
+
+    def _check_places(self, action: Action, expected: list[int]) -> None:
+        found = sorted(s for s, _ in action.places)
+        if found != sorted(expected):
+            _fail(action, f"expected an address for exactly the storages {sorted(expected)}, got {found} in at=")
+
+    def _move(self, action: Action) -> None:
+        storage = action.storage
+        assert storage is not None
+        if action.source == CALLER:
+            self._move_in(action, storage)
+        elif action.target == CALLER:
+            self._move_out(action, storage)
+        elif action.target == DEVICE:
+            self._load(action, storage)
+        else:
+            self._store(action, storage)
+
+    def _move_in(self, action: Action, storage: int) -> None:
+        if self.graph.storages[storage].role is not Role.INPUT:
+            _fail(
+                action, f"expected an input from the caller, got {self._name(storage)}; the caller has only the batch"
+            )
+        if self.version[storage]:
+            _fail(action, f"{self._name(storage)} was written since, the caller's value is old; keep it or store it")
+        self._place(action, storage, action.places[0][1], version=0)
+
+    def _move_out(self, action: Action, storage: int) -> None:
+        if storage not in self.all_losses:
+            _fail(
+                action, f"expected a loss to go to the caller, got {self._name(storage)}; nothing else leaves the step"
+            )
+        self._read(action, storage, self.final[storage])
+        self.losses_due.discard(storage)
+
+    def _load(self, action: Action, storage: int) -> None:
+        copy = self.copies.get((action.source, storage))
+        if copy is None:
+            _fail(action, f"expected a copy of {self._name(storage)} in {action.source}, found none; store it before")
+        if (racing := self.order.read(copy.uses, action.id)) is not None:
+            _fail(action, f"reads the {action.source} copy that action {racing} may still be writing; wait for it")
+        if copy.version != self.version[storage]:
+            _fail(
+                action,
+                f"expected the current value of {self._name(storage)} ({self.version[storage]} writes), found the one "
+                f"after {copy.version} in {action.source}; store it again before it is freed",
+            )
+        self._place(action, storage, action.places[0][1], copy.version)
+
+    def _store(self, action: Action, storage: int) -> None:
+        if storage not in self.slots.get(action.target, ()):
+            _fail(
+                action, f"expected a slot for {self._name(storage)} in {action.target}, found none; add one to `slots`"
+            )
+        residency = self._read(action, storage)
+        copy = self.copies.setdefault((action.target, storage), _Copy(0))
+        if (racing := self.order.write(copy.uses, action.id)) is not None:
+            _fail(action, f"writes the {action.target} copy that action {racing} may still be using; wait for it")
+        copy.version = residency.version
+
+    def _free(self, action: Action) -> None:
+        storage = action.storage
+        assert storage is not None
+        past = self.last.get(storage)
+        if past is not None and past.freed is not None:
+            _fail(action, f"{self._name(storage)} was already freed by action {past.freed}; drop one FREE")
+        residency = self._residency(action, storage)
+        if (racing := self.order.write(residency.uses, action.id)) is not None:
+            _fail(action, f"frees {self._name(storage)} while action {racing} may still use it; wait for that action")
+        residency.freed = action.id
+        del self.live[storage]
+
+    # The end of the step.
+
+    def _finish(self) -> None:
+        missing = [i for i in range(len(self.graph.ops)) if i not in self.done]
+        if missing:
+            raise ProgramError(f"expected every op to run once, ops {missing[:10]} never do; add their COMPUTE or STEP")
+        if self.losses_due:
+            names = ", ".join(map(self._name, sorted(self.losses_due)))
+            raise ProgramError(f"expected every loss to go to the caller, {names} does not; add a MOVE to={CALLER}")
+        for storage, offset in self.program.resident:
+            self._check_resident(storage, offset)
+        for storage, residency in self.live.items():
+            if self.homes.get(storage) != DEVICE:
+                where = f"home is {self.homes[storage]}" if storage in self.homes else "value does not outlive the step"
+                self._fail_end(
+                    residency.placed, f"{self._name(storage)} is left on the device but its {where}; free it"
+                )
+        for storage, home in self.homes.items():
+            if home != DEVICE and self.copies[home, storage].version != self.version[storage]:
+                self._fail_end(
+                    self.last[storage].uses.written,
+                    f"the value of {self._name(storage)} in {home}, its home, is old at the end of the step; "
+                    f"store it after its last write",
+                )
+
+    def _check_resident(self, storage: int, offset: int) -> None:
+        """What was resident at the start is there again, at the same place, with the current value."""
+        residency = self.last[storage]
+        if residency.freed is not None:
+            self._fail_end(
+                residency.freed, f"{self._name(storage)} is in `resident` but gone at the end; bring it back"
+            )
+        if residency.offset != offset:
+            at = residency.offset
+            self._fail_end(residency.placed, f"{self._name(storage)} ends the step at {at}, expected {offset}; move it")
+        if residency.version != self.version[storage]:
+            self._fail_end(
+                residency.placed, f"{self._name(storage)} ends the step with an old value; bring the current"
+            )
+
+    def _fail_end(self, action: int, why: str) -> NoReturn:
+        """Blame the action that left things so."""
+        if action == START:
+            raise ProgramError(f"end of the step: {why}")
+        _fail(self.program.actions[action], f"at the end of the step, {why}")
+
+
+def _who(action: int) -> str:
+    return "the start of the step" if action == START else f"action {action}"

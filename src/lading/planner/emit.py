@@ -1,0 +1,234 @@
+"""Emission: choices for gaps -> the sequence of things that must happen, before any address or transfer time is fixed.
+
+Walking the operations in order, each operation first gets its inputs back (moved in, or recomputed with whatever that
+needs), runs, and then every storage it touched is kept, dropped, moved out or freed as its next gap was decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lading.ir.action import CALLER, ActionKind
+from lading.ir.graph import PERSISTENT, OpKind, Role, StepGraph
+from lading.ir.plan import Option
+from lading.memory.lifetime import Lifetimes
+
+#: (storage, position of the use that opens the gap) -> what to do over the gap. KEEP where missing.
+Choices = Mapping[tuple[int, int], Option]
+_TIER = {Option.HOST: "host", Option.DISK: "disk"}
+
+
+@dataclass(slots=True)
+class Item:
+    """One entry of the compute stream: an operation, a recomputation, or a move from or to the caller."""
+
+    kind: ActionKind
+    op: int | None = None
+    storage: int | None = None
+    source: str = ""
+    target: str = ""
+
+
+@dataclass(slots=True)
+class Residency:
+    """A storage's stay on the device, from item ``first`` to item ``last`` (inclusive).
+
+    Attributes:
+        tier: Lower tier it comes from ("" when an item creates it or it is there at the start).
+        to_tier: Lower tier it is written to when it ends ("" when it just ends).
+        initial, final: Whether it is there at the start, or stays at the end of the step.
+    """
+
+    storage: int
+    first: int
+    last: int = -1
+    tier: str = ""
+    to_tier: str = ""
+    initial: bool = False
+    final: bool = False
+
+
+@dataclass(slots=True)
+class Emission:
+    """Items in compute order and every residency."""
+
+    items: list[Item] = field(default_factory=lambda: [])
+    residencies: list[Residency] = field(default_factory=lambda: [])
+    tiers: dict[int, str] = field(default_factory=lambda: {})
+
+
+def emit(graph: StepGraph, lives: Lifetimes, choices: Choices) -> Emission:
+    """Emit the step; optimizer steps are delayed behind recomputations that still read the old value."""
+    order = list(range(len(graph.ops)))
+    for _ in range(len(graph.ops)):
+        walker = _Walker(graph, lives, choices, order)
+        walker.walk()
+        if not walker.late:
+            return walker.out
+        order = _delay(order, walker.late)
+    raise AssertionError("optimizer steps can always be delayed to the end")
+
+
+def _delay(order: Sequence[int], late: Mapping[int, int]) -> list[int]:
+    """``order`` with each op of ``late`` moved behind the op it must follow."""
+    behind: dict[int, list[int]] = {}
+    for op, after in sorted(late.items()):
+        behind.setdefault(after, []).append(op)
+    kept = [op for op in order if op not in late]
+    return [new for op in kept for new in (op, *behind.get(op, ()))]
+
+
+class _Walker:
+    """State of one walk. A storage is on the device (``live``), in a tier (``away``), dropped, or not there yet."""
+
+    def __init__(self, graph: StepGraph, lives: Lifetimes, choices: Choices, order: Sequence[int]) -> None:
+        self.graph, self.lives, self.choices, self.order = graph, lives, choices, order
+        self.out = Emission()
+        self.live: dict[int, Residency] = {}
+        self.away: dict[int, str] = {}
+        self.stale: set[int] = set()  # tier copy missing or older than the device's
+        self.transient: set[int] = set()
+        self.stepped: dict[int, int] = {}  # parameter storage -> the op that already updated it
+        self.late: dict[int, int] = {}
+        self.losses = {graph.storage_of(t) for t in graph.losses}
+        self.rank = {op: place for place, op in enumerate(order)}
+
+    def walk(self) -> None:
+        self._start()
+        for op_index in self.order:
+            op = self.graph.ops[op_index]
+            for storage in self.graph.reads(op):
+                self._ensure(storage, op_index)
+            kind = ActionKind.STEP if op.kind is OpKind.STEP else ActionKind.COMPUTE
+            self._item(Item(kind, op=op_index))
+            for tensor in op.outputs:
+                self._arrive(self.graph.storage_of(tensor))
+            for storage in self.graph.writes(op):
+                self.stale.add(storage)
+                if kind is ActionKind.STEP:
+                    self.stepped[storage] = op_index
+            self._after(op_index)
+        for storage, stay in self.live.items():
+            stay.final = True
+            self._end(storage, keep=True)
+
+    def _start(self) -> None:
+        """Persistent storages begin where the gap over the step's boundary leaves them."""
+        for storage, item in enumerate(self.graph.storages):
+            if item.role not in PERSISTENT:
+                continue
+            uses = self.lives.uses[storage]
+            tier = _TIER.get(self.choices.get((storage, uses[-1]), Option.KEEP)) if uses else None
+            if tier is None:
+                self.live[storage] = Residency(storage, 0, initial=True)
+                self.out.residencies.append(self.live[storage])
+                self.stale.add(storage)
+            else:
+                self.away[storage] = tier
+                self.out.tiers[storage] = tier
+
+    def _item(self, item: Item) -> None:
+        self.out.items.append(item)
+
+    def _arrive(self, storage: int, tier: str = "") -> None:
+        """The storage becomes resident: with the last item, or, from a tier, for the next one."""
+        if storage in self.live:
+            return
+        first = len(self.out.items) - (0 if tier else 1)
+        self.live[storage] = Residency(storage, first, tier=tier)
+        self.out.residencies.append(self.live[storage])
+
+    def _end(self, storage: int, *, keep: bool = False) -> None:
+        stay = self.live[storage] if keep else self.live.pop(storage)
+        stay.last = len(self.out.items) - 1
+
+    def _ensure(self, storage: int, op_index: int) -> None:
+        """Make a storage resident for the next item."""
+        if storage in self.live:
+            return
+        if storage in self.away:
+            self._arrive(storage, self.away.pop(storage))
+        elif self.graph.storages[storage].role is Role.INPUT:
+            self._item(Item(ActionKind.MOVE, storage=storage, source=CALLER, target="device"))
+            self._arrive(storage)
+        else:
+            self._recompute(storage, op_index)
+
+    def _recompute(self, storage: int, op_index: int) -> None:
+        """Run the producers of a dropped storage again, deepest first (iterative: chains are long)."""
+        stack = [storage]
+        while stack:
+            producer = self.lives.producer[stack[-1]]
+            if stack[-1] in self.live or producer is None:
+                stack.pop()
+                continue
+            missing = [s for s in self.graph.reads(self.graph.ops[producer]) if s not in self.live]
+            dropped = [s for s in missing if s not in self.away and self.lives.producer[s] is not None]
+            if dropped:
+                stack.extend(dropped)
+                continue
+            for source in missing:
+                self._ensure(source, op_index)
+            self._run_again(producer, op_index)
+            stack.pop()
+
+    def _run_again(self, producer: int, op_index: int) -> None:
+        op = self.graph.ops[producer]
+        for source in self.graph.reads(op):
+            if source in self.stepped:
+                step = self.stepped[source]
+                self.late[step] = max(self.late.get(step, op_index), op_index, key=self.rank.__getitem__)
+            if self._next_use(source, op_index, inclusive=True) is None:
+                self.transient.add(source)
+        self._item(Item(ActionKind.RECOMPUTE, op=producer))
+        for storage in self.graph.writes(op):
+            wanted = storage not in self.away and self._next_use(storage, op_index, inclusive=True) is not None
+            if storage not in self.live:
+                self._arrive(storage)
+                if not wanted:
+                    self.transient.add(storage)
+
+    def _next_use(self, storage: int, op_index: int, *, inclusive: bool = False) -> int | None:
+        """The next op in this walk's order that uses the storage."""
+        here = self.rank[op_index]
+        later = [u for u in self.lives.uses[storage] if self.rank[u] > here or (inclusive and u == op_index)]
+        return min(later, key=self.rank.__getitem__) if later else None
+
+    def _after(self, op_index: int) -> None:
+        """Decide what becomes of every storage the operation touched, and drop what was recomputed on the way."""
+        op = self.graph.ops[op_index]
+        touched = dict.fromkeys((*self.graph.reads(op), *self.graph.writes(op)))
+        for storage in touched:
+            if storage in self.losses and storage in self.graph.writes(op):
+                self._item(Item(ActionKind.MOVE, storage=storage, source="device", target=CALLER))
+        for storage in touched:
+            self._leave(storage, op_index)
+        for storage in sorted(self.transient - touched.keys()):
+            if storage not in self.live:
+                continue
+            if self.graph.storages[storage].role not in PERSISTENT:
+                self._end(storage)
+            elif self.live[storage].tier and storage not in self.stale:
+                self.away[storage] = self.live[storage].tier
+                self._end(storage)
+        self.transient.clear()
+
+    def _leave(self, storage: int, op_index: int) -> None:
+        persistent = self.graph.storages[storage].role in PERSISTENT
+        if self._next_use(storage, op_index) is None and not persistent:
+            self._end(storage)
+            return
+        option = self.choices.get((storage, op_index), Option.KEEP)
+        if option is Option.KEEP:
+            return
+        stay = self.live[storage]
+        self._end(storage)
+        if option is not Option.RECOMPUTE:
+            tier = _TIER[option]
+            if storage in self.stale:
+                stay.to_tier = tier
+                self.stale.discard(storage)
+            self.away[storage] = tier
+            self.out.tiers[storage] = tier
+

@@ -1,0 +1,30 @@
+"""Named policies: (graph, lifetimes) -> choices. ``residency`` has a file of its own."""
+
+from __future__ import annotations
+
+from lading.ir.graph import Phase, Role, StepGraph
+from lading.ir.plan import Option
+from lading.memory.lifetime import Gap, Lifetimes, can_recompute, gaps
+
+
+def keep_all(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Plain training: every storage stays until its last use."""
+    return {}
+
+
+def checkpoint_every_block(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+    """Full activation checkpointing: of each repeated block only the input is kept for backward."""
+    blocks = [(start, start + b.num_ops) for b in graph.blocks if b.phase is Phase.FORWARD for start in b.starts]
+    choices: dict[tuple[int, int], Option] = {}
+    for gap in gaps(graph, lives):
+        to_backward = graph.ops[gap.start].phase is Phase.FORWARD and graph.ops[gap.end].phase is Phase.BACKWARD
+        activation = graph.storages[gap.storage].role is Role.ACTIVATION
+        if to_backward and activation and _inside(lives, blocks, gap) and can_recompute(graph, lives, gap):
+            choices[gap.storage, gap.start] = Option.RECOMPUTE
+    return choices
+
+
+def _inside(lives: Lifetimes, blocks: list[tuple[int, int]], gap: Gap) -> bool:
+    """Whether the gap leads out of the one block in which the storage was made and used so far."""
+    made = lives.uses[gap.storage][0]
+    return any(start <= made and gap.start < stop for start, stop in blocks)

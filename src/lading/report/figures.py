@@ -1,0 +1,166 @@
+"""Numbers that reports show, computed from plans, programs and timelines; no drawing here."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lading.ir.action import Action, ActionKind
+from lading.ir.graph import Phase, Role, StepGraph
+from lading.ir.plan import Option, Plan
+from lading.ir.program import Program
+from lading.ir.timeline import MemorySample, Timeline
+
+#: Roles from the bottom of a stack to its top: what stays longest lies lowest. Unknown names go above.
+ROLE_ORDER = (
+    Role.PARAMETER, Role.OPTIMIZER_STATE, Role.BUFFER, Role.CONSTANT,
+    Role.INPUT, Role.GRADIENT, Role.ACTIVATION, Role.WORKSPACE,
+)  # fmt: skip
+
+
+class Kind(StrEnum):
+    """What a slice of a timeline is to a reader; finer than ActionKind for COMPUTE and MOVE."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    STEP = "step"
+    READ = "read"
+    WRITE = "write"
+    COMMUNICATION = "communication"
+    FREE = "free"
+
+
+_KINDS = {
+    ActionKind.RECOMPUTE: Kind.RECOMPUTE,
+    ActionKind.STEP: Kind.STEP,
+    ActionKind.FREE: Kind.FREE,
+    ActionKind.RELEASE: Kind.FREE,
+}
+_PHASES = {Phase.FORWARD: Kind.FORWARD, Phase.LOSS: Kind.FORWARD, Phase.BACKWARD: Kind.BACKWARD}
+
+
+def kind_of(program: Program, action: Action) -> Kind:
+    """How a reader sees an action; the loss counts as forward, a MOVE is a read when it ends on the device."""
+    if action.kind is ActionKind.COMPUTE and action.op is not None:
+        return _PHASES.get(program.graph.ops[action.op].phase, Kind.STEP)
+    if action.kind is ActionKind.MOVE:
+        return Kind.READ if action.target == "device" else Kind.WRITE
+    return _KINDS.get(action.kind, Kind.COMMUNICATION)
+
+
+def role_names(names: Sequence[str] | set[str]) -> list[str]:
+    """Distinct role names in stacking order."""
+    known = [role.value for role in ROLE_ORDER if role.value in names]
+    return known + sorted(set(names) - set(known))
+
+
+def role_title(role: str) -> str:
+    """A role's name for people: ``'optimizer state'``."""
+    return role.replace("_", " ")
+
+
+def seconds_by_kind(program: Program, timeline: Timeline) -> dict[str, float]:
+    """Busy seconds of each kind; moves are told apart by tier: ``'read disk'``."""
+    seconds: dict[str, float] = defaultdict(float)
+    for event in timeline.events:
+        action = program.actions[event.action]
+        kind = kind_of(program, action)
+        name = kind.value
+        if action.kind is ActionKind.MOVE:
+            name = f"read {action.source}" if kind is Kind.READ else f"write {action.target}"
+        seconds[name] += event.end_s - event.start_s
+    order = [kind.value for kind in Kind]
+    return {name: seconds[name] for name in sorted(seconds, key=lambda name: (order.index(name.split()[0]), name))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """Storages of one role that take one option."""
+
+    num_storages: int = 0
+    size_bytes: int = 0
+
+
+def placement(plan: Plan, graph: StepGraph) -> dict[str, dict[Option, Placed]]:
+    """Bytes per role and option.
+
+    A storage is under KEEP if no gap of its own has another option, else under each option that one of its gaps has:
+    a storage with unlike gaps is under several.
+    """
+    options: dict[int, set[Option]] = defaultdict(set)
+    for choice in plan.choices:
+        if choice.option is not Option.KEEP:
+            options[choice.storage].add(choice.option)
+    table: dict[str, dict[Option, Placed]] = {}
+    for role in role_names({storage.role.value for storage in graph.storages}):
+        rows = [(i, s.size_bytes) for i, s in enumerate(graph.storages) if s.role == role]
+        table[role] = {}
+        for option in Option:
+            sizes = [size for i, size in rows if option in (options.get(i) or {Option.KEEP})]
+            table[role][option] = Placed(num_storages=len(sizes), size_bytes=sum(sizes))
+    return table
+
+
+def peak_storages(program: Program, timeline: Timeline) -> tuple[float, list[int]]:
+    """When most bytes of storages are on the device, and which those are, largest first.
+
+    Replays the events: a storage is there from the start of the action that places it to the end of its FREE.
+    """
+    changes: list[tuple[float, int, int]] = []
+    for event in timeline.events:
+        action = program.actions[event.action]
+        changes.extend((event.start_s, 1, storage) for storage, _ in action.places)
+        if action.kind is ActionKind.FREE and action.source == "device" and action.storage is not None:
+            changes.append((event.end_s, 0, action.storage))
+    changes.sort(key=lambda change: change[:2])
+    sizes = [storage.size_bytes for storage in program.graph.storages]
+    present = {storage for storage, _ in program.resident}
+    total = peak = sum(sizes[s] for s in present)
+    peak_s, peak_count = 0.0, 0
+    for count, (time_s, arrives, storage) in enumerate(changes, 1):
+        if arrives == (storage in present):
+            continue
+        (present.add if arrives else present.remove)(storage)
+        total += sizes[storage] if arrives else -sizes[storage]
+        if total > peak:
+            peak, peak_s, peak_count = total, time_s, count
+    at_peak = {storage for storage, _ in program.resident}
+    for _, arrives, storage in changes[:peak_count]:
+        (at_peak.add if arrives else at_peak.discard)(storage)
+    return peak_s, sorted(at_peak, key=lambda s: (-sizes[s], s))
+
+
+def tiers_of(*timelines: Timeline | None) -> list[str]:
+    """Tiers in which any timeline has bytes, device first."""
+    used = {s.tier for line in timelines if line is not None for s in line.memory if s.total_bytes}
+    return [tier for tier in ("device", "host", "disk") if tier in used] + sorted(used - {"device", "host", "disk"})
+
+
+def coarse(samples: Sequence[tuple[float, int]], duration_s: float, columns: int) -> list[tuple[int, int]]:
+    """The staircase ``samples`` (seconds, height) at ``columns`` pixels.
+
+    Returns:
+        (column, index of the sample to show) wherever it changes; of the samples that hold in a column the highest is
+        shown, so no peak is lost.
+    """
+    shown: list[tuple[int, int]] = []
+    holding, following = -1, 0
+    for column in range(columns):
+        until = duration_s * (column + 1) / columns
+        best = holding
+        while following < len(samples) and (samples[following][0] < until or column == columns - 1):
+            if best < 0 or samples[following][1] > samples[best][1]:
+                best = following
+            holding = following
+            following += 1
+        if best >= 0 and (not shown or shown[-1][1] != best):
+            shown.append((column, best))
+    return shown
+
+
+def tier_samples(timeline: Timeline, tier: str) -> list[MemorySample]:
+    """Samples of one tier in order of time."""
+    return sorted((s for s in timeline.memory if s.tier == tier), key=lambda s: s.time_s)

@@ -1,0 +1,159 @@
+"""Progress of a training run: a live bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol, TextIO
+
+from lading.errors import ConfigError
+from lading.units import GiB, KiB, MiB
+
+if TYPE_CHECKING:
+    import rich.progress
+    from rich.console import Console
+
+#: A budget this full is shown in yellow.
+NEARLY_FULL = 0.95
+
+
+class Progress(Protocol):
+    """What a training loop tells about itself."""
+
+    def update(self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
+        """Show the state after ``step`` steps are done."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Print a line without disturbing the bar."""
+        ...
+
+
+@contextmanager
+def training_progress(
+    total_steps: int,
+    budget_bytes: int,
+    stream: TextIO | None = None,
+    *,
+    first_step: int = 0,
+    every_s: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Generator[Progress, None, None]:
+    """Show progress for as long as the ``with`` block runs.
+
+    Args:
+        total_steps: Steps of the whole run, >= 1.
+        budget_bytes: Device budget that memory is shown against, >= 1.
+        stream: Where to write; None is standard error. A terminal gets a bar, anything else plain lines.
+        first_step: Steps already done when the run resumes.
+        every_s: Least seconds between two plain lines; the first and the last step always get one.
+        clock: Seconds, for tests.
+    Raises:
+        ConfigError: a count out of range.
+    """
+    if total_steps < 1 or budget_bytes < 1 or not 0 <= first_step <= total_steps:
+        raise ConfigError(
+            "expected total_steps >= 1, budget_bytes >= 1 and 0 <= first_step <= total_steps, "
+            f"got {total_steps}, {budget_bytes} and {first_step}"
+        )
+    out: TextIO = sys.stderr if stream is None else stream
+    console = _terminal(out)
+    if console is None:
+        yield _Lines(total_steps, budget_bytes, out, first_step, every_s, clock)
+        return
+    bar = _Bar(total_steps, budget_bytes, console, first_step)
+    with bar.live:
+        yield bar
+
+
+def memory_text(memory_bytes: int, budget_bytes: int) -> str:
+    """``'312/400 MiB 78%'``: both in the unit of the budget; a share above the budget is never rounded down to 100%."""
+    unit, scale = next((u for u in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)) if budget_bytes >= u[1]), ("B", 1))
+    used, budget = memory_bytes / scale, budget_bytes / scale
+    digits = 0 if budget >= 100 or scale == 1 else 2
+    share = memory_bytes / budget_bytes
+    percent = f"{share:.2%}" if 1 < share < 1.005 else f"{share:.0%}"
+    return f"{used:.{digits}f}/{budget:.{digits}f} {unit} {percent}"
+
+
+def clock_text(seconds: float) -> str:
+    """``'12s'``, ``'3m05s'`` or ``'2h04m'``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _terminal(stream: TextIO) -> Console | None:
+    """A console if the stream is a terminal that can redraw a line."""
+    if not stream.isatty():
+        return None
+    from rich.console import Console
+
+    console = Console(file=stream)
+    return None if console.is_dumb_terminal else console
+
+
+class _Lines:
+    """One line every few seconds, flushed."""
+
+    def __init__(
+        self, total_steps: int, budget_bytes: int, stream: TextIO, first_step: int, every_s: float,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._total, self._budget, self._stream = total_steps, budget_bytes, stream
+        self._first, self._every_s, self._clock = first_step, every_s, clock
+        self._start_s = clock()
+        self._last_s: float | None = None
+
+    def update(self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
+        now = self._clock()
+        if self._last_s is not None and now - self._last_s < self._every_s and step < self._total:
+            return
+        self._last_s = now
+        elapsed, done = now - self._start_s, step - self._first
+        left = f"{clock_text(elapsed / done * (self._total - step))} left" if done > 0 else "time left unknown"
+        ending = f"done in {clock_text(elapsed)}" if step >= self._total else left
+        self.note(
+            f"step {step}/{self._total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  "
+            f"memory {memory_text(memory_bytes, self._budget)}  {ending}"
+        )
+
+    def note(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+class _Bar:
+    """A rich bar; ``live`` is what to enter while it is shown."""
+
+    def __init__(self, total_steps: int, budget_bytes: int, console: Console, first_step: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._budget = budget_bytes
+        self.live: rich.progress.Progress = RichProgress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            expand=True,
+        )
+        self._task = self.live.add_task("train", total=total_steps, completed=first_step, figures="")
+
+    def update(self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
+        share = memory_bytes / self._budget
+        colour = "red" if share > 1 else "yellow" if share >= NEARLY_FULL else "green"
+        figures = (
+            f"loss [bold]{loss:.4f}[/]  {tokens_per_s:,.0f} tok/s  "
+            f"[{colour}]{memory_text(memory_bytes, self._budget)}[/]"
+        )
+        self.live.update(self._task, completed=step, figures=figures)
+
+    def note(self, text: str) -> None:
+        self.live.console.print(text, markup=False, highlight=False)

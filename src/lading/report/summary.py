@@ -1,0 +1,124 @@
+"""What a run promised and what it did: the numbers at the top of every report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from lading.errors import ConfigError
+from lading.units import format_bytes, format_seconds
+
+
+class Promise(StrEnum):
+    """What became of the budget."""
+
+    KEPT = "kept"
+    BROKEN = "broken"
+    OPEN = "open"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """One run, or one plan that has not run.
+
+    Attributes:
+        title: Name of the run.
+        model: The model and the batch, in words.
+        machine: Name of the machine.
+        date: When the report was made, as text.
+        budget_bytes: Device memory promised.
+        keep_all_bytes: Predicted peak when nothing is moved or recomputed.
+        plain_peak_bytes: Measured peak of the plain PyTorch run of the same model; None if it was not run.
+        predicted_step_s, measured_step_s: Seconds of one step; measured is the median, None if not run.
+        measured_step_spread_s: Largest minus smallest measured step.
+        predicted_peak_bytes, measured_peak_bytes: Device peak; None for a plan that has not run.
+        identical_to_plain: Whether losses equal the plain run's bit for bit; None if not compared.
+        losses: (step, loss) to draw; empty means those in the metrics.
+        plain_losses: (step, loss) of the plain run, drawn behind.
+        versions: Version of each library that took part.
+        command: What to type to get the same run.
+    """
+
+    title: str
+    model: str
+    machine: str
+    date: str
+    budget_bytes: int
+    keep_all_bytes: int
+    predicted_step_s: float
+    predicted_peak_bytes: int
+    plain_peak_bytes: int | None = None
+    measured_step_s: float | None = None
+    measured_step_spread_s: float = 0.0
+    measured_peak_bytes: int | None = None
+    identical_to_plain: bool | None = None
+    losses: tuple[tuple[int, float], ...] = ()
+    plain_losses: tuple[tuple[int, float], ...] = ()
+    versions: dict[str, str] = field(default_factory=lambda: {})
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        for key in ("budget_bytes", "predicted_peak_bytes", "predicted_step_s"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"RunSummary.{key} must be positive, got {getattr(self, key)}")
+        if self.measured_step_s is not None and self.measured_step_s <= 0:
+            raise ConfigError(f"RunSummary.measured_step_s must be positive or None, got {self.measured_step_s}")
+        if (self.measured_step_s is None) != (self.measured_peak_bytes is None):
+            raise ConfigError(
+                "expected measured_step_s and measured_peak_bytes both set (a run) or both None (a plan only), "
+                f"got {self.measured_step_s} and {self.measured_peak_bytes}"
+            )
+
+    @property
+    def promise(self) -> Promise:
+        """Kept, broken, or open while nothing has run."""
+        if self.measured_peak_bytes is None:
+            return Promise.OPEN
+        return Promise.KEPT if self.measured_peak_bytes <= self.budget_bytes else Promise.BROKEN
+
+
+def relative_error(predicted: float, measured: float) -> float:
+    """``predicted / measured - 1``: positive is too high, ``inf`` when measured is 0 and predicted is not."""
+    if measured == 0:
+        return 0.0 if predicted == 0 else float("inf")
+    return predicted / measured - 1.0
+
+
+def error_words(predicted: float, measured: float) -> str:
+    """``'4.4% too low'``, ``'3.7% too high'`` or ``'exact'`` when it rounds to 0.0%."""
+    error = relative_error(predicted, measured)
+    if abs(error) < 0.0005:
+        return "exact"
+    return f"{abs(error):.1%} too {'high' if error > 0 else 'low'}"
+
+
+def verdict(summary: RunSummary) -> str:
+    """The run in one sentence: whether the promise was kept, and how far off the predictions were."""
+    budget, peak, step = summary.budget_bytes, summary.measured_peak_bytes, summary.measured_step_s
+    if peak is None or step is None:
+        return (
+            f"Not run yet: predicted to peak at {format_bytes(summary.predicted_peak_bytes)} of a "
+            f"{format_bytes(budget)} budget, at {format_seconds(summary.predicted_step_s)} a step."
+        )
+    side = "under" if peak <= budget else "over"
+    return (
+        f"Promise {summary.promise.value}: peaked at {format_bytes(peak)}, {abs(peak / budget - 1):.1%} {side} the "
+        f"{format_bytes(budget)} budget (predicted {format_bytes(summary.predicted_peak_bytes)}, "
+        f"{error_words(summary.predicted_peak_bytes, peak)}), at {format_seconds(step)} a step "
+        f"(predicted {format_seconds(summary.predicted_step_s)}, {error_words(summary.predicted_step_s, step)})."
+    )
+
+
+def remarks(summary: RunSummary) -> list[str]:
+    """What the verdict leaves out: what it would take without a plan, and whether the numbers are the same."""
+    lines = [f"Keeping everything on the device would take {format_bytes(summary.keep_all_bytes)}, as predicted"]
+    if summary.plain_peak_bytes is not None:
+        lines[0] += f"; the plain PyTorch run took {format_bytes(summary.plain_peak_bytes)}, as measured"
+    lines[0] += "."
+    if summary.identical_to_plain is not None:
+        lines.append(
+            "Losses are identical to the plain run, bit for bit."
+            if summary.identical_to_plain
+            else "Losses are not identical to the plain run."
+        )
+    return lines

@@ -1,0 +1,98 @@
+"""Plans as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lading.ir.graph import StepGraph
+from lading.ir.plan import Option, Plan, PolicyRow
+from lading.report.figures import placement, role_names, role_title
+from lading.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table whose first column is text and whose others are figures."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+    return table
+
+
+def policy_table(plan: Plan) -> Table:
+    """Every policy side by side, the chosen one marked; the lower bound and the gap beneath."""
+    from rich.markup import escape
+
+    table = _table("Policies", "policy", "fits", "step", "peak", "recompute", "stall", "moved")
+    table.add_column("note", justify="left")
+    for row in plan.policies:
+        chosen = row.policy == plan.policy
+        cells = [f"{'>' if chosen else ' '} {row.policy}", *policy_cells(row)]
+        table.add_row(*map(escape, cells), style="bold" if chosen else None)
+    table.caption = f"no plan takes less than {format_seconds(plan.lower_bound_s)}; this one is {plan.gap:.1%} above"
+    table.caption_justify = "left"
+    return table
+
+
+def policy_cells(row: PolicyRow) -> list[str]:
+    """Text of a policy's columns after its name; what it moves takes a line for each direction."""
+    moved = "\n".join(f"{name} {format_bytes(size)}" for name, size in row.moved_bytes.items() if size)
+    return [
+        "yes" if row.fits else "no",
+        "-" if row.step_s is None else format_seconds(row.step_s),
+        format_bytes(row.peak_bytes),
+        format_seconds(row.recompute_s) if row.recompute_s else "-",
+        format_seconds(row.stall_s) if row.stall_s else "-",
+        moved or "-",
+        row.note,
+    ]
+
+
+def placement_table(plan: Plan, graph: StepGraph) -> Table:
+    """Bytes of each role under each option."""
+    table = _table("What goes where between uses", "role", "total", *(option.value for option in Option))
+    for role, options in placement(plan, graph).items():
+        total = sum(s.size_bytes for s in graph.storages if s.role == role)
+        cells = [format_bytes(p.size_bytes) if p.size_bytes else "-" for p in options.values()]
+        table.add_row(role_title(role), format_bytes(total), *cells)
+    return table
+
+
+def fit_table(peak_bytes: Mapping[str, int], budgets: Mapping[str, int], bytes_by_role: Mapping[str, int]) -> Table:
+    """Whether it fits, tier by tier, and what fills the device at its peak.
+
+    Args:
+        peak_bytes: Predicted peak of each tier.
+        budgets: Bytes allowed in each tier; a tier without one is shown as unlimited.
+        bytes_by_role: Bytes of each role on the device at its peak.
+    """
+    table = _table("Does it fit", "tier", "needed", "allowed", "used", "spare", "fits")
+    for tier, needed in peak_bytes.items():
+        if (allowed := budgets.get(tier)) is None:
+            table.add_row(tier, format_bytes(needed), "unlimited", "-", "-", "yes")
+            continue
+        share = f"{needed / allowed:.1%}" if allowed else "-"
+        fits = needed <= allowed
+        cells = (format_bytes(needed), format_bytes(allowed), share, format_bytes(allowed - needed))
+        table.add_row(tier, *cells, "yes" if fits else "no", style=None if fits else "red")
+    roles = [f"{role_title(r)} {format_bytes(bytes_by_role[r])}" for r in role_names(set(bytes_by_role))]
+    table.caption = "at the device's peak: " + (", ".join(roles) or "nothing")
+    table.caption_justify = "left"
+    return table
+
+
+def print_plan(plan: Plan, graph: StepGraph, console: Console) -> None:
+    """The whole bill of lading: fit, policies, placement, assumptions."""
+    console.print(fit_table(plan.peak_bytes, plan.budgets, plan.bytes_by_role))
+    console.print(policy_table(plan))
+    console.print(placement_table(plan, graph))
+    for number, assumption in enumerate(plan.assumptions):
+        console.print("Assumptions" if not number else "", style="bold", end="\n" if not number else "")
+        console.print(f"- {assumption}", markup=False, highlight=False)

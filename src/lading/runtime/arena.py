@@ -1,0 +1,63 @@
+"""Arena: one anonymous mapping from which every tensor of a step is cut, at addresses known beforehand."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from math import prod
+
+import torch
+
+from lading.errors import ConfigError
+from lading.ir.graph import DTYPE_BYTES, Tensor
+from lading.ir.program import PAGE_BYTES
+
+
+class Arena:
+    """Page-aligned private memory; pages take up memory once they are first touched.
+
+    Attributes:
+        size_bytes: Whole pages, at least one.
+        memory: Its bytes, writable; slices are what tiers read into and write from.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        if size_bytes < 0:
+            raise ConfigError(f"expected an arena of >= 0 bytes, got {size_bytes}")
+        self.size_bytes = max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
+        self._map = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.memory = memoryview(self._map)
+
+    def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """uint8[size_bytes] at ``offset``, without a copy."""
+        if offset < 0 or offset + size_bytes > self.size_bytes:
+            raise ConfigError(f"bytes {offset}..{offset + size_bytes} lie outside the arena of {self.size_bytes} bytes")
+        if size_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.memory, dtype=torch.uint8, count=size_bytes, offset=offset)
+
+    def close(self) -> None:
+        """Give the pages back; tensors cut from the arena must not be used any more."""
+        with contextlib.suppress(ValueError):  # closed before
+            self._map.madvise(mmap.MADV_DONTNEED)
+        with contextlib.suppress(BufferError):  # a view is alive: the address range stays, its pages are gone
+            self.memory.release()
+            self._map.close()
+
+
+def view_of(memory: torch.Tensor, tensor: Tensor) -> torch.Tensor:
+    """The tensor of a graph, as a view of its storage's bytes (uint8)."""
+    item = DTYPE_BYTES[tensor.dtype]
+    typed = memory[: memory.numel() // item * item].view(getattr(torch, tensor.dtype))
+    return typed.as_strided(tensor.shape, tensor.stride, tensor.offset)
+
+
+def is_flat(tensor: Tensor, size_bytes: int) -> bool:
+    """Whether a tensor covers its storage of ``size_bytes`` exactly, element after element in memory."""
+    order = sorted((s, n) for s, n in zip(tensor.stride, tensor.shape, strict=True) if n != 1)
+    expected = 1
+    for stride, length in order:
+        if stride != expected:
+            return False
+        expected *= length
+    return tensor.offset == 0 and prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] == size_bytes

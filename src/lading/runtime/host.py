@@ -1,0 +1,35 @@
+"""Which host this is, as text that a plan remembers. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+from lading.units import GiB
+
+
+def host_id() -> str:
+    """``"model name | cores | memory"`` of this host, the same at every call."""
+    return f"{_model_name()} | {os.cpu_count()} cores | {memory_bytes() / GiB:.1f} GiB"
+
+
+def memory_bytes() -> int:
+    """Physical memory, bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def resident_bytes() -> int:
+    """Resident set of this process, bytes; 0 where the system does not tell (no /proc)."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+def _model_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Hardware", "cpu model"):
+                return value.strip()
+    return platform.processor() or platform.machine()

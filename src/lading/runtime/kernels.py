@@ -1,0 +1,357 @@
+"""Kernels: an operation of the graph, bound once to the tensors it will always work on.
+
+Eager PyTorch allocates each result. Here results have an address before the step, so an operation is bound to its
+``out=`` form where that form is a kernel of its own (many are the functional kernel and a copy), to a short sequence
+of in-place operations where that is what the functional kernel does inside, and otherwise to the functional kernel
+and a copy; only the last needs scratch memory. Every form gives the bits of the functional one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from math import prod
+from typing import Any, Protocol, cast
+
+import torch
+
+from lading.errors import ProgramError
+from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
+from lading.optim.adamw import adamw_step
+
+Call = Callable[[], object]
+View = Callable[[int], torch.Tensor | None]
+
+#: The operation that updates one parameter: (param, grad, exp_avg, exp_avg_sq, step).
+ADAMW = "lading.adamw"
+
+
+class AdamWSettings(Protocol):
+    """What an AdamW update needs besides the learning rate (``lading.config.AdamW``)."""
+
+    @property
+    def beta1(self) -> float: ...
+    @property
+    def beta2(self) -> float: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
+
+
+@dataclass
+class Rate:
+    """The learning rate of the current step, shared by all updates."""
+
+    value: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A bound operation: ``run`` takes nothing; ``scratch_bytes`` is what it allocates beside its tensors."""
+
+    run: Call
+    scratch_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Decoded arguments of one operation and the views its results go to (None: not wanted, or an alias)."""
+
+    op: Op
+    overload: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    outs: list[torch.Tensor | None]
+
+    @property
+    def out(self) -> torch.Tensor:
+        """The only result."""
+        assert self.outs[0] is not None
+        return self.outs[0]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Argument by its schema name."""
+        for index, argument in enumerate(self.overload._schema.arguments):
+            if argument.name == name:
+                return self.args[index] if index < len(self.args) else self.kwargs.get(name, argument.default_value)
+        return default
+
+
+def bind(op: Op, view: View, *, optimizer: AdamWSettings | None = None, rate: Rate | None = None) -> Kernel:
+    """Bind an operation to tensors.
+
+    Args:
+        view: Tensor of the graph by id; None for an output that has no place and is dropped.
+        optimizer, rate: For an update (``lading.adamw``).
+
+    Raises:
+        ProgramError: this torch has no such operation, or an input has no place.
+    """
+    if op.name == ADAMW:
+        return _adamw(op, view, optimizer, rate)
+    call = _decode(op, view)
+    if op.mutates and not op.outputs:
+        return Kernel(_in_place(call))
+    whole = len(call.outs) == 1 and call.outs[0] is not None and not op.mutates
+    if whole and (direct := _DIRECT.get(op.name)) is not None and (run := direct(call)) is not None:
+        return Kernel(run)
+    if whole and (name := out_overload(op.name)) is not None:
+        return Kernel(_into(call, name))
+    if all(o is not None for o in call.outs) and not op.mutates and (name := out_overload(op.name)) is not None:
+        return Kernel(_into(call, name), _bytes(call.outs))  # results may be dropped where it is recomputed
+    return Kernel(_functional(call), _bytes(call.outs))
+
+
+def workspace_of(graph: StepGraph) -> list[int]:
+    """Scratch bytes of each operation, in program order: what its binding allocates beside the arena."""
+
+    def view(tensor: int) -> torch.Tensor:
+        t = graph.tensors[tensor]
+        size = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride, strict=True)) if 0 not in t.shape else 0
+        base = torch.empty(t.offset + size, dtype=getattr(torch, t.dtype), device="meta")
+        return base.as_strided(t.shape, t.stride, t.offset)
+
+    return [bind(op, view).scratch_bytes for op in graph.ops]
+
+
+def _overload(name: str) -> Any:
+    """``torch.ops`` entry of 'namespace.operation.overload'."""
+    try:
+        namespace, packet, overload = name.split(".")
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except (ValueError, AttributeError) as error:
+        raise ProgramError(
+            f"expected an operation of torch {torch.__version__}, found {name!r}; import the library that registers it, "
+            "or capture again with this torch"
+        ) from error
+
+
+@cache
+def out_overload(name: str) -> str | None:
+    """The overload of ``name`` that writes results into given tensors by a CPU kernel of its own, or None.
+
+    Generated ``out=`` overloads (a functional call and a copy) do not count.
+    """
+    if name in _SAME_KERNEL:
+        return _SAME_KERNEL[name]
+    functional = _overload(name)
+    wanted = [(a.name, str(a.type)) for a in functional._schema.arguments]
+    packet = functional.overloadpacket
+    for label in packet.overloads():
+        schema = getattr(packet, label)._schema
+        given = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+        outs = sum(a.is_out for a in schema.arguments)
+        if outs != len(functional._schema.returns) or given != wanted:
+            continue
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"{schema.name}.{label}", "CPU"):
+            return f"{name.split('.')[0]}.{name.split('.')[1]}.{label}"
+    return None
+
+
+#: Functional forms whose own kernel calls exactly this out= kernel, with the number as a 0-dim tensor.
+_SAME_KERNEL = {f"aten.{op}.Scalar": f"aten.{op}.out" for op in ("add", "sub", "mul", "div")}
+
+#: Operations whose Python binding in ``torch`` takes the same arguments as the operation; it is 0.5 us faster.
+_BINDINGS = frozenset(
+    """_log_softmax _softmax abs add addmm bmm cat clamp cos div eq exp ge gt index_select le log lt mean mm mul ne neg
+    pow reciprocal rsqrt sigmoid sin sqrt sub sum tanh where""".split()
+)
+_METHODS = frozenset({"add_", "copy_", "div_", "fill_", "mul_", "sub_", "zero_"})
+
+
+def _decode(op: Op, view: View) -> _Call:
+    def value(arg: Arg) -> Any:
+        match arg:
+            case Ref(tensor):
+                if (found := view(tensor)) is None:
+                    raise ProgramError(f"{op.name} in {op.module or '(loss)'} reads tensor {tensor}, which has no place")
+                return found
+            case Literal(kind, text):
+                return _literal(kind, text)
+            case tuple():
+                return [value(item) for item in arg]
+            case _:
+                return arg
+
+    return _Call(
+        op=op,
+        overload=_overload(op.name),
+        args=[value(a) for a in op.args],
+        kwargs={k: value(a) for k, a in op.kwargs},
+        outs=[None if r is None else view(r) for r in op.results],
+    )
+
+
+def _literal(kind: str, text: str) -> Any:
+    match kind:
+        case "dtype" | "layout" | "memory_format":
+            return getattr(torch, text)
+        case "device":
+            return torch.device(text)
+        case "complex":
+            return complex(text)
+        case "float":
+            return float(text)
+        case _:
+            raise ProgramError(f"expected a dtype, device, layout, memory_format, complex or float literal, found {kind!r}")
+
+
+def _into(call: _Call, name: str) -> Call:
+    """The out= overload, by the cheapest way to reach it."""
+    overload = _overload(name)
+    label = name.split(".")[1]
+    if label in _BINDINGS and len(call.outs) == 1:
+        return partial(getattr(torch, label), *call.args, **call.kwargs, out=call.out)
+    names = [a.name for a in overload._schema.arguments if a.is_out]
+    return partial(overload._op, *call.args, **call.kwargs, **dict(zip(names, call.outs, strict=True)))
+
+
+def _in_place(call: _Call) -> Call:
+    label = call.op.name.split(".")[1]
+    if label in _METHODS:
+        return partial(getattr(call.args[0], label), *call.args[1:], **call.kwargs)
+    return partial(call.overload._op, *call.args, **call.kwargs)
+
+
+def _functional(call: _Call) -> Call:
+    """Call into temporaries and copy those that have a place."""
+    function = partial(call.overload._op, *call.args, **call.kwargs)
+    if len(call.outs) == 1 and call.outs[0] is not None and not isinstance(call.overload._schema.returns[0].type, torch.ListType):
+        copy = call.outs[0].copy_
+        return lambda: copy(function())
+    places = tuple((i, out.copy_) for i, out in enumerate(call.outs) if out is not None)
+
+    def run() -> None:
+        results = list(_flat(function()))
+        for index, copy in places:
+            copy(results[index])
+
+    return run
+
+
+def _flat(value: object) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in cast("list[object]", value):
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _bytes(tensors: list[torch.Tensor | None]) -> int:
+    return sum(t.element_size() * prod(t.shape) for t in tensors if t is not None)
+
+
+def _sequence(*calls: Call) -> Call:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+# Direct forms: in-place operations equal to what the functional kernel does inside (ATen/native, torch 2.11-2.13).
+
+
+def _copy(call: _Call) -> Call:
+    return partial(call.out.copy_, call.args[0])
+
+
+def _fill(value: float) -> Callable[[_Call], Call]:
+    return lambda call: partial(call.out.fill_, value) if value else call.out.zero_
+
+
+def _fill_with(name: str) -> Callable[[_Call], Call | None]:
+    def direct(call: _Call) -> Call | None:
+        value = call.get(name)
+        return partial(call.out.fill_, value) if isinstance(value, (bool, int, float)) else None
+
+    return direct
+
+
+def _relu(call: _Call) -> Call:
+    return partial(torch.clamp_min, call.args[0], 0, out=call.out)
+
+
+def _embedding(call: _Call) -> Call | None:
+    weight, indices, out = call.args[0], call.args[1], call.out
+    if not (indices.is_contiguous() and out.is_contiguous()):
+        return None
+    return partial(torch.index_select, weight, 0, indices.view(-1), out=out.view(-1, weight.shape[1]))
+
+
+def _embedding_backward(call: _Call) -> Call | None:
+    """Rows are added in the order of the indices, as the functional kernel does; saves a table of scratch."""
+    grad, indices, out = call.get("grad_output"), call.get("indices"), call.out
+    if call.get("scale_grad_by_freq") or out.dtype not in (torch.float32, torch.float64):
+        return None
+    if not (grad.is_contiguous() and indices.is_contiguous() and out.is_contiguous()):
+        return None
+    calls = [out.zero_, partial(out.index_add_, 0, indices.view(-1), grad.view(-1, out.shape[1]))]
+    if (padding := call.get("padding_idx")) >= 0:
+        calls.append(out[padding].zero_)
+    return _sequence(*calls)
+
+
+def _clone_then(call: _Call) -> Call | None:
+    """``x.clone()`` and the in-place form of the same operation."""
+    packet, overload = call.op.name.split(".")[1:]
+    if call.args[0].shape != call.out.shape:
+        return None
+    change = _overload(f"aten.{packet}_.{overload}")
+    return _sequence(_copy(call), partial(change._op, call.out, *call.args[1:], **call.kwargs))
+
+
+def _scatter_into_zeros(slicer: str) -> Callable[[_Call], Call]:
+    def direct(call: _Call) -> Call:
+        part = _overload(slicer)(call.out, *call.args[2:])
+        return _sequence(call.out.zero_, partial(part.copy_, call.args[0]))
+
+    return direct
+
+
+_DIRECT: dict[str, Callable[[_Call], Call | None]] = {
+    "aten.clone.default": _copy,
+    "aten._to_copy.default": _copy,
+    "aten.copy.default": lambda call: partial(call.out.copy_, call.args[1]),
+    "aten.zeros.default": _fill(0),
+    "aten.zeros_like.default": _fill(0),
+    "aten.new_zeros.default": _fill(0),
+    "aten.ones.default": _fill(1),
+    "aten.ones_like.default": _fill(1),
+    "aten.new_ones.default": _fill(1),
+    "aten.full.default": _fill_with("fill_value"),
+    "aten.full_like.default": _fill_with("fill_value"),
+    "aten.new_full.default": _fill_with("fill_value"),
+    "aten.scalar_tensor.default": _fill_with("s"),
+    "aten.fill.Scalar": _fill_with("value"),
+    "aten.relu.default": _relu,
+    "aten.embedding.default": _embedding,
+    "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.masked_fill.Scalar": _clone_then,
+    "aten.masked_fill.Tensor": _clone_then,
+    "aten.index_put.default": _clone_then,
+    "aten.slice_backward.default": _scatter_into_zeros("aten.slice.Tensor"),
+    "aten.select_backward.default": _scatter_into_zeros("aten.select.int"),
+} | {
+    f"aten.{name}": lambda call: lambda: None
+    for name in ("empty.memory_format", "empty_like.default", "new_empty.default", "empty_strided.default", "new_empty_strided.default")
+}  # fmt: skip
+
+
+def _adamw(op: Op, view: View, optimizer: AdamWSettings | None, rate: Rate | None) -> Kernel:
+    tensors = [view(t) for arg in op.args for t in ([arg.tensor] if isinstance(arg, Ref) else [])]
+    param, grad, exp_avg, exp_avg_sq, step = (t for t in tensors if t is not None)
+    copied = grad.stride() != param.stride()
+    if optimizer is None or rate is None:
+        return Kernel(lambda: None, _bytes([grad]) if copied else 0)
+    update = partial(
+        adamw_step, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps, weight_decay=optimizer.weight_decay
+    )
+
+    def run() -> None:
+        same = torch.empty_like(param).copy_(grad) if copied else grad
+        update(param, same, exp_avg, exp_avg_sq, step, lr=rate.value)
+
+    return Kernel(run, _bytes([grad]) if copied else 0)

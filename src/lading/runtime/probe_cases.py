@@ -1,0 +1,347 @@
+"""What the probe times: for each rate of the cost model, the operation that stands for it, bound as the executor binds it.
+
+Results go to memory that exists already, so neither allocation nor page faults are in a rate unless the executor
+would pay them too. Bytes are counted as the cost model counts them: every tensor read and written, once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from statistics import median
+from typing import Any
+
+import torch
+
+from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref
+from lading.runtime.kernels import ADAMW, AdamWSettings, Call, Rate, bind
+from lading.units import KiB, MiB
+
+#: Bytes an operation reads and writes in all: from its fixed cost through every cache to memory.
+SIZES = (1 * KiB, 16 * KiB, 128 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
+_REGION_BYTES = {"a": 64 * MiB, "b": 32 * MiB, "o": 32 * MiB}
+_ROW = 1024
+_SHORTEST_SAMPLE_S = 3e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One timing: ``work`` bytes or FLOP in one ``run``, a point of the rate ``key`` at ``size``."""
+
+    key: str
+    size: float
+    work: float
+    run: Call
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """Settings of a timed AdamW update; their values do not change its time."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+def bind_call(name: str, args: Sequence[Any], outs: Sequence[torch.Tensor | None] = ()) -> Call:
+    """The kernel of one operation on these tensors, as the executor would run it.
+
+    Args:
+        name: ATen overload, such as "aten.mm.default".
+        args: Its arguments: tensors, numbers, None, Literals and tuples of them.
+        outs: Where its results go.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def encode(arg: Any) -> Arg:
+        if isinstance(arg, torch.Tensor):
+            tensors.append(arg)
+            return Ref(len(tensors) - 1)
+        return tuple(encode(item) for item in arg) if isinstance(arg, tuple) else arg
+
+    encoded = tuple(encode(arg) for arg in args)
+    inputs = tuple(range(len(tensors)))
+    results = tuple(None if out is None else len(tensors) + i for i, out in enumerate(outs))
+    tensors += [torch.empty(0) if out is None else out for out in outs]
+    op = Op(
+        name=name,
+        phase=Phase.FORWARD,
+        args=encoded,
+        kwargs=(),
+        inputs=inputs,
+        outputs=tuple(r for r in results if r is not None),
+        results=results,
+        mutates=() if outs else inputs[:1],
+        module="",
+        kind=OpKind.ELEMENTWISE,
+    )
+    settings: AdamWSettings = _Update()
+    return bind(op, lambda tensor: tensors[tensor], optimizer=settings, rate=Rate(1e-4)).run
+
+
+class Pool:
+    """Memory that all cases share: fp32 tensors are cut from it, one region per letter."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._regions = {name: torch.rand(size // 4, device=device) for name, size in _REGION_BYTES.items()}
+
+    def cut(self, region: str, *shape: int) -> torch.Tensor:
+        """A contiguous tensor at the start of region "a", "b" (read) or "o" (written)."""
+        return self._regions[region][: prod(shape)].view(shape)
+
+    def index(self, count: int, limit: int) -> torch.Tensor:
+        """``count`` row numbers below ``limit`` in no order."""
+        return torch.randint(limit, (count,), device=self.device)
+
+
+_Spec = tuple[str, Sequence[Any], Sequence[torch.Tensor]]
+_Make = Callable[[Pool, int], _Spec]
+
+
+def rate_cases(pool: Pool) -> Iterator[Case]:
+    """A case for each rate in bytes/s and each size."""
+    for key, make in _MAKERS.items():
+        for size in SIZES:
+            name, args, outs = make(pool, size)
+            work = sum(_touched(t) for t in (*_tensors(args), *outs))
+            if key in ("gather", "index_select"):
+                work = 2 * _touched(outs[0]) + _touched(args[-1])
+            if name == ADAMW:
+                work += sum(_touched(t) for i, t in enumerate(args) if i != 1)
+            yield Case(key, float(work), float(work), bind_call(name, args, outs))
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, tuple):
+            yield from _tensors(arg)
+
+
+def _touched(tensor: torch.Tensor) -> int:
+    return prod(n for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s) * tensor.element_size()
+
+
+def _rows(size: int, arrays: int, width: int = _ROW) -> tuple[int, int]:
+    """(rows, width) of ``arrays`` fp32 tensors that take ``size`` bytes together."""
+    elements = max(16, size // (4 * arrays))
+    width = min(width, elements)
+    return max(1, elements // width), width
+
+
+def _unary(name: str, *rest: Any) -> _Make:
+    def make(pool: Pool, size: int) -> _Spec:
+        shape = _rows(size, 2)
+        return f"aten.{name}", (pool.cut("a", *shape), *rest), (pool.cut("o", *shape),)
+
+    return make
+
+
+def _binary(name: str, *rest: Any) -> _Make:
+    def make(pool: Pool, size: int) -> _Spec:
+        shape = _rows(size, 3)
+        return f"aten.{name}", (pool.cut("a", *shape), pool.cut("b", *shape), *rest), (pool.cut("o", *shape),)
+
+    return make
+
+
+def _square(size: int, arrays: int) -> int:
+    return max(4, int((size / (4 * arrays)) ** 0.5))
+
+
+def _transposed_binary(pool: Pool, size: int) -> _Spec:
+    side = _square(size, 3)
+    return "aten.mul.Tensor", (pool.cut("a", side, side), pool.cut("b", side, side).t()), (pool.cut("o", side, side),)
+
+
+def _transposed_copy(pool: Pool, size: int) -> _Spec:
+    side = _square(size, 2)
+    return "aten.clone.default", (pool.cut("a", side, side).t(),), (pool.cut("o", side, side),)
+
+
+def _cat(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 2, 64)
+    half = (pool.cut("a", rows, width).narrow(1, 0, width // 2), pool.cut("b", rows, width).narrow(1, 0, width // 2))
+    return "aten.cat.default", (half, -1), (pool.cut("o", rows, width // 2 * 2),)
+
+
+def _reduce(name: str, dim: int) -> _Make:
+    def make(pool: Pool, size: int) -> _Spec:
+        rows, width = _rows(size, 1)
+        out = (rows, 1) if dim else (1, width)
+        return f"aten.{name}", (pool.cut("a", rows, width), (dim,), True), (pool.cut("o", *out),)
+
+    return make
+
+
+def _vector_norm(pool: Pool, size: int) -> _Spec:
+    return "aten.linalg_vector_norm.default", (pool.cut("a", *_rows(size, 1)), 2.0), (pool.cut("o", 1).view(()),)
+
+
+def _softmax_backward(name: str) -> _Make:
+    return _binary(name, -1, Literal("dtype", "float32"))
+
+
+def _nll(pool: Pool, size: int) -> tuple[tuple[torch.Tensor, torch.Tensor, None, int, int], torch.Tensor]:
+    rows, width = _rows(size, 1, 2048)
+    target = pool.index(rows, width)
+    return (pool.cut("a", rows, width), target, None, 1, -100), torch.ones((), device=pool.device)
+
+
+def _nll_forward(pool: Pool, size: int) -> _Spec:
+    args, weight = _nll(pool, size)
+    return "aten.nll_loss_forward.default", args, (torch.empty_like(weight), torch.empty_like(weight))
+
+
+def _nll_backward(pool: Pool, size: int) -> _Spec:
+    args, weight = _nll(pool, size // 2)
+    out = pool.cut("o", *args[0].shape)
+    return "aten.nll_loss_backward.default", (torch.ones_like(weight), *args, weight), (out,)
+
+
+def _layer_norm(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 2)
+    affine = torch.ones(2, width, device=pool.device)
+    stats = torch.empty(2, rows, 1, device=pool.device)
+    args = (pool.cut("a", rows, width), (width,), affine[0], affine[1], 1e-5)
+    return "aten.native_layer_norm.default", args, (pool.cut("o", rows, width), stats[0], stats[1])
+
+
+def _layer_norm_backward(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 3)
+    affine = torch.ones(4, width, device=pool.device)
+    stats = torch.ones(2, rows, 1, device=pool.device)
+    args = (pool.cut("a", rows, width), pool.cut("b", rows, width), (width,), stats[0], stats[1], affine[0], affine[1])
+    outs = (pool.cut("o", rows, width), affine[2], affine[3])
+    return "aten.native_layer_norm_backward.default", (*args, (True, True, True)), outs
+
+
+def _embedding(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 2)
+    table = pool.cut("a", max(16, 4 * MiB // 4 // width), width)
+    return "aten.embedding.default", (table, pool.index(rows, len(table))), (pool.cut("o", rows, width),)
+
+
+def _embedding_backward(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 2)
+    index = pool.index(rows, rows)
+    args = (pool.cut("a", rows, width), index, rows, -1, False)
+    return "aten.embedding_dense_backward.default", args, (pool.cut("o", rows, width),)
+
+
+def _index_add(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 3)
+    args = (pool.cut("a", rows, width), 0, pool.index(rows, rows), pool.cut("b", rows, width))
+    return "aten.index_add.default", args, (pool.cut("o", rows, width),)
+
+
+def _topk(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 1, 64)
+    count = min(8, width)
+    values, places = pool.cut("o", rows, count), torch.empty(rows, count, dtype=torch.int64, device=pool.device)
+    return "aten.topk.default", (pool.cut("a", rows, width), count), (values, places)
+
+
+def _sort(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 4, 256)
+    places = torch.empty(rows, width, dtype=torch.int64, device=pool.device)
+    return "aten.sort.default", (pool.cut("a", rows, width),), (pool.cut("o", rows, width), places)
+
+
+def _dropout(pool: Pool, size: int) -> _Spec:
+    rows, width = _rows(size, 2)
+    mask = torch.empty(rows, width, dtype=torch.bool, device=pool.device)
+    return "aten.native_dropout.default", (pool.cut("a", rows, width), 0.1, True), (pool.cut("o", rows, width), mask)
+
+
+def _adamw(pool: Pool, size: int) -> _Spec:
+    """Seven passes of one fp32 tensor: weight, gradient and two moments read, all but the gradient written."""
+    rows, width = _rows(size, 7)
+    moments = torch.zeros(2, rows, width, device=pool.device)
+    step = torch.zeros((), device=pool.device)
+    return ADAMW, (pool.cut("o", rows, width), pool.cut("a", rows, width), moments[0], moments[1], step), ()
+
+
+# Key of each rate: a cost class, or one operation that differs much from its class.
+_MAKERS: dict[str, _Make] = {
+    "elementwise": _binary("mul.Tensor"),
+    "elementwise.strided": _transposed_binary,
+    "transcendental": _unary("sigmoid.default"),
+    "exp": _unary("exp.default"),
+    "tanh": _unary("tanh.default"),
+    "pow": _unary("pow.Tensor_Scalar", 2),
+    "rsqrt": _unary("rsqrt.default"),
+    "silu": _unary("silu.default"),
+    "silu_backward": _binary("silu_backward.default"),
+    "gelu": _unary("gelu.default"),
+    "gelu_backward": _binary("gelu_backward.default"),
+    "reduction": _reduce("sum.dim_IntList", 1),
+    "reduction.strided": _reduce("sum.dim_IntList", 0),
+    "linalg_vector_norm": _vector_norm,
+    "softmax": _unary("_softmax.default", -1, False),
+    "_softmax_backward_data": _softmax_backward("_softmax_backward_data.default"),
+    "_log_softmax": _unary("_log_softmax.default", -1, False),
+    "_log_softmax_backward_data": _softmax_backward("_log_softmax_backward_data.default"),
+    "nll_loss_forward": _nll_forward,
+    "nll_loss_backward": _nll_backward,
+    "norm": _layer_norm,
+    "native_layer_norm_backward": _layer_norm_backward,
+    "gather": _embedding,
+    "scatter": _index_add,
+    "embedding_dense_backward": _embedding_backward,
+    "copy": _unary("clone.default"),
+    "copy.strided": _transposed_copy,
+    "cat": _cat,
+    "sort": _sort,
+    "topk": _topk,
+    "random": _dropout,
+    "step": _adamw,
+}
+
+
+class Stopwatch:
+    """Median seconds of many cases, every round timing each case once so that a busy moment hits them alike."""
+
+    def __init__(self, cases: Sequence[Case], device: torch.device) -> None:
+        self.cases = list(cases)
+        self._wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
+        self._repeats = [self._calibrate(case) for case in self.cases]
+        self._samples: list[list[float]] = [[] for _ in self.cases]
+
+    def _calibrate(self, case: Case) -> int:
+        """Calls in one sample, so that it is long enough for the clock."""
+        case.run()
+        once = self._sample(case, 1)
+        return max(1, round(_SHORTEST_SAMPLE_S / max(once, 1e-7)))
+
+    def _sample(self, case: Case, repeats: int) -> float:
+        run = case.run
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        self._wait()
+        return (time.perf_counter() - start) / repeats
+
+    def run(self, seconds: float, max_rounds: int = 31) -> int:
+        """Time rounds until ``seconds`` are over, at least one; returns how many."""
+        end = time.monotonic() + seconds
+        rounds = 0
+        while rounds < 1 or (rounds < max_rounds and time.monotonic() < end):
+            for case, repeats, samples in zip(self.cases, self._repeats, self._samples, strict=True):
+                samples.append(self._sample(case, repeats))
+            rounds += 1
+        return rounds
+
+    def medians(self) -> list[float]:
+        """Seconds of one call of each case."""
+        return [median(samples) for samples in self._samples]
+
+
+def _nothing() -> None:
+    """A CPU has nothing to wait for."""

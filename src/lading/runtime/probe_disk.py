@@ -1,0 +1,209 @@
+"""Disk: rates of one reading and one writing thread, alone and together, past the page cache where that is possible."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from lading.errors import StorageError
+from lading.ir.machine import Tier
+from lading.ir.program import PAGE_BYTES
+from lading.units import MiB, format_bytes
+
+#: The executor moves large storages in pieces of this size.
+PIECE_BYTES = 8 * MiB
+_FILE_BYTES = 256 * MiB
+_NAME = "lading-probe.tmp"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskProbe:
+    """A measured tier and, when it is not what it seems, why."""
+
+    tier: Tier
+    rounds: int
+    note: str = ""
+
+
+def probe_disk(folder: Path, seconds: float, file_bytes: int = _FILE_BYTES) -> DiskProbe:
+    """Measure the disk under ``folder`` with a temporary file, which is removed whatever happens.
+
+    Raises:
+        StorageError: the folder is missing, read-only or without ``file_bytes`` of space; says what to change.
+    """
+    path = folder / f"{_NAME}.{os.getpid()}"
+    free = _free_bytes(folder)
+    if free < file_bytes + file_bytes // 8:
+        raise StorageError(
+            f"the probe needs {format_bytes(file_bytes + file_bytes // 8)} in {folder}, {format_bytes(free)} are free; "
+            "free some space or probe another folder"
+        )
+    try:
+        with _File(path, file_bytes) as file:
+            return _measure(file, seconds, free)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        reason = "it is full" if error.errno == errno.ENOSPC else str(error)
+        raise StorageError(f"cannot measure the disk under {folder}: {reason}; choose a writable folder with space") from error
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise StorageError(f"expected an existing folder to probe, got {folder}: {error}; create it or choose another") from error
+
+
+class _File:
+    """A file of random bytes, opened past the page cache if the file system can."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.direct = True
+        self._piece = os.urandom(PIECE_BYTES)
+
+    def __enter__(self) -> _File:
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        try:
+            self.fd = os.open(self.path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+            self.direct = hasattr(os, "O_DIRECT")
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self.fd = os.open(self.path, flags, 0o600)
+            self.direct = False
+        try:
+            self._fill()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+        self.path.unlink(missing_ok=True)
+
+    def _fill(self) -> None:
+        """Write every byte: blocks never written are read without touching the disk."""
+        buffer = self.buffer()
+        try:
+            os.pwritev(self.fd, [buffer], 0)
+        except OSError as error:  # some file systems take the flag and refuse the transfer
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+            os.close(self.fd)
+            self.fd, self.direct = os.open(self.path, os.O_RDWR), False
+        for offset in range(0, self.size_bytes, PIECE_BYTES):
+            _whole(os.pwritev(self.fd, [buffer], offset), PIECE_BYTES)
+        os.fsync(self.fd)
+
+    def buffer(self) -> mmap.mmap:
+        """A page-aligned piece of random bytes."""
+        piece = mmap.mmap(-1, PIECE_BYTES)
+        piece[:] = self._piece
+        return piece
+
+    def settle(self) -> None:
+        """Without O_DIRECT: make what was written reach the disk, and forget what was read."""
+        if not self.direct:
+            os.fsync(self.fd)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _whole(moved: int, expected: int) -> None:
+    if moved != expected:
+        raise StorageError(f"expected to move {expected} bytes, the disk moved {moved}; is it full or failing?")
+
+
+def _measure(file: _File, seconds: float, free: int) -> DiskProbe:
+    rates: dict[str, list[float]] = {key: [] for key in ("read", "write", "mixed_read", "mixed_write")}
+    slice_s = min(0.5, max(0.05, seconds / 15))
+    end = time.monotonic() + seconds
+    rounds = 0
+    while rounds < 1 or (time.monotonic() + 3 * slice_s < end and rounds < 15):
+        rates["write"].append(_run(file, slice_s, write=True)[1])
+        rates["read"].append(_run(file, slice_s, read=True)[0])
+        both = _run(file, slice_s, read=True, write=True)
+        rates["mixed_read"].append(both[0])
+        rates["mixed_write"].append(both[1])
+        rounds += 1
+    best = {key: float(f"{median(values):.4g}") for key, values in rates.items()}
+    tier = Tier(
+        name="disk",
+        capacity_bytes=free,
+        read_bytes_per_s=best["read"],
+        write_bytes_per_s=best["write"],
+        mixed_read_bytes_per_s=min(best["mixed_read"], best["read"]),
+        mixed_write_bytes_per_s=min(best["mixed_write"], best["write"]),
+        latency_s=_latency(file),
+    )
+    note = "" if file.direct else "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
+    return DiskProbe(tier, rounds, note)
+
+
+def _run(file: _File, seconds: float, *, read: bool = False, write: bool = False) -> tuple[float, float]:
+    """(read, write) bytes/s of the threads asked for, reading the first half of the file and writing the second."""
+    half = file.size_bytes // 2 // PIECE_BYTES * PIECE_BYTES
+    workers: list[tuple[int, Callable[..., int], int]] = []
+    if read:
+        workers.append((0, os.preadv, 0))
+    if write:
+        workers.append((1, os.pwritev, half))
+    rates = [0.0, 0.0]
+    errors: list[OSError] = []
+    file.settle()
+    deadline = time.perf_counter() + seconds
+
+    def work(index: int, move: Callable[..., int], base: int) -> None:
+        try:
+            rates[index] = _stream(file, move, base, half, deadline)
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=worker) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return rates[0], rates[1]
+
+
+def _stream(file: _File, move: Callable[..., int], base: int, length: int, deadline: float) -> float:
+    """Bytes/s of one thread going round ``length`` bytes from ``base`` until the deadline, one piece at least."""
+    buffer = file.buffer()
+    start = time.perf_counter()
+    moved = 0
+    while not moved or time.perf_counter() < deadline:
+        _whole(move(file.fd, [buffer], base + moved % length), PIECE_BYTES)
+        moved += PIECE_BYTES
+    if move is os.pwritev and not file.direct:
+        os.fsync(file.fd)
+    return moved / (time.perf_counter() - start)
+
+
+def _latency(file: _File, count: int = 25) -> float:
+    """Median seconds of reading one page at a random place."""
+    page = mmap.mmap(-1, PAGE_BYTES)
+    draw = random.Random(0)
+    samples: list[float] = []
+    for _ in range(count):
+        file.settle()
+        offset = draw.randrange(file.size_bytes // PAGE_BYTES) * PAGE_BYTES
+        start = time.perf_counter()
+        _whole(os.preadv(file.fd, [page], offset), PAGE_BYTES)
+        samples.append(time.perf_counter() - start)
+    return float(f"{median(samples):.3g}")

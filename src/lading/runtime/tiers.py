@@ -1,0 +1,209 @@
+"""Tiers: the memory behind the device. A tier differs from another only in this file."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from lading.errors import StorageError
+from lading.ir.program import PAGE_BYTES
+from lading.runtime.arena import Arena
+from lading.units import MiB, format_bytes
+
+#: One system call moves at most this much: large enough for full speed, small enough to stop promptly.
+PIECE_BYTES = 8 * MiB
+_SWAP = re.compile(r"lading-swap-\d+\Z")
+
+
+class Tier(Protocol):
+    """Bytes at offsets. One reader and one writer may work at the same time, on different bytes."""
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with what was last written at ``offset``."""
+        ...
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Put ``data`` at ``offset``; it has left ``data`` on return."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class MemoryTier:
+    """A tier in this process's memory: the host behind a device, or a stand-in for a disk in tests."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._arena = Arena(capacity_bytes)
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """See Tier; a copy that lets other threads run."""
+        torch.frombuffer(into, dtype=torch.uint8).copy_(self._arena.bytes_at(offset, len(into)))
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """See Tier."""
+        self._arena.bytes_at(offset, len(data)).copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+    def close(self) -> None:
+        """See Tier."""
+        self._arena.close()
+
+
+class DiskTier:
+    """A tier in one file of a folder, past the page cache where the file system allows.
+
+    The file has no name once it is open, so however the process ends nothing is left behind; its space is reserved
+    at the start, so a full disk is found before the first step. One run per folder, guarded by a lock.
+
+    Attributes:
+        direct: Whether transfers pass the page cache (O_DIRECT).
+
+    Raises:
+        StorageError: the folder is in use by another run, cannot be written, or lacks the space.
+    """
+
+    def __init__(self, folder: Path, capacity_bytes: int) -> None:
+        self.folder = folder
+        self.capacity_bytes = -(-capacity_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._lock = _lock_folder(folder)
+        try:
+            self._file, self.direct = _open_unnamed(folder)
+            try:
+                self._reserve()
+            except BaseException:
+                os.close(self._file)
+                raise
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._read_page, self._write_page = Arena(PAGE_BYTES), Arena(PAGE_BYTES)
+        if not self.direct:
+            warnings.warn(f"{folder} does not take O_DIRECT: transfers go through the page cache", stacklevel=2)
+
+    def _reserve(self) -> None:
+        if not self.capacity_bytes:
+            return
+        try:
+            os.posix_fallocate(self._file, 0, self.capacity_bytes)
+        except OSError as error:
+            stat = os.statvfs(self.folder)
+            raise StorageError(
+                f"expected {format_bytes(self.capacity_bytes)} ({self.capacity_bytes} bytes) of disk in {self.folder}, "
+                f"found {format_bytes(stat.f_bavail * stat.f_frsize)} free ({error.strerror}); free some space, choose "
+                "another folder or raise the memory budget"
+            ) from error
+
+    def read(self, offset: int, into: memoryview) -> None:
+        """See Tier. ``offset`` is a whole number of pages.
+
+        Raises:
+            StorageError: the disk returned an error or fewer bytes.
+        """
+        whole = len(into) // PAGE_BYTES * PAGE_BYTES
+        self._transfer(os.preadv, "read", offset, into[:whole])
+        if whole < len(into):
+            self._transfer(os.preadv, "read", offset + whole, self._read_page.memory)
+            into[whole:] = self._read_page.memory[: len(into) - whole]
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """See Tier. ``offset`` is a whole number of pages; the rest of a last part page is undefined.
+
+        Raises:
+            StorageError: the disk returned an error or took fewer bytes.
+        """
+        whole = len(data) // PAGE_BYTES * PAGE_BYTES
+        self._transfer(os.pwritev, "write", offset, data[:whole])
+        if whole < len(data):
+            self._write_page.memory[: len(data) - whole] = data[whole:]
+            self._transfer(os.pwritev, "write", offset + whole, self._write_page.memory)
+
+    def _transfer(self, call: Callable[..., int], verb: str, offset: int, data: memoryview) -> None:
+        """Move every byte in page-aligned pieces; an interrupted or short piece is continued from its last whole page."""
+        if offset % PAGE_BYTES or offset + len(data) > self.capacity_bytes:
+            raise StorageError(f"cannot {verb} {len(data)} bytes at {offset}: not whole pages of {self.capacity_bytes} bytes")
+        done = 0
+        while done < len(data):
+            piece = data[done : done + PIECE_BYTES]
+            try:
+                moved = call(self._file, [piece], offset + done)
+            except OSError as error:
+                raise StorageError(
+                    error.errno,
+                    f"cannot {verb} {len(piece)} bytes at {offset + done} of the swap file in {self.folder}: "
+                    f"{error.strerror}; check the disk (dmesg)",
+                ) from error
+            if moved < len(piece):
+                moved = moved // PAGE_BYTES * PAGE_BYTES
+                if not moved:
+                    raise StorageError(
+                        f"{verb} of {len(piece)} bytes at {offset + done} of the swap file in {self.folder} moved "
+                        "less than a page; check the disk (dmesg)"
+                    )
+            if not self.direct:
+                os.posix_fadvise(self._file, offset + done, moved, os.POSIX_FADV_DONTNEED)
+            done += moved
+
+    def close(self) -> None:
+        """See Tier; the space and the folder are free again."""
+        if self._file < 0:
+            return
+        os.close(self._file)
+        self._file = -1
+        self._read_page.close()
+        self._write_page.close()
+        (self.folder / "lading.lock").unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Descriptor whose lock marks the folder as in use until it is closed or the process ends."""
+    path = folder / "lading.lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, str(os.getpid()).encode(), 0)
+                    return lock
+            except BlockingIOError as error:
+                owner = os.pread(lock, 32, 0).decode() or "unknown"
+                os.close(lock)
+                raise StorageError(
+                    f"expected {folder} to be free, found it in use by process {owner}; "
+                    "wait for that run or give this one a folder of its own"
+                ) from error
+            os.close(lock)  # the run before deleted the file between open and lock
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot use {folder} for swapping: {error.strerror}; choose a folder that can be written") from error
+
+
+def _open_unnamed(folder: Path) -> tuple[int, bool]:
+    """(descriptor of a new file without a name, whether it is O_DIRECT)."""
+    for stale in folder.iterdir():  # left by a run killed between open and unlink; the lock says none is alive
+        if _SWAP.match(stale.name):
+            stale.unlink()
+    path = folder / f"lading-swap-{os.getpid()}"
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        file, direct = os.open(path, flags | os.O_DIRECT, 0o600), True
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise StorageError(f"cannot create a swap file in {folder}: {error.strerror}; choose another folder") from error
+        file, direct = os.open(path, flags, 0o600), False
+    path.unlink()
+    return file, direct

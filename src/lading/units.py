@@ -1,0 +1,57 @@
+"""Units: inside Lading everything is seconds, bytes and FLOP; this is the only place that converts."""
+
+from __future__ import annotations
+
+import re
+
+from lading.errors import ConfigError
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+
+_BYTE_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": 1 << 40,
+}  # fmt: skip
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from ``"256MB"``, ``"24GiB"`` or a plain integer.
+
+    Raises:
+        ConfigError: not a number with a known unit, or negative.
+    """
+    if isinstance(text, bool) or (isinstance(text, int) and text < 0):
+        raise ConfigError(f"expected a size in bytes such as '256MB', got {text!r}")
+    if isinstance(text, int):
+        return text
+    match = _NUMBER.match(text)
+    if match is None or match[2].upper() not in _BYTE_UNITS:
+        raise ConfigError(f"expected a size such as '256MB', '24GiB' or '1.5GB', got {text!r}")
+    return round(float(match[1]) * _BYTE_UNITS[match[2].upper()])
+
+
+def format_bytes(size_bytes: float) -> str:
+    """``'1.50 GiB'``: binary units, three significant figures."""
+    for unit, scale in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        if abs(size_bytes) >= scale:
+            return f"{size_bytes / scale:.2f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """``'1.234 s'``, ``'12.3 ms'`` or ``'45.6 us'``."""
+    if abs(seconds) >= 1:
+        return f"{seconds:.3f} s"
+    if abs(seconds) >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def format_flops(flops: float) -> str:
+    """``'1.23 GFLOP'`` with decimal prefixes."""
+    for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if abs(flops) >= scale:
+            return f"{flops / scale:.2f} {unit}"
+    return f"{flops:.0f} FLOP"

@@ -1,0 +1,326 @@
+"""Checkpoints: what was saved comes back bit for bit, or an error says what is wrong."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from lading.checkpoint.state import CHUNK_BYTES, TensorSource, tensor_source
+from lading.checkpoint.store import latest_checkpoint, open_checkpoint, save_checkpoint
+from lading.errors import ConfigError, StorageError
+
+TENSORS = {
+    "flags": torch.tensor([True, False, True]),
+    "rng": torch.arange(13, dtype=torch.uint8),
+    "half": torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16),
+    "weight": torch.randn(7, 3, generator=torch.Generator().manual_seed(2)).t(),
+    "step": torch.tensor(50, dtype=torch.int64),
+    "scalar": torch.tensor(0.1, dtype=torch.float32),
+    "empty": torch.empty(0, 4),
+    "big": torch.arange(CHUNK_BYTES // 4 + 1001, dtype=torch.int32),
+    "fp8": torch.arange(5, dtype=torch.float32).to(torch.float8_e4m3fn),
+    "wide": torch.tensor([1e300, float("nan"), -0.0], dtype=torch.float64),
+    "complex": torch.tensor([1 + 2j]),
+}  # fmt: skip
+META = {"seed": 3, "curve": [5.5, 0.1], "name": "prüfung", "nested": {"1": None}}
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(flat[0], flat[1])
+
+
+def save(folder: Path, step: int = 50, tensors: dict[str, torch.Tensor] = TENSORS, keep: int = 2) -> Path:
+    return save_checkpoint(folder, step, [tensor_source(n, t) for n, t in tensors.items()], META, keep)
+
+
+def small(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((100,), value), "half": torch.full((3,), value, dtype=torch.bfloat16)}
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    assert path == tmp_path / "step-00000050" == latest_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(path)
+    assert (checkpoint.step, checkpoint.meta) == (50, META)
+    assert checkpoint.tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert same_bytes(checkpoint.read(name), tensor), name
+    checkpoint.verify()
+    assert max(len(chunk) for chunk in checkpoint.chunks("big")) == CHUNK_BYTES
+
+
+def test_safetensors_reads_the_state_file(tmp_path: Path) -> None:
+    path = save(tmp_path)
+    with safe_open(path / "state.safetensors", framework="pt") as file:
+        assert set(file.keys()) == TENSORS.keys()
+        assert file.metadata() == {"format": "pt", "step": "50"}
+        for name, tensor in TENSORS.items():
+            assert same_bytes(file.get_tensor(name), tensor), name
+
+
+def test_the_checksum_is_that_of_the_bytes(tmp_path: Path) -> None:
+    saved = open_checkpoint(save(tmp_path)).tensors["big"]
+    assert saved.sha256 == hashlib.sha256(TENSORS["big"].numpy().tobytes()).hexdigest()
+
+
+def test_streams_in_constant_memory(tmp_path: Path) -> None:
+    size_chunks = 24
+
+    def chunks() -> Iterator[memoryview]:
+        for i in range(size_chunks):
+            yield memoryview(bytes([i]) * CHUNK_BYTES)
+
+    tracemalloc.start()
+    path = save_checkpoint(tmp_path, 1, [("disk", "uint8", [size_chunks * CHUNK_BYTES], chunks())], {}, 1)
+    seen = [chunk[0] for chunk in open_checkpoint(path).chunks("disk")]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert seen == list(range(size_chunks))
+    assert peak < 3 * CHUNK_BYTES
+
+
+def test_keep(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 90):
+        save(tmp_path, step, small(step), keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000003", "step-00000090"]
+    save(tmp_path, 4, small(4), keep=1)  # a run that went back: the later step is not this run's to delete
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000090"]
+
+
+def test_a_step_saved_twice_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 5, small(1.0))
+    path = save(tmp_path, 5, small(2.0))
+    assert open_checkpoint(path).read("w")[0] == 2.0
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_a_replacement_cut_short_is_undone(tmp_path: Path) -> None:
+    path = save(tmp_path, 5, small(1.0), keep=1)
+    path.rename(tmp_path / "step-00000005.old")
+    latest = latest_checkpoint(tmp_path)
+    assert latest is not None
+    assert open_checkpoint(latest).read("w")[0] == 1.0
+    save(tmp_path, 6, small(2.0), keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
+
+
+def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:
+    dead = os.fork()
+    if dead == 0:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    for pid in (dead, os.getpid(), os.getppid()):
+        (tmp_path / f"step-00000001.tmp-{pid}").mkdir()
+    save(tmp_path, 2, small(1.0))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-00000001.tmp-{os.getppid()}", "step-00000002"]
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path) is None
+    assert latest_checkpoint(tmp_path / "absent") is None
+    with pytest.raises(
+        StorageError, match=r"expected a checkpoint with a manifest\.json, found none; there is no older"
+    ):
+        open_checkpoint(tmp_path / "step-00000001")
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 16
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_found_in_every_tensor(tmp_path: Path) -> None:
+    older = save(tmp_path, 40, small(1.0))
+    path = save(tmp_path)
+    for entry in open_checkpoint(path).tensors.values():
+        if not entry.size_bytes:
+            continue
+        position = entry.start + entry.size_bytes - 1
+        flip(path / "state.safetensors", position)
+        with pytest.raises(StorageError) as caught:
+            open_checkpoint(path).read(entry.name)
+        for part in (f"tensor '{entry.name}'", entry.dtype, entry.sha256[:16], "found", f"older checkpoint {older}"):
+            assert part in str(caught.value)
+        flip(path / "state.safetensors", position)
+    open_checkpoint(path).verify()
+
+
+def test_truncated(tmp_path: Path) -> None:
+    older = save(tmp_path, 40, small(1.0))
+    path = save(tmp_path)
+    size = (path / "state.safetensors").stat().st_size
+    os.truncate(path / "state.safetensors", size - 1)
+    with pytest.raises(StorageError, match=rf"expected {size} bytes, found {size - 1}, first missing in tensor 'fp8'"):
+        open_checkpoint(path)
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
+        assert latest_checkpoint(tmp_path) == older
+    (path / "state.safetensors").unlink()
+    with pytest.raises(StorageError, match=rf"expected a file of {size} bytes.*use the older checkpoint {older}"):
+        open_checkpoint(path)
+
+
+def test_truncated_after_it_was_opened(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, small(1.0))
+    checkpoint = open_checkpoint(path)
+    os.truncate(path / "state.safetensors", checkpoint.tensors["w"].start + 7)
+    with pytest.raises(StorageError, match=r"tensor 'w' \(float32 \[100\]\): expected 400 bytes, found 7"):
+        checkpoint.read("w")
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    manifest = path / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"format": 2}, "expected format 1, found 2"),
+        ({"format": True}, "expected format 1, found True"),
+        ({"kind": "other"}, "expected a lading checkpoint"),
+        ({"body": {}}, "it was altered"),
+        ({"body": None, "sha256": hashlib.sha256(b"null").hexdigest()}, "it was altered"),
+        ({"body": {}, "sha256": hashlib.sha256(b"{}").hexdigest()}, "expected the manifest of a checkpoint"),
+    ],
+)
+def test_wrong_manifest(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
+    path = save(tmp_path, 1, small(1.0))
+    rewrite(path, **changes)
+    with pytest.raises(StorageError, match=expected):
+        open_checkpoint(path)
+
+
+def test_a_pickle_is_refused_not_executed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1, small(1.0))
+    (path / "manifest.json").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "ran").encode() + b"'\ntR.")
+    with pytest.raises(StorageError, match="expected a manifest in JSON"):
+        open_checkpoint(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_unknown_tensor(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(save(tmp_path))
+    with pytest.raises(StorageError, match="expected a tensor 'wieght', found none; did you mean 'weight'"):
+        checkpoint.read("wieght")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("fuzz"), 7, small(0.5))
+
+
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_fuzz(saved: Path, data: st.DataObject) -> None:
+    """Bytes of the manifest or of the header changed, cut or added: an error, or exactly what was saved."""
+    file = saved / data.draw(st.sampled_from(["manifest.json", "state.safetensors"]))
+    original = file.read_bytes()
+    changed = bytearray(original)
+    start = data.draw(st.integers(0, len(original)))
+    changed[start : start + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
+    try:
+        file.write_bytes(changed)
+        checkpoint = open_checkpoint(saved)
+        found = {name: checkpoint.read(name) for name in checkpoint.tensors}
+    except StorageError:
+        assert changed != original
+    else:
+        assert (checkpoint.step, checkpoint.meta) == (7, META)
+        assert {n: t.tolist() for n, t in found.items()} == {n: t.tolist() for n, t in small(0.5).items()}
+        assert file.name == "manifest.json" or changed == original
+    finally:
+        file.write_bytes(original)
+
+
+@pytest.mark.parametrize("writes_left", [0, 1])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes_left: int) -> None:
+    older = save(tmp_path, 40)
+    write, calls = os.write, iter(range(100))
+
+    def full(fd: int, data: memoryview) -> int:
+        if next(calls) >= writes_left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(StorageError, match=r"disk is full.* needs .* are free; .*step-00000040"):
+            save(tmp_path, 50)
+    assert list(tmp_path.iterdir()) == [older]
+    open_checkpoint(older).verify()
+
+
+def test_a_full_disk_at_the_last_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StorageError, match=r"disk is full.* there is no older checkpoint"):
+        save(tmp_path / "new", 50)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: max(4096, len(data) // 8192 * 4096)]))
+    open_checkpoint(save(tmp_path)).verify()
+
+
+def test_an_error_while_reading_the_tensors_leaves_nothing(tmp_path: Path) -> None:
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(b"1234")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, 1, [("a", "uint8", [8], chunks())], {}, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "expected"),
+    [
+        (
+            ("a", "float32", [2], [memoryview(b"1234")]),
+            StorageError,
+            r"'a' \(float32 \[2\]\): expected 8 bytes.* got 4",
+        ),
+        (("a", "float32", [0], [memoryview(b"1234")]), StorageError, "expected 0 bytes to save, got 4"),
+        (("a", "complex128", [0], []), ConfigError, "expected a dtype among"),
+        (("a", "float32", [-1], []), ConfigError, "expected sizes >= 0"),
+        (("__metadata__", "float32", [0], []), ConfigError, "reserved"),
+    ],
+)
+def test_a_wrong_source(tmp_path: Path, source: TensorSource, error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=expected):
+        save_checkpoint(tmp_path, 1, [source], {}, 1)
+    assert latest_checkpoint(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    twice: list[TensorSource] = [("a", "uint8", [0], []), ("a", "uint8", [0], [])]
+    for step, tensors, meta, keep in ((1, twice, {}, 1), (-1, [], {}, 1), (1, [], {}, 0), (1, [], {"x": {1}}, 1),
+                                      (1, [], {"x": float("nan")}, 1)):  # fmt: skip
+        with pytest.raises(ConfigError, match="expected"):
+            save_checkpoint(tmp_path, step, tensors, meta, keep)
+
+
+def test_the_folder_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        save(tmp_path / "file")
+    with pytest.raises(StorageError, match="expected a folder of checkpoints"):
+        latest_checkpoint(tmp_path / "file")

@@ -1,0 +1,60 @@
+"""The public names: each resolves, the list is complete, and none of the thinking brings torch along."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lading
+
+
+@pytest.mark.parametrize("name", lading.__all__)
+def test_every_public_name_resolves_to_what_type_checkers_see(name: str) -> None:
+    value = getattr(lading, name)
+    assert name == "__version__" or callable(value)
+    if name not in ("__version__", "capture"):
+        assert value.__name__ == name
+
+
+def test_type_checkers_see_the_public_names_and_no_others() -> None:
+    tree = ast.parse(Path(str(lading.__file__)).read_text())
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and (n.module or "").startswith("lading.")]
+    seen = {alias.name: node.module for node in imports for alias in node.names}
+    assert seen.keys() | {"__version__"} == set(lading.__all__)
+    for name, module in seen.items():
+        origin = getattr(lading, name).__module__ if name != "capture" else "lading.capture.trace"
+        assert origin == module, name
+
+
+def test_the_list_of_names_offers_them() -> None:
+    assert set(lading.__all__) <= set(dir(lading))
+    with pytest.raises(AttributeError, match="no attribute 'captur'"):
+        _ = lading.captur  # type: ignore[attr-defined]
+
+
+def test_capture_is_a_function_and_a_folder() -> None:
+    from lading.capture import trace
+
+    assert callable(lading.capture)
+    assert callable(trace.capture)
+
+
+THINKING = ["lading", "lading.planner.api", "lading.sim.engine", "lading.report.html", "lading.catalog.load"]
+
+
+def test_thinking_never_imports_torch() -> None:
+    code = f"""
+import importlib, sys
+for name in {THINKING}:
+    importlib.import_module(name)
+    assert "torch" not in sys.modules, name
+import lading
+lading.plan, lading.simulate, lading.Machine, lading.AdamW, lading.load_machine
+assert "torch" not in sys.modules, "a public name"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ STAMP := .venv/.lading-installed
 venv: $(STAMP)
 
 $(STAMP): pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Lading needs Python >= 3.11; run: make PYTHON=python3.11')"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c "import torch; assert tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 11)" 2>/dev/null \
 		|| $(BIN)/python -m pip install "$(TORCH)"

@@ -49,7 +49,10 @@ def start(folder: Path, first: int, last: int, die_at: int) -> subprocess.Popen[
 
 
 def assert_complete(folder: Path, reported: int) -> None:
-    """The newest checkpoint is whole, and not older than the last one the saver reported."""
+    """The newest checkpoint is not older than the last one the saver reported, and all that are there are whole."""
+    for path in folder.glob("step-*"):
+        if ".tmp-" not in path.name:
+            open_checkpoint(path).verify()
     latest = latest_checkpoint(folder)
     if latest is None:
         assert reported == 0

@@ -63,8 +63,9 @@ class Builder:
         self.actions.append(Action(len(self.actions), kind, stream, **fields))
         return len(self.actions) - 1
 
-    def free(self, storage: int, after: tuple[int, ...] = ()) -> None:
-        self.act(ActionKind.FREE, "compute", storage=storage, source="device", waits=after)
+    def free(self, storage: int, *, written: bool = False) -> None:
+        stream = "disk_write" if written else "compute"
+        self.act(ActionKind.FREE, stream, storage=storage, source="device")
 
     def read(self, storage: int) -> int:
         last = max(a.id for a in self.actions if a.stream == "compute")
@@ -73,9 +74,9 @@ class Builder:
             places=(self.place(storage),), waits=(last,),
         )  # fmt: skip
 
-    def write(self, storage: int) -> int:
+    def write(self, storage: int) -> None:
         last = max(a.id for a in self.actions if a.stream == "compute")
-        return self.act(ActionKind.MOVE, "disk_write", storage=storage, source="device", target="disk", waits=(last,))
+        self.act(ActionKind.MOVE, "disk_write", storage=storage, source="device", target="disk", waits=(last,))
 
 
 def build(blocks: int = 12) -> tuple[Program, tuple[Choice, ...]]:
@@ -120,8 +121,9 @@ def _forward(b: Builder, layer: int, option: Option) -> list[int]:
         outputs.append(output)
     for output in outputs:
         if option is not Option.KEEP:
-            after = (b.write(output),) if option is Option.DISK else ()
-            b.free(output, after)
+            if option is Option.DISK:
+                b.write(output)
+            b.free(output, written=option is Option.DISK)
             b.choices.append(Choice(output, len(b.ops) - 1, len(b.ops) + 200, option))
             if option is Option.DISK:
                 b.slots.append((output, len(b.slots) * 8 * MiB))
@@ -163,25 +165,22 @@ def _step(b: Builder, layer: int, gradients: list[int]) -> None:
         for state in states:
             b.slots.append((state, len(b.slots) * 8 * MiB))
             b.choices.append(Choice(state, len(b.ops), 0, Option.DISK))
-            b.free(state, (b.write(state),))
+            b.write(state)
+            b.free(state, written=True)
 
 
 def schedule(
     program: Program, source: str, seconds: Callable[[Action], float], resident_noise: random.Random | None = None
 ) -> Timeline:
-    """In-order streams, waits, and the memory staircase that follows. FREE does not hold up its stream."""
+    """In-order streams, waits, and the memory staircase that follows."""
     free_at: dict[str, float] = defaultdict(float)
     ends: list[float] = []
     events: list[Event] = []
     for action in program.actions:
-        queue = "frees" if action.kind is ActionKind.FREE else action.stream
-        ready = max((ends[w] for w in action.waits), default=0.0)
-        start = max(ready, free_at[action.stream] if queue != "frees" or not action.waits else 0.0)
-        end = start + seconds(action)
-        if queue != "frees":
-            free_at[queue] = end
-        ends.append(end)
-        events.append(Event(0, "compute" if queue == "frees" else action.stream, action.id, start, end))
+        start = max([free_at[action.stream], *(ends[w] for w in action.waits)])
+        ends.append(start + seconds(action))
+        free_at[action.stream] = ends[-1]
+        events.append(Event(0, action.stream, action.id, start, ends[-1]))
     events.sort(key=lambda e: (e.start_s, e.action))
     memory = _memory(program, events)
     resident: list[tuple[float, int]] = []

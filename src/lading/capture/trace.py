@@ -75,7 +75,7 @@ def capture(
         CaptureError: an operation cannot be captured; says which, in which module, and what to do.
     """
     mode = _fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = _Tracer()
+    tracer = Tracer()
     with mode:
         fakes = _fake_copies(model, mode)
         inputs, fake_batch = _fake_batch(batch, mode)
@@ -169,7 +169,7 @@ def _fake_batch(batch: Any, mode: FakeTensorMode) -> tuple[list[tuple[str, torch
 
 
 @contextmanager
-def _module_paths(model: torch.nn.Module, tracer: _Tracer) -> Iterator[None]:
+def _module_paths(model: torch.nn.Module, tracer: Tracer) -> Iterator[None]:
     """Keep ``tracer.modules`` the stack of module paths whose forward is running."""
     def leave(*_: Any) -> None:
         tracer.modules.pop()
@@ -190,7 +190,7 @@ def _enter(stack: list[str], name: str, *_: Any) -> None:
     stack.append(name)
 
 
-class _Tracer(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """Records every operation that creates or mutates a storage."""
 
     def __init__(self) -> None:
@@ -262,7 +262,7 @@ class _Tracer(TorchDispatchMode):
             return  # a view: derived again from its storage wherever that lies
         read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         call = (tuple(map(self._encode, args)), tuple((k, self._encode(v)) for k, v in sorted(kwargs.items())))
-        inputs = tuple(dict.fromkeys(map(self._tensor, read)))
+        inputs = tuple(dict.fromkeys(map(self.tensor_id, read)))
         is_random = _is_random(func, args, kwargs)
         if mutated and (functional := self._functional(func, args, kwargs, mutated)):
             func, new, mutated = functional, mutated, []
@@ -273,8 +273,8 @@ class _Tracer(TorchDispatchMode):
             self._new_storage(t, f"{module or 'loss'}.{func.overloadpacket.__name__}.{len(self.ops)}", role)
         flat_out = list(out) if isinstance(out, (tuple, list)) else [out]
         new_ids = {id(t) for t in new}
-        outputs = tuple(dict.fromkeys(map(self._tensor, new)))
-        writes = tuple(map(self._tensor, mutated))
+        outputs = tuple(dict.fromkeys(map(self.tensor_id, new)))
+        writes = tuple(map(self.tensor_id, mutated))
         self.ops.append(
             Op(
                 name=str(func),
@@ -283,7 +283,7 @@ class _Tracer(TorchDispatchMode):
                 kwargs=call[1],
                 inputs=inputs,
                 outputs=outputs,
-                results=tuple(self._tensor(t) if id(t) in new_ids else None for t in flat_out),
+                results=tuple(self.tensor_id(t) if id(t) in new_ids else None for t in flat_out),
                 mutates=writes,
                 module=module,
                 kind=kind_of(str(func)) or OpKind.ELEMENTWISE,
@@ -336,7 +336,7 @@ class _Tracer(TorchDispatchMode):
             data = bytes(dense.untyped_storage().tolist())
         self._new_storage(t, f"constant.{len(self.storages)}", Role.CONSTANT, data)
 
-    def _tensor(self, t: torch.Tensor) -> int:
+    def tensor_id(self, t: torch.Tensor) -> int:
         """Id of the graph tensor with this storage and geometry."""
         if t.untyped_storage()._cdata not in self._storage_ids:
             self._adopt(t)
@@ -364,7 +364,7 @@ class _Tracer(TorchDispatchMode):
 
     def _encode(self, arg: Any) -> Arg:
         if isinstance(arg, torch.Tensor):
-            return Ref(self._tensor(arg))
+            return Ref(self.tensor_id(arg))
         if isinstance(arg, (list, tuple)):
             return tuple(self._encode(item) for item in arg)
         if isinstance(arg, float) and (arg != arg or arg in (float("inf"), float("-inf"))):
@@ -388,9 +388,9 @@ class _Tracer(TorchDispatchMode):
             if parameter.gradient is not None:
                 at = self.tensors[parameter.gradient].storage
                 storages[at] = dataclasses.replace(storages[at], name=f"{parameter.names[0]}.grad")
-        buffers = {name: self._tensor(t) for name, t in fakes.items() if not isinstance(t, torch.nn.Parameter)}
-        leaves = tuple((name, self._tensor(t)) for name, t in inputs)
-        losses = (self._tensor(loss),)
+        buffers = {name: self.tensor_id(t) for name, t in fakes.items() if not isinstance(t, torch.nn.Parameter)}
+        leaves = tuple((name, self.tensor_id(t)) for name, t in inputs)
+        losses = (self.tensor_id(loss),)
         graph = StepGraph(
             storages=tuple(storages),
             tensors=tuple(self.tensors),
@@ -411,8 +411,8 @@ class _Tracer(TorchDispatchMode):
                 names.setdefault(id(tensor), []).append(name)
                 tensors[id(tensor)] = tensor
         for key, tensor in tensors.items():
-            gradient = None if tensor.grad is None else self._tensor(tensor.grad)
-            yield Parameter(tuple(names[key]), self._tensor(tensor), gradient)
+            gradient = None if tensor.grad is None else self.tensor_id(tensor.grad)
+            yield Parameter(tuple(names[key]), self.tensor_id(tensor), gradient)
 
 
 _LITERALS: dict[str, type] = {

@@ -26,6 +26,21 @@ Overrides = Annotated[
         help_behavior_hint="",
     ),
 ]
+MachineName = Annotated[
+    str | None, arg(metavar="NAME|FILE", help="Catalog machine or file.", help_behavior_hint="(default: the run's)")
+]
+TraceFile = Annotated[
+    Path | None, arg(metavar="FILE.pftrace", help="Also write a trace for ui.perfetto.dev.", help_behavior_hint="")
+]
+PlanFile = Annotated[Path | None, arg(metavar="PLAN.json", help="Train as this plan says.", help_behavior_hint="")]
+MaybeRunFile = Annotated[
+    Positional[Path | None],
+    arg(metavar="[RUN.toml]", help="Configuration of the run; or give --plan.", help_behavior_hint=""),
+]
+Resume = Annotated[
+    FlagCreatePairsOff[bool],
+    arg(help="Go on from the newest complete checkpoint in the run's folder.", help_behavior_hint=""),
+]
 
 
 class Command(Protocol):
@@ -42,9 +57,7 @@ class Fit:
 
     run_file: RunFile
     overrides: Overrides = ()
-    machine: Annotated[
-        str | None, arg(metavar="NAME|FILE", help="Catalog machine or file.", help_behavior_hint="(default: the run's)")
-    ] = None
+    machine: MachineName = None
 
     def run(self) -> None:
         """Print the fit table."""
@@ -64,6 +77,7 @@ class Plan:
 
     def run(self) -> None:
         """Print the plan and save it."""
+        _check_target(self.out)
         run = load_run(self.run_file, self.overrides)
         from rich.console import Console
 
@@ -82,12 +96,12 @@ class Simulate:
 
     source: Annotated[Positional[Path], arg(metavar="RUN.toml|PLAN.json", help="A run, or a plan made before.")]
     overrides: Overrides = ()
-    trace: Annotated[
-        Path | None, arg(metavar="FILE.pftrace", help="Also write a trace for ui.perfetto.dev.", help_behavior_hint="")
-    ] = None
+    trace: TraceFile = None
 
     def run(self) -> None:
         """Print the predicted step, and write its trace if asked."""
+        if self.trace:
+            _check_target(self.trace)
         what = (_load_plan if self.source.suffix == ".json" else load_run)(self.source, self.overrides)
         from lading.train import plan_run, prepare_plan, simulate_run
 
@@ -105,18 +119,10 @@ class Simulate:
 class Train:
     """Train a run, planned first, or exactly as a plan says."""
 
-    run_file: Annotated[
-        Positional[Path | None],
-        arg(metavar="[RUN.toml]", help="Configuration of the run; or give --plan.", help_behavior_hint=""),
-    ] = None
+    run_file: MaybeRunFile = None
     overrides: Overrides = ()
-    plan: Annotated[Path | None, arg(metavar="PLAN.json", help="Train as this plan says.", help_behavior_hint="")] = (
-        None
-    )
-    resume: Annotated[
-        FlagCreatePairsOff[bool],
-        arg(help="Go on from the newest complete checkpoint in the run's folder.", help_behavior_hint=""),
-    ] = False
+    plan: PlanFile = None
+    resume: Resume = False
 
     def run(self) -> None:
         """Train and print what happened."""
@@ -151,13 +157,14 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Measure this host: products, memory, disk. Takes about a minute."""
+    """Measure this host: products, memory, disk."""
 
     out: Annotated[Path, arg(metavar="FILE", help="Where to write the machine.")] = Path("machine.toml")
     folder: Annotated[Path, arg(metavar="FOLDER", help="A folder on the disk to measure.")] = Path()
 
     def run(self) -> None:
         """Measure and write the machine file."""
+        _check_target(self.out)
         if not self.folder.is_dir():
             raise ConfigError(f"--folder: expected a folder to measure the disk in, got {str(self.folder)!r}")
         from lading.train import probe_to
@@ -194,6 +201,12 @@ def timeline_text(timeline: Timeline) -> str:
         share = busy_s / duration_s if duration_s else 0.0
         lines.append(f"  {stream:<12} busy {format_seconds(busy_s):>10}  {share:4.0%}")
     return "\n".join(lines)
+
+
+def _check_target(path: Path) -> None:
+    """Before any work is done for it, refuse a file that cannot be written."""
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(f"expected a file in a folder that exists, got {str(path)!r}; make its folder first")
 
 
 def _load_plan(path: Path, overrides: tuple[str, ...]) -> SavedPlan:

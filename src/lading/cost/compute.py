@@ -1,12 +1,13 @@
 """Seconds of every operation of a StepGraph on one device.
 
     product      overhead + flops / (peak * efficiency(flops of one matrix) * prod of d/(d + skinny_dim) over m, n, k)
-    attention    overhead + flops / rate(flops)
-    optimizer    overhead + elements / optimizer_elements_per_s
+    attention    overhead + flops done / rate(flops done for one head); a causal one does half
+    optimizer    as the rest if there is a rate "step", else overhead + elements / optimizer_elements_per_s
     the rest     overhead + bytes / rate(bytes)
 
-A rate is looked up by the operation's own name ("gelu_backward", "bmm"), with ".strided" appended when it reads or
-writes against the order of memory, then by its cost class ("transcendental"), and at last is the memory bandwidth.
+A rate is looked up by the operation's own name ("gelu_backward", "bmm"), then by its cost class ("transcendental",
+"norm_backward"), each first with ".strided" appended when it walks against the order of memory; at last it is the
+memory bandwidth. "runs" bounds operations on many small pieces of memory. Own rates of products are FLOP/s against the FLOP of one matrix.
 Only the last is a guess, and ``missing_rates`` says where it was made. Rates hold for one operation at a time with
 whatever of its operands is in cache as in the probe; contention with moves is the simulator's affair.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
+from lading.cost.access import base_name, op_bytes, walk
 from lading.errors import ConfigError
 from lading.ir.graph import Arg, Op, OpKind, Ref, StepGraph, Tensor
 from lading.ir.machine import Curve, Device
@@ -23,6 +25,10 @@ from lading.ir.opkinds import kind_of
 
 #: Suffix of a rate that holds when the innermost dim of an operand is not its contiguous one.
 STRIDED = ".strided"
+#: Pieces of memory (two dims that are regular in every operand) that an operation can go through a second.
+RUNS = "runs"
+#: Suffix of a class's rate that holds for its operations in backward.
+BACKWARD = "_backward"
 
 
 def op_costs(graph: StepGraph, device: Device) -> list[float]:
@@ -50,15 +56,20 @@ def op_seconds(graph: StepGraph, op: Op, device: Device) -> float:
     """
     if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
         return device.op_overhead_s + _product_seconds(graph, op, device)
-    if op.kind is OpKind.STEP:
+    if op.kind is OpKind.STEP and _rate(graph, op, device) is None:
         return device.op_overhead_s + _step_elements(graph, op) / device.optimizer_elements_per_s
     if op.kind is OpKind.ATTENTION and (flops := attention_flops(graph, op)) > 0:
-        rate = _rate(graph, op, device)
-        return device.op_overhead_s + (flops / rate.at(flops) if rate else _unmeasured_attention(graph, op, device))
+        return device.op_overhead_s + _attention_seconds(graph, op, device, flops)
     size = op_bytes(graph, op)
     rate = _rate(graph, op, device)
     bandwidth = rate.at(size) if rate and size else device.memory_bandwidth_bytes_per_s
-    return device.op_overhead_s + size / bandwidth
+    return device.op_overhead_s + max(size / bandwidth, _runs_seconds(graph, op, device))
+
+
+def _runs_seconds(graph: StepGraph, op: Op, device: Device) -> float:
+    """Least time of going through many small pieces of memory, at ``rates["runs"]`` pieces a second."""
+    runs = walk(graph, op).runs
+    return runs / device.rates[RUNS].at(runs) if runs > 1 and RUNS in device.rates else 0.0
 
 
 def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
@@ -68,7 +79,11 @@ def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
         if kind_of(op.name) is None and op.kind is not OpKind.STEP:
             said[f"{op.name} is not a known operation: timed as {op.kind.value} on {device.name}"] = None
         if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
-            if device.product_efficiency is None and _own_rate(op, device) is None:
+            if _own_rate(op, device) is not None:
+                continue
+            if op.kind is OpKind.CONVOLUTION:
+                said[f"no rate of {base_name(op.name)} on {device.name}: timed as a square product of its FLOP"] = None
+            if device.product_efficiency is None:
                 said[f"no product_efficiency for {device.name}: products run at peak"] = None
         elif op.kind is OpKind.ATTENTION:
             if _rate(graph, op, device) is None:
@@ -78,31 +93,11 @@ def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
     return tuple(said)
 
 
-def op_bytes(graph: StepGraph, op: Op) -> int:
-    """Bytes an operation moves between memory and the core.
-
-    The captured bytes, except that a lookup reads only the rows it returns, an update in place of some rows touches
-    only those, and a copy, fill or zero does not read what it overwrites.
-    """
-    tensors = graph.tensors
-    written = sum(tensors[t].touched_bytes for t in op.outputs)
-    if op.kind is OpKind.GATHER and op.outputs:
-        largest = max(tensors[t].touched_bytes for t in op.outputs)
-        return written + sum(min(tensors[t].touched_bytes, largest) for t in op.inputs)
-    if op.kind is OpKind.SCATTER and op.mutates:
-        sources = [tensors[t].touched_bytes for t in op.inputs if t not in op.mutates]
-        return 3 * max(sources, default=0)
-    if op.kind is OpKind.COPY and op.mutates:
-        read = sum(tensors[t].touched_bytes for t in op.inputs if t not in op.mutates)
-        return read + sum(tensors[t].touched_bytes for t in op.mutates)
-    return op.bytes_read + op.bytes_written
-
-
 def attention_flops(graph: StepGraph, op: Op) -> int:
     """FLOP of an attention: as captured, or from the shapes of q, k and v; 0 if these cannot be told.
 
-    The full square of scores counts, causal or not, and 2.5 times as much in backward (five products, one of them a
-    second computing of the scores), so rates of causal kernels are given in the same count.
+    The full square of scores counts here, causal or not, and 2.5 times as much in backward (five products, one of them
+    a second computing of the scores).
     """
     if op.flops:
         return op.flops
@@ -154,7 +149,7 @@ def _product(graph: StepGraph, op: Op) -> _Product:
         side = max(1, round((op.flops / 2) ** (1 / 3)))
         return _Product(1, side, side, side)
     left, right = shapes[-2:]
-    if _base(op).startswith("_grouped_mm"):
+    if base_name(op.name).startswith("_grouped_mm"):
         groups = (right if len(right) == 3 else left)[0] if 3 in (len(left), len(right)) else 1
         return _Product(groups, max(1, left[-2] // (groups if len(left) == 2 else 1)), left[-1], right[-1])
     return _Product(max(1, prod(left[:-2])), left[-2], left[-1], right[-1])
@@ -163,7 +158,7 @@ def _product(graph: StepGraph, op: Op) -> _Product:
 def _operands(op: Op) -> list[int]:
     """Tensor arguments that are multiplied: the offsets of a grouped product and the bias come elsewhere."""
     found = [a.tensor for a in op.args if isinstance(a, Ref)]
-    return found[:2] if _base(op) in ("_grouped_mm", "_scaled_mm", "linear") else found
+    return found[:2] if base_name(op.name) in ("_grouped_mm", "_scaled_mm", "linear") else found
 
 
 def _dtype(graph: StepGraph, op: Op) -> str:
@@ -176,41 +171,45 @@ def _step_elements(graph: StepGraph, op: Op) -> int:
     return max((prod(graph.tensors[t].shape) for t in op.mutates), default=0)
 
 
-def _unmeasured_attention(graph: StepGraph, op: Op, device: Device) -> float:
-    flops = attention_flops(graph, op)
-    dtype = graph.tensors[op.inputs[0]].dtype
-    peak = device.peak_flops_per_s.get(dtype)
+def _attention_seconds(graph: StepGraph, op: Op, device: Device, flops: int) -> float:
+    done = flops / 2 if _is_causal(op) else float(flops)
+    if rate := _rate(graph, op, device):
+        return done / rate.at(done / _heads(graph, op))
+    peak = device.peak_flops_per_s.get(graph.tensors[op.inputs[0]].dtype)
     if peak is None:
         return op_bytes(graph, op) / device.memory_bandwidth_bytes_per_s
-    share = device.product_efficiency.at(flops) if device.product_efficiency else 1.0
-    return flops / (peak * share)
+    share = device.product_efficiency.at(done) if device.product_efficiency else 1.0
+    return done / (peak * share)
 
 
-def _base(op: Op) -> str:
-    """``"gelu_backward"`` of ``"aten.gelu_backward.default"``, in-place or not."""
-    parts = op.name.split(".")
-    return (parts[1] if len(parts) > 1 else parts[0]).rstrip("_")
+def _is_causal(op: Op) -> bool:
+    """Every attention of ATen takes ``dropout_p`` (a float) and, as its next flag, ``is_causal``."""
+    if (named := dict(op.kwargs).get("is_causal")) is not None:
+        return bool(named)
+    after = False
+    for arg in op.args:
+        if after and isinstance(arg, bool):
+            return arg
+        after = after or isinstance(arg, float)
+    return False
+
+
+def _heads(graph: StepGraph, op: Op) -> int:
+    """Heads of all sequences together."""
+    return max(1, prod(graph.tensors[op.inputs[0]].shape[:2]))
 
 
 def _own_rate(op: Op, device: Device) -> Curve | None:
-    return device.rates.get(_base(op))
+    return device.rates.get(base_name(op.name))
 
 
 def _rate(graph: StepGraph, op: Op, device: Device) -> Curve | None:
     """The most specific measured rate of an operation, None if there is none."""
-    names = [_base(op), op.kind.value]
-    if _strided(graph, op):
-        names = [_base(op) + STRIDED, _base(op), op.kind.value + STRIDED, op.kind.value]
+    own, kind = base_name(op.name), op.kind.value
+    names = [own, kind + BACKWARD, kind] if "backward" in own else [own, kind]
+    if walk(graph, op).strided:
+        names = [form for name in names for form in (name + STRIDED, name)]
     return next((device.rates[name] for name in names if name in device.rates), None)
-
-
-def _strided(graph: StepGraph, op: Op) -> bool:
-    return any(_is_strided(graph.tensors[t]) for t in (*op.inputs, *op.outputs, *op.mutates))
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    """Whether walking the last dim jumps over memory."""
-    return bool(tensor.shape) and tensor.shape[-1] > 1 and tensor.stride[-1] > 1
 
 
 def _signature(graph: StepGraph, op: Op) -> object:

@@ -48,8 +48,8 @@ def profile(items: Sequence[Item]) -> np.ndarray:
     return np.cumsum(change)[:-1]
 
 
-def pack(items: Sequence[Item]) -> Packing:
-    """Place every item; the best of several orders. Deterministic."""
+def pack(items: Sequence[Item], limit_bytes: int = 0) -> Packing:
+    """Place every item: the first of several orders that needs at most ``limit_bytes``, else the best. Deterministic."""
     orders: tuple[Callable[[Item], tuple[int, ...]], ...] = (
         lambda item: (-item.size_bytes,),
         lambda item: (-len(item.spans) * _length(item), -item.size_bytes),
@@ -62,7 +62,7 @@ def pack(items: Sequence[Item]) -> Packing:
         found = _first_fit(items, sorted(range(len(items)), key=lambda i: (*order(items[i]), i)))
         if best is None or found.size_bytes < best.size_bytes:
             best = found
-        if best.size_bytes <= floor:
+        if best.size_bytes <= max(floor, limit_bytes):
             break
     assert best is not None
     return best

@@ -50,9 +50,9 @@ def check_layout(program: Program) -> None:
         )
     _check_budget(program, DEVICE, program.peak_bytes)
     for tier, slots in program.slots.items():
-        _check_budget(program, tier, program.tier_bytes(tier))
         _check_ids(program, f"slots of {tier}", slots)
         _check_slots(program, tier, slots)
+        _check_budget(program, tier, program.tier_bytes(tier))
     _check_ids(program, "`resident`", program.resident)
     for storage, _ in program.resident:
         if program.graph.storages[storage].role not in PERSISTENT:

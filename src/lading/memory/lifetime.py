@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lading.ir.graph import PERSISTENT, Op, OpKind, Role, StepGraph
+from lading.ir.graph import PERSISTENT, Op, OpKind, Phase, Role, StepGraph
 
 #: ``available_until`` of what can be had at any position.
 FOREVER = 1 << 60
@@ -91,9 +91,14 @@ def gaps(graph: StepGraph, lives: Lifetimes) -> list[Gap]:
 
 
 def can_recompute(graph: StepGraph, lives: Lifetimes, gap: Gap) -> bool:
-    """Whether the storage may be dropped over the gap and computed again at its end."""
+    """Whether the storage may be dropped over the gap and computed again at its end.
+
+    Nothing is recomputed for an optimizer step: the steps before it have changed what that would read.
+    """
     producer = lives.producer[gap.storage]
     if producer is None or gap.wraps or lives.mutated[gap.storage] or not is_pure(graph.ops[producer]):
+        return False
+    if graph.ops[gap.end].phase is Phase.OPTIMIZER:
         return False
     sources = graph.reads(graph.ops[producer])
     return all(not lives.mutated[s] and lives.available_until[s] >= gap.end for s in sources)

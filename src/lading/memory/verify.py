@@ -256,9 +256,16 @@ class _Verifier:
             _fail(action, f"op {index} has not run yet; RECOMPUTE repeats an earlier COMPUTE")
         for storage, version in self.reads[index].items():
             self._read(action, storage, version)
-        self._check_places(action, [s for s in self.writes[index] if s not in self.live])
+        placed = {s for s, _ in action.places}
+        gone = [s for s in self.writes[index] if s not in self.live]
+        self._check_places(action, [s for s in gone if s in placed or self._surely_gone(s, action)])
         for storage, offset in action.places:
             self._place(action, storage, offset, self.writes[index][storage])
+
+    def _surely_gone(self, storage: int, action: Action) -> bool:
+        """Whether a storage that was freed, by list order, is so in every timing; else it may be left to scratch."""
+        past = self.last.get(storage)
+        return past is None or past.freed is None or self.order.before(past.freed, action.id)
 
     def _op(self, action: Action) -> tuple[int, Op]:
         assert action.op is not None

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
+
+
+class AdamWSettings(Protocol):
+    """What an update needs besides the learning rate; ``lading.config.AdamW`` is one."""
+
+    @property
+    def beta1(self) -> float: ...
+    @property
+    def beta2(self) -> float: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight_decay(self) -> float: ...
 
 
 def adamw_step(
@@ -13,9 +28,7 @@ def adamw_step(
     step: torch.Tensor,
     *,
     lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    settings: AdamWSettings,
 ) -> None:
     """Update ``param``, ``exp_avg``, ``exp_avg_sq`` and ``step`` in place, bit-equal to the fused optimizer.
 
@@ -27,7 +40,8 @@ def adamw_step(
     Source: ``torch.optim.adam._fused_adam``; Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
     """
     step += 1
-    torch._fused_adamw_(
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         [param], [grad], [exp_avg], [exp_avg_sq], [], [step],
-        lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        lr=lr, beta1=settings.beta1, beta2=settings.beta2, weight_decay=settings.weight_decay, eps=settings.eps,
+        amsgrad=False, maximize=False,
     )  # fmt: skip

@@ -72,7 +72,7 @@ def lower(
     soft = arena
     while True:
         stretched = stretch(graph, machine, emission, seconds, soft)
-        packing, owners = _pack(graph, emission, stretched)
+        packing, owners = _pack(graph, emission, stretched, arena)
         if packing.size_bytes <= arena:
             program = _connect(graph, emission, stretched, packing, owners, budgets, machine, costs)
             return Lowered(program, emission, 0, peak_item, packing.size_bytes)
@@ -88,7 +88,9 @@ def _item_seconds(graph: StepGraph, machine: Machine, costs: Costs, item: Item) 
     return graph.storages[item.storage].size_bytes / machine.device.memory_bandwidth_bytes_per_s
 
 
-def _pack(graph: StepGraph, emission: Emission, stretched: Stretched) -> tuple[Packing, list[int]]:
+def _pack(
+    graph: StepGraph, emission: Emission, stretched: Stretched, limit_bytes: int
+) -> tuple[Packing, list[int]]:
     """Addresses; a storage that is there at both ends of the step is one item, as it must come back to its place."""
     spans: list[list[tuple[int, int]]] = []
     sizes: list[int] = []
@@ -106,7 +108,7 @@ def _pack(graph: StepGraph, emission: Emission, stretched: Stretched) -> tuple[P
         spans.append([(first, last)])
         sizes.append(graph.storages[stay.storage].size_bytes)
     items = [ArenaItem(size, tuple(span)) for size, span in zip(sizes, spans, strict=True)]
-    return pack(items), owners
+    return pack(items, limit_bytes), owners
 
 
 def _connect(

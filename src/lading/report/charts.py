@@ -20,8 +20,8 @@ from lading.report.svg import (
     second_ticks,
     staircase,
     svg,
+    text,
     ticks,
-    words,
     x_axis,
     y_axis,
 )
@@ -48,19 +48,14 @@ def memory_bars(summary: RunSummary) -> str:
         over = summary.measured_peak_bytes > summary.budget_bytes
         rows.append(("This plan, measured", summary.measured_peak_bytes, "b-over" if over else "b-measured"))
     high = max(summary.budget_bytes, *(size for _, size, _ in rows))
-    frame = Frame(left=280, top=24, width=740, height=30.0 * len(rows), x_high=high, y_high=1)
-    out: list[str] = []
-    for number, (label, size, class_) in enumerate(rows):
-        y = frame.top + 30 * number + 5
-        out.append(words(label, 0, y + 15, "label"))
-        out.append(words(format_bytes(size), frame.left - 12, y + 15, "label strong end"))
-        out.append(el("rect", x=frame.left, y=y, width=max(1.0, frame.x(size) - frame.left), height=20, class_=class_))
-    x = frame.x(summary.budget_bytes)
-    out.append(el("line", x1=x, x2=x, y1=frame.top - 4, y2=frame.bottom + 2, class_="budget"))
-    side = "end" if x > frame.left + frame.width * 0.85 else "mid"
-    out.append(words(f"budget {format_bytes(summary.budget_bytes)}", x, frame.top - 9, f"note budget-text {side}"))
-    drawing = svg(WIDTH, frame.bottom + 6, "".join(out), "Peak memory against the budget")
-    return figure("Peak device memory", drawing)
+    budget = f"left:{summary.budget_bytes / high:.2%}"
+    side = "flag left" if summary.budget_bytes > 0.5 * high else "flag"
+    flag = el("span", text(f"budget {format_bytes(summary.budget_bytes)}"), class_=side, style=budget)
+    cells = [el("div", flag, class_="track head")]
+    for label, size, class_ in rows:
+        bar = el("i", class_=f"bar {class_}", style=f"width:{size / high:.2%}") + el("i", class_="mark", style=budget)
+        cells += [el("span", text(label)), el("b", format_bytes(size)), el("div", bar, class_="track")]
+    return figure("Peak device memory", el("div", *cells, class_="bars"), wide=False)
 
 
 def memory_figure(tier: str, duration_s: float, budget_bytes: int | None, lines: Sequence[Timeline]) -> str:
@@ -91,7 +86,8 @@ def memory_figure(tier: str, duration_s: float, budget_bytes: int | None, lines:
     drawing = svg(WIDTH, frame.bottom + 24, el("g", *body), f"Memory of {tier} over one step")
     note = "" if budget_bytes is None or shows_budget else f"budget {format_bytes(budget_bytes)}, far above"
     cross = el("div", drawing, class_="timed")
-    return figure(f"{tier.capitalize()} memory over one step", cross + legend(keys), note=note)
+    title = f"{tier.capitalize()} {'use' if tier == 'disk' else 'memory'} over one step"
+    return figure(title, cross + legend(keys), note=note)
 
 
 def _stack(frame: Frame, timeline: Timeline, tier: str) -> tuple[str, list[str]]:

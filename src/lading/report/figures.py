@@ -63,7 +63,7 @@ def role_title(role: str) -> str:
 
 
 def seconds_by_kind(program: Program, timeline: Timeline) -> dict[str, float]:
-    """Busy seconds of each kind; moves are told apart by tier: ``'read disk'``."""
+    """Busy seconds of each kind that takes any; moves are told apart by tier: ``'read disk'``."""
     seconds: dict[str, float] = defaultdict(float)
     for event in timeline.events:
         action = program.actions[event.action]
@@ -73,7 +73,8 @@ def seconds_by_kind(program: Program, timeline: Timeline) -> dict[str, float]:
             name = f"read {action.source}" if kind is Kind.READ else f"write {action.target}"
         seconds[name] += event.end_s - event.start_s
     order = [kind.value for kind in Kind]
-    return {name: seconds[name] for name in sorted(seconds, key=lambda name: (order.index(name.split()[0]), name))}
+    names = sorted(seconds, key=lambda name: (order.index(name.split()[0]), name))
+    return {name: seconds[name] for name in names if seconds[name]}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,8 +119,8 @@ def gantt_figure(program: Program, lines: Sequence[Timeline], duration_s: float)
 
 def _rect(frame: Frame, piece: Slice, y: float) -> str:
     x = frame.x(piece.start_s)
-    width = max(frame.x(piece.end_s) - x, 0.6)
-    width -= min(0.5, width / 4)
+    width = max(frame.x(piece.end_s) - x, 0.8)
+    width -= 0.5 if width > 3 else 0.0
     many = f' data-n="{piece.count}" data-s="{piece.busy_s:.3g}"' if piece.count > 1 else ""
     return (
         f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{ROW:g}" class="k-{piece.kind.value}" '

@@ -126,7 +126,7 @@ def _seconds(program: Program, lines: Sequence[Timeline]) -> str:
     rows.append(_seconds_row("compute stream waits", idle))
     step = _seconds_row("whole step", [line.duration_s for line in lines])
     head = ["kind of action", *(line.source for line in lines)] + (["prediction"] if len(lines) > 1 else [])
-    return table(head, [r for r in rows if r[1] != "0 us"], total=step) + el(
+    return table(head, rows, total=step) + el(
         "p", "Streams run side by side: their seconds do not add up to the step.", class_="under"
     )
 

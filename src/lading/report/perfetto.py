@@ -26,7 +26,8 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
 
     Each timeline is a process named after its source, with one thread for each stream (more when actions of one stream
     overlap) and counters of bytes per tier, per role and, when measured, of the resident set. A slice is named by its
-    label and carries ``action_id``, the same in every timeline.
+    label and carries ``action_id``, the same in every timeline. An action without duration is a slice too: the viewer
+    stacks instants of one moment on top of each other.
     """
     with path.open("wb") as file:
         _Trace(file, timelines).write()
@@ -104,7 +105,7 @@ class _Trace:
             title = f"rank class {rank_class} {stream}" if rank_class else stream
             for number, lane in enumerate(lanes(events)):
                 name = f"{title} ({number + 1})" if number else title
-                tid = pid * 1000 + self._tracks
+                tid = 1000 + self._tracks  # unique, and never a pid: the viewer takes tid == pid for a main thread
                 thread = _number(1, pid) + _number(2, tid) + _nested(5, name)
                 track = self._track(_number(5, process) + _nested(4, thread))
                 for start, end, action in lane:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from math import ceil, floor
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from lading.errors import ConfigError
@@ -69,13 +70,13 @@ def training_progress(
 
 
 def memory_text(memory_bytes: int, budget_bytes: int) -> str:
-    """``'312/400 MiB 78%'``: both in the unit of the budget; a share above the budget is never rounded down to 100%."""
+    """``'312/400 MiB 78%'``: both in the unit of the budget; the share is rounded away from 100%."""
     unit, scale = next((u for u in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)) if budget_bytes >= u[1]), ("B", 1))
     used, budget = memory_bytes / scale, budget_bytes / scale
     digits = 0 if budget >= 100 or scale == 1 else 2
-    share = memory_bytes / budget_bytes
-    percent = f"{share:.2%}" if 1 < share < 1.005 else f"{share:.0%}"
-    return f"{used:.{digits}f}/{budget:.{digits}f} {unit} {percent}"
+    over = memory_bytes > budget_bytes
+    percent = (ceil if over else floor)(memory_bytes / budget_bytes * 100)
+    return f"{used:.{digits}f}/{budget:.{digits}f} {unit} {percent}%"
 
 
 def clock_text(seconds: float) -> str:

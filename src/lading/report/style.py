@@ -15,7 +15,7 @@ _DARK = """
 --good:#5fc790;--bad:#ff8a80;--open:#e5b55a;--accent:#7fb0e6;--tint:#1d2a3a;
 --r-parameter:#5f92cf;--r-optimizer_state:#9d80cb;--r-buffer:#8693a3;--r-constant:#66717e;--r-input:#7a90a6;
 --r-gradient:#dfa850;--r-activation:#56b3a3;--r-workspace:#cf7787;--r-other:#82827c;
---k-forward:#93bfec;--k-backward:#4a80c4;--k-recompute:#e2a04a;--k-step:#55b383;--k-read:#a48bd3;--k-write:#d27a95;
+--k-forward:#93bfec;--k-backward:#4a80c4;--k-recompute:#e2a04a;--k-step:#6fd3a0;--k-read:#a48bd3;--k-write:#d27a95;
 --k-communication:#8693a3;--k-free:#66717e;
 """
 _COLOURED = (
@@ -84,8 +84,15 @@ path.resident{fill:none;stroke:var(--ink);stroke-width:2;stroke-dasharray:1 3;st
 path.series{fill:none;stroke:var(--accent);stroke-width:1.8;stroke-linejoin:round}
 path.behind{fill:none;stroke:var(--muted);stroke-width:1.6;stroke-dasharray:5 4}
 circle.bad{fill:var(--bad)}
-.b-plain{fill:var(--r-constant)}.b-predicted{fill:var(--k-forward)}.b-measured{fill:var(--k-backward)}
-.b-over{fill:var(--bad)}
+.bars{display:grid;grid-template-columns:max-content max-content 1fr;gap:8px 16px;align-items:center;font-size:14px}
+.bars b{text-align:right;font-weight:600;font-variant-numeric:tabular-nums}
+.track{position:relative;height:20px}.track.head{grid-column:3;height:18px}
+.bar{position:absolute;inset:0 auto 0 0;min-width:1px;border-radius:0 2px 2px 0}
+.mark{position:absolute;top:-5px;bottom:-5px;border-left:2px dashed var(--bad)}
+.flag{position:absolute;white-space:nowrap;color:var(--bad);font-size:12px;font-weight:600}
+.flag.left{transform:translateX(-100%)}
+.b-plain{background:var(--r-constant)}.b-predicted{background:var(--k-forward)}
+.b-measured{background:var(--k-backward)}.b-over{background:var(--bad)}
 rect[data-a]:hover,rect.twin{stroke:var(--ink);stroke-width:1.5}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th{font-weight:600;font-size:13px;color:var(--muted);border-bottom:1px solid var(--muted);vertical-align:bottom}
@@ -112,9 +119,12 @@ pre{background:var(--panel);border-radius:6px;padding:12px 16px;white-space:pre-
 .timed{position:relative}
 .cursor{position:absolute;top:0;bottom:0;width:1px;background:var(--ink);opacity:.35;pointer-events:none;display:none}
 footer{margin-top:56px;font-size:13px;color:var(--muted)}
-@media (max-width:640px){main{padding:28px 16px 64px}h2{margin-top:40px}dl{grid-template-columns:1fr;gap:0 0}
+@media (max-width:640px){.bars{grid-template-columns:1fr max-content;gap:2px 12px}.track{grid-column:1/-1;height:16px;
+ margin-bottom:8px}.track.head{grid-column:1/-1;margin:0}
+ main{padding:28px 16px 64px}h2{margin-top:40px}dl{grid-template-columns:1fr;gap:0 0}
  dd{margin-bottom:8px}}
-@media print{main{padding:0;max-width:none}figure,tr,.tile,.verdict{break-inside:avoid}h2{break-after:avoid}
+@media print{main{padding:0;max-width:none}figure,tr,.tile,.verdict{break-inside:avoid}h2,h2+p{break-after:avoid}
+ .charts{grid-template-columns:1fr 1fr}
  h2{margin-top:28px}.scroll{overflow:visible}svg.wide{min-width:0}th,td{padding-right:8px}table{font-size:12px}
  *{print-color-adjust:exact;-webkit-print-color-adjust:exact}#tip,.cursor{display:none!important}}
 """

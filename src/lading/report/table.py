@@ -15,30 +15,39 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+#: The column that gives way on a narrow terminal.
+_WRAPPING = "moved"
+
+
 def _table(title: str, *columns: str) -> Table:
     """A table whose first column is text and whose others are figures."""
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.pad_edge, table.collapse_padding = False, True
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+        table.add_column(column, justify="right" if number else "left", no_wrap=column != _WRAPPING)
+    return table
+
+
+def _with_caption(table: Table, caption: str) -> Table:
+    table.caption, table.caption_justify = caption, "left"
     return table
 
 
 def policy_table(plan: Plan) -> Table:
-    """Every policy side by side, the chosen one marked; the lower bound and the gap beneath."""
+    """Every policy side by side, the chosen one marked; notes, the lower bound and the gap beneath."""
     from rich.markup import escape
 
     table = _table("Policies", "policy", "fits", "step", "peak", "recompute", "stall", "moved")
-    table.add_column("note", justify="left")
     for row in plan.policies:
         chosen = row.policy == plan.policy
-        cells = [f"{'>' if chosen else ' '} {row.policy}", *policy_cells(row)]
+        cells = [f"{'>' if chosen else ' '} {row.policy}", *policy_cells(row)[:-1]]
         table.add_row(*map(escape, cells), style="bold" if chosen else None)
-    table.caption = f"no plan takes less than {format_seconds(plan.lower_bound_s)}; this one is {plan.gap:.1%} above"
-    table.caption_justify = "left"
-    return table
+    lines = [f"{row.policy}: {escape(row.note)}" for row in plan.policies if row.note]
+    lines.append(f"no plan takes less than {format_seconds(plan.lower_bound_s)}; this one is {plan.gap:.1%} above")
+    return _with_caption(table, "\n".join(lines))
 
 
 def policy_cells(row: PolicyRow) -> list[str]:
@@ -83,9 +92,7 @@ def fit_table(peak_bytes: Mapping[str, int], budgets: Mapping[str, int], bytes_b
         cells = (format_bytes(needed), format_bytes(allowed), share, format_bytes(allowed - needed))
         table.add_row(tier, *cells, "yes" if fits else "no", style=None if fits else "red")
     roles = [f"{role_title(r)} {format_bytes(bytes_by_role[r])}" for r in role_names(set(bytes_by_role))]
-    table.caption = "at the device's peak: " + (", ".join(roles) or "nothing")
-    table.caption_justify = "left"
-    return table
+    return _with_caption(table, "at the device's peak: " + (", ".join(roles) or "nothing"))
 
 
 def print_plan(plan: Plan, graph: StepGraph, console: Console) -> None:

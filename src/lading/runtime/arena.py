@@ -36,10 +36,15 @@ class Arena:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self.memory, dtype=torch.uint8, count=size_bytes, offset=offset)
 
+    def discard(self) -> None:
+        """Give the pages back until they are touched again; every byte is zero then."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
-        """Give the pages back; tensors cut from the arena must not be used any more."""
-        with contextlib.suppress(ValueError):  # closed before
-            self._map.madvise(mmap.MADV_DONTNEED)
+        """Give everything back; tensors cut from the arena must not be used any more. May be called twice."""
+        if self._map.closed:
+            return
+        self.discard()
         with contextlib.suppress(BufferError):  # a view is alive: the address range stays, its pages are gone
             self.memory.release()
             self._map.close()

@@ -19,12 +19,6 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def resident_bytes() -> int:
-    """Resident set of this process, bytes; 0 where the system does not tell (no /proc)."""
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
-
-
 def _model_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

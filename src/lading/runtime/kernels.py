@@ -11,33 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from math import prod
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 
 from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
-from lading.optim.adamw import adamw_step
+from lading.optim.adamw import AdamWSettings, adamw_step
+from lading.runtime.scratch import bytes_of, inner_bytes, out_bytes
 
 Call = Callable[[], object]
 View = Callable[[int], torch.Tensor | None]
 
 #: The operation that updates one parameter: (param, grad, exp_avg, exp_avg_sq, step).
 ADAMW = "lading.adamw"
-
-
-class AdamWSettings(Protocol):
-    """What an AdamW update needs besides the learning rate (``lading.config.AdamW``)."""
-
-    @property
-    def beta1(self) -> float: ...
-    @property
-    def beta2(self) -> float: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
 
 
 @dataclass
@@ -92,16 +79,16 @@ def bind(op: Op, view: View, *, optimizer: AdamWSettings | None = None, rate: Ra
     if op.name == ADAMW:
         return _adamw(op, view, optimizer, rate)
     call = _decode(op, view)
+    label, inputs = op.name.split(".")[1], [t for t in map(view, op.inputs) if t is not None]
     if op.mutates and not op.outputs:
-        return Kernel(_in_place(call))
-    whole = len(call.outs) == 1 and call.outs[0] is not None and not op.mutates
-    if whole and (direct := _DIRECT.get(op.name)) is not None and (run := direct(call)) is not None:
+        return Kernel(_in_place(call), out_bytes(label, inputs))
+    placed = all(out is not None for out in call.outs) and not op.mutates
+    if placed and len(call.outs) == 1 and (direct := _DIRECT.get(op.name)) is not None and (run := direct(call)):
         return Kernel(run)
-    if whole and (name := out_overload(op.name)) is not None:
-        return Kernel(_into(call, name))
-    if all(o is not None for o in call.outs) and not op.mutates and (name := out_overload(op.name)) is not None:
-        return Kernel(_into(call, name), _bytes(call.outs))  # results may be dropped where it is recomputed
-    return Kernel(_functional(call), _bytes(call.outs))
+    if placed and (name := out_overload(op.name)) is not None:
+        dropped = bytes_of(call.outs) if len(call.outs) > 1 else 0  # where it is recomputed for one of its results
+        return Kernel(_into(call, name), out_bytes(label, inputs) + dropped)
+    return Kernel(_functional(call), bytes_of(call.outs) + inner_bytes(label, inputs, call.outs))
 
 
 def workspace_of(graph: StepGraph) -> list[int]:
@@ -123,8 +110,8 @@ def _overload(name: str) -> Any:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except (ValueError, AttributeError) as error:
         raise ProgramError(
-            f"expected an operation of torch {torch.__version__}, found {name!r}; import the library that registers it, "
-            "or capture again with this torch"
+            f"expected an operation of torch {torch.__version__}, found {name!r}; import the library that "
+            "registers it, or capture again with this torch"
         ) from error
 
 
@@ -146,7 +133,7 @@ def out_overload(name: str) -> str | None:
         if outs != len(functional._schema.returns) or given != wanted:
             continue
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"{schema.name}.{label}", "CPU"):
-            return f"{name.split('.')[0]}.{name.split('.')[1]}.{label}"
+            return f"{schema.name.replace('::', '.')}.{label}"
     return None
 
 
@@ -155,8 +142,41 @@ _SAME_KERNEL = {f"aten.{op}.Scalar": f"aten.{op}.out" for op in ("add", "sub", "
 
 #: Operations whose Python binding in ``torch`` takes the same arguments as the operation; it is 0.5 us faster.
 _BINDINGS = frozenset(
-    """_log_softmax _softmax abs add addmm bmm cat clamp cos div eq exp ge gt index_select le log lt mean mm mul ne neg
-    pow reciprocal rsqrt sigmoid sin sqrt sub sum tanh where""".split()
+    {
+        "_log_softmax",
+        "_softmax",
+        "abs",
+        "add",
+        "addmm",
+        "bmm",
+        "cat",
+        "clamp",
+        "cos",
+        "div",
+        "eq",
+        "exp",
+        "ge",
+        "gt",
+        "index_select",
+        "le",
+        "log",
+        "lt",
+        "mean",
+        "mm",
+        "mul",
+        "ne",
+        "neg",
+        "pow",
+        "reciprocal",
+        "rsqrt",
+        "sigmoid",
+        "sin",
+        "sqrt",
+        "sub",
+        "sum",
+        "tanh",
+        "where",
+    }
 )
 _METHODS = frozenset({"add_", "copy_", "div_", "fill_", "mul_", "sub_", "zero_"})
 
@@ -166,7 +186,9 @@ def _decode(op: Op, view: View) -> _Call:
         match arg:
             case Ref(tensor):
                 if (found := view(tensor)) is None:
-                    raise ProgramError(f"{op.name} in {op.module or '(loss)'} reads tensor {tensor}, which has no place")
+                    raise ProgramError(
+                        f"{op.name} in {op.module or '(loss)'} reads tensor {tensor}, which has no place"
+                    )
                 return found
             case Literal(kind, text):
                 return _literal(kind, text)
@@ -195,22 +217,27 @@ def _literal(kind: str, text: str) -> Any:
         case "float":
             return float(text)
         case _:
-            raise ProgramError(f"expected a dtype, device, layout, memory_format, complex or float literal, found {kind!r}")
+            raise ProgramError(
+                f"expected a dtype, device, layout, memory_format, complex or float literal, found {kind!r}"
+            )
 
 
 def _into(call: _Call, name: str) -> Call:
     """The out= overload, by the cheapest way to reach it."""
     overload = _overload(name)
-    label = name.split(".")[1]
-    if label in _BINDINGS and len(call.outs) == 1:
-        return partial(getattr(torch, label), *call.args, **call.kwargs, out=call.out)
+    args, kwargs = call.args, call.kwargs
+    if call.op.name in _SAME_KERNEL and len(args) > 2:
+        args, kwargs = args[:2], {**kwargs, "alpha": args[2]}
+    namespace, label, _ = name.split(".")
+    if namespace == "aten" and label in _BINDINGS:
+        return partial(getattr(torch, label), *args, **kwargs, out=call.out)
     names = [a.name for a in overload._schema.arguments if a.is_out]
-    return partial(overload._op, *call.args, **call.kwargs, **dict(zip(names, call.outs, strict=True)))
+    return partial(overload._op, *args, **kwargs, **dict(zip(names, call.outs, strict=True)))
 
 
 def _in_place(call: _Call) -> Call:
-    label = call.op.name.split(".")[1]
-    if label in _METHODS:
+    namespace, label, _ = call.op.name.split(".")
+    if namespace == "aten" and label in _METHODS:
         return partial(getattr(call.args[0], label), *call.args[1:], **call.kwargs)
     return partial(call.overload._op, *call.args, **call.kwargs)
 
@@ -218,7 +245,11 @@ def _in_place(call: _Call) -> Call:
 def _functional(call: _Call) -> Call:
     """Call into temporaries and copy those that have a place."""
     function = partial(call.overload._op, *call.args, **call.kwargs)
-    if len(call.outs) == 1 and call.outs[0] is not None and not isinstance(call.overload._schema.returns[0].type, torch.ListType):
+    if (
+        len(call.outs) == 1
+        and call.outs[0] is not None
+        and not isinstance(call.overload._schema.returns[0].type, torch.ListType)
+    ):
         copy = call.outs[0].copy_
         return lambda: copy(function())
     places = tuple((i, out.copy_) for i, out in enumerate(call.outs) if out is not None)
@@ -237,10 +268,6 @@ def _flat(value: object) -> Iterator[Any]:
             yield from _flat(item)
     else:
         yield value
-
-
-def _bytes(tensors: list[torch.Tensor | None]) -> int:
-    return sum(t.element_size() * prod(t.shape) for t in tensors if t is not None)
 
 
 def _sequence(*calls: Call) -> Call:
@@ -311,6 +338,11 @@ def _scatter_into_zeros(slicer: str) -> Callable[[_Call], Call]:
     return direct
 
 
+def _leave(call: _Call) -> Call:
+    """Uninitialised memory: whatever is there."""
+    return lambda: None
+
+
 _DIRECT: dict[str, Callable[[_Call], Call | None]] = {
     "aten.clone.default": _copy,
     "aten._to_copy.default": _copy,
@@ -334,10 +366,12 @@ _DIRECT: dict[str, Callable[[_Call], Call | None]] = {
     "aten.index_put.default": _clone_then,
     "aten.slice_backward.default": _scatter_into_zeros("aten.slice.Tensor"),
     "aten.select_backward.default": _scatter_into_zeros("aten.select.int"),
-} | {
-    f"aten.{name}": lambda call: lambda: None
-    for name in ("empty.memory_format", "empty_like.default", "new_empty.default", "empty_strided.default", "new_empty_strided.default")
-}  # fmt: skip
+    "aten.empty.memory_format": _leave,
+    "aten.empty_like.default": _leave,
+    "aten.empty_strided.default": _leave,
+    "aten.new_empty.default": _leave,
+    "aten.new_empty_strided.default": _leave,
+}
 
 
 def _adamw(op: Op, view: View, optimizer: AdamWSettings | None, rate: Rate | None) -> Kernel:
@@ -345,13 +379,10 @@ def _adamw(op: Op, view: View, optimizer: AdamWSettings | None, rate: Rate | Non
     param, grad, exp_avg, exp_avg_sq, step = (t for t in tensors if t is not None)
     copied = grad.stride() != param.stride()
     if optimizer is None or rate is None:
-        return Kernel(lambda: None, _bytes([grad]) if copied else 0)
-    update = partial(
-        adamw_step, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps, weight_decay=optimizer.weight_decay
-    )
+        return Kernel(lambda: None, bytes_of([grad]) if copied else 0)
 
     def run() -> None:
         same = torch.empty_like(param).copy_(grad) if copied else grad
-        update(param, same, exp_avg, exp_avg_sq, step, lr=rate.value)
+        adamw_step(param, same, exp_avg, exp_avg_sq, step, lr=rate.value, settings=optimizer)
 
-    return Kernel(run, _bytes([grad]) if copied else 0)
+    return Kernel(run, bytes_of([grad]) if copied else 0)

@@ -1,4 +1,4 @@
-"""What the probe times: for each rate of the cost model, the operation that stands for it, bound as the executor binds it.
+"""What the probe times: for each rate of the cost model an operation that stands for it, bound as in the executor.
 
 Results go to memory that exists already, so neither allocation nor page faults are in a rate unless the executor
 would pay them too. Bytes are counted as the cost model counts them: every tensor read and written, once.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from statistics import median
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from lading.units import KiB, MiB
 SIZES = (1 * KiB, 16 * KiB, 128 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
 _REGION_BYTES = {"a": 64 * MiB, "b": 32 * MiB, "o": 32 * MiB}
 _ROW = 1024
-_SHORTEST_SAMPLE_S = 3e-4
+_SHORT_S = 3e-4
+_DISTURBANCE_BYTES = 8 * MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,14 @@ def rate_cases(pool: Pool) -> Iterator[Case]:
             if name == ADAMW:
                 work += sum(_touched(t) for i, t in enumerate(args) if i != 1)
             yield Case(key, float(work), float(work), bind_call(name, args, outs))
+
+
+def runs_case(pool: Pool) -> Case:
+    """Four heads of 32 elements times one table of 32 for each token: the rate of starting on a small piece of memory."""
+    tokens = 2048
+    table = pool.cut("b", tokens, 1, 32)
+    run = bind_call("aten.mul.Tensor", (pool.cut("a", tokens, 4, 32), table), (pool.cut("o", tokens, 4, 32),))
+    return Case("runs", float(tokens), float(tokens), run)
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[torch.Tensor]:
@@ -223,7 +232,7 @@ def _layer_norm_backward(pool: Pool, size: int) -> _Spec:
 
 def _embedding(pool: Pool, size: int) -> _Spec:
     rows, width = _rows(size, 2)
-    table = pool.cut("a", max(16, 4 * MiB // 4 // width), width)
+    table = pool.cut("a", _REGION_BYTES["a"] // 4 // width, width)
     return "aten.embedding.default", (table, pool.index(rows, len(table))), (pool.cut("o", rows, width),)
 
 
@@ -305,28 +314,38 @@ _MAKERS: dict[str, _Make] = {
 
 
 class Stopwatch:
-    """Median seconds of many cases, every round timing each case once so that a busy moment hits them alike."""
+    """Seconds of many cases, each call timed after other work as it would be inside a step.
+
+    A call that repeats at once finds its operands and even its code in the nearest cache and is up to five times
+    faster than in a step, so a copy that is larger than a core's cache runs before each. Every round times each case,
+    so that a busy moment hits them alike; the lower quartile is kept, for the host may be shared. One thread is timed
+    by its processor time, which waiting for a shared core does not lengthen.
+    """
 
     def __init__(self, cases: Sequence[Case], device: torch.device) -> None:
         self.cases = list(cases)
         self._wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
+        alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.thread_time if alone else time.perf_counter
+        source = torch.zeros(_DISTURBANCE_BYTES // 4, device=device)
+        self._disturb = partial(torch.empty_like(source).copy_, source)
         self._repeats = [self._calibrate(case) for case in self.cases]
         self._samples: list[list[float]] = [[] for _ in self.cases]
 
     def _calibrate(self, case: Case) -> int:
-        """Calls in one sample, so that it is long enough for the clock."""
+        """Calls in one round: the short ones are many."""
         case.run()
-        once = self._sample(case, 1)
-        return max(1, round(_SHORTEST_SAMPLE_S / max(once, 1e-7)))
+        return 5 if self._sample(case) < _SHORT_S else 1
 
-    def _sample(self, case: Case, repeats: int) -> float:
+    def _sample(self, case: Case) -> float:
         run = case.run
+        self._disturb()
         self._wait()
-        start = time.perf_counter()
-        for _ in range(repeats):
-            run()
+        clock = self._clock
+        start = clock()
+        run()
         self._wait()
-        return (time.perf_counter() - start) / repeats
+        return clock() - start
 
     def run(self, seconds: float, max_rounds: int = 31) -> int:
         """Time rounds until ``seconds`` are over, at least one; returns how many."""
@@ -334,13 +353,13 @@ class Stopwatch:
         rounds = 0
         while rounds < 1 or (rounds < max_rounds and time.monotonic() < end):
             for case, repeats, samples in zip(self.cases, self._repeats, self._samples, strict=True):
-                samples.append(self._sample(case, repeats))
+                samples.extend(self._sample(case) for _ in range(repeats))
             rounds += 1
         return rounds
 
-    def medians(self) -> list[float]:
-        """Seconds of one call of each case."""
-        return [median(samples) for samples in self._samples]
+    def seconds(self) -> list[float]:
+        """Seconds of one call of each case: the lower quartile of its samples."""
+        return [sorted(samples)[len(samples) // 4] for samples in self._samples]
 
 
 def _nothing() -> None:

@@ -54,14 +54,18 @@ def probe_disk(folder: Path, seconds: float, file_bytes: int = _FILE_BYTES) -> D
         if isinstance(error, StorageError):
             raise
         reason = "it is full" if error.errno == errno.ENOSPC else str(error)
-        raise StorageError(f"cannot measure the disk under {folder}: {reason}; choose a writable folder with space") from error
+        raise StorageError(
+            f"cannot measure the disk under {folder}: {reason}; choose a writable folder with space"
+        ) from error
 
 
 def _free_bytes(folder: Path) -> int:
     try:
         return shutil.disk_usage(folder).free
     except OSError as error:
-        raise StorageError(f"expected an existing folder to probe, got {folder}: {error}; create it or choose another") from error
+        raise StorageError(
+            f"expected an existing folder to probe, got {folder}: {error}; create it or choose another"
+        ) from error
 
 
 class _File:
@@ -149,7 +153,9 @@ def _measure(file: _File, seconds: float, free: int) -> DiskProbe:
         mixed_write_bytes_per_s=min(best["mixed_write"], best["write"]),
         latency_s=_latency(file),
     )
-    note = "" if file.direct else "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
+    note = (
+        "" if file.direct else "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
+    )
     return DiskProbe(tier, rounds, note)
 
 

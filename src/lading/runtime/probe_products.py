@@ -1,4 +1,4 @@
-"""Products and attention: what to time, and the fit of timings to the machine's peak, efficiency curve and skinny_dim."""
+"""Products and attention: what to time, and the fit of timings to peak, efficiency curve and skinny_dim."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lading.runtime.probe_cases import Case, Pool, bind_call
 
 #: m, k, n of the timed products: squares from launch-bound to large, and shapes with one or two short dims.
 SHAPES = (
-    (32, 32, 32), (64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024),
+    (64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024),
     (16, 1024, 1024), (64, 1024, 1024), (256, 1024, 1024), (1024, 16, 1024), (1024, 64, 1024), (1024, 1024, 64),
     (512, 128, 128), (512, 128, 512), (2048, 256, 256), (512, 768, 3072), (512, 3072, 768), (256, 512, 8192),
 )  # fmt: skip
@@ -59,7 +59,9 @@ def batched_cases(pool: Pool) -> Iterator[Case]:
         count = max(4, min(64, (1 << 20) // side**2))
         operands = (pool.cut("a", count, side, side), pool.cut("b", count, side, side))
         each = 2.0 * side**3
-        yield Case("bmm", each, each * count, bind_call("aten.bmm.default", operands, (pool.cut("o", count, side, side),)))
+        yield Case(
+            "bmm", each, each * count, bind_call("aten.bmm.default", operands, (pool.cut("o", count, side, side),))
+        )
 
 
 def attention_cases(pool: Pool) -> Iterator[Case]:
@@ -134,16 +136,20 @@ def fit_products(products: Sequence[Product], overhead_s: float) -> ProductFit:
 
 def _fit(products: Sequence[Product], overhead_s: float, skinny: float) -> ProductFit:
     target: list[float] = []
+    weight: list[float] = []
     for p in products:
         seconds = max(p.seconds - overhead_s, 0.05 * p.seconds)
         share = math.prod(d / (d + skinny) for d in (p.m, p.k, p.n))
         target.append(math.log(p.flops / seconds / share))
+        weight.append(seconds / p.seconds)
     knots = _knots([p.flops for p in products])
     hats = torch.tensor([_hat(math.log(p.flops), knots) for p in products], dtype=torch.float64)
-    values = torch.linalg.lstsq(hats, torch.tensor(target, dtype=torch.float64).unsqueeze(1)).solution.squeeze(1)
-    error = (hats @ values - torch.tensor(target, dtype=torch.float64)).abs().mean().item()
-    rates = [math.exp(v) for v in values.tolist()]
-    peak = max(rates)
+    scale = torch.tensor(weight, dtype=torch.float64).unsqueeze(1)
+    wanted = torch.tensor(target, dtype=torch.float64).unsqueeze(1)
+    values = torch.linalg.lstsq(hats * scale, wanted * scale).solution
+    error = (((hats @ values - wanted) * scale).abs().sum() / scale.sum()).item()
+    peak = max(p.flops / p.seconds for p in products)
+    rates = [math.exp(v) for v in values.squeeze(1).tolist()]
     curve = Curve(size=tuple(math.exp(k) for k in knots), rate=tuple(r / peak for r in rates))
     return ProductFit(peak, curve, skinny, error)
 

@@ -127,9 +127,11 @@ class DiskTier:
             self._transfer(os.pwritev, "write", offset + whole, self._write_page.memory)
 
     def _transfer(self, call: Callable[..., int], verb: str, offset: int, data: memoryview) -> None:
-        """Move every byte in page-aligned pieces; an interrupted or short piece is continued from its last whole page."""
+        """Move every byte in pieces; a short one is continued from its last whole page."""
         if offset % PAGE_BYTES or offset + len(data) > self.capacity_bytes:
-            raise StorageError(f"cannot {verb} {len(data)} bytes at {offset}: not whole pages of {self.capacity_bytes} bytes")
+            raise StorageError(
+                f"cannot {verb} {len(data)} bytes at {offset}: not whole pages of {self.capacity_bytes} bytes"
+            )
         done = 0
         while done < len(data):
             piece = data[done : done + PIECE_BYTES]
@@ -188,7 +190,9 @@ def _lock_folder(folder: Path) -> int:
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(f"cannot use {folder} for swapping: {error.strerror}; choose a folder that can be written") from error
+        raise StorageError(
+            f"cannot use {folder} for swapping: {error.strerror}; choose a folder that can be written"
+        ) from error
 
 
 def _open_unnamed(folder: Path) -> tuple[int, bool]:
@@ -203,7 +207,9 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
     except OSError as error:
         path.unlink(missing_ok=True)
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise StorageError(f"cannot create a swap file in {folder}: {error.strerror}; choose another folder") from error
+            raise StorageError(
+                f"cannot create a swap file in {folder}: {error.strerror}; choose another folder"
+            ) from error
         file, direct = os.open(path, flags, 0o600), False
     path.unlink()
     return file, direct

@@ -1,0 +1,250 @@
+"""From a captured graph and a machine to a Plan, and from a Plan to its Program.
+
+``make_plan`` compares the named policies, states a lower bound, and records for whom the plan was made;
+``make_program`` lowers a plan again and refuses any other graph or result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lading import __version__
+from lading.cost.compute import missing_rates, op_costs
+from lading.errors import ConfigError, ProgramError
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Machine
+from lading.ir.plan import Choice, Option, Plan, PolicyRow
+from lading.ir.program import Program, slot_bytes
+from lading.ir.timeline import Timeline
+from lading.memory.lifetime import Lifetimes, lifetimes
+from lading.memory.verify import verify
+from lading.planner.lower import Costs, Lowered, fixed_bytes
+from lading.planner.policies import checkpoint_every_block, keep_all
+from lading.planner.residency import Found, Step, infeasible, lower_bound_s, residency, smallest_budget_bytes
+from lading.sim.engine import stall_s
+from lading.units import parse_bytes
+
+_POLICIES: dict[str, Callable[[StepGraph, Lifetimes], dict[tuple[int, int], Option]]] = {
+    "keep-all": keep_all,
+    "checkpoint-every-block": checkpoint_every_block,
+}
+POLICIES = (*_POLICIES, "residency")
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with the objects it was made from.
+
+    Attributes:
+        graph: The whole step (expanded).
+        keep_all_bytes: Device bytes that the policy keep-all needs.
+    """
+
+    plan: Plan
+    graph: StepGraph
+    program: Program
+    predicted: Timeline
+    keep_all_bytes: int
+
+
+def make_plan(
+    graph: StepGraph,
+    machine: Machine,
+    *,
+    budget: str | int,
+    disk_budget: str | int | None = None,
+    policy: str = "residency",
+    workspace_bytes: Sequence[int] = (),
+    run: dict[str, Any] | None = None,
+) -> Planned:
+    """Choose where every storage is between any two uses.
+
+    Args:
+        graph: The whole step, from ``lading.ir.step.expand``.
+        budget: Device bytes ("256MB"), or a share ("50%") of what keep-all needs.
+        disk_budget: Bytes allowed on disk; None allows the tier's capacity.
+        policy: One of POLICIES.
+        workspace_bytes: Scratch of each operation outside its tensors; () where unknown, which becomes an assumption.
+        run: Configuration to record in the plan.
+
+    Raises:
+        PlanInfeasible: no plan of this policy fits.
+        ConfigError: unknown policy, budget or dtype.
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"expected a policy among {', '.join(POLICIES)}, got {policy!r}")
+    lives = lifetimes(graph)
+    costs = Costs(tuple(op_costs(graph, machine.device)), tuple(workspace_bytes) or (0,) * len(graph.ops))
+    free = Step(graph, lives, machine, costs, _budgets(machine, _NO_LIMIT, disk_budget))
+    keep_all_bytes = free.lower({}).arena_bytes + fixed_bytes(machine, costs)
+    budgets = _budgets(machine, budget_bytes(budget, keep_all_bytes), disk_budget)
+    step = dataclasses.replace(free, budgets=budgets)
+    rows, fitting = _plain_policies(step, free)
+    found = _chosen(step, policy, rows, fitting)
+    verify(found.program)
+    _check_tiers(found.program)
+    rows.append(_row("residency", found)) if policy == "residency" else None
+    plan = Plan(
+        version=__version__,
+        graph_fingerprint=graph.fingerprint,
+        machine_fingerprint=machine.fingerprint,
+        host_id=machine.host_id,
+        program_fingerprint=found.program.fingerprint,
+        policy=policy,
+        budgets=budgets,
+        choices=_choices(lives, found.choices),
+        settings={"keep_all_bytes": float(keep_all_bytes)},
+        step_s=found.timeline.duration_s,
+        lower_bound_s=lower_bound_s(step),
+        peak_bytes={"device": found.program.peak_bytes, **{t: found.program.tier_bytes(t) for t in found.program.slots}},
+        bytes_by_role=_bytes_at_peak(found),
+        policies=tuple(rows),
+        assumptions=_assumptions(graph, machine, workspace_bytes),
+        machine=dataclasses.asdict(machine),
+        run=run,
+    )
+    return Planned(plan, graph, found.program, found.timeline, keep_all_bytes)
+
+
+def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_bytes: Sequence[int] = ()) -> Program:
+    """The Program of a plan, made again.
+
+    Raises:
+        ConfigError: the plan was made for another model, batch or machine.
+        ProgramError: this version of Lading lowers the plan differently.
+    """
+    check_made_for(plan, graph, machine)
+    lives = lifetimes(graph)
+    costs = Costs(tuple(op_costs(graph, machine.device)), tuple(workspace_bytes) or (0,) * len(graph.ops))
+    step = Step(graph, lives, machine, costs, plan.budgets)
+    lowered = step.lower({(c.storage, c.start): c.option for c in plan.choices})
+    if lowered.program is None or lowered.program.fingerprint != plan.program_fingerprint:
+        raise ProgramError(
+            f"the plan was made by Lading {plan.version} and does not give the same program here (Lading {__version__}); plan again"
+        )
+    verify(lowered.program)
+    return lowered.program
+
+
+def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
+    """Refuse a plan made for something else.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    pairs = (
+        ("model, batch or optimizer", plan.graph_fingerprint, graph.fingerprint),
+        ("machine", plan.machine_fingerprint, machine.fingerprint),
+    )
+    for what, wanted, found in pairs:
+        if wanted != found:
+            raise ConfigError(f"the plan was made for another {what} (expected {wanted}, found {found}); plan again")
+
+
+def budget_bytes(budget: str | int, keep_all_bytes: int) -> int:
+    """Bytes of a budget given as a size or as a share of what keep-all needs."""
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        try:
+            share = float(budget.strip()[:-1])
+        except ValueError as error:
+            raise ConfigError(f"expected a budget such as '256MB' or '50%', got {budget!r}") from error
+        if not 0 < share <= 100:
+            raise ConfigError(f"expected a budget share in (0, 100], got {budget!r}")
+        return int(keep_all_bytes * share / 100)
+    return parse_bytes(budget)
+
+
+def _budgets(machine: Machine, device: int, disk_budget: str | int | None) -> dict[str, int]:
+    budgets = {"device": device}
+    for tier in machine.tiers:
+        limit = disk_budget if tier.name == "disk" else None
+        budgets[tier.name] = tier.capacity_bytes if limit is None else parse_bytes(limit)
+    return budgets
+
+
+def _plain_policies(step: Step, free: Step) -> tuple[list[PolicyRow], dict[str, Found]]:
+    """One row for each policy that ignores the budget; those that fit it can also be used."""
+    rows: list[PolicyRow] = []
+    fitting: dict[str, Found] = {}
+    for name, policy in _POLICIES.items():
+        choices = policy(step.graph, step.lives)
+        lowered = step.lower(choices)
+        if lowered.program is not None:
+            fitting[name] = Found(choices, lowered.program, step.simulate(lowered.program))
+            rows.append(_row(name, fitting[name]))
+        else:
+            needs = free.lower(choices).arena_bytes + fixed_bytes(step.machine, step.costs)
+            rows.append(PolicyRow(policy=name, fits=False, peak_bytes=needs, note="does not fit the budget"))
+    return rows, fitting
+
+
+def _chosen(step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found]) -> Found:
+    if policy == "residency":
+        return residency(step, fitting.values())
+    if policy in fitting:
+        return fitting[policy]
+    needs = next(row.peak_bytes for row in rows if row.policy == policy)
+    smallest, lowered = smallest_budget_bytes(step)
+    error = infeasible(step, max(smallest, needs), lowered)
+    raise type(error)(
+        f"policy {policy!r} needs {needs} bytes and ignores the budget; policy 'residency' can do with {smallest}.\n{error}",
+        missing_bytes=needs - step.budgets["device"],
+        smallest_budget_bytes=smallest,
+    )
+
+
+def _row(name: str, found: Found) -> PolicyRow:
+    from lading.ir.action import ActionKind  # noqa: PLC0415
+
+    program, timeline = found.program, found.timeline
+    spent = {event.action: event.end_s - event.start_s for event in timeline.events}
+    recompute = sum(spent.get(a.id, 0.0) for a in program.actions if a.kind is ActionKind.RECOMPUTE)
+    moved: Counter[str] = Counter()
+    for action in program.actions:
+        if action.kind is ActionKind.MOVE and action.stream != "compute" and action.storage is not None:
+            moved[action.stream] += program.graph.storages[action.storage].size_bytes
+    return PolicyRow(
+        policy=name,
+        fits=True,
+        peak_bytes=program.peak_bytes,
+        step_s=timeline.duration_s,
+        recompute_s=recompute,
+        stall_s=stall_s(timeline, program),
+        moved_bytes=dict(moved),
+    )
+
+
+def _choices(lives: Lifetimes, choices: dict[tuple[int, int], Option]) -> tuple[Choice, ...]:
+    rows: list[Choice] = []
+    for (storage, start), option in sorted(choices.items()):
+        uses = lives.uses[storage]
+        later = [u for u in uses if u > start]
+        rows.append(Choice(storage, start, later[0] if later else uses[0], option))
+    return tuple(row for row in rows if row.option is not Option.KEEP)
+
+
+def _bytes_at_peak(found: Found) -> dict[str, int]:
+    sample = max((s for s in found.timeline.memory if s.tier == "device"), key=lambda s: s.total_bytes)
+    return dict(sample.bytes_by_role)
+
+
+def _check_tiers(program: Program) -> None:
+    for tier in program.slots:
+        if program.tier_bytes(tier) > program.budgets[tier]:
+            raise ConfigError(
+                f"the plan puts {program.tier_bytes(tier)} bytes on {tier}, its budget is {program.budgets[tier]}; "
+                f"raise the {tier} budget or the device budget"
+            )
+
+
+def _assumptions(graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int]) -> tuple[str, ...]:
+    found = list(missing_rates(graph, machine.device))
+    found += [f"{key}: {text}" for key, text in machine.sources.items() if text.startswith("assumption")]
+    if not workspace_bytes:
+        found.append("scratch memory inside operations is taken as 0: the kernels of this device are not known here")
+    return tuple(found)

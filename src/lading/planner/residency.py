@@ -1,0 +1,228 @@
+"""The ``residency`` policy: the linear program of ``relaxation``, rounded, lowered, repaired and simulated.
+
+The relaxation does not see the room that transfers need while they are under way, nor what packing loses. So it is
+solved for several shares of the budget, each solution is rounded (a gap that is not wholly kept is not kept), lowered
+against the true budget, and tightened where the lowering says it does not fit. Every candidate is simulated and the
+fastest wins; plain policies that fit are candidates too, so ``residency`` is never slower than they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lading.errors import PlanInfeasible
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Machine
+from lading.ir.plan import Option
+from lading.ir.program import PAGE_BYTES, Program, slot_bytes
+from lading.ir.timeline import Timeline
+from lading.memory.lifetime import Lifetimes
+from lading.planner.lower import Costs, Lowered, fixed_bytes, lower
+from lading.planner.relaxation import Problem, Relaxed, build, solve
+from lading.sim.engine import simulate
+from lading.units import format_bytes
+
+#: Shares of the arena that the relaxation leaves to transfers under way, and windows it cuts the step into.
+_RESERVES = (0.0, 0.05, 0.1, 0.2, 0.3)
+_WINDOWS = (1, 4, 16)
+_REPAIRS = 6
+#: Gaps of storages smaller than this share of the arena are always kept.
+_SMALLEST_SHARE = 1 / 4000
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step with everything the planner works on."""
+
+    graph: StepGraph
+    lives: Lifetimes
+    machine: Machine
+    costs: Costs
+    budgets: dict[str, int]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the device's budget that tensors may use."""
+        return self.budgets["device"] - fixed_bytes(self.machine, self.costs)
+
+    def lower(self, choices: dict[tuple[int, int], Option]) -> Lowered:
+        """Lower choices against the budgets."""
+        return lower(self.graph, self.lives, self.machine, self.costs, choices, self.budgets)
+
+    def simulate(self, program: Program) -> Timeline:
+        """Predict the program's timeline."""
+        return simulate(program, self.machine, op_seconds=self.costs.op_seconds)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Choices that fit, with what they lead to."""
+
+    choices: dict[tuple[int, int], Option]
+    program: Program
+    timeline: Timeline
+
+
+def residency(step: Step, others: Iterable[Found]) -> Found:
+    """The fastest plan found.
+
+    Raises:
+        PlanInfeasible: not even moving or recomputing everything fits.
+    """
+    problem = _problem(step)
+    best: Found | None = None
+    for found in (*others, *_candidates(step, problem)):
+        if best is None or found.timeline.duration_s < best.timeline.duration_s:
+            best = found
+    if best is None:
+        best = _smallest(step, problem)
+    return best
+
+
+def lower_bound_s(step: Step) -> float:
+    """No plan within the budget takes less, as modelled."""
+    relaxed = solve(_problem(step), step.arena_bytes)
+    return relaxed.step_s if relaxed is not None else 0.0
+
+
+def smallest_budget_bytes(step: Step) -> tuple[int, Lowered]:
+    """The smallest device budget a plan was found for: everything that can leave the device leaves it."""
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+    huge = Step(step.graph, step.lives, step.machine, step.costs, {**step.budgets, "device": 1 << 60})
+    best: Lowered | None = None
+    size = 0
+    for last in (-1, 1):
+        choices = {
+            (c.gap.storage, c.gap.start): c.options[last] for c in problem.candidates if c.options[last] is not Option.KEEP
+        }
+        loose = huge.lower(choices)
+        assert loose.program is not None
+        size, lowered = _shrink(huge, choices, loose)
+        if best is None or size < best.arena_bytes + fixed_bytes(step.machine, step.costs):
+            best = lowered
+    assert best is not None
+    return best.arena_bytes + fixed_bytes(step.machine, step.costs), best
+
+
+def _shrink(step: Step, choices: dict[tuple[int, int], Option], loose: Lowered) -> tuple[int, Lowered]:
+    """The same choices with no room for transfers under way: as small as they get."""
+    fixed = fixed_bytes(step.machine, step.costs)
+    best, low = loose, _peak(step, loose)
+    high = loose.arena_bytes
+    while high - low > max(high // 200, PAGE_BYTES):
+        middle = (low + high) // 2
+        budgets = {**step.budgets, "device": middle + fixed}
+        tried = lower(step.graph, step.lives, step.machine, step.costs, choices, budgets)
+        if tried.program is None:
+            low = middle + 1
+        else:
+            best, high = tried, tried.arena_bytes
+    return best.arena_bytes + fixed, best
+
+
+def _peak(step: Step, lowered: Lowered) -> int:
+    alive = (r for r in lowered.emission.residencies if r.first <= lowered.peak_item <= r.last)
+    return sum(slot_bytes(step.graph.storages[r.storage].size_bytes) for r in alive)
+
+
+def _problem(step: Step) -> Problem:
+    smallest = max(PAGE_BYTES, int(step.arena_bytes * _SMALLEST_SHARE))
+    return build(step.graph, step.lives, step.machine, step.costs, smallest)
+
+
+def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
+    for windows in _WINDOWS:
+        for reserve in _RESERVES:
+            found = _repaired(step, problem, int(step.arena_bytes * (1.0 - reserve)), windows)
+            if found is not None:
+                yield found
+
+
+def _repaired(step: Step, problem: Problem, target: int, windows: int) -> Found | None:
+    """Solve for ``target`` bytes; where the lowering needs more than the relaxation thought, reserve that and retry."""
+    extra = np.zeros(problem.num_ops, dtype=np.int64)
+    for _ in range(_REPAIRS):
+        relaxed = solve(problem, target, windows=windows, extra=extra)
+        if relaxed is None:
+            return None
+        choices = rounded(problem, relaxed)
+        lowered = step.lower(choices)
+        if lowered.program is not None:
+            return Found(choices, lowered.program, step.simulate(lowered.program))
+        extra += _missing(step, problem, lowered)
+    return None
+
+
+def rounded(problem: Problem, relaxed: Relaxed) -> dict[tuple[int, int], Option]:
+    """Choices from shares: a gap that is not wholly kept takes its largest other option."""
+    choices: dict[tuple[int, int], Option] = {}
+    for candidate, shares in zip(problem.candidates, relaxed.shares, strict=True):
+        if shares[Option.KEEP] < 1.0 - 1e-6:
+            others = [option for option in candidate.options if option is not Option.KEEP]
+            choices[candidate.gap.storage, candidate.gap.start] = max(others, key=lambda o: shares[o])
+    return choices
+
+
+def _missing(step: Step, problem: Problem, lowered: Lowered) -> np.ndarray:
+    """Bytes to reserve at each position so that the next solution fits: the lowering's excess around its items."""
+    extra = np.zeros(problem.num_ops, dtype=np.int64)
+    change = np.zeros(len(lowered.emission.items) + 1, dtype=np.int64)
+    for stay in lowered.emission.residencies:
+        size = slot_bytes(step.graph.storages[stay.storage].size_bytes)
+        change[stay.first] += size
+        change[stay.last + 1] -= size
+    over = np.cumsum(change)[:-1] - step.arena_bytes
+    if over.max() <= 0:  # alive bytes fit, their addresses do not
+        return extra + lowered.excess_bytes
+    position = 0
+    for item, excess in zip(lowered.emission.items, over, strict=True):
+        if item.op is not None and item.kind.value != "RECOMPUTE":
+            position = item.op
+        if excess > 0:
+            near = slice(max(0, position - 2), position + 3)
+            extra[near] = np.maximum(extra[near], excess)
+    return extra
+
+
+def _smallest(step: Step, problem: Problem) -> Found:
+    """The plan that needs least memory, if that fits; otherwise say what binds."""
+    size, lowered = smallest_budget_bytes(step)
+    if size > step.budgets["device"]:
+        raise infeasible(step, size, lowered)
+    choices = {
+        (c.gap.storage, c.gap.start): c.options[-1]
+        for c in build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES).candidates
+    }
+    again = step.lower(choices)
+    if again.program is None:
+        raise infeasible(step, size, lowered)
+    return Found(choices, again.program, step.simulate(again.program))
+
+
+def infeasible(step: Step, smallest: int, lowered: Lowered) -> PlanInfeasible:
+    """The error that names the binding moment, what is alive there, and the smallest budget that would do."""
+    item = lowered.emission.items[lowered.peak_item]
+    op = step.graph.ops[item.op] if item.op is not None else None
+    moment = f"{op.name} in {op.module or 'the loss'} ({op.phase.value})" if op is not None else "a move of the batch"
+    alive = sorted(
+        ((step.graph.storages[r.storage].size_bytes, step.graph.storages[r.storage].name)
+         for r in lowered.emission.residencies if r.first <= lowered.peak_item <= r.last),
+        reverse=True,
+    )  # fmt: skip
+    rows = [f"  {format_bytes(size):>12}  {name}" for size, name in alive[:8]]
+    if len(alive) > 8:
+        rows.append(f"  {format_bytes(sum(size for size, _ in alive[8:])):>12}  {len(alive) - 8} more")
+    fixed = fixed_bytes(step.machine, step.costs)
+    missing = smallest - step.budgets["device"]
+    lines = [
+        f"no plan fits a device budget of {format_bytes(step.budgets['device'])}: {format_bytes(missing)} are missing.",
+        f"Even with everything else moved away or recomputed, {moment} needs at once:",
+        *rows,
+        f"  {format_bytes(fixed):>12}  the process besides tensors (overhead and scratch)",
+        f"The smallest budget a plan was found for is {smallest} bytes ({format_bytes(smallest)}).",
+        "Raise the budget, or make the micro-batch or the sequence smaller.",
+    ]
+    return PlanInfeasible("\n".join(lines), missing_bytes=missing, smallest_budget_bytes=smallest)

@@ -1,0 +1,250 @@
+"""Binding: every action of a Program becomes a closure over views of the arena, once, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from lading.errors import ConfigError, ProgramError
+from lading.ir.action import CALLER, Action, ActionKind
+from lading.ir.program import Program, slot_bytes
+from lading.runtime.arena import Arena, view_of
+from lading.runtime.kernels import AdamWSettings, Rate, bind
+from lading.runtime.streams import Call, Entry, Jitter
+from lading.runtime.tiers import Tier
+
+DEVICE = "device"
+_POISON = 0xFF  # NaN in every float format, -1 in every integer
+_OPERATIONS = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
+
+
+@dataclass
+class CallerData:
+    """What the caller hands in and gets back in the current step: batches and losses, by micro-batch."""
+
+    batches: Sequence[Mapping[str, torch.Tensor]] = ()
+    losses: list[float] = field(default_factory=lambda: [])
+
+
+@dataclass
+class Bound:
+    """A bound Program.
+
+    Attributes:
+        entries: Queue of each stream, in order of ``streams``.
+        instant: (action, the action before it in its stream): actions without work, that end as the other ends.
+        scratch_bytes: Of each action, beside the arena.
+    """
+
+    streams: tuple[str, ...]
+    entries: list[list[Entry]]
+    instant: list[tuple[int, int]]
+    scratch_bytes: dict[int, int]
+
+
+class Binder:
+    """Walks a Program in order and knows where each storage lies at every action.
+
+    Args:
+        tiers: Lower tiers by name.
+        caller: Source of batches and sink of losses.
+        poison: Overwrite what is freed, so that a use after FREE shows in the results.
+        jitter: Called before each action, on its stream's thread.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        arena: Arena,
+        tiers: Mapping[str, Tier],
+        caller: CallerData,
+        *,
+        optimizer: AdamWSettings,
+        rate: Rate,
+        poison: bool = False,
+        jitter: Jitter | None = None,
+    ) -> None:
+        self.program, self.graph = program, program.graph
+        self.arena, self.tiers, self.caller = arena, tiers, caller
+        self.bind_op = partial(bind, optimizer=optimizer, rate=rate)
+        self.poison, self.jitter = poison, jitter
+        self.slots = {tier: dict(slots) for tier, slots in program.slots.items()}
+        self.where: dict[int, int] = dict(program.resident)
+        self.scratch: dict[int, int] = {}
+        self._bytes: dict[tuple[int, int], torch.Tensor] = {}
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+
+    def bind(self) -> Bound:
+        """Closures and minimal waits of all streams.
+
+        Raises:
+            ProgramError: an action cannot be bound; names it.
+        """
+        runs: list[Call | None] = []
+        for action in self.program.actions:
+            self.where.update(action.places)
+            try:
+                runs.append(self._run(action))
+            except (ProgramError, KeyError, ConfigError) as error:
+                raise ProgramError(
+                    f"action {action} ({self.program.label(action)}): {error}", action_id=action.id
+                ) from error
+            if action.kind is ActionKind.FREE and action.source == DEVICE:
+                del self.where[action.storage or 0]
+        return _queues(self.program, runs, self.scratch, self.jitter)
+
+    def view(self, tensor: int) -> torch.Tensor | None:
+        """A graph tensor where its storage lies now; None if it has no place."""
+        t = self.graph.tensors[tensor]
+        offset = self.where.get(t.storage)
+        if offset is None:
+            return None
+        key = (tensor, offset)
+        if key not in self._views:
+            self._views[key] = view_of(self._storage_bytes(t.storage, offset), t)
+        return self._views[key]
+
+    def _storage_bytes(self, storage: int, offset: int) -> torch.Tensor:
+        key = (storage, offset)
+        if key not in self._bytes:
+            self._bytes[key] = self.arena.bytes_at(offset, self.graph.storages[storage].size_bytes)
+        return self._bytes[key]
+
+    def _run(self, action: Action) -> Call | None:
+        """What an action does; None for nothing."""
+        if action.kind in _OPERATIONS:
+            if action.op is None:
+                raise ProgramError(f"a {action.kind.value} needs an operation")
+            kernel = self.bind_op(self.graph.ops[action.op], self.view)
+            self.scratch[action.id] = kernel.scratch_bytes
+            return kernel.run
+        if action.storage is None or action.kind not in (ActionKind.MOVE, ActionKind.FREE):
+            raise ProgramError(
+                f"expected COMPUTE, RECOMPUTE, STEP, or MOVE or FREE of a storage, found {action.kind.value}"
+            )
+        if action.kind is ActionKind.FREE:
+            if action.source != DEVICE or not self.poison:
+                return None
+            return partial(self._storage_bytes(action.storage, self.where[action.storage]).fill_, _POISON)
+        return self._move(action.storage, action.source, action.target)
+
+    def _move(self, storage: int, source: str, target: str) -> Call:
+        if source == CALLER:
+            return self._feed(storage)
+        if target == CALLER:
+            return self._report(storage)
+        place = self.where[storage]
+        memory = self.arena.memory[place : place + slot_bytes(self.graph.storages[storage].size_bytes)]
+        if target == DEVICE:
+            return partial(self.tiers[source].read, self.slots[source][storage], memory)
+        return partial(self.tiers[target].write, self.slots[target][storage], memory)
+
+    def _feed(self, storage: int) -> Call:
+        """Copy the batch leaves that lie on a storage."""
+        leaves = [
+            (micro, name, view)
+            for micro, inputs in enumerate(self.graph.inputs)
+            for name, tensor in inputs
+            if self.graph.storage_of(tensor) == storage and (view := self.view(tensor)) is not None
+        ]
+        if not leaves:
+            raise ProgramError(f"storage {storage} ({self.graph.storages[storage].name}) is no input of the step")
+        caller = self.caller
+
+        def run() -> None:
+            for micro, name, view in leaves:
+                view.copy_(caller.batches[micro][name])
+
+        return run
+
+    def _report(self, storage: int) -> Call:
+        losses = [(i, t) for i, t in enumerate(self.graph.losses) if self.graph.storage_of(t) == storage]
+        if not losses or (view := self.view(losses[0][1])) is None:
+            raise ProgramError(f"storage {storage} ({self.graph.storages[storage].name}) is no loss of the step")
+        micro, caller = losses[0][0], self.caller
+
+        def run() -> None:
+            caller.losses[micro] = float(view.item())
+
+        return run
+
+
+def _nothing() -> None:
+    return None
+
+
+def _queues(program: Program, runs: list[Call | None], scratch: dict[int, int], jitter: Jitter | None) -> Bound:
+    """Split the actions over their streams. An action without work and waits joins the one before it."""
+    streams = program.streams
+    index = {name: i for i, name in enumerate(streams)}
+    awaited = {wait for action in program.actions for wait in action.waits}
+    bound = Bound(streams, [[] for _ in streams], [], scratch)
+    counts = [0] * len(streams)
+    position: list[tuple[int, int]] = []
+    known = [[0] * len(streams) for _ in streams]
+    for action, run in zip(program.actions, runs, strict=True):
+        stream = index[action.stream]
+        counts[stream] += 1
+        position.append((stream, counts[stream]))
+        waits = _minimal_waits([position[w] for w in action.waits], known[stream], stream)
+        queue = bound.entries[stream]
+        if run is None and not waits and queue and jitter is None:
+            queue[-1].count = counts[stream]
+            queue[-1].announce |= action.id in awaited
+            bound.instant.append((action.id, queue[-1].action))
+            continue
+        call = run or _nothing
+        if jitter is not None:
+            call = _after(partial(jitter, action), call)
+        queue.append(Entry(call, waits, counts[stream], action.id in awaited, action.id))
+    return bound
+
+
+def _after(first: Call, then: Call) -> Call:
+    def run() -> None:
+        first()
+        then()
+
+    return run
+
+
+def _minimal_waits(waits: list[tuple[int, int]], known: list[int], stream: int) -> tuple[tuple[int, int], ...]:
+    """The farthest count per other stream, without what this stream has already waited for; updates ``known``."""
+    needed: dict[int, int] = {}
+    for other, count in waits:
+        if other != stream and count > max(known[other], needed.get(other, 0)):
+            needed[other] = count
+    for other, count in needed.items():
+        known[other] = count
+    return tuple(needed.items())
+
+
+def checked_batches(
+    program: Program, batches: Sequence[Mapping[str, torch.Tensor]]
+) -> Sequence[Mapping[str, torch.Tensor]]:
+    """The batches, if they are what the step was captured for.
+
+    Raises:
+        ConfigError: another number of micro-batches, another name, shape or dtype.
+    """
+    graph = program.graph
+    if len(batches) != len(graph.inputs):
+        raise ConfigError(
+            f"expected {len(graph.inputs)} micro-batches, got {len(batches)}; the accumulation is part of the plan"
+        )
+    for micro, (batch, inputs) in enumerate(zip(batches, graph.inputs, strict=True)):
+        names = {name for name, _ in inputs}
+        if names != batch.keys():
+            raise ConfigError(f"micro-batch {micro}: expected the inputs {sorted(names)}, got {sorted(batch)}")
+        for name, tensor in inputs:
+            t, given = graph.tensors[tensor], batch[name]
+            found = (str(given.dtype).removeprefix("torch."), tuple(given.shape))
+            if found != (t.dtype, t.shape):
+                raise ConfigError(
+                    f"micro-batch {micro}: expected {name!r} of {t.dtype} {t.shape}, got {found[0]} {found[1]}; "
+                    "pad or cut the batch, or plan for this shape"
+                )
+    return batches

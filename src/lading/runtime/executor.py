@@ -1,0 +1,344 @@
+"""Executor: does what a Program says, with real tensors, on this machine's CPU.
+
+Everything that can be decided before a step is: addresses, views, arguments, kernels, waits. A step then walks lists
+of closures: the compute stream on the calling thread, every other stream on a thread of its own, started once.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from lading.errors import ConfigError, LadingError, ProgramError, StorageError
+from lading.ir.graph import Tensor
+from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
+from lading.ir.timeline import Timeline
+from lading.memory.layout import DEVICE, home_tiers
+from lading.runtime.arena import Arena, is_flat, view_of
+from lading.runtime.binding import Binder, CallerData, checked_batches
+from lading.runtime.kernels import AdamWSettings, Rate
+from lading.runtime.measure import measured_timeline
+from lading.runtime.resident import PeakMeter, resident_bytes, reuse_pages, trim
+from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, run_stream
+from lading.runtime.tiers import DiskTier, MemoryTier, Tier
+from lading.units import MiB
+
+_BOUNCE_BYTES = 4 * MiB
+
+
+class Executor:
+    """Runs one Program, step after step. A context manager.
+
+    Every storage holds zeros until it is written; constants hold their values.
+
+    Args:
+        program: Verified (``lading.memory.verify``).
+        optimizer: AdamW's numbers other than the learning rate.
+        folder: Where the disk tier's file goes.
+        threads: Compute threads; None leaves torch's setting. Results can depend on it.
+        clock: Seconds, monotone.
+        jitter: For tests: called with each action before it runs, on its stream's thread.
+        poison: For tests: fill what is freed with NaN.
+
+    Raises:
+        StorageError: no room in ``folder``, or another run is using it.
+        ProgramError: an action cannot be executed with this torch.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        optimizer: AdamWSettings,
+        folder: Path,
+        threads: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        jitter: Jitter | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.program = program
+        self.homes = home_tiers(program)
+        self._broken = self._has_run = False
+        self._highest = self._last_peak = 0
+        self._rate, self._caller = Rate(), CallerData()
+        self._timeline: Timeline | None = None
+        trim()
+        reuse_pages()
+        self._baseline = resident_bytes()
+        with ExitStack() as stack:
+            _set_threads(stack, threads)
+            self._open_memory(stack, folder)
+            if poison:
+                self._poison_arena()
+            binder = Binder(
+                program, self._arena, self.tiers, self._caller,
+                optimizer=optimizer, rate=self._rate, poison=poison, jitter=jitter,
+            )  # fmt: skip
+            self._bound = binder.bind()
+            count = len(program.actions)
+            self._times = Clocking(clock, [0.0] * count, [0.0] * count, sample=resident_bytes)
+            self._gate = Gate(len(self._bound.streams))
+            self._workers = _Workers(self._bound.streams, self._run_stream)
+            stack.callback(self._workers.close)
+            self._views = _named_tensors(program)
+            self._write_constants()
+            self._cleanup = stack.pop_all()
+
+    def _open_memory(self, stack: ExitStack, folder: Path) -> None:
+        self._arena = Arena(self.program.arena_bytes)
+        stack.callback(self._arena.close)
+        self._bounce = Arena(_BOUNCE_BYTES)
+        stack.callback(self._bounce.close)
+        self.tiers: dict[str, Tier] = {}
+        for name in self.program.slots:
+            size = self.program.tier_bytes(name)
+            self.tiers[name] = DiskTier(folder, size) if name == "disk" else MemoryTier(size)
+            stack.callback(self.tiers[name].close)
+        self._meter = PeakMeter()
+        stack.callback(self._meter.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the threads and give all memory and disk space back. May be called twice."""
+        self._broken = True
+        self._bound.entries.clear()
+        self._cleanup.close()
+
+    def step(self, batches: Sequence[Mapping[str, torch.Tensor]], *, lr: float) -> list[float]:
+        """Run one training step.
+
+        Args:
+            batches: One mapping per micro-batch, from the graph's input names to tensors.
+            lr: Learning rate of every update of this step.
+        Returns:
+            The loss of each micro-batch, as the graph computes it.
+        Raises:
+            ConfigError: a batch is not what the step was captured for; nothing has run.
+            StorageError: a tier failed. ProgramError: an operation failed. Both name the action, and the values are
+                then those of a part of a step: load a checkpoint into a new executor.
+        """
+        self._check_usable()
+        self._caller.batches = checked_batches(self.program, batches)
+        self._caller.losses = [float("nan")] * len(batches)
+        self._rate.value = lr
+        self._broken = True  # until the step is whole
+        self._gate.reset()
+        self._times.samples.clear()
+        self._timeline = None
+        self._bounce.discard()
+        self._meter.reset()
+        others = [s for s in self._bound.streams if s != COMPUTE_STREAM]
+        self._workers.start(others)
+        if COMPUTE_STREAM in self._bound.streams:
+            self._run_stream(COMPUTE_STREAM)
+        self._workers.join(others)
+        self._caller.batches = ()
+        if self._gate.failure is not None:
+            raise self._named_error(self._gate.failure)
+        for action, before in self._bound.instant:
+            self._times.starts[action] = self._times.ends[action] = self._times.ends[before]
+        self._last_peak = max(0, self._meter.peak_bytes() - self._baseline)
+        self._highest = max(self._highest, self._last_peak)
+        self._broken, self._has_run = False, True
+        return list(self._caller.losses)
+
+    def write_storage(self, storage: int, tensor: torch.Tensor) -> None:
+        """Set a persistent storage between steps, wherever it lives.
+
+        Args:
+            tensor: The parameter, buffer or state in its own shape and dtype, or the raw bytes (uint8, one dim).
+        Raises:
+            ConfigError: not persistent, or of another shape or dtype.
+        """
+        self._check_usable()
+        home = self._home(storage)
+        source = self._as_bytes(storage, tensor)
+        if home == DEVICE:
+            self._device_bytes(storage).copy_(source)
+            return
+        start = dict(self.program.slots[home])[storage]
+        for offset in range(0, source.numel(), _BOUNCE_BYTES):
+            piece = source[offset : offset + _BOUNCE_BYTES]
+            self._bounce.bytes_at(0, piece.numel()).copy_(piece)
+            self.tiers[home].write(start + offset, self._bounce.memory[: piece.numel()])
+
+    def read_storage(self, storage: int) -> torch.Tensor:
+        """A copy of a persistent storage between steps: in the shape of its parameter, buffer or state, else its bytes.
+
+        Raises:
+            ConfigError: not persistent.
+        """
+        self._check_usable()
+        home = self._home(storage)
+        result = torch.empty(self.program.graph.storages[storage].size_bytes, dtype=torch.uint8)
+        if home == DEVICE:
+            result.copy_(self._device_bytes(storage))
+        else:
+            start = dict(self.program.slots[home])[storage]
+            for offset in range(0, result.numel(), _BOUNCE_BYTES):
+                piece = result[offset : offset + _BOUNCE_BYTES]
+                self.tiers[home].read(start + offset, self._bounce.memory[: piece.numel()])
+                piece.copy_(self._bounce.bytes_at(0, piece.numel()))
+        return view_of(result, self._views[storage]) if storage in self._views else result
+
+    def timeline(self) -> Timeline:
+        """What happened when in the last step.
+
+        Raises:
+            ConfigError: no step has completed.
+        """
+        if self._timeline is None:
+            if not self._has_run or self._broken:
+                raise ConfigError("expected a completed step, found none; call step() first")
+            self._timeline = measured_timeline(
+                self.program,
+                self._times.starts,
+                self._times.ends,
+                scratch_bytes=self._bound.scratch_bytes,
+                resident=tuple((t, max(0, size - self._baseline)) for t, size in self._times.samples),
+                peak_bytes=self._last_peak,
+            )
+        return self._timeline
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """Highest resident set during any step so far, above what the process had before this executor."""
+        return self._highest
+
+    def _check_usable(self) -> None:
+        if self._broken:
+            raise ConfigError("this executor is closed or a step of it failed; make a new one and load a checkpoint")
+
+    def _run_stream(self, name: str) -> None:
+        """All of one stream's actions; a failure goes to the gate."""
+        index = self._bound.streams.index(name)
+        try:
+            with torch.inference_mode():
+                run_stream(self._bound.entries[index], index, self._gate, self._times, sampling=name == COMPUTE_STREAM)
+        except Stopped:
+            pass
+        except BaseException as error:
+            self._gate.fail(error)
+
+    def _named_error(self, failure: BaseException) -> BaseException:
+        """The failure as one of Lading's errors that names the action."""
+        cause = failure.__cause__
+        if not isinstance(failure, ActionFailed) or not isinstance(cause, Exception):  # KeyboardInterrupt as it is
+            return cause or failure
+        action = self.program.actions[failure.action]
+        text = f"action {action} ({self.program.label(action)}) failed: {cause}"
+        error: LadingError = (
+            StorageError(text) if isinstance(cause, OSError) else ProgramError(text, action_id=action.id)
+        )
+        error.__cause__ = cause
+        return error
+
+    def _home(self, storage: int) -> str:
+        if storage not in self.homes:
+            raise ConfigError(
+                f"storage {storage} holds no value between steps; only parameters, buffers, constants and states do"
+            )
+        return self.homes[storage]
+
+    def _device_bytes(self, storage: int) -> torch.Tensor:
+        return self._arena.bytes_at(
+            dict(self.program.resident)[storage], self.program.graph.storages[storage].size_bytes
+        )
+
+    def _as_bytes(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes a storage must have; no copy if ``tensor`` lies in memory as the graph wants it."""
+        item = self.program.graph.storages[storage]
+        given = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if given == ("uint8", (item.size_bytes,)):
+            return tensor.detach()
+        wanted = self._views.get(storage)
+        if wanted is None or given != (wanted.dtype, wanted.shape):
+            shape = f"{wanted.dtype} {wanted.shape}" if wanted else f"uint8 ({item.size_bytes},)"
+            raise ConfigError(f"expected {item.name!r} as {shape}, got {given[0]} {given[1]}")
+        tensor = tensor.detach()
+        if tensor.stride() == wanted.stride and is_flat(wanted, item.size_bytes):
+            return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+        copy = torch.zeros(item.size_bytes, dtype=torch.uint8)
+        view_of(copy, wanted).copy_(tensor)
+        return copy
+
+    def _write_constants(self) -> None:
+        for index, storage in enumerate(self.program.graph.storages):
+            if storage.data:
+                self.write_storage(index, torch.frombuffer(bytearray(storage.data), dtype=torch.uint8))
+
+    def _poison_arena(self) -> None:
+        self._arena.bytes_at(0, self._arena.size_bytes).fill_(0xFF)
+        for storage, offset in self.program.resident:
+            self._arena.bytes_at(offset, slot_bytes(self.program.graph.storages[storage].size_bytes)).zero_()
+
+
+def _named_tensors(program: Program) -> dict[int, Tensor]:
+    """The tensor by which each parameter, buffer and state is known, by storage."""
+    graph = program.graph
+    ids = [p.tensor for p in graph.parameters] + [t for _, t in (*graph.buffers, *graph.states)]
+    return {graph.tensors[t].storage: graph.tensors[t] for t in ids}
+
+
+def _set_threads(stack: ExitStack, threads: int | None) -> None:
+    if threads is None:
+        return
+    if threads < 1:
+        raise ConfigError(f"expected at least one compute thread, got {threads}")
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(threads)
+
+
+class _Workers:
+    """One thread per stream, which runs the stream once whenever it is started."""
+
+    def __init__(self, streams: Sequence[str], run: Callable[[str], None]) -> None:
+        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._orders: dict[str, queue.SimpleQueue[bool]] = {
+            s: queue.SimpleQueue() for s in streams if s != COMPUTE_STREAM
+        }
+        self._threads = [
+            threading.Thread(target=self._work, args=(name, run), name=f"lading-{name}", daemon=True)
+            for name in self._orders
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self, name: str, run: Callable[[str], None]) -> None:
+        while self._orders[name].get():
+            try:
+                run(name)
+            finally:
+                self._done.put(name)
+
+    def start(self, streams: Sequence[str]) -> None:
+        """Let each of the streams run once."""
+        for name in streams:
+            self._orders[name].put(True)
+
+    def join(self, streams: Sequence[str]) -> None:
+        """Return when each of them has ended or given up."""
+        for _ in streams:
+            self._done.get()
+
+    def close(self) -> None:
+        """End the threads."""
+        for orders in self._orders.values():
+            orders.put(False)
+        for thread in self._threads:
+            thread.join()

@@ -1,0 +1,227 @@
+"""Probe: measure this host in under a minute and write it down as a Machine.
+
+Everything is timed as the executor runs it (kernels bound to memory that exists, one reading and one writing disk
+thread), in rounds over all cases, and the lower quartile is kept: the host may be shared.
+"""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lading.errors import ConfigError, StorageError
+from lading.ir.machine import Curve, Device, Machine, Tier
+from lading.runtime.host import host_id, memory_bytes
+from lading.runtime.probe_cases import Case, Pool, Stopwatch, bind_call, rate_cases, runs_case
+from lading.runtime.probe_disk import probe_disk
+from lading.runtime.probe_products import (
+    Product,
+    attention_cases,
+    batched_cases,
+    dtype_cases,
+    fit_products,
+    product_cases,
+)
+from lading.runtime.resident import reuse_pages, trim
+from lading.units import MiB
+
+Progress = Callable[[str], None]
+#: A rate counts at most this often the bytes of a launch: below it the clock sees only the overhead.
+_LEAST_SHARE = 0.1
+_SCRATCH_TIMEOUT_S = 120
+
+
+def probe(
+    *,
+    folder: Path,
+    threads: int | None = None,
+    seconds: float = 50.0,
+    progress: Progress | None = None,
+) -> Machine:
+    """Measure this host: products, memory-bound operations, attention, AdamW, copies, disk and process overhead.
+
+    Args:
+        folder: Where the disk tier would be; 288 MiB are used there for a few seconds.
+        threads: Intra-op threads to measure with; None keeps torch's setting.
+        seconds: Time to spend, > 0; more gives steadier medians. One round of everything is done at least.
+        progress: Called with one line per stage.
+
+    Raises:
+        ConfigError: seconds or threads out of range.
+        StorageError: the folder cannot be written or lacks space.
+    """
+    if seconds <= 0 or (threads is not None and threads < 1):
+        raise ConfigError(f"expected seconds > 0 and threads >= 1, got {seconds} and {threads}")
+    say = progress or (lambda line: None)
+    reuse_pages()  # as the executor does: temporaries find their pages touched
+    with _threads(threads) as used:
+        say(f"disk under {folder}")
+        disk = probe_disk(folder, 0.18 * seconds)
+        say(f"kernels with {used} threads")
+        device, host, rounds = _probe_device(0.7 * seconds, used, say)
+    trim()
+    today = datetime.date.today().isoformat()
+    how = f"measured {today}, lower quartile of {rounds} rounds, {used} threads, torch {torch.__version__}"
+    sources = {
+        "device": how,
+        "tiers.disk": f"measured {today}, median of {disk.rounds} rounds. {disk.note}".rstrip(". "),
+    }
+    sources["device.overhead_bytes"] = f"measured {today}: growth of a fresh process's resident set after one pass"
+    sources["device.memory_bytes"] = "the operating system"
+    if host is not None:
+        sources["tiers.host"] = how
+    if disk.note:
+        say(disk.note)
+    return Machine(
+        name="this host",
+        date=today,
+        source=f"lading probe, {seconds:g} s",
+        device=device,
+        tiers=(disk.tier,) if host is None else (host, disk.tier),
+        host_id=host_id(),
+        sources=sources,
+    )
+
+
+@contextmanager
+def _threads(threads: int | None) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def _probe_device(seconds: float, threads: int, say: Progress) -> tuple[Device, Tier | None, int]:
+    target = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pool = Pool(target)
+    shaped = product_cases(pool)
+    typed = list(dtype_cases(pool))
+    rated = [*rate_cases(pool), runs_case(pool), *batched_cases(pool), *attention_cases(pool)]
+    tiny = bind_call("aten.mul.Tensor", (pool.cut("a", 16), pool.cut("b", 16)), (pool.cut("o", 16),))
+    cases = [Case("overhead", 1.0, 1.0, tiny), *(case for _, case in shaped), *(case for _, case in typed), *rated]
+    with torch.no_grad():
+        watch = Stopwatch(cases, target)
+        rounds = watch.run(seconds)
+    times = watch.seconds()
+    overhead = times[0]
+    split, end = 1 + len(shaped), 1 + len(shaped) + len(typed)
+    products = [Product(*shape, t) for (shape, _), t in zip(shaped, times[1:split], strict=True)]
+    fit = fit_products(products, overhead)
+    say(f"products: {fit.peak / 1e9:.1f} GFLOP/s at best, fitted within {100 * fit.mean_error:.0f}% on average")
+    rates = _rates(rated, times[end:], overhead)
+    update = rates["step"]
+    device = Device(
+        name=_device_name(target),
+        kind=target.type,
+        memory_bytes=_device_memory(target),
+        memory_bandwidth_bytes_per_s=rates["copy"].rate[-1],
+        op_overhead_s=_round(overhead),
+        peak_flops_per_s=_peaks(fit.peak, [name for name, _ in typed], times[split:end]),
+        optimizer_elements_per_s=_round(update.rate[-1] / _BYTES_PER_UPDATE),
+        num_threads=threads,
+        overhead_bytes=scratch_bytes(threads),
+        skinny_dim=_round(fit.skinny_dim),
+        product_efficiency=_rounded(fit.efficiency),
+        rates=rates,
+    )
+    return device, _host_tier(seconds / 10) if target.type == "cuda" else None, rounds
+
+
+#: Weight, gradient and two moments read, all but the gradient written, in fp32.
+_BYTES_PER_UPDATE = 28
+
+
+def _rates(cases: Sequence[Case], times: Sequence[float], overhead: float) -> dict[str, Curve]:
+    points: dict[str, dict[float, float]] = {}
+    for case, seconds in zip(cases, times, strict=True):
+        net = max(seconds - overhead, _LEAST_SHARE * seconds)
+        points.setdefault(case.key, {})[_round(case.size)] = _round(case.work / net)
+    return {key: _curve(found) for key, found in points.items()}
+
+
+def _curve(points: Mapping[float, float]) -> Curve:
+    sizes = tuple(sorted(points))
+    return Curve(size=sizes, rate=tuple(points[size] for size in sizes))
+
+
+def _rounded(curve: Curve) -> Curve:
+    return Curve(size=tuple(map(_round, curve.size)), rate=tuple(map(_round, curve.rate)))
+
+
+def _round(value: float) -> float:
+    """Four significant digits: more would be noise."""
+    return float(f"{value:.4g}")
+
+
+def _peaks(peak: float, names: Sequence[str], times: Sequence[float]) -> dict[str, float]:
+    """Peak of each dtype: fp32's, scaled by how long the same product took."""
+    base = times[names.index("float32")]
+    return {name: _round(peak * base / seconds) for name, seconds in zip(names, times, strict=True)}
+
+
+def _device_name(target: torch.device) -> str:
+    return torch.cuda.get_device_name(target) if target.type == "cuda" else host_id().split(" | ")[0]
+
+
+def _device_memory(target: torch.device) -> int:
+    return torch.cuda.get_device_properties(target).total_memory if target.type == "cuda" else memory_bytes()
+
+
+def _host_tier(seconds: float) -> Tier:
+    """Copies between page-locked host memory and the device, alone and both ways at once."""
+    near = [torch.empty(64 * MiB, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    far = [torch.empty(64 * MiB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+
+    def read() -> None:
+        with torch.cuda.stream(streams[0]):
+            near[0].copy_(far[0], non_blocking=True)
+
+    def write() -> None:
+        with torch.cuda.stream(streams[1]):
+            far[1].copy_(near[1], non_blocking=True)
+
+    def both() -> None:
+        read()
+        write()
+
+    def page() -> None:
+        near[0][:4096].copy_(far[0][:4096], non_blocking=True)
+
+    runs = {"read": read, "write": write, "both": both, "page": page}
+    watch = Stopwatch([Case(key, 1.0, 1.0, run) for key, run in runs.items()], torch.device("cuda"))
+    watch.run(seconds)
+    times = dict(zip(runs, watch.seconds(), strict=True))
+    size = near[0].numel()
+    return Tier(
+        name="host",
+        capacity_bytes=memory_bytes(),
+        read_bytes_per_s=_round(size / times["read"]),
+        write_bytes_per_s=_round(size / times["write"]),
+        mixed_read_bytes_per_s=_round(size / max(times["both"], times["read"])),
+        mixed_write_bytes_per_s=_round(size / max(times["both"], times["write"])),
+        latency_s=_round(times["page"]),
+    )
+
+
+def scratch_bytes(threads: int) -> int:
+    """Memory a process needs on top of its tensors: resident growth of a fresh one over one pass of the kernels.
+
+    Raises:
+        StorageError: the child process failed; its last words are in the message.
+    """
+    command = [sys.executable, "-m", "lading.runtime.probe_scratch", str(threads)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SCRATCH_TIMEOUT_S, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        words = str(getattr(error, "stderr", "") or "")[-500:]
+        raise StorageError(f"cannot measure the process overhead with {' '.join(command)}: {error} {words}") from error
+    return int(done.stdout)

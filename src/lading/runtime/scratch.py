@@ -1,0 +1,105 @@
+"""Scratch: what a kernel allocates inside, beside its arguments and results.
+
+Found by the profiler's memory events on torch 2.13 CPU kernels; a test compares. Buffers of the BLAS library are not
+seen there: they belong to the overhead that the probe measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+_SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"})
+#: Elementwise kernels that compute in the type their inputs have in common.
+_PROMOTING = frozenset(
+    {
+        "add", "addcdiv", "addcmul", "div", "eq", "ge", "gt", "le", "lerp", "lt", "maximum", "minimum", "mul", "ne", "pow",
+        "sub", "where",
+    }
+)  # fmt: skip
+#: Kernels without inner scratch, but for a contiguous copy of what is not contiguous.
+_PLAIN = frozenset(
+    {
+        "native_layer_norm", "embedding", "embedding_dense_backward", "arange", "constant_pad_nd", "stack",
+        "split_with_sizes_copy", "sum", "mean", "cumsum",
+    }
+)  # fmt: skip
+_CHANNEL_BLOCK = 16
+
+
+def bytes_of(tensors: Sequence[torch.Tensor | None]) -> int:
+    """Bytes of the elements of tensors, dense."""
+    return sum(t.element_size() * prod(t.shape) for t in tensors if t is not None)
+
+
+def inner_bytes(operation: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> int:
+    """Upper bound of what the functional kernel of ``operation`` allocates inside.
+
+    Args:
+        operation: Name without namespace and overload. One that is not known counts a copy of every input.
+    """
+    threads = torch.get_num_threads()
+    loose = bytes_of([t for t in inputs if not t.is_contiguous()])
+    match operation:
+        case "_scaled_dot_product_flash_attention_for_cpu":
+            rows, columns, width = _attention_tile(inputs)
+            return loose * _is_half(inputs) + threads * (rows * columns + 2 * rows + rows * width) * 4
+        case "_scaled_dot_product_flash_attention_for_cpu_backward":
+            rows, columns, width = _attention_tile(inputs[1:])
+            grad = 0 if inputs[0].transpose(1, 2).is_contiguous() else bytes_of(inputs[:1]) + 64
+            return grad + loose * _is_half(inputs) + threads * (2 * rows * columns * 4 + 64)
+        case "native_layer_norm_backward":
+            return loose + threads * 8 * inputs[1].shape[-1] + 4096
+        case "convolution" | "convolution_backward":
+            return sum(_blocked_bytes(t) for t in (*inputs, *outputs) if t is not None)
+        case _ if operation in _PLAIN:
+            return loose
+        case _:
+            return bytes_of(inputs)
+
+
+def out_bytes(operation: str, inputs: Sequence[torch.Tensor]) -> int:
+    """Upper bound of what an out= or in-place kernel allocates inside: copies of inputs it cannot read as they are."""
+    if operation in _PRODUCTS:
+        return bytes_of([t for t in inputs if t.dim() >= 2 and not _blas_can_read(t)])
+    if operation in _SOFTMAXES:
+        return bytes_of([t for t in inputs if not t.is_contiguous()])
+    if operation.removesuffix("_") in _PROMOTING:
+        return _cast_bytes(inputs)
+    return 0
+
+
+def _cast_bytes(inputs: Sequence[torch.Tensor]) -> int:
+    """Bytes of the inputs that are cast to the type the others have before anything is computed."""
+    if not inputs:
+        return 0
+    common = inputs[0].dtype
+    for t in inputs[1:]:
+        common = torch.promote_types(common, t.dtype)
+    return sum(prod(t.shape) for t in inputs if t.dtype is not common) * common.itemsize
+
+
+def _blas_can_read(t: torch.Tensor) -> bool:
+    rows, columns = t.shape[-2:]
+    step, unit = t.stride()[-2:]
+    return (unit == 1 and step >= max(1, columns)) or (step == 1 and unit >= max(1, rows))
+
+
+def _is_half(inputs: Sequence[torch.Tensor]) -> bool:
+    return inputs[0].dtype in (torch.bfloat16, torch.float16)
+
+
+def _attention_tile(inputs: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+    """(rows of q, rows of k, width) of one thread's tile. Source: ATen/native/cpu/FlashAttentionKernel.cpp."""
+    queries, keys, width = inputs[0].shape[2], inputs[1].shape[2], inputs[0].shape[3]
+    rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
+    return min(rows, queries), min(512, keys), width
+
+
+def _blocked_bytes(t: torch.Tensor) -> int:
+    """Bytes in oneDNN's blocked layout: channels in whole blocks."""
+    channels = -(-t.shape[1] // _CHANNEL_BLOCK) * _CHANNEL_BLOCK if t.dim() > 1 else 1
+    return t.element_size() * prod(t.shape) // max(1, t.shape[1] if t.dim() > 1 else 1) * channels

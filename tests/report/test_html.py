@@ -1,0 +1,253 @@
+"""The HTML report is well formed, self-contained, small, and shows the numbers it was given."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lading.ir.timeline import Event, MemorySample, Timeline
+from lading.report.charts import memory_figure, metric_figure
+from lading.report.figures import seconds_by_kind
+from lading.report.gantt import gantt_figure, merge
+from lading.report.html import write_report
+from lading.report.summary import Promise, RunSummary, error_words, verdict
+from lading.report.svg import byte_ticks, second_ticks, ticks
+from lading.units import GiB, MiB, format_bytes, format_seconds
+
+VOID = {"meta"}
+SVG_VOID = {"rect", "line", "path", "circle"}
+
+
+class Page(HTMLParser):
+    """Checks that tags nest; collects the text of cells, of the title and of the verdict."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag not in VOID | SVG_VOID, f"<{tag}> must close itself"
+        self.open.append(tag)
+        self.tags.append((tag, dict(attrs)))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID | SVG_VOID, tag
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"script", "style"} & set(self.open):
+            self.words.append(data)
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+
+    @property
+    def text(self) -> str:
+        return "".join(self.words)
+
+
+def page_of(path: Path, run: dict[str, Any]) -> tuple[str, Page]:
+    write_report(path, **run)
+    source = path.read_text(encoding="utf-8")
+    return source, Page(source)
+
+
+@pytest.fixture(scope="module")
+def report(run: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Page]:
+    return page_of(tmp_path_factory.mktemp("report") / "r.html", run)
+
+
+def test_nothing_is_fetched(report: tuple[str, Page]) -> None:
+    source, page = report
+    assert "http:" not in source
+    assert "https:" not in source
+    assert "//" not in re.sub(r"</?[a-z]", "", source.split("<style>")[0])
+    assert not re.search(r"@import|url\(|fetch\(|XMLHttp", source)
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "img", "iframe", "object")
+        assert not {"src", "href", "xlink:href"} & attributes.keys()
+
+
+def test_numbers_shown_are_the_inputs(report: tuple[str, Page], run: dict[str, Any]) -> None:
+    _, page = report
+    summary, plan = run["summary"], run["plan"]
+    assert verdict(summary) in page.text
+    rows = {row[0]: row for row in page.rows if row}
+    for name in ("predicted", "measured"):
+        column = 1 + ("predicted", "measured").index(name)
+        for kind, seconds in seconds_by_kind(run["program"], run[name]).items():
+            assert rows["optimizer step" if kind == "step" else kind][column] == format_seconds(seconds)
+        assert rows["whole step"][column] == format_seconds(run[name].duration_s)
+    for policy in plan.policies:
+        assert rows[policy.policy][2] == ("-" if policy.step_s is None else format_seconds(policy.step_s))
+        assert format_bytes(policy.peak_bytes) in rows[policy.policy]
+    assert f"{plan.gap:.1%} above" in page.text
+    assert rows["activation"] == ["activation", "192", "720.00 MiB", "240.00 MiB", "240.00 MiB", "-", "240.00 MiB"]
+    for assumption in plan.assumptions:
+        assert assumption in page.text
+    for shown in (plan.graph_fingerprint, run["program"].fingerprint, summary.command, "torch 2.13.0"):
+        assert shown in page.text
+
+
+def test_only_the_chosen_policy_is_marked(report: tuple[str, Page]) -> None:
+    source, _ = report
+    assert re.findall(r'<tr class="chosen"><td class="l name">([^<]+)', source) == ["residency"]
+
+
+def test_tooltips_know_every_slice(report: tuple[str, Page], run: dict[str, Any]) -> None:
+    source, page = report
+    match = re.search(r'<script type="application/json" id="actions">(.*?)</script>', source)
+    assert match is not None
+    actions = json.loads(match[1])["actions"]
+    drawn = {attributes["data-a"] for _, attributes in page.tags if "data-a" in attributes}
+    assert drawn == actions.keys()
+    seconds = {e.action: e.end_s - e.start_s for e in run["measured"].events}
+    for action, (label, _, measured) in actions.items():
+        assert label == run["predicted"].labels[int(action)]
+        assert measured == pytest.approx(seconds[int(action)], rel=1e-3)
+
+
+def test_names_are_escaped(run: dict[str, Any], tmp_path: Path) -> None:
+    evil = '<script>alert("x")</script>&'
+    labels = dict.fromkeys(run["predicted"].labels, "</script><script>alert(2)</script>")
+    plan = dataclasses.replace(
+        run["plan"], assumptions=(evil,), policies=(dataclasses.replace(run["plan"].policies[0], note=evil),)
+    )
+    graph = run["program"].graph
+    storages = tuple(dataclasses.replace(s, name=evil) for s in graph.storages)
+    changed = {
+        **run,
+        "plan": plan,
+        "program": dataclasses.replace(run["program"], graph=dataclasses.replace(graph, storages=storages)),
+        "summary": dataclasses.replace(run["summary"], title=evil, model=evil, machine=evil, command=evil),
+        "predicted": dataclasses.replace(run["predicted"], labels=labels),
+    }
+    source, page = page_of(tmp_path / "r.html", changed)
+    assert source.count("<script") == 2
+    assert page.text.count(evil) >= 7
+
+
+def test_a_large_step_stays_small(synthetic: ModuleType, tmp_path: Path) -> None:
+    run = synthetic.run(blocks=70)
+    assert len(run["program"].actions) > 10_000
+    source, _ = page_of(tmp_path / "r.html", run)
+    assert len(source.encode()) < 2_000_000
+
+
+def test_a_plan_that_has_not_run(run: dict[str, Any], tmp_path: Path) -> None:
+    summary = dataclasses.replace(
+        run["summary"], measured_step_s=None, measured_peak_bytes=None, plain_peak_bytes=None, identical_to_plain=None
+    )
+    _, page = page_of(tmp_path / "r.html", {**run, "summary": summary, "measured": None, "metrics": []})
+    assert "Not run yet" in page.text
+    assert "Training" not in page.text
+    assert "measured" not in page.text.lower()
+
+
+def summary(**changes: Any) -> RunSummary:
+    fields: dict[str, Any] = {
+        "title": "t", "model": "m", "machine": "x", "date": "d", "budget_bytes": 400 * MiB, "keep_all_bytes": GiB,
+        "predicted_step_s": 0.9, "measured_step_s": 1.0, "predicted_peak_bytes": 380 * MiB,
+        "measured_peak_bytes": 400 * MiB,
+    }  # fmt: skip
+    return RunSummary(**{**fields, **changes})
+
+
+def test_the_promise_is_kept_to_the_byte() -> None:
+    assert summary().promise is Promise.KEPT
+    broken = summary(measured_peak_bytes=400 * MiB + 1)
+    assert broken.promise is Promise.BROKEN
+    assert verdict(broken).startswith("Promise broken")
+    assert "predicted 900.0 ms, 10.0% too low" in verdict(broken)
+    assert summary(measured_step_s=None, measured_peak_bytes=None).promise is Promise.OPEN
+    with pytest.raises(ValueError, match="both"):
+        summary(measured_step_s=None)
+
+
+def test_error_words() -> None:
+    assert error_words(110, 100) == "10.0% too high"
+    assert error_words(0.95, 1) == "5.0% too low"
+    assert error_words(1.0004, 1) == "exact"
+
+
+def test_gantt_merges_without_losing_time(run: dict[str, Any]) -> None:
+    line = run["measured"]
+    events = [e for e in line.events if e.stream == "compute"]
+    slices = merge(run["program"], events, line.duration_s / 100)
+    assert len(slices) <= 300
+    assert sum(s.busy_s for s in slices) == pytest.approx(line.busy_s("compute"))
+    assert sum(s.count for s in slices) == sum(e.end_s > e.start_s for e in events)
+    assert all(a.start_s <= b.start_s for a, b in itertools.pairwise(slices))
+
+
+def test_timeline_shares_one_axis(run: dict[str, Any]) -> None:
+    duration_s = 2 * run["measured"].duration_s
+    drawn = gantt_figure(run["program"], [run["predicted"], run["measured"]], duration_s)
+    ends = [
+        float(x) + float(w)
+        for x, w in re.findall(r'<rect x="([\d.]+)" y="\d+" width="([\d.]+)" height="22" class="k-', drawn)
+    ]
+    assert max(ends) == pytest.approx(78 + 948 / 2, abs=1.5)
+
+
+def test_the_peak_is_drawn_at_its_height() -> None:
+    samples = [MemorySample(i * 1e-5, "device", {"activation": 10 if i == 777 else 1}) for i in range(100_000)]
+    line = Timeline("predicted", (Event(0, "compute", 0, 0.0, 1.0),), tuple(samples), peak_bytes=10)
+    drawn = memory_figure("device", 1.0, None, [line])
+    path = re.search(r'<path d="(M[^"]+)" class="r-activation"', drawn)
+    assert path is not None
+    assert min(float(y) for y in re.findall(r"V([\d.]+)", path[1])) == pytest.approx(16 + 270 * (1 - 1 / 1.08), abs=0.1)
+
+
+def test_a_loss_that_is_not_finite_breaks_the_line() -> None:
+    points = [(0.0, 3.0), (1.0, 2.0), (2.0, math.nan), (3.0, 2.0), (4.0, 1.0), (5.0, math.inf)]
+    drawn = metric_figure("Loss", points, unit="")
+    assert drawn.count('class="series"') == 2
+    assert drawn.count('class="bad"') == 2
+    assert "nan" not in drawn
+    assert "inf" not in drawn
+    assert "No finite value" in metric_figure("Loss", [(0.0, math.nan)], unit="")
+
+
+@pytest.mark.parametrize("high", [1e-6, 3e-4, 0.02, 1.0, 1.93, 47.0, 3600.0])
+def test_time_ticks_are_round_and_few(high: float) -> None:
+    marks = second_ticks(high, 10)
+    assert 2 <= len(marks) <= 12
+    assert marks[0] == (0, "0")
+    assert all(value <= high * (1 + 1e-9) for value, _ in marks)
+    assert len({label for _, label in marks}) == len(marks)
+    assert all(len(label) <= 9 for _, label in marks)
+
+
+@pytest.mark.parametrize("high", [1.0, 900, 70_000, 690 * MiB, 1.9 * GiB, 3 * GiB, 80 * GiB, 900 * GiB])
+def test_byte_ticks_are_round_and_few(high: float) -> None:
+    marks = byte_ticks(high, 7)
+    assert 2 <= len(marks) <= 10
+    assert all(value <= high for value, _ in marks)
+    assert len({label for _, label in marks}) == len(marks)
+
+
+def test_ticks_keep_to_their_range() -> None:
+    assert ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert ticks(-3, 3, 3) == pytest.approx([-2, 0, 2])

@@ -1,0 +1,263 @@
+"""The simulator: hand-computed times with shared disk rates, and what must hold of every timeline."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.programs import (
+    DEVICE,
+    GraphBuilder,
+    ProgramBuilder,
+    chain,
+    edit,
+    keep_all,
+    machine,
+    offloaded,
+)
+from tests.random_programs import random_program
+
+from lading.cost.compute import op_costs
+from lading.cost.transfer import move_seconds
+from lading.errors import SimulationError
+from lading.ir.action import CALLER, Action, ActionKind
+from lading.ir.graph import OpKind, Role
+from lading.ir.program import Program, slot_bytes
+from lading.ir.timeline import Timeline
+from lading.memory.verify import verify
+from lading.sim.engine import critical_path_s, simulate, stall_s
+
+STREAMS = ("compute", "host_read", "host_write", "disk_read", "disk_write")
+
+
+def spans(timeline: Timeline) -> dict[int, tuple[float, float]]:
+    return {e.action: (e.start_s, e.end_s) for e in timeline.events}
+
+
+def two_weights(read_bytes: int, write_bytes: int, *, tiers: tuple[str, str] = ("disk", "disk")) -> Program:
+    """Action 2 loads weight r from one tier; action 1 stores weight w, once action 0 has written it, in another.
+
+    0 STEP on w, 1 MOVE w out, 2 MOVE r in, 3 COMPUTE on r, 4 FREE r, 5 FREE out.
+    """
+    build = GraphBuilder()
+    r = build.storage("r", read_bytes, Role.PARAMETER)
+    w = build.storage("w", write_bytes, Role.PARAMETER)
+    out = build.storage("out", 64, Role.ACTIVATION)
+    build.op([], [], [w], kind=OpKind.STEP)
+    build.op([r], [out])
+    slots: dict[str, list[int]] = {tier: [] for tier in tiers}
+    slots[tiers[0]].append(r)
+    slots[tiers[1]].append(w)
+    p = ProgramBuilder(build.graph(), {r: tiers[0], w: DEVICE}, slots)
+    p.run(0)
+    p.store(w, tiers[1])
+    p.load(r, tiers[0])
+    p.run(1)
+    p.free(r)
+    p.free(out)
+    program = p.program()
+    verify(program)
+    return program
+
+
+def test_shared_disk_by_hand() -> None:
+    """Read of 1000 B: latency 0-1, alone at 100 B/s in 1-5 (400 B), mixed at 50 B/s from 5.
+
+    The write starts at 4, its latency ends at 5, 400 B at the mixed 80 B/s take to 10. By then 250 more were read; the
+    last 350 B go at 100 B/s: 13.5.
+    """
+    timeline = simulate(two_weights(1000, 400), machine(), op_seconds=[4.0, 2.0])
+    assert spans(timeline) == {
+        0: (0.0, 4.0), 1: (4.0, 10.0), 2: (0.0, 13.5), 3: (13.5, 15.5), 4: (15.5, 15.5), 5: (15.5, 15.5),
+    }  # fmt: skip
+    assert timeline.duration_s == 15.5
+    assert stall_s(timeline, two_weights(1000, 400)) == 9.5
+
+
+def test_the_write_that_lasts_longer_speeds_up() -> None:
+    """Mixed from 5 until the read's last 100 B are done at 7; of 960 B written 160 so far, 800 B at 200 B/s to 11."""
+    timeline = simulate(two_weights(500, 960), machine(), op_seconds=[4.0, 2.0])
+    assert spans(timeline)[2] == (0.0, 7.0)
+    assert spans(timeline)[1] == (4.0, 11.0)
+
+
+def test_two_tiers_share_nothing() -> None:
+    program = two_weights(1000, 400, tiers=("disk", "host"))
+    timeline = simulate(program, machine(), op_seconds=[4.0, 2.0])
+    assert spans(timeline)[1] == (4.0, 7.0)
+    assert spans(timeline)[2] == (0.0, 11.0)
+
+
+@pytest.mark.parametrize("direction", ["read", "write"])
+def test_a_move_alone_takes_what_the_cost_model_says(direction: str) -> None:
+    program = two_weights(7000, 900)
+    toy = machine()
+    disk = toy.tier("disk")
+    assert disk is not None
+    start, end = spans(simulate(program, toy, op_seconds=[1e3, 1.0]))[2 if direction == "read" else 1]
+    if direction == "read":
+        assert end - start == pytest.approx(move_seconds(7000, disk, "read"))
+    else:
+        assert end - start == pytest.approx(move_seconds(900, disk, "write"))
+
+
+def test_moves_of_the_caller_cost_memory_bandwidth() -> None:
+    program = keep_all(chain(1, size_bytes=500_000)).program()
+    timeline = simulate(program, machine(), op_seconds=[1.0] * len(program.graph.ops))
+    enter = next(a.id for a in program.actions if a.source == CALLER)
+    assert spans(timeline)[enter] == (0.0, 1.0)
+
+
+def test_default_costs_are_those_of_the_cost_model() -> None:
+    program = keep_all(chain(2)).program()
+    costs = op_costs(program.graph, machine().device)
+    assert simulate(program, machine()) == simulate(program, machine(), op_seconds=costs)
+
+
+def test_labels_and_events() -> None:
+    program = offloaded(chain(3), recompute=(0,)).program()
+    timeline = simulate(program, machine(), op_seconds=[1.0] * len(program.graph.ops))
+    assert timeline.source == "predicted"
+    assert timeline.peak_bytes == program.peak_bytes
+    assert timeline.labels == {a.id: program.label(a) for a in program.actions}
+    assert sorted(e.action for e in timeline.events) == list(range(len(program.actions)))
+
+
+def test_memory_of_the_tiers_is_their_slots() -> None:
+    chained = chain(3, size_bytes=5000)
+    program = offloaded(chained).program(overhead_bytes=123)
+    timeline = simulate(program, machine(), op_seconds=[1.0] * len(program.graph.ops))
+    samples = [s for s in timeline.memory if s.tier == "disk"]
+    assert [s.bytes_by_role for s in samples] == [{"optimizer_state": 3 * 8192, "activation": 3 * 8192}]
+    assert all(s.bytes_by_role["overhead"] == 123 for s in timeline.memory if s.tier == "device")
+
+
+def test_deadlock_is_an_error() -> None:
+    program = two_weights(100, 100)
+    with pytest.raises(SimulationError, match=r"deadlock .*action 0 \["):
+        simulate(edit(program, 0, waits=(3,)), machine(), op_seconds=[1.0, 1.0])
+    with pytest.raises(SimulationError, match="deadlock"):
+        simulate(edit(program, 0, waits=(99,)), machine(), op_seconds=[1.0, 1.0])
+
+
+def test_what_has_no_cost_is_an_error() -> None:
+    program = two_weights(100, 100)
+    toy = machine()
+    with pytest.raises(SimulationError, match="expected 2 op_seconds"):
+        simulate(program, toy, op_seconds=[1.0])
+    with pytest.raises(SimulationError, match="for op 1"):
+        simulate(program, toy, op_seconds=[1.0, float("nan")])
+    with pytest.raises(SimulationError, match=r"action 2 \[.*needs tier 'disk'"):
+        simulate(program, replace(toy, tiers=toy.tiers[:1]), op_seconds=[1.0, 1.0])
+    gather = Action(0, ActionKind.GATHER, "compute")
+    with pytest.raises(SimulationError, match=r"action 0 \[0 GATHER compute\] has no cost"):
+        simulate(replace(program, actions=(gather,)), toy, op_seconds=[1.0, 1.0])
+
+
+# What holds of every program.
+
+
+def random_case(seed: int) -> tuple[Program, list[float], float]:
+    """A valid program, its op seconds (some 0) and the tiers' latency."""
+    rng = Random(seed)
+    program = random_program(rng)
+    seconds = [rng.choice((0.0, 1.0, rng.expovariate(0.05))) for _ in program.graph.ops]
+    return program, seconds, rng.choice((0.0, 1.0, 30.0))
+
+
+@given(st.integers(0, 1 << 30))
+def test_same_input_same_log(seed: int) -> None:
+    program, seconds, latency_s = random_case(seed)
+    first = simulate(program, machine(latency_s=latency_s), op_seconds=seconds)
+    again, again_seconds, _ = random_case(seed)
+    assert first == simulate(again, machine(latency_s=latency_s), op_seconds=again_seconds)
+
+
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=150)
+def test_order_of_events(seed: int) -> None:
+    """The clock never goes back, no stream overlaps itself, all waits are kept and no start is put off for nothing."""
+    program, seconds, latency_s = random_case(seed)
+    timeline = simulate(program, machine(latency_s=latency_s), op_seconds=seconds)
+    at = spans(timeline)
+    assert sorted(at) == list(range(len(program.actions)))
+    starts = [e.start_s for e in timeline.events]
+    assert starts == sorted(starts)
+    times = [s.time_s for s in timeline.memory if s.tier == "device"]
+    assert times == sorted(times)
+    free_at = dict.fromkeys(STREAMS, 0.0)
+    for action in program.actions:
+        start, end = at[action.id]
+        assert start <= end
+        assert start == max([free_at[action.stream], *(at[w][1] for w in action.waits)])
+        free_at[action.stream] = end
+
+
+@given(st.integers(0, 1 << 30))
+def test_durations(seed: int) -> None:
+    """Ops last what they cost; a move lies between its time alone and its time at the mixed rate throughout."""
+    program, seconds, latency_s = random_case(seed)
+    toy = machine(latency_s=latency_s)
+    for event in simulate(program, toy, op_seconds=seconds).events:
+        action = program.actions[event.action]
+        lasted = event.end_s - event.start_s
+        if action.op is not None:
+            assert lasted == pytest.approx(seconds[action.op], abs=1e-9)
+        elif action.kind is ActionKind.FREE:
+            assert lasted == 0.0
+        elif CALLER not in (action.source, action.target):
+            size = program.graph.storages[action.storage or 0].size_bytes
+            full, mixed = (100.0, 50.0) if action.target == DEVICE else (200.0, 80.0)
+            assert latency_s + size / full - 1e-6 <= lasted <= latency_s + size / mixed + 1e-6
+
+
+@given(st.integers(0, 1 << 30))
+def test_bounds(seed: int) -> None:
+    """Makespan is at least the critical path and each stream's work; the stall is what compute does not fill."""
+    program, seconds, latency_s = random_case(seed)
+    toy = machine(latency_s=latency_s)
+    timeline = simulate(program, toy, op_seconds=seconds)
+    slack = 1e-9 * timeline.duration_s
+    assert timeline.duration_s >= critical_path_s(program, toy, op_seconds=seconds) - slack
+    assert all(timeline.duration_s >= timeline.busy_s(stream) - slack for stream in STREAMS)
+    assert stall_s(timeline, program) == pytest.approx(timeline.duration_s - timeline.busy_s("compute"), abs=1e-6)
+
+
+@given(st.integers(0, 1 << 30))
+def test_equal_rates_reach_the_critical_path(seed: int) -> None:
+    """Where the two directions do not slow each other, makespan is the critical path."""
+    program, seconds, latency_s = random_case(seed)
+    toy = machine(latency_s=latency_s, mixed_read_bytes_per_s=100.0, mixed_write_bytes_per_s=200.0)
+    expected = critical_path_s(program, toy, op_seconds=seconds)
+    assert simulate(program, toy, op_seconds=seconds).duration_s == pytest.approx(expected)
+
+
+@given(st.integers(0, 1 << 30))
+def test_memory(seed: int) -> None:
+    """Device bytes begin and end with the resident set, and never exceed the arena."""
+    program, seconds, latency_s = random_case(seed)
+    timeline = simulate(program, machine(latency_s=latency_s), op_seconds=seconds)
+    samples = [s.bytes_by_role for s in timeline.memory if s.tier == "device"]
+    assert samples[0] == samples[-1]
+    sizes = [slot_bytes(program.graph.storages[s].size_bytes) for s, _ in program.resident]
+    assert sum(samples[0].values()) == sum(sizes) + program.overhead_bytes
+    assert all(n > 0 for sample in samples for n in sample.values())
+    assert timeline.peak_of_tier("device") <= program.arena_bytes + program.overhead_bytes
+
+
+def test_thinking_does_not_import_torch() -> None:
+    code = "import sys, lading.sim.engine, lading.memory.verify; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_large_program_takes_a_moment() -> None:
+    program = offloaded(chain(500), recompute=tuple(range(0, 500, 2))).program()
+    start = time.process_time()
+    simulate(program, machine(), op_seconds=[1.0] * len(program.graph.ops))
+    assert time.process_time() - start < 1.0

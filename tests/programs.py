@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+import pytest
+
+from lading.errors import ProgramError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import Op, OpKind, Phase, Role, StepGraph, Storage, Tensor
 from lading.ir.machine import Device, Machine, Tier
 from lading.ir.program import PAGE_BYTES, Program, slot_bytes
+from lading.memory.verify import verify
 
 DEVICE = "device"
+PAGE = PAGE_BYTES
 TIERS = ("host", "disk")
 
 
@@ -241,6 +246,11 @@ class ProgramBuilder:
         self.free(storage, f"{tier}_write")
         return action
 
+    def free_all(self) -> None:
+        """FREE what is on the device."""
+        for storage in list(self.live):
+            self.free(storage)
+
     def program(self, *, overhead_bytes: int = 0, workspace_bytes: int = 0) -> Program:
         """The program so far, with budgets that fit exactly."""
         arena = max(self.end, 0)
@@ -322,6 +332,19 @@ def machine(**changes: float) -> Machine:
     }  # fmt: skip
     tiers = tuple(Tier(name=name, capacity_bytes=1 << 40, **numbers) for name in TIERS)
     return Machine(name="toy", date="2026-11", source="made up", device=device, tiers=tiers)
+
+
+def assert_rejects(program: Program, action_id: int | None, why: str) -> None:
+    """Rejected for ``why``, and the action is named by its id and its line."""
+    with pytest.raises(ProgramError, match=why) as caught:
+        verify(program)
+    assert caught.value.action_id == action_id
+    if action_id is not None:
+        assert f"action {action_id} [{program.actions[action_id]}]" in str(caught.value)
+
+
+def find(program: Program, test: Callable[[Action], bool], nth: int = 0) -> Action:
+    return [a for a in program.actions if test(a)][nth]
 
 
 # Mutations: one small change each, which may or may not break a Program.

@@ -1,7 +1,7 @@
 """Cost model against the clock: every operation of a training step, predicted and measured, by class and in total.
 
 The step is captured, laid out in one arena with memory reused as a plan would, and run in program order with the
-executor's kernels; each operation's time is the lower quartile over the steps. No tiers: this judges operation costs only.
+executor's kernels; each operation's time is the lowest decile over the steps. No tiers: this judges operation costs only.
 
     python benchmarks/cost/run.py --threads 1 --probe-seconds 50
 """
@@ -123,12 +123,12 @@ def measured(name: str, steps: int) -> tuple[StepGraph, list[float], float]:
                 run()
                 marks.append(clock())
             samples.append([b - a for a, b in zip(marks, marks[1:], strict=False)])
-    per_op = [_quartile(column) for column in zip(*samples, strict=True)]
-    return graph, per_op, _quartile(list(map(sum, samples)))
+    per_op = [_decile(column) for column in zip(*samples, strict=True)]
+    return graph, per_op, _decile(list(map(sum, samples)))
 
 
-def _quartile(samples: Sequence[float]) -> float:
-    return sorted(samples)[len(samples) // 4]
+def _decile(samples: Sequence[float]) -> float:
+    return sorted(samples)[len(samples) // 10]
 
 
 def compare(

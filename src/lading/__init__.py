@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lading.ir.plan import Plan
     from lading.ir.program import Program
     from lading.ir.timeline import Timeline
-    from lading.planner.api import plan
+    from lading.prepare import plan
     from lading.runtime.probe import probe
     from lading.sim.engine import simulate
     from lading.train import Trainer
@@ -79,7 +79,7 @@ _DEFINED_IN = MappingProxyType(
         "Trainer": "lading.train",
         "capture": "lading.capture",
         "load_machine": "lading.catalog.load",
-        "plan": "lading.planner.api",
+        "plan": "lading.prepare",
         "probe": "lading.runtime.probe",
         "simulate": "lading.sim.engine",
     }

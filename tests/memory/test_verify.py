@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
@@ -11,12 +10,15 @@ import pytest
 from tests.interpreter import find_fault
 from tests.programs import (
     DEVICE,
+    PAGE,
     GraphBuilder,
     ProgramBuilder,
+    assert_rejects,
     chain,
     drop_action,
     drop_wait,
     edit,
+    find,
     keep_all,
     offloaded,
     repeat_action,
@@ -24,27 +26,10 @@ from tests.programs import (
 )
 
 from lading.errors import ProgramError
-from lading.ir.action import CALLER, Action, ActionKind
-from lading.ir.graph import OpKind, Role
+from lading.ir.action import Action, ActionKind
+from lading.ir.graph import Role
 from lading.ir.program import Program
-from lading.memory.layout import home_tiers
 from lading.memory.verify import verify
-
-PAGE = 4096
-
-
-def assert_rejects(program: Program, action_id: int | None, why: str) -> None:
-    """Rejected for ``why``, and the action is named by its id and its line."""
-    with pytest.raises(ProgramError, match=why) as caught:
-        verify(program)
-    assert caught.value.action_id == action_id
-    if action_id is not None:
-        assert f"action {action_id} [{program.actions[action_id]}]" in str(caught.value)
-
-
-def find(program: Program, test: Callable[[Action], bool], nth: int = 0) -> Action:
-    return [a for a in program.actions if test(a)][nth]
-
 
 # Valid programs.
 
@@ -91,8 +76,7 @@ def test_accepts_the_recompute_of_an_old_version_for_a_recompute() -> None:
     p.free(1)
     p.load(1, "disk")
     p.run(3)
-    for storage in list(p.live):
-        p.free(storage)
+    p.free_all()
     program = p.program()
     verify(program)
     assert not find_fault(program, Random(0), num_random=100)
@@ -111,8 +95,7 @@ def two_outputs() -> ProgramBuilder:
     p.free(1)
     p.recompute(0)
     p.run(1)
-    for storage in list(p.live):
-        p.free(storage)
+    p.free_all()
     return p
 
 
@@ -126,20 +109,7 @@ def test_recompute_places_exactly_the_outputs_that_are_not_resident() -> None:
     assert_rejects(edit(program, again.id, places=both), again.id, r"exactly the storages \[1\], got \[1, 2\]")
 
 
-def test_home_is_the_device_or_the_farthest_slot() -> None:
-    graph = chain(1).graph
-    program = ProgramBuilder(graph, {1: DEVICE, 2: "disk"}, {"host": [2, 3], "disk": [2, 1]}).program()
-    assert home_tiers(program) == {1: DEVICE, 2: "disk"}
-
-
-# One broken rule each. ``base`` has every feature; ids in comments are of chain(3): x 0, w 1-3, m 4-6, a 7-9, loss 10.
-
-
-@pytest.fixture(scope="module")
-def base() -> Program:
-    program = offloaded(chain(3), recompute=(0,)).program(overhead_bytes=10, workspace_bytes=20)
-    verify(program)
-    return program
+# One broken rule each. ``base`` has every feature; its ids are chain(3)'s: x 0, w 1-3, m 4-6, a 7-9, loss 10.
 
 
 def test_ids_are_positions(base: Program) -> None:
@@ -198,9 +168,25 @@ def test_a_dependency_may_not_be_reordered() -> None:
     p.run(2)
     p.run(1)
     p.run(3)
-    for storage in list(p.live):
-        p.free(storage)
+    p.free_all()
     assert_rejects(p.program(), 3, "after 1 writes .* found it after 2")
+
+
+def test_writes_keep_their_order() -> None:
+    """Two ops create the same storage, one after the other was read and freed."""
+    build = GraphBuilder()
+    a = build.storage("a", 64, Role.ACTIVATION)
+    build.op([], [a])
+    build.op([], [a])
+    for order, why in (((0, 1), ""), ((1, 0), "expected 1 writes of storage 0")):
+        p = ProgramBuilder(build.graph(), {}, {})
+        for op in order:
+            p.run(op)
+            p.free(a)
+        if why:
+            assert_rejects(p.program(), 0, why)
+        else:
+            verify(p.program())
 
 
 def test_independent_ops_may_be_reordered() -> None:
@@ -213,8 +199,7 @@ def test_independent_ops_may_be_reordered() -> None:
     p.batch(x)
     p.run(1)
     p.run(0)
-    for storage in list(p.live):
-        p.free(storage)
+    p.free_all()
     verify(p.program())
 
 
@@ -248,8 +233,7 @@ def in_place_race() -> Program:
     p.store(1, "disk")
     p.run(2)
     p.run(3)
-    for storage in list(p.live):
-        p.free(storage)
+    p.free_all()
     return p.program()
 
 
@@ -271,8 +255,7 @@ def test_stale_copy() -> None:
     p.free(1)
     load = p.load(1, "disk")
     p.run(3)
-    for storage in list(p.live):
-        p.free(storage)
+    p.free_all()
     assert_rejects(p.program(), load, r"expected the current value of storage 1 \(a\) \(2 writes\).*after 1 in disk")
 
 
@@ -285,8 +268,7 @@ def test_copy_must_exist_and_be_written() -> None:
     load = p.load(2, "disk")
     p.run(2)
     p.run(3)
-    for storage in list(p.live):
-        p.free(storage)
+    p.free_all()
     program = p.program()
     verify(program)
     waits = program.actions[load].waits
@@ -306,8 +288,7 @@ def test_store_waits_for_an_earlier_load() -> None:
     p.run(1)
     p.run(2)
     p.run(3)
-    for storage in list(p.live):
-        p.free(storage)
+    p.free_all()
     program = p.program()
     verify(program)
     assert program.actions[store].waits == (load,)
@@ -329,8 +310,7 @@ def test_recompute_rules() -> None:
     p.run(2)
     wrong = p.recompute(1)
     p.run(3)
-    for storage in list(p.live):
-        p.free(storage)
+    p.free_all()
     assert_rejects(p.program(), wrong, "after 1 writes of this step, found it after 2")
     assert_rejects(edit(p.program(), wrong, op=2, places=()), wrong, "writes in place")
     assert_rejects(edit(p.program(), 2, kind=ActionKind.RECOMPUTE), 2, "has not run yet")
@@ -378,8 +358,7 @@ def test_same_storage_is_freed_before_it_is_placed_again() -> None:
     load = p.load(1, "disk", offset=8 * PAGE)
     for op in (1, 2, 3):
         p.run(op)
-    for storage in list(p.live):
-        p.free(storage)
+    p.free_all()
     program = p.program()
     verify(program)
     store = free - 1
@@ -416,86 +395,6 @@ def test_freed_first_action() -> None:
     assert_rejects(with_actions(program, (*program.actions, run)), 1, "found it freed by action 0")
     load = Action(1, ActionKind.MOVE, "disk_read", storage=weight, source="disk", target=DEVICE, places=((weight, 0),))
     assert_rejects(with_actions(program, (*program.actions, load)), 1, "expected a copy")
-
-
-def test_arena_bounds_and_alignment(base: Program) -> None:
-    compute = find(base, lambda a: a.kind is ActionKind.COMPUTE)
-    (storage, _), *_ = compute.places
-    beyond = edit(base, compute.id, places=((storage, base.arena_bytes),))
-    assert_rejects(beyond, compute.id, "does not lie within the arena")
-    assert_rejects(edit(base, compute.id, places=((storage, -PAGE),)), compute.id, "does not lie within the arena")
-    assert_rejects(edit(base, compute.id, places=((storage, 64),)), compute.id, "multiple of 4096")
-    loss = find(base, lambda a: a.kind is ActionKind.COMPUTE and any(s == 10 for s, _ in a.places))
-    places = tuple((s, o + 8 if s == 10 else o) for s, o in loss.places)
-    assert_rejects(edit(base, loss.id, places=places), loss.id, "multiple of 64")
-
-
-def test_budgets(base: Program) -> None:
-    for tier in ("device", "disk"):
-        tight = {**base.budgets, tier: base.budgets[tier] - 1}
-        assert_rejects(replace(base, budgets=tight), None, rf"at most {tight[tier]} bytes in tier {tier}.*by 1 bytes")
-        none = {t: n for t, n in base.budgets.items() if t != tier}
-        assert_rejects(replace(base, budgets=none), None, f"expected a budget for tier {tier}")
-    assert_rejects(replace(base, overhead_bytes=base.overhead_bytes + 1), None, "tier device")
-
-
-def test_slots_and_resident(base: Program) -> None:
-    (first, at), (second, _), *rest = base.slots["disk"]
-    assert_rejects(replace(base, slots={"disk": ((first, at), (second, at), *rest)}), None, "overlap in disk")
-    assert_rejects(replace(base, slots={"disk": ((first, 64), *rest)}), None, "whole pages")
-    assert_rejects(replace(base, slots={"disk": (*base.slots["disk"], (first, 1 << 14))}), None, "twice")
-    assert_rejects(replace(base, slots={**base.slots, "tape": ()}), None, "slots in tiers among")
-    assert_rejects(replace(base, slots={"disk": ((99, 0),)}), None, r"expected storage ids .* slots of disk")
-    (weight, offset), *others = base.resident
-    assert_rejects(replace(base, resident=((0, offset), *others)), None, "does not outlive the step")
-    assert_rejects(replace(base, resident=((weight, offset), *base.resident)), None, "twice")
-    assert_rejects(replace(base, resident=((99, offset), *others)), None, "expected storage ids .* `resident`")
-    assert_rejects(replace(base, resident=tuple(others)), None, "give it a home")
-    on_top = ((weight, others[0][1]), *others)
-    assert_rejects(replace(base, resident=on_top), None, "`resident`: .* overlaps")
-
-
-def test_batch_and_losses_only_with_the_caller(base: Program) -> None:
-    out = find(base, lambda a: a.target == CALLER)
-    assert_rejects(drop_action(base, out.id), None, "expected every loss to go to the caller")
-    assert_rejects(edit(base, out.id, storage=7), out.id, "expected a loss")
-    enter = find(base, lambda a: a.source == CALLER)
-    assert_rejects(edit(base, enter.id, storage=8, places=((8, enter.places[0][1]),)), enter.id, "expected an input")
-
-
-def test_leak(base: Program) -> None:
-    free = find(base, lambda a: a.kind is ActionKind.FREE, -1)
-    storage = free.storage
-    placed = [a.id for a in base.actions if any(s == storage for s, _ in a.places)][-1]
-    assert_rejects(drop_action(base, free.id), placed, "does not outlive the step; free it")
-
-
-def test_persistent_storage_goes_home(base: Program) -> None:
-    store = find(base, lambda a: a.target == "disk", -1)
-    free = find(base, lambda a: a.kind is ActionKind.FREE and a.storage == store.storage)
-    assert base.graph.storages[store.storage or 0].role is Role.OPTIMIZER_STATE
-    assert_rejects(drop_action(base, store.id), free.id - 1, "in disk, its home, is old")
-    loads = [a.id for a in base.actions if any(s == store.storage for s, _ in a.places)]
-    assert_rejects(drop_action(base, free.id), loads[-1], "left on the device but its home is disk")
-
-
-def resident_round_trip(offset: int) -> Program:
-    """A resident weight is written, stored, freed and loaded back at ``offset``."""
-    build = GraphBuilder()
-    weight = build.storage("w", PAGE, Role.PARAMETER)
-    build.op([], [], [weight], kind=OpKind.STEP)
-    p = ProgramBuilder(build.graph(), {weight: DEVICE}, {"disk": [weight]})
-    p.run(0)
-    p.evict(weight, "disk")
-    p.load(weight, "disk", offset)
-    return p.program()
-
-
-def test_resident_ends_where_it_began() -> None:
-    verify(resident_round_trip(0))
-    moved = resident_round_trip(PAGE)
-    assert_rejects(moved, 3, "ends the step at 4096, expected 0")
-    assert_rejects(drop_action(resident_round_trip(0), 3), 2, "in `resident` but gone at the end")
 
 
 def test_a_large_program_takes_a_moment() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -13,9 +13,9 @@ from tests.runtime.cases import loss_fn, model_of
 from torch.nn import functional as F
 
 from lading.capture.trace import capture
-from lading.ir.graph import Literal, Op, OpKind, Phase, Ref, StepGraph
+from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref, StepGraph
+from lading.runtime.arena import view_of
 from lading.runtime.kernels import bind, out_overload, workspace_of
-from lading.testing.replay import Replay
 
 UNDEFINED = ("aten.empty_like.default", "aten.empty.memory_format")
 
@@ -71,44 +71,79 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[..., torch.Tenso
 }
 
 
-def case(name: str) -> tuple[StepGraph, Replay]:
+class Values:
+    """Bytes of every storage of a captured step, filled operation by operation in the functional form."""
+
+    def __init__(self, graph: StepGraph, named: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> None:
+        self.graph = graph
+        self.bytes = [torch.zeros(s.size_bytes, dtype=torch.uint8) for s in graph.storages]
+        given = [(p.tensor, named[p.names[0]]) for p in graph.parameters] + [(t, named[n]) for n, t in graph.buffers]
+        for tensor, value in (*given, *((t, batch[n]) for n, t in graph.inputs[0])):
+            self.tensor(tensor).copy_(value.detach())
+        for storage, stored in zip(self.bytes, graph.storages, strict=True):
+            if stored.data:
+                storage.copy_(torch.tensor(list(stored.data), dtype=torch.uint8))
+
+    def tensor(self, index: int) -> torch.Tensor:
+        return view_of(self.bytes[self.graph.tensors[index].storage], self.graph.tensors[index])
+
+    def run(self, op: Op) -> None:
+        with torch.no_grad():
+            out = resolve(op.name)(*map(self._decode, op.args), **{k: self._decode(v) for k, v in op.kwargs})
+        flat = list(out) if isinstance(out, (tuple, list)) else [out]
+        for value, tensor in zip(flat, op.results, strict=True):
+            if tensor is not None:
+                assert value.stride() == self.graph.tensors[tensor].stride
+                self.tensor(tensor).copy_(value)
+
+    def _decode(self, arg: Arg) -> Any:
+        if isinstance(arg, tuple):
+            return [self._decode(item) for item in arg]
+        return self.tensor(arg.tensor) if isinstance(arg, Ref) else decode_literal(arg)
+
+
+def decode_literal(arg: Any) -> Any:
+    if not isinstance(arg, Literal):
+        return arg
+    if arg.kind in ("device", "float"):
+        return {"device": torch.device, "float": float}[arg.kind](arg.value)
+    return getattr(torch, arg.value)
+
+
+def resolve(name: str) -> Any:
+    namespace, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+
+
+def case(name: str) -> Values:
     torch.manual_seed(0)
     build, loss = MODELS[name]
     model = build().train()
     batch = {k: torch.randint(0, 80, (2, 16)) for k in "xy"}
     graph = capture(model, batch, loss)
-    return graph, Replay(graph, dict(model.named_parameters()) | dict(model.named_buffers()), batch)
-
-
-def run_functional(replay: Replay, op: Op) -> None:
-    """Only this operation, into fresh storages (and somewhere for the loss that the replay returns)."""
-    graph = replay.graph
-    for storage in {graph.storage_of(t) for t in op.outputs} | {
-        graph.storage_of(t) for t in graph.losses
-    } - replay.bytes.keys():
-        replay.bytes[storage] = torch.zeros(graph.storages[storage].size_bytes, dtype=torch.uint8)
-    replay.graph = dataclasses.replace(graph, ops=(op,))
-    replay.run()
-    replay.graph = graph
+    return Values(graph, dict(model.named_parameters()) | dict(model.named_buffers()), batch)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bound_operations_give_the_bits_of_the_functional_ones(name: str) -> None:
-    graph, replay = case(name)
+    values = case(name)
+    graph = values.graph
     wrong: list[str] = []
     for op in graph.ops:
-        before = {s: replay.bytes[s].clone() for s in graph.reads(op)}
+        before = {s: values.bytes[s].clone() for s in graph.reads(op)}
         generator = torch.get_rng_state()
-        run_functional(replay, op)
-        want = [(t, replay.tensor(t).clone()) for t in (*op.outputs, *op.mutates)]
+        values.run(op)
+        want = [(t, values.tensor(t).clone()) for t in (*op.outputs, *op.mutates)]
         for storage in graph.writes(op):
-            replay.bytes[storage].copy_(before[storage]) if storage in before else replay.bytes[storage].fill_(0xFF)
+            values.bytes[storage].fill_(0xFF)
+            values.bytes[storage].copy_(before.get(storage, values.bytes[storage]))
         torch.set_rng_state(generator)
         with torch.inference_mode():
-            bind(op, replay.tensor).run()
-        if op.name not in UNDEFINED and not all(_same_bits(replay.tensor(t), value) for t, value in want):
+            bind(op, values.tensor).run()
+        if op.name not in UNDEFINED and not all(_same_bits(values.tensor(t), value) for t, value in want):
             wrong.append(op.name)
-        assert all(torch.equal(replay.bytes[s], old) for s, old in before.items() if s not in graph.writes(op)), op.name
+        untouched = before.keys() - set(graph.writes(op))
+        assert all(torch.equal(values.bytes[s], before[s]) for s in untouched), op.name
     assert wrong == []
 
 
@@ -117,7 +152,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_operations_with_a_kernel_for_given_results_take_no_scratch() -> None:
-    graph, _ = case("gpt")
+    graph = case("gpt").graph
     scratch = dict(zip((op.name for op in graph.ops), workspace_of(graph), strict=True))
     for name in ("mm", "addmm", "gelu", "gelu_backward", "_log_softmax", "embedding", "embedding_dense_backward"):
         assert scratch[f"aten.{name}.default"] == 0, name
@@ -153,14 +188,12 @@ def allocations(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("name", ["gpt", "moe", "bert", "odd"])
 def test_scratch_covers_what_is_allocated(name: str) -> None:
-    graph, replay = case(name)
+    values = case(name)
+    graph = values.graph
     seen: set[tuple[str, tuple[Any, ...]]] = set()
     for op, scratch in zip(graph.ops, workspace_of(graph), strict=True):
-        for tensor in op.outputs:
-            storage = graph.storage_of(tensor)
-            replay.bytes[storage] = torch.zeros(graph.storages[storage].size_bytes, dtype=torch.uint8)
         with torch.inference_mode():
-            kernel = bind(op, replay.tensor)
+            kernel = bind(op, values.tensor)
             key = (op.name, tuple(graph.tensors[t].shape for t in op.inputs))
             if key in seen:
                 kernel.run()
@@ -232,8 +265,7 @@ def test_unusual_layouts(name: str, values: tuple[Any, ...], result: torch.Tenso
     op, tensors = op_of(name, values, (result,))
     if name.startswith("aten.native_layer_norm"):  # two statistics that nobody wants
         op = dataclasses.replace(op, results=(*op.results, None, None))
-    namespace, packet, overload = name.split(".")
-    want = getattr(getattr(getattr(torch.ops, namespace), packet), overload)(*_lists(values))
+    want = resolve(name)(*_lists(values))
     with torch.inference_mode():
         bind(op, tensors.__getitem__).run()
     assert _same_bits(result, want[0] if isinstance(want, tuple) else want)

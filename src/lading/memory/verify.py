@@ -10,7 +10,7 @@ execution. FREE counts as a write, so it comes after all uses, and what is place
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 
 from lading.errors import ProgramError
@@ -38,10 +38,10 @@ def verify(program: Program) -> None:
 
 @dataclass(slots=True)
 class _Copy:
-    """What a lower tier's slot holds."""
+    """What a lower tier's slot holds, and which action wrote it."""
 
     version: int
-    uses: Uses = field(default_factory=Uses)
+    written: int = START
 
 
 def _versions(graph: StepGraph) -> tuple[list[dict[int, int]], list[dict[int, int]], list[int]]:
@@ -309,8 +309,10 @@ class _Verifier:
         copy = self.copies.get((action.source, storage))
         if copy is None:
             _fail(action, f"expected a copy of {self._name(storage)} in {action.source}, found none; store it before")
-        if (racing := self.order.read(copy.uses, action.id)) is not None:
-            _fail(action, f"reads the {action.source} copy that action {racing} may still be writing; wait for it")
+        if not self.order.before(copy.written, action.id):
+            _fail(
+                action, f"reads the {action.source} copy that action {copy.written} may still be writing; wait for it"
+            )
         if copy.version != self.version[storage]:
             _fail(
                 action,
@@ -325,10 +327,8 @@ class _Verifier:
                 action, f"expected a slot for {self._name(storage)} in {action.target}, found none; add one to `slots`"
             )
         residency = self._read(action, storage)
-        copy = self.copies.setdefault((action.target, storage), _Copy(0))
-        if (racing := self.order.write(copy.uses, action.id)) is not None:
-            _fail(action, f"writes the {action.target} copy that action {racing} may still be using; wait for it")
-        copy.version = residency.version
+        # No race with an earlier load of this slot: what is stored was placed after that load's residency was freed.
+        self.copies[action.target, storage] = _Copy(residency.version, action.id)
 
     def _free(self, action: Action) -> None:
         storage = action.storage
@@ -384,8 +384,6 @@ class _Verifier:
 
     def _fail_end(self, action: int, why: str) -> NoReturn:
         """Blame the action that left things so."""
-        if action == START:
-            raise ProgramError(f"end of the step: {why}")
         _fail(self.program.actions[action], f"at the end of the step, {why}")
 
 

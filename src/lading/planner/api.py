@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lading import __version__
+from lading.config import share_or_bytes
 from lading.cost.compute import missing_rates, op_costs
 from lading.errors import ConfigError, ProgramError
+from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Choice, Option, Plan, PolicyRow
@@ -59,6 +61,7 @@ def make_plan(
     budget: str | int,
     disk_budget: str | int | None = None,
     policy: str = "residency",
+    clip_norm: float = 0.0,
     workspace_bytes: Sequence[int] = (),
     run: dict[str, Any] | None = None,
 ) -> Planned:
@@ -69,6 +72,7 @@ def make_plan(
         budget: Device bytes ("256MB"), or a share ("50%") of what keep-all needs.
         disk_budget: Bytes allowed on disk; None allows the tier's capacity.
         policy: One of POLICIES.
+        clip_norm: What ``graph`` was expanded with; recorded.
         workspace_bytes: Scratch of each operation outside its tensors; () where unknown, which becomes an assumption.
         run: Configuration to record in the plan.
 
@@ -82,13 +86,14 @@ def make_plan(
     costs = Costs(tuple(op_costs(graph, machine.device)), tuple(workspace_bytes) or (0,) * len(graph.ops))
     free = Step(graph, lives, machine, costs, _budgets(machine, _NO_LIMIT, disk_budget))
     keep_all_bytes = free.lower({}).arena_bytes + fixed_bytes(machine, costs)
-    budgets = _budgets(machine, budget_bytes(budget, keep_all_bytes), disk_budget)
+    budgets = _budgets(machine, share_or_bytes(budget, keep_all_bytes), disk_budget)
     step = dataclasses.replace(free, budgets=budgets)
     rows, fitting = _plain_policies(step, free)
     found = _chosen(step, policy, rows, fitting)
     verify(found.program)
     _check_tiers(found.program)
-    rows.append(_row("residency", found)) if policy == "residency" else None
+    if policy == "residency":
+        rows.append(_row(policy, found))
     plan = Plan(
         version=__version__,
         graph_fingerprint=graph.fingerprint,
@@ -98,7 +103,7 @@ def make_plan(
         policy=policy,
         budgets=budgets,
         choices=_choices(lives, found.choices),
-        settings={"keep_all_bytes": float(keep_all_bytes)},
+        settings={"keep_all_bytes": float(keep_all_bytes), "clip_norm": clip_norm},
         step_s=found.timeline.duration_s,
         lower_bound_s=lower_bound_s(step),
         peak_bytes={"device": found.program.peak_bytes, **{t: found.program.tier_bytes(t) for t in found.program.slots}},
@@ -146,19 +151,6 @@ def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
             raise ConfigError(f"the plan was made for another {what} (expected {wanted}, found {found}); plan again")
 
 
-def budget_bytes(budget: str | int, keep_all_bytes: int) -> int:
-    """Bytes of a budget given as a size or as a share of what keep-all needs."""
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        try:
-            share = float(budget.strip()[:-1])
-        except ValueError as error:
-            raise ConfigError(f"expected a budget such as '256MB' or '50%', got {budget!r}") from error
-        if not 0 < share <= 100:
-            raise ConfigError(f"expected a budget share in (0, 100], got {budget!r}")
-        return int(keep_all_bytes * share / 100)
-    return parse_bytes(budget)
-
-
 def _budgets(machine: Machine, device: int, disk_budget: str | int | None) -> dict[str, int]:
     budgets = {"device": device}
     for tier in machine.tiers:
@@ -199,8 +191,6 @@ def _chosen(step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[st
 
 
 def _row(name: str, found: Found) -> PolicyRow:
-    from lading.ir.action import ActionKind  # noqa: PLC0415
-
     program, timeline = found.program, found.timeline
     spent = {event.action: event.end_s - event.start_s for event in timeline.events}
     recompute = sum(spent.get(a.id, 0.0) for a in program.actions if a.kind is ActionKind.RECOMPUTE)

@@ -66,3 +66,13 @@ def is_flat(tensor: Tensor, size_bytes: int) -> bool:
             return False
         expected *= length
     return tensor.offset == 0 and prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] == size_bytes
+
+
+def is_contiguous(tensor: Tensor, size_bytes: int) -> bool:
+    """Whether the tensor is the whole storage, its elements in row-major order."""
+    expected = 1
+    for length, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return tensor.offset == 0 and expected * DTYPE_BYTES[tensor.dtype] == size_bytes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from lading.ir.graph import Tensor
 from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.layout import DEVICE, home_tiers
-from lading.runtime.arena import Arena, is_flat, view_of
+from lading.runtime.arena import Arena, is_contiguous, is_flat, view_of
 from lading.runtime.binding import Binder, CallerData, checked_batches
 from lading.runtime.kernels import AdamWSettings, Rate
 from lading.runtime.measure import measured_timeline
@@ -195,6 +195,30 @@ class Executor:
                 self.tiers[home].read(start + offset, self._bounce.memory[: piece.numel()])
                 piece.copy_(self._bounce.bytes_at(0, piece.numel()))
         return view_of(result, self._views[storage]) if storage in self._views else result
+
+    def chunks(self, storage: int) -> Iterator[memoryview]:
+        """The bytes of a persistent tensor between steps, in the order of its elements, a few MiB at a time.
+
+        A chunk is valid until the next is asked for.
+
+        Raises:
+            ConfigError: not persistent.
+        """
+        self._check_usable()
+        home, size = self._home(storage), self.program.graph.storages[storage].size_bytes
+        if storage in self._views and not is_contiguous(self._views[storage], size):
+            whole = self.read_storage(storage).contiguous().flatten().view(torch.uint8)
+            yield whole.numpy().data
+            return
+        for offset in range(0, size, _BOUNCE_BYTES):
+            count = min(_BOUNCE_BYTES, size - offset)
+            if home == DEVICE:
+                piece = self._device_bytes(storage)[offset : offset + count]
+            else:
+                start = dict(self.program.slots[home])[storage]
+                self.tiers[home].read(start + offset, self._bounce.memory[:count])
+                piece = self._bounce.bytes_at(0, count)
+            yield piece.numpy().data
 
     def timeline(self) -> Timeline:
         """What happened when in the last step.

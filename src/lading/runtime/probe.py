@@ -1,7 +1,7 @@
 """Probe: measure this host in under a minute and write it down as a Machine.
 
 Everything is timed as the executor runs it (kernels bound to memory that exists, one reading and one writing disk
-thread), in rounds over all cases, and the lower quartile is kept: the host may be shared.
+thread), in rounds over all cases, and the lowest decile is kept: the host may be shared.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def probe(
     Args:
         folder: Where the disk tier would be; 288 MiB are used there for a few seconds.
         threads: Intra-op threads to measure with; None keeps torch's setting.
-        seconds: Time to spend, > 0; more gives steadier medians. One round of everything is done at least.
+        seconds: Time to spend, > 0; more gives steadier figures. One round of everything is done at least.
         progress: Called with one line per stage.
 
     Raises:
@@ -67,7 +67,7 @@ def probe(
         device, host, rounds = _probe_device(0.7 * seconds, used, say)
     trim()
     today = datetime.date.today().isoformat()
-    how = f"measured {today}, lower quartile of {rounds} rounds, {used} threads, torch {torch.__version__}"
+    how = f"measured {today}, lowest decile of {rounds} rounds, {used} threads, torch {torch.__version__}"
     sources = {
         "device": how,
         "tiers.disk": f"measured {today}, median of {disk.rounds} rounds. {disk.note}".rstrip(". "),

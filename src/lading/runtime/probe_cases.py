@@ -24,7 +24,7 @@ SIZES = (1 * KiB, 16 * KiB, 128 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
 _REGION_BYTES = {"a": 64 * MiB, "b": 32 * MiB, "o": 32 * MiB}
 _ROW = 1024
 _SHORT_S = 3e-4
-_DISTURBANCE_BYTES = 8 * MiB
+_DISTURBANCE_BYTES = 12 * MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +318,7 @@ class Stopwatch:
 
     A call that repeats at once finds its operands and even its code in the nearest cache and is up to five times
     faster than in a step, so a copy that is larger than a core's cache runs before each. Every round times each case,
-    so that a busy moment hits them alike; the lower quartile is kept, for the host may be shared. One thread is timed
+    so that a busy moment hits them alike; the lowest decile is kept, for the host may be shared. One thread is timed
     by its processor time, which waiting for a shared core does not lengthen.
     """
 
@@ -358,8 +358,8 @@ class Stopwatch:
         return rounds
 
     def seconds(self) -> list[float]:
-        """Seconds of one call of each case: the lower quartile of its samples."""
-        return [sorted(samples)[len(samples) // 4] for samples in self._samples]
+        """Seconds of one call of each case: the lowest decile of its samples."""
+        return [sorted(samples)[len(samples) // 10] for samples in self._samples]
 
 
 def _nothing() -> None:

@@ -16,8 +16,8 @@ _SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_softmax_backward_data", "_
 #: Elementwise kernels that compute in the type their inputs have in common.
 _PROMOTING = frozenset(
     {
-        "add", "addcdiv", "addcmul", "div", "eq", "ge", "gt", "le", "lerp", "lt", "maximum", "minimum", "mul", "ne", "pow",
-        "sub", "where",
+        "add", "addcdiv", "addcmul", "div", "eq", "ge", "gt", "le", "lerp", "lt", "maximum", "minimum", "mul", "ne",
+        "pow", "sub", "where",
     }
 )  # fmt: skip
 #: Kernels without inner scratch, but for a contiguous copy of what is not contiguous.
@@ -50,7 +50,7 @@ def inner_bytes(operation: str, inputs: Sequence[torch.Tensor], outputs: Sequenc
         case "_scaled_dot_product_flash_attention_for_cpu_backward":
             rows, columns, width = _attention_tile(inputs[1:])
             grad = 0 if inputs[0].transpose(1, 2).is_contiguous() else bytes_of(inputs[:1]) + 64
-            return grad + loose * _is_half(inputs) + threads * (2 * rows * columns * 4 + 64)
+            return grad + loose * _is_half(inputs) + threads * (2 * rows * columns + rows + 64) * 4
         case "native_layer_norm_backward":
             return loose + threads * 8 * inputs[1].shape[-1] + 4096
         case "convolution" | "convolution_backward":

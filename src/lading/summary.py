@@ -1,0 +1,82 @@
+"""What a run leaves behind: timelines, trace, report; and the same made again from its folder."""
+
+from __future__ import annotations
+
+import platform
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lading.ir.plan import Plan
+from lading.ir.timeline import Timeline
+from lading.prepare import Prepared, prepare_plan
+from lading.report.html import write_report
+from lading.report.metrics import read_metrics
+from lading.report.perfetto import write_trace
+from lading.report.summary import RunSummary
+
+
+def finish_run(prepared: Prepared, measured: Timeline) -> None:
+    """Save both timelines, the trace and the report into the run's folder."""
+    out = Path(prepared.run.out)
+    prepared.predicted.save(out / "predicted.json")
+    measured.save(out / "measured.json")
+    write_trace(out / "timeline.pftrace", [prepared.predicted, measured])
+    _write(prepared, measured, out)
+
+
+def write_run_report(folder: Path) -> Path:
+    """Write report.html from what a run left in ``folder``; returns its path.
+
+    Raises:
+        ConfigError: no plan there.
+    """
+    prepared = prepare_plan(Plan.load(folder / "plan.json"))
+    path = folder / "measured.json"
+    _write(prepared, Timeline.load(path) if path.is_file() else None, folder)
+    return folder / "report.html"
+
+
+def _write(prepared: Prepared, measured: Timeline | None, out: Path) -> None:
+    metrics = read_metrics(out / "metrics.jsonl") if (out / "metrics.jsonl").is_file() else []
+    plain = read_metrics(out / "plain.jsonl") if (out / "plain.jsonl").is_file() else []
+    write_report(
+        out / "report.html",
+        plan=prepared.plan,
+        program=prepared.program,
+        predicted=prepared.predicted,
+        measured=measured,
+        metrics=metrics,
+        summary=run_summary(prepared, measured, metrics, plain),
+    )
+
+
+def run_summary(
+    prepared: Prepared, measured: Timeline | None, metrics: list[dict[str, Any]], plain: list[dict[str, Any]]
+) -> RunSummary:
+    """The numbers at the top of the report."""
+    run, graph = prepared.run, prepared.graph
+    seconds = sorted(r["step_s"] for r in metrics[2:] or metrics)
+    parameters = sum(graph.storages[graph.storage_of(p.tensor)].size_bytes for p in graph.parameters) // 4
+    same = [r["loss"] for r in metrics] == [r["loss"] for r in plain][: len(metrics)] if plain and metrics else None
+    return RunSummary(
+        title=Path(run.out).name,
+        model=f"{run.model.name}, {parameters / 1e6:.2f} M parameters, "
+        f"{run.optimization.accumulation} x {run.data.batch_size} x {run.data.sequence_length} tokens a step",
+        machine=prepared.machine.name,
+        date=datetime.now().isoformat(sep=" ", timespec="minutes"),
+        budget_bytes=prepared.plan.budgets["device"],
+        keep_all_bytes=prepared.keep_all_bytes,
+        predicted_step_s=prepared.plan.step_s,
+        predicted_peak_bytes=prepared.program.peak_bytes,
+        plain_peak_bytes=max((r["memory_bytes"] for r in plain), default=None),
+        measured_step_s=seconds[len(seconds) // 2] if measured and seconds else None,
+        measured_step_spread_s=seconds[-1] - seconds[0] if seconds else 0.0,
+        measured_peak_bytes=max(r["memory_bytes"] for r in metrics) if measured and metrics else None,
+        identical_to_plain=same,
+        plain_losses=tuple((r["step"], r["loss"]) for r in plain),
+        versions={"lading": version("lading"), "torch": version("torch"), "python": platform.python_version()},
+        command=f"lading train --plan {run.out}/plan.json",
+    )
+

@@ -1,0 +1,131 @@
+"""Machine files: the catalog loads and says where its numbers come from; mistakes are named; text round-trips."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lading.catalog.load import (
+    load_machine,
+    machine_from_dict,
+    machine_names,
+    machine_to_toml,
+    save_machine,
+    unsourced,
+)
+from lading.errors import ConfigError, StorageError
+from lading.ir.graph import OpKind
+from lading.ir.machine import Curve, Machine
+
+NAMES = ("a100", "cpu", "h100", "rtx4090")
+
+
+def as_dict(machine: Machine) -> dict[str, object]:
+    return tomllib.loads(machine_to_toml(machine))
+
+
+def test_the_catalog_holds_what_the_docs_say() -> None:
+    assert machine_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_catalog_machine_round_trips_and_sources_every_number(name: str) -> None:
+    machine = load_machine(name)
+    assert machine.name == name
+    again = machine_from_dict(as_dict(machine), "again")
+    assert again == machine
+    assert again.fingerprint == machine.fingerprint
+    assert unsourced(machine) == ()
+    assert machine.tier("disk") is not None
+    assert (machine.tier("host") is not None) == (machine.device.kind == "cuda")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_catalog_machine_has_a_rate_for_every_class(name: str) -> None:
+    device = load_machine(name).device
+    computed = {OpKind.MATMUL, OpKind.CONVOLUTION, OpKind.STEP}
+    assert {kind.value for kind in OpKind if kind not in computed} <= device.rates.keys()
+    assert device.product_efficiency is not None
+
+
+def test_a_plan_may_carry_the_machine_as_json() -> None:
+    machine = load_machine("h100")
+    assert machine_from_dict(json.loads(json.dumps(dataclasses.asdict(machine))), "plan") == machine
+
+
+def test_a_number_without_a_source_is_found() -> None:
+    machine = load_machine("cpu")
+    kept = {k: v for k, v in machine.sources.items() if not k.startswith("tiers.disk")}
+    missing = unsourced(dataclasses.replace(machine, sources=kept))
+    assert "tiers.disk.read_bytes_per_s" in missing
+    assert all(key.startswith("tiers.disk.") for key in missing)
+
+
+def test_a_misspelt_key_is_named_with_the_nearest(tmp_path: Path) -> None:
+    text = machine_to_toml(load_machine("cpu")).replace("memory_bytes", "memory_bites")
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"mine\.toml.*'memory_bites'.*did you mean 'memory_bytes'"):
+        load_machine(path)
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'h100'"):
+        load_machine("h1000")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d["device"].pop("op_overhead_s"), "missing key 'op_overhead_s' in \\[device\\]"),
+        (lambda d: d["device"].update(memory_bytes="80GB"), "device.memory_bytes: expected an integer, got str"),
+        (lambda d: d["device"].update(memory_bytes=True), "device.memory_bytes: expected an integer"),
+        (lambda d: d["device"].update(op_overhead_s=float("nan")), "device.op_overhead_s: expected a finite number"),
+        (lambda d: d["device"].update(kind="tpu"), "f: \\[device\\] device kind must be"),
+        (lambda d: d["device"]["rates"]["copy"].update(rate=[1.0]), "\\[device.rates.copy\\] a curve needs as many"),
+        (lambda d: d["tiers"][0].update(read_bytes_per_s=0), "tier disk: read_bytes_per_s must be positive"),
+        (lambda d: d.update(tiers={}), "tiers: expected an array, got dict"),
+        (lambda d: d.update(device=3), "expected a table, got int"),
+    ],
+)
+def test_wrong_values_name_the_key_and_the_file(change: object, words: str) -> None:
+    data = as_dict(load_machine("cpu"))
+    change(data)  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=words) as raised:
+        machine_from_dict(data, "f")
+    assert str(raised.value).startswith("f: ")
+
+
+def test_broken_toml_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("name = ")
+    with pytest.raises(ConfigError, match=r"broken\.toml"):
+        load_machine(path)
+
+
+def test_saving_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text("old")
+    save_machine(load_machine("cpu"), path)
+    assert load_machine(path) == load_machine("cpu")
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(StorageError, match="writable folder"):
+        save_machine(load_machine("cpu"), tmp_path / "missing" / "m.toml")
+
+
+positive = st.floats(min_value=1e-300, max_value=1e300)
+
+
+@given(text=st.text(st.characters(codec="utf-8")), number=positive, sizes=st.lists(positive, min_size=1, unique=True))
+def test_any_text_and_number_survives_toml(text: str, number: float, sizes: list[float]) -> None:
+    base = load_machine("cpu")
+    curve = Curve(size=tuple(sorted(sizes)), rate=tuple(sizes))
+    device = dataclasses.replace(base.device, op_overhead_s=number, rates={text: curve}, product_efficiency=None)
+    machine = dataclasses.replace(base, name=text, device=device, sources={text: text}, tiers=())
+    assert machine_from_dict(as_dict(machine), "f") == machine

@@ -1,0 +1,400 @@
+"""The executor computes what plain PyTorch computes, bit for bit, whatever a program evicts and however threads run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import math
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.runtime.cases import (
+    OPTIMIZER,
+    at_random,
+    batches_of,
+    differing,
+    eager_run,
+    graph_of,
+    keep_all,
+    load,
+    model_of,
+    program_of,
+)
+
+from lading.capture.trace import capture
+from lading.errors import ConfigError, ProgramError, StorageError
+from lading.ir.action import Action, ActionKind
+from lading.ir.graph import PERSISTENT, StepGraph
+from lading.ir.plan import Option
+from lading.ir.program import Program
+from lading.ir.step import expand
+from lading.runtime.executor import Executor
+
+RATES = [1e-3, 5e-4, 2e-3]
+STEPS = [("gpt", 1, 0.0, 0.0), ("gpt", 2, 1.0, 0.2), ("llama", 2, 0.5, 0.0), ("moe", 1, 0.0, 0.0)]
+
+
+def disk_always(options: list[Option]) -> Option:
+    return Option.DISK if Option.DISK in options else Option.KEEP
+
+
+def executor_of(program: Program, folder: Path, **settings: object) -> Executor:
+    return Executor(program, optimizer=OPTIMIZER, folder=folder, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "micro", "clip", "dropout"), STEPS)
+@pytest.mark.parametrize("evict", ["nothing", "half", "all"])
+def test_equals_plain_pytorch(tmp_path: Path, name: str, micro: int, clip: float, dropout: float, evict: str) -> None:
+    sizes = {"dropout": dropout} if dropout else {}
+    graph = graph_of(model_of(name, **sizes), micro=micro, clip=clip)
+    pick = {"nothing": None, "half": at_random(0), "all": disk_always}[evict]
+    program = keep_all(graph) if pick is None else program_of(graph, pick)
+    batches, reference = batches_of(len(RATES), micro), model_of(name, **sizes)
+    losses = eager_run(reference, batches, RATES, clip)
+    with executor_of(program, tmp_path, poison=True) as executor:
+        load(executor, model_of(name, **sizes))
+        torch.manual_seed(2)
+        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES, strict=True)] == losses
+        assert differing(executor, reference) == []
+
+
+def test_sleeping_streams_do_not_change_the_numbers(tmp_path: Path) -> None:
+    graph = graph_of(model_of("gpt"), micro=2, clip=1.0)
+    program = program_of(graph, at_random(1))
+    assert set(program.streams) == {"compute", "disk_read", "disk_write"}
+    batches, reference = batches_of(2, 2), model_of("gpt")
+    losses = eager_run(reference, batches, RATES[:2], 1.0)
+    sleepers = {stream: random.Random(stream) for stream in program.streams}
+
+    def jitter(action: Action) -> None:
+        if sleepers[action.stream].random() < 0.2:
+            time.sleep(sleepers[action.stream].random() * 2e-3)
+
+    with executor_of(program, tmp_path, poison=True, jitter=jitter) as executor:
+        load(executor, model_of("gpt"))
+        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES[:2], strict=True)] == losses
+        assert differing(executor, reference) == []
+
+
+def test_a_missing_wait_shows(tmp_path: Path) -> None:
+    """The test above can fail: without the waits on reads, slow reads give wrong numbers."""
+    program = program_of(graph_of(model_of("gpt")), disk_always)
+    reads = {a.id for a in program.actions if a.stream == "disk_read"}
+    careless = tuple(
+        dataclasses.replace(a, waits=tuple(w for w in a.waits if w not in reads)) if a.stream == "compute" else a
+        for a in program.actions
+    )
+    losses = eager_run(model_of("gpt"), batches_of(1, 1), RATES[:1], 0.0)
+
+    def jitter(action: Action) -> None:
+        if action.stream == "disk_read":
+            time.sleep(1e-3)
+
+    program = dataclasses.replace(program, actions=careless)
+    with executor_of(program, tmp_path, poison=True, jitter=jitter) as executor:
+        load(executor, model_of("gpt"))
+        with contextlib.suppress(ProgramError):  # tokens of poison are no tokens
+            assert executor.step(batches_of(1, 1)[0], lr=RATES[0]) != losses[0]
+
+
+def test_a_use_after_free_shows(tmp_path: Path) -> None:
+    """Poison works: freeing a weight that is still needed turns the loss into NaN."""
+    program = keep_all(graph_of(model_of("llama")))
+    weight = program.graph.storage_of(program.graph.parameters[3].tensor)
+    first = next(a.id for a in program.actions if a.op is not None)
+    actions = list(program.actions)
+    actions.insert(first, Action(first, ActionKind.FREE, "compute", storage=weight, source="device"))
+    home = dict(program.resident)[weight]
+    use = dataclasses.replace(actions[first + 1], places=(*actions[first + 1].places, (weight, home)))
+    actions[first + 1] = use
+    numbered = tuple(dataclasses.replace(a, id=i) for i, a in enumerate(actions))
+    with executor_of(dataclasses.replace(program, actions=numbered), tmp_path, poison=True) as executor:
+        load(executor, model_of("llama"))
+        (loss,) = executor.step(batches_of(1, 1)[0], lr=1e-3)
+        assert math.isnan(loss)
+
+
+class Reused(torch.nn.Module):
+    """A buffer that changes in training, a constant, a frozen and a channels-last parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+        self.frozen = torch.nn.Parameter(torch.randn(8), requires_grad=False)
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x).mean((2, 3)) * self.frozen + torch.tensor([0.5, 1.5] * 4)
+        self.count.add_(y.detach().sum(0))  # type: ignore[operator]
+        return y.square().mean()
+
+
+def reused_run() -> tuple[Reused, StepGraph, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model, batch = Reused(), {"x": torch.randn(2, 4, 6, 6)}
+    return model, expand(capture(model, batch, lambda m, b: m(b["x"]))), batch
+
+
+def test_buffers_constants_and_layouts(tmp_path: Path) -> None:
+    model, graph, batch = reused_run()
+    with executor_of(keep_all(graph), tmp_path, poison=True) as executor:
+        load(executor, model)
+        assert differing(executor, model) == []
+        got = [executor.step([batch], lr=1e-2)[0] for _ in range(3)]
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], weight_decay=0.1, fused=True)
+        want = []
+        for _ in range(3):
+            optimizer.param_groups[0]["lr"] = 1e-2
+            loss = model(batch["x"])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            want.append(loss.item())
+        assert got == want
+        assert differing(executor, model) == []
+        (weight,) = (p.tensor for p in graph.parameters if p.names == ("conv.weight",))
+        weight = executor.read_storage(graph.storage_of(weight))
+        assert weight.stride() == model.conv.weight.stride()
+
+
+@pytest.mark.parametrize("evict", [None, disk_always], ids=["device", "disk"])
+def test_storages_come_back_as_written(tmp_path: Path, evict: object) -> None:
+    graph = graph_of(model_of("gpt", dim=128))
+    program = program_of(graph, evict)  # type: ignore[arg-type]
+    with executor_of(program, tmp_path) as executor:
+        homes = set(executor.homes.values())
+        assert homes == ({"device"} if evict is None else {"device", "disk"})
+        persistent = [i for i, s in enumerate(graph.storages) if s.role in PERSISTENT]
+        written = {}
+        for storage in persistent:
+            before = executor.read_storage(storage)
+            assert not before.any(), "storages start as zeros"
+            written[storage] = torch.randn(before.shape) if before.dtype is torch.float32 else before.clone()
+            executor.write_storage(storage, written[storage])
+        assert all(torch.equal(executor.read_storage(s), value) for s, value in written.items())
+        weight = next(s for s in persistent if written[s].dim() == 2)
+        executor.write_storage(weight, written[weight].t().contiguous().t())
+        assert torch.equal(executor.read_storage(weight), written[weight]), "other strides"
+        raw = torch.arange(graph.storages[weight].size_bytes).to(torch.uint8)
+        executor.write_storage(weight, raw)
+        assert torch.equal(executor.read_storage(weight).contiguous().view(torch.uint8).flatten(), raw)
+        executor.read_storage(weight).zero_()
+        assert executor.read_storage(weight).any(), "what is read is a copy"
+
+
+def test_storages_larger_than_the_bounce_buffer(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1100, 1001, bias=False)  # 4.4 MB and no whole page
+    batch = {"x": torch.randn(1, 1100)}
+    graph = expand(capture(model, batch, lambda m, b: m(b["x"]).mean()))
+    with executor_of(program_of(graph, disk_always), tmp_path) as executor:
+        storage = graph.storage_of(graph.parameters[0].tensor)
+        assert executor.homes[storage] == "disk"
+        executor.write_storage(storage, model.weight)
+        executor.step([batch], lr=0.0)
+        want = model.weight.detach() * 1.0
+        assert torch.equal(executor.read_storage(storage), want)
+
+
+def test_wrong_requests_are_refused(tmp_path: Path) -> None:
+    graph = graph_of(model_of("gpt"), micro=2)
+    (batches,) = batches_of(1, 2)
+    with executor_of(keep_all(graph), tmp_path) as executor:
+        load(executor, model_of("gpt"))
+        with pytest.raises(ConfigError, match="completed step"):
+            executor.timeline()
+        with pytest.raises(ConfigError, match="expected 2 micro-batches, got 1"):
+            executor.step(batches[:1], lr=1e-3)
+        with pytest.raises(ConfigError, match=r"micro-batch 1: expected the inputs \['x', 'y'\], got \['x'\]"):
+            executor.step([batches[0], {"x": batches[1]["x"]}], lr=1e-3)
+        with pytest.raises(ConfigError, match=r"expected 'y' of int64 \(2, 16\), got int32 \(2, 16\)"):
+            executor.step([{**batches[0], "y": batches[0]["y"].int()}, batches[1]], lr=1e-3)
+        with pytest.raises(ConfigError, match=r"expected 'x' of int64 \(2, 16\), got int64 \(2, 15\)"):
+            executor.step([{**batches[0], "x": batches[0]["x"][:, 1:]}, batches[1]], lr=1e-3)
+        with pytest.raises(ConfigError, match=r"'tokens.weight' as float32 \(80, 64\), got float32 \(64, 80\)"):
+            executor.write_storage(graph.storage_of(graph.parameters[0].tensor), torch.zeros(64, 80))
+        activation = next(i for i, s in enumerate(graph.storages) if s.role not in PERSISTENT)
+        with pytest.raises(ConfigError, match="holds no value between steps"):
+            executor.read_storage(activation)
+        executor.step(batches, lr=1e-3)
+        with pytest.raises(ConfigError, match="at least one compute thread"):
+            executor_of(keep_all(graph), tmp_path, threads=0)
+    executor.close()
+    with pytest.raises(ConfigError, match="closed"):
+        executor.step(batches, lr=1e-3)
+
+
+def test_timeline_is_one_legal_run(tmp_path: Path) -> None:
+    program = program_of(graph_of(model_of("gpt")), at_random(0))
+    with executor_of(program, tmp_path) as executor:
+        load(executor, model_of("gpt"))
+        (batch,) = batches_of(1, 1)
+        executor.step(batch, lr=1e-3)
+        executor.step(batch, lr=1e-3)
+        timeline = executor.timeline()
+        assert executor.timeline() is timeline
+    events = {event.action: event for event in timeline.events}
+    assert sorted(events) == list(range(len(program.actions)))
+    assert min(event.start_s for event in timeline.events) == 0.0
+    last: dict[str, float] = {}
+    for action in program.actions:
+        event = events[action.id]
+        assert event.stream == action.stream
+        assert last.get(action.stream, 0.0) <= event.start_s <= event.end_s
+        assert all(events[w].end_s <= event.start_s for w in action.waits), str(action)
+        last[action.stream] = event.end_s
+    assert 0 < timeline.peak_of_tier("device") <= program.arena_bytes + program.workspace_bytes
+    for tier in ("device", "disk"):
+        samples = [s.bytes_by_role for s in timeline.memory if s.tier == tier]
+        assert samples[0].get("parameter", 0) == samples[-1].get("parameter", 0)
+        assert all(size > 0 for sample in samples for size in sample.values())
+    assert "activation" not in [s for s in timeline.memory if s.tier == "device"][-1].bytes_by_role
+    assert timeline.source == "measured"
+    assert timeline.labels[0] == program.label(program.actions[0])
+
+
+@pytest.mark.parametrize("verb", ["preadv", "pwritev"])
+def test_a_failing_disk_stops_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    program = program_of(graph_of(model_of("gpt")), disk_always)
+    with executor_of(program, tmp_path) as executor:
+        load(executor, model_of("gpt"))
+        real, count = getattr(os, verb), iter(range(1000))
+
+        def broken(*args: object) -> int:
+            if next(count) >= 7:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(*args)
+
+        monkeypatch.setattr(os, verb, broken)
+        begin = time.perf_counter()
+        with pytest.raises(StorageError, match=r"action \d+ MOVE disk_\w+ .* failed: .*Input/output error"):
+            executor.step(batches_of(1, 1)[0], lr=1e-3)
+        assert time.perf_counter() - begin < 5
+        with pytest.raises(ConfigError, match="load a checkpoint"):
+            executor.step(batches_of(1, 1)[0], lr=1e-3)
+    assert not [t for t in threading.enumerate() if t.name.startswith("lading")]
+
+
+@pytest.mark.parametrize("stream", ["compute", "disk_read", "disk_write"])
+def test_any_stream_may_fail_at_any_action(tmp_path: Path, stream: str) -> None:
+    program = program_of(graph_of(model_of("gpt")), disk_always)
+    ids = [a.id for a in program.actions if a.stream == stream]
+    for position in (0, len(ids) // 2, len(ids) - 1):
+
+        def jitter(action: Action, bad: int = ids[position]) -> None:
+            if action.id == bad:
+                raise RuntimeError("boom")
+
+        with executor_of(program, tmp_path, jitter=jitter) as executor:
+            load(executor, model_of("gpt"))
+            with pytest.raises(ProgramError, match=rf"action {ids[position]} .*failed: boom") as caught:
+                executor.step(batches_of(1, 1)[0], lr=1e-3)
+            assert caught.value.action_id == ids[position]
+            assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_an_interrupt_comes_through(tmp_path: Path) -> None:
+    program = program_of(graph_of(model_of("gpt")), disk_always)
+
+    def jitter(action: Action) -> None:
+        if action.kind is ActionKind.STEP:
+            raise KeyboardInterrupt
+
+    with executor_of(program, tmp_path, jitter=jitter) as executor:
+        load(executor, model_of("gpt"))
+        with pytest.raises(KeyboardInterrupt):
+            executor.step(batches_of(1, 1)[0], lr=1e-3)
+    assert not [t for t in threading.enumerate() if t.name.startswith("lading")]
+
+
+def test_a_kernel_that_refuses_is_named(tmp_path: Path) -> None:
+    with executor_of(keep_all(graph_of(model_of("gpt"))), tmp_path) as executor:
+        load(executor, model_of("gpt"))
+        (batches,) = batches_of(1, 1)
+        batches[0]["x"][0, 0] = 1000
+        with pytest.raises(ProgramError, match=r"embedding tokens\) failed: .*out of range"):
+            executor.step(batches, lr=1e-3)
+
+
+def test_unknown_operations_are_refused_at_the_start(tmp_path: Path) -> None:
+    graph = graph_of(model_of("gpt"))
+    ops = (dataclasses.replace(graph.ops[0], name="mylib.nothing.default"), *graph.ops[1:])
+    program = dataclasses.replace(keep_all(graph), graph=dataclasses.replace(graph, ops=ops))
+    with pytest.raises(ProgramError, match=r"found 'mylib.nothing.default'; import the library") as caught:
+        executor_of(program, tmp_path)
+    assert caught.value.action_id is not None
+
+
+def test_one_run_per_folder(tmp_path: Path) -> None:
+    program = program_of(graph_of(model_of("gpt")), disk_always)
+    threads = torch.get_num_threads()
+    with executor_of(program, tmp_path, threads=2):
+        with pytest.raises(StorageError, match="in use by process"):
+            executor_of(program, tmp_path, threads=3)
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == threads
+    executor_of(program, tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from lading.runtime.executor import Executor
+from tests.runtime.cases import *
+model = model_of("gpt", dim=256, vocab_size=4096, num_layers=4, max_seq_len=128)
+batch = {k: torch.randint(0, 4096, (4, 128)) for k in "xy"}
+loss_fn(model, batch).backward()  # kernels warm: what they keep is the probe's overhead, not the program's
+model.zero_grad()
+graph = expand(capture(model, batch, loss_fn))
+evict = (lambda options: options[-1] if options[-1] is Option.DISK else Option.KEEP) if sys.argv[2] == "disk" else None
+program = program_of(graph, evict)
+with Executor(program, optimizer=OPTIMIZER, folder=Path(sys.argv[1])) as executor:
+    load(executor, model)
+    for _ in range(3):
+        executor.step([batch], lr=1e-3)
+    print(executor.peak_resident_bytes, program.arena_bytes, program.workspace_bytes, executor.timeline().peak_bytes)
+"""
+
+
+@pytest.mark.parametrize("evict", ["nothing", "disk"])
+def test_memory_stays_inside_arena_and_workspace(tmp_path: Path, evict: str) -> None:
+    command = [sys.executable, "-c", MEMORY, str(tmp_path), evict]
+    out = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    peak, arena, workspace, last = map(int, out.stdout.split())
+    assert arena > 16 << 20
+    assert last <= peak <= arena + workspace + (4 << 20), (peak, arena, workspace)
+    assert peak > arena // 2
+
+
+REUSE = """
+import resource, sys, torch
+from lading.runtime.resident import reuse_pages
+torch.set_num_threads(1)
+if sys.argv[1] == "reuse":
+    assert reuse_pages()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(40 << 18)
+before = faults()
+for _ in range(5):
+    torch.ones(40 << 18)  # 40 MiB
+print(faults() - before)
+"""
+
+
+def test_freed_temporaries_keep_their_pages() -> None:
+    def faults(mode: str) -> int:
+        return int(subprocess.check_output([sys.executable, "-c", REUSE, mode], timeout=60))
+
+    pages = (40 << 20) // 4096
+    assert faults("plain") > 5 * pages * 0.9
+    assert faults("reuse") < pages * 0.1

@@ -1,0 +1,122 @@
+"""The probe: a short one gives a whole machine; the fit recovers what made the times; disks fail with advice."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lading.catalog.load import machine_from_dict, machine_to_toml, unsourced
+from lading.errors import ConfigError, StorageError
+from lading.ir.graph import OpKind
+from lading.runtime import probe_disk
+from lading.runtime.host import host_id
+from lading.runtime.probe import probe
+from lading.runtime.probe_products import SHAPES, Product, fit_products
+from lading.units import MiB
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
+    folder = tmp_path_factory.mktemp("disk")
+    lines: list[str] = []
+    found = probe(folder=folder, threads=1, seconds=0.5, progress=lines.append)
+    assert list(folder.iterdir()) == []
+    assert len(lines) >= 3
+    return found
+
+
+def test_a_probe_is_a_complete_machine(machine) -> None:  # noqa: ANN001
+    import tomllib
+
+    computed = {OpKind.MATMUL, OpKind.CONVOLUTION}
+    assert {kind.value for kind in OpKind if kind not in computed} <= machine.device.rates.keys()
+    assert machine.host_id == host_id()
+    assert machine.device.num_threads == 1
+    assert {"float32", "bfloat16"} <= machine.device.peak_flops_per_s.keys()
+    assert unsourced(machine) == ()
+    assert machine_from_dict(tomllib.loads(machine_to_toml(machine)), "probe") == machine
+
+
+def test_probed_numbers_are_of_this_world(machine) -> None:  # noqa: ANN001
+    device, disk = machine.device, machine.tiers[-1]
+    assert 1e-7 < device.op_overhead_s < 1e-3
+    assert 1e9 < device.peak_flops_per_s["float32"] < 1e13
+    assert 1e8 < device.memory_bandwidth_bytes_per_s < 1e12
+    assert 1 * MiB < device.overhead_bytes < 2000 * MiB
+    assert 0 <= device.skinny_dim < 200
+    assert disk.name == "disk"
+    assert disk.mixed_read_bytes_per_s <= disk.read_bytes_per_s
+
+
+def test_the_probe_leaves_the_thread_count_alone(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(StorageError):
+        probe(folder=tmp_path / "missing", threads=before + 1, seconds=0.1)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("seconds", "threads"), [(0.0, 1), (-1.0, None), (1.0, 0)])
+def test_nonsense_is_refused(tmp_path: Path, seconds: float, threads: int | None) -> None:
+    with pytest.raises(ConfigError, match="expected seconds > 0"):
+        probe(folder=tmp_path, seconds=seconds, threads=threads)
+
+
+def test_the_fit_recovers_the_model_that_made_the_times() -> None:
+    overhead, peak, skinny = 5e-6, 1e11, 0.5 * 1.25**14
+
+    def seconds(m: int, k: int, n: int) -> float:
+        share = math.prod(d / (d + skinny) for d in (m, k, n))
+        return overhead + 2 * m * k * n / (peak * share)
+
+    fit = fit_products([Product(*shape, seconds(*shape)) for shape in SHAPES], overhead)
+    assert fit.skinny_dim == pytest.approx(skinny)
+    assert fit.mean_error < 1e-6
+    for rate in fit.efficiency.rate:
+        assert fit.peak * rate == pytest.approx(peak, rel=1e-3)
+
+
+def test_too_few_products_are_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 4"):
+        fit_products([Product(8, 8, 8, 1.0)], 0.0)
+
+
+def test_a_missing_folder_says_what_to_change(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="create it or choose another"):
+        probe_disk.probe_disk(tmp_path / "missing", 0.1)
+
+
+def test_a_full_disk_says_how_much_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="are free; free some space"):
+        probe_disk.probe_disk(tmp_path, 0.1, file_bytes=1 << 60)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_the_file_is_removed_when_the_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(StorageError, match="it is full; choose a writable folder"):
+        probe_disk.probe_disk(tmp_path, 0.1, file_bytes=32 * MiB)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_without_direct_access_is_measured_buffered_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: object, flags: int, mode: int = 0o777) -> int:
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(22, os.strerror(22))
+        return real(path, flags, mode)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+    found = probe_disk.probe_disk(tmp_path, 0.1, file_bytes=32 * MiB)
+    assert found.note.startswith("assumption: no O_DIRECT")
+    assert found.tier.read_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []

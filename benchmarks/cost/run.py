@@ -1,7 +1,7 @@
 """Cost model against the clock: every operation of a training step, predicted and measured, by class and in total.
 
 The step is captured, laid out in one arena with memory reused as a plan would, and run in program order with the
-executor's kernels; each operation's time is the lowest decile over the steps. No tiers: this judges operation costs only.
+executor's kernels; each operation's time is the lowest decile over the steps. No tiers: this judges operations only.
 
     python benchmarks/cost/run.py --threads 1 --probe-seconds 50
 """
@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ MODELS = {
     "tiny": ("llama", {"num_layers": 4, "dim": 128, "num_heads": 4, "num_kv_heads": 4}, (16, 128)),
     "small": ("llama", {"num_layers": 4, "dim": 512, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 8192}, (2, 256)),
     "gpt": ("gpt", {"num_layers": 4, "dim": 512, "num_heads": 8, "vocab_size": 8192}, (2, 256)),
-    "wide": ("llama", {"num_layers": 2, "dim": 1024, "num_heads": 16, "num_kv_heads": 16, "vocab_size": 16384}, (1, 512)),
+    "wide": ("llama", {"num_layers": 2, "dim": 1024, "num_heads": 16, "num_kv_heads": 8, "vocab_size": 8192}, (1, 512)),
     "moe": ("moe", {"num_layers": 2, "dim": 256, "num_heads": 4, "num_kv_heads": 4}, (4, 128)),
 }  # fmt: skip
 
@@ -122,7 +123,7 @@ def measured(name: str, steps: int) -> tuple[StepGraph, list[float], float]:
             for run in kernels:
                 run()
                 marks.append(clock())
-            samples.append([b - a for a, b in zip(marks, marks[1:], strict=False)])
+            samples.append([b - a for a, b in pairwise(marks)])
     per_op = [_decile(column) for column in zip(*samples, strict=True)]
     return graph, per_op, _decile(list(map(sum, samples)))
 
@@ -146,18 +147,20 @@ def compare(
     print(f"{'':48}{'ops':>6}{'predicted':>12}{'measured':>12}{'error':>8}{'share':>8}")
     for key in sorted(rows):
         cost, real, count = rows[key]
-        print(
-            f"{key.split('|')[1]:48}{count:6.0f}{cost * 1e3:9.2f} ms{real * 1e3:9.2f} ms{cost / real - 1:+8.0%}{real / sum(seconds):8.0%}"
-        )
-    total, real = sum(costs), sum(seconds)
-    print(f"{'sum of operations':48}{len(costs):6}{total * 1e3:9.2f} ms{real * 1e3:9.2f} ms{total / real - 1:+8.1%}")
-    print(f"{'step':48}{'':6}{total * 1e3:9.2f} ms{whole * 1e3:9.2f} ms{total / whole - 1:+8.1%}")
+        print(_line(key.split("|")[1], count, cost, real) + f"{real / sum(seconds):8.0%}")
+    total = sum(costs)
+    print(_line("sum of operations", len(costs), total, sum(seconds)))
+    print(_line("step", len(costs), total, whole))
     for line in missing_rates(graph, machine.device):
         print(f"assumption: {line}")
     return {
         "predicted_s": total, "measured_s": whole, "error": total / whole - 1,
         "kinds": {k.split("|")[1]: v for k, v in rows.items() if not k.split("|")[1].startswith(" ")},
     }  # fmt: skip
+
+
+def _line(name: str, count: float, cost: float, real: float) -> str:
+    return f"{name:48}{count:6.0f}{cost * 1e3:9.2f} ms{real * 1e3:9.2f} ms{cost / real - 1:+8.1%}"
 
 
 def worst(graph: StepGraph, machine: Machine, seconds: Sequence[float], count: int) -> None:
@@ -171,9 +174,7 @@ def worst(graph: StepGraph, machine: Machine, seconds: Sequence[float], count: i
         row[1] += real
         row[2] += 1
     for key, (cost, real, n) in sorted(found.items(), key=lambda item: -abs(item[1][0] - item[1][1]))[:count]:
-        print(
-            f"  {n:4} x {key[0]:40} predicted {cost / n * 1e6:9.1f} us measured {real / n * 1e6:9.1f} us  {key[2]} B {key[1]}"
-        )
+        print(f"  {key[0]} {key[2]} B {key[1]}\n  " + _line("", n, cost, real))
 
 
 def main() -> None:
@@ -201,9 +202,7 @@ def main() -> None:
     results: dict[str, object] = {"threads": options.threads, "torch": torch.__version__, "host": machine.host_id}
     for name in options.models:
         graph, seconds, whole = measured(name, options.steps)
-        print(
-            f"\n{name}: {MODELS[name]}, {options.threads} threads, {sum(g.size_bytes for g in graph.storages) >> 20} MiB of tensors"
-        )
+        print(f"\n{name}: {MODELS[name]}, {options.threads} threads")
         results[name] = compare(graph, machine, seconds, whole, options.detail)
         worst(graph, machine, seconds, options.worst)
     if options.json:

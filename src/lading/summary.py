@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lading import __version__
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.prepare import Prepared, prepare_plan
@@ -76,7 +77,7 @@ def run_summary(
         measured_peak_bytes=max(r["memory_bytes"] for r in metrics) if measured and metrics else None,
         identical_to_plain=same,
         plain_losses=tuple((r["step"], r["loss"]) for r in plain),
-        versions={"lading": version("lading"), "torch": version("torch"), "python": platform.python_version()},
+        versions={"lading": __version__, "torch": version("torch"), "python": platform.python_version()},
         command=f"lading train --plan {run.out}/plan.json",
     )
 

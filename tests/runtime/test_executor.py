@@ -251,11 +251,14 @@ def test_timeline_is_one_legal_run(tmp_path: Path) -> None:
         assert all(events[w].end_s <= event.start_s for w in action.waits), str(action)
         last[action.stream] = event.end_s
     assert 0 < timeline.peak_of_tier("device") <= program.arena_bytes + program.workspace_bytes
-    for tier in ("device", "disk"):
-        samples = [s.bytes_by_role for s in timeline.memory if s.tier == tier]
-        assert samples[0].get("parameter", 0) == samples[-1].get("parameter", 0)
-        assert all(size > 0 for sample in samples for size in sample.values())
-    assert "activation" not in [s for s in timeline.memory if s.tier == "device"][-1].bytes_by_role
+    assert all(size > 0 for sample in timeline.memory for size in sample.bytes_by_role.values())
+    device = [s.bytes_by_role for s in timeline.memory if s.tier == "device"]
+    assert (
+        device[0]
+        == device[-1]
+        == {"parameter": device[0]["parameter"], "optimizer_state": device[0]["optimizer_state"]}
+    )
+    assert 0 < timeline.peak_of_tier("disk") <= program.tier_bytes("disk")
     assert timeline.source == "measured"
     assert timeline.labels[0] == program.label(program.actions[0])
 
@@ -371,30 +374,39 @@ def test_memory_stays_inside_arena_and_workspace(tmp_path: Path, evict: str) -> 
     command = [sys.executable, "-c", MEMORY, str(tmp_path), evict]
     out = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
     peak, arena, workspace, last = map(int, out.stdout.split())
-    assert arena > 16 << 20
-    assert last <= peak <= arena + workspace + (4 << 20), (peak, arena, workspace)
+    assert arena > 64 << 20
+    # 8 MiB: code pages, BLAS buffers, thread stacks and closures; a fresh process's share of that is probed.
+    assert last <= peak <= arena + workspace + (8 << 20), (peak, arena, workspace)
     assert peak > arena // 2
 
 
 REUSE = """
 import resource, sys, torch
-from lading.runtime.resident import reuse_pages
+from lading.runtime.resident import resident_bytes, reuse_pages, trim
 torch.set_num_threads(1)
-if sys.argv[1] == "reuse":
-    assert reuse_pages()
+size = int(sys.argv[1])
+assert reuse_pages()
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.ones(40 << 18)
-before = faults()
-for _ in range(5):
-    torch.ones(40 << 18)  # 40 MiB
-print(faults() - before)
+trim()
+start = resident_bytes()
+for round in range(40):
+    if round == 20:
+        before = faults()
+    several = [torch.ones(size >> 4) for _ in range(4)]
+    del several
+print((faults() - before) / 20, resident_bytes() - start)
 """
 
 
-def test_freed_temporaries_keep_their_pages() -> None:
-    def faults(mode: str) -> int:
-        return int(subprocess.check_output([sys.executable, "-c", REUSE, mode], timeout=60))
+def test_freed_temporaries_keep_their_pages_up_to_a_size() -> None:
+    def run(size: int) -> tuple[float, float]:
+        out = subprocess.check_output([sys.executable, "-c", REUSE, str(size)], timeout=60)
+        faults, left = map(float, out.split())
+        return faults * 4096 / size, left / size
 
-    pages = (40 << 20) // 4096
-    assert faults("plain") > 5 * pages * 0.9
-    assert faults("reuse") < pages * 0.1
+    for size in (1 << 20, 4 << 20, 12 << 20):
+        faults, left = run(size)
+        assert faults < 0.05
+        assert left < 8
+    faults, left = run(40 << 20)
+    assert left < 0.1, "large ones leave nothing behind"

@@ -202,6 +202,57 @@ def test_scratch_covers_what_is_allocated(name: str) -> None:
             assert allocations(kernel.run) <= scratch + 2048, op.name  # a few scalars
 
 
+def large_calls(batch: int) -> Iterator[tuple[str, tuple[Any, ...], tuple[torch.Tensor, ...]]]:
+    """Kernels that run in pieces, at sizes where they do: name, arguments, results of the whole."""
+    aten, heads, length, width = torch.ops.aten, 6, 160, 64
+    x, grad = torch.randn(2, batch, length * 3, 64 * heads).unbind()
+    weight, bias = torch.randn(2, 64 * heads).unbind()
+    norm = (x, (64 * heads,), weight, bias, 1e-5)
+    result = aten.native_layer_norm.default(*_lists(norm))
+    yield "aten.native_layer_norm.default", norm, result
+    back = (grad, x, (64 * heads,), *result[1:], weight, bias, (True, True, True))
+    yield "aten.native_layer_norm_backward.default", back, aten.native_layer_norm_backward.default(*_lists(back))
+    qkv = torch.randn(batch, length * 6, 3 * width * heads)
+    q, k, v = (y.unflatten(2, (heads, width)).transpose(1, 2) for y in qkv.chunk(3, -1))
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    result = getattr(aten, name).default(q, k, v, 0.0, True)
+    yield f"aten.{name}.default", (q, k, v, 0.0, True), result
+    back = (torch.randn(batch, length * 6, heads, width).transpose(1, 2), q, k, v, *result, 0.0, True)
+    yield f"aten.{name}_backward.default", back, getattr(aten, f"{name}_backward").default(*back)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("batch", [1, 5])
+def test_pieces_give_the_bits_of_the_whole_with_less_scratch(batch: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    for name, values, want in large_calls(batch):
+        op, tensors = op_of(name, values, tuple(map(torch.empty_like, want)))
+        with torch.inference_mode():
+            kernel = bind(op, tensors.__getitem__)
+            kernel.run()
+            assert allocations(kernel.run) <= kernel.scratch_bytes, name
+        got = tensors[len(op.inputs) :]
+        assert all(map(_same_bits, got, want)), name
+        if batch > 1:
+            assert kernel.scratch_bytes < sum(t.nbytes for t in want) * 0.6, name
+
+
+def test_attention_with_a_mask_in_pieces() -> None:
+    torch.manual_seed(0)
+    aten = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    q, k, v = torch.randn(3, 4, 4, 300, 64).unbind()
+    for mask in (torch.randn(4, 1, 300, 300), torch.randn(1, 4, 300, 300), torch.randn(300, 300)):
+        want = aten(q, k, v, 0.0, False, attn_mask=mask)
+        op, tensors = op_of("aten._scaled_dot_product_flash_attention_for_cpu.default", (q, k, v, 0.0, False), want)
+        op = dataclasses.replace(op, kwargs=(("attn_mask", Ref(5)),), inputs=(0, 1, 2, 5))
+        copies = [*tensors[:3], *map(torch.zeros_like, want), mask]
+        kernel = bind(op, copies.__getitem__)
+        kernel.run()
+        assert kernel.scratch_bytes < sum(t.nbytes for t in want)
+        assert all(map(_same_bits, copies[3:5], want))
+
+
 @pytest.mark.parametrize("length", [200, 800])
 def test_attention_scratch_at_larger_tiles(length: int) -> None:
     torch.set_num_threads(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from lading.catalog.load import machine_from_dict, machine_to_toml, unsourced
 from lading.errors import ConfigError, StorageError
 from lading.ir.graph import OpKind
+from lading.ir.machine import Machine
 from lading.runtime import probe_disk
 from lading.runtime.host import host_id
 from lading.runtime.probe import probe
@@ -20,7 +22,7 @@ from lading.units import MiB
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
     folder = tmp_path_factory.mktemp("disk")
     lines: list[str] = []
     found = probe(folder=folder, threads=1, seconds=0.5, progress=lines.append)
@@ -29,9 +31,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
     return found
 
 
-def test_a_probe_is_a_complete_machine(machine) -> None:  # noqa: ANN001
-    import tomllib
-
+def test_a_probe_is_a_complete_machine(machine: Machine) -> None:
     computed = {OpKind.MATMUL, OpKind.CONVOLUTION}
     assert {kind.value for kind in OpKind if kind not in computed} <= machine.device.rates.keys()
     assert machine.host_id == host_id()
@@ -41,7 +41,7 @@ def test_a_probe_is_a_complete_machine(machine) -> None:  # noqa: ANN001
     assert machine_from_dict(tomllib.loads(machine_to_toml(machine)), "probe") == machine
 
 
-def test_probed_numbers_are_of_this_world(machine) -> None:  # noqa: ANN001
+def test_probed_numbers_are_of_this_world(machine: Machine) -> None:
     device, disk = machine.device, machine.tiers[-1]
     assert 1e-7 < device.op_overhead_s < 1e-3
     assert 1e9 < device.peak_flops_per_s["float32"] < 1e13

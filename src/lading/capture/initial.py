@@ -17,6 +17,8 @@ from lading.capture.interpret import Interpreter
 from lading.capture.trace import Tracer
 from lading.ir.graph import Op, Storage, Tensor
 
+_OVERWRITE = frozenset({"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_", "random_"})
+
 
 @dataclass(frozen=True)
 class Deferred:
@@ -47,24 +49,37 @@ class Deferred:
         with torch.no_grad():
             for index, op in enumerate(self.ops):
                 values.run(op)
-                for storage in ending.get(index, ()):
-                    for name in names.pop(storage, ()):
+                for storage, final in ending.get(index, ()):
+                    for name in names.pop(storage, ()) if final else ():
                         sink(name, values.tensor(self.named[name]))
                     values.bytes.pop(storage, None)
             for storage in sorted(names):  # constants, which no operation makes
                 for name in names[storage]:
                     sink(name, values.tensor(self.named[name]))
 
-    def _last_uses(self) -> dict[int, list[int]]:
-        """Op index -> storages that nothing touches after it."""
+    def _last_uses(self) -> dict[int, list[tuple[int, bool]]]:
+        """Op index -> storages whose value nothing needs after it, and whether that value is the final one.
+
+        A value that is overwritten as a whole (a module's own initialisation, before the model's) is dropped at once.
+        """
         last: dict[int, int] = {}
+        ending: dict[int, list[tuple[int, bool]]] = {}
         for index, op in enumerate(self.ops):
-            for tensor in (*op.inputs, *op.outputs, *op.mutates):
-                last[self.tensors[tensor].storage] = index
-        ending: dict[int, list[int]] = {}
+            for tensor in dict.fromkeys((*op.inputs, *op.outputs, *op.mutates)):
+                storage = self.tensors[tensor].storage
+                if storage in last and self._overwrites(op, tensor) and last[storage] != index:
+                    ending.setdefault(last[storage], []).append((storage, False))
+                last[storage] = index
         for storage, index in last.items():
-            ending.setdefault(index, []).append(storage)
+            ending.setdefault(index, []).append((storage, True))
         return ending
+
+    def _overwrites(self, op: Op, tensor: int) -> bool:
+        """Whether the operation sets every byte of the tensor's storage without reading it."""
+        name = op.name.split(".")[1]
+        found = self.tensors[tensor]
+        whole = found.size_bytes == self.storages[found.storage].size_bytes
+        return name in _OVERWRITE and op.mutates == (tensor,) and whole and 0 not in found.stride
 
 
 def defer(build: Callable[[], torch.nn.Module]) -> Deferred:

@@ -34,8 +34,10 @@ class Interpreter:
                 self.put(tensor, value)
 
     def tensor(self, index: int) -> torch.Tensor:
-        """The view of its storage that a graph tensor is."""
+        """The view of its storage that a graph tensor is; the bytes mean nothing where it has no value yet."""
         t = self.tensors[index]
+        if t.storage not in self.bytes:
+            self.bytes[t.storage] = torch.empty(self.storages[t.storage].size_bytes, dtype=torch.uint8)
         return self.bytes[t.storage].view(getattr(torch, t.dtype)).as_strided(t.shape, t.stride, t.offset)
 
     def put(self, index: int, value: torch.Tensor) -> None:
@@ -47,8 +49,6 @@ class Interpreter:
         t = self.tensors[index]
         if value.dtype is not getattr(torch, t.dtype) or tuple(value.shape) != t.shape:
             raise CaptureError(f"expected {t.dtype} {t.shape}, the kernel gave {value.dtype} {tuple(value.shape)}")
-        if t.storage not in self.bytes:
-            self.bytes[t.storage] = torch.empty(self.storages[t.storage].size_bytes, dtype=torch.uint8)
         self.tensor(index).copy_(value.detach())
 
     def _decode(self, arg: Arg) -> Any:

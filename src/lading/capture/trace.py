@@ -415,6 +415,9 @@ class Tracer(TorchDispatchMode):
             yield Parameter(tuple(names[key]), self.tensor_id(tensor), gradient)
 
 
+#: Batch norms that update their running statistics (arguments 3 and 4) though their schema does not say so, and the
+#: position of the flag that makes them.
+_HIDDEN_BUFFERS = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5}
 _LITERALS: dict[str, type] = {
     "dtype": torch.dtype,
     "device": torch.device,
@@ -452,7 +455,10 @@ def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Tensors among the arguments that the operation's schema says it writes."""
+    """Tensors among the arguments that the operation writes, as its schema says or hides."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in _HIDDEN_BUFFERS and args[_HIDDEN_BUFFERS[name]]:
+        return [t for t in args[3:5] if t is not None]
     if not func._schema.is_mutable:
         return []
     values: list[Any] = []

@@ -233,17 +233,22 @@ def _is_tables(value: object) -> bool:
 
 
 def _key(key: str) -> str:
-    return key if key and all(c.isalnum() and c.isascii() or c in "-_" for c in key) else json.dumps(key)
+    return key if key and all((c.isalnum() and c.isascii()) or c in "-_" for c in key) else _quoted(key)
 
 
 def _value(value: object) -> str:
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return _quoted(value)
     if isinstance(value, int):
         return f"{value:_}"
     if isinstance(value, float):
         return _number(value)
     return "[" + ", ".join(_value(item) for item in cast("tuple[object, ...]", value)) + "]"
+
+
+def _quoted(text: str) -> str:
+    """A JSON string is a TOML string, but for DEL and characters written as two surrogates."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _number(value: float) -> str:

@@ -186,7 +186,7 @@ class Demo:
         MemoryConfig(budget=self.budget)
         if not 0 < self.seconds < 1e6:
             raise ConfigError(f"--seconds: expected a time above 0, got {self.seconds}")
-        from lading.train import demo
+        from lading.cli.demo import demo
 
         print(demo(self.out, self.budget, self.seconds))
 

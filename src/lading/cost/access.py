@@ -14,7 +14,7 @@ _FILLS = ("new_", "zeros_like", "ones_like", "full_like", "rand_like", "randn_li
 
 
 class Walk(NamedTuple):
-    """``runs`` two-dimensional pieces of contiguous rows, one for a whole tensor; ``strided`` if rows are not contiguous."""
+    """``runs`` two-dimensional pieces of contiguous rows, 1 for a dense tensor; ``strided`` if rows are scattered."""
 
     runs: int
     strided: bool
@@ -82,7 +82,7 @@ def _iterate(result: Tensor, strides: list[tuple[int, ...]]) -> Walk:
         return Walk(1, False)
     first = dims[0]
     steps = [s[first] for s in strides]
-    if any(step > 1 for step in steps) or all(step == 0 for step in steps[:-1]) and len(steps) > 1:
+    if any(step > 1 for step in steps) or (all(step == 0 for step in steps[:-1]) and len(steps) > 1):
         return Walk(1, True)
     rest = _merge(result.shape, _merge(result.shape, dims, strides), strides)
     return Walk(prod(result.shape[d] for d in rest), False)

@@ -7,7 +7,8 @@
 
 A rate is looked up by the operation's own name ("gelu_backward", "bmm"), then by its cost class ("transcendental",
 "norm_backward"), each first with ".strided" appended when it walks against the order of memory; at last it is the
-memory bandwidth. "runs" bounds operations on many small pieces of memory. Own rates of products are FLOP/s against the FLOP of one matrix.
+memory bandwidth. "runs" bounds operations on many small pieces of memory. Own rates of products are FLOP/s against
+the FLOP of one matrix.
 Only the last is a guess, and ``missing_rates`` says where it was made. Rates hold for one operation at a time with
 whatever of its operands is in cache as in the probe; contention with moves is the simulator's affair.
 """

@@ -49,9 +49,19 @@ class Lowered:
     arena_bytes: int
 
 
+#: What the executor holds for one operation: its actions, their calls and the views they work on.
+#: Measured: 3.7 MB for 1053 operations (3147 actions) of a Llama at a 30% budget, torch 2.13.
+_BYTES_PER_OP = 4096
+
+
+def overhead_bytes(machine: Machine, costs: Costs) -> int:
+    """What the running process needs besides tensors and scratch."""
+    return machine.device.overhead_bytes + _BYTES_PER_OP * len(costs.op_seconds)
+
+
 def fixed_bytes(machine: Machine, costs: Costs) -> int:
     """Bytes of the device's budget that are not the arena's."""
-    return machine.device.overhead_bytes + max(costs.workspace_bytes, default=0)
+    return overhead_bytes(machine, costs) + max(costs.workspace_bytes, default=0)
 
 
 def lower(
@@ -134,7 +144,7 @@ def _connect(
         resident=tuple((r.storage, offset) for r, offset in zip(emission.residencies, offsets, strict=True) if r.initial),
         slots=slots,
         budgets=budgets,
-        overhead_bytes=machine.device.overhead_bytes,
+        overhead_bytes=overhead_bytes(machine, costs),
     )
 
 

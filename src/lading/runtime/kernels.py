@@ -18,6 +18,7 @@ import torch
 from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
 from lading.optim.adamw import AdamWSettings, adamw_step
+from lading.runtime.pieces import in_pieces
 from lading.runtime.scratch import bytes_of, inner_bytes, out_bytes
 
 Call = Callable[[], object]
@@ -88,6 +89,8 @@ def bind(op: Op, view: View, *, optimizer: AdamWSettings | None = None, rate: Ra
     if placed and (name := out_overload(op.name)) is not None:
         dropped = bytes_of(call.outs) if len(call.outs) > 1 else 0  # where it is recomputed for one of its results
         return Kernel(_into(call, name), out_bytes(label, inputs) + dropped)
+    if not op.mutates and (parts := in_pieces(label, call.overload._op, call.args, call.kwargs, call.outs)) is not None:
+        return Kernel(*parts)
     return Kernel(_functional(call), bytes_of(call.outs) + inner_bytes(label, inputs, call.outs))
 
 

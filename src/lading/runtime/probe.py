@@ -67,7 +67,7 @@ def probe(
         device, host, rounds = _probe_device(0.7 * seconds, used, say)
     trim()
     today = datetime.date.today().isoformat()
-    how = f"measured {today}, lowest decile of {rounds} rounds, {used} threads, torch {torch.__version__}"
+    how = f"measured {today}, lowest decile of up to {rounds} samples, {used} threads, torch {torch.__version__}"
     sources = {
         "device": how,
         "tiers.disk": f"measured {today}, median of {disk.rounds} rounds. {disk.note}".rstrip(". "),

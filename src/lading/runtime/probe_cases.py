@@ -21,10 +21,12 @@ from lading.units import KiB, MiB
 
 #: Bytes an operation reads and writes in all: from its fixed cost through every cache to memory.
 SIZES = (1 * KiB, 16 * KiB, 128 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
-_REGION_BYTES = {"a": 64 * MiB, "b": 32 * MiB, "o": 32 * MiB}
+_SLOW_SIZES = SIZES[:5]
+_SLOW = frozenset({"sort", "topk", "random"})
+_REGION_BYTES = {"a": 64 * MiB, "b": 32 * MiB, "o": 64 * MiB}
 _ROW = 1024
 _SHORT_S = 3e-4
-_DISTURBANCE_BYTES = 12 * MiB
+_DISTURBANCE_BYTES = 10 * MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ _Make = Callable[[Pool, int], _Spec]
 def rate_cases(pool: Pool) -> Iterator[Case]:
     """A case for each rate in bytes/s and each size."""
     for key, make in _MAKERS.items():
-        for size in SIZES:
+        for size in _SLOW_SIZES if key in _SLOW else SIZES:
             name, args, outs = make(pool, size)
             work = sum(_touched(t) for t in (*_tensors(args), *outs))
             if key in ("gather", "index_select"):
@@ -117,7 +119,7 @@ def rate_cases(pool: Pool) -> Iterator[Case]:
 
 
 def runs_case(pool: Pool) -> Case:
-    """Four heads of 32 elements times one table of 32 for each token: the rate of starting on a small piece of memory."""
+    """Four heads of 32 elements times a table of 32 for each token: the rate of starting on a small piece of memory."""
     tokens = 2048
     table = pool.cut("b", tokens, 1, 32)
     run = bind_call("aten.mul.Tensor", (pool.cut("a", tokens, 4, 32), table), (pool.cut("o", tokens, 4, 32),))
@@ -237,10 +239,10 @@ def _embedding(pool: Pool, size: int) -> _Spec:
 
 
 def _embedding_backward(pool: Pool, size: int) -> _Spec:
-    rows, width = _rows(size, 2)
-    index = pool.index(rows, rows)
-    args = (pool.cut("a", rows, width), index, rows, -1, False)
-    return "aten.embedding_dense_backward.default", args, (pool.cut("o", rows, width),)
+    """A table with four times as many rows as there are tokens."""
+    tokens, width = _rows(size, 5)
+    args = (pool.cut("a", tokens, width), pool.index(tokens, 4 * tokens), 4 * tokens, -1, False)
+    return "aten.embedding_dense_backward.default", args, (pool.cut("o", 4 * tokens, width),)
 
 
 def _index_add(pool: Pool, size: int) -> _Spec:
@@ -329,13 +331,12 @@ class Stopwatch:
         self._clock = time.thread_time if alone else time.perf_counter
         source = torch.zeros(_DISTURBANCE_BYTES // 4, device=device)
         self._disturb = partial(torch.empty_like(source).copy_, source)
-        self._repeats = [self._calibrate(case) for case in self.cases]
-        self._samples: list[list[float]] = [[] for _ in self.cases]
+        self._samples = [self._first(case) for case in self.cases]
 
-    def _calibrate(self, case: Case) -> int:
-        """Calls in one round: the short ones are many."""
+    def _first(self, case: Case) -> list[float]:
+        """One sample, after a call that loads code and scratch."""
         case.run()
-        return 5 if self._sample(case) < _SHORT_S else 1
+        return [self._sample(case)]
 
     def _sample(self, case: Case) -> float:
         run = case.run
@@ -348,14 +349,15 @@ class Stopwatch:
         return clock() - start
 
     def run(self, seconds: float, max_rounds: int = 31) -> int:
-        """Time rounds until ``seconds`` are over, at least one; returns how many."""
+        """Time rounds until ``seconds`` are over; returns the most samples that a case has."""
         end = time.monotonic() + seconds
-        rounds = 0
-        while rounds < 1 or (rounds < max_rounds and time.monotonic() < end):
-            for case, repeats, samples in zip(self.cases, self._repeats, self._samples, strict=True):
-                samples.extend(self._sample(case) for _ in range(repeats))
-            rounds += 1
-        return rounds
+        repeats = [5 if samples[0] < _SHORT_S else 1 for samples in self._samples]  # the short ones are many
+        for _ in range(max_rounds):
+            for case, count, samples in zip(self.cases, repeats, self._samples, strict=True):
+                if time.monotonic() > end:
+                    break
+                samples.extend(self._sample(case) for _ in range(count))
+        return max(map(len, self._samples))
 
     def seconds(self) -> list[float]:
         """Seconds of one call of each case: the lowest decile of its samples."""

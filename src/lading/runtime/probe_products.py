@@ -91,7 +91,7 @@ def _autograd_attention_cases(pool: Pool) -> Iterator[Case]:
 
         def forward(leaves: Sequence[torch.Tensor] = leaves) -> torch.Tensor:
             with torch.enable_grad():
-                return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+                return torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
 
         out = forward()
 

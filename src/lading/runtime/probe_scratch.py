@@ -1,36 +1,62 @@
-"""A fresh process that runs the kernels of a training step once and prints by how many bytes it grew."""
+"""A fresh process that runs the kernels of a training step once and prints by how many bytes it grew.
+
+It first does what capturing a model does, so that only what the kernels themselves bring in is counted: code pages,
+thread pools, and the buffers in which products are packed.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lading.runtime.resident import resident_bytes
+from lading.config import AdamW
+from lading.optim.adamw import adamw_step
+from lading.runtime.resident import resident_bytes, reuse_pages, trim
 
 
-def one_pass() -> None:
-    """Forward, loss, backward and update of a small decoder layer, with one product large enough for every thread."""
-    x = torch.rand(1, 64, 64)
-    weight = torch.nn.Parameter(torch.rand(64, 64) / 64)
+def forward_backward(size: int) -> None:
+    """One step of a small decoder layer through autograd."""
+    x = torch.rand(1, size, 64)
+    weight = torch.nn.Parameter(torch.rand(64, 64))
     table = torch.nn.Parameter(torch.rand(64, 64))
-    x = x + F.embedding(torch.arange(64).view(1, 64), table)
-    heads = F.linear(F.layer_norm(x, (64,)), weight).view(1, 64, 4, 16).transpose(1, 2)
+    x = x + F.embedding(torch.zeros(1, size, dtype=torch.int64), table)
+    heads = F.linear(F.layer_norm(x, (64,)), weight).view(1, size, 4, 16).transpose(1, 2)
     mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
     hidden = F.silu(mixed) * F.gelu(mixed) + F.rms_norm(mixed, (64,))
-    F.cross_entropy(hidden.flatten(0, 1), torch.arange(64)).backward()
-    torch.optim.AdamW([weight, table], fused=True).step()
-    side = torch.rand(1024, 512)
-    torch.mm(side, side.t())
+    F.cross_entropy(hidden.flatten(0, 1), torch.zeros(size, dtype=torch.int64)).backward()
+
+
+def kernels(shared: torch.Tensor) -> None:
+    """Products of several shapes in memory that exists, and an update, as the executor calls them."""
+    views: list[Callable[[int, int], torch.Tensor]] = [lambda n, m, k=k: shared[k, : n * m].view(n, m) for k in range(3)]
+    for rows, inner, columns in ((1024, 512, 512), (256, 256, 1024), (64, 64, 64)):
+        a, b, out = views[0](rows, inner), views[1](inner, columns), views[2](rows, columns)
+        torch.mm(a, b, out=out)
+        torch.mm(a.t(), out, out=b)
+        torch.mm(out, b.t(), out=a)
+    p, g, m = shared[0], shared[1], shared[2]
+    update = torch.zeros(())
+    adamw_step(p, g, m, m.clone().abs_(), update, lr=1e-3, settings=AdamW())
 
 
 def main() -> None:
     """``python -m lading.runtime.probe_scratch THREADS``"""
     torch.set_num_threads(int(sys.argv[1]))
+    with FakeTensorMode():
+        forward_backward(64)
+    shared = torch.zeros(3, 1 << 19)
+    shared.add_(1e-3)
+    held = shared.numel() * shared.element_size() // 3  # the clone inside ``kernels`` is not the kernels'
+    trim()
+    reuse_pages()
     before = resident_bytes()
-    one_pass()
-    print(max(0, resident_bytes() - before))
+    forward_backward(256)
+    kernels(shared)
+    print(max(0, resident_bytes() - before - held))
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ import os
 import threading
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-_LARGEST_INT = (1 << 31) - 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT, _LARGEST_INT = 4 << 20, (1 << 31) - 1
 
 
 def resident_bytes() -> int:
@@ -20,12 +20,13 @@ def resident_bytes() -> int:
 def reuse_pages() -> bool:
     """Make freed temporaries stay with the process, so that the next one finds its pages touched.
 
-    A fresh page costs about as much as reading its bytes ten times; glibc by default returns every block above a
-    few MiB to the kernel when it is freed. True if the C library took the settings (glibc does).
+    A fresh page costs about as much as reading its bytes ten times, and glibc returns much of what is freed to the
+    kernel. Temporaries above 4 MiB still go back at once: kept, they would leave holes larger than a plan allows for.
+    True if the C library took the settings (glibc does).
     """
     try:
         libc = ctypes.CDLL(None)
-        return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
+        return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT) and libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
     except (AttributeError, OSError):
         return False
 

@@ -1,0 +1,141 @@
+"""The demonstration: probe this host, plan, train inside the budget, and hold the run against plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lading.config import AdamW, DataConfig, MemoryConfig, ModelConfig, Optimization, RunConfig, run_from_dict, run_to_dict
+from lading.errors import BudgetExceeded, LadingError
+from lading.ir.plan import Plan
+from lading.prepare import Prepared, plan_run, probe_to
+from lading.report.summary import relative_error
+from lading.report.table import print_plan
+from lading.summary import write_run_report
+from lading.train import RunResult, train_plain, train_run
+from lading.units import format_bytes, format_seconds
+
+_PROBE_SECONDS = 20.0
+_FEWEST_STEPS, _MOST_STEPS = 12, 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """The planned run beside the plain one."""
+
+    out: str
+    keep_all_bytes: int
+    planned: RunResult
+    plain: RunResult
+    identical: bool
+
+    def __str__(self) -> str:
+        planned, plain = self.planned, self.plain
+        same = "identical to the bit" if self.identical else "NOT IDENTICAL"
+        time_error = relative_error(planned.predicted_step_s, planned.step_s)
+        peak_error = relative_error(planned.predicted_peak_bytes, planned.peak_bytes)
+        lines = [
+            "",
+            f"{'':14}{'plain PyTorch':>16}{'lading':>16}{'predicted':>16}",
+            f"{'peak memory':14}{format_bytes(plain.peak_bytes):>16}{format_bytes(planned.peak_bytes):>16}"
+            f"{format_bytes(planned.predicted_peak_bytes):>16}  ({peak_error:+.1%})",
+            f"{'step time':14}{format_seconds(plain.step_s):>16}{format_seconds(planned.step_s):>16}"
+            f"{format_seconds(planned.predicted_step_s):>16}  ({time_error:+.1%})",
+            f"{'last loss':14}{plain.losses[-1]:>16.6f}{planned.losses[-1]:>16.6f}   all {len(plain.losses)} losses {same}",
+            "",
+            f"promise kept: never above {format_bytes(planned.budget_bytes)}, where plain PyTorch took "
+            f"{format_bytes(plain.peak_bytes)}",
+            f"open {self.out}/report.html; {self.out}/timeline.pftrace opens in ui.perfetto.dev",
+        ]
+        return "\n".join(lines)
+
+
+def demo(out: Path, budget: str, seconds: float) -> DemoResult:
+    """Run the demonstration into ``out``, replacing what an earlier one left there.
+
+    Args:
+        budget: Device memory, a size or a share of what keeping everything needs.
+        seconds: About how long both trainings together may take.
+
+    Raises:
+        BudgetExceeded: the memory promise broke.
+        LadingError: the losses differ from plain PyTorch's.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for name in ("metrics.jsonl", "plain.jsonl", "measured.json", "report.html"):
+        (out / name).unlink(missing_ok=True)
+    print("[1/4] measuring this machine")
+    probe_to(out / "machine.toml", out, seconds=_PROBE_SECONDS)
+    print("[2/4] planning")
+    prepared = _planned(_run(out, budget), seconds)
+    _show(prepared)
+    print(f"[3/4] training in plain PyTorch, {prepared.run.optimization.steps} steps", flush=True)
+    plain = _in_a_process(_plain, run_to_dict(prepared.run))
+    limit = format_bytes(prepared.plan.budgets["device"])
+    print(f"[4/4] training the same inside {limit}", flush=True)
+    planned = _in_a_process(_train, str(out / "plan.json"))
+    if isinstance(planned, str):
+        raise BudgetExceeded(planned)
+    write_run_report(out)
+    identical = planned.losses == plain.losses
+    result = DemoResult(
+        out=str(out), keep_all_bytes=prepared.keep_all_bytes, planned=planned, plain=plain, identical=identical
+    )
+    if not identical:
+        raise LadingError(f"the planned run's losses differ from plain PyTorch's\n{result}")
+    return result
+
+
+def _run(out: Path, budget: str, steps: int = _FEWEST_STEPS) -> RunConfig:
+    """A Llama on the standard library's source whose activations and optimizer states both matter."""
+    sizes = {"vocab_size": 256, "dim": 320, "num_layers": 8, "num_heads": 5, "num_kv_heads": 5, "max_seq_len": 256}
+    return RunConfig(
+        model=ModelConfig(name="llama", sizes=sizes),
+        data=DataConfig(sequence_length=256, batch_size=4),
+        optimization=Optimization(
+            steps=steps, optimizer=AdamW(lr=1e-3), clip_norm=1.0, schedule="cosine", warmup_steps=min(10, steps)
+        ),
+        memory=MemoryConfig(budget=budget),
+        machine=str(out / "machine.toml"),
+        out=str(out),
+    )
+
+
+def _planned(run: RunConfig, seconds: float) -> Prepared:
+    """Plan the run, with as many steps as fit the time; saves the plan."""
+    prepared = plan_run(run)
+    step_s = 2 * prepared.plan.step_s
+    steps = max(_FEWEST_STEPS, min(_MOST_STEPS, int(seconds / step_s)))
+    run = _run(Path(run.out), str(run.memory.budget), steps)
+    plan = Plan(**{**prepared.plan.__dict__, "run": json.loads(json.dumps(run_to_dict(run)))})
+    plan.save(Path(run.out) / "plan.json")
+    return Prepared(**{**prepared.__dict__, "run": run, "plan": plan})
+
+
+def _show(prepared: Prepared) -> None:
+    from rich.console import Console
+
+    print_plan(prepared.plan, prepared.graph, Console())
+
+
+def _in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """Call in a fresh process, so that what is measured is that run's alone."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _plain(run: dict[str, Any]) -> RunResult:
+    config = run_from_dict(run, "the demo's run")
+    return train_plain(config, Path(config.out))
+
+
+def _train(plan: str) -> RunResult | str:
+    try:
+        return train_run(Plan.load(Path(plan)))
+    except BudgetExceeded as error:
+        return str(error)

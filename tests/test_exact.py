@@ -1,0 +1,86 @@
+"""The spine: a planned run computes the numbers of plain PyTorch, to the bit, at any budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lading.capture.trace import capture
+from lading.config import AdamW
+from lading.models.loss import next_byte_loss
+from lading.models.registry import build_model
+from lading.prepare import plan
+from lading.train import Trainer
+from tests.machines import small_machine
+
+STEPS = 50
+SIZES = {
+    "llama": {"dim": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2},
+    "gpt": {"dim": 64, "num_layers": 3, "num_heads": 4, "dropout": 0.1},
+    "moe": {"dim": 32, "num_layers": 2, "num_heads": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _model(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build_model(name, **SIZES[name])
+
+
+def _batches(step: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    return [{"tokens": torch.randint(0, 256, (4, 33), generator=generator)} for _ in range(accumulation)]
+
+
+def _plain(name: str, accumulation: int, clip_norm: float) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = _model(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses: list[float] = []
+    for step in range(STEPS):
+        total = 0.0
+        for batch in _batches(step, accumulation):
+            loss = next_byte_loss(model, batch)
+            if accumulation > 1:
+                loss = loss / accumulation
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        if clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _planned(
+    name: str, accumulation: int, clip_norm: float, budget: str, folder: Path
+) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+    model = _model(name)
+    graph = capture(model, _batches(0, 1)[0], next_byte_loss, accumulation=accumulation)
+    made = plan(graph, small_machine(), budget=budget, clip_norm=clip_norm)
+    with Trainer(made, graph, model, optimizer=AdamW(lr=1e-3), folder=folder) as trainer:
+        losses = [trainer.step(_batches(step, accumulation)) for step in range(STEPS)]
+    return losses, {name: p.detach() for name, p in model.named_parameters()}, made
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "gpt", "moe"])
+def test_planned_equals_plain_to_the_bit(name: str, accumulation: int, clip_norm: float, tmp_path: Path) -> None:
+    losses, weights = _plain(name, accumulation, clip_norm)
+    for budget in ("100%", "50%", "25%"):
+        got, values, made = _planned(name, accumulation, clip_norm, budget, tmp_path)
+        assert got == losses, f"{name} at {budget}"
+        assert values.keys() == weights.keys()
+        assert all(torch.equal(values[key], weights[key]) for key in weights), f"{name} at {budget}"
+        assert (len(made.choices) > 0) == (budget != "100%")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,12 +19,27 @@ from lading.report.perfetto import write_trace
 from lading.report.summary import RunSummary
 
 
-def finish_run(prepared: Prepared, measured: Timeline) -> None:
-    """Save both timelines, the trace and the report into the run's folder."""
+def save_whole(path: Path, save: Callable[[Path], object]) -> None:
+    """Let ``save`` write a file aside, then rename it: a kill leaves the old file or the new one."""
+    aside = path.with_name(f"{path.name}.new")
+    save(aside)
+    aside.replace(path)
+
+
+def finish_run(prepared: Prepared, measured: Timeline | None) -> None:
+    """Save both timelines, the trace and the report into the run's folder.
+
+    Args:
+        measured: The last step; None if this process ran none, which leaves what an earlier one measured.
+    """
     out = Path(prepared.run.out)
-    prepared.predicted.save(out / "predicted.json")
-    measured.save(out / "measured.json")
-    write_trace(out / "timeline.pftrace", [prepared.predicted, measured])
+    save_whole(out / "predicted.json", prepared.predicted.save)
+    if measured is None:
+        measured = _measured(out)
+    else:
+        save_whole(out / "measured.json", measured.save)
+    timelines = [prepared.predicted] if measured is None else [prepared.predicted, measured]
+    save_whole(out / "timeline.pftrace", lambda path: write_trace(path, timelines))
     _write(prepared, measured, out)
 
 
@@ -34,9 +50,13 @@ def write_run_report(folder: Path) -> Path:
         ConfigError: no plan there.
     """
     prepared = prepare_plan(Plan.load(folder / "plan.json"))
-    path = folder / "measured.json"
-    _write(prepared, Timeline.load(path) if path.is_file() else None, folder)
+    _write(prepared, _measured(folder), folder)
     return folder / "report.html"
+
+
+def _measured(folder: Path) -> Timeline | None:
+    path = folder / "measured.json"
+    return Timeline.load(path) if path.is_file() else None
 
 
 def _write(prepared: Prepared, measured: Timeline | None, out: Path) -> None:
@@ -80,4 +100,3 @@ def run_summary(
         versions={"lading": __version__, "torch": version("torch"), "python": platform.python_version()},
         command=f"lading train --plan {run.out}/plan.json",
     )
-

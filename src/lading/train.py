@@ -7,12 +7,12 @@ reference the planned run must equal to the bit.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,10 +21,12 @@ import torch
 
 from lading.capture.initial import Deferred
 from lading.capture.trace import input_leaves
-from lading.checkpoint.store import TensorSource, latest_checkpoint, open_checkpoint, save_checkpoint
+from lading.checkpoint.lock import run_lock
+from lading.checkpoint.state import TensorSource
+from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint, save_checkpoint
 from lading.config import AdamW, RunConfig, lr_at, run_to_dict
 from lading.errors import BudgetExceeded, ConfigError, StorageError
-from lading.ir.graph import StepGraph
+from lading.ir.graph import StepGraph, Tensor
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
@@ -34,7 +36,7 @@ from lading.report.progress import training_progress
 from lading.runtime.data import ByteDataset
 from lading.runtime.executor import Executor
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
-from lading.summary import finish_run
+from lading.summary import finish_run, save_whole
 from lading.units import format_bytes, format_seconds
 
 _RNG = "torch.rng_state"
@@ -42,6 +44,9 @@ _RNG = "torch.rng_state"
 
 class Trainer:
     """Runs the training step of a plan; owns parameters, buffers and optimizer states until it is closed.
+
+    Leaving the ``with`` block writes the values of the last whole step back into the model, whatever ended the block.
+    Only a step that failed half-way has no such values: then the model stays empty, and a checkpoint has them.
 
     Args:
         plan: From ``lading.plan``, for this ``graph``.
@@ -52,7 +57,7 @@ class Trainer:
         threads: Compute threads; None keeps torch's setting.
 
     Raises:
-        ConfigError: the plan was made for another graph.
+        ConfigError: the plan was made for another graph, or ``model`` is not the one that was captured.
         StorageError: no room in ``folder``.
     """
 
@@ -71,27 +76,27 @@ class Trainer:
         self.program = program or lowered(plan, graph)
         self.steps = 0
         step_graph = self.program.graph
-        self._inputs = [name for name, _ in step_graph.inputs[0]]
-        self._named = {p.names[0]: step_graph.storage_of(p.tensor) for p in step_graph.parameters}
-        self._named |= {name: step_graph.storage_of(t) for name, t in (*step_graph.buffers, *step_graph.states)}
-        self._dtypes = {
-            name: step_graph.tensors[t]
-            for name, t in (
-                *((p.names[0], p.tensor) for p in step_graph.parameters),
-                *step_graph.buffers,
-                *step_graph.states,
-            )
-        }
-        self._model = model
-        self._executor = Executor(self.program, optimizer=self.optimizer, folder=Path(folder), threads=threads)
+        by_name = [*((p.names[0], p.tensor) for p in step_graph.parameters), *step_graph.buffers, *step_graph.states]
+        self._tensors = {name: step_graph.tensors[tensor] for name, tensor in by_name}
+        self._first_name = {alias: p.names[0] for p in step_graph.parameters for alias in p.names}
+        self._taken: list[tuple[str, torch.Tensor]] = []
+        self._whole = True  # no step or load ended half-way
         if model is not None:
+            self._check_model(model)
+        self._executor = Executor(self.program, optimizer=self.optimizer, folder=Path(folder), threads=threads)
+        try:
             self._take_over(model)
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close(write_back=kind is None)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def step(self, batches: Any, *, lr: float | None = None) -> float:
         """One optimizer step.
@@ -102,10 +107,21 @@ class Trainer:
 
         Returns:
             The loss, averaged over micro-batches.
+
+        Raises:
+            ConfigError: not the batch that was captured, and nothing has run; or an earlier step or load failed.
+            StorageError, ProgramError: the step failed half-way.
         """
         micro = batches if isinstance(batches, list) else [batches]
         feeds = [dict(input_leaves(batch)) for batch in micro]
-        losses = self._executor.step(feeds, lr=self.optimizer.lr if lr is None else lr)
+        self._check_whole()
+        self._whole = False
+        try:
+            losses = self._executor.step(feeds, lr=self.optimizer.lr if lr is None else lr)
+        except ConfigError:  # nothing has run
+            self._whole = True
+            raise
+        self._whole = True
         self.steps += 1
         return sum(losses)
 
@@ -119,66 +135,122 @@ class Trainer:
         return self._executor.peak_resident_bytes
 
     def value(self, name: str) -> torch.Tensor:
-        """A copy of a parameter, buffer or optimizer state (``"layers.0.weight.exp_avg"``)."""
-        return self._executor.read_storage(self._named[name])
+        """A copy of a parameter, buffer or optimizer state (``"layers.0.weight.exp_avg"``).
+
+        Raises:
+            ConfigError: no such name.
+        """
+        return self._executor.read_storage(self._tensor(name).storage)
 
     def set_value(self, name: str, value: torch.Tensor) -> None:
-        """Set a parameter, buffer or optimizer state."""
-        self._executor.write_storage(self._named[name], value)
+        """Set a parameter, buffer or optimizer state.
+
+        Raises:
+            ConfigError: no such name, or another shape or dtype.
+        """
+        self._executor.write_storage(self._tensor(name).storage, value)
 
     def initialize(self, initial: Deferred, seed: int) -> None:
         """Give the parameters and buffers the values that building the model with ``seed`` would."""
-        initial.materialize(seed, lambda name, value: self.set_value(name, value) if name in self._named else None)
+        initial.materialize(seed, self.set_value)
         trim()
 
-    def save(self, folder: Path, *, meta: Mapping[str, Any], keep: int) -> Path:
-        """Write a checkpoint of this step: every value, the random generator's state and ``meta``."""
-        state = torch.get_rng_state()
-        sources: Iterator[TensorSource] = (self._source(name) for name in self._named)
-        rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
-        return save_checkpoint(folder, self.steps, [*sources, rng], dict(meta), keep)
+    def save(self, folder: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
+        """Write a checkpoint of this step: every value, the random generator's state and ``meta``.
 
-    def load(self, path: Path) -> dict[str, Any]:
-        """Take every value from a checkpoint; returns its meta.
+        Returns:
+            Its folder, for ``load``.
 
         Raises:
-            StorageError: the checkpoint is damaged or of another model.
+            StorageError: the disk is full; older checkpoints are whole.
+            ConfigError: a step failed half-way, or ``meta`` has no JSON form.
         """
-        checkpoint = open_checkpoint(path)
-        missing = (self._named.keys() | {_RNG}) ^ checkpoint.tensors.keys()
-        if missing:
-            raise StorageError(f"{path}: expected a checkpoint of this model, these tensors differ: {sorted(missing)[:5]}")
-        for name in self._named:
+        self._check_whole()
+        state = torch.get_rng_state()
+        sources: list[TensorSource] = [
+            (name, tensor.dtype, tensor.shape, self._executor.chunks(tensor.storage))
+            for name, tensor in self._tensors.items()
+        ]
+        rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
+        return save_checkpoint(Path(folder), self.steps, [*sources, rng], meta or {}, keep)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Take every value, the step count and the random generator's state from a checkpoint; returns its meta.
+
+        Raises:
+            StorageError: the checkpoint is of another model, and nothing has changed; or a tensor of it is damaged.
+        """
+        checkpoint = open_checkpoint(Path(path))
+        saved = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items() if name != _RNG}
+        wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
+        if differing := _differing(saved, wanted):
+            raise StorageError(f"{path}: expected a checkpoint of this model, these tensors differ: {differing}")
+        generator = checkpoint.read(_RNG)
+        self._whole = False
+        for name in self._tensors:
             self.set_value(name, checkpoint.read(name))
-        torch.set_rng_state(checkpoint.read(_RNG))
+        self._whole = True
+        torch.set_rng_state(generator)
         self.steps = checkpoint.step
         trim()
         return checkpoint.meta
 
     def close(self, *, write_back: bool = True) -> None:
-        """Write the values back into the model and give all memory and disk space back."""
-        if self._model is not None and write_back:
-            with torch.no_grad():
-                for name, tensor in _tensors_of(self._model):
-                    if name in self._named:
-                        tensor.data = self.value(name)
-        self._executor.close()
+        """Write the values back into the model and give all memory and disk space back. May be called twice."""
+        taken, self._taken = self._taken, []
+        try:
+            if write_back and self._whole:
+                for name, tensor in taken:
+                    tensor.data = self.value(name)
+        finally:
+            self._executor.close()
 
-    def _source(self, name: str) -> TensorSource:
-        tensor = self._dtypes[name]
-        return name, tensor.dtype, tensor.shape, self._executor.chunks(self._named[name])
+    def _tensor(self, name: str) -> Tensor:
+        name = self._first_name.get(name, name)
+        if name not in self._tensors:
+            near = get_close_matches(name, self._tensors, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"expected a parameter, buffer or optimizer state, got {name!r}{hint}")
+        return self._tensors[name]
 
-    def _take_over(self, model: torch.nn.Module) -> None:
-        """Copy the model's values and free its own memory."""
-        for name, tensor in _tensors_of(model):
-            if name in self._named:
-                self.set_value(name, tensor)
-                tensor.data = torch.empty(0, dtype=tensor.dtype)
+    def _check_whole(self) -> None:
+        if not self._whole:
+            raise ConfigError(
+                "a step or a load failed half-way, so there are no values to go on from; load a checkpoint"
+            )
+
+    def _check_model(self, model: torch.nn.Module) -> None:
+        """Refuse a model that is not the captured one."""
+        graph = self.program.graph
+        wanted = {alias: graph.tensors[p.tensor] for p in graph.parameters for alias in p.names}
+        wanted |= {name: graph.tensors[tensor] for name, tensor in graph.buffers}
+        found = {name: (_dtype_of(t), tuple(t.shape)) for name, t in _tensors_of(model, tied=True)}
+        if differing := _differing(found, {name: (t.dtype, t.shape) for name, t in wanted.items()}):
+            raise ConfigError(f"expected the model that was captured, these parameters or buffers differ: {differing}")
+
+    def _take_over(self, model: torch.nn.Module | None) -> None:
+        """Copy the model's values and free its own memory, one tensor after the other."""
+        for name, tensor in _tensors_of(model) if model is not None else ():
+            self.set_value(name, tensor)
+            self._taken.append((name, tensor))
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
         trim()
 
 
-def _tensors_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
+def _tensors_of(model: torch.nn.Module, *, tied: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name, under all names when ``tied``."""
+    return [*model.named_parameters(remove_duplicate=not tied), *model.named_buffers(remove_duplicate=not tied)]
+
+
+def _dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _differing(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """The first few names whose shape or dtype differ, as text; "" if all agree."""
+    names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    texts = [f"{name} (expected {wanted.get(name, 'none')}, found {found.get(name, 'none')})" for name in names[:3]]
+    return ", ".join([*texts, f"{len(names) - 3} more"] if len(names) > 3 else texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +258,7 @@ class RunResult:
     """What a run did.
 
     Attributes:
-        losses: Loss of each step, from the first step of this process.
+        losses: Loss of each step of this process; of the whole run if it had ended before.
         step_s: Median seconds of a step, the first two left out.
         spread_s: Largest minus smallest of those.
         budget_bytes: 0 where there was none (plain PyTorch).
@@ -213,87 +285,121 @@ class RunResult:
 
 
 def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
-    """Train a run, planned first, or exactly as a plan says.
+    """Train a run, planned first, or exactly as a plan says. A run that had ended already is reported again.
 
     Raises:
         BudgetExceeded: measured memory went above the budget; everything is saved and reported first.
-        ConfigError: a setting, or a plan made for another model or machine.
+        ConfigError: a setting, a plan made for another model or machine, or an out folder of another run.
+        StorageError: another run is using the folder, or the disk is full; checkpoints saved before stay whole.
     """
     prepared = plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what)
-    run = prepared.run
-    out = Path(run.out)
-    out.mkdir(parents=True, exist_ok=True)
-    prepared.plan.save(out / "plan.json")
-    data = ByteDataset(run.data, out, seed=run.seed)
-    folder = Path(run.memory.folder or run.out)
+    run, out = prepared.run, Path(prepared.run.out)
+    if prepared.machine.device.kind != "cpu":
+        raise ConfigError(
+            f"expected a machine that computes on its CPU, got {prepared.machine.name!r}, whose device is "
+            f"{prepared.machine.device.kind!r}: such a plan can be made and simulated, not trained here"
+        )
+    with run_lock(out):
+        data = ByteDataset(run.data, out, seed=run.seed)
+        newest = _newest(run, out, data, resume=resume)
+        save_whole(out / "plan.json", prepared.plan.save)
+        if newest is not None and newest.step >= run.optimization.steps:
+            finish_run(prepared, None)
+            return _checked(_result(prepared, read_metrics(out / "metrics.jsonl")))
+        first, timeline = _trained(prepared, data, newest)
+        finish_run(prepared, timeline)
+        records = [record for record in read_metrics(out / "metrics.jsonl") if record["step"] >= first]
+    return _checked(_result(prepared, records))
+
+
+def _trained(prepared: Prepared, data: ByteDataset, newest: Checkpoint | None) -> tuple[int, Timeline]:
+    """Train to the last step; returns the first one and what happened in the last."""
+    run, out = prepared.run, Path(prepared.run.out)
     with Trainer(
         prepared.plan,
         prepared.captured,
         None,
         optimizer=run.optimization.optimizer,
-        folder=folder,
+        folder=run.memory.folder or out,
         threads=run.num_threads,
         program=prepared.program,
     ) as trainer:
-        _start(trainer, prepared, out, data, resume=resume)
+        if newest is None:
+            trainer.initialize(prepared.initial, run.seed)
+            (out / "metrics.jsonl").unlink(missing_ok=True)
+            (out / "measured.json").unlink(missing_ok=True)
+        else:
+            trainer.load(newest.path)
+            truncate_after(out / "metrics.jsonl", trainer.steps - 1)
         first = trainer.steps
-        seconds = _loop(trainer, run, data, out, prepared.plan.budgets["device"])
-        timeline = trainer.timeline() if seconds else None
-        peak = trainer.peak_bytes
-    losses = tuple(r["loss"] for r in read_metrics(out / "metrics.jsonl") if r["step"] >= first)
-    if timeline is None:
-        raise ConfigError(f"{out} has already reached step {run.optimization.steps}; raise optimization.steps")
-    result = _result(prepared, losses, seconds, peak)
-    finish_run(prepared, timeline)
-    if peak > prepared.plan.budgets["device"]:
+        _loop(trainer, run, data, out, prepared.plan.budgets["device"])
+        return first, trainer.timeline()
+
+
+def _checked(result: RunResult) -> RunResult:
+    """The result, if the run kept its promise."""
+    if result.peak_bytes > result.budget_bytes:
         raise BudgetExceeded(
-            f"measured peak {format_bytes(peak)} is above the budget of {format_bytes(prepared.plan.budgets['device'])} "
-            f"(predicted {format_bytes(prepared.program.peak_bytes)}); see {out}/report.html"
+            f"measured peak {format_bytes(result.peak_bytes)} is above the budget of "
+            f"{format_bytes(result.budget_bytes)} (predicted {format_bytes(result.predicted_peak_bytes)}); "
+            f"see {result.out}/report.html"
         )
     return result
 
 
-def _result(prepared: Prepared, losses: tuple[float, ...], seconds: Sequence[float], peak: int) -> RunResult:
+def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> RunResult:
+    seconds = [record["step_s"] for record in records]
     steady = seconds[2:] or seconds
     return RunResult(
         out=prepared.run.out,
-        losses=losses,
+        losses=tuple(record["loss"] for record in records),
         step_s=statistics.median(steady),
         spread_s=max(steady) - min(steady),
-        peak_bytes=peak,
+        peak_bytes=max(record["memory_bytes"] for record in records),
         budget_bytes=prepared.plan.budgets["device"],
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=prepared.program.peak_bytes,
     )
 
 
-def _start(trainer: Trainer, prepared: Prepared, out: Path, data: ByteDataset, *, resume: bool) -> None:
-    """Fresh values, or those of the newest complete checkpoint."""
-    newest = latest_checkpoint(out / "checkpoints")
-    if newest is not None and not resume:
-        raise ConfigError(f"{out} holds checkpoints of an earlier run (newest {newest.name}); give --resume, or another out")
-    if newest is None:
-        trainer.initialize(prepared.initial, prepared.run.seed)
-        (out / "metrics.jsonl").unlink(missing_ok=True)
-        return
-    meta = trainer.load(newest)
-    wanted = _meta(prepared.run, data)
-    differing = sorted(key for key in wanted if meta.get(key) != wanted[key])
-    if differing:
-        raise ConfigError(f"{newest} was saved by a run with another {', '.join(differing)}; use another out folder")
-    truncate_after(out / "metrics.jsonl", trainer.steps - 1)
+def _newest(run: RunConfig, out: Path, data: ByteDataset, *, resume: bool) -> Checkpoint | None:
+    """The checkpoint to go on from; None starts afresh."""
+    path = latest_checkpoint(out / "checkpoints")
+    if path is None:
+        return None
+    if not resume:
+        raise ConfigError(
+            f"{out} holds checkpoints of an earlier run (newest {path.name}); give --resume, or another out"
+        )
+    checkpoint, now = open_checkpoint(path), _meta(run, data)
+    keys = sorted(now.keys() | checkpoint.meta.keys())
+    changed = [
+        f"{k} (was {checkpoint.meta.get(k)!r}, is {now.get(k)!r})" for k in keys if checkpoint.meta.get(k) != now.get(k)
+    ]
+    if changed:
+        raise ConfigError(f"{path} was saved with another {', '.join(changed)}; set it back, or use another out folder")
+    return checkpoint
 
 
 def _meta(run: RunConfig, data: ByteDataset) -> dict[str, Any]:
-    """What must not change between a run and its resumption."""
-    config = json.loads(json.dumps(run_to_dict(run)))
-    fixed = {key: config[key] for key in ("model", "data", "seed", "threads")}
-    return {**fixed, "optimization": {k: v for k, v in config["optimization"].items()}, "text": data.fingerprint}
+    """What must not change between a run and its resumption, by dotted key: all that the losses depend on."""
+    config = run_to_dict(run)
+    kept = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
+    if run.optimization.schedule == "constant":
+        del kept["optimization.steps"]  # only a schedule looks ahead
+    return {**kept, "data.source": f"text {data.fingerprint}", "threads": run.num_threads}
 
 
-def _loop(trainer: Trainer, run: RunConfig, data: ByteDataset, out: Path, budget_bytes: int) -> list[float]:
-    """Steps until the end; returns the seconds of each."""
-    every, seconds = run.checkpoint.every_steps, []
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat
+
+
+def _loop(trainer: Trainer, run: RunConfig, data: ByteDataset, out: Path, budget_bytes: int) -> None:
+    """Steps until the end; the last one is saved too, if any are."""
+    every = run.checkpoint.every_steps
     tokens = run.data.batch_size * run.data.sequence_length * run.optimization.accumulation
     total = run.optimization.steps
     with ExitStack() as stack:
@@ -305,18 +411,17 @@ def _loop(trainer: Trainer, run: RunConfig, data: ByteDataset, out: Path, budget
             started = time.perf_counter()
             lr = lr_at(run.optimization, step)
             loss = trainer.step(batches, lr=lr)
-            seconds.append(time.perf_counter() - started)
-            rate = tokens / seconds[-1]
-            record = {"step": step, "loss": loss, "lr": lr, "step_s": seconds[-1]}
+            step_s = time.perf_counter() - started
+            rate = tokens / step_s
+            record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s}
             log.log({**record, "tokens_per_s": rate, "memory_bytes": trainer.peak_bytes})
             progress.update(step=step + 1, loss=loss, tokens_per_s=rate, memory_bytes=trainer.peak_bytes)
-            if every and trainer.steps % every == 0:
+            if every and (trainer.steps % every == 0 or trainer.steps == total):
                 trainer.save(out / "checkpoints", meta=_meta(run, data), keep=run.checkpoint.keep)
-    return seconds
 
 
 def train_plain(run: RunConfig, out: Path) -> RunResult:
-    """The same run in plain PyTorch: everything in memory, autograd, fused AdamW. Writes ``plain.jsonl`` into ``out``."""
+    """The same run in plain PyTorch: everything in memory, autograd, fused AdamW. Writes ``out/plain.jsonl``."""
     torch.set_num_threads(run.num_threads)
     data = ByteDataset(run.data, out, seed=run.seed)
     trim()
@@ -334,6 +439,7 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
     )
     losses: list[float] = []
     seconds: list[float] = []
+    peak = 0
     with MetricsLog(out / "plain.jsonl") as log, training_progress(run.optimization.steps, 1 << 60) as progress:
         for step in range(run.optimization.steps):
             batches = [data.batch(step, micro) for micro in range(run.optimization.accumulation)]
@@ -359,7 +465,12 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
 
 
 def plain_step(
-    model: torch.nn.Module, loss_fn: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Any], run: RunConfig, step: int
+    model: torch.nn.Module,
+    loss_fn: Any,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[Any],
+    run: RunConfig,
+    step: int,
 ) -> float:
     """One step of the reference, as anyone would write it; returns the loss averaged over micro-batches."""
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Commands hand the right things to ``lading.train``, and errors become one line and an exit code."""
+"""Commands hand the right things to the modules that do the work, and errors become one line and an exit code."""
 
 from __future__ import annotations
 
@@ -45,18 +45,29 @@ TIMELINE = Timeline(
 )
 
 
+#: The modules that commands import when they run.
+WORKERS = ("lading.train", "lading.prepare", "lading.fit", "lading.summary", "lading.cli.demo")
+
+
+class Fitted(str):
+    """Stands for a ``FitResult``."""
+
+    error: PlanInfeasible | None = None
+
+
 class FakeTrain(types.ModuleType):
-    """Stands for ``lading.train``: records each call, and fails when told to."""
+    """Stands for all of ``WORKERS``: records each call, and fails when told to."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__("lading.train")
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.error: BaseException | None = None
         graph = StepGraph((), (), (), (), (), (), ())
-        prepared = types.SimpleNamespace(plan=plan, graph=graph)
+        prepared = types.SimpleNamespace(plan=plan, graph=graph, predicted=TIMELINE)
+        self.fitted = Fitted("the table")
         for name, result in {
-            "plan_run": prepared, "prepare_plan": prepared, "simulate_run": TIMELINE, "train_run": "trained",
-            "fit_run": "FITS", "write_run_report": Path("x/report.html"), "demo": "demonstrated", "probe_to": None,
+            "plan_run": prepared, "prepare_plan": prepared, "train_run": "trained",
+            "fit_run": self.fitted, "write_run_report": Path("x/report.html"), "demo": "demonstrated", "probe_to": None,
         }.items():  # fmt: skip
             setattr(self, name, self._fake(name, result))
 
@@ -83,7 +94,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
     )  # fmt: skip
     plan.save(Path("saved.json"))
     fake = FakeTrain(plan)
-    monkeypatch.setitem(sys.modules, "lading.train", fake)
+    for name in WORKERS:
+        monkeypatch.setitem(sys.modules, name, fake)
     return fake
 
 
@@ -97,7 +109,13 @@ def test_fit(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "run.toml", "optimization.steps=9"]) == 0
     assert main(["fit", "run.toml", "--machine", "h100"]) == 0
     assert train.calls == [("fit_run", (run, "rtx4090"), {}), ("fit_run", (load_run("run.toml"), "h100"), {})]
-    assert capsys.readouterr().out == "FITS\nFITS\n"
+    assert capsys.readouterr().out == "the table\nthe table\n"
+
+
+def test_fit_of_what_does_not(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
+    train.fitted.error = PlanInfeasible("3 bytes are missing", missing_bytes=3, smallest_budget_bytes=4)
+    assert main(["fit", "run.toml"]) == 3
+    assert capsys.readouterr() == ("the table\n", "error: 3 bytes are missing\n")
 
 
 def test_plan(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,8 +130,8 @@ def test_plan(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
 def test_simulate(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "run.toml"]) == 0
     assert main(["simulate", "saved.json", "--trace", "step.pftrace"]) == 0
-    assert [name for name, _, _ in train.calls] == ["plan_run", "simulate_run", "prepare_plan", "simulate_run"]
-    assert train.calls[2][1] == (Plan.load(Path("saved.json")),)
+    assert [name for name, _, _ in train.calls] == ["plan_run", "prepare_plan"]
+    assert train.calls[1][1] == (Plan.load(Path("saved.json")),)
     assert Path("step.pftrace").stat().st_size > 0
     assert "predicted step 2.000 s, device peak 3.00 MiB" in capsys.readouterr().out
 

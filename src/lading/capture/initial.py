@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lading.capture.interpret import Interpreter
-from lading.capture.trace import Tracer
+from lading.capture.tracer import Tracer
 from lading.ir.graph import Op, Storage, Tensor
 
 _OVERWRITE = frozenset({"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_", "random_"})

@@ -23,7 +23,9 @@ class Interpreter:
         self.bytes: dict[int, torch.Tensor] = {}
         for index, storage in enumerate(storages):
             if storage.role is Role.CONSTANT:
-                self.bytes[index] = torch.tensor(list(storage.data or b""), dtype=torch.uint8)
+                data = bytearray(storage.data or b"")
+                made = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+                self.bytes[index] = made
 
     def run(self, op: Op) -> None:
         """Run one operation; its results are copied into the storages the graph gives them."""

@@ -1,4 +1,4 @@
-"""The commands: one frozen dataclass each, whose fields are its arguments and whose ``run`` calls ``lading.train``.
+"""The commands: one frozen dataclass each, whose fields are its arguments and whose ``run`` does the work.
 
 Whatever is slow to import is imported inside ``run``, so that ``--help`` answers at once and without torch.
 """
@@ -62,9 +62,12 @@ class Fit:
     def run(self) -> None:
         """Print the fit table."""
         run = load_run(self.run_file, self.overrides)
-        from lading.train import fit_run
+        from lading.fit import fit_run
 
-        print(fit_run(run, self.machine or run.machine))
+        result = fit_run(run, self.machine or run.machine)
+        print(result, flush=True)
+        if result.error is not None:
+            raise result.error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +84,8 @@ class Plan:
         run = load_run(self.run_file, self.overrides)
         from rich.console import Console
 
+        from lading.prepare import plan_run
         from lading.report.table import print_plan
-        from lading.train import plan_run
 
         prepared = plan_run(run)
         print_plan(prepared.plan, prepared.graph, Console())
@@ -103,10 +106,9 @@ class Simulate:
         if self.trace:
             _check_target(self.trace)
         what = (_load_plan if self.source.suffix == ".json" else load_run)(self.source, self.overrides)
-        from lading.train import plan_run, prepare_plan, simulate_run
+        from lading.prepare import plan_run, prepare_plan
 
-        prepared = plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what)
-        timeline = simulate_run(prepared)
+        timeline = (plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what)).predicted
         print(timeline_text(timeline))
         if self.trace:
             from lading.report.perfetto import write_trace
@@ -150,7 +152,7 @@ class Report:
         """Write report.html into the folder."""
         if not self.folder.is_dir():
             raise ConfigError(f"expected the out folder of a run, got {str(self.folder)!r}, which is no folder")
-        from lading.train import write_run_report
+        from lading.summary import write_run_report
 
         print(f"wrote {write_run_report(self.folder)}")
 
@@ -167,7 +169,7 @@ class Probe:
         _check_target(self.out)
         if not self.folder.is_dir():
             raise ConfigError(f"--folder: expected a folder to measure the disk in, got {str(self.folder)!r}")
-        from lading.train import probe_to
+        from lading.prepare import probe_to
 
         probe_to(self.out, self.folder)
         print(f"wrote {self.out}")

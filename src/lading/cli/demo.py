@@ -98,7 +98,7 @@ def _run(out: Path, budget: str, steps: int = _FEWEST_STEPS) -> RunConfig:
         model=ModelConfig(name="llama", sizes=sizes),
         data=DataConfig(sequence_length=256, batch_size=4),
         optimization=Optimization(
-            steps=steps, optimizer=AdamW(lr=1e-3), clip_norm=1.0, schedule="cosine", warmup_steps=min(10, steps)
+            steps=steps, optimizer=AdamW(lr=1e-3), schedule="cosine", warmup_steps=min(10, steps)
         ),
         memory=MemoryConfig(budget=budget),
         machine=str(out / "machine.toml"),

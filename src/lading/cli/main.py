@@ -1,13 +1,16 @@
 """``lading``: parse the command line, run one command, turn Lading's errors into one line and an exit code.
 
-0 done   1 an error inside Lading   2 bad input   3 no plan fits   4 a run broke its budget   130 Ctrl-C
+0 done   1 an error inside Lading   2 bad input   3 no plan fits   4 a run broke its budget   130 Ctrl-C   143 SIGTERM
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 import tyro
@@ -33,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: after ``--help`` (0), or when the arguments cannot be parsed (2).
     """
     try:
-        parse(argv).run()
+        command = parse(argv)
+        with _terminable():
+            command.run()
         sys.stdout.flush()
     except LadingError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -50,6 +55,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def _terminable() -> Generator[None, None, None]:
+    """Let SIGTERM unwind like Ctrl-C, so that files and threads are closed before the process ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: object) -> None:
+        print("terminated", file=sys.stderr)
+        raise SystemExit(143)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def parse(argv: Sequence[str] | None = None) -> Command:

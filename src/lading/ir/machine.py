@@ -90,6 +90,7 @@ class Tier:
     """Memory behind the device: "host" (only when the device has its own memory) or "disk".
 
     Rates are what one direction reaches alone; ``mixed_*`` what each reaches while the other runs.
+    ``compute_slowdown`` is by how much longer an operation of the device takes while this tier is busy (0.1: 10%).
     """
 
     name: str
@@ -99,8 +100,11 @@ class Tier:
     mixed_read_bytes_per_s: float
     mixed_write_bytes_per_s: float
     latency_s: float
+    compute_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.compute_slowdown < 0:
+            raise ConfigError(f"tier {self.name}: compute_slowdown must be >= 0, got {self.compute_slowdown}")
         if self.name not in TIERS[1:]:
             raise ConfigError(f"a tier is one of {TIERS[1:]}, got {self.name!r}")
         for key in dataclasses.fields(self)[1:6]:

@@ -89,7 +89,8 @@ def make_plan(
     budgets = _budgets(machine, share_or_bytes(budget, keep_all_bytes), disk_budget)
     step = dataclasses.replace(free, budgets=budgets)
     rows, fitting = _plain_policies(step, free)
-    found = _chosen(step, policy, rows, fitting)
+    bound_s = lower_bound_s(step)
+    found = _chosen(step, policy, rows, fitting, bound_s)
     verify(found.program)
     _check_tiers(found.program)
     if policy == "residency":
@@ -105,7 +106,7 @@ def make_plan(
         choices=_choices(lives, found.choices),
         settings={"keep_all_bytes": float(keep_all_bytes), "clip_norm": clip_norm},
         step_s=found.timeline.duration_s,
-        lower_bound_s=lower_bound_s(step),
+        lower_bound_s=bound_s,
         peak_bytes={"device": found.program.peak_bytes, **{t: found.program.tier_bytes(t) for t in found.program.slots}},
         bytes_by_role=_bytes_at_peak(found),
         policies=tuple(rows),
@@ -175,9 +176,11 @@ def _plain_policies(step: Step, free: Step) -> tuple[list[PolicyRow], dict[str, 
     return rows, fitting
 
 
-def _chosen(step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found]) -> Found:
+def _chosen(
+    step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found], bound_s: float
+) -> Found:
     if policy == "residency":
-        return residency(step, fitting.values())
+        return residency(step, fitting.values(), bound_s)
     if policy in fitting:
         return fitting[policy]
     needs = next(row.peak_bytes for row in rows if row.policy == policy)

@@ -74,7 +74,8 @@ class Relaxed:
 def build(graph: StepGraph, lives: Lifetimes, machine: Machine, costs: Costs, min_bytes: int) -> Problem:
     """Collect the candidate gaps and the bytes that are there whatever is chosen."""
     candidates: list[Candidate] = []
-    enters = _block_entries(graph)
+    items = block_items(graph.ops)
+    enters = _block_entries(graph, items)
     chosen: set[tuple[int, int]] = set()
     tier_options = tuple(Option(t.name) for t in machine.tiers)
     for gap in gaps(graph, lives):
@@ -82,7 +83,7 @@ def build(graph: StepGraph, lives: Lifetimes, machine: Machine, costs: Costs, mi
         inner = gap.wraps or gap.end - gap.start > 1
         if size < min_bytes or not inner:
             continue
-        recompute = can_recompute(graph, lives, gap)
+        recompute = can_recompute(graph, lives, gap) and _stays_inside(graph, lives, items, gap.storage)
         movable = is_movable(graph, gap.storage, min_bytes)
         options = (Option.KEEP, *((Option.RECOMPUTE,) if recompute else ()), *(tier_options if movable else ()))
         if len(options) == 1:
@@ -124,9 +125,17 @@ def spans(gap: Gap, num_ops: int) -> tuple[tuple[int, int], ...]:
     return tuple((first, last) for first, last in ranges if first <= last)
 
 
-def _block_entries(graph: StepGraph) -> list[int]:
+def _stays_inside(graph: StepGraph, lives: Lifetimes, items: Sequence[str], storage: int) -> bool:
+    """Whether forward makes a storage and uses it only in the block that makes it.
+
+    What leads from block to block, or backward, is not recomputed: it would need all that came before.
+    """
+    uses = [u for u in lives.uses[storage] if graph.ops[u].phase in (Phase.FORWARD, Phase.LOSS)]
+    return bool(uses) and uses[0] == lives.producer[storage] and len({items[u] for u in uses}) == 1
+
+
+def _block_entries(graph: StepGraph, items: Sequence[str]) -> list[int]:
     """For each forward op, the first backward position of its block (-1 outside blocks), per micro-batch."""
-    items = block_items(graph.ops)
     entry = [-1] * len(graph.ops)
     first_backward: dict[str, int] = {}
     for position in range(len(graph.ops) - 1, -1, -1):

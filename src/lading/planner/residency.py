@@ -26,9 +26,10 @@ from lading.sim.engine import simulate
 from lading.units import format_bytes
 
 #: Shares of the arena that the relaxation leaves to transfers under way, and windows it cuts the step into.
-_RESERVES = (0.0, 0.05, 0.1, 0.2, 0.3)
-_WINDOWS = (1, 4, 16)
+_RESERVES = (0.05, 0.15, 0.3)
+_WINDOWS = (4, 16, 1)
 _REPAIRS = 6
+_GOOD_ENOUGH = 0.005
 #: Gaps of storages smaller than this share of the arena are always kept.
 _SMALLEST_SHARE = 1 / 4000
 
@@ -66,24 +67,24 @@ class Found:
     timeline: Timeline
 
 
-def residency(step: Step, others: Iterable[Found]) -> Found:
-    """The fastest plan found.
+def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
+    """The fastest plan found; the search ends early once one is within 0.5% of ``bound_s``.
 
     Raises:
         PlanInfeasible: not even moving or recomputing everything fits.
     """
+    best = min(others, key=lambda found: found.timeline.duration_s, default=None)
     problem = _problem(step)
-    best: Found | None = None
-    for found in (*others, *_candidates(step, problem)):
+    for found in _candidates(step, problem):
         if best is None or found.timeline.duration_s < best.timeline.duration_s:
             best = found
-    if best is None:
-        best = _smallest(step, problem)
-    return best
+        if best.timeline.duration_s <= (1 + _GOOD_ENOUGH) * bound_s:
+            break
+    return best or _smallest(step)
 
 
 def lower_bound_s(step: Step) -> float:
-    """No plan within the budget takes less, as modelled."""
+    """No plan within the budget takes less, as modelled; 0 where no plan exists."""
     relaxed = solve(_problem(step), step.arena_bytes)
     return relaxed.step_s if relaxed is not None else 0.0
 
@@ -187,7 +188,7 @@ def _missing(step: Step, problem: Problem, lowered: Lowered) -> np.ndarray:
     return extra
 
 
-def _smallest(step: Step, problem: Problem) -> Found:
+def _smallest(step: Step) -> Found:
     """The plan that needs least memory, if that fits; otherwise say what binds."""
     size, lowered = smallest_budget_bytes(step)
     if size > step.budgets["device"]:

@@ -1,8 +1,8 @@
 """Byte-level batches from real text, with no download and no tokenizer: token = byte, vocabulary 256.
 
-The text lies in two cache files, one a split, that are mapped read-only: its pages belong to the page cache and can be
-dropped at any time, so they are file memory, not the anonymous memory that a budget is about. A batch is a pure
-function of (seed, split, step, micro-batch): resuming needs no state.
+The text lies in two cache files, one a split, of which each batch reads its windows and nothing else: a mapping would
+add the neighbouring pages of every window to the resident set that a budget is about. A batch is a pure function of
+(seed, split, step, micro-batch): resuming needs no state.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ class ByteDataset:
         self.config = config
         self.split: Split = split
         self._key = [seed, ("train", "validation").index(split)]
-        self._num_starts = path.stat().st_size - config.sequence_length
+        self._size_bytes = path.stat().st_size
+        self._num_starts = self._size_bytes - config.sequence_length
         if self._num_starts < 1:
             raise ConfigError(
                 f"data.source {config.source!r}: expected at least {config.sequence_length + 1} bytes of {split} text, "
-                f"got {path.stat().st_size}; give more text or a smaller data.sequence_length"
+                f"got {self._size_bytes}; give more text or a smaller data.sequence_length"
             )
-        self._bytes = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
     def __len__(self) -> int:
         """Bytes of the split."""
-        return len(self._bytes)
+        return self._size_bytes
 
     @cached_property
     def fingerprint(self) -> str:
@@ -84,13 +84,30 @@ class ByteDataset:
             two batches share a random number; its raw words do not change between numpy versions.
         Raises:
             ConfigError: ``step`` or ``micro`` is negative.
+            StorageError: the cache file is gone, cut short or cannot be read.
         """
         if step < 0 or micro < 0:
             raise ConfigError(f"expected a step and a micro-batch >= 0, got {step} and {micro}")
         raw = np.random.Philox(counter=[0, 0, micro, step], key=self._key).random_raw(self.config.batch_size)
-        starts = (raw % np.uint64(self._num_starts)).astype(np.int64)
-        windows = self._bytes[starts[:, None] + np.arange(self.config.sequence_length + 1)]
+        windows = self._read((raw % np.uint64(self._num_starts)).tolist())
         return {"tokens": torch.from_numpy(windows.astype(np.int64))}
+
+    def _read(self, starts: list[int]) -> np.ndarray:
+        """The window at each start, uint8 (B, T + 1)."""
+        length = self.config.sequence_length + 1
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                windows = [os.pread(file, length, start) for start in starts]
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise StorageError(
+                f"cannot read the text in {self._path}: {error.strerror}; start the run again"
+            ) from error
+        if any(len(window) != length for window in windows):
+            raise StorageError(f"{self._path}: expected {self._size_bytes} bytes, found fewer; delete it and run again")
+        return np.frombuffer(b"".join(windows), dtype=np.uint8).reshape(-1, length)
 
 
 def _cached(source: str, folder: Path) -> dict[Split, Path]:

@@ -142,11 +142,7 @@ class Executor:
         self._timeline = None
         self._bounce.discard()
         self._meter.reset()
-        others = [s for s in self._bound.streams if s != COMPUTE_STREAM]
-        self._workers.start(others)
-        if COMPUTE_STREAM in self._bound.streams:
-            self._run_stream(COMPUTE_STREAM)
-        self._workers.join(others)
+        self._run_streams()
         self._caller.batches = ()
         if self._gate.failure is not None:
             raise self._named_error(self._gate.failure)
@@ -247,6 +243,18 @@ class Executor:
     def _check_usable(self) -> None:
         if self._broken:
             raise ConfigError("this executor is closed or a step of it failed; make a new one and load a checkpoint")
+
+    def _run_streams(self) -> None:
+        """Every stream once; an interrupt on the calling thread, wherever it lands, stops the others too."""
+        others = [s for s in self._bound.streams if s != COMPUTE_STREAM]
+        try:
+            self._workers.start(others)
+            if COMPUTE_STREAM in self._bound.streams:
+                self._run_stream(COMPUTE_STREAM)
+            self._workers.join(others)
+        except BaseException as error:
+            self._gate.fail(error)
+            raise
 
     def _run_stream(self, name: str) -> None:
         """All of one stream's actions; a failure goes to the gate."""

@@ -26,7 +26,7 @@ _SLOW = frozenset({"sort", "topk", "random"})
 _REGION_BYTES = {"a": 64 * MiB, "b": 32 * MiB, "o": 64 * MiB}
 _ROW = 1024
 _SHORT_S = 3e-4
-_DISTURBANCE_BYTES = 10 * MiB
+_DISTURBANCE_BYTES = 24 * MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +320,7 @@ class Stopwatch:
 
     A call that repeats at once finds its operands and even its code in the nearest cache and is up to five times
     faster than in a step, so a copy that is larger than a core's cache runs before each. Every round times each case,
-    so that a busy moment hits them alike; the lowest decile is kept, for the host may be shared. One thread is timed
+    so that a busy moment hits them alike; the lower quartile is kept, for the host may be shared. One thread is timed
     by its processor time, which waiting for a shared core does not lengthen.
     """
 
@@ -360,8 +360,8 @@ class Stopwatch:
         return max(map(len, self._samples))
 
     def seconds(self) -> list[float]:
-        """Seconds of one call of each case: the lowest decile of its samples."""
-        return [sorted(samples)[len(samples) // 10] for samples in self._samples]
+        """Seconds of one call of each case: the lower quartile of its samples."""
+        return [sorted(samples)[len(samples) // 4] for samples in self._samples]
 
 
 def _nothing() -> None:

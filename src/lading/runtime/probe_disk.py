@@ -34,8 +34,13 @@ class DiskProbe:
     note: str = ""
 
 
-def probe_disk(folder: Path, seconds: float, file_bytes: int = _FILE_BYTES) -> DiskProbe:
+def probe_disk(
+    folder: Path, seconds: float, work: Callable[[], object] = int, file_bytes: int = _FILE_BYTES
+) -> DiskProbe:
     """Measure the disk under ``folder`` with a temporary file, which is removed whatever happens.
+
+    Args:
+        work: What the device does meanwhile; timed with and without transfers for ``compute_slowdown``.
 
     Raises:
         StorageError: the folder is missing, read-only or without ``file_bytes`` of space; says what to change.
@@ -49,7 +54,7 @@ def probe_disk(folder: Path, seconds: float, file_bytes: int = _FILE_BYTES) -> D
         )
     try:
         with _File(path, file_bytes) as file:
-            return _measure(file, seconds, free)
+            return _measure(file, seconds, free, work)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
@@ -131,7 +136,7 @@ def _whole(moved: int, expected: int) -> None:
         raise StorageError(f"expected to move {expected} bytes, the disk moved {moved}; is it full or failing?")
 
 
-def _measure(file: _File, seconds: float, free: int) -> DiskProbe:
+def _measure(file: _File, seconds: float, free: int, work: Callable[[], object]) -> DiskProbe:
     rates: dict[str, list[float]] = {key: [] for key in ("read", "write", "mixed_read", "mixed_write")}
     slice_s = min(0.5, max(0.05, seconds / 15))
     end = time.monotonic() + seconds
@@ -152,11 +157,36 @@ def _measure(file: _File, seconds: float, free: int) -> DiskProbe:
         mixed_read_bytes_per_s=min(best["mixed_read"], best["read"]),
         mixed_write_bytes_per_s=min(best["mixed_write"], best["write"]),
         latency_s=_latency(file),
+        compute_slowdown=_slowdown(file, slice_s, work),
     )
     note = (
         "" if file.direct else "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
     )
     return DiskProbe(tier, rounds, note)
+
+
+def _slowdown(file: _File, seconds: float, work: Callable[[], object]) -> float:
+    """By how much longer ``work`` takes beside one reading and one writing thread; medians of interleaved rounds."""
+    quiet: list[float] = []
+    busy: list[float] = []
+    for _ in range(3):
+        quiet += _times(work, seconds / 2)
+        other = threading.Thread(target=_run, args=(file, seconds), kwargs={"read": True, "write": True})
+        other.start()
+        busy += _times(work, 0.8 * seconds)
+        other.join()
+    return max(0.0, round(median(busy) / median(quiet) - 1.0, 3))
+
+
+def _times(work: Callable[[], object], seconds: float) -> list[float]:
+    """Seconds of each call of ``work`` until ``seconds`` are over, one call at least."""
+    samples: list[float] = []
+    end = time.perf_counter() + seconds
+    while not samples or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        samples.append(time.perf_counter() - start)
+    return samples
 
 
 def _run(file: _File, seconds: float, *, read: bool = False, write: bool = False) -> tuple[float, float]:

@@ -116,6 +116,11 @@ class _Costs:
             )
         return tier
 
+    def slowdown(self, tier: str) -> float:
+        """By how much longer an operation takes while the tier is busy."""
+        found = self._machine.tier(tier)
+        return 0.0 if found is None else found.compute_slowdown
+
     def rates(self, action: Action) -> tuple[float, float]:
         """Bytes/s of a MOVE on a tier alone, and while the other direction transfers."""
         tier = self.tier(action)
@@ -141,6 +146,17 @@ class _Transfer:
     ticket: int = -1
 
 
+@dataclass(slots=True)
+class _Work:
+    """An operation under way: seconds it still needs at full speed, and how much slower it runs since ``since_s``."""
+
+    action: Action
+    remaining_s: float
+    since_s: float
+    slowdown: float
+    ticket: int = -1
+
+
 class _Engine:
     """The state of one run: a heap of (time, ticket, action), tickets in order of issue breaking ties."""
 
@@ -160,6 +176,7 @@ class _Engine:
         self._ends: list[float | None] = [None] * len(program.actions)
         self._latency: set[int] = set()
         self._transfers: dict[tuple[str, bool], _Transfer] = {}
+        self._work: _Work | None = None
         self._memory = _Memory(program)
 
     def run(self) -> Timeline:
@@ -170,7 +187,7 @@ class _Engine:
             if action_id in self._latency:
                 self._latency.remove(action_id)
                 self._begin_transfer(action)
-            elif not _on_tier(action) or self._end_transfer(action, ticket):
+            elif self._has_ended(action, ticket):
                 self._end(action)
                 self._start_all()
         self._check_all_ended()
@@ -201,9 +218,37 @@ class _Engine:
         if action.kind is ActionKind.FREE:
             self._end(action)
             return
-        if _on_tier(action):
-            self._latency.add(action.id)
+        if action.stream == COMPUTE_STREAM:
+            self._work = _Work(action, self._costs.fixed_s(action), self._now_s, self._slowdown())
+            self._expect_work(self._work)
+            return
+        self._latency.add(action.id)
         self._push(self._now_s + self._costs.fixed_s(action), action)
+
+    def _slowdown(self) -> float:
+        """How much longer an operation takes beside the transfers of this moment."""
+        return sum(self._costs.slowdown(tier) for tier in {tier for tier, _ in self._transfers})
+
+    def _expect_work(self, work: _Work) -> None:
+        work.ticket = self._push(self._now_s + work.remaining_s * (1.0 + work.slowdown), work.action)
+
+    def _retime_work(self) -> None:
+        """The set of transfers has changed: the operation under way gets faster or slower."""
+        work, slowdown = self._work, self._slowdown()
+        if work is None or work.slowdown == slowdown:
+            return
+        done_s = (self._now_s - work.since_s) / (1.0 + work.slowdown)
+        work.remaining_s, work.since_s, work.slowdown = max(0.0, work.remaining_s - done_s), self._now_s, slowdown
+        self._expect_work(work)
+
+    def _has_ended(self, action: Action, ticket: int) -> bool:
+        """Whether this expectation still holds: what was timed again since ends another time."""
+        if action.stream != COMPUTE_STREAM:
+            return self._end_transfer(action, ticket)
+        if self._work is None or self._work.ticket != ticket:
+            return False
+        self._work = None
+        return True
 
     def _push(self, time_s: float, action: Action) -> int:
         self._tickets += 1
@@ -224,6 +269,7 @@ class _Engine:
         self._expect(transfer)
         if other is not None:
             self._retime(other, shared=True)
+        self._retime_work()
 
     def _end_transfer(self, action: Action, ticket: int) -> bool:
         """End a transfer unless it was timed again since ``ticket``."""
@@ -234,6 +280,7 @@ class _Engine:
         del self._transfers[tier, read]
         if (other := self._transfers.get((tier, not read))) is not None:
             self._retime(other, shared=False)
+        self._retime_work()
         return True
 
     def _retime(self, transfer: _Transfer, *, shared: bool) -> None:

@@ -1,0 +1,43 @@
+"""One run per folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lading.errors import StorageError
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Keep other runs out of ``folder``, which is made if need be; the lock ends with the process, however that ends.
+
+    Raises:
+        StorageError: another run is writing there, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise StorageError(f"cannot write into {folder}: {error.strerror}; choose another out folder") from error
+    try:
+        _lock(file, folder)
+        yield
+    finally:
+        os.close(file)
+
+
+def _lock(file: int, folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = os.pread(file, 32, 0).decode() or "unknown"
+        raise StorageError(
+            f"expected {folder} to be free, found process {owner} training there; "
+            "wait for it, or choose another out folder"
+        ) from error
+    os.ftruncate(file, 0)
+    os.pwrite(file, str(os.getpid()).encode(), 0)

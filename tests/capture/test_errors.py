@@ -1,0 +1,155 @@
+"""What cannot be captured is refused: the message names the operation, the module and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.capture.parity import squares
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lading.capture.trace import capture
+from lading.errors import CaptureError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*non-leaf Tensor.*:UserWarning")
+Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Outer(nn.Module):
+    """A line, then whatever the test puts into module ``inner``."""
+
+    def __init__(self, forward: Forward, **attributes: Any) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.inner = Inner(forward, **attributes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.line(x))
+
+
+class Inner(nn.Module):
+    def __init__(self, forward: Forward, **attributes: Any) -> None:
+        super().__init__()
+        self.told = forward
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.told(self, x)
+
+
+def refusal(forward: Forward, **attributes: Any) -> str:
+    """The message when a model with this forward is captured."""
+    with pytest.raises(CaptureError) as error:
+        capture(Outer(forward, **attributes), {"x": torch.ones(3, 4)}, squares)
+    return str(error.value)
+
+
+def _if_positive(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def _count(module: Any, x: torch.Tensor) -> torch.Tensor:
+    module.seen += 1
+    return x * module.seen
+
+
+def _constant(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor([1.0, 2.0, 3.0, 4.0]).add_(1.0)
+
+
+def _random_again(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = checkpoint(F.dropout, x, 0.5, use_reentrant=False)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def _rotate(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    turned = torch.view_as_complex(x.unflatten(-1, (2, 2))) * torch.polar(torch.ones(2), torch.ones(2))
+    return torch.view_as_real(turned).flatten(-2)
+
+
+@pytest.mark.parametrize(
+    ("forward", "operation", "advice"),
+    [
+        (lambda _, x: x * x.sum().item(), "_local_scalar_dense", "static shapes"),
+        (_if_positive, "_local_scalar_dense", "torch.where"),
+        (lambda _, x: x[x > 0], "aten.index.Tensor", "masks"),
+        (lambda _, x: x.flatten()[torch.nonzero(x.flatten())], "nonzero", "static shapes"),
+        (lambda _, x: x @ torch.ones(5, 4), "aten.mm", "same reduction dim"),
+        (lambda _, x: x.view(7, 3), "aten.view", "invalid for input of size 12"),
+        (lambda _, x: x.to_sparse().to_dense(), "sparse", "dense"),
+        (lambda _, x: torch.fft.fft(x).conj().imag, "_conj", "real arithmetic"),
+        (_rotate, "_conj", "cos and sin"),
+        (_random_again, "bernoulli", "checkpointing off"),
+        (_constant, "aten.add_", "out-of-place"),
+    ],
+)
+def test_an_operation(forward: Forward, operation: str, advice: str) -> None:
+    message = refusal(forward)
+    assert operation in message
+    assert "'inner'" in message or operation in ("_conj", "bernoulli")  # these two are met in backward
+    assert advice in message
+
+
+def test_a_counter_that_is_not_a_buffer() -> None:
+    seen = torch.zeros(4)
+    message = refusal(_count, seen=seen)
+    assert "'inner'" in message
+    assert "register_buffer" in message
+    assert torch.equal(seen, torch.zeros(4))
+
+
+def test_a_parameter_that_is_not_registered() -> None:
+    hidden = nn.Parameter(torch.ones(4))
+    message = refusal(lambda module, x: x * module.hidden[0], hidden=[hidden])  # type: ignore[index]
+    assert "'inner'" in message
+    assert "ParameterList" in message
+    assert hidden.grad is None
+
+
+def test_a_fake_tensor_that_is_not_registered() -> None:
+    with FakeTensorMode():
+        stray = torch.ones(4)
+    message = refusal(lambda module, x: x * module.stray, stray=stray)  # type: ignore[operator]
+    assert "'inner'" in message
+    assert "(4,)" in message
+    assert "register_buffer" in message
+
+
+def test_a_plain_attribute_is_a_constant() -> None:
+    graph = capture(Outer(lambda m, x: x * m.scale, scale=torch.arange(4.0)), {"x": torch.ones(3, 4)}, squares)  # type: ignore[operator]
+    held = [s.data for s in graph.storages if s.data is not None]
+    assert torch.arange(4.0).numpy().tobytes() in held
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda model, batch: model(batch["x"]), r"\(3, 4\)"),
+        (lambda model, batch: 1.0, "float"),
+        (lambda model, batch: model(batch["x"]).detach().sum(), "requires_grad"),
+    ],
+)
+def test_the_loss(loss: Any, found: str) -> None:
+    with pytest.raises(CaptureError, match=found):
+        capture(nn.Linear(4, 4), {"x": torch.ones(3, 4)}, loss)
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(CaptureError, match="trainable parameter; check requires_grad"):
+        capture(nn.Linear(4, 4).requires_grad_(False), {"x": torch.ones(3, 4)}, squares)
+
+
+def test_no_hook_is_left_after_a_refusal() -> None:
+    model = Outer(_if_positive)
+    with pytest.raises(CaptureError):
+        capture(model, {"x": torch.ones(3, 4)}, squares)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    model.inner.told = lambda _, x: x
+    assert capture(model, {"x": torch.ones(3, 4)}, squares).ops

@@ -1,0 +1,101 @@
+"""Deferred initial values: a model built on fake tensors gets the bits of the real constructor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.capture.parity import SMALL, own, tokens
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lading.capture.initial import defer
+from lading.capture.trace import capture
+from lading.errors import CaptureError
+from lading.models.loss import next_byte_loss
+from lading.models.registry import build_model
+
+
+class Odd(nn.Module):
+    """Buffers and parameters made in unusual ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(5, 7)
+        self.table = nn.Embedding(6, 4, padding_idx=0)
+        self.norm = nn.BatchNorm1d(7)
+        self.conv = nn.Conv2d(2, 3, 3)
+        nn.init.trunc_normal_(self.line.weight, std=0.5)
+        nn.init.orthogonal_(self.conv.weight)
+        self.line.bias = nn.Parameter(torch.linspace(0, 1, 7))
+        self.same = self.line.weight
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)).bool())
+        self.register_buffer("listed", torch.tensor([1.5, 2.5]))
+        self.register_buffer("counted", torch.from_numpy(np.arange(3)))
+        self.register_buffer("drawn", torch.randn(3)[1:].exp())
+        self.register_buffer("empty", torch.zeros(0))
+
+
+def hugging_face() -> nn.Module:
+    hf = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32, bos_token_id=1, eos_token_id=2, **sizes))
+
+
+def _own(name: str, **sizes: Any) -> Callable[[], nn.Module]:
+    return lambda: build_model(name, **SMALL | {"num_layers": 2} | sizes)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [_own("gpt", dropout=0.1), _own("gpt", tied=False), _own("llama", num_kv_heads=1), _own("moe"), Odd, hugging_face],
+)
+@pytest.mark.parametrize("seed", [0, 5])
+def test_same_bits_as_the_constructor(build: Callable[[], nn.Module], seed: int) -> None:
+    deferred = defer(build)
+    got: dict[str, torch.Tensor] = {}
+    deferred.materialize(seed, lambda name, value: got.__setitem__(name, value.clone()))
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    real = build()
+    wanted = dict((*real.named_parameters(), *real.named_buffers()))
+    assert got.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert got[name].dtype is value.dtype
+        assert torch.equal(got[name], value), name
+    assert torch.equal(torch.get_rng_state(), state)  # and what is drawn next is the same too
+
+
+def test_building_takes_no_memory_and_no_random_numbers() -> None:
+    state = torch.get_rng_state()
+    deferred = defer(lambda: nn.Linear(1 << 20, 1 << 20))  # 4 TiB
+    assert all(isinstance(p, FakeTensor) for p in deferred.model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_deferred_model_is_captured_like_a_real_one() -> None:
+    deferred = defer(_own("llama"))
+    graph = capture(deferred.model, tokens(), next_byte_loss)
+    assert graph.fingerprint == capture(own("llama"), tokens(), next_byte_loss).fingerprint
+
+
+def test_each_value_is_handed_on_once_and_early() -> None:
+    deferred = defer(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+    names: list[str] = []
+    deferred.materialize(0, lambda name, _: names.append(name))
+    assert sorted(names) == sorted(deferred.named)
+    layers = [int(name.split(".")[0]) for name in names]
+    assert layers == sorted(layers)
+
+
+def test_a_constructor_that_reads_values_is_refused() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, int(torch.randint(3, (1,)).item()))
+
+    with pytest.raises(CaptureError, match="_local_scalar_dense"):
+        defer(Reads)

@@ -440,7 +440,7 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
     losses: list[float] = []
     seconds: list[float] = []
     peak = 0
-    with MetricsLog(out / "plain.jsonl") as log, training_progress(run.optimization.steps, 1 << 60) as progress:
+    with MetricsLog(out / "plain.jsonl") as log, training_progress(run.optimization.steps, 0) as progress:
         for step in range(run.optimization.steps):
             batches = [data.batch(step, micro) for micro in range(run.optimization.accumulation)]
             started = time.perf_counter()

@@ -103,7 +103,7 @@ def test_clock_text() -> None:
     assert [clock_text(s) for s in (0.4, 59.4, 59.6, 185, 7440)] == ["0s", "59s", "1m00s", "3m05s", "2h04m"]
 
 
-@pytest.mark.parametrize(("steps", "budget", "first"), [(0, 1, 0), (1, 0, 0), (1, 1, 2), (1, 1, -1)])
+@pytest.mark.parametrize(("steps", "budget", "first"), [(0, 1, 0), (1, -1, 0), (1, 1, 2), (1, 1, -1)])
 def test_counts_out_of_range(steps: int, budget: int, first: int) -> None:
     with pytest.raises(ConfigError, match="expected total_steps"), training_progress(steps, budget, first_step=first):
         pass

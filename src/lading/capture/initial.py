@@ -88,7 +88,7 @@ def defer(build: Callable[[], torch.nn.Module]) -> Deferred:
     Raises:
         CaptureError: the constructor needs tensor values or an operation that has no fake rule.
     """
-    tracer = Tracer()
+    tracer = Tracer("the model's constructor")
     with FakeTensorMode(allow_non_fake_inputs=True), tracer:
         model = build()
     named = {n: tracer.tensor_id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}

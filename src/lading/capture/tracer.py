@@ -59,10 +59,15 @@ _ADVICE = {
 
 
 class Tracer(TorchDispatchMode):
-    """Records every operation that creates or mutates a storage."""
+    """Records every operation that creates or mutates a storage.
 
-    def __init__(self) -> None:
+    Args:
+        outside: What runs when no module's forward does, for messages.
+    """
+
+    def __init__(self, outside: str = "the loss") -> None:
         super().__init__()
+        self.outside = outside
         self.phase = Phase.FORWARD
         self.modules: list[str] = []
         self.storages: list[Storage] = []
@@ -114,7 +119,7 @@ class Tracer(TorchDispatchMode):
     def _place(self) -> str:
         """The running module, for people."""
         inside = bool(self.modules) or self.phase is Phase.BACKWARD
-        return f"module {self._module()!r}" if self._module() else "the model itself" if inside else "the loss"
+        return f"module {self._module()!r}" if self._module() else "the model itself" if inside else self.outside
 
     def _module(self) -> str:
         """Path of the module whose operation runs; in backward, of the forward operation being differentiated."""

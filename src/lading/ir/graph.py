@@ -209,7 +209,8 @@ class StepGraph:
     def fingerprint(self) -> str:
         """Hash of structure (not of weights): equal for two captures of the same model and batch shape."""
         digest = hashlib.sha256()
-        for part in (self.storages, self.tensors, self.ops, self.parameters, self.buffers, self.inputs, self.losses, (self.accumulation,)):
+        parts = (self.storages, self.tensors, self.ops, self.parameters, self.buffers, self.inputs, self.losses)
+        for part in (*parts, (self.accumulation,)):
             for item in part:
                 digest.update(repr(item).encode())
                 if isinstance(item, Storage) and item.data is not None:

@@ -1,4 +1,4 @@
-"""Plan: the bill of lading. What goes where between two uses, what that is predicted to cost, and for whom it was made."""
+"""Plan: the bill of lading. What goes where between two uses, what that should cost, and for whom it was made."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from lading.errors import ConfigError
 
@@ -107,29 +108,56 @@ class Plan:
             ConfigError: not a plan, of another format, or with a field missing, unknown or of the wrong type.
         """
         try:
-            data = json.loads(path.read_text())
+            data = json.loads(path.read_text(), parse_constant=_no_constant)
         except FileNotFoundError as error:
-            raise ConfigError(f"expected a plan at {path}, found no file; make one with: lading plan RUN.toml") from error
-        except (ValueError, OSError) as error:
+            raise ConfigError(
+                f"expected a plan at {path}, found no file; make one with: lading plan RUN.toml"
+            ) from error
+        except (ValueError, OSError, RecursionError) as error:
             raise ConfigError(f"expected a plan in JSON at {path}: {error}") from error
         return plan_from_dict(data, str(path))
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number a plan can hold")
+
+
 def plan_from_dict(data: Any, origin: str) -> Plan:
-    """A Plan from parsed JSON; ``origin`` is named in errors."""
-    names = {f.name for f in dataclasses.fields(Plan)}
-    if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ConfigError(f"{origin}: expected a Lading plan of format {PLAN_FORMAT}, found {found!r}; plan again")
-    if names != data.keys():
+    """A Plan from parsed JSON; ``origin`` is named in errors.
+
+    Raises:
+        ConfigError: another format, or a field is missing, unknown or of the wrong type.
+    """
+    found = cast("dict[str, Any]", data).get("format") if isinstance(data, dict) else type(data).__name__
+    if type(found) is not int or found != PLAN_FORMAT:
         raise ConfigError(
-            f"{origin}: missing {sorted(names - data.keys())}, unknown {sorted(data.keys() - names)}; plan again"
+            f"{origin}: expected a Lading plan of format {PLAN_FORMAT}, found {repr(found)[:60]}; plan again"
         )
-    try:
-        rows = tuple(PolicyRow(**row) for row in data["policies"])
-        choices = tuple(
-            Choice(int(c["storage"]), int(c["start"]), int(c["end"]), Option(c["option"])) for c in data["choices"]
-        )
-        return Plan(**{**data, "choices": choices, "policies": rows, "assumptions": tuple(data["assumptions"])})
-    except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{origin}: a field of the plan has the wrong type or value: {error}; plan again") from error
+    return _read(Plan, data, origin)
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    """``value`` from JSON as the type ``hint``; ``where`` names it in errors."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    expected = str(getattr(kind, "__name__", kind))
+    if kind is UnionType:  # X | None
+        return None if value is None else _read(inner[0], value, where)
+    if kind is tuple and isinstance(value, list):
+        return tuple(_read(inner[0], item, f"{where}[{i}]") for i, item in enumerate(cast("list[Any]", value)))
+    if kind is dict and isinstance(value, dict):
+        return {key: _read(inner[1], item, f"{where}.{key}") for key, item in cast("dict[str, Any]", value).items()}
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return _read_fields(kind, cast("dict[str, Any]", value), where)
+    if kind is Option and value in [option.value for option in Option]:
+        return Option(value)
+    if kind is Any or type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise ConfigError(f"{where}: expected {expected}, found {repr(value)[:60]}; plan again")
+
+
+def _read_fields(kind: Any, value: dict[str, Any], where: str) -> Any:
+    hints = get_type_hints(kind)
+    if hints.keys() != value.keys():
+        missing, unknown = sorted(hints.keys() - value.keys()), sorted(value.keys() - hints.keys())
+        raise ConfigError(f"{where}: missing {missing}, unknown {unknown}; plan again")
+    return kind(**{name: _read(hints[name], item, f"{where}.{name}") for name, item in value.items()})

@@ -69,7 +69,7 @@ class _Builder:
         self.states: list[tuple[str, int]] = []
 
     def add_micro_batch(self, micro: int) -> None:
-        """Append the operations of one micro-batch; later ones on fresh activations, adding to the first's gradients."""
+        """Append the operations of one micro-batch; a later one has fresh activations and adds to the gradients."""
         names = self._tensor_map(micro)
         self.starts.append(len(self.ops))
         self.ops.extend(rename_op(op, names) for op in self.graph.ops)
@@ -166,9 +166,8 @@ class _Builder:
             ops = after.setdefault(end if coefficient is not None else ready, [])
             if coefficient is not None:
                 args: tuple[Arg, ...] = (Ref(parameter.gradient), Ref(coefficient))
-                ops.append(
-                    self._op("aten.mul_.Tensor", args, parameter, (parameter.gradient, coefficient), mutates=(parameter.gradient,))
-                )
+                inputs = (parameter.gradient, coefficient)
+                ops.append(self._op("aten.mul_.Tensor", args, parameter, inputs, mutates=inputs[:1]))
             ops.append(self._update(parameter))
         self.ops = [new for index, op in enumerate(self.ops) for new in (op, *after.get(index, ()))]
 
@@ -189,13 +188,23 @@ class _Builder:
         op = self._op(ADAMW, args, parameter, tensors, mutates=(parameter.tensor, *states))
         return dataclasses.replace(op, kind=OpKind.STEP)
 
-    def _append(self, name: str, args: tuple[Arg, ...], parameter: Parameter, inputs: tuple[int, ...], output: int) -> None:
+    def _append(
+        self, name: str, args: tuple[Arg, ...], parameter: Parameter, inputs: tuple[int, ...], output: int
+    ) -> None:
         op = self._op(name, args, parameter, inputs, mutates=())
         written = self.tensors[output].touched_bytes
         kind = OpKind.REDUCTION if "norm" in name else OpKind.ELEMENTWISE
         self.ops.append(dataclasses.replace(op, outputs=(output,), results=(output,), bytes_written=written, kind=kind))
 
-    def _op(self, name: str, args: tuple[Arg, ...], parameter: Parameter, inputs: tuple[int, ...], *, mutates: tuple[int, ...]) -> Op:
+    def _op(
+        self,
+        name: str,
+        args: tuple[Arg, ...],
+        parameter: Parameter,
+        inputs: tuple[int, ...],
+        *,
+        mutates: tuple[int, ...],
+    ) -> Op:
         """An optimizer-phase operation of a parameter's module."""
         return Op(
             name=name,

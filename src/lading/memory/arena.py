@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lading.ir.program import slot_bytes
+from lading.ir.program import LINE_BYTES, PAGE_BYTES, slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ def pack(items: Sequence[Item], limit_bytes: int = 0) -> Packing:
     floor = peak_bytes(items)
     best: Packing | None = None
     for order in orders:
-        found = _first_fit(items, sorted(range(len(items)), key=lambda i: (*order(items[i]), i)))
-        if best is None or found.size_bytes < best.size_bytes:
-            best = found
+        ranked = sorted(range(len(items)), key=lambda i: (*order(items[i]), i))
+        found = _first_fit(items, ranked, best.size_bytes if best else None)
+        best = found or best
         if best.size_bytes <= max(floor, limit_bytes):
             break
     assert best is not None
@@ -72,26 +72,43 @@ def _length(item: Item) -> int:
     return sum(last - first + 1 for first, last in item.spans)
 
 
-def _first_fit(items: Sequence[Item], order: Sequence[int]) -> Packing:
-    """Place items in ``order``, each at the lowest offset where it meets nothing alive at the same moment."""
-    count = len(items)
-    first = np.full((2, count), np.iinfo(np.int64).max, dtype=np.int64)
-    last = np.full((2, count), -1, dtype=np.int64)
-    low, high = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    offsets = [0] * count
-    for placed, index in enumerate(order):
+def _first_fit(items: Sequence[Item], order: Sequence[int], below_bytes: int | None) -> Packing | None:
+    """Place items in ``order``, each at the lowest offset where it meets nothing alive at the same moment.
+
+    What lives all the time goes to the bottom, one after another; only the rest needs a search. None as soon as it
+    needs ``below_bytes`` or more.
+    """
+    end = max((last for item in items for _, last in item.spans), default=0)
+    offsets = [0] * len(items)
+    floor = 0
+    for index in sorted(order, key=lambda i: -slot_bytes(items[i].size_bytes)):
+        if _always(items[index], end):
+            offsets[index] = floor
+            floor += slot_bytes(items[index].size_bytes)
+    floor = -(-floor // PAGE_BYTES) * PAGE_BYTES
+    moving = [i for i in order if not _always(items[i], end)]
+    first = np.full((2, len(moving)), np.iinfo(np.int64).max, dtype=np.int64)
+    last = np.full((2, len(moving)), -1, dtype=np.int64)
+    low, high = np.zeros(len(moving), dtype=np.int64), np.zeros(len(moving), dtype=np.int64)
+    for placed, index in enumerate(moving):
         item = items[index]
         size = slot_bytes(item.size_bytes)
         clash = np.zeros(placed, dtype=bool)
-        for begin, end in item.spans:
+        for begin, stop in item.spans:
             for span in range(2):
-                clash |= (first[span, :placed] <= end) & (last[span, :placed] >= begin)
+                clash |= (first[span, :placed] <= stop) & (last[span, :placed] >= begin)
         offset = _lowest_hole(low[:placed][clash], high[:placed][clash], size)
-        offsets[index] = offset
+        offsets[index] = floor + offset
+        if below_bytes is not None and floor + offset + size >= below_bytes:
+            return None
         low[placed], high[placed] = offset, offset + size
-        for span, (begin, end) in enumerate(item.spans):
-            first[span, placed], last[span, placed] = begin, end
-    return Packing(tuple(offsets), int(high.max(initial=0)))
+        for span, (begin, stop) in enumerate(item.spans):
+            first[span, placed], last[span, placed] = begin, stop
+    return Packing(tuple(offsets), floor + int(high.max(initial=0)))
+
+
+def _always(item: Item, end: int) -> bool:
+    return item.spans == ((0, end),)
 
 
 def _lowest_hole(low: np.ndarray, high: np.ndarray, size: int) -> int:
@@ -100,7 +117,7 @@ def _lowest_hole(low: np.ndarray, high: np.ndarray, size: int) -> int:
         return 0
     by_low = np.argsort(low, kind="stable")
     low, high = low[by_low], high[by_low]
-    unit = 4096 if size >= 4096 else 64
+    unit = PAGE_BYTES if size >= PAGE_BYTES else LINE_BYTES
     start = np.concatenate([[0], np.maximum.accumulate(high)])
     start = -(-start // unit) * unit
     room = np.concatenate([low, [np.iinfo(np.int64).max]]) - start

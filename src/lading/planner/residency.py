@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from lading.sim.engine import simulate
 from lading.units import format_bytes
 
 #: Shares of the arena that the relaxation leaves to transfers under way, and windows it cuts the step into.
-_RESERVES = (0.05, 0.15, 0.3)
+_ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
 _WINDOWS = (4, 16, 1)
 _REPAIRS = 6
 _GOOD_ENOUGH = 0.005
@@ -113,7 +114,7 @@ def _shrink(step: Step, choices: dict[tuple[int, int], Option], loose: Lowered) 
     fixed = fixed_bytes(step.machine, step.costs)
     best, low = loose, _peak(step, loose)
     high = loose.arena_bytes
-    while high - low > max(high // 200, PAGE_BYTES):
+    while high - low > max(high // 50, PAGE_BYTES):
         middle = (low + high) // 2
         budgets = {**step.budgets, "device": middle + fixed}
         tried = lower(step.graph, step.lives, step.machine, step.costs, choices, budgets)
@@ -135,11 +136,16 @@ def _problem(step: Step) -> Problem:
 
 
 def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
-    for windows in _WINDOWS:
-        for reserve in _RESERVES:
-            found = _repaired(step, problem, int(step.arena_bytes * (1.0 - reserve)), windows)
-            if found is not None:
-                yield found
+    """Lowered solutions; those that leave little room only where none that leaves more fits."""
+    for reserves in (_ROOMY, _TIGHT):
+        found = False
+        for reserve, windows in product(reserves, _WINDOWS):
+            candidate = _repaired(step, problem, int(step.arena_bytes * (1.0 - reserve)), windows)
+            if candidate is not None:
+                found = True
+                yield candidate
+        if found:
+            return
 
 
 def _repaired(step: Step, problem: Problem, target: int, windows: int) -> Found | None:

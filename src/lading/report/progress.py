@@ -10,7 +10,7 @@ from math import ceil, floor
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from lading.errors import ConfigError
-from lading.units import GiB, KiB, MiB
+from lading.units import GiB, KiB, MiB, format_bytes
 
 if TYPE_CHECKING:
     import rich.progress
@@ -46,7 +46,7 @@ def training_progress(
 
     Args:
         total_steps: Steps of the whole run, >= 1.
-        budget_bytes: Device budget that memory is shown against, >= 1.
+        budget_bytes: Device budget that memory is shown against; 0 for a run without one.
         stream: Where to write; None is standard error. A terminal gets a bar, anything else plain lines.
         first_step: Steps already done when the run resumes.
         every_s: Least seconds between two plain lines; the first and the last step always get one.
@@ -54,9 +54,9 @@ def training_progress(
     Raises:
         ConfigError: a count out of range.
     """
-    if total_steps < 1 or budget_bytes < 1 or not 0 <= first_step <= total_steps:
+    if total_steps < 1 or budget_bytes < 0 or not 0 <= first_step <= total_steps:
         raise ConfigError(
-            "expected total_steps >= 1, budget_bytes >= 1 and 0 <= first_step <= total_steps, "
+            "expected total_steps >= 1, budget_bytes >= 0 and 0 <= first_step <= total_steps, "
             f"got {total_steps}, {budget_bytes} and {first_step}"
         )
     out: TextIO = sys.stderr if stream is None else stream
@@ -70,7 +70,9 @@ def training_progress(
 
 
 def memory_text(memory_bytes: int, budget_bytes: int) -> str:
-    """``'312/400 MiB 78%'``: both in the unit of the budget; the share is rounded away from 100%."""
+    """``'312/400 MiB 78%'``: both in the unit of the budget; the share is rounded away from 100%. No budget: ``'312 MiB'``."""
+    if budget_bytes == 0:
+        return format_bytes(memory_bytes)
     unit, scale = next((u for u in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)) if budget_bytes >= u[1]), ("B", 1))
     used, budget = memory_bytes / scale, budget_bytes / scale
     digits = 0 if budget >= 100 or scale == 1 else 2
@@ -148,7 +150,7 @@ class _Bar:
         self._task = self.live.add_task("train", total=total_steps, completed=first_step, figures="")
 
     def update(self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
-        share = memory_bytes / self._budget
+        share = memory_bytes / self._budget if self._budget else 0.0
         colour = "red" if share > 1 else "yellow" if share >= NEARLY_FULL else "green"
         figures = (
             f"loss [bold]{loss:.4f}[/]  {tokens_per_s:,.0f} tok/s  "

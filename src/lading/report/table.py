@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-#: The column that gives way on a narrow terminal.
-_WRAPPING = "moved"
-
 
 def _table(title: str, *columns: str) -> Table:
     """A table whose first column is text and whose others are figures."""
@@ -25,9 +22,9 @@ def _table(title: str, *columns: str) -> Table:
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.pad_edge, table.collapse_padding = False, True
+    table.pad_edge, table.padding = False, (0, 1, 0, 0)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=column != _WRAPPING)
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
     return table
 
 
@@ -43,7 +40,8 @@ def policy_table(plan: Plan) -> Table:
     table = _table("Policies", "policy", "fits", "step", "peak", "recompute", "stall", "moved")
     for row in plan.policies:
         chosen = row.policy == plan.policy
-        cells = [f"{'>' if chosen else ' '} {row.policy}", *policy_cells(row)[:-1]]
+        moved = sum(row.moved_bytes.values())
+        cells = [f"{'>' if chosen else ' '} {row.policy}", *policy_cells(row)[:-2], format_bytes(moved) if moved else "-"]
         table.add_row(*map(escape, cells), style="bold" if chosen else None)
     lines = [f"{row.policy}: {escape(row.note)}" for row in plan.policies if row.note]
     lines.append(f"no plan takes less than {format_seconds(plan.lower_bound_s)}; this one is {plan.gap:.1%} above")

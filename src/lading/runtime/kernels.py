@@ -126,6 +126,8 @@ def out_overload(name: str) -> str | None:
     """
     if name in _SAME_KERNEL:
         return _SAME_KERNEL[name]
+    if name in _WIDE_OUT:
+        return None
     functional = _overload(name)
     wanted = [(a.name, str(a.type)) for a in functional._schema.arguments]
     packet = functional.overloadpacket
@@ -140,6 +142,11 @@ def out_overload(name: str) -> str | None:
     return None
 
 
+#: Losses whose out= kernel first makes its result as large as the input, even where it reduces to a number.
+_WIDE_OUT = frozenset(
+    f"aten.{loss}.default"
+    for loss in ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss", "soft_margin_loss")
+)
 #: Functional forms whose own kernel calls exactly this out= kernel, with the number as a 0-dim tensor.
 _SAME_KERNEL = {f"aten.{op}.Scalar": f"aten.{op}.out" for op in ("add", "sub", "mul", "div")}
 

@@ -1,0 +1,137 @@
+"""Small data types: timelines, curves, units, tensors, graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.programs import GraphBuilder
+
+from lading.errors import ConfigError
+from lading.ir.graph import DTYPE_BYTES, Literal, Op, OpKind, Phase, Ref, Role, Tensor, map_refs, refs, rename_op
+from lading.ir.machine import Curve
+from lading.ir.program import LINE_BYTES, PAGE_BYTES, slot_bytes
+from lading.ir.timeline import Event, MemorySample, Timeline
+from lading.units import GiB, KiB, MiB, format_bytes, format_flops, format_seconds, parse_bytes
+
+positive = st.floats(1e-3, 1e12)
+
+
+def test_timeline_round_trip_and_sums(tmp_path: Path) -> None:
+    events = (Event(0, "compute", 0, 0.0, 1.0), Event(0, "disk_read", 1, 0.5, 3.0), Event(0, "compute", 2, 3.0, 3.25))
+    memory = (
+        MemorySample(0.0, "device", {"parameter": 3}),
+        MemorySample(1.0, "device", {"parameter": 3, "activation": 4}),
+        MemorySample(1.0, "disk", {"parameter": 9}),
+    )
+    labels = {0: "mm layers.0", 2: "add"}
+    timeline = Timeline("measured", events, memory, labels, ((0.0, 5), (1.0, 8)), 8)
+    timeline.save(tmp_path / "timeline.json")
+    assert Timeline.load(tmp_path / "timeline.json") == timeline
+    assert timeline.duration_s == 3.25
+    assert timeline.busy_s("compute") == 1.25
+    assert (timeline.peak_of_tier("device"), timeline.peak_of_tier("disk"), timeline.peak_of_tier("host")) == (7, 9, 0)
+    assert Timeline("predicted", (), ()).duration_s == 0.0
+
+
+@given(st.dictionaries(positive, positive, min_size=1, max_size=6), positive)
+def test_a_curve_stays_between_its_neighbours(points: dict[float, float], size: float) -> None:
+    sizes = tuple(sorted(points))
+    curve = Curve(size=sizes, rate=tuple(points[s] for s in sizes))
+    for s in sizes:
+        assert curve.at(s) == pytest.approx(points[s])
+    below = max((s for s in sizes if s <= size), default=sizes[0])
+    above = min((s for s in sizes if s >= size), default=sizes[-1])
+    low, high = sorted((points[below], points[above]))
+    assert low * (1 - 1e-9) <= curve.at(size) <= high * (1 + 1e-9)
+
+
+def test_a_curve_is_a_line_in_the_logarithms() -> None:
+    curve = Curve(size=(10.0, 1000.0), rate=(1.0, 100.0))
+    assert curve.at(100.0) == pytest.approx(10.0)
+    assert (curve.at(1.0), curve.at(1e9)) == (1.0, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("size", "rate"), [((), ()), ((1.0,), ()), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 1.0), (1.0, 2.0)), ((0.0,), (1.0,)), ((1.0,), (0.0,))]
+)
+def test_what_is_not_a_curve(size: tuple[float, ...], rate: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="a curve needs"):
+        Curve(size=size, rate=rate)
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("256MB", 256 * 10**6),
+        ("24GiB", 24 * GiB),
+        ("1.5 gb", 1_500_000_000),
+        ("2e3KiB", 2000 * KiB),
+        ("17", 17),
+        ("0", 0),
+        (5 * MiB, 5 * MiB),
+        ("1 TiB", 1 << 40),
+    ],
+)
+def test_sizes(text: str | int, size_bytes: int) -> None:
+    assert parse_bytes(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MB", "-1MB", "1 M B", "10 parsecs", "50%", "1e", "nan", "inf", "0x10", -1, True])
+def test_what_is_not_a_size(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="expected a size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * GiB, "1.50 GiB"), (-MiB, "-1.00 MiB")]
+)
+def test_bytes_for_people(size_bytes: float, text: str) -> None:
+    assert format_bytes(size_bytes) == text
+
+
+def test_times_and_work_for_people() -> None:
+    assert [format_seconds(s) for s in (1.2345, 0.0123, 45.6e-6)] == ["1.234 s", "12.3 ms", "45.6 us"]
+    assert [format_flops(f) for f in (5, 2e6, 1.23e9, 4e12, 5e15)] == [
+        "5 FLOP",
+        "2.00 MFLOP",
+        "1.23 GFLOP",
+        "4.00 TFLOP",
+        "5.00 PFLOP",
+    ]
+
+
+@given(st.integers(0, 1 << 30))
+def test_slots_are_whole_lines_or_pages(size_bytes: int) -> None:
+    slot = slot_bytes(size_bytes)
+    unit = PAGE_BYTES if size_bytes >= PAGE_BYTES else LINE_BYTES
+    assert slot % unit == 0
+    assert max(size_bytes, 1) <= slot < size_bytes + unit + (size_bytes == 0)
+
+
+def test_bytes_of_views() -> None:
+    assert Tensor(0, "float32", (2, 3), (3, 1)).size_bytes == 24
+    expanded = Tensor(0, "bfloat16", (2, 5), (1, 0))
+    assert (expanded.size_bytes, expanded.touched_bytes) == (20, 4)
+    assert Tensor(0, "int64", (0, 5), (5, 0)).touched_bytes == 0
+    assert Tensor(0, "bool", (), ()).size_bytes == DTYPE_BYTES["bool"]
+
+
+def test_references_are_found_and_renamed_at_any_depth() -> None:
+    args = (Ref(3), (1, (Ref(4), None)), Literal("dtype", "float32"), Ref(3))
+    assert list(refs(args)) == [3, 4, 3]
+    op = Op("aten.cat", Phase.FORWARD, args, (("out", Ref(5)),), (3, 4), (6,), (6, None), (5,), "m", OpKind.COPY)
+    renamed = rename_op(op, {3: 30, 4: 40, 5: 50, 6: 60})
+    assert list(refs((renamed.args, tuple(v for _, v in renamed.kwargs)))) == [30, 40, 30, 50]
+    assert (renamed.inputs, renamed.outputs, renamed.results, renamed.mutates) == ((30, 40), (60,), (60, None), (50,))
+    assert map_refs(args, {3: 3, 4: 4}) == args
+
+
+def test_a_graph_that_reads_what_is_not_there_is_refused() -> None:
+    build = GraphBuilder()
+    x, y = build.storage("x", 8, Role.INPUT), build.storage("y", 8, Role.ACTIVATION)
+    build.op([y], [x])
+    with pytest.raises(ConfigError, match=r"op 0 f in layer0 reads \['y'\]"):
+        build.graph()

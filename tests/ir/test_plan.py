@@ -1,0 +1,172 @@
+"""Plans round-trip through JSON, and what is not a plan is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lading.errors import ConfigError
+from lading.ir.plan import Choice, Option, Plan, PolicyRow, plan_from_dict
+
+
+def some_plan(**changes: Any) -> Plan:
+    """A plan with something in every field."""
+    rows = (
+        PolicyRow(policy="keep-all", fits=False, peak_bytes=9, note="does not fit"),
+        PolicyRow(policy="residency", fits=True, peak_bytes=5, step_s=0.5, moved_bytes={"disk_read": 7}),
+    )
+    fields: dict[str, Any] = {
+        "version": "0.1",
+        "graph_fingerprint": "aa",
+        "machine_fingerprint": "bb",
+        "host_id": "",
+        "program_fingerprint": "cc",
+        "policy": "residency",
+        "budgets": {"device": 10, "disk": 20},
+        "choices": (Choice(1, 2, 3, Option.DISK), Choice(4, 6, 5, Option.RECOMPUTE)),
+        "settings": {"keep_all_bytes": 9.0, "clip_norm": 0.0},
+        "step_s": 0.5,
+        "lower_bound_s": 0.4,
+        "peak_bytes": {"device": 5},
+        "bytes_by_role": {"parameter": 3},
+        "policies": rows,
+        "assumptions": ("the disk is idle",),
+        "machine": {"name": "test", "tiers": [{"name": "disk"}]},
+        "run": {"model": {"name": "llama"}},
+    }
+    return Plan(**fields | changes)
+
+
+def as_json(plan: Plan, folder: Path) -> dict[str, Any]:
+    """What ``save`` writes."""
+    plan.save(folder / "plan.json")
+    return json.loads((folder / "plan.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return as_json(some_plan(), tmp_path_factory.mktemp("plan"))
+
+
+@pytest.mark.parametrize("changes", [{}, {"run": None}, {"choices": (), "policies": (), "assumptions": ()}])
+def test_round_trip(tmp_path: Path, changes: dict[str, Any]) -> None:
+    plan = some_plan(**changes)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+
+
+def test_gap() -> None:
+    assert some_plan().gap == pytest.approx(0.25)
+    assert some_plan(lower_bound_s=0.0).gap == 0.0
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (("choices",), 3, "choices"),
+        (("choices",), {"storage": 1}, "choices"),
+        (("choices", 1), "recompute", "choices[1]"),
+        (("choices", 1, "storage"), "4", "choices[1].storage"),
+        (("choices", 1, "start"), 1.0, "choices[1].start"),
+        (("choices", 0, "option"), "attic", "choices[0].option"),
+        (("choices", 0, "option"), ["disk"], "choices[0].option"),
+        (("budgets", "device"), "10", "budgets.device"),
+        (("budgets", "device"), True, "budgets.device"),
+        (("budgets",), [1], "budgets"),
+        (("settings", "clip_norm"), None, "settings.clip_norm"),
+        (("step_s",), "fast", "step_s"),
+        (("policies", 0, "fits"), 1, "policies[0].fits"),
+        (("policies", 0), {}, "policies[0]"),
+        (("assumptions",), "none", "assumptions"),
+        (("assumptions", 0), 7, "assumptions[0]"),
+        (("machine",), None, "machine"),
+        (("run",), [], "run"),
+        (("version",), 1, "version"),
+        (("format",), 99, "format"),
+        (("format",), True, "format"),
+        (("typo",), 1, "typo"),
+    ],
+)
+def test_a_wrong_field_is_named(data: dict[str, Any], path: tuple[Any, ...], value: Any, named: str) -> None:
+    broken = json.loads(json.dumps(data))
+    place = broken
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ConfigError) as error:
+        plan_from_dict(broken, "plan.json")
+    assert named in str(error.value)
+    assert "plan again" in str(error.value)
+    assert str(error.value).startswith("plan.json")
+
+
+@pytest.mark.parametrize("name", ["step_s", "run", "choices", "format"])
+def test_a_missing_field_is_named(data: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        plan_from_dict({key: value for key, value in data.items() if key != name}, "plan.json")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 1 << 70) | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value inside a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(found for key, item in items for found in _places(item, (*path, key)))]
+
+
+@given(st.data(), json_values)
+@settings(max_examples=300)
+def test_any_other_value_anywhere_is_a_plan_or_a_config_error(data: dict[str, Any], draw: st.DataObject, value: Any) -> None:
+    broken = {"": json.loads(json.dumps(data))}
+    place: Any = broken
+    path = ("", *draw.draw(st.sampled_from(_places(data))))
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    try:
+        plan = plan_from_dict(broken[""], "plan.json")
+    except ConfigError as error:
+        assert "plan.json" in str(error)
+    else:
+        assert isinstance(hash(plan.choices), int)
+        assert isinstance(plan.gap, float)
+
+
+@given(cut=st.integers(0, 2000), put=st.binary(max_size=4))
+@settings(max_examples=150)
+def test_a_damaged_file_is_a_plan_or_a_config_error(tmp_path_factory: pytest.TempPathFactory, cut: int, put: bytes) -> None:
+    file = tmp_path_factory.getbasetemp() / "damaged.json"
+    some_plan().save(file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: cut % len(whole)] + put + whole[cut % len(whole) + len(put) :])
+    try:
+        Plan.load(file)
+    except ConfigError as error:
+        assert str(file) in str(error)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "NaN", '{"format": NaN}', "[" * 100_000])
+def test_what_is_not_a_plan(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"plan\.json"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lading plan"):
+        Plan.load(tmp_path / "none.json")
+    with pytest.raises(ConfigError):
+        Plan.load(tmp_path)

@@ -1,0 +1,168 @@
+"""Expansion to a whole step, against eager PyTorch with gradient accumulation and clip_grad_norm_."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.capture.parity import own, squares, tokens, values
+from torch import nn
+
+from lading.capture.interpret import Interpreter
+from lading.capture.trace import capture, input_leaves
+from lading.errors import ConfigError
+from lading.ir.graph import OpKind, Phase, Role, StepGraph
+from lading.ir.step import ADAMW, expand
+from lading.models.loss import next_byte_loss
+
+
+class Halves(nn.Module):
+    """Two parameters whose gradients are views of one tensor, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(4, 2))
+        self.twice = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.twice @ torch.cat([self.left, self.right], dim=1) + self.twice
+
+
+def run(graph: StepGraph, named: dict[str, torch.Tensor], batches: Sequence[Any]) -> Interpreter:
+    """Every operation of an expanded graph but the updates, which come after all that read the parameters."""
+    memory = Interpreter(graph.storages, graph.tensors)
+    for parameter in graph.parameters:
+        memory.put(parameter.tensor, named[parameter.names[0]])
+    for name, tensor in graph.buffers:
+        memory.put(tensor, named[name])
+    for inputs, batch in zip(graph.inputs, batches, strict=True):
+        leaves = dict(input_leaves(batch))
+        for name, tensor in inputs:
+            memory.put(tensor, leaves[name])
+    with torch.no_grad():
+        for op in graph.ops:
+            if op.kind is not OpKind.STEP:
+                memory.run(op)
+    return memory
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 1e-3, 1e6])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("name", ["gpt", "moe", "halves"])
+def test_gradients_equal_eager(name: str, accumulation: int, clip_norm: float) -> None:
+    torch.manual_seed(0)
+    model = Halves() if name == "halves" else own(name, num_layers=1)
+    loss = squares if name == "halves" else next_byte_loss
+    batches: list[dict[str, torch.Tensor]] = [
+        {"x": torch.randn(3, 4)} if name == "halves" else {"tokens": torch.randint(32, (2, 9))}
+        for _ in range(accumulation)
+    ]
+    graph = expand(capture(model, batches[0], loss, accumulation=accumulation), clip_norm=clip_norm)
+    memory = run(graph, values(model), batches)
+    wanted: list[torch.Tensor] = []
+    for batch in batches:
+        value = loss(model, batch) / accumulation if accumulation > 1 else loss(model, batch)
+        value.backward()
+        wanted.append(value.detach())
+    if clip_norm:
+        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    assert [memory.tensor(t).item() for t in graph.losses] == [value.item() for value in wanted]
+    parameters = dict(model.named_parameters())
+    for parameter in graph.parameters:
+        assert parameter.gradient is not None
+        grad = parameters[parameter.names[0]].grad
+        assert grad is not None
+        assert torch.equal(memory.tensor(parameter.gradient), grad), parameter.names
+
+
+def step_of(**settings: Any) -> StepGraph:
+    accumulation = settings.pop("accumulation", 1)
+    return expand(capture(own("llama"), tokens(), next_byte_loss, accumulation=accumulation), **settings)
+
+
+@pytest.mark.parametrize(("accumulation", "clip_norm"), [(1, 0.0), (2, 0.0), (1, 1.0), (2, 1.0)])
+def test_updates_come_once_after_the_last_reader(accumulation: int, clip_norm: float) -> None:
+    graph = step_of(accumulation=accumulation, clip_norm=clip_norm)
+    updates = {op.args[0]: position for position, op in enumerate(graph.ops) if op.name == ADAMW}
+    assert len(updates) == sum(op.kind is OpKind.STEP for op in graph.ops) == len(graph.parameters)
+    for position, op in enumerate(graph.ops):
+        if op.kind is not OpKind.STEP:
+            continue
+        parameter, gradient = (graph.storage_of(t) for t in op.inputs[:2])
+        used = [i for i, other in enumerate(graph.ops) if {parameter, gradient} & {*graph.reads(other), *graph.writes(other)}]
+        assert used[-1] == position
+        between = graph.ops[used[-2] + 1 : position]
+        if not clip_norm:  # at once: what stands between are other updates that waited for the same operation
+            assert all(other.kind is OpKind.STEP for other in between)
+        assert op.phase is Phase.OPTIMIZER
+        assert [graph.storages[graph.storage_of(t)].role for t in op.mutates] == [Role.PARAMETER, *[Role.OPTIMIZER_STATE] * 3]
+
+
+def test_clipping_is_that_of_torch() -> None:
+    graph = step_of(clip_norm=0.5)
+    tail = [op for op in graph.ops if op.phase is Phase.OPTIMIZER]
+    count = len(graph.parameters)
+    names = [op.name.removeprefix("aten.").split(".")[0] for op in tail]
+    assert names[:count] == ["linalg_vector_norm"] * count
+    assert names[count : count + 6] == ["stack", "linalg_vector_norm", "add", "reciprocal", "mul", "clamp"]
+    assert names[count + 6 :] == ["mul_", "lading"] * count
+    assert [op.args[1] for op in tail if op.name == "aten.mul.Tensor"] == [0.5]
+
+
+def test_micro_batches_share_what_lasts_and_nothing_else() -> None:
+    one, three = step_of(), step_of(accumulation=3)
+    for role in (Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.OPTIMIZER_STATE):
+        assert three.bytes_of_role(role) == one.bytes_of_role(role)
+    for role in (Role.INPUT, Role.GRADIENT):
+        assert three.bytes_of_role(role) == 3 * one.bytes_of_role(role)
+    assert len({three.storage_of(t) for t in three.losses}) == 3
+    assert [[name for name, _ in inputs] for inputs in three.inputs] == [["tokens"]] * 3
+    sums = [op for op in three.ops if op.name == "aten.add_.Tensor"]
+    assert len(sums) == 2 * len(three.parameters)
+    assert {op.phase for op in sums} == {Phase.BACKWARD}
+    for block in three.blocks:
+        for start in block.starts:
+            ops = three.ops[start : start + block.num_ops]
+            assert [op.name for op in ops] == [op.name for op in three.ops[block.starts[0] :][: block.num_ops]]
+    assert sum(len(b.starts) for b in three.blocks) == 3 * sum(len(b.starts) for b in one.blocks)
+
+
+def test_states_are_named_for_their_parameters() -> None:
+    graph = step_of()
+    names = [p.names[0] for p in graph.parameters]
+    assert [name for name, _ in graph.states] == [f"{n}.{s}" for n in names_in_order(graph, names) for s in STATES]
+    sizes = {name: graph.storages[graph.storage_of(t)].size_bytes for name, t in graph.states}
+    for parameter in graph.parameters:
+        size = graph.storages[graph.storage_of(parameter.tensor)].size_bytes
+        assert [sizes[f"{parameter.names[0]}.{s}"] for s in STATES] == [size, size, 4]
+
+
+STATES = ("exp_avg", "exp_avg_sq", "step")
+
+
+def names_in_order(graph: StepGraph, names: list[str]) -> list[str]:
+    """Parameters in the order in which their states were made."""
+    order = [name.removesuffix(".step") for name, _ in graph.states if name.endswith(".step")]
+    assert sorted(order) == sorted(names)
+    return order
+
+
+def test_frozen_parameters_have_no_state() -> None:
+    model = own("gpt")
+    next(model.parameters()).requires_grad_(False)
+    graph = expand(capture(model, tokens(), next_byte_loss))
+    trained = {p.names[0] for p in graph.parameters if p.gradient is not None}
+    assert len(trained) == len(graph.parameters) - 1
+    assert {name.rpartition(".")[0] for name, _ in graph.states} == trained
+
+
+def test_refusals() -> None:
+    graph = capture(own("gpt"), tokens(), next_byte_loss)
+    with pytest.raises(ConfigError, match="clip_norm >= 0"):
+        expand(graph, clip_norm=-1.0)
+    frozen = tuple(dataclasses.replace(p, gradient=None) for p in graph.parameters)
+    with pytest.raises(ConfigError, match="no parameter has a gradient"):
+        expand(dataclasses.replace(graph, parameters=frozen))

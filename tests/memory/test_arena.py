@@ -1,0 +1,79 @@
+"""Packing: nothing overlaps while alive, everything is aligned, and little is lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.captured import captured_step
+
+from lading.ir.program import LINE_BYTES, PAGE_BYTES, slot_bytes
+from lading.memory.arena import Item, pack, peak_bytes, profile
+from lading.memory.lifetime import lifetimes
+from lading.planner.emit import emit
+
+moments = st.integers(0, 30)
+sizes = st.sampled_from([0, 1, 64, 100, 4095, 4096, 5000, 8192, 40_000]) | st.integers(1, 1 << 20)
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
+    """One span, or two that do not meet."""
+    points = sorted(draw(st.lists(moments, min_size=4, max_size=4, unique=True)))
+    if draw(st.booleans()):
+        return ((points[0], points[1]), (points[2], points[3]))
+    return ((points[0], points[1]),)
+
+
+items = st.lists(st.builds(Item, sizes, spans()), min_size=1, max_size=25)
+
+
+def assert_packed(rows: list[Item], limit_bytes: int = 0) -> None:
+    packing = pack(rows, limit_bytes)
+    assert packing == pack(rows, limit_bytes)
+    placed = [(o, o + slot_bytes(i.size_bytes), i.spans) for o, i in zip(packing.offsets, rows, strict=True)]
+    assert 0 <= packing.size_bytes - max(end for _, end, _ in placed) < PAGE_BYTES
+    assert packing.size_bytes >= peak_bytes(rows)
+    for (offset, _, _), item in zip(placed, rows, strict=True):
+        assert offset >= 0
+        assert offset % (PAGE_BYTES if item.size_bytes >= PAGE_BYTES else LINE_BYTES) == 0
+    for index, (low, high, times) in enumerate(placed):
+        for other_low, other_high, other_times in placed[:index]:
+            together = any(a <= d and c <= b for a, b in times for c, d in other_times)
+            assert not (together and low < other_high and other_low < high)
+
+
+@given(items)
+def test_what_is_alive_together_does_not_overlap(rows: list[Item]) -> None:
+    assert_packed(rows)
+    assert_packed(rows, limit_bytes=2 * peak_bytes(rows))
+
+
+@given(items)
+def test_the_profile_counts_every_moment(rows: list[Item]) -> None:
+    alive = [sum(slot_bytes(i.size_bytes) for i in rows for a, b in i.spans if a <= t <= b) for t in range(31)]
+    found = profile(rows).tolist()
+    assert found == alive[: len(found)]
+    assert not any(alive[len(found) :])
+    assert peak_bytes(rows) == max(alive)
+
+
+@given(st.lists(st.tuples(sizes, moments), min_size=1, max_size=10))
+def test_what_is_never_alive_together_shares_one_address(rows: list[tuple[int, int]]) -> None:
+    alone = [Item(size, ((2 * i, 2 * i),)) for i, (size, _) in enumerate(rows)]
+    assert 0 <= pack(alone).size_bytes - max(slot_bytes(size) for size, _ in rows) < PAGE_BYTES
+
+
+def test_nothing_to_pack() -> None:
+    assert pack([]).size_bytes == 0
+    assert peak_bytes([]) == 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt", "moe"])
+def test_a_captured_step_loses_less_than_a_tenth(name: str, accumulation: int) -> None:
+    graph = captured_step(name, accumulation=accumulation)
+    emission = emit(graph, lifetimes(graph), {})
+    rows = [Item(graph.storages[r.storage].size_bytes, ((r.first, r.last),)) for r in emission.residencies]
+    assert_packed(rows)
+    assert pack(rows).size_bytes <= 1.1 * peak_bytes(rows)

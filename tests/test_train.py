@@ -101,7 +101,7 @@ def test_a_loop_of_ones_own(planned: tuple[Plan, StepGraph], tmp_path: Path) -> 
     with Trainer(made, graph, model, optimizer=AdamW(lr=1e-2), folder=tmp_path) as trainer:
         assert sum(p.numel() for p in model.parameters()) == 0  # their memory is the trainer's now
         losses = [trainer.step(batch(step)) for step in range(10)]
-        assert torch.equal(trainer.value("deep.0.weight"), reference.deep[0].weight)
+        assert torch.equal(trainer.value("down.weight"), reference.down.weight)
         assert torch.equal(trainer.value("again.weight"), trainer.value("up.weight"))
         state = optimizer.state[reference.down.bias]
         assert torch.equal(trainer.value("down.bias.exp_avg"), state["exp_avg"])
@@ -115,6 +115,31 @@ def test_a_loop_of_ones_own(planned: tuple[Plan, StepGraph], tmp_path: Path) -> 
     loss_fn(model, batch(0)).backward()  # it is an ordinary module again
     assert model.up.weight.grad is not None
     assert not list(tmp_path.iterdir())
+
+
+def every_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Losses whose kernels first want room for every element."""
+    found, wanted = model(batch["x"]), batch["y"]
+    functional = torch.nn.functional
+    losses = [
+        functional.mse_loss(found, wanted),
+        functional.smooth_l1_loss(found, wanted),
+        functional.huber_loss(found, wanted, reduction="sum"),
+        functional.l1_loss(found, wanted),
+        functional.soft_margin_loss(found, wanted.sign()),
+        functional.binary_cross_entropy(found.sigmoid(), wanted.sigmoid()),
+        functional.binary_cross_entropy_with_logits(found, wanted.sigmoid()),
+        functional.mse_loss(found, wanted, reduction="none").mean(),
+    ]
+    return torch.stack(losses).sum()
+
+
+def test_every_loss(tmp_path: Path) -> None:
+    model, reference = torch.nn.Linear(F, F), torch.nn.Linear(F, F)
+    reference.load_state_dict(model.state_dict())
+    graph = capture(model, batch(0), every_loss)
+    with Trainer(plan(graph, small_machine(), budget="100%"), graph, model, folder=tmp_path) as trainer:
+        assert trainer.step(batch(0)) == every_loss(reference, batch(0)).item()
 
 
 def test_another_graph_model_or_batch(planned: tuple[Plan, StepGraph], tmp_path: Path) -> None:

@@ -82,7 +82,13 @@ def plan(
     step = expand(graph, clip_norm=clip_norm)
     scratch = workspace_of(step)
     planned = make_plan(
-        step, machine, budget=budget, disk_budget=disk_budget, policy=policy, clip_norm=clip_norm, workspace_bytes=scratch
+        step,
+        machine,
+        budget=budget,
+        disk_budget=disk_budget,
+        policy=policy,
+        clip_norm=clip_norm,
+        workspace_bytes=scratch,
     )
     return planned.plan
 
@@ -127,7 +133,9 @@ def prepare_plan(plan: Plan) -> Prepared:
         raise ConfigError("the plan records no run; make it with: lading plan RUN.toml")
     run = run_from_dict(plan.run, "the plan's run")
     if plan.host_id and plan.host_id != host_id():
-        raise ConfigError(f"the plan was made for the host {plan.host_id!r}, this one is {host_id()!r}; plan again here")
+        raise ConfigError(
+            f"the plan was made for the host {plan.host_id!r}, this one is {host_id()!r}; plan again here"
+        )
     torch.set_num_threads(run.num_threads)
     machine = machine_from_dict(plan.machine, "the plan's machine")
     initial, captured, graph = _captured(run)
@@ -138,7 +146,9 @@ def prepare_plan(plan: Plan) -> Prepared:
 
 def _captured(run: RunConfig) -> tuple[Deferred, StepGraph, StepGraph]:
     initial = defer(lambda: build(run.model))
-    captured = capture(initial.model, example_batch(run), loss_of(run.model), accumulation=run.optimization.accumulation)
+    captured = capture(
+        initial.model, example_batch(run), loss_of(run.model), accumulation=run.optimization.accumulation
+    )
     return initial, captured, expand(captured, clip_norm=run.optimization.clip_norm)
 
 

@@ -197,7 +197,9 @@ def test_flops_of_products_are_those_of_torch() -> None:
         with FlopCounterMode(display=False) as counter:
             loss(module, data).backward()
         products = sum(op.flops for op in graph.ops if op.kind is OpKind.MATMUL)
-        assert products == sum(n for name, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(name))
+        assert products == sum(
+            n for name, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(name)
+        )
         assert products == graph.flops or module is model
         assert products > 0
 

@@ -55,7 +55,8 @@ def test_a_curve_is_a_line_in_the_logarithms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "rate"), [((), ()), ((1.0,), ()), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 1.0), (1.0, 2.0)), ((0.0,), (1.0,)), ((1.0,), (0.0,))]
+    ("size", "rate"),
+    [((), ()), ((1.0,), ()), ((2.0, 1.0), (1.0, 1.0)), ((1.0, 1.0), (1.0, 2.0)), ((0.0,), (1.0,)), ((1.0,), (0.0,))],
 )
 def test_what_is_not_a_curve(size: tuple[float, ...], rate: tuple[float, ...]) -> None:
     with pytest.raises(ConfigError, match="a curve needs"):
@@ -86,7 +87,8 @@ def test_what_is_not_a_size(text: str | int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * GiB, "1.50 GiB"), (-MiB, "-1.00 MiB")]
+    ("size_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1.5 * GiB, "1.50 GiB"), (-MiB, "-1.00 MiB")],
 )
 def test_bytes_for_people(size_bytes: float, text: str) -> None:
     assert format_bytes(size_bytes) == text

@@ -129,7 +129,9 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @given(st.data(), json_values)
 @settings(max_examples=300)
-def test_any_other_value_anywhere_is_a_plan_or_a_config_error(data: dict[str, Any], draw: st.DataObject, value: Any) -> None:
+def test_any_other_value_anywhere_is_a_plan_or_a_config_error(
+    data: dict[str, Any], draw: st.DataObject, value: Any
+) -> None:
     broken = {"": json.loads(json.dumps(data))}
     place: Any = broken
     path = ("", *draw.draw(st.sampled_from(_places(data))))
@@ -147,7 +149,9 @@ def test_any_other_value_anywhere_is_a_plan_or_a_config_error(data: dict[str, An
 
 @given(cut=st.integers(0, 2000), put=st.binary(max_size=4))
 @settings(max_examples=150)
-def test_a_damaged_file_is_a_plan_or_a_config_error(tmp_path_factory: pytest.TempPathFactory, cut: int, put: bytes) -> None:
+def test_a_damaged_file_is_a_plan_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, put: bytes
+) -> None:
     file = tmp_path_factory.getbasetemp() / "damaged.json"
     some_plan().save(file)
     whole = file.read_bytes()

@@ -92,13 +92,20 @@ def test_updates_come_once_after_the_last_reader(accumulation: int, clip_norm: f
         if op.kind is not OpKind.STEP:
             continue
         parameter, gradient = (graph.storage_of(t) for t in op.inputs[:2])
-        used = [i for i, other in enumerate(graph.ops) if {parameter, gradient} & {*graph.reads(other), *graph.writes(other)}]
+        used = [
+            i
+            for i, other in enumerate(graph.ops)
+            if {parameter, gradient} & {*graph.reads(other), *graph.writes(other)}
+        ]
         assert used[-1] == position
         between = graph.ops[used[-2] + 1 : position]
         if not clip_norm:  # at once: what stands between are other updates that waited for the same operation
             assert all(other.kind is OpKind.STEP for other in between)
         assert op.phase is Phase.OPTIMIZER
-        assert [graph.storages[graph.storage_of(t)].role for t in op.mutates] == [Role.PARAMETER, *[Role.OPTIMIZER_STATE] * 3]
+        assert [graph.storages[graph.storage_of(t)].role for t in op.mutates] == [
+            Role.PARAMETER,
+            *[Role.OPTIMIZER_STATE] * 3,
+        ]
 
 
 def test_clipping_is_that_of_torch() -> None:

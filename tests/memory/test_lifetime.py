@@ -74,7 +74,9 @@ def test_a_random_producer_cannot() -> None:
     assert not recomputable(graph, a, 1)
 
 
-@pytest.mark.parametrize(("writes", "allowed"), [("a", False), ("x", False), ("w", False), ("b", True), ("other", True)])
+@pytest.mark.parametrize(
+    ("writes", "allowed"), [("a", False), ("x", False), ("w", False), ("b", True), ("other", True)]
+)
 def test_a_write_in_place_forbids_what_it_touches(writes: str, allowed: bool) -> None:
     graph, a = _built(writes=writes)
     start = max(i for i, op in enumerate(graph.ops) if a in graph.reads(op) and i < len(graph.ops) - 1)

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lading.config import AdamW, DataConfig, MemoryConfig, ModelConfig, Optimization, RunConfig, run_from_dict, run_to_dict
+from lading.config import (
+    AdamW,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    Optimization,
+    RunConfig,
+    run_from_dict,
+    run_to_dict,
+)
 from lading.errors import BudgetExceeded, LadingError
 from lading.ir.plan import Plan
 from lading.prepare import Prepared, plan_run, probe_to
@@ -46,7 +55,8 @@ class DemoResult:
             f"{format_bytes(planned.predicted_peak_bytes):>16}  ({peak_error:+.1%})",
             f"{'step time':14}{format_seconds(plain.step_s):>16}{format_seconds(planned.step_s):>16}"
             f"{format_seconds(planned.predicted_step_s):>16}  ({time_error:+.1%})",
-            f"{'last loss':14}{plain.losses[-1]:>16.6f}{planned.losses[-1]:>16.6f}   all {len(plain.losses)} losses {same}",
+            f"{'last loss':14}{plain.losses[-1]:>16.6f}{planned.losses[-1]:>16.6f}   "
+            f"all {len(plain.losses)} losses {same}",
             "",
             f"promise kept: never above {format_bytes(planned.budget_bytes)}, where plain PyTorch took "
             f"{format_bytes(plain.peak_bytes)}",
@@ -93,7 +103,14 @@ def demo(out: Path, budget: str, seconds: float) -> DemoResult:
 
 def _run(out: Path, budget: str, steps: int = _FEWEST_STEPS) -> RunConfig:
     """A Llama on the standard library's source whose activations and optimizer states both matter."""
-    sizes = {"vocab_size": 256, "dim": 320, "num_layers": 8, "num_heads": 5, "num_kv_heads": 5, "max_seq_len": 256}
+    sizes: dict[str, int | float | bool] = {
+        "vocab_size": 256,
+        "dim": 320,
+        "num_layers": 8,
+        "num_heads": 5,
+        "num_kv_heads": 5,
+        "max_seq_len": 256,
+    }
     return RunConfig(
         model=ModelConfig(name="llama", sizes=sizes),
         data=DataConfig(sequence_length=256, batch_size=4),

@@ -65,12 +65,16 @@ def _terminable() -> Generator[None, None, None]:
         return
 
     def terminate(*_: object) -> None:
-        print("terminated", file=sys.stderr)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
         raise SystemExit(143)
 
     before = signal.signal(signal.SIGTERM, terminate)
     try:
         yield
+    except SystemExit as stop:
+        if stop.code == 143:
+            print("terminated", file=sys.stderr)
+        raise
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -49,7 +49,7 @@ def profile(items: Sequence[Item]) -> np.ndarray:
 
 
 def pack(items: Sequence[Item], limit_bytes: int = 0) -> Packing:
-    """Place every item: the first of several orders that needs at most ``limit_bytes``, else the best. Deterministic."""
+    """Place every item, by the first of several orders that needs at most ``limit_bytes``, else by the best one."""
     orders: tuple[Callable[[Item], tuple[int, ...]], ...] = (
         lambda item: (-item.size_bytes,),
         lambda item: (-len(item.spans) * _length(item), -item.size_bytes),
@@ -62,7 +62,7 @@ def pack(items: Sequence[Item], limit_bytes: int = 0) -> Packing:
         ranked = sorted(range(len(items)), key=lambda i: (*order(items[i]), i))
         found = _first_fit(items, ranked, best.size_bytes if best else None)
         best = found or best
-        if best.size_bytes <= max(floor, limit_bytes):
+        if best is not None and best.size_bytes <= max(floor, limit_bytes):
             break
     assert best is not None
     return best

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lading.ir.graph import PERSISTENT, Op, OpKind, Phase, Role, StepGraph
 
@@ -84,7 +85,7 @@ def gaps(graph: StepGraph, lives: Lifetimes) -> list[Gap]:
     """Every gap of every storage that is used, by storage and start."""
     found: list[Gap] = []
     for storage, positions in enumerate(lives.uses):
-        found.extend(Gap(storage, a, b, False) for a, b in zip(positions, positions[1:], strict=False))
+        found.extend(Gap(storage, a, b, False) for a, b in pairwise(positions))
         if positions and graph.storages[storage].role in PERSISTENT:
             found.append(Gap(storage, positions[-1], positions[0], True))
     return found

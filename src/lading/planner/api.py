@@ -20,11 +20,11 @@ from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Choice, Option, Plan, PolicyRow
-from lading.ir.program import Program, slot_bytes
+from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, lifetimes
 from lading.memory.verify import verify
-from lading.planner.lower import Costs, Lowered, fixed_bytes
+from lading.planner.lower import Costs, fixed_bytes
 from lading.planner.policies import checkpoint_every_block, keep_all
 from lading.planner.residency import Found, Step, infeasible, lower_bound_s, residency, smallest_budget_bytes
 from lading.sim.engine import stall_s
@@ -107,7 +107,10 @@ def make_plan(
         settings={"keep_all_bytes": float(keep_all_bytes), "clip_norm": clip_norm},
         step_s=found.timeline.duration_s,
         lower_bound_s=bound_s,
-        peak_bytes={"device": found.program.peak_bytes, **{t: found.program.tier_bytes(t) for t in found.program.slots}},
+        peak_bytes={
+            "device": found.program.peak_bytes,
+            **{t: found.program.tier_bytes(t) for t in found.program.slots},
+        },
         bytes_by_role=_bytes_at_peak(found),
         policies=tuple(rows),
         assumptions=_assumptions(graph, machine, workspace_bytes),
@@ -131,7 +134,8 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     lowered = step.lower({(c.storage, c.start): c.option for c in plan.choices})
     if lowered.program is None or lowered.program.fingerprint != plan.program_fingerprint:
         raise ProgramError(
-            f"the plan was made by Lading {plan.version} and does not give the same program here (Lading {__version__}); plan again"
+            f"the plan was made by Lading {plan.version} and does not give the same program here "
+            f"(Lading {__version__}); plan again"
         )
     verify(lowered.program)
     return lowered.program
@@ -176,9 +180,7 @@ def _plain_policies(step: Step, free: Step) -> tuple[list[PolicyRow], dict[str, 
     return rows, fitting
 
 
-def _chosen(
-    step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found], bound_s: float
-) -> Found:
+def _chosen(step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found], bound_s: float) -> Found:
     if policy == "residency":
         return residency(step, fitting.values(), bound_s)
     if policy in fitting:
@@ -187,7 +189,7 @@ def _chosen(
     smallest, lowered = smallest_budget_bytes(step)
     error = infeasible(step, max(smallest, needs), lowered)
     raise type(error)(
-        f"policy {policy!r} needs {needs} bytes and ignores the budget; policy 'residency' can do with {smallest}.\n{error}",
+        f"policy {policy!r} needs {needs} bytes whatever the budget; policy 'residency' can do with {smallest}.\n{error}",
         missing_bytes=needs - step.budgets["device"],
         smallest_budget_bytes=smallest,
     )

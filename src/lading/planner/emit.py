@@ -231,4 +231,3 @@ class _Walker:
                 self.stale.discard(storage)
             self.away[storage] = tier
             self.out.tiers[storage] = tier
-

@@ -98,9 +98,7 @@ def _item_seconds(graph: StepGraph, machine: Machine, costs: Costs, item: Item) 
     return graph.storages[item.storage].size_bytes / machine.device.memory_bandwidth_bytes_per_s
 
 
-def _pack(
-    graph: StepGraph, emission: Emission, stretched: Stretched, limit_bytes: int
-) -> tuple[Packing, list[int]]:
+def _pack(graph: StepGraph, emission: Emission, stretched: Stretched, limit_bytes: int) -> tuple[Packing, list[int]]:
     """Addresses; a storage that is there at both ends of the step is one item, as it must come back to its place."""
     spans: list[list[tuple[int, int]]] = []
     sizes: list[int] = []
@@ -141,7 +139,9 @@ def _connect(
         actions=tuple(writer.actions),
         arena_bytes=packing.size_bytes,
         workspace_bytes=max(costs.workspace_bytes, default=0),
-        resident=tuple((r.storage, offset) for r, offset in zip(emission.residencies, offsets, strict=True) if r.initial),
+        resident=tuple(
+            (r.storage, offset) for r, offset in zip(emission.residencies, offsets, strict=True) if r.initial
+        ),
         slots=slots,
         budgets=budgets,
         overhead_bytes=overhead_bytes(machine, costs),

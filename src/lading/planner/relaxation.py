@@ -14,8 +14,8 @@ use it serves. Minimise ``sum_k T_k`` (seconds) plus a small price on all work m
 
 ``base_t`` is what operation ``t`` touches plus what is never a candidate. A recomputed storage comes back when the
 backward pass enters its block, not only at its use, so it is "held" from there on; the bound leaves this out, counts
-only a storage's own producer in ``r_g`` and has one window, and with that every plan satisfies the constraints: its optimum is a lower
-bound on the step time of any plan, as modelled. Memory rows are generated for the positions that need them.
+only a storage's own producer in ``r_g`` and has one window, and with that every plan satisfies the constraints: its
+optimum is a lower bound on the step time of any plan, as modelled. Memory rows are generated where they are needed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lading.ir.fold import block_items
 from lading.ir.graph import PERSISTENT, Phase, StepGraph
 from lading.ir.machine import Machine, Tier
-from lading.ir.fold import block_items
 from lading.ir.plan import Option
 from lading.ir.program import slot_bytes
 from lading.memory.lifetime import Gap, Lifetimes, can_recompute, gaps, is_movable
@@ -197,7 +197,7 @@ class _Relaxation:
     """One linear program in HiGHS; columns are T by window, then shares by candidate, then writes."""
 
     def __init__(self, problem: Problem, budget_bytes: int, windows: int, extra: np.ndarray | None) -> None:
-        import highspy  # noqa: PLC0415 - 0.15 s that only planning needs
+        import highspy
 
         self.problem, self.bound, self.windows = problem, windows == 0, max(windows, 1)
         ended = np.cumsum(problem.op_seconds)
@@ -272,9 +272,7 @@ class _Relaxation:
         for limit in (reads, writes, *((0.0, a, 0.0, b) for a, b in _facets(tier))):
             self._row(0.0, self.inf, self._tier_terms(Option(tier.name), window, limit))
 
-    def _tier_terms(
-        self, option: Option, window: int, limit: tuple[float, float, float, float]
-    ) -> dict[int, float]:
+    def _tier_terms(self, option: Option, window: int, limit: tuple[float, float, float, float]) -> dict[int, float]:
         """T_k minus the time of a tier's transfers; ``limit`` is seconds per read, byte read, write, byte written."""
         terms = {window: 1.0}
         for candidate, columns in zip(self.problem.candidates, self.columns, strict=True):
@@ -290,18 +288,28 @@ class _Relaxation:
             return None
         self._add_memory(self._worst(np.full(len(self.columns), 1.0), np.zeros(len(self.columns))))
         for _ in range(_ROUNDS):
-            self.model.run()
-            if self.model.getModelStatus() != self.optimal:
+            values = self._optimum()
+            if values is None:
                 return None
-            values = np.asarray(self.model.getSolution().col_value)
             keep = np.array([values[c[Option.KEEP]] for c in self.columns])
             again = np.array([values[c[Option.RECOMPUTE]] if Option.RECOMPUTE in c else 0.0 for c in self.columns])
             worst = self._worst(keep, again)
-            if not len(worst):
+            if not worst:
                 break
             self._add_memory(worst)
-        shares = tuple({option: float(values[column]) for option, column in c.items()} for c in self.columns)
-        return Relaxed(shares, float(values[: self.windows].sum()))
+        else:
+            values = self._optimum()
+        if values is None:
+            return None
+        shares = tuple({option: values[column] for option, column in c.items()} for c in self.columns)
+        return Relaxed(shares, sum(values[: self.windows]))
+
+    def _optimum(self) -> list[float] | None:
+        """Values of all columns, or None if there is no solution."""
+        self.model.run()
+        if self.model.getModelStatus() != self.optimal:
+            return None
+        return [float(value) for value in self.model.getSolution().col_value]
 
     def usage(self, keep: np.ndarray, again: np.ndarray) -> np.ndarray:
         """Bytes that candidates take at each position."""

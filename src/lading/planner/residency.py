@@ -98,7 +98,9 @@ def smallest_budget_bytes(step: Step) -> tuple[int, Lowered]:
     size = 0
     for last in (-1, 1):
         choices = {
-            (c.gap.storage, c.gap.start): c.options[last] for c in problem.candidates if c.options[last] is not Option.KEEP
+            (c.gap.storage, c.gap.start): c.options[last]
+            for c in problem.candidates
+            if c.options[last] is not Option.KEEP
         }
         loose = huge.lower(choices)
         assert loose.program is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class _Stretcher:
         self.first = [stay.first for stay in self.stays]
         self.last = [stay.last for stay in self.stays]
 
-    def _duration(self, index: int, tier: str, direction: str) -> float:
+    def _duration(self, index: int, tier: str, direction: Literal["read", "write"]) -> float:
         found = self.machine.tier(tier)
         assert found is not None, f"plan uses tier {tier!r} that {self.machine.name} lacks"
         size = slot_bytes(self.graph.storages[self.stays[index].storage].size_bytes)

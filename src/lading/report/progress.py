@@ -70,7 +70,7 @@ def training_progress(
 
 
 def memory_text(memory_bytes: int, budget_bytes: int) -> str:
-    """``'312/400 MiB 78%'``: both in the unit of the budget; the share is rounded away from 100%. No budget: ``'312 MiB'``."""
+    """``'312/400 MiB 78%'``: both in the unit of the budget; the share is rounded away from 100%."""
     if budget_bytes == 0:
         return format_bytes(memory_bytes)
     unit, scale = next((u for u in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)) if budget_bytes >= u[1]), ("B", 1))

@@ -15,14 +15,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-
 def _table(title: str, *columns: str) -> Table:
     """A table whose first column is text and whose others are figures."""
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.pad_edge, table.padding = False, (0, 1, 0, 0)
+    table.pad_edge, table.padding = False, 0
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     return table
@@ -37,13 +36,15 @@ def policy_table(plan: Plan) -> Table:
     """Every policy side by side, the chosen one marked; notes, the lower bound and the gap beneath."""
     from rich.markup import escape
 
-    table = _table("Policies", "policy", "fits", "step", "peak", "recompute", "stall", "moved")
+    table = _table("Policies", "policy", "step", "peak", "recompute", "stall", "moved")
     for row in plan.policies:
         chosen = row.policy == plan.policy
+        _, step, *others = policy_cells(row)[:-2]
         moved = sum(row.moved_bytes.values())
-        cells = [f"{'>' if chosen else ' '} {row.policy}", *policy_cells(row)[:-2], format_bytes(moved) if moved else "-"]
+        name = f"{'>' if chosen else ' '} {row.policy}"
+        cells = [name, step if row.fits else "does not fit", *others, format_bytes(moved) if moved else "-"]
         table.add_row(*map(escape, cells), style="bold" if chosen else None)
-    lines = [f"{row.policy}: {escape(row.note)}" for row in plan.policies if row.note]
+    lines = [f"{row.policy}: {escape(row.note)}" for row in plan.policies if row.note and row.fits]
     lines.append(f"no plan takes less than {format_seconds(plan.lower_bound_s)}; this one is {plan.gap:.1%} above")
     return _with_caption(table, "\n".join(lines))
 

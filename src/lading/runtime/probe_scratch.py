@@ -32,7 +32,9 @@ def forward_backward(size: int) -> None:
 
 def kernels(shared: torch.Tensor) -> None:
     """Products of several shapes in memory that exists, and an update, as the executor calls them."""
-    views: list[Callable[[int, int], torch.Tensor]] = [lambda n, m, k=k: shared[k, : n * m].view(n, m) for k in range(3)]
+    views: list[Callable[[int, int], torch.Tensor]] = [
+        lambda n, m, k=k: shared[k, : n * m].view(n, m) for k in range(3)
+    ]
     for rows, inner, columns in ((1024, 512, 512), (256, 256, 1024), (64, 64, 64)):
         a, b, out = views[0](rows, inner), views[1](inner, columns), views[2](rows, columns)
         torch.mm(a, b, out=out)

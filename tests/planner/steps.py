@@ -1,0 +1,90 @@
+"""Steps for the planner's tests: captured ones with their costs, and tiny random ones that can be enumerated."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+from random import Random
+from typing import Any
+
+from tests.captured import captured_step
+from tests.machines import small_machine
+from tests.programs import chain
+
+from lading.cost.compute import op_costs
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Machine
+from lading.ir.plan import Option
+from lading.ir.program import PAGE_BYTES
+from lading.memory.lifetime import can_recompute, gaps, is_movable, lifetimes
+from lading.planner.lower import Costs
+from lading.planner.residency import Found, Step, smallest_budget_bytes
+
+Key = tuple[int, int]
+NO_LIMIT = 1 << 40
+
+
+def step_of(graph: StepGraph, machine: Machine, costs: Costs | None = None, device: int = NO_LIMIT) -> Step:
+    """A step with all that the planner works on; the tiers are wide."""
+    costs = costs or Costs(tuple(op_costs(graph, machine.device)), (0,) * len(graph.ops))
+    budgets = {"device": device, **{tier.name: tier.capacity_bytes for tier in machine.tiers}}
+    return Step(graph, lifetimes(graph), machine, costs, budgets)
+
+
+def captured(name: str = "llama", *, machine: Machine | None = None, **settings: Any) -> Step:
+    """A captured step on the small machine."""
+    return step_of(captured_step(name, **settings), machine or small_machine())
+
+
+def within(step: Step, device: int) -> Step:
+    """The same step with a device budget."""
+    return dataclasses.replace(step, budgets={**step.budgets, "device": device})
+
+
+def options_of(step: Step) -> dict[Key, list[Option]]:
+    """Every gap with a choice, and what may be chosen."""
+    found: dict[Key, list[Option]] = {}
+    for gap in gaps(step.graph, step.lives):
+        options = [Option.KEEP]
+        if can_recompute(step.graph, step.lives, gap):
+            options.append(Option.RECOMPUTE)
+        if is_movable(step.graph, gap.storage, PAGE_BYTES):
+            options.extend(Option(tier.name) for tier in step.machine.tiers)
+        if len(options) > 1 and (gap.wraps or gap.end - gap.start > 1):
+            found[gap.storage, gap.start] = options
+    return found
+
+
+def random_choices(step: Step, rng: Random) -> dict[Key, Option]:
+    """Any option for some of the gaps."""
+    share = rng.choice((0.05, 0.3, 0.7, 1.0))
+    drawn = {key: rng.choice(options) for key, options in options_of(step).items() if rng.random() < share}
+    return {key: option for key, option in drawn.items() if option is not Option.KEEP}
+
+
+def tiny(seed: int, depth: int = 2) -> Step:
+    """A chain of ``depth`` layers with random sizes and times, and a budget between the least and what keep-all needs."""
+    rng = Random(seed)
+    graph = chain(depth).graph
+    sizes = [4 if s.name == "loss" else PAGE_BYTES * rng.choice((8, 16, 64, 128, 256, 512)) for s in graph.storages]
+    graph = dataclasses.replace(
+        graph,
+        storages=tuple(dataclasses.replace(s, size_bytes=n) for s, n in zip(graph.storages, sizes, strict=True)),
+        tensors=tuple(dataclasses.replace(t, shape=(n,)) for t, n in zip(graph.tensors, sizes, strict=True)),
+    )
+    seconds = tuple(rng.choice((1e-4, 5e-4, 1e-3, 2e-3, 5e-3)) for _ in graph.ops)
+    step = step_of(graph, small_machine(), Costs(seconds, (0,) * len(graph.ops)))
+    most, least = step.lower({}).arena_bytes, smallest_budget_bytes(step)[0]
+    return within(step, int(least + (most - least) * rng.uniform(0.05, 0.95)))
+
+
+def every_choice(step: Step) -> list[Found]:
+    """All combinations of options that fit."""
+    options = options_of(step)
+    found: list[Found] = []
+    for drawn in product(*options.values()):
+        choices = {key: option for key, option in zip(options, drawn, strict=True) if option is not Option.KEEP}
+        program = step.lower(choices).program
+        if program is not None:
+            found.append(Found(choices, program, step.simulate(program)))
+    return found

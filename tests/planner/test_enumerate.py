@@ -1,0 +1,38 @@
+"""On spaces small enough to enumerate: the plan is near the best there is, and the bound is below all of them."""
+
+from __future__ import annotations
+
+from statistics import median
+
+import pytest
+from tests.planner.steps import every_choice, tiny
+
+from lading.memory.verify import verify
+from lading.planner.residency import lower_bound_s, residency
+
+SEEDS = range(24)
+
+
+@pytest.fixture(scope="module")
+def ratios() -> list[float]:
+    """Planned step time over the best of all, by seed; the bound is checked on the way."""
+    found: list[float] = []
+    for seed in SEEDS:
+        step = tiny(seed)
+        every = every_choice(step)
+        best = min(f.timeline.duration_s for f in every)
+        bound = lower_bound_s(step)
+        assert 0 < bound <= best * (1 + 1e-9), f"seed {seed}: a plan takes {best}, the bound says {bound}"
+        planned = residency(step, (), bound)
+        verify(planned.program)
+        assert planned.program.peak_bytes <= step.budgets["device"]
+        assert planned.timeline.duration_s >= best * (1 - 1e-9), "enumeration missed a choice"
+        found.append(planned.timeline.duration_s / best)
+    return found
+
+
+def test_the_plan_is_near_the_best(ratios: list[float]) -> None:
+    print("planned / best:", [round(r, 3) for r in sorted(ratios)])
+    assert median(ratios) < 1.001
+    assert sum(r <= 1.05 for r in ratios) >= 0.9 * len(ratios)
+    assert max(ratios) < 1.25

@@ -1,0 +1,133 @@
+"""Lowering: whatever is chosen, the Program is proved safe, keeps its budget and computes every operation once."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.interpreter import run_random
+from tests.planner.steps import captured, options_of, random_choices, tiny, within
+
+from lading.ir.action import ActionKind, parse_action
+from lading.ir.graph import PERSISTENT, Role
+from lading.ir.plan import Option
+from lading.ir.program import PAGE_BYTES, Program, slot_bytes
+from lading.memory.lifetime import gaps, is_movable
+from lading.memory.verify import verify
+from lading.planner.lower import fixed_bytes
+from lading.planner.policies import checkpoint_every_block, keep_all
+from lading.planner.residency import Step
+
+Choices = dict[tuple[int, int], Option]
+
+
+def everything_on_disk(step: Step) -> Choices:
+    """Every storage of a page or more goes to disk after every use."""
+    movable = (g for g in gaps(step.graph, step.lives) if is_movable(step.graph, g.storage, PAGE_BYTES))
+    return {(g.storage, g.start): Option.DISK for g in movable}
+
+
+def check(step: Step, choices: Choices) -> Program | None:
+    """Lower, verify and count."""
+    lowered = step.lower(choices)
+    if lowered.program is None:
+        assert lowered.excess_bytes > 0
+        return None
+    program = lowered.program
+    verify(program)
+    assert lowered.excess_bytes == 0
+    assert program.arena_bytes == lowered.arena_bytes
+    assert program.peak_bytes <= program.budgets["device"]
+    assert program.peak_bytes == program.arena_bytes + fixed_bytes(step.machine, step.costs)
+    ran = sorted(a.op for a in program.actions if a.kind in (ActionKind.COMPUTE, ActionKind.STEP) and a.op is not None)
+    assert ran == list(range(len(step.graph.ops)))
+    return program
+
+
+def check_tight(step: Step, choices: Choices) -> None:
+    """Check with room to spare and with as little as the lowering itself says it needs."""
+    loose = step.lower(choices)
+    check(step, choices)
+    peak = loose.arena_bytes - loose.arena_bytes // 4
+    fitting = [
+        p for scale in (1.0, 0.97, 0.9, 0.75) if (p := check(within(step, int(loose.arena_bytes * scale)), choices))
+    ]
+    assert fitting
+    assert min(p.arena_bytes for p in fitting) <= max(loose.arena_bytes, peak)
+
+
+@pytest.mark.parametrize(("accumulation", "clip_norm"), [(1, 0.0), (2, 1.0)])
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_plain_policies_and_everything_on_disk(name: str, accumulation: int, clip_norm: float) -> None:
+    step = captured(name, accumulation=accumulation, clip_norm=clip_norm)
+    keep, again = keep_all(step.graph, step.lives), checkpoint_every_block(step.graph, step.lives)
+    disk = everything_on_disk(step)
+    for choices in (keep, again, disk, {**disk, **again}):
+        check_tight(step, choices)
+    kept, repeated, moved = (check(step, choices) for choices in (keep, again, disk))
+    assert kept is not None
+    assert repeated is not None
+    assert moved is not None
+    kinds = [{a.kind for a in p.actions} for p in (kept, repeated, moved)]
+    assert ActionKind.RECOMPUTE not in kinds[0] | kinds[2]
+    assert ActionKind.RECOMPUTE in kinds[1]
+    assert [set(p.slots) for p in (kept, repeated, moved)] == [set(), set(), {"disk"}]
+    assert repeated.arena_bytes < kept.arena_bytes
+    small = [
+        s for s, item in enumerate(step.graph.storages) if item.role in PERSISTENT and item.size_bytes < PAGE_BYTES
+    ]
+    assert {s for s, _ in moved.resident} == {
+        s for s, item in enumerate(step.graph.storages) if item.role is Role.CONSTANT or s in small
+    } or {s for s, _ in moved.resident} == set(small) | {
+        s for s, item in enumerate(step.graph.storages) if item.role in PERSISTENT and not step.lives.uses[s]
+    }
+
+
+@given(seed=st.integers(0, 1 << 30))
+@settings(max_examples=12)
+def test_random_choices_of_a_captured_step(seed: int) -> None:
+    step = captured("llama", accumulation=2, clip_norm=1.0, num_layers=1)
+    check_tight(step, random_choices(step, Random(seed)))
+
+
+@given(seed=st.integers(0, 1 << 30))
+@settings(max_examples=40)
+def test_random_choices_of_a_chain_run_right_in_random_orders(seed: int) -> None:
+    rng = Random(seed)
+    step = tiny(seed, depth=rng.choice((1, 2, 3)))
+    choices = random_choices(step, rng)
+    programs = [check(within(step, 1 << 40), choices), check(step, choices)]
+    for program in programs:
+        if program is not None:
+            assert tuple(map(parse_action, program.text().splitlines())) == program.actions
+            for _ in range(2):
+                run_random(program, rng)
+
+
+def test_random_operations_are_never_repeated() -> None:
+    step = captured("gpt")
+    program = check(step, {key: options[1] for key, options in options_of(step).items()})
+    assert program is not None
+    again = [a.op for a in program.actions if a.kind is ActionKind.RECOMPUTE and a.op is not None]
+    assert again
+    assert not any(step.graph.ops[op].random or step.graph.ops[op].mutates for op in again)
+
+
+def test_slots_lie_one_after_another() -> None:
+    step = captured("llama", num_layers=1)
+    program = check(step, everything_on_disk(step))
+    assert program is not None
+    sizes = [slot_bytes(step.graph.storages[s].size_bytes) for s, _ in program.slots["disk"]]
+    assert [offset for _, offset in program.slots["disk"]] == [sum(sizes[:i]) for i in range(len(sizes))]
+    assert program.tier_bytes("disk") == sum(sizes)
+
+
+def test_what_does_not_fit_says_by_how_much() -> None:
+    step = captured("llama", num_layers=1)
+    needs = step.lower({}).arena_bytes
+    lowered = within(step, needs // 2).lower({})
+    assert lowered.program is None
+    assert lowered.arena_bytes - lowered.excess_bytes == needs // 2
+    assert 0 <= lowered.peak_item < len(lowered.emission.items)

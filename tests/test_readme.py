@@ -1,0 +1,40 @@
+"""What the README and the examples say works."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from lading.catalog.load import save_machine
+from lading.config import load_run
+from tests.machines import small_machine
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_five_lines_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 64))
+    before = [p.detach().clone() for p in model.parameters()]
+    save_machine(small_machine(), tmp_path / "machine.toml")
+    monkeypatch.chdir(tmp_path)
+    batch = {"x": torch.randn(256, 64), "y": torch.randn(256, 64)}
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+    names = {"model": model, "batch": batch, "loss": loss, "batches": [batch] * 5}
+    exec(block.replace('"25%"', '"90%"'), names)
+    losses = names["losses"]
+    assert isinstance(losses, list)
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
+def test_examples_load(path: Path) -> None:
+    assert load_run(path).optimization.steps > 0

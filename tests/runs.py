@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from lading.catalog.load import save_machine
 from lading.cli.main import main
+from lading.ir.program import Program
 from lading.units import MiB
 from tests.machines import small_machine
 
@@ -45,6 +47,11 @@ def write_run(root: Path) -> Path:
     return path
 
 
+def budget_for(everything: Program, share: float) -> int:
+    """Bytes for the process and a share of the tensors of a program that keeps them all."""
+    return everything.peak_bytes - int(everything.arena_bytes * (1 - share))
+
+
 def start(log: Path, *argv: str) -> BaseProcess:
     """``lading ARGV...`` in a new process, forked from one that has imported torch; its output goes to ``log``."""
     context = multiprocessing.get_context("forkserver")
@@ -75,3 +82,17 @@ def wait_until(done: Callable[[], bool], process: BaseProcess, *, timeout_s: flo
 def num_lines(path: Path) -> int:
     """Whole lines of a file; 0 if there is none."""
     return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def failing(function: Callable[..., Any], calls: int, code: int) -> Callable[..., Any]:
+    """``function``, whose call number ``calls`` and all later ones fail."""
+    count = 0
+
+    def call(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count >= calls:
+            raise OSError(code, os.strerror(code))
+        return function(*args)
+
+    return call

@@ -18,7 +18,7 @@ from lading.ir.timeline import Timeline
 from lading.prepare import Prepared, plan_run
 from lading.report.metrics import read_metrics
 from lading.train import RunResult, train_plain, train_run
-from tests.runs import write_run
+from tests.runs import budget_for, write_run
 
 STEPS = 8
 
@@ -37,8 +37,7 @@ def quarter(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     sizes = ["data.batch_size=4", "model.sizes.num_layers=4", f"optimization.steps={STEPS}"]
     run = load_run(write_run(tmp_path_factory.mktemp("quarter")), sizes)
     everything = plan_run(dataclasses.replace(run, memory=MemoryConfig(budget="100%"))).program
-    budget = everything.peak_bytes - everything.arena_bytes * 3 // 4
-    return dataclasses.replace(run, memory=MemoryConfig(budget=budget))
+    return dataclasses.replace(run, memory=MemoryConfig(budget=budget_for(everything, 0.25)))
 
 
 @pytest.fixture(scope="module")

@@ -153,6 +153,7 @@ class Trainer:
     def initialize(self, initial: Deferred, seed: int) -> None:
         """Give the parameters and buffers the values that building the model with ``seed`` would."""
         initial.materialize(seed, self.set_value)
+        self._executor.observe_peak()
         trim()
 
     def save(self, folder: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
@@ -172,7 +173,9 @@ class Trainer:
             for name, tensor in self._tensors.items()
         ]
         rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
-        return save_checkpoint(Path(folder), self.steps, [*sources, rng], meta or {}, keep)
+        path = save_checkpoint(Path(folder), self.steps, [*sources, rng], meta or {}, keep)
+        self._executor.observe_peak()
+        return path
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Take every value, the step count and the random generator's state from a checkpoint; returns its meta.
@@ -192,6 +195,7 @@ class Trainer:
         self._whole = True
         torch.set_rng_state(generator)
         self.steps = checkpoint.step
+        self._executor.observe_peak()
         trim()
         return checkpoint.meta
 
@@ -234,7 +238,9 @@ class Trainer:
             self.set_value(name, tensor)
             self._taken.append((name, tensor))
             tensor.data = torch.empty(0, dtype=tensor.dtype)
+        self._executor.observe_peak()
         trim()
+        self._executor.given_back(sum(self._tensors[name].size_bytes for name, _ in self._taken))
 
 
 def _tensors_of(model: torch.nn.Module, *, tied: bool = False) -> list[tuple[str, torch.Tensor]]:

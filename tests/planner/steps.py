@@ -17,7 +17,7 @@ from lading.ir.machine import Machine
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES
 from lading.memory.lifetime import can_recompute, gaps, is_movable, lifetimes
-from lading.planner.lower import Costs
+from lading.planner.lower import Costs, fixed_bytes
 from lading.planner.residency import Found, Step, smallest_budget_bytes
 
 Key = tuple[int, int]
@@ -39,6 +39,11 @@ def captured(name: str = "llama", *, machine: Machine | None = None, **settings:
 def within(step: Step, device: int) -> Step:
     """The same step with a device budget."""
     return dataclasses.replace(step, budgets={**step.budgets, "device": device})
+
+
+def needs(step: Step, choices: dict[Key, Option]) -> int:
+    """Device bytes that choices take with room for every transfer."""
+    return within(step, NO_LIMIT).lower(choices).arena_bytes + fixed_bytes(step.machine, step.costs)
 
 
 def options_of(step: Step) -> dict[Key, list[Option]]:
@@ -74,7 +79,7 @@ def tiny(seed: int, depth: int = 2) -> Step:
     )
     seconds = tuple(rng.choice((1e-4, 5e-4, 1e-3, 2e-3, 5e-3)) for _ in graph.ops)
     step = step_of(graph, small_machine(), Costs(seconds, (0,) * len(graph.ops)))
-    most, least = step.lower({}).arena_bytes, smallest_budget_bytes(step)[0]
+    most, least = needs(step, {}), smallest_budget_bytes(step)[0]
     return within(step, int(least + (most - least) * rng.uniform(0.05, 0.95)))
 
 

@@ -193,7 +193,7 @@ def test_a_text_that_goes_away(folder: Path, tmp_path: Path) -> None:
     data = dataset(folder, tmp_path / "cache")
     (path,) = (tmp_path / "cache").glob("train-*")
     path.write_bytes(b"short")
-    with pytest.raises(StorageError, match="expected .* bytes, found fewer"):
+    with pytest.raises(StorageError, match=r"expected .* bytes, found fewer"):
         data.batch(0, 0)
     path.unlink()
     with pytest.raises(StorageError, match="cannot read the text"):

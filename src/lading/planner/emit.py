@@ -209,10 +209,15 @@ class _Walker:
                 continue
             if self.graph.storages[storage].role not in PERSISTENT:
                 self._end(storage)
-            elif self.live[storage].tier and storage not in self.stale:
+            elif self.live[storage].tier and storage not in self.stale and self._leaves_the_step(storage):
                 self.away[storage] = self.live[storage].tier
                 self._end(storage)
         self.transient.clear()
+
+    def _leaves_the_step(self, storage: int) -> bool:
+        """Whether a persistent storage is in a lower tier over the step's boundary."""
+        uses = self.lives.uses[storage]
+        return self.choices.get((storage, uses[-1]), Option.KEEP) in _TIER
 
     def _leave(self, storage: int, op_index: int) -> None:
         persistent = self.graph.storages[storage].role in PERSISTENT

@@ -21,6 +21,7 @@ from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
+from lading.planner.improve import improve
 from lading.planner.lower import Costs, Lowered, fixed_bytes, lower
 from lading.planner.relaxation import Problem, Relaxed, build, solve
 from lading.sim.engine import simulate
@@ -80,8 +81,19 @@ def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
         if best is None or found.timeline.duration_s < best.timeline.duration_s:
             best = found
         if best.timeline.duration_s <= (1 + _GOOD_ENOUGH) * bound_s:
-            break
-    return best or _smallest(step)
+            return best
+    return _improved(step, problem, best or _smallest(step))
+
+
+def _improved(step: Step, problem: Problem, found: Found) -> Found:
+    def seconds_of(choices: dict[tuple[int, int], Option]) -> float | None:
+        program = step.lower(choices).program
+        return None if program is None else step.simulate(program).duration_s
+
+    choices = improve(found.choices, found.timeline.duration_s, problem, seconds_of)
+    program = step.lower(choices).program
+    assert program is not None, "the search keeps what fits"
+    return Found(choices, program, step.simulate(program))
 
 
 def lower_bound_s(step: Step) -> float:

@@ -148,8 +148,7 @@ class Executor:
             raise self._named_error(self._gate.failure)
         for action, before in self._bound.instant:
             self._times.starts[action] = self._times.ends[action] = self._times.ends[before]
-        self._last_peak = max(0, self._meter.peak_bytes() - self._baseline)
-        self._highest = max(self._highest, self._last_peak)
+        self._last_peak = self.observe_peak()
         self._broken, self._has_run = False, True
         return list(self._caller.losses)
 
@@ -235,9 +234,22 @@ class Executor:
             )
         return self._timeline
 
+    def observe_peak(self) -> int:
+        """Highest resident set since the last step began, above what the process had before this executor.
+
+        Called after each step; call it also after work between steps that should count.
+        """
+        peak = max(0, self._meter.peak_bytes() - self._baseline)
+        self._highest = max(self._highest, peak)
+        return peak
+
+    def given_back(self, size_bytes: int) -> None:
+        """Say that the caller freed memory it had before this executor: measured memory counts from less."""
+        self._baseline -= size_bytes
+
     @property
     def peak_resident_bytes(self) -> int:
-        """Highest resident set during any step so far, above what the process had before this executor."""
+        """Highest resident set observed so far, above what the process had before this executor."""
         return self._highest
 
     def _check_usable(self) -> None:

@@ -1,4 +1,7 @@
-"""Disk: rates of one reading and one writing thread, alone and together, past the page cache where that is possible."""
+"""Disk: rates of one reading and one writing thread, alone and together, past the page cache where that is possible.
+
+Transfers are timed while the device computes, for that is when a step makes them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from lading.ir.machine import Tier
 from lading.ir.program import PAGE_BYTES
 from lading.units import MiB, format_bytes
 
-#: The executor moves large storages in pieces of this size.
-PIECE_BYTES = 8 * MiB
+Work = Callable[[], object] | None
+#: About what the executor moves at once.
+PIECE_BYTES = 4 * MiB
 _FILE_BYTES = 256 * MiB
 _NAME = "lading-probe.tmp"
 
@@ -34,13 +38,11 @@ class DiskProbe:
     note: str = ""
 
 
-def probe_disk(
-    folder: Path, seconds: float, work: Callable[[], object] = int, file_bytes: int = _FILE_BYTES
-) -> DiskProbe:
+def probe_disk(folder: Path, seconds: float, work: Work = None, file_bytes: int = _FILE_BYTES) -> DiskProbe:
     """Measure the disk under ``folder`` with a temporary file, which is removed whatever happens.
 
     Args:
-        work: What the device does meanwhile; timed with and without transfers for ``compute_slowdown``.
+        work: What the device does meanwhile, for transfers run beside compute; its slowdown becomes the tier's.
 
     Raises:
         StorageError: the folder is missing, read-only or without ``file_bytes`` of space; says what to change.
@@ -136,15 +138,18 @@ def _whole(moved: int, expected: int) -> None:
         raise StorageError(f"expected to move {expected} bytes, the disk moved {moved}; is it full or failing?")
 
 
-def _measure(file: _File, seconds: float, free: int, work: Callable[[], object]) -> DiskProbe:
+def _measure(file: _File, seconds: float, free: int, work: Work) -> DiskProbe:
     rates: dict[str, list[float]] = {key: [] for key in ("read", "write", "mixed_read", "mixed_write")}
-    slice_s = min(0.5, max(0.05, seconds / 15))
+    slice_s = min(0.5, max(0.05, seconds / 20))
     end = time.monotonic() + seconds
+    quiet: list[float] = []
+    busy: list[float] = []
     rounds = 0
-    while rounds < 1 or (time.monotonic() + 3 * slice_s < end and rounds < 15):
-        rates["write"].append(_run(file, slice_s, write=True)[1])
-        rates["read"].append(_run(file, slice_s, read=True)[0])
-        both = _run(file, slice_s, read=True, write=True)
+    while rounds < 1 or (time.monotonic() + 3.5 * slice_s < end and rounds < 15):
+        quiet += _times(work, slice_s / 2)
+        rates["write"].append(_run(file, slice_s, work, write=True)[1])
+        rates["read"].append(_run(file, slice_s, work, read=True)[0])
+        both = _run(file, slice_s, work, busy, read=True, write=True)
         rates["mixed_read"].append(both[0])
         rates["mixed_write"].append(both[1])
         rounds += 1
@@ -157,7 +162,7 @@ def _measure(file: _File, seconds: float, free: int, work: Callable[[], object])
         mixed_read_bytes_per_s=min(best["mixed_read"], best["read"]),
         mixed_write_bytes_per_s=min(best["mixed_write"], best["write"]),
         latency_s=_latency(file),
-        compute_slowdown=_slowdown(file, slice_s, work),
+        compute_slowdown=max(0.0, round(median(busy) / median(quiet) - 1.0, 3)) if quiet and busy else 0.0,
     )
     note = (
         "" if file.direct else "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
@@ -165,32 +170,30 @@ def _measure(file: _File, seconds: float, free: int, work: Callable[[], object])
     return DiskProbe(tier, rounds, note)
 
 
-def _slowdown(file: _File, seconds: float, work: Callable[[], object]) -> float:
-    """By how much longer ``work`` takes beside one reading and one writing thread; medians of interleaved rounds."""
-    quiet: list[float] = []
-    busy: list[float] = []
-    for _ in range(3):
-        quiet += _times(work, seconds / 2)
-        other = threading.Thread(target=_run, args=(file, seconds), kwargs={"read": True, "write": True})
-        other.start()
-        busy += _times(work, 0.8 * seconds)
-        other.join()
-    return max(0.0, round(median(busy) / median(quiet) - 1.0, 3))
-
-
-def _times(work: Callable[[], object], seconds: float) -> list[float]:
-    """Seconds of each call of ``work`` until ``seconds`` are over, one call at least."""
+def _times(work: Work, seconds: float) -> list[float]:
+    """Seconds of each call of ``work`` until ``seconds`` are over."""
     samples: list[float] = []
     end = time.perf_counter() + seconds
-    while not samples or time.perf_counter() < end:
+    while work is not None and time.perf_counter() < end:
         start = time.perf_counter()
         work()
         samples.append(time.perf_counter() - start)
     return samples
 
 
-def _run(file: _File, seconds: float, *, read: bool = False, write: bool = False) -> tuple[float, float]:
-    """(read, write) bytes/s of the threads asked for, reading the first half of the file and writing the second."""
+def _run(
+    file: _File,
+    seconds: float,
+    work: Work,
+    samples: list[float] | None = None,
+    *,
+    read: bool = False,
+    write: bool = False,
+) -> tuple[float, float]:
+    """(read, write) bytes/s of the threads asked for, reading the first half of the file and writing the second.
+
+    Meanwhile this thread does ``work``, as it would in a step; its times go to ``samples``.
+    """
     half = file.size_bytes // 2 // PIECE_BYTES * PIECE_BYTES
     workers: list[tuple[int, Callable[..., int], int]] = []
     if read:
@@ -202,19 +205,22 @@ def _run(file: _File, seconds: float, *, read: bool = False, write: bool = False
     file.settle()
     deadline = time.perf_counter() + seconds
 
-    def work(index: int, move: Callable[..., int], base: int) -> None:
+    def move_until(index: int, move: Callable[..., int], base: int) -> None:
         try:
             rates[index] = _stream(file, move, base, half, deadline)
         except OSError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=worker) for worker in workers]
+    threads = [threading.Thread(target=move_until, args=worker) for worker in workers]
     for thread in threads:
         thread.start()
+    timed = _times(work, 0.9 * seconds)
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
+    if samples is not None:
+        samples += timed
     return rates[0], rates[1]
 
 

@@ -122,17 +122,17 @@ def test_another_text_is_another_run(
 def test_a_plan_is_run_as_it_is(
     made: tuple[Path, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import lading.train
+    import lading.trainer
 
     plan_made = made[1]
     run_at: list[str] = []
-    executor = lading.train.Executor
+    executor = lading.trainer.Executor
 
     def recording(program: Any, **kwargs: Any) -> Any:
         run_at.append(program.fingerprint)
         return executor(program, **kwargs)
 
-    monkeypatch.setattr(lading.train, "Executor", recording)
+    monkeypatch.setattr(lading.trainer, "Executor", recording)
     assert plan_made.choices
     file = saved_plan(plan_made, tmp_path / "out", steps=4)
     assert main(["train", "--plan", str(file)]) == 0

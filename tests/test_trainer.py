@@ -17,7 +17,7 @@ from lading.errors import ConfigError, StorageError
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.prepare import lowered, plan
-from lading.train import Trainer
+from lading.trainer import Trainer
 from tests.machines import small_machine
 from tests.runs import budget_for, failing
 

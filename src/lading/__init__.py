@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lading.prepare import plan
     from lading.runtime.probe import probe
     from lading.sim.engine import simulate
-    from lading.train import Trainer
+    from lading.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -76,7 +76,7 @@ _DEFINED_IN = MappingProxyType(
         "StepGraph": "lading.ir.graph",
         "StorageError": "lading.errors",
         "Timeline": "lading.ir.timeline",
-        "Trainer": "lading.train",
+        "Trainer": "lading.trainer",
         "capture": "lading.capture",
         "load_machine": "lading.catalog.load",
         "plan": "lading.prepare",

@@ -123,16 +123,19 @@ def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
     return Prepared(run, initial, captured, graph, machine, planned.plan, planned.program, planned.predicted)
 
 
-def prepare_plan(plan: Plan) -> Prepared:
+def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     """Everything of a saved plan, made again and checked against it.
 
+    Args:
+        to_run: Refuse a plan made for another host; to look at one, any host will do.
+
     Raises:
-        ConfigError: the plan was made without a run, for another model, or on another host.
+        ConfigError: the plan was made without a run, for another model, or for another host.
     """
     if plan.run is None:
         raise ConfigError("the plan records no run; make it with: lading plan RUN.toml")
     run = run_from_dict(plan.run, "the plan's run")
-    if plan.host_id and plan.host_id != host_id():
+    if to_run and plan.host_id and plan.host_id != host_id():
         raise ConfigError(
             f"the plan was made for the host {plan.host_id!r}, this one is {host_id()!r}; plan again here"
         )

@@ -97,5 +97,5 @@ def test_a_constructor_that_reads_values_is_refused() -> None:
             super().__init__()
             self.line = nn.Linear(2, int(torch.randint(3, (1,)).item()))
 
-    with pytest.raises(CaptureError, match="_local_scalar_dense.* in the model's constructor"):
+    with pytest.raises(CaptureError, match=r"_local_scalar_dense.* in the model's constructor"):
         defer(Reads)

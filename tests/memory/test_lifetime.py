@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from tests.captured import captured_step
 from tests.programs import GraphBuilder, chain
@@ -31,7 +33,7 @@ def test_gaps_tile_the_time_between_uses(name: str) -> None:
         assert list(uses) == [i for i, op in enumerate(graph.ops) if storage in {*graph.reads(op), *graph.writes(op)}]
         own = [g for g in found if g.storage == storage]
         inner = [(g.start, g.end) for g in own if not g.wraps]
-        assert inner == list(zip(uses, uses[1:], strict=False))
+        assert inner == list(pairwise(uses))
         wraps = [(g.start, g.end) for g in own if g.wraps]
         persistent = graph.storages[storage].role in PERSISTENT
         assert wraps == ([(uses[-1], uses[0])] if uses and persistent else [])

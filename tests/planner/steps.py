@@ -68,7 +68,7 @@ def random_choices(step: Step, rng: Random) -> dict[Key, Option]:
 
 
 def tiny(seed: int, depth: int = 2) -> Step:
-    """A chain of ``depth`` layers with random sizes and times, and a budget between the least and what keep-all needs."""
+    """A chain of layers with random sizes and times, and a budget between the least and what keep-all needs."""
     rng = Random(seed)
     graph = chain(depth).graph
     sizes = [4 if s.name == "loss" else PAGE_BYTES * rng.choice((8, 16, 64, 128, 256, 512)) for s in graph.storages]

@@ -10,7 +10,7 @@ from tests.planner.steps import every_choice, tiny
 from lading.memory.verify import verify
 from lading.planner.residency import lower_bound_s, residency
 
-SEEDS = range(24)
+SEEDS = range(16)
 
 
 @pytest.fixture(scope="module")
@@ -34,5 +34,4 @@ def ratios() -> list[float]:
 def test_the_plan_is_near_the_best(ratios: list[float]) -> None:
     print("planned / best:", [round(r, 3) for r in sorted(ratios)])
     assert median(ratios) < 1.001
-    assert sum(r <= 1.05 for r in ratios) >= 0.9 * len(ratios)
-    assert max(ratios) < 1.25
+    assert max(ratios) <= 1.05

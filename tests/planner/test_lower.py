@@ -48,7 +48,7 @@ def check_tight(step: Step, choices: Choices) -> None:
     """Check with room to spare, and as tight as still works."""
     wide = needs(step, choices)
     assert check(within(step, wide), choices)
-    for share in (0.97, 0.9, 0.75, 0.5):
+    for share in (0.95, 0.75):
         check(within(step, int(wide * share)), choices)
 
 
@@ -80,7 +80,7 @@ def test_random_choices_of_a_captured_step(seed: int) -> None:
     check_tight(step, random_choices(step, Random(seed)))
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_choices_of_a_chain_run_right_in_random_orders(seed: int) -> None:
     rng = Random(seed)
     step = tiny(seed, depth=rng.choice((1, 2, 3)))

@@ -43,7 +43,7 @@ def test_policies_keep_their_figures_whole_at_80_columns(run: dict[str, Any]) ->
 
 
 def test_text_is_not_taken_for_markup(run: dict[str, Any]) -> None:
-    row = dataclasses.replace(run["plan"].policies[0], note="[bold]literal[/bold]")
+    row = dataclasses.replace(run["plan"].policies[0], policy="[bold]literal[/bold]")
     shown = printed(policy_table(dataclasses.replace(run["plan"], policies=(row,))), width=200)
     assert "[bold]literal[/bold]" in shown
 

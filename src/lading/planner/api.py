@@ -15,20 +15,20 @@ from typing import Any
 from lading import __version__
 from lading.config import share_or_bytes
 from lading.cost.compute import missing_rates, op_costs
-from lading.errors import ConfigError, ProgramError
+from lading.errors import ConfigError, PlanInfeasible, ProgramError
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Choice, Option, Plan, PolicyRow
-from lading.ir.program import Program
+from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
-from lading.memory.lifetime import Lifetimes, lifetimes
+from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.verify import verify
 from lading.planner.lower import Costs, fixed_bytes
 from lading.planner.policies import checkpoint_every_block, keep_all
-from lading.planner.residency import Found, Step, infeasible, lower_bound_s, residency, smallest_budget_bytes
+from lading.planner.residency import Found, Step, lower_bound_s, residency, smallest_budget_bytes
 from lading.sim.engine import stall_s
-from lading.units import parse_bytes
+from lading.units import format_bytes, parse_bytes
 
 _POLICIES: dict[str, Callable[[StepGraph, Lifetimes], dict[tuple[int, int], Option]]] = {
     "keep-all": keep_all,
@@ -91,8 +91,8 @@ def make_plan(
     rows, fitting = _plain_policies(step, free)
     bound_s = lower_bound_s(step)
     found = _chosen(step, policy, rows, fitting, bound_s)
-    verify(found.program)
     _check_tiers(found.program)
+    verify(found.program)
     if policy == "residency":
         rows.append(_row(policy, found))
     plan = Plan(
@@ -131,6 +131,7 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     lives = lifetimes(graph)
     costs = Costs(tuple(op_costs(graph, machine.device)), tuple(workspace_bytes) or (0,) * len(graph.ops))
     step = Step(graph, lives, machine, costs, plan.budgets)
+    _check_choices(plan, step)
     lowered = step.lower({(c.storage, c.start): c.option for c in plan.choices})
     if lowered.program is None or lowered.program.fingerprint != plan.program_fingerprint:
         raise ProgramError(
@@ -154,6 +155,19 @@ def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
     for what, wanted, found in pairs:
         if wanted != found:
             raise ConfigError(f"the plan was made for another {what} (expected {wanted}, found {found}); plan again")
+
+
+def _check_choices(plan: Plan, step: Step) -> None:
+    """Refuse what an edited or damaged file may ask for and no policy would."""
+    known = {(gap.storage, gap.start, gap.end): gap for gap in gaps(step.graph, step.lives)}
+    for choice in plan.choices:
+        gap = known.get((choice.storage, choice.start, choice.end))
+        if gap is not None and choice.option is Option.RECOMPUTE and can_recompute(step.graph, step.lives, gap):
+            continue
+        tier = step.machine.tier(choice.option.value)
+        if gap is not None and tier is not None and is_movable(step.graph, gap.storage, PAGE_BYTES):
+            continue
+        raise ConfigError(f"the plan has a choice that this step does not offer, {choice}; plan again")
 
 
 def _budgets(machine: Machine, device: int, disk_budget: str | int | None) -> dict[str, int]:
@@ -186,11 +200,12 @@ def _chosen(step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[st
     if policy in fitting:
         return fitting[policy]
     needs = next(row.peak_bytes for row in rows if row.policy == policy)
-    smallest, lowered = smallest_budget_bytes(step)
-    error = infeasible(step, max(smallest, needs), lowered)
-    raise type(error)(
-        f"policy {policy!r} needs {needs} bytes whatever the budget; policy 'residency' can do with {smallest}.\n{error}",
-        missing_bytes=needs - step.budgets["device"],
+    smallest, missing = smallest_budget_bytes(step)[0], needs - step.budgets["device"]
+    raise PlanInfeasible(
+        f"policy {policy!r} needs {needs} bytes ({format_bytes(needs)}) on the device whatever the budget: "
+        f"{missing} bytes ({format_bytes(missing)}) are missing.\n"
+        f"Raise the budget, or take policy 'residency', which can do with {smallest} bytes ({format_bytes(smallest)}).",
+        missing_bytes=missing,
         smallest_budget_bytes=smallest,
     )
 

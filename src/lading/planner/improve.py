@@ -18,7 +18,9 @@ Choices = dict[tuple[int, int], Option]
 _WORK = 10_000
 
 
-def improve(choices: Choices, step_s: float, problem: Problem, seconds_of: Callable[[Choices], float | None]) -> Choices:
+def improve(
+    choices: Choices, step_s: float, problem: Problem, seconds_of: Callable[[Choices], float | None]
+) -> Choices:
     """Choices that take at most ``step_s`` seconds, found by changing single ones, largest storage first.
 
     Args:

@@ -104,39 +104,40 @@ def lower_bound_s(step: Step) -> float:
 
 def smallest_budget_bytes(step: Step) -> tuple[int, Lowered]:
     """The smallest device budget a plan was found for: everything that can leave the device leaves it."""
+    size, _, lowered = _tightest(step)
+    return size, lowered
+
+
+def _tightest(step: Step) -> tuple[int, dict[tuple[int, int], Option], Lowered]:
+    """That budget, with the choices that fit it and what they lower to there."""
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
-    huge = Step(step.graph, step.lives, step.machine, step.costs, {**step.budgets, "device": 1 << 60})
-    best: Lowered | None = None
-    size = 0
+    found: list[tuple[int, dict[tuple[int, int], Option], Lowered]] = []
     for last in (-1, 1):
-        choices = {
-            (c.gap.storage, c.gap.start): c.options[last]
-            for c in problem.candidates
-            if c.options[last] is not Option.KEEP
-        }
-        loose = huge.lower(choices)
-        assert loose.program is not None
-        size, lowered = _shrink(huge, choices, loose)
-        if best is None or size < best.arena_bytes + fixed_bytes(step.machine, step.costs):
-            best = lowered
-    assert best is not None
-    return best.arena_bytes + fixed_bytes(step.machine, step.costs), best
+        choices = {(c.gap.storage, c.gap.start): c.options[last] for c in problem.candidates}
+        size, lowered = _shrink(step, choices)
+        found.append((size, choices, lowered))
+    return min(found, key=lambda row: row[0])
 
 
-def _shrink(step: Step, choices: dict[tuple[int, int], Option], loose: Lowered) -> tuple[int, Lowered]:
-    """The same choices with no room for transfers under way: as small as they get."""
-    fixed = fixed_bytes(step.machine, step.costs)
-    best, low = loose, _peak(step, loose)
-    high = loose.arena_bytes
+def _shrink(step: Step, choices: dict[tuple[int, int], Option]) -> tuple[int, Lowered]:
+    """The least budget found at which the choices can be lowered, with less and less room for transfers under way."""
+
+    def at(arena_bytes: int) -> Lowered:
+        budgets = {**step.budgets, "device": arena_bytes + fixed_bytes(step.machine, step.costs)}
+        return lower(step.graph, step.lives, step.machine, step.costs, choices, budgets)
+
+    high = at(1 << 60).arena_bytes
+    while (best := at(high)).program is None:
+        high += high // 50 + PAGE_BYTES
+    low = _peak(step, best)
     while high - low > max(high // 50, PAGE_BYTES):
         middle = (low + high) // 2
-        budgets = {**step.budgets, "device": middle + fixed}
-        tried = lower(step.graph, step.lives, step.machine, step.costs, choices, budgets)
+        tried = at(middle)
         if tried.program is None:
             low = middle + 1
         else:
-            best, high = tried, tried.arena_bytes
-    return best.arena_bytes + fixed, best
+            best, high = tried, middle
+    return high + fixed_bytes(step.machine, step.costs), best
 
 
 def _peak(step: Step, lowered: Lowered) -> int:
@@ -210,13 +211,9 @@ def _missing(step: Step, problem: Problem, lowered: Lowered) -> np.ndarray:
 
 def _smallest(step: Step) -> Found:
     """The plan that needs least memory, if that fits; otherwise say what binds."""
-    size, lowered = smallest_budget_bytes(step)
+    size, choices, lowered = _tightest(step)
     if size > step.budgets["device"]:
         raise infeasible(step, size, lowered)
-    choices = {
-        (c.gap.storage, c.gap.start): c.options[-1]
-        for c in build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES).candidates
-    }
     again = step.lower(choices)
     if again.program is None:
         raise infeasible(step, size, lowered)

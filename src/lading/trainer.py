@@ -1,0 +1,244 @@
+"""Trainer: the inside of a user's own loop. It holds every value of the step where the plan wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from lading.capture.initial import Deferred
+from lading.capture.trace import input_leaves
+from lading.checkpoint.state import TensorSource
+from lading.checkpoint.store import open_checkpoint, save_checkpoint
+from lading.config import AdamW
+from lading.errors import ConfigError, StorageError
+from lading.ir.graph import StepGraph, Tensor
+from lading.ir.plan import Plan
+from lading.ir.program import Program
+from lading.ir.timeline import Timeline
+from lading.prepare import lowered
+from lading.runtime.executor import Executor
+from lading.runtime.resident import trim
+
+_RNG = "torch.rng_state"
+
+
+class Trainer:
+    """Runs the training step of a plan; owns parameters, buffers and optimizer states until it is closed.
+
+    Leaving the ``with`` block writes the values of the last whole step back into the model, whatever ended the block.
+    Only a step that failed half-way has no such values: then the model stays empty, and a checkpoint has them.
+
+    Args:
+        plan: From ``lading.plan``, for this ``graph``.
+        graph: From ``lading.capture``.
+        model: Its values are taken over now and written back by ``close``; None starts from zeros (see ``load``).
+        optimizer: AdamW's numbers.
+        folder: Where the swap file goes.
+        threads: Compute threads; None keeps torch's setting.
+
+    Raises:
+        ConfigError: the plan was made for another graph, or ``model`` is not the one that was captured.
+        StorageError: no room in ``folder``.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        graph: StepGraph,
+        model: torch.nn.Module | None,
+        *,
+        optimizer: AdamW | None = None,
+        folder: str | Path = ".",
+        threads: int | None = None,
+        program: Program | None = None,
+    ) -> None:
+        self.plan, self.optimizer = plan, optimizer or AdamW()
+        self.program = program or lowered(plan, graph)
+        self.steps = 0
+        step_graph = self.program.graph
+        by_name = [*((p.names[0], p.tensor) for p in step_graph.parameters), *step_graph.buffers, *step_graph.states]
+        self._tensors = {name: step_graph.tensors[tensor] for name, tensor in by_name}
+        self._first_name = {alias: p.names[0] for p in step_graph.parameters for alias in p.names}
+        self._taken: list[tuple[str, torch.Tensor]] = []
+        self._whole = True  # no step or load ended half-way
+        if model is not None:
+            self._check_model(model)
+        self._executor = Executor(self.program, optimizer=self.optimizer, folder=Path(folder), threads=threads)
+        try:
+            self._take_over(model)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, batches: Any, *, lr: float | None = None) -> float:
+        """One optimizer step.
+
+        Args:
+            batches: The batch, or a list of micro-batches, one for each of the accumulation.
+            lr: Learning rate of this step; None is the optimizer's.
+
+        Returns:
+            The loss, averaged over micro-batches.
+
+        Raises:
+            ConfigError: not the batch that was captured, and nothing has run; or an earlier step or load failed.
+            StorageError, ProgramError: the step failed half-way.
+        """
+        micro = batches if isinstance(batches, list) else [batches]
+        feeds = [dict(input_leaves(batch)) for batch in micro]
+        self._check_whole()
+        self._whole = False
+        try:
+            losses = self._executor.step(feeds, lr=self.optimizer.lr if lr is None else lr)
+        except ConfigError:  # nothing has run
+            self._whole = True
+            raise
+        self._whole = True
+        self.steps += 1
+        return sum(losses)
+
+    def timeline(self) -> Timeline:
+        """What happened when in the last step."""
+        return self._executor.timeline()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest resident set during any step, above what the process had before this trainer."""
+        return self._executor.peak_resident_bytes
+
+    def value(self, name: str) -> torch.Tensor:
+        """A copy of a parameter, buffer or optimizer state (``"layers.0.weight.exp_avg"``).
+
+        Raises:
+            ConfigError: no such name.
+        """
+        return self._executor.read_storage(self._tensor(name).storage)
+
+    def set_value(self, name: str, value: torch.Tensor) -> None:
+        """Set a parameter, buffer or optimizer state.
+
+        Raises:
+            ConfigError: no such name, or another shape or dtype.
+        """
+        self._executor.write_storage(self._tensor(name).storage, value)
+
+    def initialize(self, initial: Deferred, seed: int) -> None:
+        """Give the parameters and buffers the values that building the model with ``seed`` would."""
+        initial.materialize(seed, self.set_value)
+        self._executor.observe_peak()
+        trim()
+
+    def save(self, folder: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
+        """Write a checkpoint of this step: every value, the random generator's state and ``meta``.
+
+        Returns:
+            Its folder, for ``load``.
+
+        Raises:
+            StorageError: the disk is full; older checkpoints are whole.
+            ConfigError: a step failed half-way, or ``meta`` has no JSON form.
+        """
+        self._check_whole()
+        state = torch.get_rng_state()
+        sources: list[TensorSource] = [
+            (name, tensor.dtype, tensor.shape, self._executor.chunks(tensor.storage))
+            for name, tensor in self._tensors.items()
+        ]
+        rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
+        path = save_checkpoint(Path(folder), self.steps, [*sources, rng], meta or {}, keep)
+        self._executor.observe_peak()
+        return path
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Take every value, the step count and the random generator's state from a checkpoint; returns its meta.
+
+        Raises:
+            StorageError: the checkpoint is of another model, and nothing has changed; or a tensor of it is damaged.
+        """
+        checkpoint = open_checkpoint(Path(path))
+        saved = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items() if name != _RNG}
+        wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
+        if differing := _differing(saved, wanted):
+            raise StorageError(f"{path}: expected a checkpoint of this model, these tensors differ: {differing}")
+        generator = checkpoint.read(_RNG)
+        self._whole = False
+        for name in self._tensors:
+            self.set_value(name, checkpoint.read(name))
+        self._whole = True
+        torch.set_rng_state(generator)
+        self.steps = checkpoint.step
+        self._executor.observe_peak()
+        trim()
+        return checkpoint.meta
+
+    def close(self, *, write_back: bool = True) -> None:
+        """Write the values back into the model and give all memory and disk space back. May be called twice."""
+        taken, self._taken = self._taken, []
+        try:
+            if write_back and self._whole:
+                for name, tensor in taken:
+                    tensor.data = self.value(name)
+        finally:
+            self._executor.close()
+
+    def _tensor(self, name: str) -> Tensor:
+        name = self._first_name.get(name, name)
+        if name not in self._tensors:
+            near = get_close_matches(name, self._tensors, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"expected a parameter, buffer or optimizer state, got {name!r}{hint}")
+        return self._tensors[name]
+
+    def _check_whole(self) -> None:
+        if not self._whole:
+            raise ConfigError(
+                "a step or a load failed half-way, so there are no values to go on from; load a checkpoint"
+            )
+
+    def _check_model(self, model: torch.nn.Module) -> None:
+        """Refuse a model that is not the captured one."""
+        graph = self.program.graph
+        wanted = {alias: graph.tensors[p.tensor] for p in graph.parameters for alias in p.names}
+        wanted |= {name: graph.tensors[tensor] for name, tensor in graph.buffers}
+        found = {name: (_dtype_of(t), tuple(t.shape)) for name, t in _tensors_of(model, tied=True)}
+        if differing := _differing(found, {name: (t.dtype, t.shape) for name, t in wanted.items()}):
+            raise ConfigError(f"expected the model that was captured, these parameters or buffers differ: {differing}")
+
+    def _take_over(self, model: torch.nn.Module | None) -> None:
+        """Copy the model's values and free its own memory, one tensor after the other."""
+        for name, tensor in _tensors_of(model) if model is not None else ():
+            self.set_value(name, tensor)
+            self._taken.append((name, tensor))
+            tensor.data = torch.empty(0, dtype=tensor.dtype)
+        self._executor.observe_peak()
+        trim()
+        self._executor.given_back(sum(self._tensors[name].size_bytes for name, _ in self._taken))
+
+
+def _tensors_of(model: torch.nn.Module, *, tied: bool = False) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name, under all names when ``tied``."""
+    return [*model.named_parameters(remove_duplicate=not tied), *model.named_buffers(remove_duplicate=not tied)]
+
+
+def _dtype_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _differing(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+    """The first few names whose shape or dtype differ, as text; "" if all agree."""
+    names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+    texts = [f"{name} (expected {wanted.get(name, 'none')}, found {found.get(name, 'none')})" for name in names[:3]]
+    return ", ".join([*texts, f"{len(names) - 3} more"] if len(names) > 3 else texts)

@@ -1,0 +1,211 @@
+"""make_plan and make_program: budgets are kept, plans are made again to the bit, and errors say what binds."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tests.captured import captured_step
+from tests.machines import small_machine
+from tests.planner.steps import step_of
+
+from lading.errors import ConfigError, PlanInfeasible, ProgramError
+from lading.ir.graph import StepGraph
+from lading.ir.plan import Choice, Option, Plan
+from lading.memory.verify import verify
+from lading.planner.api import POLICIES, Planned, make_plan, make_program
+from lading.planner.residency import smallest_budget_bytes
+from lading.units import parse_bytes
+
+OVERHEAD = 100_000
+
+
+def graph_of(name: str) -> StepGraph:
+    """A small step; "gpt+" has two micro-batches and clipping."""
+    if name == "gpt+":
+        return captured_step("gpt", num_layers=1, accumulation=2, clip_norm=1.0)
+    return captured_step("gpt") if name == "gpt-2-layers" else captured_step(name, num_layers=1)
+
+
+@cache
+def planned(name: str, budget: str, policy: str = "residency") -> Planned:
+    """A plan on the small machine, made once."""
+    return make_plan(graph_of(name), small_machine(overhead_bytes=OVERHEAD), budget=budget, policy=policy)
+
+
+@cache
+def smallest(name: str) -> int:
+    """What the error of a hopeless budget says would do."""
+    with pytest.raises(PlanInfeasible) as error:
+        make_plan(graph_of(name), small_machine(), budget=1)
+    return error.value.smallest_budget_bytes
+
+
+CASES = [("gpt", "100%"), ("gpt", "80%"), ("gpt", "65%"), ("llama", "75%"), ("gpt+", "75%")]
+
+
+@pytest.mark.parametrize(("name", "budget"), CASES)
+def test_the_budget_is_kept(name: str, budget: str) -> None:
+    made = planned(name, budget)
+    verify(made.program)
+    allowed = int(made.keep_all_bytes * float(budget.rstrip("%")) / 100)
+    assert made.plan.budgets["device"] == allowed == made.program.budgets["device"]
+    assert made.program.arena_bytes + made.program.workspace_bytes + made.program.overhead_bytes <= allowed
+    assert made.program.overhead_bytes >= OVERHEAD
+    assert made.plan.peak_bytes["device"] == made.program.peak_bytes
+    assert made.plan.peak_bytes.get("disk", 0) == made.program.tier_bytes("disk")
+    assert made.predicted.peak_of_tier("device") == sum(made.plan.bytes_by_role.values()) <= allowed
+    assert bool(made.plan.choices) == (budget != "100%")
+
+
+@pytest.mark.parametrize(("name", "budget"), CASES)
+def test_no_plain_policy_that_fits_is_faster_and_the_bound_is_below_all(name: str, budget: str) -> None:
+    plan = planned(name, budget).plan
+    assert [row.policy for row in plan.policies] == list(POLICIES)
+    assert plan.policies[-1].step_s == plan.step_s
+    for row in plan.policies:
+        assert row.fits == (row.step_s is not None)
+        if row.step_s is not None:
+            assert plan.lower_bound_s <= plan.step_s <= row.step_s * (1 + 1e-9), row
+            assert row.peak_bytes <= plan.budgets["device"]
+            assert 0 <= row.stall_s + row.recompute_s <= row.step_s
+        else:
+            assert row.peak_bytes > plan.budgets["device"]
+    assert plan.gap >= 0
+
+
+def test_scratch_is_part_of_the_budget() -> None:
+    graph, scratch = graph_of("gpt"), 300_000
+    workspace = [0] * len(graph.ops)
+    workspace[7] = scratch
+    made = make_plan(graph, small_machine(), budget="100%", workspace_bytes=workspace)
+    bare = make_plan(graph, small_machine(), budget="100%")
+    assert made.program.workspace_bytes == scratch
+    assert made.keep_all_bytes >= bare.keep_all_bytes + scratch
+    assert made.program.peak_bytes <= made.plan.budgets["device"]
+    assert any("scratch" in text for text in bare.plan.assumptions)
+    assert not any("scratch" in text for text in made.plan.assumptions)
+
+
+@pytest.mark.parametrize(("name", "budget"), [("gpt", "65%"), ("gpt+", "75%")])
+def test_planning_is_deterministic_and_plans_are_made_again(name: str, budget: str, tmp_path: Path) -> None:
+    machine = small_machine(overhead_bytes=OVERHEAD)
+    first, second = planned(name, budget), make_plan(graph_of(name), machine, budget=budget)
+    first.plan.save(tmp_path / "first.json")
+    second.plan.save(tmp_path / "second.json")
+    assert (tmp_path / "first.json").read_bytes() == (tmp_path / "second.json").read_bytes()
+    assert first.program.fingerprint == second.program.fingerprint == first.plan.program_fingerprint
+    program = make_program(Plan.load(tmp_path / "first.json"), graph_of(name), machine)
+    assert program.actions == first.program.actions
+    assert program.resident == first.program.resident
+    assert program.slots == first.program.slots
+    assert program.fingerprint == first.program.fingerprint
+
+
+def test_a_plan_is_refused_for_anything_else() -> None:
+    plan, machine = planned("gpt", "65%").plan, small_machine(overhead_bytes=OVERHEAD)
+    with pytest.raises(ConfigError, match="another model, batch or optimizer"):
+        make_program(plan, graph_of("llama"), machine)
+    with pytest.raises(ConfigError, match="another model, batch or optimizer"):
+        make_program(plan, graph_of("gpt+"), machine)
+    with pytest.raises(ConfigError, match="another machine"):
+        make_program(plan, graph_of("gpt"), small_machine(overhead_bytes=OVERHEAD + 1))
+    older = dataclasses.replace(plan, program_fingerprint="0" * 16, version="0.0.1")
+    with pytest.raises(ProgramError, match=r"Lading 0\.0\.1 and does not give the same program"):
+        make_program(older, graph_of("gpt"), machine)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(0, 0, 1, Option.RECOMPUTE),
+        Choice(0, 0, 1, Option.HOST),
+        Choice(1 << 40, 0, 1, Option.DISK),
+        Choice(-1, -1, -1, Option.DISK),
+    ],
+)
+def test_a_plan_with_an_impossible_choice_is_refused(choice: Choice) -> None:
+    plan, machine = planned("gpt", "65%").plan, small_machine(overhead_bytes=OVERHEAD)
+    graph = graph_of("gpt")
+    if choice.storage == 0:  # a parameter: it cannot be computed, and there is no host tier
+        start = max(step_of(graph, machine).lives.uses[0])
+        choice = dataclasses.replace(choice, start=start)
+    with pytest.raises((ProgramError, ConfigError), match="plan again"):
+        make_program(dataclasses.replace(plan, choices=(*plan.choices, choice)), graph, machine)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt+"])
+def test_the_smallest_budget_is_one_that_does(name: str) -> None:
+    made = make_plan(graph_of(name), small_machine(), budget=smallest(name))
+    verify(made.program)
+    assert made.program.peak_bytes <= smallest(name)
+    assert smallest(name) < 0.75 * made.keep_all_bytes
+
+
+def test_what_is_missing_is_said_in_bytes_and_names() -> None:
+    graph, budget = graph_of("gpt"), smallest("gpt") // 2
+    with pytest.raises(PlanInfeasible) as error:
+        make_plan(graph, small_machine(), budget=budget)
+    message = str(error.value)
+    assert error.value.smallest_budget_bytes == smallest("gpt")
+    assert error.value.missing_bytes == smallest("gpt") - budget
+    assert f"{smallest('gpt')} bytes" in message
+    op = re.search(r"recomputed, (\S+) in (.+) \((\w+)\) needs at once", message)
+    assert op is not None
+    assert (op[1], op[2], op[3]) in {(o.name, o.module or "the loss", o.phase.value) for o in graph.ops}
+    listed = re.findall(r"^ +([\d.]+ \w+)  (.+)$", message, flags=re.MULTILINE)
+    assert len(listed) > 2
+    names = {s.name for s in graph.storages}
+    assert sum(name in names for _, name in listed) >= len(listed) - 2  # the rest: "n more" and the process
+    shown = [parse_bytes(size) for size, name in listed if name in names]
+    assert shown == sorted(shown, reverse=True)
+    assert "micro-batch" in message
+
+
+@pytest.mark.parametrize("policy", ["keep-all", "checkpoint-every-block"])
+def test_a_plain_policy_that_does_not_fit(policy: str) -> None:
+    fits = planned("gpt-2-layers", "100%", policy)
+    assert fits.plan.policy == policy
+    assert fits.plan.step_s == next(r.step_s for r in fits.plan.policies if r.policy == policy)
+    with pytest.raises(PlanInfeasible, match=f"policy '{policy}' needs") as error:
+        make_plan(graph_of("gpt"), small_machine(), budget="60%", policy=policy)
+    assert "residency" in str(error.value)
+    assert error.value.missing_bytes > 0
+    assert error.value.smallest_budget_bytes == smallest("gpt")
+
+
+def test_without_a_disk_only_recomputing_is_left() -> None:
+    graph = captured_step("gpt")
+    machine = small_machine(disk=False)
+    needs = smallest_budget_bytes(step_of(graph, machine))[0]
+    made = make_plan(graph, machine, budget=needs)
+    assert {c.option for c in made.plan.choices} == {Option.RECOMPUTE}
+    assert set(made.plan.budgets) == {"device"}
+    with pytest.raises(PlanInfeasible):
+        make_plan(graph, machine, budget=needs // 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"policy": "keep-some"}, "keep-all, checkpoint-every-block, residency"),
+        ({"budget": "lots"}, "lots"),
+        ({"budget": "0%"}, "0%"),
+        ({"budget": "101%"}, "101%"),
+        ({"budget": -1}, "-1"),
+        ({"disk_budget": "much"}, "much"),
+    ],
+)
+def test_arguments_that_mean_nothing(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        make_plan(graph_of("gpt"), small_machine(), **{"budget": "100%", **settings})  # type: ignore[arg-type]
+
+
+def test_a_disk_budget_that_is_too_small_is_refused() -> None:
+    wanted = planned("gpt", "65%").plan.peak_bytes["disk"]
+    assert wanted > 4096
+    with pytest.raises(ConfigError, match="raise the disk budget or the device budget"):
+        make_plan(graph_of("gpt"), small_machine(overhead_bytes=OVERHEAD), budget="65%", disk_budget=4096)

@@ -1,0 +1,123 @@
+"""The linear program: its rows hold, its optimum falls with the budget, and it is below every plan."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from tests.planner.steps import NO_LIMIT, captured, needs, random_choices, tiny, within
+
+from lading.ir.plan import Option
+from lading.ir.program import PAGE_BYTES, slot_bytes
+from lading.planner.lower import fixed_bytes
+from lading.planner.relaxation import Problem, Relaxed, build, solve, spans
+from lading.planner.residency import Step, lower_bound_s, rounded
+
+
+def problem_of(step: Step) -> Problem:
+    return build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
+
+
+def kept_bytes(problem: Problem, relaxed: Relaxed) -> np.ndarray:
+    """Bytes at each position: what is always there, and the kept share of every gap over it."""
+    total = problem.base.astype(float)
+    for candidate, shares in zip(problem.candidates, relaxed.shares, strict=True):
+        for first, last in spans(candidate.gap, problem.num_ops):
+            total[first : last + 1] += shares[Option.KEEP] * candidate.size_bytes
+    return total
+
+
+def arena_of(step: Step, share: float) -> int:
+    """A share of what keep-all needs for tensors."""
+    return int(share * (needs(step, {}) - fixed_bytes(step.machine, step.costs)))
+
+
+@pytest.mark.parametrize("windows", [0, 1, 4, 16])
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_memory_and_shares(windows: int, share: float) -> None:
+    step = captured("llama", num_layers=2)
+    problem = problem_of(step)
+    budget = arena_of(step, share)
+    relaxed = solve(problem, budget, windows=windows)
+    assert relaxed is not None
+    assert kept_bytes(problem, relaxed).max() <= budget * (1 + 1e-4)
+    for candidate, shares in zip(problem.candidates, relaxed.shares, strict=True):
+        assert shares.keys() == set(candidate.options)
+        assert sum(shares.values()) == pytest.approx(1.0, abs=1e-6)
+        assert min(shares.values()) >= -1e-9
+    assert relaxed.step_s >= sum(step.costs.op_seconds) * (1 - 1e-9)
+
+
+def test_memory_is_full_where_something_has_to_leave() -> None:
+    step = captured("llama", num_layers=2)
+    problem, budget = problem_of(step), arena_of(step, 0.6)
+    relaxed = solve(problem, budget, windows=4)
+    assert relaxed is not None
+    assert kept_bytes(problem, relaxed).max() >= 0.95 * budget
+
+
+def test_less_memory_takes_no_less_time() -> None:
+    step = captured("llama", num_layers=2)
+    problem = problem_of(step)
+    solved = [solve(problem, arena_of(step, share)) for share in (1.1, 0.9, 0.7, 0.5, 0.4)]
+    times = [r.step_s for r in solved if r is not None]
+    assert len(times) >= 4
+    assert times == sorted(times)
+    assert times[0] == pytest.approx(sum(step.costs.op_seconds))
+    assert times[-1] > times[0]
+    assert solve(problem, int(problem.base.max()) - 1) is None
+
+
+def test_bytes_reserved_are_not_used() -> None:
+    step = captured("llama", num_layers=2)
+    problem, budget = problem_of(step), arena_of(step, 0.8)
+    reserve = np.zeros(problem.num_ops, dtype=np.int64)
+    reserve[problem.num_ops // 3 : problem.num_ops // 2] = budget // 10
+    relaxed = solve(problem, budget, windows=4, extra=reserve)
+    assert relaxed is not None
+    assert (kept_bytes(problem, relaxed) + reserve).max() <= budget * (1 + 1e-4)
+
+
+def test_what_no_choice_changes_is_what_an_operation_touches() -> None:
+    step = captured("gpt", num_layers=1)
+    problem = problem_of(step)
+    for position, op in enumerate(step.graph.ops):
+        touched = {*step.graph.reads(op), *step.graph.writes(op)}
+        assert problem.base[position] >= sum(slot_bytes(step.graph.storages[s].size_bytes) for s in touched)
+
+
+def test_rounding_keeps_only_what_is_wholly_kept() -> None:
+    step = captured("llama", num_layers=2)
+    problem = problem_of(step)
+    relaxed = solve(problem, arena_of(step, 0.6), windows=4)
+    assert relaxed is not None
+    choices = rounded(problem, relaxed)
+    assert choices
+    for candidate, shares in zip(problem.candidates, relaxed.shares, strict=True):
+        option = choices.get((candidate.gap.storage, candidate.gap.start), Option.KEEP)
+        assert (option is Option.KEEP) == (shares[Option.KEEP] >= 1.0 - 1e-6)
+        assert option in candidate.options
+
+
+def assert_bounded(step: Step, choices: dict[tuple[int, int], Option]) -> None:
+    """What these choices take, in the memory they need, is no less than the bound for that memory."""
+    program = within(step, NO_LIMIT).lower(choices).program
+    assert program is not None
+    took = step.simulate(program).duration_s
+    tight = within(step, program.peak_bytes)
+    assert lower_bound_s(tight) <= took * (1 + 1e-9)
+    assert tight.lower(choices).program is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bound_is_below_random_plans_of_a_chain(seed: int) -> None:
+    rng = Random(seed)
+    step = tiny(seed, depth=rng.choice((1, 2, 3)))
+    assert_bounded(step, random_choices(step, rng))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_bound_is_below_random_plans_of_a_captured_step(seed: int) -> None:
+    step = captured("llama", num_layers=1)
+    assert_bounded(step, random_choices(step, Random(seed)))

@@ -12,7 +12,7 @@ from tests.machines import small_machine
 from tests.programs import chain
 
 from lading.cost.compute import op_costs
-from lading.ir.graph import StepGraph
+from lading.ir.graph import Op, Phase, StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES
@@ -81,6 +81,21 @@ def tiny(seed: int, depth: int = 2) -> Step:
     step = step_of(graph, small_machine(), Costs(seconds, (0,) * len(graph.ops)))
     most, least = needs(step, {}), smallest_budget_bytes(step)[0]
     return within(step, int(least + (most - least) * rng.uniform(0.05, 0.95)))
+
+
+def in_blocks(step: Step, slower: float) -> Step:
+    """A tiny step whose layers are blocks, on a machine whose disk is ``slower`` times slower."""
+    depth = sum(op.name == "f" for op in step.graph.ops)
+    ops: list[Op] = []
+    for position, op in enumerate(step.graph.ops):
+        forward, layer = position < depth, min(position, 2 * depth - 1 - (position - 1 - depth) // 2 - depth)
+        phase = Phase.FORWARD if forward else Phase.LOSS if position == depth else op.phase
+        phase = Phase.BACKWARD if op.name == "backward" else phase
+        ops.append(dataclasses.replace(op, phase=phase, module="" if position == depth else f"layers.{layer}"))
+    disk = step.machine.tiers[0]
+    rates = {f.name: getattr(disk, f.name) / slower for f in dataclasses.fields(disk) if f.name.endswith("bytes_per_s")}
+    machine = dataclasses.replace(step.machine, tiers=(dataclasses.replace(disk, **rates),))
+    return within(step_of(dataclasses.replace(step.graph, ops=tuple(ops)), machine, step.costs), step.budgets["device"])
 
 
 def every_choice(step: Step) -> list[Found]:

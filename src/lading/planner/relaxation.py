@@ -71,8 +71,16 @@ class Relaxed:
     step_s: float
 
 
-def build(graph: StepGraph, lives: Lifetimes, machine: Machine, costs: Costs, min_bytes: int) -> Problem:
-    """Collect the candidate gaps and the bytes that are there whatever is chosen."""
+def build(
+    graph: StepGraph, lives: Lifetimes, machine: Machine, costs: Costs, min_bytes: int, *, every: bool = False
+) -> Problem:
+    """Collect the candidate gaps and the bytes that are there whatever is chosen.
+
+    Args:
+        min_bytes: Smaller storages are no candidates and always kept.
+        every: Offer all that can be lowered, also what is seldom wise, and do not count small storages between uses:
+            what a bound on every plan needs.
+    """
     candidates: list[Candidate] = []
     items = block_items(graph.ops)
     enters = _block_entries(graph, items)
@@ -81,14 +89,17 @@ def build(graph: StepGraph, lives: Lifetimes, machine: Machine, costs: Costs, mi
     for gap in gaps(graph, lives):
         size = slot_bytes(graph.storages[gap.storage].size_bytes)
         inner = gap.wraps or gap.end - gap.start > 1
+        if size < min_bytes and inner and every:
+            chosen.add((gap.storage, gap.start))
         if size < min_bytes or not inner:
             continue
-        recompute = can_recompute(graph, lives, gap) and _stays_inside(graph, lives, items, gap.storage)
+        recompute = can_recompute(graph, lives, gap) and (every or _stays_inside(graph, lives, items, gap.storage))
         movable = is_movable(graph, gap.storage, min_bytes)
         options = (Option.KEEP, *((Option.RECOMPUTE,) if recompute else ()), *(tier_options if movable else ()))
         if len(options) == 1:
             continue
-        own, whole = _recompute_seconds(graph, lives, costs, gap) if recompute else (0.0, 0.0)
+        own = costs.op_seconds[lives.uses[gap.storage][0]] if recompute else 0.0
+        whole = _recompute_seconds(graph, lives, costs, gap) if recompute and not every else own
         held = _held_from(graph, lives, enters, gap)
         version = _version(graph, lives, gap)
         candidates.append(Candidate(gap, size, options, own, whole, held, version))
@@ -154,8 +165,8 @@ def _held_from(graph: StepGraph, lives: Lifetimes, enters: Sequence[int], gap: G
     return entry if gap.start < entry < gap.end else gap.end
 
 
-def _recompute_seconds(graph: StepGraph, lives: Lifetimes, costs: Costs, gap: Gap) -> tuple[float, float]:
-    """Time of the producer alone, and with every ancestor that nothing else brings back."""
+def _recompute_seconds(graph: StepGraph, lives: Lifetimes, costs: Costs, gap: Gap) -> float:
+    """Time of the producer with every ancestor that nothing else brings back."""
     producer = lives.producer[gap.storage]
     assert producer is not None
     total, stack, seen = 0.0, [producer], {producer}
@@ -167,7 +178,7 @@ def _recompute_seconds(graph: StepGraph, lives: Lifetimes, costs: Costs, gap: Ga
             if made is not None and made not in seen and lives.uses[source][-1] < gap.end:
                 seen.add(made)
                 stack.append(made)
-    return costs.op_seconds[producer], total
+    return total
 
 
 def _version(graph: StepGraph, lives: Lifetimes, gap: Gap) -> tuple[int, int] | None:

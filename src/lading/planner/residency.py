@@ -82,7 +82,7 @@ def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
             best = found
         if best.timeline.duration_s <= (1 + _GOOD_ENOUGH) * bound_s:
             return best
-    return _improved(step, problem, best or _smallest(step))
+    return _improved(step, _problem(step, every=True), best or _smallest(step))
 
 
 def _improved(step: Step, problem: Problem, found: Found) -> Found:
@@ -98,7 +98,7 @@ def _improved(step: Step, problem: Problem, found: Found) -> Found:
 
 def lower_bound_s(step: Step) -> float:
     """No plan within the budget takes less, as modelled; 0 where no plan exists."""
-    relaxed = solve(_problem(step), step.arena_bytes)
+    relaxed = solve(_problem(step, every=True), step.arena_bytes)
     return relaxed.step_s if relaxed is not None else 0.0
 
 
@@ -145,9 +145,9 @@ def _peak(step: Step, lowered: Lowered) -> int:
     return sum(slot_bytes(step.graph.storages[r.storage].size_bytes) for r in alive)
 
 
-def _problem(step: Step) -> Problem:
+def _problem(step: Step, *, every: bool = False) -> Problem:
     smallest = max(PAGE_BYTES, int(step.arena_bytes * _SMALLEST_SHARE))
-    return build(step.graph, step.lives, step.machine, step.costs, smallest)
+    return build(step.graph, step.lives, step.machine, step.costs, smallest, every=every)
 
 
 def _candidates(step: Step, problem: Problem) -> Iterable[Found]:

@@ -16,6 +16,8 @@ from lading.planner.relaxation import Problem
 Choices = dict[tuple[int, int], Option]
 #: Choices tried times operations of the step.
 _WORK = 10_000
+#: Where fewer tries than this are left by that, none is made.
+_FEWEST = 20
 
 
 def improve(
@@ -28,6 +30,8 @@ def improve(
         seconds_of: Predicted step time of choices; None where they do not fit.
     """
     left = _WORK // problem.num_ops
+    if left < _FEWEST:
+        return choices
     candidates = sorted(problem.candidates, key=lambda c: (-c.size_bytes, c.gap.storage, c.gap.start))
     changed = True
     while changed:

@@ -29,7 +29,10 @@ def parse_bytes(text: str | int) -> int:
     match = _NUMBER.match(text)
     if match is None or match[2].upper() not in _BYTE_UNITS:
         raise ConfigError(f"expected a size such as '256MB', '24GiB' or '1.5GB', got {text!r}")
-    return round(float(match[1]) * _BYTE_UNITS[match[2].upper()])
+    size = float(match[1]) * _BYTE_UNITS[match[2].upper()]
+    if size >= 2**63:
+        raise ConfigError(f"expected a size below 2**63 bytes, got {text!r}")
+    return round(size)
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lading.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -79,13 +81,20 @@ class Timeline:
 
     @staticmethod
     def load(path: Path) -> Timeline:
-        """Read what ``save`` wrote."""
-        data = json.loads(path.read_text())
-        return Timeline(
-            source=data["source"],
-            events=tuple(Event(*row) for row in data["events"]),
-            memory=tuple(MemorySample(*row) for row in data["memory"]),
-            labels={int(k): v for k, v in data["labels"].items()},
-            resident=tuple((t, b) for t, b in data["resident"]),
-            peak_bytes=data["peak_bytes"],
-        )
+        """Read what ``save`` wrote.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        try:
+            data = json.loads(path.read_text())
+            return Timeline(
+                source=data["source"],
+                events=tuple(Event(*row) for row in data["events"]),
+                memory=tuple(MemorySample(*row) for row in data["memory"]),
+                labels={int(k): v for k, v in data["labels"].items()},
+                resident=tuple((t, b) for t, b in data["resident"]),
+                peak_bytes=data["peak_bytes"],
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"expected a timeline at {path}, found something else: {error}; run again") from error

@@ -15,15 +15,17 @@ from itertools import product
 import numpy as np
 
 from lading.errors import PlanInfeasible
+from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
-from lading.ir.program import PAGE_BYTES, Program, slot_bytes
+from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
 from lading.planner.improve import improve
 from lading.planner.lower import Costs, Lowered, fixed_bytes, lower
 from lading.planner.relaxation import Problem, Relaxed, build, solve
+from lading.planner.schedule import base_profile
 from lading.sim.engine import simulate
 from lading.units import format_bytes
 
@@ -129,7 +131,7 @@ def _shrink(step: Step, choices: dict[tuple[int, int], Option]) -> tuple[int, Lo
     high = at(1 << 60).arena_bytes
     while (best := at(high)).program is None:
         high += high // 50 + PAGE_BYTES
-    low = _peak(step, best)
+    low = int(base_profile(step.graph, best.emission).max())
     while high - low > max(high // 50, PAGE_BYTES):
         middle = (low + high) // 2
         tried = at(middle)
@@ -138,11 +140,6 @@ def _shrink(step: Step, choices: dict[tuple[int, int], Option]) -> tuple[int, Lo
         else:
             best, high = tried, middle
     return high + fixed_bytes(step.machine, step.costs), best
-
-
-def _peak(step: Step, lowered: Lowered) -> int:
-    alive = (r for r in lowered.emission.residencies if r.first <= lowered.peak_item <= r.last)
-    return sum(slot_bytes(step.graph.storages[r.storage].size_bytes) for r in alive)
 
 
 def _problem(step: Step, *, every: bool = False) -> Problem:
@@ -191,17 +188,12 @@ def rounded(problem: Problem, relaxed: Relaxed) -> dict[tuple[int, int], Option]
 def _missing(step: Step, problem: Problem, lowered: Lowered) -> np.ndarray:
     """Bytes to reserve at each position so that the next solution fits: the lowering's excess around its items."""
     extra = np.zeros(problem.num_ops, dtype=np.int64)
-    change = np.zeros(len(lowered.emission.items) + 1, dtype=np.int64)
-    for stay in lowered.emission.residencies:
-        size = slot_bytes(step.graph.storages[stay.storage].size_bytes)
-        change[stay.first] += size
-        change[stay.last + 1] -= size
-    over = np.cumsum(change)[:-1] - step.arena_bytes
+    over = base_profile(step.graph, lowered.emission) - step.arena_bytes
     if over.max() <= 0:  # alive bytes fit, their addresses do not
         return extra + lowered.excess_bytes
     position = 0
     for item, excess in zip(lowered.emission.items, over, strict=True):
-        if item.op is not None and item.kind.value != "RECOMPUTE":
+        if item.op is not None and item.kind is not ActionKind.RECOMPUTE:
             position = item.op
         if excess > 0:
             near = slice(max(0, position - 2), position + 3)

@@ -8,7 +8,6 @@ the other direction starts or stops. Same Program, same Machine: same Timeline, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -17,8 +16,9 @@ from lading.cost.compute import op_costs
 from lading.errors import SimulationError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.machine import Machine, Tier
-from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
-from lading.ir.timeline import Event, MemorySample, Timeline
+from lading.ir.program import COMPUTE_STREAM, Program
+from lading.ir.timeline import Event, Timeline
+from lading.memory.staircase import memory_samples
 
 _DEVICE = "device"
 _RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
@@ -177,7 +177,6 @@ class _Engine:
         self._latency: set[int] = set()
         self._transfers: dict[tuple[str, bool], _Transfer] = {}
         self._work: _Work | None = None
-        self._memory = _Memory(program)
 
     def run(self) -> Timeline:
         self._start_all()
@@ -214,7 +213,6 @@ class _Engine:
         self._next[action.stream] += 1
         self._starts[action.id] = self._now_s
         self._started.append(action.id)
-        self._memory.place(action, self._now_s)
         if action.kind is ActionKind.FREE:
             self._end(action)
             return
@@ -258,7 +256,6 @@ class _Engine:
     def _end(self, action: Action) -> None:
         self._busy[action.stream] = False
         self._ends[action.id] = self._now_s
-        self._memory.free(action, self._now_s)
 
     def _begin_transfer(self, action: Action) -> None:
         tier, read = self._costs.tier(action).name, action.target == _DEVICE
@@ -305,46 +302,11 @@ class _Engine:
             end_s = self._ends[index]
             assert end_s is not None
             events.append(Event(0, actions[index].stream, index, self._starts[index], end_s))
+        by_id = sorted(events, key=lambda event: event.action)
         return Timeline(
             source="predicted",
             events=tuple(events),
-            memory=tuple(self._memory.samples),
+            memory=memory_samples(self._program, by_id, {}, overhead_bytes=self._program.overhead_bytes),
             labels={action.id: self._program.label(action) for action in actions},
             peak_bytes=self._program.peak_bytes,
         )
-
-
-class _Memory:
-    """Bytes by role, sampled at every change on the device."""
-
-    def __init__(self, program: Program) -> None:
-        self._storages = program.graph.storages
-        self._bytes: Counter[str] = Counter(overhead=program.overhead_bytes)
-        for storage, _ in program.resident:
-            self._add(storage, 1)
-        self.samples: list[MemorySample] = []
-        self._sample(0.0)
-        for tier, slots in program.slots.items():
-            taken: Counter[str] = Counter()
-            for storage, _ in slots:
-                taken[self._storages[storage].role.value] += slot_bytes(self._storages[storage].size_bytes)
-            self.samples.append(MemorySample(0.0, tier, dict(taken)))
-
-    def place(self, action: Action, time_s: float) -> None:
-        """Count what an action that starts makes resident."""
-        if action.places:
-            for storage, _ in action.places:
-                self._add(storage, 1)
-            self._sample(time_s)
-
-    def free(self, action: Action, time_s: float) -> None:
-        """Count what an action that ends has freed."""
-        if action.kind is ActionKind.FREE and action.storage is not None:
-            self._add(action.storage, -1)
-            self._sample(time_s)
-
-    def _add(self, storage: int, sign: int) -> None:
-        self._bytes[self._storages[storage].role.value] += sign * slot_bytes(self._storages[storage].size_bytes)
-
-    def _sample(self, time_s: float) -> None:
-        self.samples.append(MemorySample(time_s, _DEVICE, {role: n for role, n in self._bytes.items() if n}))

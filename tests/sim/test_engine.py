@@ -129,15 +129,14 @@ def test_labels_and_events() -> None:
     assert sorted(e.action for e in timeline.events) == list(range(len(program.actions)))
 
 
-def test_memory_of_a_tier_grows_from_what_is_at_home_to_all_slots() -> None:
+def test_memory_of_a_tier_starts_at_home_and_stays_in_its_slots() -> None:
     chained = chain(3, size_bytes=5000)
     program = offloaded(chained).program(overhead_bytes=123)
     timeline = simulate(program, machine(), op_seconds=[1.0] * len(program.graph.ops))
     samples = [s for s in timeline.memory if s.tier == "disk"]
     assert samples[0].bytes_by_role == {"optimizer_state": 3 * 8192}
-    assert samples[-1].bytes_by_role == {"optimizer_state": 3 * 8192, "activation": 3 * 8192}
-    totals = [s.total_bytes for s in samples]
-    assert totals == sorted(totals)
+    assert all(s.bytes_by_role["optimizer_state"] == 3 * 8192 for s in samples)
+    assert max(s.total_bytes for s in samples) == 5 * 8192 <= program.tier_bytes("disk")
     assert all(s.bytes_by_role["overhead"] == 123 for s in timeline.memory if s.tier == "device")
 
 

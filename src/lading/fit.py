@@ -65,7 +65,11 @@ def fit_run(run: RunConfig, machine: str) -> FitResult:
     try:
         return _result(_planned(run, found, found.device.memory_bytes), found, None)
     except PlanInfeasible as error:
-        return _result(_planned(run, found, error.smallest_budget_bytes), found, error)
+        memory = dataclasses.replace(run.memory, policy="residency")  # whose smallest budget the error names
+        smallest = dataclasses.replace(run, memory=memory)
+        device = dataclasses.replace(found.device, memory_bytes=error.smallest_budget_bytes)
+        larger = dataclasses.replace(found, device=device)
+        return _result(_planned(smallest, larger, error.smallest_budget_bytes), found, error)
 
 
 def _planned(run: RunConfig, machine: Machine, budget_bytes: int) -> Prepared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def plan(
         ConfigError: an argument means nothing.
     """
     step = expand(graph, clip_norm=clip_norm)
-    scratch = workspace_of(step)
+    scratch = _scratch(step, machine)
     planned = make_plan(
         step,
         machine,
@@ -101,7 +101,12 @@ def lowered(plan: Plan, graph: StepGraph) -> Program:
     """
     step = expand(graph, clip_norm=plan.settings["clip_norm"])
     machine = machine_from_dict(plan.machine, "the plan's machine")
-    return make_program(plan, step, machine, workspace_bytes=workspace_of(step))
+    return make_program(plan, step, machine, workspace_bytes=_scratch(step, machine))
+
+
+def _scratch(graph: StepGraph, machine: Machine) -> Sequence[int]:
+    """Scratch bytes of each operation, or () for a device whose kernels are not the ones bound here."""
+    return workspace_of(graph) if machine.device.kind == "cpu" else ()
 
 
 def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
@@ -117,7 +122,7 @@ def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
         disk_budget=run.memory.disk_budget_bytes(free),
         policy=run.memory.policy,
         clip_norm=run.optimization.clip_norm,
-        workspace_bytes=workspace_of(graph) if machine.device.kind == "cpu" else (),
+        workspace_bytes=_scratch(graph, machine),
         run=run_to_dict(run),
     )
     return Prepared(run, initial, captured, graph, machine, planned.plan, planned.program, planned.predicted)
@@ -142,8 +147,7 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     torch.set_num_threads(run.num_threads)
     machine = machine_from_dict(plan.machine, "the plan's machine")
     initial, captured, graph = _captured(run)
-    scratch = workspace_of(graph) if machine.device.kind == "cpu" else ()
-    program = make_program(plan, graph, machine, workspace_bytes=scratch)
+    program = make_program(plan, graph, machine, workspace_bytes=_scratch(graph, machine))
     return Prepared(run, initial, captured, graph, machine, plan, program, simulate(program, machine))
 
 
@@ -203,22 +207,27 @@ def example_batch(run: RunConfig) -> dict[str, torch.Tensor]:
 
 
 def machine_of(run: RunConfig) -> Machine:
-    """The machine a run names; "probe" is the probe of this host, made now if there is none yet."""
+    """The machine a run names; "probe" is this host's CPU and the run's disk, measured now if they never were."""
     if run.machine != "probe":
         return load_machine(run.machine)
-    path = Path.home() / ".cache" / "lading" / f"machine-{run.num_threads}-threads.toml"
+    folder = Path(run.memory.folder or run.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"cpu-{run.num_threads}-threads-disk-{folder.stat().st_dev}-torch-{torch.__version__}.toml"
+    path = Path.home() / ".cache" / "lading" / name
     if path.is_file():
         machine = load_machine(path)
         if machine.host_id == host_id():
             return machine
-    return probe_to(path, Path(run.memory.folder or run.out), threads=run.num_threads)
+    return probe_to(path, folder, threads=run.num_threads, device="cpu")
 
 
-def probe_to(path: Path, folder: Path, *, threads: int | None = None, seconds: float = 50.0) -> Machine:
-    """Measure this host, with the disk of ``folder``, and write the machine file."""
+def probe_to(
+    path: Path, folder: Path, *, threads: int | None = None, seconds: float = 50.0, device: str | None = None
+) -> Machine:
+    """Measure this host (its GPU if it has one, or ``device``) and the disk of ``folder``; writes the machine file."""
     folder.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    machine = probe(folder=folder, threads=threads, seconds=seconds, progress=print)
+    machine = probe(folder=folder, threads=threads, seconds=seconds, device=device, progress=print)
     save_machine(machine, path)
     return machine
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from lading import __version__
@@ -73,13 +75,20 @@ def _write(prepared: Prepared, measured: Timeline | None, out: Path) -> None:
     )
 
 
+def of_plan(plan: Plan, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The records of steps that ran under this plan; all of them where none says (an older file)."""
+    own = [record for record in records if record.get("program") == plan.program_fingerprint]
+    return own or list(records)
+
+
 def run_summary(
     prepared: Prepared, measured: Timeline | None, metrics: list[dict[str, Any]], plain: list[dict[str, Any]]
 ) -> RunSummary:
     """The numbers at the top of the report."""
     run, graph = prepared.run, prepared.graph
-    seconds = sorted(r["step_s"] for r in metrics[2:] or metrics)
-    parameters = sum(graph.storages[graph.storage_of(p.tensor)].size_bytes for p in graph.parameters) // 4
+    own = of_plan(prepared.plan, metrics)
+    seconds = [r["step_s"] for r in own[2:] or own]
+    parameters = sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
     same = [r["loss"] for r in metrics] == [r["loss"] for r in plain][: len(metrics)] if plain and metrics else None
     return RunSummary(
         title=Path(run.out).name,
@@ -92,9 +101,9 @@ def run_summary(
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=prepared.program.peak_bytes,
         plain_peak_bytes=max((r["memory_bytes"] for r in plain), default=None),
-        measured_step_s=seconds[len(seconds) // 2] if measured and seconds else None,
-        measured_step_spread_s=seconds[-1] - seconds[0] if seconds else 0.0,
-        measured_peak_bytes=max(r["memory_bytes"] for r in metrics) if measured and metrics else None,
+        measured_step_s=median(seconds) if measured and seconds else None,
+        measured_step_spread_s=max(seconds) - min(seconds) if seconds else 0.0,
+        measured_peak_bytes=max(r["memory_bytes"] for r in own) if measured and own else None,
         identical_to_plain=same,
         plain_losses=tuple((r["step"], r["loss"]) for r in plain),
         versions={"lading": __version__, "torch": version("torch"), "python": platform.python_version()},

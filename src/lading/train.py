@@ -27,7 +27,7 @@ from lading.report.metrics import MetricsLog, read_metrics, truncate_after
 from lading.report.progress import training_progress
 from lading.runtime.data import ByteDataset
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
-from lading.summary import finish_run, save_whole
+from lading.summary import finish_run, of_plan, save_whole
 from lading.trainer import Trainer
 from lading.units import format_bytes, format_seconds
 
@@ -85,14 +85,14 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
         if newest is not None and newest.step >= run.optimization.steps:
             finish_run(prepared, None)
             return _checked(_result(prepared, read_metrics(out / "metrics.jsonl")))
-        first, timeline = _trained(prepared, data, newest)
+        first, timeline, peak = _trained(prepared, data, newest)
         finish_run(prepared, timeline)
         records = [record for record in read_metrics(out / "metrics.jsonl") if record["step"] >= first]
-    return _checked(_result(prepared, records))
+    return _checked(_result(prepared, records, peak))
 
 
-def _trained(prepared: Prepared, data: ByteDataset, newest: Checkpoint | None) -> tuple[int, Timeline]:
-    """Train to the last step; returns the first one and what happened in the last."""
+def _trained(prepared: Prepared, data: ByteDataset, newest: Checkpoint | None) -> tuple[int, Timeline, int]:
+    """Train to the last step; returns the first one, what happened in the last, and the peak, saving included."""
     run, out = prepared.run, Path(prepared.run.out)
     with Trainer(
         prepared.plan,
@@ -105,14 +105,15 @@ def _trained(prepared: Prepared, data: ByteDataset, newest: Checkpoint | None) -
     ) as trainer:
         if newest is None:
             trainer.initialize(prepared.initial, run.seed)
-            (out / "metrics.jsonl").unlink(missing_ok=True)
+            if (out / "metrics.jsonl").is_file():  # a run that saved nothing to go on from
+                (out / "metrics.jsonl").replace(out / "metrics.before.jsonl")
             (out / "measured.json").unlink(missing_ok=True)
         else:
             trainer.load(newest.path)
             truncate_after(out / "metrics.jsonl", trainer.steps - 1)
         first = trainer.steps
         _loop(trainer, run, data, out, prepared.plan.budgets["device"])
-        return first, trainer.timeline()
+        return first, trainer.timeline(), trainer.peak_bytes
 
 
 def _checked(result: RunResult) -> RunResult:
@@ -126,15 +127,17 @@ def _checked(result: RunResult) -> RunResult:
     return result
 
 
-def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]]) -> RunResult:
-    seconds = [record["step_s"] for record in records]
+def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes: int = 0) -> RunResult:
+    """Figures of this plan's steps; what an earlier session did under another budget is not this plan's."""
+    own = of_plan(prepared.plan, records)
+    seconds = [record["step_s"] for record in own]
     steady = seconds[2:] or seconds
     return RunResult(
         out=prepared.run.out,
         losses=tuple(record["loss"] for record in records),
         step_s=statistics.median(steady),
         spread_s=max(steady) - min(steady),
-        peak_bytes=max(record["memory_bytes"] for record in records),
+        peak_bytes=max(peak_bytes, *(record["memory_bytes"] for record in own)),
         budget_bytes=prepared.plan.budgets["device"],
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=prepared.program.peak_bytes,
@@ -192,7 +195,7 @@ def _loop(trainer: Trainer, run: RunConfig, data: ByteDataset, out: Path, budget
             loss = trainer.step(batches, lr=lr)
             step_s = time.perf_counter() - started
             rate = tokens / step_s
-            record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s}
+            record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "program": trainer.program.fingerprint}
             log.log({**record, "tokens_per_s": rate, "memory_bytes": trainer.peak_bytes})
             progress.update(step=step + 1, loss=loss, tokens_per_s=rate, memory_bytes=trainer.peak_bytes)
             if every and (trainer.steps % every == 0 or trainer.steps == total):

@@ -22,6 +22,7 @@ from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.prepare import lowered
 from lading.runtime.executor import Executor
+from lading.runtime.host import host_id
 from lading.runtime.resident import trim
 
 _RNG = "torch.rng_state"
@@ -57,6 +58,7 @@ class Trainer:
         threads: int | None = None,
         program: Program | None = None,
     ) -> None:
+        _check_host(plan)
         self.plan, self.optimizer = plan, optimizer or AdamW()
         self.program = program or lowered(plan, graph)
         self.steps = 0
@@ -87,7 +89,8 @@ class Trainer:
         """One optimizer step.
 
         Args:
-            batches: The batch, or a list of micro-batches, one for each of the accumulation.
+            batches: The batch, or a list of micro-batches, one for each of the accumulation. A batch that is itself a
+                list goes into a list.
             lr: Learning rate of this step; None is the optimizer's.
 
         Returns:
@@ -184,11 +187,11 @@ class Trainer:
         trim()
         return checkpoint.meta
 
-    def close(self, *, write_back: bool = True) -> None:
+    def close(self) -> None:
         """Write the values back into the model and give all memory and disk space back. May be called twice."""
         taken, self._taken = self._taken, []
         try:
-            if write_back and self._whole:
+            if self._whole:
                 for name, tensor in taken:
                     tensor.data = self.value(name)
         finally:
@@ -226,6 +229,19 @@ class Trainer:
         self._executor.observe_peak()
         trim()
         self._executor.given_back(sum(self._tensors[name].size_bytes for name, _ in self._taken))
+
+
+def _check_host(plan: Plan) -> None:
+    """Refuse a plan for another machine than this host's CPU."""
+    kind = plan.machine["device"]["kind"]
+    if kind != "cpu":
+        raise ConfigError(
+            f"expected a plan for a CPU, got one for {plan.machine['name']!r} ({kind}): it can be simulated"
+        )
+    if plan.host_id and plan.host_id != host_id():
+        raise ConfigError(
+            f"the plan was made for the host {plan.host_id!r}, this one is {host_id()!r}; plan again here"
+        )
 
 
 def _tensors_of(model: torch.nn.Module, *, tied: bool = False) -> list[tuple[str, torch.Tensor]]:

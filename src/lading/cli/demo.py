@@ -80,7 +80,7 @@ def demo(out: Path, budget: str, seconds: float) -> DemoResult:
     for name in ("metrics.jsonl", "plain.jsonl", "measured.json", "report.html"):
         (out / name).unlink(missing_ok=True)
     print("[1/4] measuring this machine")
-    probe_to(out / "machine.toml", out, seconds=_PROBE_SECONDS)
+    probe_to(out / "machine.toml", out, seconds=_PROBE_SECONDS, device="cpu")
     print("[2/4] planning")
     prepared = _planned(_run(out, budget), seconds)
     _show(prepared)

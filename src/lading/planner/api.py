@@ -84,14 +84,20 @@ def make_plan(
         raise ConfigError(f"expected a policy among {', '.join(POLICIES)}, got {policy!r}")
     lives = lifetimes(graph)
     costs = Costs(tuple(op_costs(graph, machine.device)), tuple(workspace_bytes) or (0,) * len(graph.ops))
-    free = Step(graph, lives, machine, costs, _budgets(machine, _NO_LIMIT, disk_budget))
+    limits = _budgets(machine, _NO_LIMIT, disk_budget)
+    usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
+    free = Step(graph, lives, usable, costs, limits)
     keep_all_bytes = free.lower({}).arena_bytes + fixed_bytes(machine, costs)
     budgets = _budgets(machine, share_or_bytes(budget, keep_all_bytes), disk_budget)
+    if budgets["device"] > machine.device.memory_bytes:
+        raise ConfigError(
+            f"expected a device budget of at most {machine.device.memory_bytes} bytes, all that {machine.name} has, "
+            f"got {budgets['device']}"
+        )
     step = dataclasses.replace(free, budgets=budgets)
     rows, fitting = _plain_policies(step, free)
     bound_s = lower_bound_s(step)
     found = _chosen(step, policy, rows, fitting, bound_s)
-    _check_tiers(found.program)
     verify(found.program)
     if policy == "residency":
         rows.append(_row(policy, found))
@@ -241,15 +247,6 @@ def _choices(lives: Lifetimes, choices: dict[tuple[int, int], Option]) -> tuple[
 def _bytes_at_peak(found: Found) -> dict[str, int]:
     sample = max((s for s in found.timeline.memory if s.tier == "device"), key=lambda s: s.total_bytes)
     return dict(sample.bytes_by_role)
-
-
-def _check_tiers(program: Program) -> None:
-    for tier in program.slots:
-        if program.tier_bytes(tier) > program.budgets[tier]:
-            raise ConfigError(
-                f"the plan puts {program.tier_bytes(tier)} bytes on {tier}, its budget is {program.budgets[tier]}; "
-                f"raise the {tier} budget or the device budget"
-            )
 
 
 def _assumptions(graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int]) -> tuple[str, ...]:

@@ -36,7 +36,6 @@ class Lowered:
 
     Attributes:
         program: None when the arena does not fit.
-        profile: Bytes resident at each item with no transfer stretched.
         emission: The items, to say what is alive where.
         excess_bytes: Bytes above the arena's budget; 0 when it fits.
         peak_item: The item where most is resident.

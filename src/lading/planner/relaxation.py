@@ -8,6 +8,7 @@ use it serves. Minimise ``sum_k T_k`` (seconds) plus a small price on all work m
     one option per gap      sum_o x[g, o] = 1                                                        _add_gaps
     memory at t             base_t + sum_{g over t} s_i x[g, keep]
                                    + sum_{g held at t} s_i x[g, recompute] <= budget                _add_memory
+    bytes in a tier         sum_i s_i max_g x[g, tier] <= its budget                                 _add_capacity
     one write per version   w[i, v] >= x[g, tier]   for every gap g in version v                     _add_writes
     compute in window k     T_k >= sum_ops c + sum_g r_g x[g, recompute]                             _add_time
     tiers in window k       T_k >= time its reads and writes take, alone and side by side            _add_tier
@@ -21,7 +22,7 @@ optimum is a lower bound on the step time of any plan, as modelled. Memory rows 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -61,6 +62,7 @@ class Problem:
     base: np.ndarray
     op_seconds: np.ndarray
     tiers: tuple[Tier, ...]
+    capacity_bytes: dict[str, int] = field(default_factory=lambda: {})
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,7 @@ class _Relaxation:
         self._add_gaps()
         self._add_writes()
         self._add_time()
+        self._add_capacity()
 
     def _column(self, cost: float) -> int:
         self.model.addCol(cost, 0.0, 1.0, 0, np.empty(0, np.int32), np.empty(0))
@@ -266,6 +269,23 @@ class _Relaxation:
                     price = 0.0 if self.bound else _TIE * candidate.size_bytes / rates[option]
                     self.writes[key] = (self._column(price), candidate)
                 self._row(0.0, self.inf, {self.writes[key][0]: 1.0, column: -1.0})
+
+    def _add_capacity(self) -> None:
+        """Storages that are ever in a tier must fit there together; a row only where they might not."""
+        for name, capacity in self.problem.capacity_bytes.items():
+            users: dict[int, list[int]] = {}
+            size: dict[int, int] = {}
+            for candidate, columns in zip(self.problem.candidates, self.columns, strict=True):
+                if name != "device" and name in columns:
+                    users.setdefault(candidate.gap.storage, []).append(columns[Option(name)])
+                    size[candidate.gap.storage] = candidate.size_bytes
+            if sum(size.values()) <= capacity:
+                continue
+            there = {storage: self._column(0.0) for storage in users}
+            for storage, columns in users.items():
+                for column in columns:
+                    self._row(0.0, self.inf, {there[storage]: 1.0, column: -1.0})
+            self._row(-self.inf, capacity / 1e6, {there[s]: size[s] / 1e6 for s in there})
 
     def _add_time(self) -> None:
         for window in range(self.windows):

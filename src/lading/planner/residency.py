@@ -8,13 +8,14 @@ fastest wins; plain policies that fit are candidates too, so ``residency`` is ne
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
-from lading.errors import PlanInfeasible
+from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
@@ -54,8 +55,12 @@ class Step:
         return self.budgets["device"] - fixed_bytes(self.machine, self.costs)
 
     def lower(self, choices: dict[tuple[int, int], Option]) -> Lowered:
-        """Lower choices against the budgets."""
-        return lower(self.graph, self.lives, self.machine, self.costs, choices, self.budgets)
+        """Lower choices against the budgets of all tiers."""
+        lowered = lower(self.graph, self.lives, self.machine, self.costs, choices, self.budgets)
+        program = lowered.program
+        if program is not None and any(program.tier_bytes(tier) > self.budgets[tier] for tier in program.slots):
+            return dataclasses.replace(lowered, program=None)
+        return lowered
 
     def simulate(self, program: Program) -> Timeline:
         """Predict the program's timeline."""
@@ -76,6 +81,7 @@ def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
 
     Raises:
         PlanInfeasible: not even moving or recomputing everything fits.
+        ConfigError: what fits the device does not fit a lower tier's budget.
     """
     best = min(others, key=lambda found: found.timeline.duration_s, default=None)
     problem = _problem(step)
@@ -144,7 +150,8 @@ def _shrink(step: Step, choices: dict[tuple[int, int], Option]) -> tuple[int, Lo
 
 def _problem(step: Step, *, every: bool = False) -> Problem:
     smallest = max(PAGE_BYTES, int(step.arena_bytes * _SMALLEST_SHARE))
-    return build(step.graph, step.lives, step.machine, step.costs, smallest, every=every)
+    problem = build(step.graph, step.lives, step.machine, step.costs, smallest, every=every)
+    return dataclasses.replace(problem, capacity_bytes=step.budgets)
 
 
 def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
@@ -206,10 +213,20 @@ def _smallest(step: Step) -> Found:
     size, choices, lowered = _tightest(step)
     if size > step.budgets["device"]:
         raise infeasible(step, size, lowered)
-    again = step.lower(choices)
+    again = lower(step.graph, step.lives, step.machine, step.costs, choices, step.budgets)
     if again.program is None:
         raise infeasible(step, size, lowered)
+    _check_tiers(again.program)
     return Found(choices, again.program, step.simulate(again.program))
+
+
+def _check_tiers(program: Program) -> None:
+    for tier in program.slots:
+        if program.tier_bytes(tier) > program.budgets[tier]:
+            raise ConfigError(
+                f"the plan puts {program.tier_bytes(tier)} bytes on {tier}, its budget is {program.budgets[tier]}; "
+                f"raise the {tier} budget or the device budget"
+            )
 
 
 def infeasible(step: Step, smallest: int, lowered: Lowered) -> PlanInfeasible:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -103,6 +104,10 @@ class Executor:
             self.tiers[name] = DiskTier(folder, size) if name == "disk" else MemoryTier(size)
             stack.callback(self.tiers[name].close)
         self._meter = PeakMeter()
+        if not self._meter.exact:
+            warnings.warn(
+                "the kernel does not let its memory mark be reset: peaks are sampled every 2 ms", stacklevel=4
+            )
         stack.callback(self._meter.close)
 
     def __enter__(self) -> Self:

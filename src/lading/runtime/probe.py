@@ -42,6 +42,7 @@ def probe(
     folder: Path,
     threads: int | None = None,
     seconds: float = 50.0,
+    device: str | None = None,
     progress: Progress | None = None,
 ) -> Machine:
     """Measure this host: products, memory-bound operations, attention, AdamW, copies, disk and process overhead.
@@ -50,6 +51,7 @@ def probe(
         folder: Where the disk tier would be; 288 MiB are used there for a few seconds.
         threads: Intra-op threads to measure with; None keeps torch's setting.
         seconds: Time to spend, > 0; more gives steadier figures. One round of everything is done at least.
+        device: "cpu" or "cuda"; None takes the GPU where there is one.
         progress: Called with one line per stage.
 
     Raises:
@@ -64,7 +66,7 @@ def probe(
         say(f"disk under {folder}")
         disk = probe_disk(folder, 0.15 * seconds, _block())
         say(f"kernels with {used} threads")
-        device, host, rounds = _probe_device(0.7 * seconds, used, say)
+        measured, host, rounds = _probe_device(device, 0.7 * seconds, used, say)
     trim()
     today = datetime.date.today().isoformat()
     how = f"measured {today}, lower quartile of up to {rounds} samples, {used} threads, torch {torch.__version__}"
@@ -82,7 +84,7 @@ def probe(
         name="this host",
         date=today,
         source=f"lading probe, {seconds:g} s",
-        device=device,
+        device=measured,
         tiers=(disk.tier,) if host is None else (host, disk.tier),
         host_id=host_id(),
         sources=sources,
@@ -110,8 +112,8 @@ def _threads(threads: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _probe_device(seconds: float, threads: int, say: Progress) -> tuple[Device, Tier | None, int]:
-    target = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _probe_device(device: str | None, seconds: float, threads: int, say: Progress) -> tuple[Device, Tier | None, int]:
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     pool = Pool(target)
     shaped = product_cases(pool)
     typed = list(dtype_cases(pool))
@@ -129,7 +131,7 @@ def _probe_device(seconds: float, threads: int, say: Progress) -> tuple[Device, 
     say(f"products: {fit.peak / 1e9:.1f} GFLOP/s at best, fitted within {100 * fit.mean_error:.0f}% on average")
     rates = _rates(rated, times[end:], overhead)
     update = rates["step"]
-    device = Device(
+    found = Device(
         name=_device_name(target),
         kind=target.type,
         memory_bytes=_device_memory(target),
@@ -143,7 +145,7 @@ def _probe_device(seconds: float, threads: int, say: Progress) -> tuple[Device, 
         product_efficiency=_rounded(fit.efficiency),
         rates=rates,
     )
-    return device, _host_tier(seconds / 10) if target.type == "cuda" else None, rounds
+    return found, _host_tier(seconds / 10) if target.type == "cuda" else None, rounds
 
 
 #: Weight, gradient and two moments read, all but the gradient written, in fp32.

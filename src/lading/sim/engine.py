@@ -35,7 +35,7 @@ def simulate(program: Program, machine: Machine, *, op_seconds: Sequence[float] 
         change of the device's bytes, by role, and one for each lower tier, whose slots are taken throughout.
     Raises:
         SimulationError: an action has no cost, no tier or can never start.
-    Ignores: compute slowed by moves; scratch of an operation in the samples (``peak_bytes`` has it).
+    Ignores: scratch of an operation in the samples (``peak_bytes`` has it).
     """
     return _Engine(program, _Costs(program, machine, op_seconds)).run()
 

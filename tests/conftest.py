@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import settings
-from hypothesis import signal
+import signal
+
+from hypothesis import settings
 
 settings.register_profile("lading", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("lading")
 
-# A shell that runs the tests in the background ignores Ctrl-C for them and all they start; the tests of it need it back.
+# A background shell ignores Ctrl-C for the tests and all they start; the tests of Ctrl-C need it back.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -44,8 +44,8 @@ def capture(
     mode = _fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer()
     with mode:
-        fakes = _fake_copies(model, mode)
-        inputs, fake_batch = _fake_batch(batch, mode)
+        fakes = _fake_copies(model)
+        inputs, fake_batch = _fake_batch(batch)
     tracer.declare(fakes, inputs)
     with mode, tracer, _module_paths(model, tracer):
         value = _call(model, fakes, fake_batch, partial(_forward_backward, loss, tracer, accumulation))
@@ -109,7 +109,7 @@ def _fake_mode_of(model: torch.nn.Module) -> FakeTensorMode | None:
     return None
 
 
-def _fake_copies(model: torch.nn.Module, mode: FakeTensorMode) -> dict[str, torch.Tensor]:
+def _fake_copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Fresh fake CPU tensors for every parameter and buffer, tied ones shared, by every name."""
     made: dict[int, torch.Tensor] = {}
     fakes: dict[str, torch.Tensor] = {}
@@ -131,7 +131,7 @@ def _fake_like(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return fake
 
 
-def _fake_batch(batch: Any, mode: FakeTensorMode) -> tuple[list[tuple[str, torch.Tensor]], Any]:
+def _fake_batch(batch: Any) -> tuple[list[tuple[str, torch.Tensor]], Any]:
     leaves, spec = tree_flatten(batch)
     faked = [_fake_leaf(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     tree = tree_unflatten(faked, spec)

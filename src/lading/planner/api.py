@@ -89,11 +89,7 @@ def make_plan(
     free = Step(graph, lives, usable, costs, limits)
     keep_all_bytes = free.lower({}).arena_bytes + fixed_bytes(machine, costs)
     budgets = _budgets(machine, share_or_bytes(budget, keep_all_bytes), disk_budget)
-    if budgets["device"] > machine.device.memory_bytes:
-        raise ConfigError(
-            f"expected a device budget of at most {machine.device.memory_bytes} bytes, all that {machine.name} has, "
-            f"got {budgets['device']}"
-        )
+    _check_device(machine, budgets["device"])
     step = dataclasses.replace(free, budgets=budgets)
     rows, fitting = _plain_policies(step, free)
     bound_s = lower_bound_s(step)
@@ -182,6 +178,14 @@ def _budgets(machine: Machine, device: int, disk_budget: str | int | None) -> di
         limit = disk_budget if tier.name == "disk" else None
         budgets[tier.name] = tier.capacity_bytes if limit is None else parse_bytes(limit)
     return budgets
+
+
+def _check_device(machine: Machine, budget_bytes: int) -> None:
+    if budget_bytes > machine.device.memory_bytes:
+        raise ConfigError(
+            f"expected a device budget of at most {machine.device.memory_bytes} bytes, all that {machine.name} has, "
+            f"got {budget_bytes}"
+        )
 
 
 def _plain_policies(step: Step, free: Step) -> tuple[list[PolicyRow], dict[str, Found]]:

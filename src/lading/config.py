@@ -22,8 +22,13 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from lading.errors import ConfigError
 from lading.units import parse_bytes
 
-#: Model names that need no module or file.
-MODELS = ("llama", "gpt", "moe")
+#: Models that need no module or file: name -> "module:class".
+MODELS = {
+    "llama": "lading.models.llama:Llama",
+    "gpt": "lading.models.gpt:GPT",
+    "moe": "lading.models.moe:MoE",
+    "dit": "lading.models.dit:DiT",
+}
 #: ``data.source`` that means the Python standard library's own source.
 STDLIB = "stdlib"
 
@@ -140,7 +145,7 @@ class ModelConfig:
     """Which model.
 
     Attributes:
-        name: "llama", "gpt", "moe"; "module:function" for your own; or the path of a Hugging Face config.json.
+        name: "llama", "gpt", "moe", "dit"; "module:function" for your own; or the path of a Hugging Face config.json.
         sizes: Arguments of that model, by name.
     """
 
@@ -150,7 +155,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _text("name", self.name)
         if self.name not in MODELS and not _ENTRY.match(self.name) and not self.name.endswith(".json"):
-            hint = _did_you_mean(self.name, MODELS)
+            hint = _did_you_mean(self.name, list(MODELS))
             raise ConfigError(
                 f"name: expected one of {', '.join(MODELS)}, 'module:function' or the path of a config.json, "
                 f"got {self.name!r}{hint}"

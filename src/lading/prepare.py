@@ -23,7 +23,7 @@ from lading.ir.program import Program
 from lading.ir.step import expand
 from lading.ir.timeline import Timeline
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.registry import build_model, model_class
 from lading.planner.api import make_plan, make_program
 from lading.runtime.host import host_id
 from lading.runtime.kernels import workspace_of
@@ -192,7 +192,9 @@ def _hugging_face(path: Path) -> torch.nn.Module:
 
 
 def loss_of(model: ModelConfig) -> Loss:
-    """``loss(model, batch)`` for byte batches."""
+    """``loss(model, batch)``: a reference model's own, else that of byte batches."""
+    if model.name in MODELS:
+        return model_class(model.name).loss
     return _logits_loss if model.name.endswith(".json") else next_byte_loss
 
 

@@ -28,6 +28,15 @@ def tokens(rows: int = 2, length: int = 9) -> dict[str, torch.Tensor]:
     return {"tokens": torch.randint(32, (rows, length), generator=torch.Generator().manual_seed(1))}
 
 
+def latents(rows: int = 3) -> dict[str, torch.Tensor]:
+    """A batch for ``noise_loss`` of the default sizes."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "latents": torch.randn(rows, 4, 16, 16, generator=generator),
+        "labels": torch.randint(10, (rows,), generator=generator),
+    }
+
+
 def squares(model: nn.Module, batch: Any) -> torch.Tensor:
     """A loss for models of one tensor."""
     return model(batch["x"]).square().mean()

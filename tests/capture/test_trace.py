@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.capture.parity import assert_equals_eager, ops_of, own, squares, tokens, values
+from tests.capture.parity import assert_equals_eager, latents, ops_of, own, squares, tokens, values
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import lading
 from lading.capture.trace import capture
 from lading.ir.graph import OpKind, Phase, Role, StepGraph
+from lading.models.dit import noise_loss
 from lading.models.loss import next_byte_loss
+from lading.models.registry import build_model
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("gpt", {"dropout": 0.0}),
@@ -79,6 +81,19 @@ def test_own_models_equal_eager(name: str, sizes: dict[str, Any]) -> None:
     random = [op for op in graph.ops if op.random]
     assert bool(random) == bool(sizes.get("dropout"))
     assert all(op.phase is Phase.FORWARD for op in random)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_diffusion_transformer_equals_eager(mode: bool) -> None:
+    torch.manual_seed(0)
+    model = build_model("dit", num_layers=2, dim=32, dropout=0.1).train(mode)
+    for parameter in model.parameters():  # the identity of a fresh one would hide most gradients
+        nn.init.normal_(parameter, std=0.1)
+    graph = assert_equals_eager(model, latents(), noise_loss)
+    drawn = {op.name.split(".")[1] for op in graph.ops if op.random}
+    assert drawn == {"randint", "randn_like"} | ({"rand", "bernoulli_"} if mode else set())
+    assert all(p.gradient is not None for p in graph.parameters)
+    assert [len(b.starts) for b in graph.blocks] == [2, 2]
 
 
 @pytest.mark.parametrize("module", [InPlace, Checkpointed])

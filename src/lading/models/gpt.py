@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lading.errors import ConfigError
 from lading.models.common import DecoderConfig, check_tokens, init_normal
+from lading.models.loss import next_byte_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,9 @@ class GPT(nn.Module):
         ConfigError: on a batch longer than ``max_seq_len``.
     Shapes: tokens_BT (int64) -> logits_BTV.
     """
+
+    Config = GptConfig
+    loss = staticmethod(next_byte_loss)
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lading.errors import ConfigError
 from lading.models.common import DecoderConfig, check_positive_int, check_tokens, init_normal
+from lading.models.loss import next_byte_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +191,9 @@ class RotaryDecoder(nn.Module):
 
 class Llama(RotaryDecoder):
     """A RotaryDecoder with one SwiGLU in each layer."""
+
+    Config = LlamaConfig
+    loss = staticmethod(next_byte_loss)
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, (SwiGLU(config.dim, config.mlp_dim) for _ in range(config.num_layers)))

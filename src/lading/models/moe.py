@@ -19,6 +19,7 @@ from torch import nn
 from lading.errors import ConfigError
 from lading.models.common import check_positive_int
 from lading.models.llama import LlamaConfig, RotaryDecoder, SwiGLU
+from lading.models.loss import next_byte_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,9 @@ class RoutedExperts(nn.Module):
 
 class MoE(RotaryDecoder):
     """A RotaryDecoder with routed experts in each layer."""
+
+    Config = MoeConfig
+    loss = staticmethod(next_byte_loss)
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__(config, (RoutedExperts(config) for _ in range(config.num_layers)))

@@ -1,41 +1,57 @@
-"""Reference models by name."""
+"""Reference models by name; ``lading.config.MODELS`` lists them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable
 from difflib import get_close_matches
-from types import MappingProxyType
-from typing import Any
+from importlib import import_module
+from typing import Any, Protocol, cast
 
+import torch
 from torch import nn
 
+from lading.config import MODELS
 from lading.errors import ConfigError
-from lading.models.common import DecoderConfig
-from lading.models.gpt import GPT, GptConfig
-from lading.models.llama import Llama, LlamaConfig
-from lading.models.moe import MoE, MoeConfig
 
-#: Name -> (model class, its configuration class).
-MODELS: Mapping[str, tuple[type[nn.Module], type[DecoderConfig]]] = MappingProxyType(
-    {"gpt": (GPT, GptConfig), "llama": (Llama, LlamaConfig), "moe": (MoE, MoeConfig)}
-)
+
+class ReferenceModel(Protocol):
+    """What the class of a reference model has.
+
+    Attributes:
+        Config: Dataclass of its sizes, the one argument of its constructor.
+        loss: ``loss(model, batch)``, a scalar.
+    """
+
+    Config: type[Any]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+
+    def __call__(self, config: Any) -> nn.Module: ...
+
+
+def model_class(name: str) -> ReferenceModel:
+    """The class of a reference model.
+
+    Raises:
+        ConfigError: no such model; the nearest name is given.
+    """
+    module, _, found = MODELS[_known(name, "model", sorted(MODELS))].partition(":")
+    return cast(ReferenceModel, getattr(import_module(module), found))
 
 
 def build_model(name: str, **sizes: Any) -> nn.Module:
     """A reference model with weights drawn from torch's default generator.
 
     Args:
-        name: "gpt", "llama" or "moe".
+        name: A key of ``MODELS``.
         sizes: Fields of the model's configuration; the rest keep their defaults.
     Raises:
         ConfigError: no such model or size (the nearest name is given), or a size out of range.
     """
-    model_class, config_class = MODELS[_known(name, "model", list(MODELS))]
-    fields = [field.name for field in dataclasses.fields(config_class)]
-    return model_class(
-        config_class(**{_known(key, f"size of {name!r}", fields): value for key, value in sizes.items()})
-    )
+    found = model_class(name)
+    fields = [field.name for field in dataclasses.fields(found.Config)]
+    named = {_known(key, f"size of {name!r}", fields): value for key, value in sizes.items()}
+    return found(found.Config(**named))
 
 
 def _known(name: str, what: str, names: list[str]) -> str:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from lading.catalog.inherit import resolve
 from lading.errors import ConfigError, StorageError
-from lading.ir.machine import Curve, Device, Machine, Tier
+from lading.ir.machine import Curve, Device, HostDevice, Machine, Tier
 
 _FOLDER = Path(__file__).parent / "machines"
+_BASES = Path(__file__).parent / "bases"
 _T = TypeVar("_T")
 
 
@@ -40,11 +42,22 @@ def load_machine(name_or_path: str | Path) -> Machine:
             f"expected a machine ({names}) or the path of a TOML file, got {text!r}{_nearest(text, machine_names())}; "
             "measure this host with: lading probe"
         )
+    return machine_from_dict(resolve(_parsed(path), str(path), _base), str(path))
+
+
+def _base(name: str) -> dict[str, Any]:
+    """What ``extends = name`` stands for."""
+    bases = tuple(sorted(path.stem for path in _BASES.glob("*.toml")))
+    if name not in (*bases, *machine_names()):
+        raise ConfigError(f"extends: expected one of {', '.join((*bases, *machine_names()))}, got {name!r}")
+    return _parsed((_BASES if name in bases else _FOLDER) / f"{name}.toml")
+
+
+def _parsed(path: Path) -> dict[str, Any]:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: expected a machine in TOML: {error}") from error
-    return machine_from_dict(data, str(path))
 
 
 def machine_from_dict(data: object, origin: str) -> Machine:
@@ -105,6 +118,8 @@ def _number_keys(machine: Machine) -> Iterator[str]:
             yield from (f"device.{field.name}.{key}" for key in cast("dict[str, Any]", value))
         elif isinstance(value, (int, float, Curve)):
             yield f"device.{field.name}"
+    if machine.host_device is not None:
+        yield from (f"host_device.{f.name}" for f in dataclasses.fields(HostDevice) if f.name != "name")
     for tier in machine.tiers:
         yield from (f"tiers.{tier.name}.{f.name}" for f in dataclasses.fields(Tier) if f.name != "name")
 
@@ -194,6 +209,10 @@ def _device(value: object, where: str, origin: str) -> Device:
     return _build(Device, value, where, origin)
 
 
+def _optional_host(value: object, where: str, origin: str) -> HostDevice | None:
+    return None if value is None else _build(HostDevice, value, where, origin)
+
+
 def _tier(value: object, where: str, origin: str) -> Tier:
     return _build(Tier, value, where, origin)
 
@@ -204,6 +223,7 @@ _READERS: dict[str, Callable[[object, str, str], Any]] = {
     "float": _float,
     "Device": _device,
     "Curve | None": _optional_curve,
+    "HostDevice | None": _optional_host,
     "dict[str, str]": _dict_of(_str),
     "dict[str, float]": _dict_of(_float),
     "dict[str, Curve]": _dict_of(_curve),

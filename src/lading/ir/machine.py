@@ -15,6 +15,7 @@ from math import exp, log
 from lading.errors import ConfigError
 
 TIERS = ("device", "host", "disk")
+DEVICE_KINDS = ("cpu", "cuda", "mps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Device:
     """What computes.
 
     Attributes:
-        kind: "cpu" or "cuda": the kind of device whose kernels run.
+        kind: PyTorch's name for the kind of device whose kernels run ("cuda" for AMD's too).
         num_threads: Threads the rates were measured with; 0 where it has no meaning.
         peak_flops_per_s: Dense peak for each dtype (for a probed CPU: the best product measured).
         memory_bandwidth_bytes_per_s: Read plus write.
@@ -78,11 +79,32 @@ class Device:
     rates: dict[str, Curve] = field(default_factory=lambda: {})
 
     def __post_init__(self) -> None:
-        if self.kind not in ("cpu", "cuda"):
-            raise ConfigError(f"device kind must be 'cpu' or 'cuda', got {self.kind!r}")
+        if self.kind not in DEVICE_KINDS:
+            raise ConfigError(f"device kind must be one of {', '.join(DEVICE_KINDS)}, got {self.kind!r}")
         for key in ("memory_bytes", "memory_bandwidth_bytes_per_s", "optimizer_elements_per_s"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"device.{key} must be positive, got {getattr(self, key)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostDevice:
+    """The processors beside a device that has memory of its own: they can run an optimizer step where the states are.
+
+    Attributes:
+        num_threads: Threads the rates are for.
+        memory_bandwidth_bytes_per_s: Read plus write, of the host's memory.
+        optimizer_elements_per_s: AdamW elements per second, all fp32 and in the host's memory.
+    """
+
+    name: str
+    num_threads: int
+    memory_bandwidth_bytes_per_s: float
+    optimizer_elements_per_s: float
+
+    def __post_init__(self) -> None:
+        for key in ("num_threads", "memory_bandwidth_bytes_per_s", "optimizer_elements_per_s"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"host_device.{key} must be positive, got {getattr(self, key)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +139,7 @@ class Machine:
     """A host: one device and the tiers behind it, nearest first.
 
     Attributes:
+        host_device: What the host computes with; None where the device is the host's CPU, or nothing is known of it.
         host_id: What identifies the host a probe ran on (CPU model, cores, memory); "" for a catalog entry.
         sources: Where each number comes from, by key.
     """
@@ -126,6 +149,7 @@ class Machine:
     source: str
     device: Device
     tiers: tuple[Tier, ...] = ()
+    host_device: HostDevice | None = None
     host_id: str = ""
     sources: dict[str, str] = field(default_factory=lambda: {})
 

@@ -26,6 +26,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"num_kv_heads": 2}),
     ("llama", {"num_kv_heads": 1, "hidden_dim": 20}),
+    ("llama", {"num_kv_heads": 2, "head_size": 8, "qk_norm": True, "tied": True}),
     ("moe", {"num_kv_heads": 2, "hidden_dim": 16}),
     ("moe", {"num_experts": 3, "num_active": 1}),
 ]

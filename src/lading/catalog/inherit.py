@@ -5,7 +5,7 @@
     [shares]                        of limits that data sheets give; the loader makes absolute rates of them
     optimizer = 0.85                AdamW elements/s: this share of the memory bandwidth, at 28 bytes an element
     product_best = 0.85             highest share of its dtype's peak that a product reaches
-    attention_best = 0.56           the same for attention, also attention_backward_best (GPU: 16-bit peak, CPU: float32)
+    attention_best = 0.56           the same for attention, also attention_backward_best (GPU: 16-bit peak, CPU: fp32)
     [shares.product]                size (FLOP) and rate as shares of product_best; also attention, attention_backward
     [shares.rates.copy]             size (bytes) and rate as shares of the memory bandwidth, for each cost class
 

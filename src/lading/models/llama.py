@@ -1,7 +1,8 @@
-"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no bias, its own head.
+"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no bias, a head of its own or tied.
 
 Shapes: B batch, T tokens, D model width, N query heads, K key-value heads, H head width, V vocabulary.
-Source: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE, on the two halves of a head, as Hugging Face stores weights).
+Source: Touvron et al. 2023 (Llama), Su et al. 2021 (RoPE, on the two halves of a head, as Hugging Face stores weights),
+Yang et al. 2025 (Qwen3: norms of queries and keys).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ class LlamaConfig(DecoderConfig):
 
     Attributes:
         num_kv_heads: Key-value heads, a divisor of ``num_heads``; None means as many as query heads.
+        head_size: Width of one head; None means ``dim / num_heads``.
         hidden_dim: Width inside the MLP; None means 8/3 of ``dim``, rounded up to a multiple of 32.
+        qk_norm: Normalise each head's queries and keys before they are turned (Qwen3).
+        tied: The head is the token embedding.
         rope_theta: Base of the rotary wavelengths.
         norm_eps: Added to the mean square in RMSNorm.
     Raises:
@@ -32,7 +36,10 @@ class LlamaConfig(DecoderConfig):
     """
 
     num_kv_heads: int | None = None
+    head_size: int | None = None
     hidden_dim: int | None = None
+    qk_norm: bool = False
+    tied: bool = False
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
 
@@ -40,10 +47,11 @@ class LlamaConfig(DecoderConfig):
         super().__post_init__()
         check_positive_int("num_kv_heads", self.kv_heads)
         check_positive_int("hidden_dim", self.mlp_dim)
+        check_positive_int("head_size", self.head_dim)
         if self.num_heads % self.kv_heads:
             raise ConfigError(f"num_heads must be a multiple of num_kv_heads, got {self.num_heads} and {self.kv_heads}")
         if self.head_dim % 2:
-            raise ConfigError(f"dim / num_heads must be even for rotary positions, got {self.head_dim}")
+            raise ConfigError(f"the width of a head must be even for rotary positions, got {self.head_dim}")
         if self.rope_theta <= 0 or self.norm_eps <= 0:
             raise ConfigError(f"rope_theta and norm_eps must be positive, got {self.rope_theta} and {self.norm_eps}")
 
@@ -51,6 +59,11 @@ class LlamaConfig(DecoderConfig):
     def kv_heads(self) -> int:
         """Key-value heads, resolved."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, resolved."""
+        return super().head_dim if self.head_size is None else self.head_size
 
     @property
     def mlp_dim(self) -> int:
@@ -123,15 +136,17 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.grouped = config.kv_heads != config.num_heads
-        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.num_heads * config.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.kv_heads * config.head_dim, bias=False)
-        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BTD: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Attend to this token and those before."""
-        q_BNTH = rope(self.heads(self.wq(x_BTD)))
-        k_BKTH = rope(self.heads(self.wk(x_BTD)))
+        q_BNTH = rope(self.q_norm(self.heads(self.wq(x_BTD))))
+        k_BKTH = rope(self.k_norm(self.heads(self.wk(x_BTD))))
         v_BKTH = self.heads(self.wv(x_BTD))
         y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=self.grouped)
         return self.wo(y_BNTH.transpose(1, 2).flatten(2))
@@ -176,7 +191,9 @@ class RotaryDecoder(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw all weights again from torch's default generator."""
+        """Tie the head again if it is (``to_empty`` parts it); draw all weights from torch's default generator."""
+        if self.config.tied:
+            self.head.weight = self.tokens.weight
         self.rope.init_tables()
         init_normal(self, self.config.num_layers, residual=("wo.weight", "down.weight"))
 

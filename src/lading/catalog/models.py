@@ -1,0 +1,93 @@
+"""Models by name: sizes of well-known models for the reference models of ``lading.models``, as data with a source.
+
+A file in models/ holds ``name``, ``model`` (a key of ``lading.config.MODELS``), ``title``, ``source`` (of the sizes),
+optionally ``context`` (the longest sequence, where the model takes any) and ``assumption`` (how it differs from the
+original), and the table ``sizes``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lading.config import MODELS, ModelConfig
+from lading.errors import ConfigError
+
+_FOLDER = Path(__file__).parent / "models"
+#: Models whose tables of positions are as long as asked for; they need no ``max_seq_len`` beyond the sequence.
+_ROTARY = ("llama", "moe")
+_DEFAULT_TOKENS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """A well-known model.
+
+    Attributes:
+        model: Reference model that it is.
+        title, source: What it is called, and where its sizes are from.
+        context: Longest sequence in tokens; 0 where ``sizes`` say it, or where it has no meaning.
+        assumption: How the reference model differs from the original; "" if it does not.
+    """
+
+    name: str
+    model: str
+    title: str
+    source: str
+    context: int = 0
+    assumption: str = ""
+    sizes: dict[str, int | float | bool] = field(default_factory=lambda: {})
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest sequence in tokens."""
+        if self.model == "dit":
+            return (int(self.sizes["image_size"]) // int(self.sizes["patch_size"])) ** 2
+        return self.context or int(self.sizes["max_seq_len"])
+
+    @property
+    def default_tokens(self) -> int:
+        """Tokens of a sequence when none are asked for."""
+        return min(_DEFAULT_TOKENS, self.max_tokens)
+
+    def config(self, sequence_length: int) -> ModelConfig:
+        """The model for sequences of so many tokens.
+
+        Raises:
+            ConfigError: longer than it takes.
+        """
+        if sequence_length > self.max_tokens:
+            raise ConfigError(
+                f"{self.name}: expected a sequence of at most {self.max_tokens} tokens, got {sequence_length}"
+            )
+        rotary = {"max_seq_len": sequence_length} if self.model in _ROTARY else {}
+        return ModelConfig(name=self.model, sizes={**self.sizes, **rotary})
+
+
+def model_names() -> tuple[str, ...]:
+    """Names of the catalog's models, sorted."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+
+
+def named_model(name: str) -> NamedModel:
+    """A model of the catalog.
+
+    Raises:
+        ConfigError: no such name; the nearest is given.
+    """
+    names = model_names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"expected a model ({', '.join(names)}), 'module:function', or the path of a config.json or of its folder, "
+            f"got {name!r}{hint}"
+        )
+    data: dict[str, Any] = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    found = NamedModel(**data)
+    if found.name != name or found.model not in MODELS:
+        raise ConfigError(f"catalog/models/{name}.toml: expected this name and a model among {', '.join(MODELS)}")
+    return found

@@ -31,23 +31,29 @@ MODELS = {
 }
 #: ``data.source`` that means the Python standard library's own source.
 STDLIB = "stdlib"
+#: No number of a run is larger.
+_LARGEST = (1 << 63) - 1
 
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*\Z")
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    if type(value) is not int or value < low or (high is not None and value > high):
+    if type(value) is not int or not low <= value <= (_LARGEST if high is None else high):
         limits = f">= {low}" if high is None else f"from {low} to {high}"
-        raise ConfigError(f"{name}: expected an integer {limits}, got {value!r}")
+        raise ConfigError(f"{name}: expected an integer {limits}, got {_short(value)}")
 
 
 def _number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
     """A finite number with ``low <= value < high``, or ``low < value`` when ``above``."""
-    good = type(value) in (int, float) and math.isfinite(cast(float, value)) and low <= cast(float, value) < high
+    good = type(value) in (int, float) and low <= cast(float, value) < min(high, _LARGEST)
     if not good or (above and value == low):
         limits = f"{'>' if above else '>='} {low:g}" + (f" and < {high:g}" if high < math.inf else "")
-        raise ConfigError(f"{name}: expected a number {limits}, got {value!r}")
+        raise ConfigError(f"{name}: expected a number {limits}, got {_short(value)}")
+
+
+def _short(value: object) -> str:
+    return "an integer of more than 63 bits" if type(value) is int and abs(value) > _LARGEST else repr(value)[:60]
 
 
 def _text(name: str, value: object) -> None:
@@ -374,9 +380,9 @@ def _convert(hint: Any, value: object, key: str, origin: _Origin) -> object:
             return {k: _convert(get_args(kind)[1], v, f"{key}.{k}", origin) for k, v in items}
         if type(value) is kind:
             return value
-    if float in kinds and type(value) is int:
+    if float in kinds and type(value) is int and abs(value) <= _LARGEST:
         return float(value)
-    raise ConfigError(f"{origin.of(key)}: {key}: expected {_expected(hint)}, got {value!r}")
+    raise ConfigError(f"{origin.of(key)}: {key}: expected {_expected(hint)}, got {_short(value)}")
 
 
 def _expected(hint: Any) -> str:

@@ -16,7 +16,7 @@ from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.prepare import Prepared, prepare_plan
 from lading.report.html import write_report
-from lading.report.metrics import read_metrics
+from lading.report.metrics import read_steps
 from lading.report.perfetto import write_trace
 from lading.report.summary import RunSummary
 
@@ -62,8 +62,8 @@ def _measured(folder: Path) -> Timeline | None:
 
 
 def _write(prepared: Prepared, measured: Timeline | None, out: Path) -> None:
-    metrics = read_metrics(out / "metrics.jsonl") if (out / "metrics.jsonl").is_file() else []
-    plain = read_metrics(out / "plain.jsonl") if (out / "plain.jsonl").is_file() else []
+    metrics = read_steps(out / "metrics.jsonl") if (out / "metrics.jsonl").is_file() else []
+    plain = read_steps(out / "plain.jsonl") if (out / "plain.jsonl").is_file() else []
     write_report(
         out / "report.html",
         plan=prepared.plan,

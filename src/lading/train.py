@@ -23,7 +23,7 @@ from lading.errors import BudgetExceeded, ConfigError
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.prepare import Prepared, build, loss_of, plan_run, prepare_plan
-from lading.report.metrics import MetricsLog, read_metrics, truncate_after
+from lading.report.metrics import MetricsLog, read_steps, truncate_after
 from lading.report.progress import training_progress
 from lading.runtime.data import ByteDataset
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
@@ -84,10 +84,10 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
         save_whole(out / "plan.json", prepared.plan.save)
         if newest is not None and newest.step >= run.optimization.steps:
             finish_run(prepared, None)
-            return _checked(_result(prepared, read_metrics(out / "metrics.jsonl")))
+            return _checked(_result(prepared, read_steps(out / "metrics.jsonl")))
         first, timeline, peak = _trained(prepared, data, newest)
         finish_run(prepared, timeline)
-        records = [record for record in read_metrics(out / "metrics.jsonl") if record["step"] >= first]
+        records = [record for record in read_steps(out / "metrics.jsonl") if record["step"] >= first]
     return _checked(_result(prepared, records, peak))
 
 

@@ -24,8 +24,10 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, bool) or (isinstance(text, int) and text < 0):
         raise ConfigError(f"expected a size in bytes such as '256MB', got {text!r}")
-    if isinstance(text, int):
+    if isinstance(text, int) and text < 1 << 63:
         return text
+    if isinstance(text, int):
+        raise ConfigError("expected a size below 2**63 bytes, got a larger integer")
     match = _NUMBER.match(text)
     if match is None or match[2].upper() not in _BYTE_UNITS:
         raise ConfigError(f"expected a size such as '256MB', '24GiB' or '1.5GB', got {text!r}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +19,7 @@ from lading.ir.machine import Curve, Device, HostDevice, Machine, Tier
 _FOLDER = Path(__file__).parent / "machines"
 _BASES = Path(__file__).parent / "bases"
 _T = TypeVar("_T")
+_TOO_LARGE = 1 << 63
 
 
 def machine_names() -> tuple[str, ...]:
@@ -150,7 +151,8 @@ def _build(cls: type[_T], data: object, where: str, origin: str) -> _T:
 
 
 def _wrong(expected: str, value: object, where: str, origin: str) -> ConfigError:
-    return ConfigError(f"{origin}: {where}: expected {expected}, got {type(value).__name__} {value!r}")
+    shown = "of more than 63 bits" if type(value) is int and abs(value) >= _TOO_LARGE else repr(value)[:60]
+    return ConfigError(f"{origin}: {where}: expected {expected}, got {type(value).__name__} {shown}")
 
 
 def _table(value: object, where: str, origin: str) -> dict[str, Any]:
@@ -172,13 +174,13 @@ def _str(value: object, where: str, origin: str) -> str:
 
 
 def _int(value: object, where: str, origin: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= _TOO_LARGE:
         raise _wrong("an integer", value, where, origin)
     return value
 
 
 def _float(value: object, where: str, origin: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         raise _wrong("a finite number >= 0", value, where, origin)
     return float(value)
 

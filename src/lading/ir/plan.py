@@ -7,10 +7,10 @@ import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import UnionType
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast
 
 from lading.errors import ConfigError
+from lading.ir.reading import read_as, read_json
 
 #: Raised whenever what a saved plan means changes.
 PLAN_FORMAT = 1
@@ -107,19 +107,7 @@ class Plan:
         Raises:
             ConfigError: not a plan, of another format, or with a field missing, unknown or of the wrong type.
         """
-        try:
-            data = json.loads(path.read_text(), parse_constant=_no_constant)
-        except FileNotFoundError as error:
-            raise ConfigError(
-                f"expected a plan at {path}, found no file; make one with: lading plan RUN.toml"
-            ) from error
-        except (ValueError, OSError, RecursionError) as error:
-            raise ConfigError(f"expected a plan in JSON at {path}: {error}") from error
-        return plan_from_dict(data, str(path))
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number a plan can hold")
+        return plan_from_dict(read_json(path, "a plan", "make one with: lading plan RUN.toml"), str(path))
 
 
 def plan_from_dict(data: Any, origin: str) -> Plan:
@@ -133,31 +121,4 @@ def plan_from_dict(data: Any, origin: str) -> Plan:
         raise ConfigError(
             f"{origin}: expected a Lading plan of format {PLAN_FORMAT}, found {repr(found)[:60]}; plan again"
         )
-    return _read(Plan, data, origin)
-
-
-def _read(hint: Any, value: Any, where: str) -> Any:
-    """``value`` from JSON as the type ``hint``; ``where`` names it in errors."""
-    kind, inner = get_origin(hint) or hint, get_args(hint)
-    expected = str(getattr(kind, "__name__", kind))
-    if kind is UnionType:  # X | None
-        return None if value is None else _read(inner[0], value, where)
-    if kind is tuple and isinstance(value, list):
-        return tuple(_read(inner[0], item, f"{where}[{i}]") for i, item in enumerate(cast("list[Any]", value)))
-    if kind is dict and isinstance(value, dict):
-        return {key: _read(inner[1], item, f"{where}.{key}") for key, item in cast("dict[str, Any]", value).items()}
-    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        return _read_fields(kind, cast("dict[str, Any]", value), where)
-    if kind is Option and value in [option.value for option in Option]:
-        return Option(value)
-    if kind is Any or type(value) is kind or (kind is float and type(value) is int):
-        return value
-    raise ConfigError(f"{where}: expected {expected}, found {repr(value)[:60]}; plan again")
-
-
-def _read_fields(kind: Any, value: dict[str, Any], where: str) -> Any:
-    hints = get_type_hints(kind)
-    if hints.keys() != value.keys():
-        missing, unknown = sorted(hints.keys() - value.keys()), sorted(value.keys() - hints.keys())
-        raise ConfigError(f"{where}: missing {missing}, unknown {unknown}; plan again")
-    return kind(**{name: _read(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+    return read_as(Plan, data, origin)

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lading.errors import ConfigError
+from lading.ir.reading import read_as, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class Timeline:
 
     def save(self, path: Path) -> None:
         """Write as JSON; ``load`` reads it back."""
-        data = {
-            "source": self.source,
-            "peak_bytes": self.peak_bytes,
-            "events": [[e.rank_class, e.stream, e.action, e.start_s, e.end_s] for e in self.events],
-            "memory": [[s.time_s, s.tier, s.bytes_by_role] for s in self.memory],
-            "labels": {str(k): v for k, v in self.labels.items()},
-            "resident": self.resident,
-        }
-        path.write_text(json.dumps(data))
+        saved = _Saved(
+            source=self.source,
+            peak_bytes=self.peak_bytes,
+            events=tuple((e.rank_class, e.stream, e.action, e.start_s, e.end_s) for e in self.events),
+            memory=tuple((s.time_s, s.tier, s.bytes_by_role) for s in self.memory),
+            labels=tuple(self.labels.items()),
+            resident=self.resident,
+        )
+        path.write_text(json.dumps(vars(saved)))
 
     @staticmethod
     def load(path: Path) -> Timeline:
@@ -86,15 +86,25 @@ class Timeline:
         Raises:
             ConfigError: it is something else.
         """
-        try:
-            data = json.loads(path.read_text())
-            return Timeline(
-                source=data["source"],
-                events=tuple(Event(*row) for row in data["events"]),
-                memory=tuple(MemorySample(*row) for row in data["memory"]),
-                labels={int(k): v for k, v in data["labels"].items()},
-                resident=tuple((t, b) for t, b in data["resident"]),
-                peak_bytes=data["peak_bytes"],
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"expected a timeline at {path}, found something else: {error}; run again") from error
+        advice = "run again"
+        saved: _Saved = read_as(_Saved, read_json(path, "a timeline", advice), str(path), advice)
+        return Timeline(
+            source=saved.source,
+            events=tuple(Event(*row) for row in saved.events),
+            memory=tuple(MemorySample(*row) for row in saved.memory),
+            labels={int(key): label for key, label in saved.labels},
+            resident=saved.resident,
+            peak_bytes=saved.peak_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The JSON form of a timeline: rows for what is many."""
+
+    source: str
+    peak_bytes: int
+    events: tuple[tuple[int, str, int, float, float], ...]
+    memory: tuple[tuple[float, str, dict[str, int]], ...]
+    labels: tuple[tuple[int, str], ...]
+    resident: tuple[tuple[float, int], ...]

@@ -14,6 +14,9 @@ from typing import Any, cast
 
 from lading.errors import ConfigError
 
+#: Lowest and upper end of what a step's record may say; a loss may be anything that training can give.
+_LIMITS = {"step": (0, 1 << 63), "memory_bytes": (0, 1 << 63), "step_s": (1e-9, 1e9)}
+
 
 class MetricsLog:
     """Appends records to a file, each flushed to the system before ``log`` returns. Usable in ``with``.
@@ -66,6 +69,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(data.split(b"\n")[:-1], 1)]
 
 
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The records of a run's steps: each has its step, loss, step_s and memory_bytes.
+
+    Raises:
+        ConfigError: as for ``read_metrics``, or one of them is missing or no number; names the line.
+    """
+    records = read_metrics(path)
+    for number, record in enumerate(records, 1):
+        for key, kind in {"step": int, "loss": float, "step_s": float, "memory_bytes": int}.items():
+            _check(record, key, kind, f"{path}, line {number}")
+    return records
+
+
 def truncate_after(path: Path, step: int) -> int:
     """Drop the records of steps after ``step``, as a run that resumes there will write them again.
 
@@ -94,10 +110,21 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}: expected a JSON object, got {line[:80]!r}; mend or remove the line") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {line[:80]!r}; mend or remove the line")
-    return cast("dict[str, Any]", record)
+    fields = cast("dict[str, Any]", record)
+    if "step" in fields:
+        _check(fields, "step", int, where)
+    return fields
 
 
 def _cut_torn_line(path: Path) -> None:
     with path.open("r+b") as file:
         whole = file.read().rfind(b"\n") + 1
         file.truncate(whole)
+
+
+def _check(record: dict[str, Any], key: str, kind: type, where: str) -> None:
+    value = record.get(key)
+    low, high = _LIMITS.get(key, (0, 0))
+    if type(value) is not kind or (key in _LIMITS and not low <= cast(float, value) < high):
+        expected = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{where}: expected {expected} as {key!r}, got {repr(value)[:60]}; mend or remove the line")

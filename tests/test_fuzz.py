@@ -1,0 +1,169 @@
+"""Every file that is read, damaged: Lading's own error that names the file, or what it says; nothing is executed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tomllib
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml
+from lading.cli.main import main
+from lading.config import load_run, run_from_dict, run_to_dict
+from lading.errors import ConfigError, LadingError
+from lading.ir.plan import Plan
+from lading.ir.timeline import Timeline
+from lading.planner.api import make_program
+from lading.prepare import Prepared, prepare_plan
+from lading.report.metrics import read_metrics, truncate_after
+from lading.runtime.kernels import workspace_of
+from lading.summary import finish_run
+from tests.fuzz import damaged_bytes, damaged_document
+from tests.runs import write_run
+
+T = TypeVar("T")
+FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+FEW = settings(FUZZ, max_examples=30)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended."""
+    path = write_run(tmp_path_factory.mktemp("fuzz"))
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+        assert main(["train", str(path), "optimization.steps=4", "optimization.warmup_steps=1"]) == 0
+    return path.parent / "out"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **_: object) -> None:
+        raise AssertionError(f"executed {args}")
+
+    monkeypatch.setattr(os, "system", refuse)
+    monkeypatch.setattr("subprocess.Popen.__init__", refuse)
+    monkeypatch.setattr("pickle._Unpickler.load", refuse)
+
+
+def check(file: Path, changed: bytes, read: Callable[[], object]) -> None:
+    """``read`` with ``file`` damaged: it gives a result, or an error that names the file."""
+    original = file.read_bytes()
+    try:
+        file.write_bytes(changed)
+        refused(file.name, read)
+    finally:
+        file.write_bytes(original)
+
+
+def refused(name: str, read: Callable[[], T]) -> T | None:
+    """What ``read`` gives; None if it raises a ConfigError of moderate length that says ``name``."""
+    caught: LadingError | None = None
+    try:
+        return read()
+    except LadingError as error:
+        caught = error
+    assert isinstance(caught, ConfigError)
+    assert name in str(caught)
+    assert len(str(caught)) < 2000
+    return None
+
+
+@FUZZ
+@given(data=st.data())
+def test_run_toml(out: Path, data: st.DataObject) -> None:
+    file = out.parent / "run.toml"
+    check(file, damaged_bytes(data, file.read_bytes()), lambda: load_run(file))
+
+
+@FUZZ
+@given(data=st.data())
+def test_run(out: Path, data: st.DataObject) -> None:
+    known = run_to_dict(load_run(out.parent / "run.toml"))
+    changed = damaged_document(data, known)
+    run = refused("run.toml", lambda: run_from_dict(changed, "run.toml"))
+    assert run is None or run_from_dict(run_to_dict(run)) == run
+
+
+@FUZZ
+@given(data=st.data())
+def test_machine_toml(out: Path, data: st.DataObject) -> None:
+    file = out.parent / "machine.toml"
+    check(file, damaged_bytes(data, file.read_bytes()), lambda: load_machine(file))
+
+
+@FUZZ
+@given(data=st.data())
+def test_machine(out: Path, data: st.DataObject) -> None:
+    known = tomllib.loads((out.parent / "machine.toml").read_text())
+    changed = damaged_document(data, known)
+    machine = refused("machine.toml", lambda: machine_from_dict(changed, "machine.toml"))
+    assert machine is None or machine_from_dict(tomllib.loads(machine_to_toml(machine)), "again") == machine
+
+
+@FUZZ
+@given(data=st.data())
+def test_plan_json_bytes(out: Path, data: st.DataObject) -> None:
+    file = out / "plan.json"
+    check(file, damaged_bytes(data, file.read_bytes()), lambda: Plan.load(file))
+
+
+@pytest.fixture(scope="module")
+def prepared(out: Path) -> Prepared:
+    return prepare_plan(Plan.load(out / "plan.json"))
+
+
+@FEW
+@given(data=st.data())
+def test_plan(out: Path, prepared: Prepared, data: st.DataObject) -> None:
+    """A plan whose numbers were changed is refused, or lowers to the program that it names."""
+    known = json.loads((out / "plan.json").read_text())
+    changed = damaged_document(data, {key: known[key] for key in known.keys() - {"machine", "run"}})
+    (out / "other.json").write_text(json.dumps({**known, **changed}))
+    plan = refused("other.json", lambda: Plan.load(out / "other.json"))
+    if plan is None:
+        return
+    with suppress(LadingError):
+        program = make_program(plan, prepared.graph, prepared.machine, workspace_bytes=workspace_of(prepared.graph))
+        assert program.fingerprint == prepared.plan.program_fingerprint
+
+
+@FUZZ
+@given(data=st.data())
+def test_metrics(out: Path, data: st.DataObject) -> None:
+    file = out / "metrics.jsonl"
+    check(file, damaged_bytes(data, file.read_bytes()), lambda: (read_metrics(file), truncate_after(file, 2)))
+
+
+@FEW
+@given(data=st.data(), name=st.sampled_from(["metrics.jsonl", "measured.json", "predicted.json"]))
+def test_report_of_damaged_files(out: Path, prepared: Prepared, data: st.DataObject, name: str) -> None:
+    file = out / name
+    if name == "metrics.jsonl":
+        records = damaged_document(data, [json.loads(line) for line in file.read_text().splitlines()])
+        changed = "".join(json.dumps(record) + "\n" for record in records)
+    else:
+        changed = json.dumps(damaged_document(data, json.loads(file.read_text())))
+    check(file, changed.encode(), lambda: finish_run(prepared, None))
+
+
+@FUZZ
+@given(data=st.data())
+def test_timeline(out: Path, data: st.DataObject) -> None:
+    file = out / "measured.json"
+    if data.draw(st.booleans()):
+        check(file, damaged_bytes(data, file.read_bytes()), lambda: Timeline.load(file))
+        return
+    known = json.loads(file.read_text())
+    known = {**known, "events": known["events"][:3], "memory": known["memory"][:3], "resident": known["resident"][:3]}
+    known["labels"] = known["labels"][:3]
+    changed = json.dumps(damaged_document(data, known)).encode()
+    check(file, changed, lambda: dataclasses.replace(Timeline.load(file)).duration_s)

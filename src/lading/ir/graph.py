@@ -170,7 +170,8 @@ class StepGraph:
 
     ``losses`` holds one scalar tensor per micro-batch; ``inputs`` the batch leaves by path, one tuple per micro-batch.
     ``accumulation`` is the number of micro-batches of a step; each loss is already divided by it. ``states`` are the
-    optimizer's, by name.
+    optimizer's, by name. ``deferred`` are the operations that end the step before (see ``lading.ir.defer``), and
+    ``carried`` the storages they take from it: an operation of the step creates each anew, later.
     """
 
     storages: tuple[Storage, ...]
@@ -183,6 +184,8 @@ class StepGraph:
     blocks: tuple[Block, ...] = ()
     states: tuple[tuple[str, int], ...] = ()
     accumulation: int = 1
+    deferred: tuple[int, ...] = ()
+    carried: tuple[int, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -192,6 +195,11 @@ class StepGraph:
     def storage_of(self, tensor: int) -> int:
         """Index of the storage a tensor views."""
         return self.tensors[tensor].storage
+
+    @cached_property
+    def persistent(self) -> frozenset[int]:
+        """Storages that hold a value from one step to the next."""
+        return frozenset(i for i, s in enumerate(self.storages) if s.role in PERSISTENT) | set(self.carried)
 
     def bytes_of_role(self, role: Role) -> int:
         """Sum of the storages of one role, bytes."""
@@ -210,7 +218,7 @@ class StepGraph:
         """Hash of structure (not of weights): equal for two captures of the same model and batch shape."""
         digest = hashlib.sha256()
         parts = (self.storages, self.tensors, self.ops, self.parameters, self.buffers, self.inputs, self.losses)
-        for part in (*parts, (self.accumulation,)):
+        for part in (*parts, (self.accumulation,), self.deferred, self.carried):
             for item in part:
                 digest.update(repr(item).encode())
                 if isinstance(item, Storage) and item.data is not None:
@@ -223,12 +231,12 @@ class StepGraph:
         Raises:
             ConfigError: naming the operation.
         """
-        known = {i for i, s in enumerate(self.storages) if s.role in PERSISTENT or s.role is Role.INPUT}
+        known = self.persistent | {i for i, s in enumerate(self.storages) if s.role is Role.INPUT}
         for index, op in enumerate(self.ops):
             missing = [self.storages[s].name for s in self.reads(op) if s not in known]
             if missing:
                 raise ConfigError(f"op {index} {op.name} in {op.module or '(loss)'} reads {missing} before they exist")
-            known.update(self.writes(op))
+            known |= set(self.writes(op))
 
 
 def refs(arg: Arg) -> Iterator[int]:

@@ -125,19 +125,27 @@ class _Builder:
         return max(writes)
 
     def add_clipping(self, trained: Sequence[Parameter], clip_norm: float) -> int:
-        """Append the operations of clip_grad_norm_ up to the coefficient; returns its tensor."""
+        """Add the operations of clip_grad_norm_ up to the coefficient; returns its tensor.
+
+        Each gradient's norm is taken as soon as the gradient is final, while it is still at hand.
+        """
         norms: list[int] = []
+        final = {self.tensors[t].storage: i for i, op in enumerate(self.ops) for t in (*op.outputs, *op.mutates)}
+        after: dict[int, list[Op]] = {}
         for parameter in trained:
             assert parameter.gradient is not None
             norm = self._scalar(f"{parameter.names[0]}.grad_norm", Role.WORKSPACE)
             args: tuple[Arg, ...] = (Ref(parameter.gradient), 2.0)
-            self._append("aten.linalg_vector_norm.default", args, parameter, (parameter.gradient,), norm)
+            op = self._making("aten.linalg_vector_norm.default", args, parameter, (parameter.gradient,), norm)
+            after.setdefault(final[self.tensors[parameter.gradient].storage], []).append(op)
             norms.append(norm)
+        self.ops = [new for index, op in enumerate(self.ops) for new in (op, *after.get(index, ()))]
         clip = Parameter(("clip.grad_norm",), -1, None)
         stacked = self._tensor(
             Tensor(self._storage("clip.norms", 4 * len(norms), Role.WORKSPACE), "float32", (len(norms),), (1,))
         )
-        self._append("aten.stack.default", (tuple(Ref(n) for n in norms),), clip, tuple(norms), stacked)
+        args = (tuple(Ref(n) for n in norms),)
+        self.ops.append(self._making("aten.stack.default", args, clip, tuple(norms), stacked))
         last = stacked
         chain: tuple[tuple[str, tuple[Arg, ...]], ...] = (
             ("aten.linalg_vector_norm.default", (2.0,)),
@@ -148,7 +156,7 @@ class _Builder:
         )
         for name, rest in chain:
             out = self._scalar(f"clip.{name.split('.')[1]}", Role.WORKSPACE)
-            self._append(name, (Ref(last), *rest), clip, (last,), out)
+            self.ops.append(self._making(name, (Ref(last), *rest), clip, (last,), out))
             last = out
         return last
 
@@ -188,13 +196,14 @@ class _Builder:
         op = self._op(ADAMW, args, parameter, tensors, mutates=(parameter.tensor, *states))
         return dataclasses.replace(op, kind=OpKind.STEP)
 
-    def _append(
+    def _making(
         self, name: str, args: tuple[Arg, ...], parameter: Parameter, inputs: tuple[int, ...], output: int
-    ) -> None:
+    ) -> Op:
+        """An operation of the clipping that makes a tensor."""
         op = self._op(name, args, parameter, inputs, mutates=())
         written = self.tensors[output].touched_bytes
         kind = OpKind.REDUCTION if "norm" in name else OpKind.ELEMENTWISE
-        self.ops.append(dataclasses.replace(op, outputs=(output,), results=(output,), bytes_written=written, kind=kind))
+        return dataclasses.replace(op, outputs=(output,), results=(output,), bytes_written=written, kind=kind)
 
     def _op(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lading.errors import ProgramError
-from lading.ir.graph import PERSISTENT
 from lading.ir.machine import TIERS
 from lading.ir.program import LINE_BYTES, PAGE_BYTES, Program, slot_bytes
 
@@ -21,9 +20,10 @@ def home_tiers(program: Program) -> dict[int, str]:
     """
     homes = {storage: tier for tier in LOWER_TIERS for storage, _ in program.slots.get(tier, ())}
     homes.update((storage, DEVICE) for storage, _ in program.resident)
-    persistent = {i: s for i, s in enumerate(program.graph.storages) if s.role in PERSISTENT}
-    for index, storage in persistent.items():
+    persistent = sorted(program.graph.persistent)
+    for index in persistent:
         if index not in homes:
+            storage = program.graph.storages[index]
             raise ProgramError(
                 f"expected persistent storage {index} ({storage.name}) in `resident` or in a tier's slots, "
                 f"found it in neither; give it a home"
@@ -55,7 +55,7 @@ def check_layout(program: Program) -> None:
         _check_budget(program, tier, program.tier_bytes(tier))
     _check_ids(program, "`resident`", program.resident)
     for storage, _ in program.resident:
-        if program.graph.storages[storage].role not in PERSISTENT:
+        if storage not in program.graph.persistent:
             raise ProgramError(
                 f"expected only persistent storages in `resident`, found storage {storage} "
                 f"({program.graph.storages[storage].name}), which does not outlive the step; remove it"

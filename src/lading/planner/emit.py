@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lading.ir.action import CALLER, ActionKind
-from lading.ir.graph import PERSISTENT, OpKind, Role, StepGraph
+from lading.ir.graph import OpKind, Role, StepGraph
 from lading.ir.plan import Option
 from lading.memory.lifetime import Lifetimes
 
@@ -87,7 +87,7 @@ class _Walker:
         self.out = Emission()
         self.live: dict[int, Residency] = {}
         self.away: dict[int, str] = {}
-        self.stale: set[int] = set()  # tier copy missing or older than the device's
+        self.copies: dict[int, set[str]] = {}  # storage -> tiers that hold its current value
         self.transient: set[int] = set()
         self.stepped: dict[int, int] = {}  # parameter storage -> the op that already updated it
         self.late: dict[int, int] = {}
@@ -105,7 +105,7 @@ class _Walker:
             for tensor in op.outputs:
                 self._arrive(self.graph.storage_of(tensor))
             for storage in self.graph.writes(op):
-                self.stale.add(storage)
+                self.copies.pop(storage, None)
                 if kind is ActionKind.STEP:
                     self.stepped[storage] = op_index
             self._after(op_index)
@@ -115,17 +115,15 @@ class _Walker:
 
     def _start(self) -> None:
         """Persistent storages begin where the gap over the step's boundary leaves them."""
-        for storage, item in enumerate(self.graph.storages):
-            if item.role not in PERSISTENT:
-                continue
+        for storage in sorted(self.graph.persistent):
             uses = self.lives.uses[storage]
             tier = _TIER.get(self.choices.get((storage, uses[-1]), Option.KEEP)) if uses else None
             if tier is None:
                 self.live[storage] = Residency(storage, 0, initial=True)
                 self.out.residencies.append(self.live[storage])
-                self.stale.add(storage)
             else:
                 self.away[storage] = tier
+                self.copies[storage] = {tier}
                 self.out.tiers[storage] = tier
 
     def _item(self, item: Item) -> None:
@@ -176,8 +174,8 @@ class _Walker:
     def _run_again(self, producer: int, op_index: int) -> None:
         op = self.graph.ops[producer]
         for source in self.graph.reads(op):
-            if source in self.stepped:
-                step = self.stepped[source]
+            step = self.stepped.get(source, -1)
+            if step > producer:
                 self.late[step] = max(self.late.get(step, op_index), op_index, key=self.rank.__getitem__)
             if self._next_use(source, op_index, inclusive=True) is None:
                 self.transient.add(source)
@@ -207,10 +205,10 @@ class _Walker:
         for storage in sorted(self.transient - touched.keys()):
             if storage not in self.live:
                 continue
-            if self.graph.storages[storage].role not in PERSISTENT:
+            if storage not in self.graph.persistent:
                 self._end(storage)
-            elif self.live[storage].tier and storage not in self.stale and self._leaves_the_step(storage):
-                self.away[storage] = self.live[storage].tier
+            elif (tier := self.live[storage].tier) in self.copies.get(storage, ()) and self._leaves_the_step(storage):
+                self.away[storage] = tier
                 self._end(storage)
         self.transient.clear()
 
@@ -220,8 +218,9 @@ class _Walker:
         return self.choices.get((storage, uses[-1]), Option.KEEP) in _TIER
 
     def _leave(self, storage: int, op_index: int) -> None:
-        persistent = self.graph.storages[storage].role in PERSISTENT
-        if self._next_use(storage, op_index) is None and not persistent:
+        following = self._next_use(storage, op_index)
+        lasting = storage in self.graph.persistent if following is None else following != self.lives.producer[storage]
+        if not lasting:
             self._end(storage)
             return
         option = self.choices.get((storage, op_index), Option.KEEP)
@@ -231,8 +230,8 @@ class _Walker:
         self._end(storage)
         if option is not Option.RECOMPUTE:
             tier = _TIER[option]
-            if storage in self.stale:
+            if tier not in self.copies.setdefault(storage, set()):
                 stay.to_tier = tier
-                self.stale.discard(storage)
+                self.copies[storage].add(tier)
             self.away[storage] = tier
             self.out.tiers[storage] = tier

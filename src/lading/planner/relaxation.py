@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lading.ir.fold import block_items
-from lading.ir.graph import PERSISTENT, Phase, StepGraph
+from lading.ir.graph import Phase, StepGraph
 from lading.ir.machine import Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import slot_bytes
@@ -100,7 +100,8 @@ def build(
         options = (Option.KEEP, *((Option.RECOMPUTE,) if recompute else ()), *(tier_options if movable else ()))
         if len(options) == 1:
             continue
-        own = costs.op_seconds[lives.uses[gap.storage][0]] if recompute else 0.0
+        made = lives.producer[gap.storage]
+        own = costs.op_seconds[made] if recompute and made is not None else 0.0
         whole = _recompute_seconds(graph, lives, costs, gap) if recompute and not every else own
         held = _held_from(graph, lives, enters, gap)
         version = _version(graph, lives, gap)
@@ -122,7 +123,7 @@ def _base(graph: StepGraph, lives: Lifetimes, chosen: set[tuple[int, int]]) -> n
         size = slot_bytes(graph.storages[storage].size_bytes)
         for use in positions:
             add(size, use, use)
-        if not positions and graph.storages[storage].role in PERSISTENT:
+        if not positions and storage in graph.persistent:
             add(size, 0, len(graph.ops) - 1)
     for gap in gaps(graph, lives):
         if (gap.storage, gap.start) not in chosen:
@@ -187,7 +188,7 @@ def _version(graph: StepGraph, lives: Lifetimes, gap: Gap) -> tuple[int, int] | 
     """Which version of the storage crosses the gap; None if a lower tier always has it (nothing writes it)."""
     writes = [u for u in lives.uses[gap.storage] if gap.storage in graph.writes(graph.ops[u])]
     count = sum(u <= gap.start for u in writes)
-    if graph.storages[gap.storage].role in PERSISTENT:
+    if gap.storage in graph.persistent:
         return (gap.storage, count % len(writes)) if writes else None
     return gap.storage, count
 

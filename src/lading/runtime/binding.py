@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,6 +20,14 @@ from lading.runtime.tiers import Tier
 DEVICE = "device"
 _POISON = 0xFF  # NaN in every float format, -1 in every integer
 _OPERATIONS = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
+
+
+@dataclass
+class Rates:
+    """Learning rates: of this step's updates, and of those deferred from the step before."""
+
+    now: Rate = field(default_factory=Rate)
+    before: Rate = field(default_factory=Rate)
 
 
 @dataclass
@@ -44,6 +53,14 @@ class Bound:
     instant: list[tuple[int, int]]
     scratch_bytes: dict[int, int]
 
+    def without(self, actions: Set[int]) -> Bound:
+        """The same queues, in which some actions do nothing."""
+        entries = [
+            [dataclasses.replace(entry, run=_nothing) if entry.action in actions else entry for entry in queue]
+            for queue in self.entries
+        ]
+        return dataclasses.replace(self, entries=entries)
+
 
 class Binder:
     """Walks a Program in order and knows where each storage lies at every action.
@@ -63,13 +80,14 @@ class Binder:
         caller: CallerData,
         *,
         optimizer: AdamWSettings,
-        rate: Rate,
+        rates: Rates,
         poison: bool = False,
         jitter: Jitter | None = None,
     ) -> None:
         self.program, self.graph = program, program.graph
         self.arena, self.tiers, self.caller = arena, tiers, caller
-        self.bind_op = partial(bind, optimizer=optimizer, rate=rate)
+        self.bind_op, self.rates = partial(bind, optimizer=optimizer), rates
+        self.deferred = frozenset(self.graph.deferred)
         self.poison, self.jitter = poison, jitter
         self.slots = {tier: dict(slots) for tier, slots in program.slots.items()}
         self.where: dict[int, int] = dict(program.resident)
@@ -118,7 +136,8 @@ class Binder:
         if action.kind in _OPERATIONS:
             if action.op is None:
                 raise ProgramError(f"a {action.kind.value} needs an operation")
-            kernel = self.bind_op(self.graph.ops[action.op], self.view)
+            rate = self.rates.before if action.op in self.deferred else self.rates.now
+            kernel = self.bind_op(self.graph.ops[action.op], self.view, rate=rate)
             self.scratch[action.id] = kernel.scratch_bytes
             return kernel.run
         if action.storage is None or action.kind not in (ActionKind.MOVE, ActionKind.FREE):

@@ -19,13 +19,14 @@ from typing import Self
 import torch
 
 from lading.errors import ConfigError, LadingError, ProgramError, StorageError
+from lading.ir.action import CALLER
 from lading.ir.graph import Tensor
 from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.layout import DEVICE, home_tiers
 from lading.runtime.arena import Arena, is_contiguous, is_flat, view_of
-from lading.runtime.binding import Binder, CallerData, checked_batches
-from lading.runtime.kernels import AdamWSettings, Rate
+from lading.runtime.binding import Binder, Bound, CallerData, Rates, checked_batches
+from lading.runtime.kernels import AdamWSettings
 from lading.runtime.measure import measured_timeline
 from lading.runtime.resident import PeakMeter, resident_bytes, reuse_pages, trim
 from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, run_stream
@@ -69,7 +70,8 @@ class Executor:
         self.homes = home_tiers(program)
         self._broken = self._has_run = False
         self._highest = self._last_peak = 0
-        self._rate, self._caller = Rate(), CallerData()
+        self._rates, self._caller = Rates(), CallerData()
+        self._pending = False  # updates of the last step that the next one, or flush, will run
         self._timeline: Timeline | None = None
         trim()
         reuse_pages()
@@ -81,9 +83,9 @@ class Executor:
                 self._poison_arena()
             binder = Binder(
                 program, self._arena, self.tiers, self._caller,
-                optimizer=optimizer, rate=self._rate, poison=poison, jitter=jitter,
+                optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
             )  # fmt: skip
-            self._bound = binder.bind()
+            self._bound = self._running = binder.bind()
             count = len(program.actions)
             self._times = Clocking(clock, [0.0] * count, [0.0] * count, sample=resident_bytes)
             self._gate = Gate(len(self._bound.streams))
@@ -125,7 +127,7 @@ class Executor:
         self._cleanup.close()
 
     def step(self, batches: Sequence[Mapping[str, torch.Tensor]], *, lr: float) -> list[float]:
-        """Run one training step.
+        """Run one training step. Updates that the Program defers wait for the next step, or for ``flush``.
 
         Args:
             batches: One mapping per micro-batch, from the graph's input names to tensors.
@@ -140,22 +142,36 @@ class Executor:
         self._check_usable()
         self._caller.batches = checked_batches(self.program, batches)
         self._caller.losses = [float("nan")] * len(batches)
-        self._rate.value = lr
-        self._broken = True  # until the step is whole
-        self._gate.reset()
+        self._rates.now.value = lr
         self._times.samples.clear()
         self._timeline = None
         self._bounce.discard()
         self._meter.reset()
-        self._run_streams()
+        deferred = _actions_of(self.program, updates=True) if not self._pending else frozenset[int]()
+        self._run_streams(self._bound.without(deferred) if deferred else self._bound)
+        self._rates.before.value, self._pending = lr, bool(self.program.graph.deferred)
         self._caller.batches = ()
-        if self._gate.failure is not None:
-            raise self._named_error(self._gate.failure)
         for action, before in self._bound.instant:
             self._times.starts[action] = self._times.ends[action] = self._times.ends[before]
         self._last_peak = self.observe_peak()
-        self._broken, self._has_run = False, True
+        self._has_run = True
         return list(self._caller.losses)
+
+    def flush(self) -> None:
+        """Run the updates that the last step left to the next one; without any, do nothing.
+
+        Values are read and written between steps only behind this. It takes the step's moves, not its computation.
+
+        Raises:
+            StorageError, ProgramError: as ``step``.
+        """
+        self._check_usable()
+        if not self._pending:
+            return
+        if self._has_run:
+            self.timeline()  # of the step; what follows uses the same clocks
+        self._run_streams(self._bound.without(_actions_of(self.program, updates=False)))
+        self._pending = False
 
     def write_storage(self, storage: int, tensor: torch.Tensor) -> None:
         """Set a persistent storage between steps, wherever it lives.
@@ -165,7 +181,7 @@ class Executor:
         Raises:
             ConfigError: not persistent, or of another shape or dtype.
         """
-        self._check_usable()
+        self.flush()
         home = self._home(storage)
         source = self._as_bytes(storage, tensor)
         if home == DEVICE:
@@ -183,7 +199,7 @@ class Executor:
         Raises:
             ConfigError: not persistent.
         """
-        self._check_usable()
+        self.flush()
         home = self._home(storage)
         result = torch.empty(self.program.graph.storages[storage].size_bytes, dtype=torch.uint8)
         if home == DEVICE:
@@ -204,7 +220,7 @@ class Executor:
         Raises:
             ConfigError: not persistent.
         """
-        self._check_usable()
+        self.flush()
         home, size = self._home(storage), self.program.graph.storages[storage].size_bytes
         if storage in self._views and not is_contiguous(self._views[storage], size):
             whole = self.read_storage(storage).contiguous().flatten().view(torch.uint8)
@@ -261,24 +277,32 @@ class Executor:
         if self._broken:
             raise ConfigError("this executor is closed or a step of it failed; make a new one and load a checkpoint")
 
-    def _run_streams(self) -> None:
+    def _run_streams(self, bound: Bound) -> None:
         """Every stream once; an interrupt on the calling thread, wherever it lands, stops the others too."""
-        others = [s for s in self._bound.streams if s != COMPUTE_STREAM]
+        self._broken = True  # until all is done
+        self._running = bound
+        self._gate.reset()
+        others = [s for s in bound.streams if s != COMPUTE_STREAM]
         try:
             self._workers.start(others)
-            if COMPUTE_STREAM in self._bound.streams:
+            if COMPUTE_STREAM in bound.streams:
                 self._run_stream(COMPUTE_STREAM)
             self._workers.join(others)
         except BaseException as error:
             self._gate.fail(error)
             raise
+        if self._gate.failure is not None:
+            raise self._named_error(self._gate.failure)
+        self._broken = False
 
     def _run_stream(self, name: str) -> None:
         """All of one stream's actions; a failure goes to the gate."""
         index = self._bound.streams.index(name)
         try:
             with torch.inference_mode():
-                run_stream(self._bound.entries[index], index, self._gate, self._times, sampling=name == COMPUTE_STREAM)
+                run_stream(
+                    self._running.entries[index], index, self._gate, self._times, sampling=name == COMPUTE_STREAM
+                )
         except Stopped:
             pass
         except BaseException as error:
@@ -335,6 +359,16 @@ class Executor:
         self._arena.bytes_at(0, self._arena.size_bytes).fill_(0xFF)
         for storage, offset in self.program.resident:
             self._arena.bytes_at(offset, slot_bytes(self.program.graph.storages[storage].size_bytes)).zero_()
+
+
+def _actions_of(program: Program, *, updates: bool) -> frozenset[int]:
+    """Actions of the deferred updates, or those of the model and the caller; moves between tiers are of neither."""
+    deferred = frozenset(program.graph.deferred)
+    return frozenset(
+        a.id
+        for a in program.actions
+        if (a.op is not None and (a.op in deferred) == updates) or (not updates and CALLER in (a.source, a.target))
+    )
 
 
 def _named_tensors(program: Program) -> dict[int, Tensor]:

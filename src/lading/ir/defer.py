@@ -1,0 +1,78 @@
+"""Deferral: updates that run in the next step's forward, right before their parameter is read again.
+
+At the end of a step nothing is left to compute, so what an update moves there is waited for. Deferred, an update of
+step k stands in the Program of step k + 1, in front of the first operation that touches its parameter, and its
+transfers hide under that forward. The gradient (and the coefficient of clipping) is then *carried* over the step's
+boundary: its last value of step k is read early in step k + 1, and an operation of the backward makes it anew. The
+operations and their order on every tensor stay as they were, so the numbers do too, to the bit.
+
+The first step has nothing to catch up and skips the deferred operations; whoever wants the values after a step runs
+only these (``Executor.flush``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lading.ir.graph import Block, Phase, StepGraph
+
+
+def updates(graph: StepGraph) -> list[tuple[int, ...]]:
+    """Operations of each update that can be deferred, the last update of the step first.
+
+    An update is what writes in place in the optimizer's phase; those that share what they write go together.
+    """
+    groups: dict[int, list[int]] = {}  # by first operation
+    owner: dict[int, int] = {}  # storage written -> its group
+    for index, op in enumerate(graph.ops):
+        if op.phase is not Phase.OPTIMIZER or not op.mutates:
+            continue
+        found = {owner[s] for s in graph.reads(op) if s in owner}
+        first = min(found, default=index)
+        groups[first] = sorted({index, *(i for f in found for i in groups.pop(f, ()))})
+        for member in groups[first]:
+            owner.update(dict.fromkeys((graph.storage_of(t) for t in graph.ops[member].mutates), first))
+    members = {i for group in groups.values() for i in group}
+    last = {s: i for i, op in enumerate(graph.ops) if i not in members for s in graph.reads(op)}
+    free = [
+        tuple(group)
+        for group in groups.values()
+        if all(last.get(s, -1) < group[0] for i in group for s in graph.writes(graph.ops[i]))
+    ]
+    return sorted(free, key=lambda group: (-group[-1], group))
+
+
+def defer(graph: StepGraph, count: int) -> tuple[StepGraph, tuple[int, ...]]:
+    """The step with its last ``count`` updates deferred, and the index in ``graph`` of each operation of the result."""
+    moved = {op: group for group in updates(graph)[:count] for op in group}
+    first: dict[int, int] = {}
+    for index, op in enumerate(graph.ops):
+        if index not in moved:
+            for storage in (*graph.reads(op), *graph.writes(op)):
+                first.setdefault(storage, index)
+    before: dict[int, list[int]] = {}
+    for group in sorted(set(moved.values())):
+        touched = {s for i in group for s in graph.reads(graph.ops[i])}
+        before.setdefault(min(first[s] for s in touched if s in first), []).extend(group)
+    order = [i for index in range(len(graph.ops)) if index not in moved for i in (*before.get(index, ()), index)]
+    carried = {s for i in moved for s in graph.reads(graph.ops[i])} - graph.persistent
+    place = {old: new for new, old in enumerate(order)}
+    result = dataclasses.replace(
+        graph,
+        ops=tuple(graph.ops[i] for i in order),
+        blocks=_blocks(graph, place),
+        deferred=tuple(sorted(place[i] for i in moved)),
+        carried=tuple(sorted(carried)),
+    )
+    result.validate()
+    return result, tuple(order)
+
+
+def _blocks(graph: StepGraph, place: dict[int, int]) -> tuple[Block, ...]:
+    """The blocks with the updates that now stand inside them; instances of unlike length become blocks of their own."""
+    found: dict[tuple[str, Phase, int], list[int]] = {}
+    for block in graph.blocks:
+        for start in block.starts:
+            length = place[start + block.num_ops - 1] - place[start] + 1
+            found.setdefault((block.module, block.phase, length), []).append(place[start])
+    return tuple(Block(module, phase, length, tuple(starts)) for (module, phase, length), starts in found.items())

@@ -13,7 +13,7 @@ def small_machine(*, disk: bool = True, overhead_bytes: int = 0) -> Machine:
         memory_bytes=1 << 34,
         memory_bandwidth_bytes_per_s=2e10,
         op_overhead_s=2e-6,
-        peak_flops_per_s={"float32": 1e11},
+        peak_flops_per_s={"float32": 1e11, "bfloat16": 5e10},
         optimizer_elements_per_s=5e8,
         overhead_bytes=overhead_bytes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,33 @@ import pytest
 import torch
 
 from lading.capture.trace import capture
-from lading.config import AdamW
+from lading.config import AdamW, ModelConfig
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
-from lading.prepare import lowered, plan
+from lading.optim.master import MasterWeights
+from lading.prepare import build, lowered, plan
 from lading.trainer import Trainer
 from tests.machines import small_machine
 
-STEPS = 50
-SIZES = {
+SIZES: dict[str, dict[str, int | float | bool]] = {
     "llama": {"dim": 96, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
     "gpt": {"dim": 96, "num_layers": 4, "num_heads": 4, "dropout": 0.1},
     "moe": {"dim": 64, "num_layers": 3, "num_heads": 2},
+    "wide": {"dim": 128, "num_heads": 2, "vocab_size": 24_000},  # a table in three parts
 }
+MODELS = ("llama", "gpt", "moe")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: ``precision`` "autocast" is float32 parameters and a loss under autocast."""
+
+    name: str
+    accumulation: int = 1
+    clip_norm: float = 0.0
+    precision: str = "fp32"
+    steps: int = 50
+    num_layers: int = 0
+    shares: tuple[float, ...] = (1.0, 0.5, 0.25)
 
 
 @pytest.fixture(autouse=True)
@@ -32,69 +47,94 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-def _model(name: str) -> torch.nn.Module:
+def _model(case: Case) -> torch.nn.Module:
     torch.manual_seed(0)
-    return build_model(name, **SIZES[name])
+    layers = {"num_layers": case.num_layers} if case.num_layers else {}
+    model = ModelConfig(name="gpt" if case.name == "wide" else case.name, sizes=SIZES[case.name] | layers)
+    return build(model, "bf16" if case.precision == "bf16" else "fp32")
 
 
-def _batches(step: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
+def _loss_of(case: Case) -> Any:
+    def autocast_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return next_byte_loss(model, batch)
+
+    return autocast_loss if case.precision == "autocast" else next_byte_loss
+
+
+def _batches(case: Case, step: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    return [{"tokens": torch.randint(0, 256, (8, 65), generator=generator)} for _ in range(accumulation)]
+    shape = (1, 17) if case.name == "wide" else (8, 65)
+    return [{"tokens": torch.randint(0, 256, shape, generator=generator)} for _ in range(case.accumulation)]
 
 
-def _plain(name: str, accumulation: int, clip_norm: float) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = _model(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+def _plain(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, loss_fn = _model(case), _loss_of(case)
+    masters = MasterWeights(model)
+    optimizer = torch.optim.AdamW(masters.parameters, lr=1e-3, fused=True)
     losses: list[float] = []
-    for step in range(STEPS):
+    for step in range(case.steps):
         total = 0.0
-        for batch in _batches(step, accumulation):
-            loss = next_byte_loss(model, batch)
-            if accumulation > 1:
-                loss = loss / accumulation
+        for batch in _batches(case, step):
+            loss = loss_fn(model, batch)
+            if case.accumulation > 1:
+                loss = loss / case.accumulation
             loss.backward()
+            masters.add_gradients()
             total += loss.item()
         losses.append(total)
-        if clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        if case.clip_norm:
+            torch.nn.utils.clip_grad_norm_(masters.parameters, case.clip_norm)
         optimizer.step()
+        masters.write_back()
         optimizer.zero_grad()
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def _planned(
-    name: str, accumulation: int, clip_norm: float, share: float, folder: Path
-) -> tuple[list[float], dict[str, torch.Tensor], Any]:
+def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[str, torch.Tensor], Any]:
     """Train with ``share`` of the tensor bytes that keeping all needs (a small process is mostly its fixed part)."""
-    model = _model(name)
-    graph = capture(model, _batches(0, 1)[0], next_byte_loss, accumulation=accumulation)
-    made = plan(graph, small_machine(), budget="100%", clip_norm=clip_norm)
+    model = _model(case)
+    graph = capture(model, _batches(case, 0)[0], _loss_of(case), accumulation=case.accumulation)
+    settings: dict[str, Any] = {"clip_norm": case.clip_norm, "master_weights": case.precision == "bf16"}
+    made = plan(graph, small_machine(), budget="100%", **settings)
     if share < 1:
         arena = lowered(made, graph).arena_bytes
-        made = plan(
-            graph, small_machine(), budget=made.peak_bytes["device"] - int((1 - share) * arena), clip_norm=clip_norm
-        )
+        budget = made.peak_bytes["device"] - int((1 - share) * arena)
+        made = plan(graph, small_machine(), budget=budget, **settings)
     with Trainer(made, graph, model, optimizer=AdamW(lr=1e-3), folder=folder) as trainer:
-        losses = [trainer.step(_batches(step, accumulation)) for step in range(STEPS)]
+        losses = [trainer.step(_batches(case, step)) for step in range(case.steps)]
     return losses, {name: p.detach() for name, p in model.named_parameters()}, made
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulation", "clip_norm"),
+    "case",
     [
-        ("llama", 1, 0.0),
-        ("gpt", 2, 0.5),
+        Case("llama"),
+        Case("gpt", 2, 0.5),
+        Case("gpt", 2, 0.5, "bf16", 4, 1, (0.5,)),
+        Case("llama", 1, 0.5, "autocast", 4, 1, (0.5,)),
+        Case("wide", 1, 0.5, "bf16", 2, 1, (1.0, 0.45)),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("llama", 1, 0.5), ("llama", 2, 0.0), ("llama", 2, 0.5), ("moe", 1, 0.5), ("moe", 2, 0.0))
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in (
+                Case("llama", 1, 0.5),
+                Case("llama", 2),
+                Case("llama", 2, 0.5),
+                Case("moe", 1, 0.5),
+                Case("moe", 2),
+                *(Case(name, 1, 0.5, "bf16") for name in MODELS),
+                *(Case(name, 2, 0.5, "bf16") for name in MODELS),
+                *(Case(name, 2, 0.0, "autocast") for name in MODELS),
+            )
         ),
     ],
+    ids=str,
 )
-def test_planned_equals_plain_to_the_bit(name: str, accumulation: int, clip_norm: float, tmp_path: Path) -> None:
-    losses, weights = _plain(name, accumulation, clip_norm)
-    for share in (1.0, 0.5, 0.25):
-        got, values, made = _planned(name, accumulation, clip_norm, share, tmp_path)
-        assert got == losses, f"{name} at {share}"
+def test_planned_equals_plain_to_the_bit(case: Case, tmp_path: Path) -> None:
+    losses, weights = _plain(case)
+    for share in case.shares:
+        got, values, made = _planned(case, share, tmp_path)
+        assert got == losses, f"{case} at {share}"
         assert values.keys() == weights.keys()
-        assert all(torch.equal(values[key], weights[key]) for key in weights), f"{name} at {share}"
+        assert all(torch.equal(values[key], weights[key]) for key in weights), f"{case} at {share}"
         assert (len(made.choices) > 0) == (share < 1)

@@ -110,6 +110,8 @@ class Optimization:
         accumulation: Micro-batches per optimizer step.
         schedule: After the warm-up, "constant" or "cosine" (down to 0 at ``steps``).
         warmup_steps: Steps of linear rise to the full learning rate.
+        precision: "fp32"; or "bf16": parameters, activations and gradients in bfloat16, with float32 master weights
+            and moments, gradients summed over micro-batches and clipped in float32.
     """
 
     steps: int
@@ -118,6 +120,7 @@ class Optimization:
     accumulation: int = 1
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self) -> None:
         _integer("steps", self.steps, 1)
@@ -126,6 +129,8 @@ class Optimization:
         _integer("warmup_steps", self.warmup_steps, 0, self.steps)
         if self.schedule not in ("constant", "cosine"):
             raise ConfigError(f"schedule: expected 'constant' or 'cosine', got {self.schedule!r}")
+        if self.precision not in ("fp32", "bf16"):
+            raise ConfigError(f"precision: expected 'fp32' or 'bf16', got {self.precision!r}")
 
 
 def lr_at(optimization: Optimization, step: int) -> float:

@@ -65,6 +65,7 @@ def plan(
     disk_budget: str | int | None = None,
     policy: str = "residency",
     clip_norm: float = 0.0,
+    master_weights: bool = False,
 ) -> Plan:
     """Plan the training step of a captured model with AdamW.
 
@@ -74,12 +75,13 @@ def plan(
         disk_budget: Bytes allowed on disk; None allows what the machine has.
         policy: "keep-all", "checkpoint-every-block" or "residency".
         clip_norm: Limit of the global gradient norm; 0 switches it off.
+        master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
 
     Raises:
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
         ConfigError: an argument means nothing.
     """
-    step = expand(graph, clip_norm=clip_norm)
+    step = expand(graph, clip_norm=clip_norm, master_weights=master_weights)
     scratch = _scratch(step, machine)
     planned = make_plan(
         step,
@@ -87,7 +89,7 @@ def plan(
         budget=budget,
         disk_budget=disk_budget,
         policy=policy,
-        clip_norm=clip_norm,
+        expansion={"clip_norm": clip_norm, "master_weights": float(master_weights)},
         workspace_bytes=scratch,
     )
     return planned.plan
@@ -99,7 +101,9 @@ def lowered(plan: Plan, graph: StepGraph) -> Program:
     Raises:
         ConfigError: it was made from another.
     """
-    step = expand(graph, clip_norm=plan.settings["clip_norm"])
+    step = expand(
+        graph, clip_norm=plan.settings["clip_norm"], master_weights=bool(plan.settings.get("master_weights", 0.0))
+    )
     machine = machine_from_dict(plan.machine, "the plan's machine")
     return make_program(plan, step, machine, workspace_bytes=_scratch(step, machine))
 
@@ -121,7 +125,7 @@ def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
         budget=run.memory.budget,
         disk_budget=run.memory.disk_budget_bytes(free),
         policy=run.memory.policy,
-        clip_norm=run.optimization.clip_norm,
+        expansion={"clip_norm": run.optimization.clip_norm, "master_weights": float(_has_masters(run))},
         workspace_bytes=_scratch(graph, machine),
         run=run_to_dict(run),
     )
@@ -152,23 +156,41 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
 
 
 def _captured(run: RunConfig) -> tuple[Deferred, StepGraph, StepGraph]:
-    initial = defer(lambda: build(run.model))
+    initial = defer(lambda: build(run.model, run.optimization.precision))
     captured = capture(
         initial.model, example_batch(run), loss_of(run.model), accumulation=run.optimization.accumulation
     )
-    return initial, captured, expand(captured, clip_norm=run.optimization.clip_norm)
+    step = expand(captured, clip_norm=run.optimization.clip_norm, master_weights=_has_masters(run))
+    return initial, captured, step
 
 
-def build(model: ModelConfig) -> torch.nn.Module:
+def _has_masters(run: RunConfig) -> bool:
+    return run.optimization.precision == "bf16"
+
+
+def build(model: ModelConfig, precision: str = "fp32") -> torch.nn.Module:
     """The model of a configuration, in training mode, initialised from torch's generator.
+
+    Args:
+        precision: "fp32" or "bf16", the dtype in which it is made.
 
     Raises:
         ConfigError: unknown name or size, or a module or file that cannot be used.
     """
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return _built(model, dtype)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _built(model: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
     if model.name in MODELS:
         return build_model(model.name, **model.sizes)
     if model.name.endswith(".json"):
-        return _hugging_face(Path(model.name))
+        return _hugging_face(Path(model.name), dtype)
     module, _, function = model.name.partition(":")
     try:
         made = getattr(importlib.import_module(module), function)(**model.sizes)
@@ -179,7 +201,7 @@ def build(model: ModelConfig) -> torch.nn.Module:
     return made
 
 
-def _hugging_face(path: Path) -> torch.nn.Module:
+def _hugging_face(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -188,7 +210,7 @@ def _hugging_face(path: Path) -> torch.nn.Module:
         config = AutoConfig.for_model(**json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"model.name {str(path)!r}: expected the config.json of a model: {error}") from error
-    return AutoModelForCausalLM.from_config(config).train()
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
 def loss_of(model: ModelConfig) -> Loss:

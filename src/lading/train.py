@@ -22,6 +22,7 @@ from lading.config import RunConfig, lr_at, run_to_dict
 from lading.errors import BudgetExceeded, ConfigError
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
+from lading.optim.master import MasterWeights
 from lading.prepare import Prepared, build, loss_of, plan_run, prepare_plan
 from lading.report.metrics import MetricsLog, read_steps, truncate_after
 from lading.report.progress import training_progress
@@ -209,10 +210,11 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
     trim()
     baseline, meter = resident_bytes(), PeakMeter()
     torch.manual_seed(run.seed)
-    model, loss_fn = build(run.model), loss_of(run.model)
+    model, loss_fn = build(run.model, run.optimization.precision), loss_of(run.model)
+    masters = MasterWeights(model)
     chosen = run.optimization.optimizer
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        masters.parameters,
         lr=chosen.lr,
         betas=(chosen.beta1, chosen.beta2),
         eps=chosen.eps,
@@ -226,7 +228,7 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
         for step in range(run.optimization.steps):
             batches = [data.batch(step, micro) for micro in range(run.optimization.accumulation)]
             started = time.perf_counter()
-            losses.append(plain_step(model, loss_fn, optimizer, batches, run, step))
+            losses.append(plain_step(model, loss_fn, optimizer, masters, batches, run, step))
             seconds.append(time.perf_counter() - started)
             peak = max(0, meter.peak_bytes() - baseline)
             rate = run.data.batch_size * run.data.sequence_length * len(batches) / seconds[-1]
@@ -250,6 +252,7 @@ def plain_step(
     model: torch.nn.Module,
     loss_fn: Any,
     optimizer: torch.optim.Optimizer,
+    masters: MasterWeights,
     batches: Sequence[Any],
     run: RunConfig,
     step: int,
@@ -263,9 +266,11 @@ def plain_step(
         if len(batches) > 1:
             loss = loss / len(batches)
         loss.backward()
+        masters.add_gradients()
         total += loss.item()
     if run.optimization.clip_norm:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimization.clip_norm)
+        torch.nn.utils.clip_grad_norm_(masters.parameters, run.optimization.clip_norm)
     optimizer.step()
+    masters.write_back()
     optimizer.zero_grad(set_to_none=True)
     return total

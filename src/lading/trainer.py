@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +19,7 @@ from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import AdamW
 from lading.errors import ConfigError, StorageError
-from lading.ir.graph import StepGraph, Tensor
+from lading.ir.graph import DTYPE_BYTES, StepGraph
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
@@ -63,8 +66,7 @@ class Trainer:
         self.program = program or lowered(plan, graph)
         self.steps = 0
         step_graph = self.program.graph
-        by_name = [*((p.names[0], p.tensor) for p in step_graph.parameters), *step_graph.buffers, *step_graph.states]
-        self._tensors = {name: step_graph.tensors[tensor] for name, tensor in by_name}
+        self._values = _values_of(step_graph)
         self._first_name = {alias: p.names[0] for p in step_graph.parameters for alias in p.names}
         self._taken: list[tuple[str, torch.Tensor]] = []
         self._whole = True  # no step or load ended half-way
@@ -128,15 +130,33 @@ class Trainer:
         Raises:
             ConfigError: no such name.
         """
-        return self._executor.read_storage(self._tensor(name).storage)
+        found = self._value(name)
+        parts = [self._executor.read_storage(storage) for storage in found.storages]
+        return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts]).view(found.shape)
 
     def set_value(self, name: str, value: torch.Tensor) -> None:
-        """Set a parameter, buffer or optimizer state.
+        """Set a parameter, buffer or optimizer state; with a parameter its master, which would overwrite it.
 
         Raises:
             ConfigError: no such name, or another shape or dtype.
         """
-        self._executor.write_storage(self._tensor(name).storage, value)
+        found = self._value(name)
+        if len(found.storages) == 1:
+            self._executor.write_storage(found.storages[0], value)
+        else:
+            self._write_parts(name, found, value)
+        master = f"{self._first_name.get(name, name)}.master"
+        if name in self._first_name and master in self._values:
+            self.set_value(master, value.float())
+
+    def _write_parts(self, name: str, found: _Value, value: torch.Tensor) -> None:
+        given = (_dtype_of(value), tuple(value.shape))
+        if given != (found.dtype, found.shape):
+            raise ConfigError(f"expected {name!r} as {found.dtype} {found.shape}, got {given[0]} {given[1]}")
+        flat = value.detach().reshape(-1)
+        counts = [self.program.graph.storages[s].size_bytes // flat.element_size() for s in found.storages]
+        for storage, part in zip(found.storages, flat.split(counts), strict=True):
+            self._executor.write_storage(storage, part)
 
     def initialize(self, initial: Deferred, seed: int) -> None:
         """Give the parameters and buffers the values that building the model with ``seed`` would."""
@@ -157,8 +177,8 @@ class Trainer:
         self._check_whole()
         state = torch.get_rng_state()
         sources: list[TensorSource] = [
-            (name, tensor.dtype, tensor.shape, self._executor.chunks(tensor.storage))
-            for name, tensor in self._tensors.items()
+            (name, found.dtype, found.shape, chain.from_iterable(map(self._executor.chunks, found.storages)))
+            for name, found in self._values.items()
         ]
         rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
         path = save_checkpoint(Path(folder), self.steps, [*sources, rng], meta or {}, keep)
@@ -173,12 +193,12 @@ class Trainer:
         """
         checkpoint = open_checkpoint(Path(path))
         saved = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items() if name != _RNG}
-        wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in self._tensors.items()}
+        wanted = {name: (found.dtype, found.shape) for name, found in self._values.items()}
         if differing := _differing(saved, wanted):
             raise StorageError(f"{path}: expected a checkpoint of this model, these tensors differ: {differing}")
         generator = checkpoint.read(_RNG)
         self._whole = False
-        for name in self._tensors:
+        for name in self._values:  # masters come after their parameters
             self.set_value(name, checkpoint.read(name))
         self._whole = True
         torch.set_rng_state(generator)
@@ -197,13 +217,13 @@ class Trainer:
         finally:
             self._executor.close()
 
-    def _tensor(self, name: str) -> Tensor:
+    def _value(self, name: str) -> _Value:
         name = self._first_name.get(name, name)
-        if name not in self._tensors:
-            near = get_close_matches(name, self._tensors, 1)
+        if name not in self._values:
+            near = get_close_matches(name, self._values, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"expected a parameter, buffer or optimizer state, got {name!r}{hint}")
-        return self._tensors[name]
+        return self._values[name]
 
     def _check_whole(self) -> None:
         if not self._whole:
@@ -228,7 +248,30 @@ class Trainer:
             tensor.data = torch.empty(0, dtype=tensor.dtype)
         self._executor.observe_peak()
         trim()
-        self._executor.given_back(sum(self._tensors[name].size_bytes for name, _ in self._taken))
+        self._executor.given_back(sum(self._values[name].size_bytes for name, _ in self._taken))
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A parameter, buffer or state: ``storages`` hold its elements one after another."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    storages: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def _values_of(graph: StepGraph) -> dict[str, _Value]:
+    """What lasts from step to step, by name: parameters, buffers, then states."""
+    named = [*((p.names[0], p.tensor) for p in graph.parameters), *graph.buffers]
+    single = [(name, graph.tensors[tensor]) for name, tensor in named]
+    values = {name: _Value(tensor.dtype, tensor.shape, (tensor.storage,)) for name, tensor in single}
+    for state in graph.states:
+        values[state.name] = _Value(state.dtype, state.shape, tuple(map(graph.storage_of, state.parts)))
+    return values
 
 
 def _check_host(plan: Plan) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
 from typing import Any
 
 import pytest
@@ -140,8 +142,8 @@ def test_micro_batches_share_what_lasts_and_nothing_else() -> None:
 def test_states_are_named_for_their_parameters() -> None:
     graph = step_of()
     names = [p.names[0] for p in graph.parameters]
-    assert [name for name, _ in graph.states] == [f"{n}.{s}" for n in names_in_order(graph, names) for s in STATES]
-    sizes = {name: graph.storages[graph.storage_of(t)].size_bytes for name, t in graph.states}
+    assert [state.name for state in graph.states] == [f"{n}.{s}" for n in names_in_order(graph, names) for s in STATES]
+    sizes = {s.name: sum(graph.storages[graph.storage_of(t)].size_bytes for t in s.parts) for s in graph.states}
     for parameter in graph.parameters:
         size = graph.storages[graph.storage_of(parameter.tensor)].size_bytes
         assert [sizes[f"{parameter.names[0]}.{s}"] for s in STATES] == [size, size, 4]
@@ -152,7 +154,7 @@ STATES = ("exp_avg", "exp_avg_sq", "step")
 
 def names_in_order(graph: StepGraph, names: list[str]) -> list[str]:
     """Parameters in the order in which their states were made."""
-    order = [name.removesuffix(".step") for name, _ in graph.states if name.endswith(".step")]
+    order = [s.name.removesuffix(".step") for s in graph.states if s.name.endswith(".step")]
     assert sorted(order) == sorted(names)
     return order
 
@@ -163,7 +165,7 @@ def test_frozen_parameters_have_no_state() -> None:
     graph = expand(capture(model, tokens(), next_byte_loss))
     trained = {p.names[0] for p in graph.parameters if p.gradient is not None}
     assert len(trained) == len(graph.parameters) - 1
-    assert {name.rpartition(".")[0] for name, _ in graph.states} == trained
+    assert {state.name.rpartition(".")[0] for state in graph.states} == trained
 
 
 def test_refusals() -> None:
@@ -173,3 +175,57 @@ def test_refusals() -> None:
     frozen = tuple(dataclasses.replace(p, gradient=None) for p in graph.parameters)
     with pytest.raises(ConfigError, match="no parameter has a gradient"):
         expand(dataclasses.replace(graph, parameters=frozen))
+
+
+def low(name: str, **sizes: Any) -> StepGraph:
+    """A bfloat16 model as captured."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = own(name, **sizes)
+    finally:
+        torch.set_default_dtype(before)
+    return capture(model, tokens(), next_byte_loss, accumulation=2)
+
+
+def test_states_in_parts_cover_each_parameter_once() -> None:
+    captured = capture(own("llama", dim=64), tokens(), next_byte_loss)
+    whole, graph = expand(captured), expand(captured, part_elements=1)
+    assert [(s.name, s.shape) for s in graph.states] == [(s.name, s.shape) for s in whole.states]
+    assert graph.bytes_of_role(Role.OPTIMIZER_STATE) == whole.bytes_of_role(Role.OPTIMIZER_STATE)
+    cut = [s for s in graph.states if len(s.parts) > 1]
+    assert cut
+    for state in cut:
+        sizes = [graph.tensors[t].shape[0] for t in state.parts]
+        assert sum(sizes) == prod(state.shape)
+        assert all(size % 1024 == 0 for size in sizes[:-1])
+    for parameter in graph.parameters:
+        mine = [op for op in graph.ops if op.kind is OpKind.STEP and writes_to(graph, op, parameter.tensor)]
+        assert [dict(op.kwargs).get("first", True) for op in mine] == [True] + [False] * (len(mine) - 1)
+        spans = [(graph.tensors[op.args[0].tensor].offset, prod(graph.tensors[op.args[0].tensor].shape)) for op in mine]
+        assert spans[0][0] == 0
+        assert all(a + n == b for (a, n), (b, _) in pairwise(spans))
+
+
+def writes_to(graph: StepGraph, op: Any, tensor: int) -> bool:
+    return graph.storage_of(op.args[0].tensor) == graph.storage_of(tensor)
+
+
+def test_masters_take_the_gradients_in_float32() -> None:
+    graph = expand(low("llama", num_layers=1), clip_norm=1.0, master_weights=True)
+    sizes = {s.name: (s.dtype, s.shape) for s in graph.states}
+    for parameter in graph.parameters:
+        value = graph.tensors[parameter.tensor]
+        assert value.dtype == "bfloat16"
+        assert parameter.gradient is not None
+        assert graph.tensors[parameter.gradient].dtype == "float32"
+        assert all(sizes[f"{parameter.names[0]}.{s}"] == ("float32", value.shape) for s in ("master", *STATES[:2]))
+    norms = [op for op in graph.ops if op.name == "aten.linalg_vector_norm.default"]
+    assert {graph.tensors[op.inputs[0]].dtype for op in norms} == {"float32"}
+
+
+def test_clipping_without_masters_stays_in_the_gradients_dtype() -> None:
+    graph = expand(low("llama", num_layers=1), clip_norm=1.0)
+    norms = [op for op in graph.ops if op.name == "aten.linalg_vector_norm.default"]
+    assert {graph.tensors[op.outputs[0]].dtype for op in norms} == {"bfloat16"}
+    assert not any(state.name.endswith(".master") for state in graph.states)

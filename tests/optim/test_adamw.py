@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lading.config import AdamW
-from lading.optim.adamw import adamw_step
+from lading.optim.adamw import adamw_part, adamw_step
 
 SHAPES = [(), (1,), (7,), (64, 33), (3, 5, 17), (4099,)]
 
@@ -45,3 +45,28 @@ def test_each_number_matters() -> None:
     plain = updated()
     for change in ({"lr": 2e-2}, {"beta1": 0.5}, {"beta2": 0.5}, {"eps": 0.1}, {"weight_decay": 0.5}):
         assert not torch.equal(updated(**change), plain), change
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_parts_at_whole_vectors_give_the_bits_of_the_whole(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        torch.manual_seed(0)
+        count = 100_003
+        start = [torch.randn(count), torch.randn(count), torch.randn(count), torch.rand(count)]
+
+        def updated(size: int) -> list[torch.Tensor]:
+            tensors = [t.clone() for t in start]
+            for step in (1.0, 2.0):
+                for at in range(0, count, size):
+                    part = [t[at : at + size] for t in tensors]
+                    adamw_part(*part, torch.tensor(step), lr=1e-2, settings=AdamW())
+            return tensors
+
+        whole = updated(count)
+        for size in (1024, 16 * 1024, 64 * 1024):
+            assert all(map(torch.equal, updated(size), whole)), size
+        assert not all(map(torch.equal, updated(1001), whole))  # why parts are cut where they are
+    finally:
+        torch.set_num_threads(before)

@@ -109,6 +109,16 @@ class Tensor:
     offset: int = 0
 
     @property
+    def is_row_major(self) -> bool:
+        """Whether the elements lie one after another in memory, the last dim fastest."""
+        expected = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if length != 1 and stride != expected:
+                return False
+            expected *= length
+        return True
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the elements, each counted once per index (an expanded dim counts fully)."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
@@ -155,6 +165,16 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class State:
+    """An optimizer state by name; ``parts`` are tensors whose elements, one part after another, are all of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """A run of operations that repeats: instance ``i`` starts at ``starts[i]`` and is ``num_ops`` long."""
 
@@ -169,9 +189,9 @@ class StepGraph:
     """Forward, loss and backward (and, once expanded, the optimizer) of one step, in program order.
 
     ``losses`` holds one scalar tensor per micro-batch; ``inputs`` the batch leaves by path, one tuple per micro-batch.
-    ``accumulation`` is the number of micro-batches of a step; each loss is already divided by it. ``states`` are the
-    optimizer's, by name. ``deferred`` are the operations that end the step before (see ``lading.ir.defer``), and
-    ``carried`` the storages they take from it: an operation of the step creates each anew, later.
+    ``accumulation`` is the number of micro-batches of a step; each loss is already divided by it. ``deferred`` are the
+    operations that end the step before (see ``lading.ir.defer``), and ``carried`` the storages they take from it: an
+    operation of the step creates each anew, later.
     """
 
     storages: tuple[Storage, ...]
@@ -182,7 +202,7 @@ class StepGraph:
     inputs: tuple[tuple[tuple[str, int], ...], ...]
     losses: tuple[int, ...]
     blocks: tuple[Block, ...] = ()
-    states: tuple[tuple[str, int], ...] = ()
+    states: tuple[State, ...] = ()
     accumulation: int = 1
     deferred: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()

@@ -3,12 +3,22 @@
 Micro-batches are unrolled, gradients accumulated in place, clipped by their global norm, and every parameter updated
 as soon as its gradient is final and nothing still reads the old value. The operations added are those that eager
 PyTorch runs (``AccumulateGrad``, ``clip_grad_norm_``, fused AdamW), so the numbers are the same to the bit.
+
+[Note: master weights] With ``master_weights``, a parameter of less than 32 bits has a float32 master beside its two
+moments. Its gradients are summed over micro-batches in float32, clipped in float32 and applied to the master, and
+the parameter becomes the master rounded; ``lading.optim.master`` is the same in plain PyTorch.
+
+[Note: states in parts] The states of a large parameter are storages of a few MiB each, with one update for each, on
+views of the parameter and its gradient, so that they can pass through the device one after another. The fused kernel
+treats elements alone, in vectors from the start of what it is given: cut at whole vectors, parts give the bits of
+the whole (tests/optim/test_adamw.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from math import prod
 
 from lading.errors import ConfigError
 from lading.ir.graph import (
@@ -16,57 +26,82 @@ from lading.ir.graph import (
     PERSISTENT,
     Arg,
     Block,
+    Literal,
     Op,
     OpKind,
     Parameter,
     Phase,
     Ref,
     Role,
+    State,
     StepGraph,
     Storage,
     Tensor,
     rename_op,
 )
 
-#: The operation that updates one parameter: (param, grad, exp_avg, exp_avg_sq, step), all but grad mutated.
+#: The operation that updates a parameter or a part of it: (param, grad, exp_avg, exp_avg_sq, step), all but grad
+#: mutated. Named: ``master`` (float32 weights), ``coefficient`` (of the gradient), ``first`` (False: another part of
+#: this parameter has counted the step).
 ADAMW = "lading.adamw"
+#: Least elements of a part: 4 MiB of float32, which a disk moves at nearly full speed.
+PART_ELEMENTS = 1 << 20
+#: A model has about this many parts at most, so that the step stays short.
+_PARTS = 256
+#: Parts begin at whole pages of float32, which are whole vectors of every CPU.
+_UNIT = 1024
+_LOW = frozenset({"bfloat16", "float16"})
 
 
-def expand(graph: StepGraph, *, clip_norm: float = 0.0) -> StepGraph:
+def expand(
+    graph: StepGraph, *, clip_norm: float = 0.0, master_weights: bool = False, part_elements: int = PART_ELEMENTS
+) -> StepGraph:
     """The whole step of ``graph.accumulation`` micro-batches with AdamW.
 
     Args:
         graph: One micro-batch, as captured.
         clip_norm: Limit of the global gradient norm as in ``torch.nn.utils.clip_grad_norm_``; 0 switches it off.
+        master_weights: Give each bfloat16 or float16 parameter a float32 master. See [Note: master weights].
+        part_elements: Least elements of a part of an optimizer state. See [Note: states in parts].
 
     Raises:
-        ConfigError: negative clip_norm, or no parameter has a gradient.
+        ConfigError: negative clip_norm, no parameter has a gradient, or gradients of several dtypes to clip.
     """
     if clip_norm < 0:
         raise ConfigError(f"expected clip_norm >= 0 (0 = off), got {clip_norm}")
     trained = [p for p in graph.parameters if p.gradient is not None]
     if not trained:
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
-    builder = _Builder(graph)
+    builder = _Builder(graph, master_weights)
     for micro in range(graph.accumulation):
         builder.add_micro_batch(micro)
     coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
-    builder.add_updates(trained, coefficient)
+    total = sum(prod(graph.tensors[p.tensor].shape) for p in trained)
+    builder.add_updates(trained, coefficient, max(part_elements, total // _PARTS))
     return builder.finish()
 
 
 class _Builder:
-    """Grows the expanded graph; ``ops`` holds the operations in their final order."""
+    """Grows the expanded graph; ``ops`` holds the operations in their final order.
 
-    def __init__(self, graph: StepGraph) -> None:
-        self.graph = graph
+    Attributes:
+        gradients: Tensor of each parameter's gradient, summed over micro-batches, by the parameter's tensor.
+    """
+
+    def __init__(self, graph: StepGraph, master_weights: bool) -> None:
+        self.graph, self.master_weights = graph, master_weights
         self.storages = list(graph.storages)
         self.tensors = list(graph.tensors)
         self.ops: list[Op] = []
         self.starts: list[int] = []
         self.inputs: list[tuple[tuple[str, int], ...]] = []
         self.losses: list[int] = []
-        self.states: list[tuple[str, int]] = []
+        self.states: list[State] = []
+        self.gradients = {p.tensor: p.gradient for p in graph.parameters if p.gradient is not None}
+
+    def has_master(self, parameter: Parameter) -> bool:
+        """Whether a float32 master is updated instead of the parameter."""
+        return self.master_weights and self.tensors[parameter.tensor].dtype in _LOW
 
     def add_micro_batch(self, micro: int) -> None:
         """Append the operations of one micro-batch; a later one has fresh activations and adds to the gradients."""
@@ -75,10 +110,15 @@ class _Builder:
         self.ops.extend(rename_op(op, names) for op in self.graph.ops)
         self.inputs.append(tuple((name, names[t]) for name, t in self.graph.inputs[0]))
         self.losses.append(names[self.graph.losses[0]])
-        if micro:
-            for parameter in self.graph.parameters:
-                if parameter.gradient is not None:
-                    self._accumulate(parameter, names[parameter.gradient])
+        if self.graph.accumulation == 1:
+            return
+        for parameter in self.graph.parameters:
+            if parameter.gradient is None:
+                continue
+            if micro:
+                self._accumulate(parameter, names[parameter.gradient])
+            elif self.has_master(parameter):
+                self._widen(parameter)
 
     def _tensor_map(self, micro: int) -> dict[int, int]:
         """Old tensor id -> id in this micro-batch; persistent storages are shared, the others copied."""
@@ -104,16 +144,46 @@ class _Builder:
         self.tensors.append(tensor)
         return len(self.tensors) - 1
 
-    def _scalar(self, name: str, role: Role) -> int:
-        return self._tensor(Tensor(self._storage(name, DTYPE_BYTES["float32"], role), "float32", (), ()))
+    def _scalar(self, name: str, role: Role, dtype: str = "float32") -> int:
+        return self._tensor(Tensor(self._storage(name, DTYPE_BYTES[dtype], role), dtype, (), ()))
 
     def _accumulate(self, parameter: Parameter, fresh: int) -> None:
         """``grad += fresh`` right after ``fresh`` gets its last write."""
-        assert parameter.gradient is not None
+        total = self.gradients[parameter.tensor]
         after = self._last_write(fresh, self.starts[-1])
-        args: tuple[Arg, ...] = (Ref(parameter.gradient), Ref(fresh))
-        op = self._op("aten.add_.Tensor", args, parameter, (parameter.gradient, fresh), mutates=(parameter.gradient,))
+        args: tuple[Arg, ...] = (Ref(total), Ref(fresh))
+        op = self._op("aten.add_.Tensor", args, parameter, (total, fresh), mutates=(total,))
         self.ops.insert(after + 1, dataclasses.replace(op, phase=Phase.BACKWARD))
+
+    def _widen(self, parameter: Parameter) -> None:
+        """The first micro-batch's gradient in float32, to which the others are added."""
+        first = self.gradients[parameter.tensor]
+        after = self._last_write(first, 0)
+        total, op = self._in_float32(parameter, f"{parameter.names[0]}.main_grad", Role.GRADIENT)
+        self.gradients[parameter.tensor] = total
+        self.ops.insert(after + 1, dataclasses.replace(op, phase=Phase.BACKWARD))
+
+    def _in_float32(self, parameter: Parameter, name: str, role: Role) -> tuple[int, Op]:
+        """A new float32 tensor as the parameter's gradient lies, and the operation that fills it."""
+        source = self.gradients[parameter.tensor]
+        old = self.tensors[source]
+        size = prod(old.shape) * DTYPE_BYTES["float32"]
+        stride = old.stride if self._is_dense(old) else _row_major(old.shape)
+        made = self._tensor(Tensor(self._storage(name, size, role), "float32", old.shape, stride))
+        op = self._op("aten._to_copy.default", (Ref(source),), parameter, (source,), mutates=())
+        kwargs = (("dtype", Literal("dtype", "float32")),)
+        op = dataclasses.replace(op, kwargs=kwargs, outputs=(made,), results=(made,), bytes_written=size)
+        return made, dataclasses.replace(op, kind=OpKind.COPY)
+
+    def _is_dense(self, tensor: Tensor) -> bool:
+        """Whether the elements fill a piece of memory without holes or overlap, in whatever order of dims."""
+        order = sorted((s, n) for s, n in zip(tensor.stride, tensor.shape, strict=True) if n != 1)
+        expected = 1
+        for stride, length in order:
+            if stride != expected:
+                return False
+            expected *= length
+        return True
 
     def _last_write(self, tensor: int, start: int) -> int:
         storage = self.tensors[tensor].storage
@@ -129,24 +199,25 @@ class _Builder:
 
         Each gradient's norm is taken as soon as the gradient is final, while it is still at hand.
         """
+        dtype = self._clipped_dtype(trained)
         norms: list[int] = []
         final = {self.tensors[t].storage: i for i, op in enumerate(self.ops) for t in (*op.outputs, *op.mutates)}
         after: dict[int, list[Op]] = {}
         for parameter in trained:
-            assert parameter.gradient is not None
-            norm = self._scalar(f"{parameter.names[0]}.grad_norm", Role.WORKSPACE)
-            args: tuple[Arg, ...] = (Ref(parameter.gradient), 2.0)
-            op = self._making("aten.linalg_vector_norm.default", args, parameter, (parameter.gradient,), norm)
-            after.setdefault(final[self.tensors[parameter.gradient].storage], []).append(op)
-            norms.append(norm)
+            gradient = self.gradients[parameter.tensor]
+            ops = after.setdefault(final[self.tensors[gradient].storage], [])
+            if self._widens_inside(parameter):
+                gradient, op = self._in_float32(parameter, f"{parameter.names[0]}.grad_float32", Role.WORKSPACE)
+                ops.append(op)
+            norms.append(self._scalar(f"{parameter.names[0]}.grad_norm", Role.WORKSPACE, dtype))
+            args: tuple[Arg, ...] = (Ref(gradient), 2.0)
+            ops.append(self._making("aten.linalg_vector_norm.default", args, parameter, (gradient,), norms[-1]))
         self.ops = [new for index, op in enumerate(self.ops) for new in (op, *after.get(index, ()))]
         clip = Parameter(("clip.grad_norm",), -1, None)
-        stacked = self._tensor(
-            Tensor(self._storage("clip.norms", 4 * len(norms), Role.WORKSPACE), "float32", (len(norms),), (1,))
-        )
+        stacked = self._storage("clip.norms", DTYPE_BYTES[dtype] * len(norms), Role.WORKSPACE)
+        last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))
         args = (tuple(Ref(n) for n in norms),)
-        self.ops.append(self._making("aten.stack.default", args, clip, tuple(norms), stacked))
-        last = stacked
+        self.ops.append(self._making("aten.stack.default", args, clip, tuple(norms), last))
         chain: tuple[tuple[str, tuple[Arg, ...]], ...] = (
             ("aten.linalg_vector_norm.default", (2.0,)),
             ("aten.add.Tensor", (1e-6,)),
@@ -155,13 +226,30 @@ class _Builder:
             ("aten.clamp.default", (None, 1.0)),
         )
         for name, rest in chain:
-            out = self._scalar(f"clip.{name.split('.')[1]}", Role.WORKSPACE)
+            out = self._scalar(f"clip.{name.split('.')[1]}", Role.WORKSPACE, dtype)
             self.ops.append(self._making(name, (Ref(last), *rest), clip, (last,), out))
             last = out
         return last
 
-    def add_updates(self, trained: Sequence[Parameter], coefficient: int | None) -> None:
-        """Insert one update per parameter after its last reader and its final gradient."""
+    def _widens_inside(self, parameter: Parameter) -> bool:
+        """Whether the update itself takes a gradient of less than 32 bits to its master."""
+        return self.has_master(parameter) and self.tensors[self.gradients[parameter.tensor]].dtype != "float32"
+
+    def _clipped_dtype(self, trained: Sequence[Parameter]) -> str:
+        """The one dtype of all gradients where they are clipped."""
+        found = {
+            "float32" if self.has_master(p) else self.tensors[self.gradients[p.tensor]].dtype: p.names[0]
+            for p in trained
+        }
+        if len(found) > 1:
+            raise ConfigError(
+                f"expected gradients of one dtype to clip, got {', '.join(f'{d} ({n})' for d, n in found.items())}; "
+                "use master_weights=True, one dtype for all parameters, or clip_norm=0"
+            )
+        return next(iter(found))
+
+    def add_updates(self, trained: Sequence[Parameter], coefficient: int | None, part_elements: int) -> None:
+        """Insert the updates of each parameter after its last reader and its final gradient."""
         last: dict[int, int] = {}
         for index, op in enumerate(self.ops):
             for t in (*op.inputs, *op.outputs, *op.mutates):
@@ -169,32 +257,64 @@ class _Builder:
         after: dict[int, list[Op]] = {}
         end = len(self.ops) - 1
         for parameter in trained:
-            assert parameter.gradient is not None
-            ready = max(last[self.tensors[t].storage] for t in (parameter.tensor, parameter.gradient))
+            gradient = self.gradients[parameter.tensor]
+            ready = max(last[self.tensors[t].storage] for t in (parameter.tensor, gradient))
             ops = after.setdefault(end if coefficient is not None else ready, [])
-            if coefficient is not None:
-                args: tuple[Arg, ...] = (Ref(parameter.gradient), Ref(coefficient))
-                inputs = (parameter.gradient, coefficient)
-                ops.append(self._op("aten.mul_.Tensor", args, parameter, inputs, mutates=inputs[:1]))
-            ops.append(self._update(parameter))
+            inside = self._widens_inside(parameter)
+            if coefficient is not None and not inside:
+                args: tuple[Arg, ...] = (Ref(gradient), Ref(coefficient))
+                ops.append(self._op("aten.mul_.Tensor", args, parameter, (gradient, coefficient), mutates=(gradient,)))
+            ops.extend(self._updates(parameter, coefficient if inside else None, part_elements))
         self.ops = [new for index, op in enumerate(self.ops) for new in (op, *after.get(index, ()))]
 
-    def _update(self, parameter: Parameter) -> Op:
-        assert parameter.gradient is not None
-        value = self.tensors[parameter.tensor]
-        size = self.storages[value.storage].size_bytes
-        states: list[int] = []
-        for suffix in ("exp_avg", "exp_avg_sq"):
-            name = f"{parameter.names[0]}.{suffix}"
-            storage = self._storage(name, size, Role.OPTIMIZER_STATE)
-            states.append(self._tensor(dataclasses.replace(value, storage=storage)))
-            self.states.append((name, states[-1]))
-        states.append(self._scalar(f"{parameter.names[0]}.step", Role.OPTIMIZER_STATE))
-        self.states.append((f"{parameter.names[0]}.step", states[-1]))
-        tensors = (parameter.tensor, parameter.gradient, *states)
-        args = tuple(Ref(t) for t in tensors)
-        op = self._op(ADAMW, args, parameter, tensors, mutates=(parameter.tensor, *states))
-        return dataclasses.replace(op, kind=OpKind.STEP)
+    def _updates(self, parameter: Parameter, coefficient: int | None, part_elements: int) -> list[Op]:
+        """One update, or one for each part of the states. See [Note: states in parts]."""
+        value, gradient = self.tensors[parameter.tensor], self.tensors[self.gradients[parameter.tensor]]
+        count = -(-prod(value.shape) // max(part_elements, _UNIT))
+        if count <= 1 or not (value.is_row_major and gradient.is_row_major):
+            pairs = [(parameter.tensor, self.gradients[parameter.tensor])]
+        else:
+            cuts = zip(_cut(value, count), _cut(gradient, count), strict=True)
+            pairs = [(self._tensor(v), self._tensor(g)) for v, g in cuts]
+        step = self._scalar(f"{parameter.names[0]}.step", Role.OPTIMIZER_STATE)
+        suffixes = ("exp_avg", "exp_avg_sq", *(("master",) if self.has_master(parameter) else ()))
+        parts = {suffix: [self._state(parameter, suffix, pair[0]) for pair in pairs] for suffix in suffixes}
+        for suffix, tensors in parts.items():
+            dtype = self.tensors[tensors[0]].dtype
+            self.states.append(State(f"{parameter.names[0]}.{suffix}", dtype, value.shape, tuple(tensors)))
+        self.states.append(State(f"{parameter.names[0]}.step", "float32", (), (step,)))
+        return [
+            self._update(parameter, pair, [parts[s][i] for s in suffixes], step, coefficient, first=i == 0)
+            for i, pair in enumerate(pairs)
+        ]
+
+    def _state(self, parameter: Parameter, suffix: str, like: int) -> int:
+        """A state of the size of one part of the parameter."""
+        part = self.tensors[like]
+        dtype = "float32" if self.has_master(parameter) else part.dtype
+        whole = like == parameter.tensor
+        extent = self.storages[part.storage].size_bytes // DTYPE_BYTES[part.dtype] if whole else prod(part.shape)
+        name = f"{parameter.names[0]}.{suffix}" + ("" if whole else f"[{part.offset}]")
+        storage = self._storage(name, extent * DTYPE_BYTES[dtype], Role.OPTIMIZER_STATE)
+        return self._tensor(dataclasses.replace(part, storage=storage, dtype=dtype, offset=part.offset if whole else 0))
+
+    def _update(
+        self,
+        parameter: Parameter,
+        pair: tuple[int, int],
+        states: list[int],
+        step: int,
+        coefficient: int | None,
+        *,
+        first: bool,
+    ) -> Op:
+        tensors = (*pair, *states[:2], step)
+        named = {"master": states[2] if len(states) > 2 else None, "coefficient": coefficient}
+        extra = {name: tensor for name, tensor in named.items() if tensor is not None}
+        mutates = (pair[0], *states, *((step,) if first else ()))
+        op = self._op(ADAMW, tuple(map(Ref, tensors)), parameter, (*tensors, *extra.values()), mutates=mutates)
+        kwargs: tuple[tuple[str, Arg], ...] = tuple((name, Ref(tensor)) for name, tensor in extra.items())
+        return dataclasses.replace(op, kwargs=(*kwargs, *(() if first else (("first", False),))), kind=OpKind.STEP)
 
     def _making(
         self, name: str, args: tuple[Arg, ...], parameter: Parameter, inputs: tuple[int, ...], output: int
@@ -237,11 +357,13 @@ class _Builder:
             for b in self.graph.blocks
             if b.phase is Phase.FORWARD
         )
+        parameters = tuple(dataclasses.replace(p, gradient=self.gradients.get(p.tensor)) for p in self.graph.parameters)
         graph = dataclasses.replace(
             self.graph,
             storages=tuple(self.storages),
             tensors=tuple(self.tensors),
             ops=tuple(self.ops),
+            parameters=parameters,
             inputs=tuple(self.inputs),
             losses=tuple(self.losses),
             blocks=blocks,
@@ -249,3 +371,23 @@ class _Builder:
         )
         graph.validate()
         return graph
+
+
+def _cut(tensor: Tensor, count: int) -> list[Tensor]:
+    """A row-major tensor as ``count`` flat views of about the same size, at whole units."""
+    elements = prod(tensor.shape)
+    step = -(-elements // (count * _UNIT)) * _UNIT
+    starts = range(0, elements, step)
+    return [
+        dataclasses.replace(tensor, shape=(min(step, elements - at),), stride=(1,), offset=tensor.offset + at)
+        for at in starts
+    ]
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(1, length)
+    return tuple(reversed(strides))

@@ -15,7 +15,7 @@ from lading.errors import ConfigError
 
 
 def next_byte_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Mean cross-entropy of the next token.
+    """Mean cross-entropy of the next token, in float32 where the logits are in less.
 
     Args:
         model: tokens_BT (int64) -> logits_BTV.
@@ -30,4 +30,6 @@ def next_byte_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch
         found = sorted(batch) if tokens is None else tuple(tokens.shape)
         raise ConfigError(f"expected a batch with 'tokens' of shape (batch, tokens + 1), got {found}")
     logits_BTV = model(tokens[:, :-1])
+    if logits_BTV.dtype in (torch.bfloat16, torch.float16):
+        logits_BTV = logits_BTV.float()
     return F.cross_entropy(logits_BTV.flatten(0, 1), tokens[:, 1:].flatten())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ def make_plan(
     budget: str | int,
     disk_budget: str | int | None = None,
     policy: str = "residency",
-    clip_norm: float = 0.0,
+    expansion: Mapping[str, float] | None = None,
     workspace_bytes: Sequence[int] = (),
     run: dict[str, Any] | None = None,
 ) -> Planned:
@@ -72,7 +72,7 @@ def make_plan(
         budget: Device bytes ("256MB"), or a share ("50%") of what keep-all needs.
         disk_budget: Bytes allowed on disk; None allows the tier's capacity.
         policy: One of POLICIES.
-        clip_norm: What ``graph`` was expanded with; recorded.
+        expansion: Settings that ``graph`` was expanded with; recorded.
         workspace_bytes: Scratch of each operation outside its tensors; () where unknown, which becomes an assumption.
         run: Configuration to record in the plan.
 
@@ -106,7 +106,7 @@ def make_plan(
         policy=policy,
         budgets=budgets,
         choices=_choices(lives, found.choices),
-        settings={"keep_all_bytes": float(keep_all_bytes), "clip_norm": clip_norm},
+        settings={"keep_all_bytes": float(keep_all_bytes), **(expansion or {})},
         step_s=found.timeline.duration_s,
         lower_bound_s=bound_s,
         peak_bytes={

@@ -89,7 +89,7 @@ class _Walker:
         self.away: dict[int, str] = {}
         self.copies: dict[int, set[str]] = {}  # storage -> tiers that hold its current value
         self.transient: set[int] = set()
-        self.stepped: dict[int, int] = {}  # parameter storage -> the op that already updated it
+        self.stepped: dict[int, list[int]] = {}  # storage -> the updates that already changed it
         self.late: dict[int, int] = {}
         self.losses = {graph.storage_of(t) for t in graph.losses}
         self.rank = {op: place for place, op in enumerate(order)}
@@ -107,7 +107,7 @@ class _Walker:
             for storage in self.graph.writes(op):
                 self.copies.pop(storage, None)
                 if kind is ActionKind.STEP:
-                    self.stepped[storage] = op_index
+                    self.stepped.setdefault(storage, []).append(op_index)
             self._after(op_index)
         for storage, stay in self.live.items():
             stay.final = True
@@ -174,9 +174,9 @@ class _Walker:
     def _run_again(self, producer: int, op_index: int) -> None:
         op = self.graph.ops[producer]
         for source in self.graph.reads(op):
-            step = self.stepped.get(source, -1)
-            if step > producer:
-                self.late[step] = max(self.late.get(step, op_index), op_index, key=self.rank.__getitem__)
+            for step in self.stepped.get(source, ()):
+                if step > producer:
+                    self.late[step] = max(self.late.get(step, op_index), op_index, key=self.rank.__getitem__)
             if self._next_use(source, op_index, inclusive=True) is None:
                 self.transient.add(source)
         self._item(Item(ActionKind.RECOMPUTE, op=producer))

@@ -374,7 +374,8 @@ def _actions_of(program: Program, *, updates: bool) -> frozenset[int]:
 def _named_tensors(program: Program) -> dict[int, Tensor]:
     """The tensor by which each parameter, buffer and state is known, by storage."""
     graph = program.graph
-    ids = [p.tensor for p in graph.parameters] + [t for _, t in (*graph.buffers, *graph.states)]
+    ids = [p.tensor for p in graph.parameters] + [t for _, t in graph.buffers]
+    ids += [part for state in graph.states for part in state.parts]
     return {graph.tensors[t].storage: graph.tensors[t] for t in ids}
 
 

@@ -11,20 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from math import prod
 from typing import Any, cast
 
 import torch
 
 from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
-from lading.optim.adamw import AdamWSettings, adamw_step
+from lading.optim.adamw import AdamWSettings, adamw_part
 from lading.runtime.pieces import in_pieces
 from lading.runtime.scratch import bytes_of, inner_bytes, out_bytes
 
 Call = Callable[[], object]
 View = Callable[[int], torch.Tensor | None]
 
-#: The operation that updates one parameter: (param, grad, exp_avg, exp_avg_sq, step).
+#: The operation that updates a parameter or a part of it; its arguments are told in ``lading.ir.step``.
 ADAMW = "lading.adamw"
 
 
@@ -82,6 +83,8 @@ def bind(op: Op, view: View, *, optimizer: AdamWSettings | None = None, rate: Ra
     call = _decode(op, view)
     label, inputs = op.name.split(".")[1], [t for t in map(view, op.inputs) if t is not None]
     if op.mutates and not op.outputs:
+        if op.name == "aten.add_.Tensor" and (parts := _add_narrow(call)) is not None:
+            return Kernel(*parts)
         return Kernel(_in_place(call), out_bytes(label, inputs))
     placed = all(out is not None for out in call.outs) and not op.mutates
     if placed and len(call.outs) == 1 and (direct := _DIRECT.get(op.name)) is not None and (run := direct(call)):
@@ -192,6 +195,19 @@ _METHODS = frozenset({"add_", "copy_", "div_", "fill_", "mul_", "sub_", "zero_"}
 
 
 def _decode(op: Op, view: View) -> _Call:
+    args, kwargs = _arguments(op, view)
+    return _Call(
+        op=op,
+        overload=_overload(op.name),
+        args=args,
+        kwargs=kwargs,
+        outs=[None if r is None else view(r) for r in op.results],
+    )
+
+
+def _arguments(op: Op, view: View) -> tuple[list[Any], dict[str, Any]]:
+    """Positional and named arguments, tensors where they lie."""
+
     def value(arg: Arg) -> Any:
         match arg:
             case Ref(tensor):
@@ -207,13 +223,7 @@ def _decode(op: Op, view: View) -> _Call:
             case _:
                 return arg
 
-    return _Call(
-        op=op,
-        overload=_overload(op.name),
-        args=[value(a) for a in op.args],
-        kwargs={k: value(a) for k, a in op.kwargs},
-        outs=[None if r is None else view(r) for r in op.results],
-    )
+    return [value(a) for a in op.args], {k: value(a) for k, a in op.kwargs}
 
 
 def _literal(kind: str, text: str) -> Any:
@@ -385,14 +395,71 @@ _DIRECT: dict[str, Callable[[_Call], Call | None]] = {
 
 
 def _adamw(op: Op, view: View, optimizer: AdamWSettings | None, rate: Rate | None) -> Kernel:
-    tensors = [view(t) for arg in op.args for t in ([arg.tensor] if isinstance(arg, Ref) else [])]
-    param, grad, exp_avg, exp_avg_sq, step = (t for t in tensors if t is not None)
-    copied = grad.stride() != param.stride()
+    """The update of a parameter, or of a part of it."""
+    call = _arguments(op, view)
+    param, grad, exp_avg, exp_avg_sq, step = call[0]
+    master, coefficient = call[1].get("master"), call[1].get("coefficient")
+    counts = call[1].get("first", True)
+    if master is not None:
+        pieces, scratch = _master_pieces([param, grad, exp_avg, exp_avg_sq, master])
+    else:
+        pieces, scratch = [], bytes_of([grad]) if grad.stride() != param.stride() else 0
     if optimizer is None or rate is None:
-        return Kernel(lambda: None, bytes_of([grad]) if copied else 0)
+        return Kernel(lambda: None, scratch)
+
+    def plain() -> None:
+        if counts:
+            step.add_(1)
+        same = torch.empty_like(param).copy_(grad) if scratch else grad
+        adamw_part(param, same, exp_avg, exp_avg_sq, step, lr=rate.value, settings=optimizer)
+
+    def mixed() -> None:
+        if counts:
+            step.add_(1)
+        room = torch.empty(scratch // 4, dtype=torch.float32)
+        for rounded, given, first, second, exact in pieces:
+            wide = given
+            if scratch:
+                wide = room[: given.numel()].as_strided(exact.shape, exact.stride()).copy_(given)
+                if coefficient is not None:
+                    wide.mul_(coefficient)
+            adamw_part(exact, wide, first, second, step, lr=rate.value, settings=optimizer)
+            rounded.copy_(exact)
+
+    return Kernel(plain if master is None else mixed, scratch)
+
+
+#: Elements of a gradient that are widened at once.
+_WIDENED = 1 << 18
+
+
+def _master_pieces(tensors: list[torch.Tensor]) -> tuple[list[list[torch.Tensor]], int]:
+    """(param, grad, exp_avg, exp_avg_sq, master) in pieces that are widened at once, and the scratch that takes."""
+    grad, master = tensors[1], tensors[4]
+    if grad.dtype is torch.float32 and grad.stride() == master.stride():
+        return [tensors], 0
+    if not all(t.is_contiguous() for t in tensors):
+        return [tensors], 4 * prod(grad.shape)
+    flat = [t.view(-1) for t in tensors]
+    count = prod(grad.shape)
+    pieces = [[t[at : at + _WIDENED] for t in flat] for at in range(0, count, _WIDENED)]
+    return pieces, 4 * min(count, _WIDENED)
+
+
+def _add_narrow(call: _Call) -> tuple[Call, int] | None:
+    """``wide += narrow`` in pieces, for the kernel widens all that it adds; None where the plain call does as well."""
+    wide, narrow = call.args[:2]
+    if not isinstance(narrow, torch.Tensor) or wide.dtype is narrow.dtype or wide.shape != narrow.shape:
+        return None
+    if not (wide.is_contiguous() and narrow.is_contiguous()) or call.args[2:] or call.kwargs:
+        return None
+    pairs = [
+        (wide.view(-1)[at : at + _WIDENED].add_, narrow.view(-1)[at : at + _WIDENED])
+        for at in range(0, prod(wide.shape), _WIDENED)
+    ]
 
     def run() -> None:
-        same = torch.empty_like(param).copy_(grad) if copied else grad
-        adamw_step(param, same, exp_avg, exp_avg_sq, step, lr=rate.value, settings=optimizer)
+        for add, part in pairs:
+            add(part)
 
-    return Kernel(run, bytes_of([grad]) if copied else 0)
+    return run, min(prod(wide.shape), _WIDENED) * wide.element_size()

@@ -234,6 +234,16 @@ class StepGraph:
         return tuple(dict.fromkeys(self.tensors[t].storage for t in (*op.outputs, *op.mutates)))
 
     @cached_property
+    def op_reads(self) -> tuple[tuple[int, ...], ...]:
+        """``reads`` of every operation."""
+        return tuple(self.reads(op) for op in self.ops)
+
+    @cached_property
+    def op_writes(self) -> tuple[tuple[int, ...], ...]:
+        """``writes`` of every operation."""
+        return tuple(self.writes(op) for op in self.ops)
+
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of structure (not of weights): equal for two captures of the same model and batch shape."""
         digest = hashlib.sha256()

@@ -30,6 +30,11 @@ def slot_bytes(size_bytes: int) -> int:
     return max(unit, -(-size_bytes // unit) * unit)
 
 
+def slot_sizes(graph: StepGraph) -> list[int]:
+    """Bytes each storage takes in an arena."""
+    return [slot_bytes(storage.size_bytes) for storage in graph.storages]
+
+
 @dataclass(frozen=True)
 class Program:
     """One step for one class of ranks.

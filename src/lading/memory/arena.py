@@ -8,12 +8,12 @@ planner, arXiv:2001.03288), and several sort orders are tried.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lading.ir.program import LINE_BYTES, PAGE_BYTES, slot_bytes
+from lading.ir.program import PAGE_BYTES, slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,85 +40,91 @@ def peak_bytes(items: Sequence[Item]) -> int:
 def profile(items: Sequence[Item]) -> np.ndarray:
     """Bytes alive at each moment."""
     last = max((span[1] for item in items for span in item.spans), default=-1)
-    change = np.zeros(last + 2, dtype=np.int64)
+    change = [0] * (last + 2)
     for item in items:
+        size = slot_bytes(item.size_bytes)
         for first, end in item.spans:
-            change[first] += slot_bytes(item.size_bytes)
-            change[end + 1] -= slot_bytes(item.size_bytes)
-    return np.cumsum(change)[:-1]
+            change[first] += size
+            change[end + 1] -= size
+    return np.cumsum(np.asarray(change, dtype=np.int64))[:-1]
 
 
 def pack(items: Sequence[Item], limit_bytes: int = 0) -> Packing:
-    """Place every item, by the first of several orders that needs at most ``limit_bytes``, else by the best one."""
-    orders: tuple[Callable[[Item], tuple[int, ...]], ...] = (
-        lambda item: (-item.size_bytes,),
-        lambda item: (-len(item.spans) * _length(item), -item.size_bytes),
-        lambda item: (-item.size_bytes * _length(item),),
-        lambda item: (item.spans[0][0], -item.size_bytes),
-    )
-    floor = peak_bytes(items)
-    best: Packing | None = None
-    for order in orders:
-        ranked = sorted(range(len(items)), key=lambda i: (*order(items[i]), i))
-        found = _first_fit(items, ranked, best.size_bytes if best else None)
-        best = found or best
-        if best is not None and best.size_bytes <= max(floor, limit_bytes):
-            break
-    assert best is not None
-    return best
+    """Place every item, by the first of several orders that needs at most ``limit_bytes``, else by the best one.
 
-
-def _length(item: Item) -> int:
-    return sum(last - first + 1 for first, last in item.spans)
-
-
-def _first_fit(items: Sequence[Item], order: Sequence[int], below_bytes: int | None) -> Packing | None:
-    """Place items in ``order``, each at the lowest offset where it meets nothing alive at the same moment.
-
-    What lives all the time goes to the bottom, one after another; only the rest needs a search. None as soon as it
-    needs ``below_bytes`` or more.
+    What lives all the time goes to the bottom, one after another; only the rest needs a search. Of that, what is
+    smaller than a page comes after the pages, so that all that lies below a page is whole pages.
     """
+    sizes = [slot_bytes(item.size_bytes) for item in items]
     end = max((last for item in items for _, last in item.spans), default=0)
     offsets = [0] * len(items)
     floor = 0
-    for index in sorted(order, key=lambda i: -slot_bytes(items[i].size_bytes)):
-        if _always(items[index], end):
-            offsets[index] = floor
-            floor += slot_bytes(items[index].size_bytes)
+    for index in sorted((i for i, item in enumerate(items) if item.spans == ((0, end),)), key=lambda i: -sizes[i]):
+        offsets[index] = floor
+        floor += sizes[index]
     floor = -(-floor // PAGE_BYTES) * PAGE_BYTES
-    moving = [i for i in order if not _always(items[i], end)]
-    first = np.full((2, len(moving)), np.iinfo(np.int64).max, dtype=np.int64)
-    last = np.full((2, len(moving)), -1, dtype=np.int64)
-    low, high = np.zeros(len(moving), dtype=np.int64), np.zeros(len(moving), dtype=np.int64)
-    for placed, index in enumerate(moving):
-        item = items[index]
-        size = slot_bytes(item.size_bytes)
-        clash = np.zeros(placed, dtype=bool)
-        for begin, stop in item.spans:
-            for span in range(2):
-                clash |= (first[span, :placed] <= stop) & (last[span, :placed] >= begin)
-        offset = _lowest_hole(low[:placed][clash], high[:placed][clash], size)
+    moving = [(i, sizes[i], item.spans) for i, item in enumerate(items) if item.spans != ((0, end),)]
+    best: tuple[int, dict[int, int]] | None = None
+    enough = max(peak_bytes(items), limit_bytes) - floor
+    for order in _orders(moving):
+        found = _first_fit(order, best[0] if best else None)
+        best = found or best
+        if best is not None and best[0] <= enough:
+            break
+    assert best is not None
+    for index, offset in best[1].items():
         offsets[index] = floor + offset
-        if below_bytes is not None and floor + offset + size >= below_bytes:
+    return Packing(tuple(offsets), floor + best[0])
+
+
+#: Index, bytes and spans of something to place.
+_Row = tuple[int, int, tuple[tuple[int, int], ...]]
+
+
+def _orders(rows: Sequence[_Row]) -> Iterable[list[_Row]]:
+    """Largest first, then most bytes times moments first, then longest first."""
+
+    def length(row: _Row) -> int:
+        return sum(last - first + 1 for first, last in row[2])
+
+    yield sorted(rows, key=lambda row: (-row[1], row[0]))
+    yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -row[1] * length(row), row[0]))
+    yield sorted(rows, key=lambda row: (row[1] < PAGE_BYTES, -len(row[2]) * length(row), -row[1], row[0]))
+
+
+def _first_fit(rows: Sequence[_Row], below_bytes: int | None) -> tuple[int, dict[int, int]] | None:
+    """Place ``rows`` in order, each at the lowest offset where it meets nothing alive at the same moment.
+
+    Returns the bytes needed and the offset of each index; None as soon as it needs ``below_bytes`` or more.
+    """
+    count = sum(len(spans) for _, _, spans in rows)
+    low, high = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    first, last = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
+    offsets: dict[int, int] = {}
+    top = placed = 0
+    for index, size, spans in rows:
+        begin, stop = spans[0]
+        clash = (first[:placed] <= stop) & (last[:placed] >= begin)
+        for begin, stop in spans[1:]:
+            clash |= (first[:placed] <= stop) & (last[:placed] >= begin)
+        met = clash.nonzero()[0]
+        offset = _lowest_hole(low[met], high[met], size) if len(met) else 0
+        top = max(top, offset + size)
+        if below_bytes is not None and top >= below_bytes:
             return None
-        low[placed], high[placed] = offset, offset + size
-        for span, (begin, stop) in enumerate(item.spans):
-            first[span, placed], last[span, placed] = begin, stop
-    return Packing(tuple(offsets), floor + int(high.max(initial=0)))
-
-
-def _always(item: Item, end: int) -> bool:
-    return item.spans == ((0, end),)
+        offsets[index] = offset
+        for begin, stop in spans:
+            low[placed], high[placed], first[placed], last[placed] = offset, offset + size, begin, stop
+            placed += 1
+    return top, offsets
 
 
 def _lowest_hole(low: np.ndarray, high: np.ndarray, size: int) -> int:
-    """Lowest offset with ``size`` free bytes between the taken ranges; page-sized items start on a page."""
-    if not len(low):
+    """Lowest offset with ``size`` free bytes between the taken ranges."""
+    by_low = low.argsort()
+    low = low[by_low]
+    if low[0] >= size:
         return 0
-    by_low = np.argsort(low, kind="stable")
-    low, high = low[by_low], high[by_low]
-    unit = PAGE_BYTES if size >= PAGE_BYTES else LINE_BYTES
-    start = np.concatenate([[0], np.maximum.accumulate(high)])
-    start = -(-start // unit) * unit
-    room = np.concatenate([low, [np.iinfo(np.int64).max]]) - start
-    return int(start[np.argmax(room >= size)])
+    until = np.maximum.accumulate(high[by_low])
+    room = low[1:] - until[:-1] >= size
+    return int(until[room.argmax()] if room.any() else until[-1])

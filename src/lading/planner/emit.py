@@ -6,6 +6,7 @@ needs), runs, and then every storage it touched is kept, dropped, moved out or f
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -79,6 +80,21 @@ def _delay(order: Sequence[int], late: Mapping[int, int]) -> list[int]:
     return [new for op in kept for new in (op, *behind.get(op, ()))]
 
 
+def _inverse(order: Sequence[int]) -> list[int]:
+    """The place of each op in ``order``."""
+    rank = [0] * len(order)
+    for place, op in enumerate(order):
+        rank[op] = place
+    return rank
+
+
+def _places(lives: Lifetimes, order: Sequence[int], rank: Sequence[int]) -> Sequence[Sequence[int]]:
+    """Places of the uses of each storage, ascending."""
+    if all(place == op for place, op in enumerate(order)):
+        return lives.uses
+    return [sorted([rank[use] for use in uses]) for uses in lives.uses]
+
+
 class _Walker:
     """State of one walk. A storage is on the device (``live``), in a tier (``away``), dropped, or not there yet."""
 
@@ -92,19 +108,20 @@ class _Walker:
         self.stepped: dict[int, list[int]] = {}  # storage -> the updates that already changed it
         self.late: dict[int, int] = {}
         self.losses = {graph.storage_of(t) for t in graph.losses}
-        self.rank = {op: place for place, op in enumerate(order)}
+        self.rank = _inverse(order)
+        self.places = _places(lives, order, self.rank)
 
     def walk(self) -> None:
         self._start()
         for op_index in self.order:
             op = self.graph.ops[op_index]
-            for storage in self.graph.reads(op):
+            for storage in self.graph.op_reads[op_index]:
                 self._ensure(storage, op_index)
             kind = ActionKind.STEP if op.kind is OpKind.STEP else ActionKind.COMPUTE
             self._item(Item(kind, op=op_index))
             for tensor in op.outputs:
                 self._arrive(self.graph.storage_of(tensor))
-            for storage in self.graph.writes(op):
+            for storage in self.graph.op_writes[op_index]:
                 self.copies.pop(storage, None)
                 if kind is ActionKind.STEP:
                     self.stepped.setdefault(storage, []).append(op_index)
@@ -161,7 +178,7 @@ class _Walker:
             if stack[-1] in self.live or producer is None:
                 stack.pop()
                 continue
-            missing = [s for s in self.graph.reads(self.graph.ops[producer]) if s not in self.live]
+            missing = [s for s in self.graph.op_reads[producer] if s not in self.live]
             dropped = [s for s in missing if s not in self.away and self.lives.producer[s] is not None]
             if dropped:
                 stack.extend(dropped)
@@ -172,15 +189,14 @@ class _Walker:
             stack.pop()
 
     def _run_again(self, producer: int, op_index: int) -> None:
-        op = self.graph.ops[producer]
-        for source in self.graph.reads(op):
+        for source in self.graph.op_reads[producer]:
             for step in self.stepped.get(source, ()):
                 if step > producer:
                     self.late[step] = max(self.late.get(step, op_index), op_index, key=self.rank.__getitem__)
             if self._next_use(source, op_index, inclusive=True) is None:
                 self.transient.add(source)
         self._item(Item(ActionKind.RECOMPUTE, op=producer))
-        for storage in self.graph.writes(op):
+        for storage in self.graph.op_writes[producer]:
             wanted = storage not in self.away and self._next_use(storage, op_index, inclusive=True) is not None
             if storage not in self.live:
                 self._arrive(storage)
@@ -189,16 +205,16 @@ class _Walker:
 
     def _next_use(self, storage: int, op_index: int, *, inclusive: bool = False) -> int | None:
         """The next op in this walk's order that uses the storage."""
-        here = self.rank[op_index]
-        later = [u for u in self.lives.uses[storage] if self.rank[u] > here or (inclusive and u == op_index)]
-        return min(later, key=self.rank.__getitem__) if later else None
+        places, here = self.places[storage], self.rank[op_index]
+        index = bisect_left(places, here) if inclusive else bisect_right(places, here)
+        return self.order[places[index]] if index < len(places) else None
 
     def _after(self, op_index: int) -> None:
         """Decide what becomes of every storage the operation touched, and drop what was recomputed on the way."""
-        op = self.graph.ops[op_index]
-        touched = dict.fromkeys((*self.graph.reads(op), *self.graph.writes(op)))
-        for storage in touched:
-            if storage in self.losses and storage in self.graph.writes(op):
+        writes = self.graph.op_writes[op_index]
+        touched = dict.fromkeys((*self.graph.op_reads[op_index], *writes))
+        for storage in writes:
+            if storage in self.losses:
                 self._item(Item(ActionKind.MOVE, storage=storage, source="device", target=CALLER))
         for storage in touched:
             self._leave(storage, op_index)

@@ -15,7 +15,7 @@ import numpy as np
 from lading.cost.transfer import move_seconds
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
-from lading.ir.program import slot_bytes
+from lading.ir.program import slot_sizes
 from lading.planner.emit import Emission
 
 #: Fetches are planned to take this much longer than predicted, so that noise does not stall compute.
@@ -32,12 +32,13 @@ class Stretched:
 
 def base_profile(graph: StepGraph, emission: Emission) -> np.ndarray:
     """Bytes resident at each item if every transfer took no time: the least the emission can do with."""
-    change = np.zeros(len(emission.items) + 1, dtype=np.int64)
+    sizes = slot_sizes(graph)
+    change = [0] * (len(emission.items) + 1)
     for stay in emission.residencies:
-        size = slot_bytes(graph.storages[stay.storage].size_bytes)
+        size = sizes[stay.storage]
         change[stay.first] += size
         change[stay.last + 1] -= size
-    return np.cumsum(change)[:-1]
+    return np.cumsum(np.asarray(change, dtype=np.int64))[:-1]
 
 
 def stretch(
@@ -54,7 +55,9 @@ class _Stretcher:
     def __init__(
         self, graph: StepGraph, machine: Machine, emission: Emission, item_seconds: Sequence[float], soft_bytes: int
     ) -> None:
-        self.graph, self.machine, self.stays = graph, machine, emission.residencies
+        self.machine, self.stays = machine, emission.residencies
+        sizes = slot_sizes(graph)
+        self.sizes = [sizes[stay.storage] for stay in self.stays]
         self.start = np.concatenate([[0.0], np.cumsum(np.asarray(item_seconds, dtype=np.float64))])
         self.profile = base_profile(graph, emission)
         self.soft = soft_bytes
@@ -64,8 +67,7 @@ class _Stretcher:
     def _duration(self, index: int, tier: str, direction: Literal["read", "write"]) -> float:
         found = self.machine.tier(tier)
         assert found is not None, f"plan uses tier {tier!r} that {self.machine.name} lacks"
-        size = slot_bytes(self.graph.storages[self.stays[index].storage].size_bytes)
-        return MARGIN * move_seconds(size, found, direction)
+        return MARGIN * move_seconds(self.sizes[index], found, direction)
 
     def write_backs(self) -> None:
         """Keep each storage that is written out until the write should have ended."""
@@ -103,8 +105,10 @@ class _Stretcher:
 
     def _extend(self, index: int, low: int, high: int, *, forward: bool) -> int:
         """Take items low..high if they fit, else as many as do next to the stay; returns its new last or first item."""
-        size = slot_bytes(self.graph.storages[self.stays[index].storage].size_bytes)
-        full = np.flatnonzero(self.profile[low : high + 1] + size > self.soft)
+        if low > high:
+            return high if forward else low
+        size = self.sizes[index]
+        full = (self.profile[low : high + 1] > self.soft - size).nonzero()[0]
         if len(full) and forward:
             high = low + int(full[0]) - 1
         elif len(full):

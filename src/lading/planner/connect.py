@@ -1,0 +1,169 @@
+"""Connecting: items, residencies and addresses -> the actions of a Program, and the waits between their streams."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
+
+from lading.ir.action import CALLER, Action, ActionKind
+from lading.ir.graph import StepGraph
+from lading.ir.program import COMPUTE_STREAM, slot_sizes
+from lading.planner.emit import Emission, Item
+from lading.planner.schedule import Stretched
+
+
+def connect(graph: StepGraph, emission: Emission, stretched: Stretched, offsets: Sequence[int]) -> tuple[Action, ...]:
+    """The actions of an emission whose residency ``i`` lies at ``offsets[i]``."""
+    writer = _Writer(graph, emission, stretched, offsets)
+    writer.write()
+    return tuple(writer.actions)
+
+
+class _Freed:
+    """Disjoint ranges of addresses that were given up and not taken since, each with the FREE that did it."""
+
+    def __init__(self) -> None:
+        self._lows: list[int] = []
+        self._highs: list[int] = []
+        self._actions: list[int] = []
+
+    def give(self, low: int, high: int, action: int) -> None:
+        """Add a range that nothing else holds."""
+        index = bisect_left(self._lows, low)
+        self._lows.insert(index, low)
+        self._highs.insert(index, high)
+        self._actions.insert(index, action)
+
+    def take(self, low: int, high: int) -> list[int]:
+        """Claim a range; returns the FREE actions that gave it up."""
+        first, last = bisect_right(self._highs, low), bisect_left(self._lows, high)
+        if first >= last:
+            return []
+        waits = self._actions[first:last]
+        rest: list[tuple[int, int, int]] = []
+        if self._lows[first] < low:
+            rest.append((self._lows[first], low, waits[0]))
+        if self._highs[last - 1] > high:
+            rest.append((high, self._highs[last - 1], waits[-1]))
+        self._lows[first:last] = [row[0] for row in rest]
+        self._highs[first:last] = [row[1] for row in rest]
+        self._actions[first:last] = [row[2] for row in rest]
+        return waits
+
+
+class _Writer:
+    """Turns items and residencies into actions.
+
+    Per storage it knows the action that made it resident and the last one that touched it; per address range, the
+    action that freed it. Waits are added only across streams and only when no earlier wait covers them.
+    """
+
+    def __init__(self, graph: StepGraph, emission: Emission, stretched: Stretched, offsets: Sequence[int]) -> None:
+        self.graph, self.emission = graph, emission
+        self.actions: list[Action] = []
+        self.known: dict[tuple[str, str], int] = {}
+        self.ready: dict[int, int] = {}  # storage -> the action after which it can be read
+        self.touched: dict[int, int] = {}
+        self.written: dict[int, int] = {}  # storage -> the action that wrote its tier copy
+        self.gone: dict[int, int] = {}  # storage -> the FREE that ended its last stay
+        self.freed = _Freed()
+        self.offsets, self.sizes = offsets, slot_sizes(graph)
+        count = len(emission.items)
+        self.arrivals: list[list[int]] = [[] for _ in range(count)]
+        self.makes: list[list[int]] = [[] for _ in range(count)]
+        self.leaves: list[list[int]] = [[] for _ in range(count)]
+        for index, stay in enumerate(emission.residencies):
+            if stay.tier:
+                insort(self.arrivals[stretched.first[index]], index, key=lambda i: (emission.residencies[i].first, i))
+            elif not stay.initial:
+                self.makes[stay.first].append(index)
+            if not stay.final:
+                self.leaves[stay.last].append(index)
+
+    def write(self) -> None:
+        for index, item in enumerate(self.emission.items):
+            for stay in self.arrivals[index]:
+                self._fetch(stay)
+            self._run(index, item)
+            for stay in self.leaves[index]:
+                self._leave(stay)
+
+    def _take(self, index: int) -> list[int]:
+        """Claim the addresses of a residency; returns the FREE actions that gave them up."""
+        low = self.offsets[index]
+        return self.freed.take(low, low + self.sizes[self.emission.residencies[index].storage])
+
+    def _last_stay(self, storage: int) -> tuple[int, ...]:
+        return (self.gone[storage],) if storage in self.gone else ()
+
+    def _add(self, kind: ActionKind, stream: str, waits: Sequence[int], **fields: object) -> int:
+        action_id = len(self.actions)
+        needed: dict[str, int] = {}
+        for wait in waits:
+            other = self.actions[wait].stream
+            if other != stream and wait > self.known.get((stream, other), -1):
+                needed[other] = max(needed.get(other, -1), wait)
+        for other, wait in needed.items():
+            self.known[stream, other] = wait
+        self.actions.append(
+            Action(action_id, kind, stream, waits=tuple(sorted(needed.values())), **fields)  # pyright: ignore[reportArgumentType]
+        )
+        return action_id
+
+    def _fetch(self, index: int) -> None:
+        stay = self.emission.residencies[index]
+        waits = [*self._take(index), *self._last_stay(stay.storage)]
+        if stay.storage in self.written:
+            waits.append(self.written[stay.storage])
+        self.ready[stay.storage] = self._add(
+            ActionKind.MOVE,
+            f"{stay.tier}_read",
+            waits,
+            storage=stay.storage,
+            source=stay.tier,
+            target="device",
+            places=((stay.storage, self.offsets[index]),),
+        )
+
+    def _run(self, index: int, item: Item) -> None:
+        made = self.makes[index]
+        waits = [wait for stay in made for wait in self._take(stay)]
+        waits += [wait for stay in made for wait in self._last_stay(self.emission.residencies[stay].storage)]
+        used = self._uses(item)
+        waits += [self.ready[s] for s in used if s in self.ready]
+        places = tuple((self.emission.residencies[i].storage, self.offsets[i]) for i in made)
+        action = self._add(
+            item.kind,
+            COMPUTE_STREAM,
+            waits,
+            op=item.op,
+            storage=item.storage,
+            source=item.source,
+            target=item.target,
+            places=places,
+        )
+        for storage in (*used, *(s for s, _ in places)):
+            self.touched[storage] = action
+        for storage, _ in places:
+            self.ready[storage] = action
+
+    def _uses(self, item: Item) -> tuple[int, ...]:
+        if item.op is not None:
+            return self.graph.op_reads[item.op]
+        assert item.storage is not None
+        return (item.storage,) if item.target == CALLER else ()
+
+    def _leave(self, index: int) -> None:
+        stay = self.emission.residencies[index]
+        stream = COMPUTE_STREAM
+        if stay.to_tier:
+            stream = f"{stay.to_tier}_write"
+            waits = [self.touched[stay.storage]] if stay.storage in self.touched else []
+            self.written[stay.storage] = self._add(
+                ActionKind.MOVE, stream, waits, storage=stay.storage, source="device", target=stay.to_tier
+            )
+        waits = [a for a in (self.touched.get(stay.storage), self.ready.get(stay.storage)) if a is not None]
+        freed = self._add(ActionKind.FREE, stream, waits, storage=stay.storage, source="device")
+        self.gone[stay.storage] = freed
+        low = self.offsets[index]
+        self.freed.give(low, low + self.sizes[stay.storage], freed)

@@ -72,7 +72,7 @@ def kill(process: BaseProcess, out: Path, kind: str, chance: random.Random) -> N
     process.join()
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 def test_killed_at_random_instants(run: Path, reference: Path, tmp_path: Path, kills: int) -> None:
     chance, out, log = random.Random(kills), tmp_path / "out", tmp_path / "log"
     arguments = ["train", str(run), f"out={out}", "--resume"]

@@ -1,0 +1,103 @@
+"""A disk that fills up or loses bytes while a run is on: it says so and stops, and goes on from what was saved."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from lading.checkpoint.store import latest_checkpoint, open_checkpoint
+from lading.report.metrics import read_steps
+from lading.units import MiB
+from tests.runs import num_lines, start, wait_until, write_run
+
+STEPS = 60
+
+
+def begun(run: Path, out: Path, log: Path, *more: str) -> BaseProcess:
+    """The run, once it has saved something."""
+    process = start(log, "train", str(run), f"out={out}", f"optimization.steps={STEPS}", *more)
+    assert wait_until(lambda: num_lines(out / "metrics.jsonl") > 11, process), log.read_text()
+    return process
+
+
+def assert_goes_on(run: Path, out: Path, log: Path, *more: str) -> None:
+    """What was saved is whole, nothing else is left, and the resumed run ends as one that nothing happened to."""
+    newest = latest_checkpoint(out / "checkpoints")
+    assert newest is not None
+    open_checkpoint(newest).verify()
+    assert not list((out / "checkpoints").glob("*.tmp-*"))
+    assert not list(out.glob("lading*"))
+    for arguments in ((f"out={out}", "--resume"), (f"out={out}-whole",)):
+        process = start(log, "train", str(run), f"optimization.steps={STEPS}", *more, *arguments)
+        process.join(120)
+        assert process.exitcode == 0, log.read_text()
+    whole = Path(f"{out}-whole")
+    assert [r["loss"] for r in read_steps(out / "metrics.jsonl")] == [
+        r["loss"] for r in read_steps(whole / "metrics.jsonl")
+    ]
+
+
+def swap_file(process: BaseProcess) -> Path:
+    """The open swap file of a run; it has no name of its own."""
+    links = Path(f"/proc/{process.pid}/fd").iterdir()
+    return next(link for link in links if "lading-swap-" in os.readlink(link))
+
+
+def test_a_truncated_swap_file(tmp_path: Path) -> None:
+    run, out, log = write_run(tmp_path), tmp_path / "out", tmp_path / "log"
+    process = begun(run, out, log)
+    os.truncate(swap_file(process), 0)
+    process.join(60)
+    assert process.exitcode == 2
+    assert f"of the swap file in {out} moved less than a page; check the disk" in log.read_text()
+    assert_goes_on(run, out, log)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={8 * MiB}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, check=False, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
+    run, out, log = write_run(tmp_path), small_disk / "out", tmp_path / "log"
+    swap = f"memory.folder={tmp_path}"  # which wants a disk of its own
+    process = begun(run, out, log, swap)
+    filler = small_disk / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+    process.join(60)
+    assert process.exitcode == 2
+    assert "No space left on device" in log.read_text() or "the disk is full" in log.read_text()
+    filler.unlink()
+    newest = latest_checkpoint(out / "checkpoints")
+    assert newest is not None
+    open_checkpoint(newest).verify()
+    process = start(log, "train", str(run), f"out={out}", f"optimization.steps={STEPS}", swap, "--resume")
+    process.join(120)
+    assert process.exitcode == 0, log.read_text()
+    assert [record["step"] for record in read_steps(out / "metrics.jsonl")] == list(range(STEPS))
+
+
+@pytest.mark.slow
+def test_a_disk_too_small_for_the_swap_file(small_disk: Path, tmp_path: Path) -> None:
+    run, log = write_run(tmp_path), tmp_path / "log"
+    (small_disk / "filler").write_bytes(bytes(7 * MiB + MiB // 2))
+    process = start(log, "train", str(run), f"memory.folder={small_disk}", "memory.disk_budget=1GB")
+    process.join(120)
+    assert process.exitcode == 2
+    assert f"of disk in {small_disk}, found" in log.read_text()
+    assert "free some space" in log.read_text()

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
-from lading.report.metrics import read_steps
+from lading.errors import StorageError
+from lading.report.metrics import MetricsLog, read_metrics, read_steps
+from lading.summary import save_whole
 from lading.units import MiB
 from tests.runs import num_lines, start, wait_until, write_run
 
@@ -70,15 +72,21 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+def fill_up(path: Path) -> None:
+    """Write until the disk takes no more."""
+    with path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
 @pytest.mark.slow
 def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
     run, out, log = write_run(tmp_path), small_disk / "out", tmp_path / "log"
     swap = f"memory.folder={tmp_path}"  # which wants a disk of its own
     process = begun(run, out, log, swap)
     filler = small_disk / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(4096))
+    with pytest.raises(OSError, match="No space left"):
+        fill_up(filler)
     process.join(60)
     assert process.exitcode == 2
     assert "No space left on device" in log.read_text() or "the disk is full" in log.read_text()
@@ -101,3 +109,26 @@ def test_a_disk_too_small_for_the_swap_file(small_disk: Path, tmp_path: Path) ->
     assert process.exitcode == 2
     assert f"of disk in {small_disk}, found" in log.read_text()
     assert "free some space" in log.read_text()
+
+
+def test_a_full_disk_when_a_figure_is_logged(tmp_path: Path) -> None:
+    """/dev/full takes nothing: the error names the file, and closing does not raise another."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    with MetricsLog(tmp_path / "metrics.jsonl") as log:
+        log.log({"step": 0})
+        for descriptor in os.listdir("/proc/self/fd"):
+            if os.path.realpath(f"/proc/self/fd/{descriptor}") == str(tmp_path / "metrics.jsonl"):
+                os.dup2(full, int(descriptor))
+        with pytest.raises(StorageError, match=r"metrics.jsonl: No space"):
+            log.log({"step": 1})
+    os.close(full)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
+
+
+def test_a_full_disk_when_a_report_is_written(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("old")
+    (tmp_path / "plan.json.new").symlink_to("/dev/full")
+    with pytest.raises(StorageError, match=r"plan.json: No space left on device; free some space"):
+        save_whole(tmp_path / "plan.json", lambda path: path.write_text("new"))
+    assert (tmp_path / "plan.json").read_text() == "old"
+    assert not (tmp_path / "plan.json.new").is_symlink()

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from lading import __version__
+from lading.errors import StorageError
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.prepare import Prepared, prepare_plan
@@ -22,10 +23,20 @@ from lading.report.summary import RunSummary
 
 
 def save_whole(path: Path, save: Callable[[Path], object]) -> None:
-    """Let ``save`` write a file aside, then rename it: a kill leaves the old file or the new one."""
+    """Let ``save`` write a file aside, then rename it: a kill leaves the old file or the new one.
+
+    Raises:
+        StorageError: the disk is full or fails; the old file stays.
+    """
     aside = path.with_name(f"{path.name}.new")
-    save(aside)
-    aside.replace(path)
+    try:
+        save(aside)
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}; free some space, or choose another folder"
+        ) from error
 
 
 def finish_run(prepared: Prepared, measured: Timeline | None) -> None:

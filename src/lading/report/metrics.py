@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, StorageError
 
 #: Lowest and upper end of what a step's record may say; a loss may be anything that training can give.
 _LIMITS = {"step": (0, 1 << 63), "memory_bytes": (0, 1 << 63), "step_s": (1e-9, 1e9)}
@@ -28,20 +28,27 @@ class MetricsLog:
         self.path = path
         if path.exists():
             _cut_torn_line(path)
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._file = path.open("ab", buffering=0)  # nothing is left to write when a full disk is noticed
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one record.
 
         Raises:
             ConfigError: a value has no JSON form.
+            StorageError: the disk is full or fails; what was logged before stays.
         """
         try:
             line = json.dumps(dict(record))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"expected numbers, text, lists or dicts as metrics, got {record!r}: {error}") from error
-        self._file.write(line + "\n")
-        self._file.flush()
+        try:
+            self._write(f"{line}\n".encode())
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}: {error.strerror}; free some space, then resume") from error
+
+    def _write(self, data: bytes) -> None:
+        while data:
+            data = data[self._file.write(data) :]
 
     def close(self) -> None:
         """Close the file; logging again raises ValueError."""

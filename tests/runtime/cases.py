@@ -13,7 +13,7 @@ from lading.capture.trace import capture
 from lading.config import AdamW
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import PERSISTENT, OpKind, StepGraph
-from lading.ir.machine import Device, Machine, Tier
+from lading.ir.machine import TIERS, Device, Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.step import expand
@@ -91,7 +91,9 @@ def graph_of(model: torch.nn.Module, *, micro: int = 1, clip: float = 0.0) -> St
     return expand(capture(model, batches_of(1, 1)[0][0], loss_fn, accumulation=micro), clip_norm=clip)
 
 
-def program_of(graph: StepGraph, pick: Callable[[list[Option]], Option] | None = None) -> Program:
+def program_of(
+    graph: StepGraph, pick: Callable[[list[Option]], Option] | None = None, machine: Machine = MACHINE
+) -> Program:
     """A verified program; ``pick`` chooses one of the possible options for each gap (None keeps everything)."""
     lives = lifetimes(graph)
     choices: dict[tuple[int, int], Option] = {}
@@ -100,12 +102,12 @@ def program_of(graph: StepGraph, pick: Callable[[list[Option]], Option] | None =
         if can_recompute(graph, lives, gap):
             options.append(Option.RECOMPUTE)
         if is_movable(graph, gap.storage, 4096):
-            options.append(Option.DISK)
+            options += [Option(tier.name) for tier in machine.tiers]
         if pick is not None and (option := pick(options)) is not Option.KEEP:
             choices[gap.storage, gap.start] = option
     scratch = workspace_of(graph)
     costs = Costs(op_seconds=(1e-5,) * len(graph.ops), workspace_bytes=tuple(scratch))
-    program = lower(graph, lives, MACHINE, costs, choices, {"device": GiB, "disk": GiB}).program
+    program = lower(graph, lives, machine, costs, choices, dict.fromkeys(TIERS, GiB)).program
     assert program is not None
     verify(program)
     return program

@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def tier_of(kind: str, folder: Path, size: int) -> Tier:
-    return DiskTier(folder, size) if kind == "disk" else MemoryTier(size)
+    return DiskTier(folder, size) if kind == "disk" else MemoryTier(Arena(size))
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
@@ -39,8 +39,8 @@ def test_round_trip(kind: str, folder: Path, size: int) -> None:
     source, target = arena.memory[:size], arena.memory[pages : pages + size]
     source[:] = os.urandom(size)
     tier = tier_of(kind, folder, 2 * PAGE_BYTES + size)
-    tier.write(2 * PAGE_BYTES, source)
-    tier.read(2 * PAGE_BYTES, target)
+    tier.write(2 * PAGE_BYTES, arena.bytes_at(0, size))
+    tier.read(2 * PAGE_BYTES, arena.bytes_at(pages, size))
     assert bytes(target) == bytes(source)
     tier.close()
 
@@ -48,10 +48,10 @@ def test_round_trip(kind: str, folder: Path, size: int) -> None:
 def test_neighbours_are_left_alone(folder: Path) -> None:
     arena, tier = Arena(4 * PAGE_BYTES), DiskTier(folder, 4 * PAGE_BYTES)
     arena.memory[: 4 * PAGE_BYTES] = b"a" * (4 * PAGE_BYTES)
-    tier.write(0, arena.memory)
+    tier.write(0, arena.bytes_at(0, arena.size_bytes))
     arena.memory[:100] = b"b" * 100
-    tier.write(PAGE_BYTES, arena.memory[:100])
-    tier.read(0, arena.memory)
+    tier.write(PAGE_BYTES, arena.bytes_at(0, 100))
+    tier.read(0, arena.bytes_at(0, arena.size_bytes))
     assert bytes(arena.memory[:PAGE_BYTES]) == b"a" * PAGE_BYTES
     assert bytes(arena.memory[PAGE_BYTES : PAGE_BYTES + 100]) == b"b" * 100
     assert bytes(arena.memory[2 * PAGE_BYTES :]) == b"a" * (2 * PAGE_BYTES)
@@ -132,11 +132,11 @@ def test_disk_errors(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, v
 
     monkeypatch.setattr(os, call, broken)
     with pytest.raises(StorageError, match=f"cannot {verb} 16384 bytes at 0.*Input/output error") as caught:
-        getattr(tier, verb)(0, arena.memory)
+        getattr(tier, verb)(0, arena.bytes_at(0, arena.size_bytes))
     assert caught.value.errno == errno.EIO
     monkeypatch.setattr(os, call, lambda file, buffers, offset: 100)
     with pytest.raises(StorageError, match="moved less than a page"):
-        getattr(tier, verb)(0, arena.memory)
+        getattr(tier, verb)(0, arena.bytes_at(0, arena.size_bytes))
     tier.close()
 
 
@@ -155,9 +155,9 @@ def test_short_transfers_are_continued(folder: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(os, name, short)
     data = os.urandom(8 * PAGE_BYTES)
     arena.memory[:] = data
-    tier.write(0, arena.memory)
+    tier.write(0, arena.bytes_at(0, arena.size_bytes))
     arena.memory[:] = bytes(8 * PAGE_BYTES)
-    tier.read(0, arena.memory)
+    tier.read(0, arena.bytes_at(0, arena.size_bytes))
     assert bytes(arena.memory) == data
     assert len(calls) > 4
     tier.close()
@@ -177,9 +177,9 @@ def test_without_direct_io_it_works_and_says_so(folder: Path, monkeypatch: pytes
     assert not tier.direct
     arena = Arena(2 * PAGE_BYTES)
     arena.memory[:] = b"x" * (2 * PAGE_BYTES)
-    tier.write(0, arena.memory)
+    tier.write(0, arena.bytes_at(0, arena.size_bytes))
     arena.memory[:] = bytes(2 * PAGE_BYTES)
-    tier.read(0, arena.memory)
+    tier.read(0, arena.bytes_at(0, arena.size_bytes))
     assert bytes(arena.memory) == b"x" * (2 * PAGE_BYTES)
     tier.close()
 
@@ -188,7 +188,7 @@ def test_out_of_range(folder: Path) -> None:
     tier, arena = DiskTier(folder, PAGE_BYTES), Arena(2 * PAGE_BYTES)
     for offset, size in ((0, 2 * PAGE_BYTES), (100, PAGE_BYTES), (PAGE_BYTES, PAGE_BYTES)):
         with pytest.raises(StorageError, match="not whole pages of 4096 bytes"):
-            tier.read(offset, arena.memory[:size])
+            tier.read(offset, arena.bytes_at(0, size))
     tier.close()
 
 

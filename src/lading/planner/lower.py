@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
+from lading.ir.plan import Option
 from lading.ir.program import Program, slot_sizes
 from lading.memory.arena import Item as ArenaItem
 from lading.memory.arena import Packing, pack
@@ -46,7 +47,9 @@ class Lowered:
     arena_bytes: int
 
 
-#: What the executor holds for one operation: its actions, their calls and the views they work on.
+#: Lower tiers, nearest first.
+_LOWER = (Option.HOST, Option.DISK)
+#: What the executor holds on the host for one operation: its actions, their calls and the views they work on.
 #: Measured: 3.7 MB for 1053 operations (3147 actions) of a Llama at a 30% budget, torch 2.13.
 _BYTES_PER_OP = 4096
 #: Room for what the allocator holds between temporaries of changing sizes.
@@ -56,7 +59,8 @@ _ALLOCATOR_SLACK_BYTES = 2 << 20
 def overhead_bytes(machine: Machine, costs: Costs) -> int:
     """What the running process needs besides tensors and scratch."""
     scratch = _ALLOCATOR_SLACK_BYTES if any(costs.workspace_bytes) else 0
-    return machine.device.overhead_bytes + scratch + _BYTES_PER_OP * len(costs.op_seconds)
+    held = _BYTES_PER_OP * len(costs.op_seconds) if machine.device.kind == "cpu" else 0
+    return machine.device.overhead_bytes + scratch + held
 
 
 def fixed_bytes(machine: Machine, costs: Costs) -> int:
@@ -71,7 +75,7 @@ def lower(
 
     The stretch is given less and less room until the packed arena fits; with none left, what is missing is reported.
     """
-    emission = emit(graph, lives, choices)
+    emission = emit(graph, lives, _one_tier(choices))
     seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
     arena = budgets["device"] - fixed_bytes(machine, costs)
     base = base_profile(graph, emission)
@@ -90,6 +94,21 @@ def lower(
         if soft <= peak:
             return Lowered(None, emission, packing.size_bytes - arena, peak_item, packing.size_bytes)
         soft = max(peak, soft - max(packing.size_bytes - arena, arena // 200))
+
+
+def _one_tier(choices: Choices) -> Choices:
+    """A storage has a slot in one tier: one that is to go to several goes to the farthest of them every time."""
+    tiers: dict[int, set[Option]] = {}
+    for (storage, _), option in choices.items():
+        if option in _LOWER:
+            tiers.setdefault(storage, set()).add(option)
+    farthest = {storage: max(found, key=_LOWER.index) for storage, found in tiers.items() if len(found) > 1}
+    if not farthest:
+        return choices
+    return {
+        (storage, start): farthest.get(storage, option) if option in _LOWER else option
+        for (storage, start), option in choices.items()
+    }
 
 
 def _item_seconds(graph: StepGraph, machine: Machine, costs: Costs, item: Item) -> float:

@@ -54,7 +54,7 @@ def view_of(memory: torch.Tensor, tensor: Tensor) -> torch.Tensor:
     """The tensor of a graph, as a view of its storage's bytes (uint8)."""
     item = DTYPE_BYTES[tensor.dtype]
     typed = memory[: memory.numel() // item * item].view(getattr(torch, tensor.dtype))
-    return typed.as_strided(tensor.shape, tensor.stride, tensor.offset)
+    return typed.as_strided(tensor.shape, tensor.stride, typed.storage_offset() + tensor.offset)
 
 
 def is_flat(tensor: Tensor, size_bytes: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,9 +13,10 @@ import torch
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.program import Program, slot_bytes
-from lading.runtime.arena import Arena, view_of
+from lading.runtime.arena import view_of
+from lading.runtime.device import Call, Device, Lane, Memory
 from lading.runtime.kernels import AdamWSettings, Rate, bind
-from lading.runtime.streams import Call, Entry, Jitter
+from lading.runtime.streams import Entry, Jitter
 from lading.runtime.tiers import Tier
 
 DEVICE = "device"
@@ -32,10 +34,23 @@ class Rates:
 
 @dataclass
 class CallerData:
-    """What the caller hands in and gets back in the current step: batches and losses, by micro-batch."""
+    """What the caller hands in and gets back in the current step: batches and losses, by micro-batch.
+
+    Losses are scalars in host memory, filled by the end of the step.
+    """
 
     batches: Sequence[Mapping[str, torch.Tensor]] = ()
-    losses: list[float] = field(default_factory=lambda: [])
+    losses: list[torch.Tensor] = field(default_factory=lambda: [])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a Program runs: the device, its memory, the lower tiers by name, and the caller's side."""
+
+    device: Device
+    arena: Memory
+    tiers: Mapping[str, Tier]
+    caller: CallerData
 
 
 @dataclass
@@ -43,12 +58,13 @@ class Bound:
     """A bound Program.
 
     Attributes:
-        entries: Queue of each stream, in order of ``streams``.
+        entries: Queue of each stream, in order of ``streams``; ``lanes`` likewise.
         instant: (action, the action before it in its stream): actions without work, that end as the other ends.
         scratch_bytes: Of each action, beside the arena.
     """
 
     streams: tuple[str, ...]
+    lanes: list[Lane]
     entries: list[list[Entry]]
     instant: list[tuple[int, int]]
     scratch_bytes: dict[int, int]
@@ -66,8 +82,6 @@ class Binder:
     """Walks a Program in order and knows where each storage lies at every action.
 
     Args:
-        tiers: Lower tiers by name.
-        caller: Source of batches and sink of losses.
         poison: Overwrite what is freed, so that a use after FREE shows in the results.
         jitter: Called before each action, on its stream's thread.
     """
@@ -75,9 +89,7 @@ class Binder:
     def __init__(
         self,
         program: Program,
-        arena: Arena,
-        tiers: Mapping[str, Tier],
-        caller: CallerData,
+        place: Place,
         *,
         optimizer: AdamWSettings,
         rates: Rates,
@@ -85,8 +97,9 @@ class Binder:
         jitter: Jitter | None = None,
     ) -> None:
         self.program, self.graph = program, program.graph
-        self.arena, self.tiers, self.caller = arena, tiers, caller
-        self.bind_op, self.rates = partial(bind, optimizer=optimizer), rates
+        self.device, self.arena = place.device, place.arena
+        self.tiers, self.caller = place.tiers, place.caller
+        self.bind_op, self.rates = partial(bind, kind=place.device.kind, optimizer=optimizer), rates
         self.deferred = frozenset(self.graph.deferred)
         self.poison, self.jitter = poison, jitter
         self.slots = {tier: dict(slots) for tier, slots in program.slots.items()}
@@ -112,7 +125,8 @@ class Binder:
                 ) from error
             if action.kind is ActionKind.FREE and action.source == DEVICE:
                 del self.where[action.storage or 0]
-        return _queues(self.program, runs, self.scratch, self.jitter)
+        lanes = [self.device.lane(name) for name in self.program.streams]
+        return _queues(self.program, runs, lanes, self.scratch, self.jitter)
 
     def view(self, tensor: int) -> torch.Tensor | None:
         """A graph tensor where its storage lies now; None if it has no place."""
@@ -156,7 +170,7 @@ class Binder:
         if target == CALLER:
             return self._report(storage)
         place = self.where[storage]
-        memory = self.arena.memory[place : place + slot_bytes(self.graph.storages[storage].size_bytes)]
+        memory = self.arena.bytes_at(place, slot_bytes(self.graph.storages[storage].size_bytes))
         if target == DEVICE:
             return partial(self.tiers[source].read, self.slots[source][storage], memory)
         return partial(self.tiers[target].write, self.slots[target][storage], memory)
@@ -175,7 +189,7 @@ class Binder:
 
         def run() -> None:
             for micro, name, view in leaves:
-                view.copy_(caller.batches[micro][name])
+                view.copy_(caller.batches[micro][name], non_blocking=True)
 
         return run
 
@@ -183,24 +197,21 @@ class Binder:
         losses = [(i, t) for i, t in enumerate(self.graph.losses) if self.graph.storage_of(t) == storage]
         if not losses or (view := self.view(losses[0][1])) is None:
             raise ProgramError(f"storage {storage} ({self.graph.storages[storage].name}) is no loss of the step")
-        micro, caller = losses[0][0], self.caller
-
-        def run() -> None:
-            caller.losses[micro] = float(view.item())
-
-        return run
+        return partial(self.caller.losses[losses[0][0]].copy_, view, non_blocking=True)
 
 
 def _nothing() -> None:
     return None
 
 
-def _queues(program: Program, runs: list[Call | None], scratch: dict[int, int], jitter: Jitter | None) -> Bound:
+def _queues(
+    program: Program, runs: list[Call | None], lanes: list[Lane], scratch: dict[int, int], jitter: Jitter | None
+) -> Bound:
     """Split the actions over their streams. An action without work and waits joins the one before it."""
     streams = program.streams
     index = {name: i for i, name in enumerate(streams)}
     awaited = {wait for action in program.actions for wait in action.waits}
-    bound = Bound(streams, [[] for _ in streams], [], scratch)
+    bound = Bound(streams, lanes, [[] for _ in streams], [], scratch)
     counts = [0] * len(streams)
     position: list[tuple[int, int]] = []
     known = [[0] * len(streams) for _ in streams]
@@ -218,8 +229,27 @@ def _queues(program: Program, runs: list[Call | None], scratch: dict[int, int], 
         call = run or _nothing
         if jitter is not None:
             call = _after(partial(jitter, action), call)
+        if run is not None or jitter is not None:
+            call = lanes[stream].bound(call)
         queue.append(Entry(call, waits, counts[stream], action.id in awaited, action.id))
+    _mark(bound)
     return bound
+
+
+def _mark(bound: Bound) -> None:
+    """Give every announced action its lane's mark, and every wait the mark of what it waits for."""
+    for lane, queue in zip(bound.lanes, bound.entries, strict=True):
+        for entry in queue:
+            entry.mark = lane.mark() if entry.announce else None
+    for queue in bound.entries:
+        for entry in queue:
+            others = (bound.entries[stream][_position(bound.entries[stream], count)] for stream, count in entry.waits)
+            entry.marks = tuple(other.mark for other in others if other.mark is not None)
+
+
+def _position(queue: Sequence[Entry], count: int) -> int:
+    """Of the entry at whose end ``count`` actions of its stream have ended."""
+    return bisect_left(queue, count, key=lambda entry: entry.count)
 
 
 def _after(first: Call, then: Call) -> Call:

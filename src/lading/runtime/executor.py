@@ -1,14 +1,14 @@
-"""Executor: does what a Program says, with real tensors, on this machine's CPU.
+"""Executor: does what a Program says, with real tensors, on a device of this machine.
 
 Everything that can be decided before a step is: addresses, views, arguments, kernels, waits. A step then walks lists
-of closures: the compute stream on the calling thread, every other stream on a thread of its own, started once.
+of closures: the compute stream on the calling thread, every other stream on a thread of its own, started once. What
+differs between devices is behind ``lading.runtime.device``.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,17 +20,18 @@ import torch
 
 from lading.errors import ConfigError, LadingError, ProgramError, StorageError
 from lading.ir.action import CALLER
-from lading.ir.graph import Tensor
-from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
+from lading.ir.graph import DTYPE_BYTES, Tensor
+from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.layout import DEVICE, home_tiers
 from lading.runtime.arena import Arena, is_contiguous, is_flat, view_of
-from lading.runtime.binding import Binder, Bound, CallerData, Rates, checked_batches
+from lading.runtime.binding import Binder, Bound, CallerData, Place, Rates, checked_batches
+from lading.runtime.device import Device, HostDevice
 from lading.runtime.kernels import AdamWSettings
 from lading.runtime.measure import measured_timeline
-from lading.runtime.resident import PeakMeter, resident_bytes, reuse_pages, trim
+from lading.runtime.resident import reuse_pages, trim
 from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, run_stream
-from lading.runtime.tiers import DiskTier, MemoryTier, Tier
+from lading.runtime.tiers import Tier
 from lading.units import MiB
 
 _BOUNCE_BYTES = 4 * MiB
@@ -46,7 +47,7 @@ class Executor:
         optimizer: AdamW's numbers other than the learning rate.
         folder: Where the disk tier's file goes.
         threads: Compute threads; None leaves torch's setting. Results can depend on it.
-        clock: Seconds, monotone.
+        device: Where it runs, for this executor alone; None is the CPU.
         jitter: For tests: called with each action before it runs, on its stream's thread.
         poison: For tests: fill what is freed with NaN.
 
@@ -62,32 +63,32 @@ class Executor:
         optimizer: AdamWSettings,
         folder: Path,
         threads: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        device: Device | None = None,
         jitter: Jitter | None = None,
         poison: bool = False,
     ) -> None:
         self.program = program
         self.homes = home_tiers(program)
-        self._broken = self._has_run = False
+        self._broken = self._has_run = self._device_failed = False
         self._highest = self._last_peak = 0
+        self._device = device or HostDevice()
         self._rates, self._caller = Rates(), CallerData()
         self._pending = False  # updates of the last step that the next one, or flush, will run
         self._timeline: Timeline | None = None
         trim()
         reuse_pages()
-        self._baseline = resident_bytes()
         with ExitStack() as stack:
+            stack.callback(self._device.close)
             _set_threads(stack, threads)
             self._open_memory(stack, folder)
+            stack.callback(self._drain)
             if poison:
                 self._poison_arena()
-            binder = Binder(
-                program, self._arena, self.tiers, self._caller,
-                optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter,
-            )  # fmt: skip
+            place = Place(self._device, self._arena, self.tiers, self._caller)
+            binder = Binder(program, place, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter)
             self._bound = self._running = binder.bind()
             count = len(program.actions)
-            self._times = Clocking(clock, [0.0] * count, [0.0] * count, sample=resident_bytes)
+            self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)
             self._gate = Gate(len(self._bound.streams))
             self._workers = _Workers(self._bound.streams, self._run_stream)
             stack.callback(self._workers.close)
@@ -96,21 +97,32 @@ class Executor:
             self._cleanup = stack.pop_all()
 
     def _open_memory(self, stack: ExitStack, folder: Path) -> None:
-        self._arena = Arena(self.program.arena_bytes)
+        self._meter = self._device.meter()
+        stack.callback(self._meter.close)
+        self._baseline = self._meter.now_bytes()
+        self._arena = self._device.arena(self.program.arena_bytes)
         stack.callback(self._arena.close)
         self._bounce = Arena(_BOUNCE_BYTES)
         stack.callback(self._bounce.close)
+        self._open_losses(stack)
         self.tiers: dict[str, Tier] = {}
         for name in self.program.slots:
-            size = self.program.tier_bytes(name)
-            self.tiers[name] = DiskTier(folder, size) if name == "disk" else MemoryTier(size)
+            self.tiers[name] = self._device.tier(name, self.program.tier_bytes(name), folder)
             stack.callback(self.tiers[name].close)
-        self._meter = PeakMeter()
         if not self._meter.exact:
             warnings.warn(
                 "the kernel does not let its memory mark be reset: peaks are sampled every 2 ms", stacklevel=4
             )
-        stack.callback(self._meter.close)
+
+    def _open_losses(self, stack: ExitStack) -> None:
+        """A place in host memory for each loss, which the device fills without the host waiting."""
+        graph = self.program.graph
+        memory = self._device.host(LINE_BYTES * len(graph.losses))
+        stack.callback(memory.close)
+        for index, tensor in enumerate(graph.losses):
+            dtype = graph.tensors[tensor].dtype
+            place = memory.bytes_at(LINE_BYTES * index, DTYPE_BYTES[dtype])
+            self._caller.losses.append(place.view(getattr(torch, dtype)).view(graph.tensors[tensor].shape))
 
     def __enter__(self) -> Self:
         return self
@@ -140,8 +152,7 @@ class Executor:
                 then those of a part of a step: load a checkpoint into a new executor.
         """
         self._check_usable()
-        self._caller.batches = checked_batches(self.program, batches)
-        self._caller.losses = [float("nan")] * len(batches)
+        self._caller.batches = self._device.handed(checked_batches(self.program, batches))
         self._rates.now.value = lr
         self._times.samples.clear()
         self._timeline = None
@@ -151,11 +162,9 @@ class Executor:
         self._run_streams(self._bound.without(deferred) if deferred else self._bound)
         self._rates.before.value, self._pending = lr, bool(self.program.graph.deferred)
         self._caller.batches = ()
-        for action, before in self._bound.instant:
-            self._times.starts[action] = self._times.ends[action] = self._times.ends[before]
         self._last_peak = self.observe_peak()
-        self._has_run = True
-        return list(self._caller.losses)
+        self._has_run = self._times.enabled
+        return [float(loss) for loss in self._caller.losses]
 
     def flush(self) -> None:
         """Run the updates that the last step left to the next one; without any, do nothing.
@@ -191,7 +200,7 @@ class Executor:
         for offset in range(0, source.numel(), _BOUNCE_BYTES):
             piece = source[offset : offset + _BOUNCE_BYTES]
             self._bounce.bytes_at(0, piece.numel()).copy_(piece)
-            self.tiers[home].write(start + offset, self._bounce.memory[: piece.numel()])
+            self.tiers[home].write(start + offset, self._bounce.bytes_at(0, piece.numel()))
 
     def read_storage(self, storage: int) -> torch.Tensor:
         """A copy of a persistent storage between steps: in the shape of its parameter, buffer or state, else its bytes.
@@ -208,7 +217,7 @@ class Executor:
             start = dict(self.program.slots[home])[storage]
             for offset in range(0, result.numel(), _BOUNCE_BYTES):
                 piece = result[offset : offset + _BOUNCE_BYTES]
-                self.tiers[home].read(start + offset, self._bounce.memory[: piece.numel()])
+                self.tiers[home].read(start + offset, self._bounce.bytes_at(0, piece.numel()))
                 piece.copy_(self._bounce.bytes_at(0, piece.numel()))
         return view_of(result, self._views[storage]) if storage in self._views else result
 
@@ -232,9 +241,9 @@ class Executor:
                 piece = self._device_bytes(storage)[offset : offset + count]
             else:
                 start = dict(self.program.slots[home])[storage]
-                self.tiers[home].read(start + offset, self._bounce.memory[:count])
                 piece = self._bounce.bytes_at(0, count)
-            yield piece.numpy().data
+                self.tiers[home].read(start + offset, piece)
+            yield piece.cpu().numpy().data
 
     def timeline(self) -> Timeline:
         """What happened when in the last step.
@@ -244,19 +253,33 @@ class Executor:
         """
         if self._timeline is None:
             if not self._has_run or self._broken:
-                raise ConfigError("expected a completed step, found none; call step() first")
+                raise ConfigError("expected a completed step, found none; call step() first, with timing on")
+            starts, ends = self._device.seconds(self._times.starts), self._device.seconds(self._times.ends)
+            for action, before in self._bound.instant:
+                starts[action] = ends[action] = ends[before]
             self._timeline = measured_timeline(
                 self.program,
-                self._times.starts,
-                self._times.ends,
+                starts,
+                ends,
                 scratch_bytes=self._bound.scratch_bytes,
                 resident=tuple((t, max(0, size - self._baseline)) for t, size in self._times.samples),
                 peak_bytes=self._last_peak,
             )
         return self._timeline
 
+    @property
+    def timing(self) -> bool:
+        """Whether steps take the time of each action, which ``timeline`` needs; may be set between steps."""
+        return self._times.enabled
+
+    @timing.setter
+    def timing(self, enabled: bool) -> None:
+        self._times.enabled = enabled
+
     def observe_peak(self) -> int:
-        """Highest resident set since the last step began, above what the process had before this executor.
+        """Highest memory since the last step began, above what was in use before this executor.
+
+        The resident set on a CPU, what tensors take on a device with memory of its own.
 
         Called after each step; call it also after work between steps that should count.
         """
@@ -270,7 +293,7 @@ class Executor:
 
     @property
     def peak_resident_bytes(self) -> int:
-        """Highest resident set observed so far, above what the process had before this executor."""
+        """Highest memory observed so far, as ``observe_peak`` says."""
         return self._highest
 
     def _check_usable(self) -> None:
@@ -283,11 +306,13 @@ class Executor:
         self._running = bound
         self._gate.reset()
         others = [s for s in bound.streams if s != COMPUTE_STREAM]
+        self._device.begin()
         try:
             self._workers.start(others)
             if COMPUTE_STREAM in bound.streams:
                 self._run_stream(COMPUTE_STREAM)
             self._workers.join(others)
+            self._await_device()
         except BaseException as error:
             self._gate.fail(error)
             raise
@@ -295,14 +320,30 @@ class Executor:
             raise self._named_error(self._gate.failure)
         self._broken = False
 
+    def _await_device(self) -> None:
+        """What a device says only now failed in one of the step's actions; which, it does not tell."""
+        try:
+            self._device.end()
+        except Exception as error:
+            self._device_failed = True
+            failure = ProgramError(
+                f"an operation of the step failed on the device, which runs behind the host: {error}"
+            )
+            failure.__cause__ = error
+            self._gate.fail(failure)
+
+    def _drain(self) -> None:
+        """Nothing is given back that an interrupted step still uses; a device that failed does nothing any more."""
+        if not self._device_failed:
+            self._device.end()
+
     def _run_stream(self, name: str) -> None:
         """All of one stream's actions; a failure goes to the gate."""
         index = self._bound.streams.index(name)
+        lane, sampling = self._bound.lanes[index], name == COMPUTE_STREAM
         try:
-            with torch.inference_mode():
-                run_stream(
-                    self._running.entries[index], index, self._gate, self._times, sampling=name == COMPUTE_STREAM
-                )
+            with torch.inference_mode(), lane.entered():
+                run_stream(self._running.entries[index], index, lane, self._gate, self._times, sampling=sampling)
         except Stopped:
             pass
         except BaseException as error:
@@ -311,6 +352,8 @@ class Executor:
     def _named_error(self, failure: BaseException) -> BaseException:
         """The failure as one of Lading's errors that names the action."""
         cause = failure.__cause__
+        if isinstance(failure, LadingError):
+            return failure
         if not isinstance(failure, ActionFailed) or not isinstance(cause, Exception):  # KeyboardInterrupt as it is
             return cause or failure
         action = self.program.actions[failure.action]

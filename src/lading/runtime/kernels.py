@@ -68,11 +68,14 @@ class _Call:
         return default
 
 
-def bind(op: Op, view: View, *, optimizer: AdamWSettings | None = None, rate: Rate | None = None) -> Kernel:
+def bind(
+    op: Op, view: View, *, kind: str = "cpu", optimizer: AdamWSettings | None = None, rate: Rate | None = None
+) -> Kernel:
     """Bind an operation to tensors.
 
     Args:
         view: Tensor of the graph by id; None for an output that has no place and is dropped.
+        kind: Of the device that runs it. Only on a CPU are large results made in pieces.
         optimizer, rate: For an update (``lading.adamw``).
 
     Raises:
@@ -87,18 +90,24 @@ def bind(op: Op, view: View, *, optimizer: AdamWSettings | None = None, rate: Ra
             return Kernel(*parts)
         return Kernel(_in_place(call), out_bytes(label, inputs))
     placed = all(out is not None for out in call.outs) and not op.mutates
-    if placed and len(call.outs) == 1 and (direct := _DIRECT.get(op.name)) is not None and (run := direct(call)):
+    direct = _DIRECT.get(op.name) if kind == "cpu" or op.name not in _CPU_DIRECT else None
+    if placed and len(call.outs) == 1 and direct is not None and (run := direct(call)):
         return Kernel(run)
-    if placed and (name := out_overload(op.name)) is not None:
+    if placed and (name := out_overload(op.name, kind)) is not None:
         dropped = bytes_of(call.outs) if len(call.outs) > 1 else 0  # where it is recomputed for one of its results
         return Kernel(_into(call, name), out_bytes(label, inputs) + dropped)
-    if not op.mutates and (parts := in_pieces(label, call.overload._op, call.args, call.kwargs, call.outs)) is not None:
-        return Kernel(*parts)
+    if kind == "cpu" and not op.mutates:
+        parts = in_pieces(label, call.overload._op, call.args, call.kwargs, call.outs)
+        if parts is not None:
+            return Kernel(*parts)
     return Kernel(_functional(call), bytes_of(call.outs) + inner_bytes(label, inputs, call.outs))
 
 
-def workspace_of(graph: StepGraph) -> list[int]:
-    """Scratch bytes of each operation, in program order: what its binding allocates beside the arena."""
+def workspace_of(graph: StepGraph, kind: str = "cpu") -> list[int]:
+    """Scratch bytes of each operation, in program order: what its binding allocates beside the arena.
+
+    For a device that is not here (``kind``), what kernels allocate inside is taken to be what a CPU's do.
+    """
 
     def view(tensor: int) -> torch.Tensor:
         t = graph.tensors[tensor]
@@ -106,7 +115,7 @@ def workspace_of(graph: StepGraph) -> list[int]:
         base = torch.empty(t.offset + size, dtype=getattr(torch, t.dtype), device="meta")
         return base.as_strided(t.shape, t.stride, t.offset)
 
-    return [bind(op, view).scratch_bytes for op in graph.ops]
+    return [bind(op, view, kind=kind).scratch_bytes for op in graph.ops]
 
 
 def _overload(name: str) -> Any:
@@ -122,11 +131,13 @@ def _overload(name: str) -> Any:
 
 
 @cache
-def out_overload(name: str) -> str | None:
-    """The overload of ``name`` that writes results into given tensors by a CPU kernel of its own, or None.
+def out_overload(name: str, kind: str = "cpu") -> str | None:
+    """The overload of ``name`` that writes results into given tensors by a kernel of its own, or None.
 
-    Generated ``out=`` overloads (a functional call and a copy) do not count.
+    Generated ``out=`` overloads (a functional call and a copy) do not count. A device that this torch has no kernels
+    for is taken to have those of the CPU: kernels with results in place are declared for both.
     """
+    key = "CUDA" if kind == "cuda" and torch.cuda.is_available() else "CPU"
     if name in _SAME_KERNEL:
         return _SAME_KERNEL[name]
     if name in _WIDE_OUT:
@@ -140,7 +151,7 @@ def out_overload(name: str) -> str | None:
         outs = sum(a.is_out for a in schema.arguments)
         if outs != len(functional._schema.returns) or given != wanted:
             continue
-        if torch._C._dispatch_has_kernel_for_dispatch_key(f"{schema.name}.{label}", "CPU"):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(f"{schema.name}.{label}", key):
             return f"{schema.name.replace('::', '.')}.{label}"
     return None
 
@@ -392,6 +403,10 @@ _DIRECT: dict[str, Callable[[_Call], Call | None]] = {
     "aten.new_empty.default": _leave,
     "aten.new_empty_strided.default": _leave,
 }
+
+
+#: Direct forms that a GPU's functional kernel does not work like: it sorts the rows it adds.
+_CPU_DIRECT = frozenset({"aten.embedding_dense_backward.default"})
 
 
 def _adamw(op: Op, view: View, optimizer: AdamWSettings | None, rate: Rate | None) -> Kernel:

@@ -1,4 +1,4 @@
-"""Streams: in-order queues of bound actions that wait for each other by counters.
+"""Streams: in-order queues of bound actions that wait for each other by counters, and by marks where a device has them.
 
 [Note: cheap waits] Each stream counts the actions it has ended. An action that must wait holds (stream, count) pairs
 with everything already implied left out, and only actions that somebody waits for take the lock to announce
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lading.ir.action import Action
+from lading.runtime.device import Call, Lane, Mark, Stamp
 
-Call = Callable[[], object]
 Jitter = Callable[[Action], None]
 
 
@@ -27,6 +27,8 @@ class Entry:
         count: Actions of this stream that have ended when this one has.
         announce: Whether another stream waits for this.
         action: Its id.
+        marks: Of the actions waited for, for the lane to wait for (see [Note: two halves of a wait] in ``device``).
+        mark: To record behind this action, for those who wait for it.
     """
 
     run: Call
@@ -34,6 +36,8 @@ class Entry:
     count: int
     announce: bool
     action: int
+    marks: tuple[Mark, ...] = ()
+    mark: Mark | None = None
 
 
 class Stopped(Exception):
@@ -90,43 +94,50 @@ class Gate:
 
 @dataclass(slots=True)
 class Clocking:
-    """Measured times of one step by action id, and the resident set sampled by the compute stream on the way.
+    """Moments of one step by action id, and the device's memory sampled by the compute stream on the way.
 
     Attributes:
-        sample: Resident bytes now; None takes no samples.
+        enabled: Whether anything is taken; a step is a little faster without.
+        sample: Bytes in use now; None takes no samples.
         period_s: Least time between two samples.
     """
 
-    clock: Callable[[], float]
-    starts: list[float]
-    ends: list[float]
+    starts: list[Stamp]
+    ends: list[Stamp]
     sample: Callable[[], int] | None = None
     period_s: float = 0.01
     samples: list[tuple[float, int]] = field(default_factory=lambda: [])
+    enabled: bool = True
 
 
-def run_stream(entries: Sequence[Entry], stream: int, gate: Gate, times: Clocking, *, sampling: bool = False) -> None:
+def run_stream(
+    entries: Sequence[Entry], stream: int, lane: Lane, gate: Gate, times: Clocking, *, sampling: bool = False
+) -> None:
     """Run a stream's actions in order. See [Note: cheap waits].
 
     Raises:
         ActionFailed: naming the action; its cause is what the action raised.
         Stopped: another stream failed.
     """
-    clock, starts, ends = times.clock, times.starts, times.ends
-    sample = times.sample if sampling else None
-    due = clock() if sample is not None else float("inf")
+    stamp, starts, ends = lane.stamp if times.enabled else _no_stamp, times.starts, times.ends
+    sample = times.sample if sampling and times.enabled else None
+    due = stamp() if sample is not None else 0.0
     action = -1
     try:
         for entry in entries:
             action = entry.action
             if entry.waits:
                 gate.wait(entry.waits)
-            starts[action] = clock()
+                if entry.marks:
+                    lane.wait(entry.marks)
+            starts[action] = stamp()
             entry.run()
-            ends[action] = now = clock()
+            ends[action] = now = stamp()
             if entry.announce:
+                if entry.mark is not None:
+                    entry.mark.record()
                 gate.announce(stream, entry.count)
-            if now >= due and sample is not None:
+            if sample is not None and now >= due:
                 times.samples.append((now, sample()))
                 due = now + times.period_s
             if gate.failure is not None:
@@ -135,3 +146,7 @@ def run_stream(entries: Sequence[Entry], stream: int, gate: Gate, times: Clockin
         raise
     except BaseException as error:
         raise ActionFailed(action) from error
+
+
+def _no_stamp() -> float:
+    return 0.0

@@ -23,15 +23,30 @@ PIECE_BYTES = 8 * MiB
 _SWAP = re.compile(r"lading-swap-\d+\Z")
 
 
-class Tier(Protocol):
-    """Bytes at offsets. One reader and one writer may work at the same time, on different bytes."""
+class HostBytes(Protocol):
+    """Host memory, as ``Arena`` is."""
 
-    def read(self, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with what was last written at ``offset``."""
+    def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """uint8[size_bytes] at ``offset``, without a copy."""
         ...
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Put ``data`` at ``offset``; it has left ``data`` on return."""
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+class Tier(Protocol):
+    """Bytes at offsets. One reader and one writer may work at the same time, on different bytes.
+
+    A transfer has ended on return, or is ordered behind what the current lane was given before.
+    """
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """Fill ``into`` (uint8, dense) with what was last written at ``offset``."""
+        ...
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Put ``data`` (uint8, dense) at ``offset``."""
         ...
 
     def close(self) -> None:
@@ -40,22 +55,22 @@ class Tier(Protocol):
 
 
 class MemoryTier:
-    """A tier in this process's memory: the host behind a device, or a stand-in for a disk in tests."""
+    """A tier in host memory: the host behind a device, or a stand-in for a disk in tests."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self._arena = Arena(capacity_bytes)
+    def __init__(self, memory: HostBytes) -> None:
+        self._memory = memory
 
-    def read(self, offset: int, into: memoryview) -> None:
+    def read(self, offset: int, into: torch.Tensor) -> None:
         """See Tier; a copy that lets other threads run."""
-        torch.frombuffer(into, dtype=torch.uint8).copy_(self._arena.bytes_at(offset, len(into)))
+        into.copy_(self._memory.bytes_at(offset, len(into)), non_blocking=True)
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def write(self, offset: int, data: torch.Tensor) -> None:
         """See Tier."""
-        self._arena.bytes_at(offset, len(data)).copy_(torch.frombuffer(data, dtype=torch.uint8))
+        self._memory.bytes_at(offset, len(data)).copy_(data, non_blocking=True)
 
     def close(self) -> None:
         """See Tier."""
-        self._arena.close()
+        self._memory.close()
 
 
 class DiskTier:
@@ -102,28 +117,30 @@ class DiskTier:
                 "another folder or raise the memory budget"
             ) from error
 
-    def read(self, offset: int, into: memoryview) -> None:
-        """See Tier. ``offset`` is a whole number of pages.
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """See Tier; into host memory. ``offset`` is a whole number of pages.
 
         Raises:
             StorageError: the disk returned an error or fewer bytes.
         """
-        whole = len(into) // PAGE_BYTES * PAGE_BYTES
-        self._transfer(os.preadv, "read", offset, into[:whole])
-        if whole < len(into):
+        memory = into.numpy().data
+        whole = len(memory) // PAGE_BYTES * PAGE_BYTES
+        self._transfer(os.preadv, "read", offset, memory[:whole])
+        if whole < len(memory):
             self._transfer(os.preadv, "read", offset + whole, self._read_page.memory)
-            into[whole:] = self._read_page.memory[: len(into) - whole]
+            memory[whole:] = self._read_page.memory[: len(memory) - whole]
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """See Tier. ``offset`` is a whole number of pages; the rest of a last part page is undefined.
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """See Tier; from host memory. ``offset`` is a whole number of pages; the rest of a last part page is undefined.
 
         Raises:
             StorageError: the disk returned an error or took fewer bytes.
         """
-        whole = len(data) // PAGE_BYTES * PAGE_BYTES
-        self._transfer(os.pwritev, "write", offset, data[:whole])
-        if whole < len(data):
-            self._write_page.memory[: len(data) - whole] = data[whole:]
+        memory = data.numpy().data
+        whole = len(memory) // PAGE_BYTES * PAGE_BYTES
+        self._transfer(os.pwritev, "write", offset, memory[:whole])
+        if whole < len(memory):
+            self._write_page.memory[: len(memory) - whole] = memory[whole:]
             self._transfer(os.pwritev, "write", offset + whole, self._write_page.memory)
 
     def _transfer(self, call: Callable[..., int], verb: str, offset: int, data: memoryview) -> None:

@@ -1,0 +1,345 @@
+"""A device with memory and an order of its own: lanes are its streams, waits are its events, the host only issues.
+
+Everything but the few calls of ``Api`` is the same for every such device, and runs in the tests on one whose streams
+are threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from lading.errors import ConfigError
+from lading.runtime.arena import Arena
+from lading.runtime.device import Batches, Call, Lane, Mark, Memory, Meter, Stamp
+from lading.runtime.tiers import PIECE_BYTES, DiskTier, MemoryTier, Tier
+
+#: Streams whose thread waits for the device and then for the disk, so that what they issued has ended.
+_BLOCKING = "disk"
+
+
+class Event(Protocol):
+    """``torch.cuda.Event``."""
+
+    def record(self, stream: Any = None) -> None:
+        """Stand behind all that the stream (None: the current one) was given."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return once the device has reached it; at once if it was never recorded."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this to another; both have been reached."""
+        ...
+
+
+class Api(Protocol):
+    """The calls into a vendor's runtime that the executor makes.
+
+    Attributes:
+        kind: As ``lading.ir.machine.Device.kind``.
+    """
+
+    kind: str
+
+    def zeros(self, size_bytes: int) -> torch.Tensor:
+        """uint8 on the device."""
+        ...
+
+    def pin(self, memory: torch.Tensor) -> Call:
+        """Page-lock host memory; returns what undoes it."""
+        ...
+
+    def stream(self) -> Any:
+        """A new stream, or the one that is current to the caller."""
+        ...
+
+    def current(self) -> Any:
+        """The stream that is current in this thread."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """While open, the stream is current in this thread."""
+        ...
+
+    def launched(self, stream: Any, call: Call) -> Call:
+        """What issues ``call``, which itself only launches kernels and copies, on a stream."""
+        ...
+
+    def event(self) -> Event:
+        """A new event that keeps the time."""
+        ...
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """What the stream is given from now on runs after the event."""
+        ...
+
+    def meter(self) -> Meter:
+        """A meter of the memory that tensors take on the device."""
+        ...
+
+
+class EventMark:
+    """A mark that is an event."""
+
+    def __init__(self, api: Api, stream: Any) -> None:
+        self.event, self._stream = api.event(), stream
+
+    def record(self) -> None:
+        """See Mark."""
+        self.event.record(self._stream)
+
+
+class AsyncLane:
+    """A lane whose thread only issues; the device does the work in order."""
+
+    def __init__(self, api: Api) -> None:
+        self._api, self.stream = api, api.stream()
+        self._events: list[Event] = []
+        self._next = 0
+
+    def entered(self) -> AbstractContextManager[object]:
+        """See Lane."""
+        return self._api.on(self.stream)
+
+    def bound(self, call: Call) -> Call:
+        """See Lane."""
+        return self._api.launched(self.stream, call)
+
+    def mark(self) -> Mark | None:
+        """See Lane."""
+        return EventMark(self._api, self.stream)
+
+    def wait(self, marks: Sequence[Mark]) -> None:
+        """See Lane."""
+        for mark in marks:
+            assert isinstance(mark, EventMark)
+            self._api.wait(self.stream, mark.event)
+
+    def stamp(self) -> Stamp:
+        """See Lane; events are made once and used in every step."""
+        if self._next == len(self._events):
+            self._events.append(self._api.event())
+        event = self._events[self._next]
+        self._next += 1
+        event.record(self.stream)
+        return event
+
+    def restart(self) -> None:
+        """Use the events of the step before again."""
+        self._next = 0
+
+
+class BlockingLane:
+    """A lane whose thread waits for the device before each action and for the action's end."""
+
+    def __init__(self, api: Api, clock: Callable[[], float]) -> None:
+        self._api, self.stream, self.stamp = api, api.stream(), clock
+
+    def entered(self) -> AbstractContextManager[object]:
+        """See Lane."""
+        return self._api.on(self.stream)
+
+    def bound(self, call: Call) -> Call:
+        """See Lane."""
+        return call
+
+    def mark(self) -> None:
+        """See Lane."""
+
+    def wait(self, marks: Sequence[Mark]) -> None:
+        """See Lane."""
+        for mark in marks:
+            assert isinstance(mark, EventMark)
+            mark.event.synchronize()
+
+
+class PinnedMemory:
+    """Page-locked host memory, of exactly the bytes asked for."""
+
+    def __init__(self, api: Api, size_bytes: int) -> None:
+        self._arena = Arena(size_bytes)
+        self.size_bytes = self._arena.size_bytes
+        try:
+            self._unpin: Call | None = api.pin(self._arena.bytes_at(0, self.size_bytes))
+        except BaseException:
+            self._arena.close()
+            raise
+
+    def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """See Memory."""
+        return self._arena.bytes_at(offset, size_bytes)
+
+    def close(self) -> None:
+        """See Memory."""
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            unpin()
+        self._arena.close()
+
+
+class DeviceMemory:
+    """One allocation on the device."""
+
+    def __init__(self, api: Api, size_bytes: int) -> None:
+        self.size_bytes = max(1, size_bytes)
+        self._memory = api.zeros(self.size_bytes)
+
+    def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """See Memory."""
+        if offset < 0 or offset + size_bytes > self.size_bytes:
+            raise ConfigError(f"bytes {offset}..{offset + size_bytes} lie outside the arena of {self.size_bytes} bytes")
+        return self._memory[offset : offset + size_bytes]
+
+    def close(self) -> None:
+        """See Memory; tensors cut from it keep it alive."""
+        self._memory = self._memory[:0].clone()
+
+
+class BouncedTier:
+    """A disk behind a device that cannot reach it: each direction goes through two page-locked pieces of host memory.
+
+    While the disk works on one piece, the device copies the other.
+    """
+
+    def __init__(self, api: Api, disk: DiskTier) -> None:
+        self._disk, self._memory = disk, PinnedMemory(api, 4 * PIECE_BYTES)
+        pieces = [self._memory.bytes_at(i * PIECE_BYTES, PIECE_BYTES) for i in range(4)]
+        self._read = [(piece, api.event()) for piece in pieces[:2]]
+        self._write = [(piece, api.event()) for piece in pieces[2:]]
+        self._current = api.current
+
+    def read(self, offset: int, into: torch.Tensor) -> None:
+        """See Tier."""
+        for turn, start in enumerate(range(0, len(into), PIECE_BYTES)):
+            place = into[start : start + PIECE_BYTES]
+            piece, copied = self._read[turn % 2]
+            copied.synchronize()
+            self._disk.read(offset + start, piece[: len(place)])
+            place.copy_(piece[: len(place)], non_blocking=True)
+            copied.record(self._current())
+        for _, copied in self._read:
+            copied.synchronize()
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """See Tier."""
+        starts = range(0, len(data), PIECE_BYTES)
+        self._fetch(data, 0)
+        for turn, start in enumerate(starts):
+            if turn + 1 < len(starts):
+                self._fetch(data, turn + 1)
+            piece, copied = self._write[turn % 2]
+            copied.synchronize()
+            self._disk.write(offset + start, piece[: min(PIECE_BYTES, len(data) - start)])
+
+    def _fetch(self, data: torch.Tensor, turn: int) -> None:
+        part = data[turn * PIECE_BYTES : (turn + 1) * PIECE_BYTES]
+        piece, copied = self._write[turn % 2]
+        piece[: len(part)].copy_(part, non_blocking=True)
+        copied.record(self._current())
+
+    def close(self) -> None:
+        """See Tier."""
+        self._disk.close()
+        self._memory.close()
+
+
+class AcceleratorDevice:
+    """A device behind an Api.
+
+    Args:
+        clock: Seconds, monotone.
+    """
+
+    def __init__(self, api: Api, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.kind = api.kind
+        self._api, self._clock = api, clock
+        self._lanes: list[AsyncLane | BlockingLane] = []
+        self._origin, self._zero_s = api.event(), 0.0
+        self._inbox: dict[tuple[int, str], torch.Tensor] = {}
+        self._pinned = ExitStack()
+
+    def arena(self, size_bytes: int) -> Memory:
+        """See Device."""
+        return DeviceMemory(self._api, size_bytes)
+
+    def host(self, size_bytes: int) -> Memory:
+        """See Device."""
+        return PinnedMemory(self._api, size_bytes)
+
+    def tier(self, name: str, size_bytes: int, folder: Path) -> Tier:
+        """See Device."""
+        if name != _BLOCKING:
+            return MemoryTier(self.host(size_bytes))
+        disk = DiskTier(folder, size_bytes)
+        try:
+            return BouncedTier(self._api, disk)
+        except BaseException:
+            disk.close()
+            raise
+
+    def lane(self, stream: str) -> Lane:
+        """See Device."""
+        blocking = stream.startswith(_BLOCKING)
+        lane = BlockingLane(self._api, self._clock) if blocking else AsyncLane(self._api)
+        self._lanes.append(lane)
+        return lane
+
+    def meter(self) -> Meter:
+        """See Device."""
+        return self._api.meter()
+
+    def handed(self, batches: Batches) -> Batches:
+        """See Device: in page-locked memory of their own, unless they lie on the device already."""
+        return [
+            {name: self._handed(micro, name, tensor) for name, tensor in batch.items()}
+            for micro, batch in enumerate(batches)
+        ]
+
+    def _handed(self, micro: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu" or not tensor.numel():
+            return tensor
+        key = (micro, name)
+        if key not in self._inbox:
+            memory = PinnedMemory(self._api, tensor.numel() * tensor.element_size())
+            self._pinned.callback(memory.close)
+            size = tensor.numel() * tensor.element_size()
+            self._inbox[key] = memory.bytes_at(0, size).view(tensor.dtype).view(tensor.shape)
+        return self._inbox[key].copy_(tensor)
+
+    def begin(self) -> None:
+        """See Device. The host waits for the device here, once a step, to set both clocks."""
+        before = self._api.event()
+        before.record(self._api.current())
+        for lane in self._lanes:
+            self._api.wait(lane.stream, before)
+            if isinstance(lane, AsyncLane):
+                lane.restart()
+        self._origin.record(self._api.current())
+        self._origin.synchronize()
+        self._zero_s = self._clock()
+
+    def end(self) -> None:
+        """See Device."""
+        for lane in self._lanes:
+            done = self._api.event()
+            done.record(lane.stream)
+            done.synchronize()
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """See Device."""
+        return [
+            stamp if isinstance(stamp, float) else self._zero_s + self._origin.elapsed_time(stamp) / 1e3
+            for stamp in stamps
+        ]
+
+    def close(self) -> None:
+        """Give back what batches were handed over in."""
+        self._inbox.clear()
+        self._pinned.close()

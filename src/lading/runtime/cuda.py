@@ -1,0 +1,143 @@
+"""CUDA: the calls into ``torch.cuda`` that the executor makes. Nothing here decides anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from lading.errors import ConfigError, StorageError
+from lading.runtime.accelerator import AcceleratorDevice, Event
+from lading.runtime.device import Call, Device, HostDevice
+from lading.units import format_bytes
+
+#: Page-locked for every context of the process (cudaHostRegisterPortable).
+_PORTABLE = 1
+
+
+def device_of(kind: str) -> Device:
+    """The device of this host that a plan for ``kind`` runs on.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if kind == "cpu":
+        return HostDevice()
+    check_available(kind)
+    return AcceleratorDevice(Cuda())
+
+
+def check_available(kind: str) -> None:
+    """Refuse a kind of device that this process cannot use.
+
+    Raises:
+        ConfigError: says what is missing.
+    """
+    if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()):
+        return
+    built = torch.version.cuda
+    found = "this PyTorch is built without CUDA" if built is None else f"PyTorch (CUDA {built}) finds no usable GPU"
+    raise ConfigError(
+        f"expected a {kind} device, found none: {found}; the plan can be simulated here, "
+        "or made for this host with: lading probe"
+    )
+
+
+class CudaMeter:
+    """Bytes that tensors take on the GPU, as the caching allocator counts them (``max_memory_allocated``)."""
+
+    exact = True
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self.sample: Callable[[], int] | None = None
+
+    def now_bytes(self) -> int:
+        """See Meter."""
+        return torch.cuda.memory_allocated(self._index)
+
+    def reset(self) -> None:
+        """See Meter."""
+        torch.cuda.reset_peak_memory_stats(self._index)
+
+    def peak_bytes(self) -> int:
+        """See Meter."""
+        return torch.cuda.max_memory_allocated(self._index)
+
+    def close(self) -> None:
+        """See Meter."""
+
+
+class Cuda:
+    """One GPU of this host.
+
+    Args:
+        index: Which; None takes the current one.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, index: int | None = None) -> None:
+        self.index = torch.cuda.current_device() if index is None else index
+        self._target = torch.device("cuda", self.index)
+
+    def zeros(self, size_bytes: int) -> torch.Tensor:
+        """See Api.
+
+        Raises:
+            StorageError: the GPU has not that much to give.
+        """
+        try:
+            return torch.zeros(size_bytes, dtype=torch.uint8, device=self._target)
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.index)
+            raise StorageError(
+                f"expected {format_bytes(size_bytes)} for the arena on {torch.cuda.get_device_name(self.index)}, found "
+                f"{format_bytes(free)} of {format_bytes(total)} free; free some, or plan with a smaller budget"
+            ) from error
+
+    def pin(self, memory: torch.Tensor) -> Call:
+        """See Api: registered where it lies, as torch's own page-locked memory comes in powers of two."""
+        runtime: Any = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
+        if code:
+            raise StorageError(
+                f"cannot page-lock {format_bytes(memory.numel())} of host memory (CUDA error {code}); "
+                "give the host tier less (the machine's tiers.host.capacity_bytes) or raise the memory limit"
+            )
+        address = memory.data_ptr()
+
+        def unpin() -> None:
+            runtime.cudaHostUnregister(address)
+
+        return unpin
+
+    def stream(self) -> torch.cuda.Stream:
+        """See Api."""
+        return torch.cuda.Stream(self._target)
+
+    def current(self) -> torch.cuda.Stream:
+        """See Api."""
+        return torch.cuda.current_stream(self._target)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """See Api; the device becomes current too."""
+        return torch.cuda.stream(stream)
+
+    def launched(self, stream: Any, call: Callable[[], object]) -> Call:
+        """See Api: the call issues to the stream its thread has entered."""
+        return call
+
+    def event(self) -> Event:
+        """See Api; a host that waits for it sleeps."""
+        return torch.cuda.Event(enable_timing=True, blocking=True)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """See Api."""
+        stream.wait_event(event)
+
+    def meter(self) -> CudaMeter:
+        """See Api."""
+        return CudaMeter(self.index)

@@ -1,0 +1,233 @@
+"""Device: what the executor asks of the hardware. A device differs from another only in its classes.
+
+[Note: two halves of a wait] An action that waits for another stream first waits on the host until that stream's thread
+has issued the action it waits for. Where issuing is not ending (a GPU), the waiting lane is then told to wait for a
+mark that the other lane records behind the action; the host goes on. On a CPU an action has ended when its call
+returns, so lanes have no marks and the first half is all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from lading.runtime.arena import Arena
+from lading.runtime.resident import PeakMeter, resident_bytes
+from lading.runtime.tiers import DiskTier, MemoryTier, Tier
+
+Call = Callable[[], object]
+#: A moment: seconds of the host's clock, or something that the lane turns into them after the step.
+Stamp = Any
+Batches = Sequence[Mapping[str, torch.Tensor]]
+
+
+class Memory(Protocol):
+    """Bytes from which the tensors of a step are cut."""
+
+    size_bytes: int
+
+    def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """uint8[size_bytes] at ``offset``, without a copy."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; tensors cut from it must not be used any more. May be called twice."""
+        ...
+
+
+class Meter(Protocol):
+    """Highest memory of the device since the last reset.
+
+    Attributes:
+        exact: Whether no peak can be missed.
+        sample: Bytes now, cheap enough to be called during a step; None where that means nothing.
+    """
+
+    exact: bool
+    sample: Callable[[], int] | None
+
+    def now_bytes(self) -> int:
+        """Bytes in use."""
+        ...
+
+    def reset(self) -> None:
+        """Forget the peak so far."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """Highest bytes in use since the last reset."""
+        ...
+
+    def close(self) -> None:
+        """Stop measuring."""
+        ...
+
+
+class Mark(Protocol):
+    """A point in the work of a lane, recorded anew in every step."""
+
+    def record(self) -> None:
+        """Stand behind everything issued on the lane so far."""
+        ...
+
+
+class Lane(Protocol):
+    """A stream of a Program on the device; one thread drives it."""
+
+    def entered(self) -> AbstractContextManager[object]:
+        """While open, what the calling thread issues belongs to this lane."""
+        ...
+
+    def bound(self, call: Call) -> Call:
+        """What the thread calls to issue ``call``."""
+        ...
+
+    def mark(self) -> Mark | None:
+        """A new mark of this lane; None where what is issued has ended."""
+        ...
+
+    def wait(self, marks: Sequence[Mark]) -> None:
+        """What is issued from now on runs after the marks of other lanes, as they were last recorded."""
+        ...
+
+    def stamp(self) -> Stamp:
+        """The moment at which all that was issued so far has ended."""
+        ...
+
+
+class Device(Protocol):
+    """Memory, lower tiers and lanes of a device.
+
+    Attributes:
+        kind: As ``lading.ir.machine.Device.kind``: whose kernels run.
+    """
+
+    kind: str
+
+    def arena(self, size_bytes: int) -> Memory:
+        """Memory of the device, all zeros."""
+        ...
+
+    def host(self, size_bytes: int) -> Memory:
+        """Memory of the host that the device reads and writes at full speed."""
+        ...
+
+    def tier(self, name: str, size_bytes: int, folder: Path) -> Tier:
+        """A lower tier; see ``lading.ir.machine.TIERS``."""
+        ...
+
+    def lane(self, stream: str) -> Lane:
+        """The lane of a stream of the Program."""
+        ...
+
+    def meter(self) -> Meter:
+        """A meter of the device's memory."""
+        ...
+
+    def handed(self, batches: Batches) -> Batches:
+        """The batches where the device can take them from without the host waiting."""
+        ...
+
+    def begin(self) -> None:
+        """A step begins: lanes start after whatever the caller issued before."""
+        ...
+
+    def end(self) -> None:
+        """Return when all that the lanes were given has ended."""
+        ...
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """Stamps of the step that ended, in seconds on the host's clock."""
+        ...
+
+    def close(self) -> None:
+        """Give back what is not given back with memory, tiers and meters."""
+        ...
+
+
+class HostLane:
+    """A lane of the CPU: what is issued has ended."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.stamp = clock
+
+    def entered(self) -> AbstractContextManager[object]:
+        """See Lane."""
+        return nullcontext()
+
+    def bound(self, call: Call) -> Call:
+        """See Lane."""
+        return call
+
+    def mark(self) -> None:
+        """See Lane."""
+
+    def wait(self, marks: Sequence[Mark]) -> None:
+        """See Lane; there are none."""
+
+
+class HostMeter(PeakMeter):
+    """The resident set of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sample: Callable[[], int] | None = resident_bytes
+
+    def now_bytes(self) -> int:
+        """See Meter."""
+        return resident_bytes()
+
+
+class HostDevice:
+    """The CPU: memory is the process's own, every stream is a thread.
+
+    Args:
+        clock: Seconds, monotone.
+    """
+
+    kind = "cpu"
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+
+    def arena(self, size_bytes: int) -> Memory:
+        """See Device."""
+        return Arena(size_bytes)
+
+    def host(self, size_bytes: int) -> Memory:
+        """See Device."""
+        return Arena(size_bytes)
+
+    def tier(self, name: str, size_bytes: int, folder: Path) -> Tier:
+        """See Device."""
+        return DiskTier(folder, size_bytes) if name == "disk" else MemoryTier(Arena(size_bytes))
+
+    def lane(self, stream: str) -> Lane:
+        """See Device."""
+        return HostLane(self._clock)
+
+    def meter(self) -> Meter:
+        """See Device."""
+        return HostMeter()
+
+    def handed(self, batches: Batches) -> Batches:
+        """See Device."""
+        return batches
+
+    def begin(self) -> None:
+        """See Device."""
+
+    def end(self) -> None:
+        """See Device."""
+
+    def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
+        """See Device."""
+        return list(stamps)
+
+    def close(self) -> None:
+        """See Device."""

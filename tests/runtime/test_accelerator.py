@@ -1,0 +1,215 @@
+"""The executor's lines for a device that runs behind the host, on a device whose streams are threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.runtime.cases import (
+    DISK,
+    MACHINE,
+    OPTIMIZER,
+    at_random,
+    batches_of,
+    differing,
+    eager_run,
+    graph_of,
+    load,
+    model_of,
+    program_of,
+)
+from tests.runtime.fake_accelerator import FakeApi, fake_device
+
+from lading.capture.trace import capture
+from lading.errors import ProgramError
+from lading.ir.action import Action
+from lading.ir.machine import Machine
+from lading.ir.plan import Option
+from lading.ir.program import PAGE_BYTES, Program
+from lading.ir.step import expand
+from lading.runtime.accelerator import BouncedTier
+from lading.runtime.executor import Executor
+from lading.runtime.tiers import PIECE_BYTES, DiskTier
+
+RATES = [1e-3, 5e-4, 2e-3]
+TIERED = dataclasses.replace(MACHINE, tiers=(dataclasses.replace(DISK, name="host"), DISK))
+HOST_ONLY = dataclasses.replace(MACHINE, tiers=TIERED.tiers[:1])
+STEPS = [("gpt", 2, 1.0, 0.2), ("llama", 2, 0.5, 0.0), ("moe", 1, 0.0, 0.0)]
+
+
+@pytest.fixture
+def api() -> Iterator[FakeApi]:
+    generator = random.Random(0)
+
+    def jitter() -> None:
+        if generator.random() < 0.05:
+            time.sleep(generator.random() * 2e-3)
+
+    api = FakeApi(jitter)
+    yield api
+    assert api.pinned == [], "page-locked memory is given back"
+    api.stop()
+
+
+def executor_of(program: Program, folder: Path, api: FakeApi, **settings: object) -> Executor:
+    device = fake_device(api)
+    return Executor(program, optimizer=OPTIMIZER, folder=folder, device=device, poison=True, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "micro", "clip", "dropout"), STEPS)
+@pytest.mark.parametrize("machine", [TIERED, HOST_ONLY], ids=["host and disk", "host"])
+def test_equals_plain_pytorch(
+    tmp_path: Path, api: FakeApi, name: str, micro: int, clip: float, dropout: float, machine: Machine
+) -> None:
+    sizes = {"dropout": dropout} if dropout else {}
+    program = program_of(graph_of(model_of(name, **sizes), micro=micro, clip=clip), at_random(0), machine)
+    tiers = {"host", "disk"} if machine is TIERED else {"host"}
+    assert set(program.streams) == {"compute", *(f"{t}_{way}" for t in tiers for way in ("read", "write"))}
+    batches, reference = batches_of(len(RATES), micro), model_of(name, **sizes)
+    losses = eager_run(reference, batches, RATES, clip)
+    with executor_of(program, tmp_path, api) as executor:
+        load(executor, model_of(name, **sizes))
+        assert differing(executor, model_of(name, **sizes)) == []
+        torch.manual_seed(2)
+        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES, strict=True)] == losses
+        assert differing(executor, reference) == []
+        storage = program.graph.storage_of(program.graph.parameters[0].tensor)
+        whole = b"".join(bytes(chunk) for chunk in executor.chunks(storage))
+        assert whole == executor.read_storage(storage).numpy().tobytes()
+
+
+def test_the_host_runs_ahead_of_the_device(tmp_path: Path) -> None:
+    """Issuing a step takes less time than the device takes to do it, and nothing but the end waits for it."""
+    api, seen = FakeApi(lambda: time.sleep(1e-3)), []
+    program = program_of(graph_of(model_of("gpt", num_layers=1)), None, HOST_ONLY)
+    with executor_of(program, tmp_path, api) as executor:
+        load(executor, model_of("gpt", num_layers=1))
+        run = executor._run_stream
+
+        def timed(name: str) -> None:
+            start = time.perf_counter()
+            run(name)
+            seen.append(time.perf_counter() - start)
+
+        executor._run_stream = timed  # type: ignore[method-assign]
+        start = time.perf_counter()
+        executor.step(batches_of(1, 1)[0], lr=1e-3)
+        whole = time.perf_counter() - start
+    api.stop()
+    assert whole > len(program.graph.ops) * 1e-3
+    assert seen[0] < whole / 3
+
+
+def test_streams_that_do_not_wait_for_events_show(tmp_path: Path, api: FakeApi) -> None:
+    """The tests above can fail: without the waits between streams the numbers are wrong."""
+    program = program_of(graph_of(model_of("gpt")), host_always, HOST_ONLY)
+    losses = eager_run(model_of("gpt"), batches_of(1, 1), RATES[:1], 0.0)
+    with executor_of(program, tmp_path, api) as executor:
+        load(executor, model_of("gpt"))
+        executor._device.begin()
+        api.deaf = True
+        try:
+            got = executor.step(batches_of(1, 1)[0], lr=RATES[0])
+        except ProgramError:  # tokens of poison are no tokens
+            return
+        assert got != losses[0]
+
+
+def host_always(options: list[Option]) -> Option:
+    return Option.HOST if Option.HOST in options else Option.KEEP
+
+
+@pytest.mark.parametrize("machine", [TIERED, HOST_ONLY], ids=["host and disk", "host"])
+def test_timeline_is_one_legal_run(tmp_path: Path, api: FakeApi, machine: Machine) -> None:
+    program = program_of(graph_of(model_of("gpt")), at_random(0), machine)
+    with executor_of(program, tmp_path, api) as executor:
+        load(executor, model_of("gpt"))
+        for timing in (True, False, True):
+            executor.timing = timing
+            executor.step(batches_of(1, 1)[0], lr=1e-3)
+        timeline = executor.timeline()
+        assert executor.observe_peak() == program.arena_bytes == timeline.peak_bytes
+    events = {event.action: event for event in timeline.events}
+    assert sorted(events) == list(range(len(program.actions)))
+    last: dict[str, float] = {}
+    for action in program.actions:
+        event = events[action.id]
+        assert last.get(action.stream, 0.0) <= event.start_s <= event.end_s
+        blocking = action.stream.startswith("disk")  # its thread stamps by the host's clock, the others by events
+        slack = 1e-3 if blocking or any(program.actions[w].stream.startswith("disk") for w in action.waits) else 0.0
+        assert all(events[w].end_s <= event.start_s + slack for w in action.waits), str(action)
+        last[action.stream] = event.end_s
+    assert timeline.duration_s < 60
+
+
+def test_a_failure_on_the_device_is_reported(tmp_path: Path, api: FakeApi) -> None:
+    """It shows when the step is awaited; a failure while issuing is still named."""
+    program = program_of(graph_of(model_of("gpt")), host_always, HOST_ONLY)
+    with executor_of(program, tmp_path, api) as executor:
+        load(executor, model_of("gpt"))
+        (batches,) = batches_of(1, 1)
+        batches[0]["x"][0, 0] = 1000
+        with pytest.raises(ProgramError, match=r"runs behind the host: device-side error: .*out of range"):
+            executor.step(batches, lr=1e-3)
+        with pytest.raises(Exception, match="load a checkpoint"):
+            executor.step(batches, lr=1e-3)
+    assert not [t for t in threading.enumerate() if t.name.startswith("lading")]
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, api: FakeApi) -> None:
+    program = program_of(graph_of(model_of("gpt")), at_random(0), TIERED)
+    with executor_of(program, tmp_path, api) as executor:
+        load(executor, model_of("gpt"))
+        executor._caller.batches = ()
+        executor._device.handed = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            executor.step(batches_of(1, 1)[0], lr=1e-3)
+    assert not [t for t in threading.enumerate() if t.name.startswith("lading")]
+
+
+def interrupted(_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("size", [100, PAGE_BYTES, PIECE_BYTES, 2 * PIECE_BYTES + 5 * PAGE_BYTES + 100])
+def test_a_disk_through_two_pieces_of_host_memory(tmp_path: Path, api: FakeApi, size: int) -> None:
+    tier = BouncedTier(api, DiskTier(tmp_path, size + PAGE_BYTES))
+    with api.on(api.stream()):
+        data, back = torch.randint(256, (size,), dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+        for offset in (0, PAGE_BYTES):
+            tier.write(offset, data)
+            tier.read(offset, back.zero_())
+            assert torch.equal(back, data)
+    tier.close()
+
+
+def test_batches_and_losses_go_through_page_locked_memory(tmp_path: Path, api: FakeApi) -> None:
+    model = torch.nn.Linear(4, 4)
+    graph = expand(capture(model, {"x": torch.zeros(2, 4)}, lambda m, b: m(b["x"]).mean(), accumulation=2))
+    with executor_of(program_of(graph, None, HOST_ONLY), tmp_path, api) as executor:
+        load(executor, model)
+        before = len(api.pinned)
+        first = executor.step([{"x": torch.ones(2, 4)}, {"x": torch.full((2, 4), 2.0)}], lr=0.0)
+        assert len(api.pinned) == before + 2
+        assert executor.step([{"x": torch.ones(2, 4)}, {"x": torch.full((2, 4), 2.0)}], lr=0.0) == first
+        assert len(api.pinned) == before + 2
+        wanted = [(model(torch.full((2, 4), float(i))).mean() / 2).item() for i in (1, 2)]
+        assert first == wanted
+
+
+def test_actions_are_named_on_both_halves(tmp_path: Path, api: FakeApi) -> None:
+    def jitter(action: Action) -> None:
+        if action.stream == "disk_read":
+            raise OSError("no such luck")
+
+    program = program_of(graph_of(model_of("gpt")), at_random(0), TIERED)
+    with executor_of(program, tmp_path, api, jitter=jitter) as executor:
+        load(executor, model_of("gpt"))
+        with pytest.raises(Exception, match=r"action \d+ MOVE disk_read .* failed: no such luck"):
+            executor.step(batches_of(1, 1)[0], lr=1e-3)

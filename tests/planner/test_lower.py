@@ -69,9 +69,11 @@ def test_plain_policies_and_everything_on_disk(name: str, accumulation: int, cli
     assert ActionKind.RECOMPUTE in kinds[1]
     assert [set(p.slots) for p in (kept, repeated, moved)] == [set(), set(), {"disk"}]
     assert repeated.arena_bytes < kept.arena_bytes
-    for storage, _ in moved.resident:  # what is too small for a tier, or never used
+    slots = {storage for storage, _ in moved.slots["disk"]}
+    for storage, _ in moved.resident:  # what is on its way over the boundary, too small for a tier, or never used
         item = step.graph.storages[storage]
-        assert item.size_bytes < PAGE_BYTES or item.role is Role.CONSTANT or not step.lives.uses[storage]
+        lasting = item.size_bytes < PAGE_BYTES or item.role is Role.CONSTANT or not step.lives.uses[storage]
+        assert lasting != (storage in slots)
 
 
 @pytest.mark.parametrize("seed", range(8))

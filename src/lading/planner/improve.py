@@ -44,8 +44,17 @@ def improve(
                 if left <= 0:
                     return choices
                 left -= 1
-                tried = {**choices, key: option}
+                tried = _changed(choices, key, option)
                 seconds = seconds_of(tried)
                 if seconds is not None and seconds < step_s * (1 - 1e-9):
                     choices, step_s, changed = tried, seconds, True
     return choices
+
+
+def _changed(choices: Choices, key: tuple[int, int], option: Option) -> Choices:
+    """The choices with one changed; a storage has a place in one tier only, so its others follow to a new one."""
+    changed = {**choices, key: option}
+    here = (Option.KEEP, Option.RECOMPUTE)
+    if option in here:
+        return changed
+    return {k: option if k[0] == key[0] and o not in here else o for k, o in changed.items()}

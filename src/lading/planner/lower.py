@@ -13,7 +13,7 @@ from lading.memory.arena import Packing, pack
 from lading.memory.lifetime import Lifetimes
 from lading.planner.connect import connect
 from lading.planner.emit import Choices, Emission, Item, emit
-from lading.planner.schedule import Stretched, base_profile, stretch
+from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ def lower(
         return Lowered(None, emission, peak - arena, peak_item, peak)
     soft = arena
     while True:
-        stretched = stretch(graph, machine, emission, seconds, soft)
-        packed = _pack(graph, emission, stretched, arena)
+        cut, stretched = wrapped(emission, stretch(graph, machine, emission, seconds, soft))
+        packed = _pack(graph, cut, stretched, arena)
         packing = packed[0]
         if packing.size_bytes <= arena:
-            program = _program(graph, emission, stretched, packed, budgets, machine, costs)
+            program = _program(graph, cut, stretched, packed, budgets, machine, costs)
             return Lowered(program, emission, 0, peak_item, packing.size_bytes)
         if soft <= peak:
             return Lowered(None, emission, packing.size_bytes - arena, peak_item, packing.size_bytes)

@@ -9,6 +9,7 @@ fastest wins; plain policies that fit are candidates too, so ``residency`` is ne
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -183,13 +184,24 @@ def _repaired(step: Step, problem: Problem, target: int, windows: int) -> Found 
 
 
 def rounded(problem: Problem, relaxed: Relaxed) -> dict[tuple[int, int], Option]:
-    """Choices from shares: a gap that is not wholly kept takes its largest other option."""
+    """Choices from shares: a gap that is not wholly kept takes its largest other option, and a storage one tier."""
     choices: dict[tuple[int, int], Option] = {}
+    tiers = _tier_of_storage(problem, relaxed)
     for candidate, shares in zip(problem.candidates, relaxed.shares, strict=True):
         if shares[Option.KEEP] < 1.0 - 1e-6:
-            others = [option for option in candidate.options if option is not Option.KEEP]
+            tier = tiers.get(candidate.gap.storage)
+            others = [option for option in candidate.options if option in (Option.RECOMPUTE, tier)]
             choices[candidate.gap.storage, candidate.gap.start] = max(others, key=lambda o: shares[o])
     return choices
+
+
+def _tier_of_storage(problem: Problem, relaxed: Relaxed) -> dict[int, Option]:
+    """The tier in which most of each storage's gaps are spent: a storage has a place in one tier only."""
+    shares: dict[int, Counter[Option]] = {}
+    for candidate, chosen in zip(problem.candidates, relaxed.shares, strict=True):
+        found = shares.setdefault(candidate.gap.storage, Counter())
+        found.update({o: s for o, s in chosen.items() if o not in (Option.KEEP, Option.RECOMPUTE)})
+    return {storage: max(found, key=lambda o: found[o]) for storage, found in shares.items() if found}
 
 
 def _missing(step: Step, problem: Problem, lowered: Lowered) -> np.ndarray:

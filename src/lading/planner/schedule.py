@@ -2,10 +2,17 @@
 
 A fetch should end just before its use and a write-back may take its time, as long as memory allows: both are
 stretched into bytes that nothing else needs, never beyond ``soft_bytes`` at any item.
+
+[Note: over the boundary] The step repeats, so time is a circle: what is needed first may be fetched while the step
+before ends, and what is written last may leave while the next step begins. Such a storage is on the device when a step
+starts and when it ends, at the same address; ``wrapped`` cuts its stay in two. A tier's copy counts for nothing when a
+step starts (``memory.layout.home_tiers``), so a fetch may only cross the boundary where the step writes the copy
+before it reads it again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +23,7 @@ from lading.cost.transfer import move_seconds
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.program import slot_sizes
-from lading.planner.emit import Emission
+from lading.planner.emit import Emission, Residency
 
 #: Fetches are planned to take this much longer than predicted, so that noise does not stall compute.
 MARGIN = 1.25
@@ -24,7 +31,11 @@ MARGIN = 1.25
 
 @dataclass(frozen=True)
 class Stretched:
-    """First and last item of each residency with its transfers included, in the order of the emission."""
+    """First and last item of each residency with its transfers included, in the order of the emission.
+
+    On the circle of the step: a first item below 0 is one of the step before, a last one of ``num_items`` or more one
+    of the next.
+    """
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -51,59 +62,134 @@ def stretch(
     return Stretched(tuple(worker.first), tuple(worker.last))
 
 
+def wrapped(emission: Emission, stretched: Stretched) -> tuple[Emission, Stretched]:
+    """Every stay inside the step: those that cross its boundary cut in two. See [Note: over the boundary]."""
+    count = len(emission.items)
+    rows: list[tuple[Residency, int, int]] = []
+    early: list[tuple[Residency, int, int]] = []
+    for stay, first, last in zip(emission.residencies, stretched.first, stretched.last, strict=True):
+        if first < 0:
+            rows.append((dataclasses.replace(stay, tier="", initial=True), 0, last))
+            again = Residency(stay.storage, count - 1, count - 1, tier=stay.tier, final=True)
+            early.append((again, count + first, stay.first))
+        elif last >= count:
+            rows.append((Residency(stay.storage, 0, 0, to_tier=stay.to_tier, initial=True), 0, last - count))
+            rows.append((dataclasses.replace(stay, to_tier="", final=True), first, count - 1))
+        else:
+            rows.append((stay, first, last))
+    early.sort(key=lambda row: row[2])  # in the order of need
+    rows += [(stay, first, count - 1) for stay, first, _ in early]
+    stays, firsts, lasts = zip(*rows, strict=True) if rows else ((), (), ())
+    return dataclasses.replace(emission, residencies=list(stays)), Stretched(firsts, lasts)
+
+
 class _Stretcher:
     def __init__(
         self, graph: StepGraph, machine: Machine, emission: Emission, item_seconds: Sequence[float], soft_bytes: int
     ) -> None:
-        self.machine, self.stays = machine, emission.residencies
+        self.graph, self.machine, self.stays = graph, machine, emission.residencies
         sizes = slot_sizes(graph)
         self.sizes = [sizes[stay.storage] for stay in self.stays]
         self.start = np.concatenate([[0.0], np.cumsum(np.asarray(item_seconds, dtype=np.float64))])
+        self.count, self.end = len(emission.items), float(self.start[-1])
         self.profile = base_profile(graph, emission)
         self.soft = soft_bytes
         self.first = [stay.first for stay in self.stays]
         self.last = [stay.last for stay in self.stays]
+        self.of_storage: dict[int, list[int]] = {}
+        for index, stay in enumerate(self.stays):
+            self.of_storage.setdefault(stay.storage, []).append(index)
 
     def _duration(self, index: int, tier: str, direction: Literal["read", "write"]) -> float:
         found = self.machine.tier(tier)
         assert found is not None, f"plan uses tier {tier!r} that {self.machine.name} lacks"
         return MARGIN * move_seconds(self.sizes[index], found, direction)
 
+    def _comes_early(self, index: int) -> bool:
+        """Whether the fetch of a stay may begin in the step before."""
+        indices = self.of_storage[self.stays[index].storage]
+        first, last = self.stays[indices[0]], self.stays[indices[-1]]
+        if index != indices[0] or last.to_tier != first.tier:
+            return False
+        made_anew = len(indices) > 1 and not self.stays[indices[1]].tier
+        return first.to_tier == first.tier or made_anew
+
+    def _leaves_late(self, index: int) -> bool:
+        """Whether the write-back of a stay may end in the next step."""
+        indices = self.of_storage[self.stays[index].storage]
+        stay, first = self.stays[index], self.stays[indices[0]]
+        return index == indices[-1] and stay.storage in self.graph.persistent and first.tier == stay.to_tier
+
     def write_backs(self) -> None:
         """Keep each storage that is written out until the write should have ended."""
+        ending = sorted((i for i, s in enumerate(self.stays) if s.to_tier), key=lambda i: (self.stays[i].last, i))
         free_at: dict[str, float] = {}
-        ending = (i for i, stay in enumerate(self.stays) if stay.to_tier)
-        for index in sorted(ending, key=lambda i: (self.stays[i].last, i)):
-            stay = self.stays[index]
-            begin = max(free_at.get(stay.to_tier, 0.0), float(self.start[stay.last + 1]))
-            finish = begin + self._duration(index, stay.to_tier, "write")
-            free_at[stay.to_tier] = finish
-            wanted = int(np.searchsorted(self.start, finish, side="left")) - 1
-            self.last[index] = self._extend(index, stay.last + 1, min(wanted, len(self.profile) - 1), forward=True)
+        for index in ending:
+            self._write(index, free_at)
+        free_at = {tier: max(0.0, finish - self.end) for tier, finish in free_at.items()}
+        for index in ending:
+            stay, finish = self.stays[index], self._write(index, free_at)
+            wanted = self.count - 1
+            if finish <= self.end:
+                wanted = min(wanted, int(np.searchsorted(self.start, finish, side="left")) - 1)
+            elif self._leaves_late(index):
+                wanted = self.count + int(np.searchsorted(self.start, finish - self.end, side="left")) - 1
+                wanted = min(wanted, self.count + self.first[self.of_storage[stay.storage][0]] - 1)
+            self.last[index] = self._extend(index, stay.last + 1, wanted)
+
+    def _write(self, index: int, free_at: dict[str, float]) -> float:
+        """When the write-back of a stay should have ended, its tier being free from ``free_at`` on, which it moves."""
+        stay = self.stays[index]
+        begin = max(free_at.get(stay.to_tier, 0.0), float(self.start[stay.last + 1]))
+        free_at[stay.to_tier] = begin + self._duration(index, stay.to_tier, "write")
+        return free_at[stay.to_tier]
 
     def fetches(self) -> None:
         """Begin each fetch early enough to end before its use, the last one first."""
+        coming = sorted((i for i, s in enumerate(self.stays) if s.tier), key=lambda i: (-self.stays[i].first, i))
         latest: dict[str, float] = {}
+        for index in coming:
+            self._fetch(index, latest)
+        latest = {tier: self.end + min(0.0, begin) for tier, begin in latest.items()}
         left = self._left_at()
-        coming = (i for i, stay in enumerate(self.stays) if stay.tier)
-        for index in sorted(coming, key=lambda i: (-self.stays[i].first, i)):
-            stay = self.stays[index]
-            finish = min(float(self.start[stay.first]), latest.get(stay.tier, np.inf))
-            begin = finish - self._duration(index, stay.tier, "read")
-            latest[stay.tier] = begin
-            wanted = max(int(np.searchsorted(self.start, begin, side="right")) - 1, left[index], 0)
-            self.first[index] = self._extend(index, min(wanted, stay.first), stay.first - 1, forward=False)
+        for index in coming:
+            stay, begin = self.stays[index], self._fetch(index, latest)
+            wanted = max(int(np.searchsorted(self.start, max(begin, 0.0), side="right")) - 1, 0)
+            if begin < 0.0 and self._comes_early(index):
+                wanted = int(np.searchsorted(self.start, begin + self.end, side="right")) - 1 - self.count
+            self.first[index] = self._extend_back(index, min(max(wanted, left[index]), stay.first), stay.first - 1)
+
+    def _fetch(self, index: int, latest: dict[str, float]) -> float:
+        """When the fetch of a stay should begin, its tier being taken from ``latest`` on, which it moves."""
+        stay = self.stays[index]
+        finish = min(float(self.start[stay.first]), latest.get(stay.tier, np.inf))
+        begin = finish - self._duration(index, stay.tier, "read")
+        latest[stay.tier] = begin if begin >= 0.0 or self._comes_early(index) else 0.0
+        return begin
 
     def _left_at(self) -> list[int]:
         """For each residency, the first item at which the storage's previous stay is over."""
-        over: dict[int, int] = {}
-        left: list[int] = []
-        for index, stay in enumerate(self.stays):
-            left.append(over.get(stay.storage, 0))
-            over[stay.storage] = self.last[index] + 1
+        left = [0] * len(self.stays)
+        for indices in self.of_storage.values():
+            for before, index in zip((indices[-1], *indices), indices, strict=False):
+                left[index] = self.last[before] + 1 - (self.count if index == indices[0] else 0)
         return left
 
-    def _extend(self, index: int, low: int, high: int, *, forward: bool) -> int:
+    def _extend(self, index: int, low: int, high: int) -> int:
+        """Take items low..high, over the boundary too, as far as they fit from ``low`` on; returns the last taken."""
+        reached = self._fill(index, low, min(high, self.count - 1), forward=True)
+        if high < self.count or reached < self.count - 1:
+            return reached
+        return self.count + self._fill(index, 0, high - self.count, forward=True)
+
+    def _extend_back(self, index: int, low: int, high: int) -> int:
+        """Take items high..low, over the boundary too, as far as they fit from ``high`` down; returns the lowest."""
+        reached = self._fill(index, max(low, 0), high, forward=False)
+        if low >= 0 or reached > 0:
+            return reached
+        return self._fill(index, low + self.count, self.count - 1, forward=False) - self.count
+
+    def _fill(self, index: int, low: int, high: int, *, forward: bool) -> int:
         """Take items low..high if they fit, else as many as do next to the stay; returns its new last or first item."""
         if low > high:
             return high if forward else low

@@ -34,7 +34,7 @@ def memory_samples(
         **{tier: Counter() for tier in program.slots},
     }
     held = {(home, storage) for storage, home in home_tiers(program).items()}
-    for tier, storage in held:
+    for tier, storage in sorted(held):
         used[tier][storages[storage].role.value] += slot_bytes(storages[storage].size_bytes)
 
     def change(time: float, order: int, tier: str, storage: int, sign: int) -> None:

@@ -37,6 +37,17 @@ def simulate(program: Program, machine: Machine, *, op_seconds: Sequence[float] 
         SimulationError: an action has no cost, no tier or can never start.
     Ignores: scratch of an operation in the samples (``peak_bytes`` has it).
     """
+    engine = _Engine(program, _Costs(program, machine, op_seconds))
+    engine.run()
+    return engine.timeline()
+
+
+def step_seconds(program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None) -> float:
+    """``duration_s`` of what ``simulate`` says, without the timeline.
+
+    Raises:
+        SimulationError: as ``simulate``.
+    """
     return _Engine(program, _Costs(program, machine, op_seconds)).run()
 
 
@@ -74,6 +85,7 @@ class _Costs:
 
     def __init__(self, program: Program, machine: Machine, op_seconds: Sequence[float] | None) -> None:
         self._machine = machine
+        self._tiers = {tier.name: tier for tier in machine.tiers}
         self._storages = program.graph.storages
         self._ops = op_costs(program.graph, machine.device) if op_seconds is None else op_seconds
         if len(self._ops) != len(program.graph.ops):
@@ -108,7 +120,7 @@ class _Costs:
     def tier(self, action: Action) -> Tier:
         """The lower tier of a MOVE."""
         name = action.target if action.source == _DEVICE else action.source
-        tier = self._machine.tier(name)
+        tier = self._tiers.get(name)
         if tier is None:
             raise SimulationError(
                 f"action {action.id} [{action}] needs tier {name!r}, which machine {self._machine.name!r} has not; "
@@ -118,8 +130,7 @@ class _Costs:
 
     def slowdown(self, tier: str) -> float:
         """By how much longer an operation takes while the tier is busy."""
-        found = self._machine.tier(tier)
-        return 0.0 if found is None else found.compute_slowdown
+        return self._tiers[tier].compute_slowdown
 
     def rates(self, action: Action) -> tuple[float, float]:
         """Bytes/s of a MOVE on a tier alone, and while the other direction transfers."""
@@ -138,7 +149,7 @@ def _on_tier(action: Action) -> bool:
 class _Transfer:
     """A move past its latency: what remained at ``since_s``, and the ticket of its latest expected end."""
 
-    action: Action
+    action: int
     remaining_bytes: float
     rates: tuple[float, float]
     since_s: float
@@ -150,7 +161,7 @@ class _Transfer:
 class _Work:
     """An operation under way: seconds it still needs at full speed, and how much slower it runs since ``since_s``."""
 
-    action: Action
+    action: int
     remaining_s: float
     since_s: float
     slowdown: float
@@ -163,68 +174,73 @@ class _Engine:
     def __init__(self, program: Program, costs: _Costs) -> None:
         self._program = program
         self._costs = costs
-        self._queues: dict[str, list[Action]] = {stream: [] for stream in program.streams}
-        for action in program.actions:
-            self._queues[action.stream].append(action)
-        self._next = dict.fromkeys(self._queues, 0)
-        self._busy = dict.fromkeys(self._queues, False)
+        self._actions = program.actions
+        self._streams = program.streams
+        self._compute = self._streams.index(COMPUTE_STREAM) if COMPUTE_STREAM in self._streams else -1
+        number = {stream: index for index, stream in enumerate(self._streams)}
+        self._stream_of = [number[action.stream] for action in self._actions]
+        self._queues: list[list[int]] = [[] for _ in self._streams]
+        for action, stream in zip(self._actions, self._stream_of, strict=True):
+            self._queues[stream].append(action.id)
+        self._next = [0] * len(self._streams)
+        self._busy = [False] * len(self._streams)
         self._heap: list[tuple[float, int, int]] = []
         self._tickets = 0
         self._now_s = 0.0
         self._started: list[int] = []
-        self._starts = [0.0] * len(program.actions)
-        self._ends: list[float | None] = [None] * len(program.actions)
+        self._starts = [0.0] * len(self._actions)
+        self._ends: list[float | None] = [None] * len(self._actions)
         self._latency: set[int] = set()
         self._transfers: dict[tuple[str, bool], _Transfer] = {}
         self._work: _Work | None = None
 
-    def run(self) -> Timeline:
+    def run(self) -> float:
+        """Run to the end; returns when the last action ended."""
         self._start_all()
         while self._heap:
-            self._now_s, ticket, action_id = heappop(self._heap)
-            action = self._program.actions[action_id]
-            if action_id in self._latency:
-                self._latency.remove(action_id)
+            self._now_s, ticket, action = heappop(self._heap)
+            if action in self._latency:
+                self._latency.remove(action)
                 self._begin_transfer(action)
             elif self._has_ended(action, ticket):
                 self._end(action)
                 self._start_all()
         self._check_all_ended()
-        return self._timeline()
+        return max((end for end in self._ends if end is not None), default=0.0)
 
     def _start_all(self) -> None:
         """Start what can start now; an action of no length ends at once and may let others start."""
+        ends, busy, following, actions = self._ends, self._busy, self._next, self._actions
         progress = True
         while progress:
             progress = False
-            for stream, queue in self._queues.items():
-                while not self._busy[stream] and self._next[stream] < len(queue):
-                    action = queue[self._next[stream]]
-                    if not self._ready(action):
+            for stream, queue in enumerate(self._queues):
+                while not busy[stream] and following[stream] < len(queue):
+                    action = actions[queue[following[stream]]]
+                    if action.waits and not all(0 <= w < len(ends) and ends[w] is not None for w in action.waits):
                         break
-                    self._start(action)
+                    self._start(action, stream)
                     progress = True
 
-    def _ready(self, action: Action) -> bool:
-        return all(0 <= w < len(self._ends) and self._ends[w] is not None for w in action.waits)
-
-    def _start(self, action: Action) -> None:
-        self._busy[action.stream] = True
-        self._next[action.stream] += 1
+    def _start(self, action: Action, stream: int) -> None:
+        self._next[stream] += 1
         self._starts[action.id] = self._now_s
         self._started.append(action.id)
         if action.kind is ActionKind.FREE:
-            self._end(action)
+            self._ends[action.id] = self._now_s
             return
-        if action.stream == COMPUTE_STREAM:
-            self._work = _Work(action, self._costs.fixed_s(action), self._now_s, self._slowdown())
+        self._busy[stream] = True
+        if stream == self._compute:
+            self._work = _Work(action.id, self._costs.fixed_s(action), self._now_s, self._slowdown())
             self._expect_work(self._work)
             return
         self._latency.add(action.id)
-        self._push(self._now_s + self._costs.fixed_s(action), action)
+        self._push(self._now_s + self._costs.fixed_s(action), action.id)
 
     def _slowdown(self) -> float:
         """How much longer an operation takes beside the transfers of this moment."""
+        if not self._transfers:
+            return 0.0
         return sum(self._costs.slowdown(tier) for tier in {tier for tier, _ in self._transfers})
 
     def _expect_work(self, work: _Work) -> None:
@@ -239,29 +255,30 @@ class _Engine:
         work.remaining_s, work.since_s, work.slowdown = max(0.0, work.remaining_s - done_s), self._now_s, slowdown
         self._expect_work(work)
 
-    def _has_ended(self, action: Action, ticket: int) -> bool:
+    def _has_ended(self, action: int, ticket: int) -> bool:
         """Whether this expectation still holds: what was timed again since ends another time."""
-        if action.stream != COMPUTE_STREAM:
-            return self._end_transfer(action, ticket)
+        if self._stream_of[action] != self._compute:
+            return self._end_transfer(self._actions[action], ticket)
         if self._work is None or self._work.ticket != ticket:
             return False
         self._work = None
         return True
 
-    def _push(self, time_s: float, action: Action) -> int:
+    def _push(self, time_s: float, action: int) -> int:
         self._tickets += 1
-        heappush(self._heap, (time_s, self._tickets, action.id))
+        heappush(self._heap, (time_s, self._tickets, action))
         return self._tickets
 
-    def _end(self, action: Action) -> None:
-        self._busy[action.stream] = False
-        self._ends[action.id] = self._now_s
+    def _end(self, action: int) -> None:
+        self._busy[self._stream_of[action]] = False
+        self._ends[action] = self._now_s
 
-    def _begin_transfer(self, action: Action) -> None:
+    def _begin_transfer(self, action_id: int) -> None:
+        action = self._actions[action_id]
         tier, read = self._costs.tier(action).name, action.target == _DEVICE
         other = self._transfers.get((tier, not read))
         rates = self._costs.rates(action)
-        transfer = _Transfer(action, self._costs.size_bytes(action), rates, self._now_s, rates[other is not None])
+        transfer = _Transfer(action_id, self._costs.size_bytes(action), rates, self._now_s, rates[other is not None])
         self._transfers[tier, read] = transfer
         self._expect(transfer)
         if other is not None:
@@ -290,23 +307,24 @@ class _Engine:
         transfer.ticket = self._push(self._now_s + transfer.remaining_bytes / transfer.rate, transfer.action)
 
     def _check_all_ended(self) -> None:
-        stuck = [queue[self._next[s]] for s, queue in self._queues.items() if self._next[s] < len(queue)]
+        waiting = [(q, n) for q, n in zip(self._queues, self._next, strict=True) if n < len(q)]
+        stuck = [self._actions[queue[position]] for queue, position in waiting]
         if stuck:
             lines = "; ".join(f"action {a.id} [{a}]" for a in stuck)
             raise SimulationError(f"deadlock at {self._now_s} s: none of these can start: {lines}; verify the Program")
 
-    def _timeline(self) -> Timeline:
-        actions = self._program.actions
+    def timeline(self) -> Timeline:
+        """What the run did."""
         events: list[Event] = []
         for index in self._started:
             end_s = self._ends[index]
             assert end_s is not None
-            events.append(Event(0, actions[index].stream, index, self._starts[index], end_s))
+            events.append(Event(0, self._actions[index].stream, index, self._starts[index], end_s))
         by_id = sorted(events, key=lambda event: event.action)
         return Timeline(
             source="predicted",
             events=tuple(events),
             memory=memory_samples(self._program, by_id, {}, overhead_bytes=self._program.overhead_bytes),
-            labels={action.id: self._program.label(action) for action in actions},
+            labels={action.id: self._program.label(action) for action in self._actions},
             peak_bytes=self._program.peak_bytes,
         )

@@ -34,6 +34,9 @@ STDLIB = "stdlib"
 #: No number of a run is larger.
 _LARGEST = (1 << 63) - 1
 
+Task = Literal["auto", "causal-lm", "masked-lm", "seq2seq-lm", "classification", "contrastive"]
+TextFormat = Literal["auto", "text", "jsonl", "parquet", "bytes"]
+
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*\Z")
 
@@ -59,6 +62,12 @@ def _short(value: object) -> str:
 def _text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{name}: expected a text that is not empty, got {value!r}")
+
+
+def _choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        hint = _did_you_mean(str(value), choices)
+        raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}{hint}")
 
 
 def share_or_bytes(size: str | int, whole_bytes: int) -> int:
@@ -153,42 +162,73 @@ def lr_at(optimization: Optimization, step: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model.
+    """Which model, and what it learns.
 
     Attributes:
-        name: "llama", "gpt", "moe", "dit"; "module:function" for your own; or the path of a Hugging Face config.json.
-        sizes: Arguments of that model, by name.
+        name: "llama", "gpt", "moe", "dit"; "module:function" for your own; or a Hugging Face model: the path of a
+            config.json (initial weights are drawn) or of a folder with it and safetensors (they are loaded).
+        sizes: Arguments of that model, or settings of its Hugging Face configuration, by name.
+        task: What is learned; "auto" is what the model is made for.
+        new_head: Draw the parameters that the folder's files lack, and leave out those that the model lacks.
     """
 
     name: str
     sizes: dict[str, int | float | bool] = field(default_factory=lambda: {})
+    task: Task = "auto"
+    new_head: bool = False
 
     def __post_init__(self) -> None:
         _text("name", self.name)
-        if self.name not in MODELS and not _ENTRY.match(self.name) and not self.name.endswith(".json"):
+        if self.name not in MODELS and not _ENTRY.match(self.name) and not self.is_hugging_face:
             hint = _did_you_mean(self.name, list(MODELS))
             raise ConfigError(
-                f"name: expected one of {', '.join(MODELS)}, 'module:function' or the path of a config.json, "
-                f"got {self.name!r}{hint}"
+                f"name: expected one of {', '.join(MODELS)}, 'module:function', or the path of a config.json or of a "
+                f"folder that holds one, got {self.name!r}{hint}"
             )
+        _choice("task", self.task, get_args(Task))
+        if self.new_head and not self.weights:
+            raise ConfigError(f"new_head: expected a folder with weights as name, got {self.name!r}")
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether the name is a path."""
+        return self.name.endswith(".json") or os.sep in self.name or os.path.isdir(self.name)
+
+    @property
+    def weights(self) -> str:
+        """The folder whose weights training starts from; "" where they are drawn."""
+        return self.name if self.is_hugging_face and not self.name.endswith(".json") else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which bytes.
+    """Which text, and how it becomes tokens.
 
     Attributes:
-        source: "stdlib" (the Python standard library's own source), or a folder or file.
+        source: "stdlib" (the Python standard library's own source), or a file, a folder or a pattern ("text/*.jsonl").
         sequence_length: Tokens of a sequence, T.
         batch_size: Sequences of a micro-batch, B.
+        format: Of the files; "auto" goes by their endings (.jsonl, .parquet, else text).
+        text_field: Where the text is in a JSON line or Parquet row.
+        label_field: Where the label (an integer from 0) is; for classification.
+        tokenizer: A tokenizer.json, or a folder that holds one; "bytes" for one token a byte; "auto" is the model
+            folder's, or bytes where it has none.
     """
 
     sequence_length: int
     batch_size: int
     source: str = STDLIB
+    format: TextFormat = "auto"
+    text_field: str = "text"
+    label_field: str = "label"
+    tokenizer: str = "auto"
 
     def __post_init__(self) -> None:
         _text("source", self.source)
+        _choice("format", self.format, get_args(TextFormat))
+        _text("text_field", self.text_field)
+        _text("label_field", self.label_field)
+        _text("tokenizer", self.tokenizer)
         _integer("sequence_length", self.sequence_length, 1)
         _integer("batch_size", self.batch_size, 1)
 
@@ -238,6 +278,24 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Where figures go besides metrics.jsonl, which is always written.
+
+    Attributes:
+        tensorboard: Also write TensorBoard events into the run's folder.
+        wandb: Also log to this Weights & Biases project; "" for none.
+        every_steps: Steps between two records there.
+    """
+
+    tensorboard: bool = False
+    wandb: str = ""
+    every_steps: int = 1
+
+    def __post_init__(self) -> None:
+        _integer("every_steps", self.every_steps, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """A whole run.
 
@@ -253,6 +311,7 @@ class RunConfig:
     optimization: Optimization
     memory: MemoryConfig
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     machine: str = "probe"
     threads: int = 0
     seed: int = 0

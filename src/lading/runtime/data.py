@@ -1,84 +1,89 @@
-"""Byte-level batches from real text, with no download and no tokenizer: token = byte, vocabulary 256.
-
-The text lies in two cache files, one a split, of which each batch reads its windows and nothing else: a mapping would
-add the neighbouring pages of every window to the resident set that a budget is about. A batch is a pure function of
-(seed, split, step, micro-batch): resuming needs no state.
-"""
+"""Batches of a run: a pure function of (seed, step, micro-batch), so that resuming needs no state."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sysconfig
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from lading.config import STDLIB, DataConfig
-from lading.errors import ConfigError, StorageError
+from lading.config import DataConfig
+from lading.errors import ConfigError
+from lading.runtime.framing import Arrays, framed, padded, window_tokens
+from lading.runtime.tokens import load_tokenizer, open_store
 
-VOCABULARY = 256
+#: Second words of the keys under which random numbers are drawn.
+_WINDOWS, _MASKS = 0, 2
 
-#: Share of the files, or of the bytes of a single file, that is validation.
-_VALIDATION_SHARE = 0.1
-_CHUNK_BYTES = 1 << 20
-_NOT_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-
-Split = Literal["train", "validation"]
+Batch = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Bytes ``start`` to ``stop`` of a file."""
+class Dataset(Protocol):
+    """What the training loop takes batches from."""
 
-    path: Path
-    start: int
-    stop: int
+    @property
+    def fingerprint(self) -> str:
+        """Of the values; a run that goes on with others would have another loss curve."""
+        ...
+
+    def batch(self, step: int, micro: int) -> Batch:
+        """The micro-batch ``micro`` of step ``step``."""
+        ...
 
 
-class ByteDataset:
-    """Random windows of a text.
+class TextDataset:
+    """Random windows of a text, made into the batches of a task.
 
     Args:
-        config: Source, sequence length T and batch size B.
-        cache_folder: Where the cache files go: the run's folder. They are made anew when the source changes.
-        seed: Seed of the windows.
-        split: "train", or "validation": a tenth of the files, chosen by the hash of their content; for a single
-            file its last tenth.
+        config: Source, tokenizer, sequence length T and batch size B.
+        folder: Where the tokens are cached: the run's folder. They are made anew when the source changes.
+        task: "causal-lm" gives ``{"tokens": int64 (B, T + 1)}``, targets shifted by one; others: ``models.tasks``.
+        tokenizer: A tokenizer.json or its folder; None for one token a byte.
+        vocabulary, num_labels: Of the model; None where that is not known.
     Raises:
-        ConfigError: no text at the source, or a split shorter than T + 1 bytes.
+        ConfigError: no text at the source, fewer tokens than one sequence takes, or tokens the model does not know.
         StorageError: the cache cannot be written.
     """
 
-    def __init__(self, config: DataConfig, cache_folder: Path, *, seed: int, split: Split = "train") -> None:
-        self._path = path = _cached(config.source, cache_folder)[split]
-        self.config = config
-        self.split: Split = split
-        self._key = [seed, ("train", "validation").index(split)]
-        self._size_bytes = path.stat().st_size
-        self._num_starts = self._size_bytes - config.sequence_length
-        if self._num_starts < 1:
+    def __init__(
+        self,
+        config: DataConfig,
+        folder: Path,
+        *,
+        seed: int,
+        task: str = "causal-lm",
+        tokenizer: Path | None = None,
+        vocabulary: int | None = None,
+        num_labels: int | None = None,
+    ) -> None:
+        self.config, self.task, self._seed = config, task, seed
+        self._store = open_store(config, load_tokenizer(tokenizer), folder, labelled=task == "classification")
+        self.specials = self._store.specials
+        self._window = window_tokens(task, config.sequence_length, self.specials)
+        self._num_starts = self._store.count - self._window + 1
+        if self.task == "classification":
+            self._num_starts = len(self._store.documents)
+            self._check_labels(num_labels)
+        elif self._num_starts < 1:
             raise ConfigError(
-                f"data.source {config.source!r}: expected at least {config.sequence_length + 1} bytes of {split} text, "
-                f"got {self._size_bytes}; give more text or a smaller data.sequence_length"
+                f"data.source {config.source!r}: expected at least {self._window} tokens of text, "
+                f"got {self._store.count}; give more text or a smaller data.sequence_length"
             )
+        if vocabulary is not None:
+            self._check_vocabulary(vocabulary)
 
     def __len__(self) -> int:
-        """Bytes of the split."""
-        return self._size_bytes
+        """Tokens of the text."""
+        return self._store.count
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """Hash of the text: a run that goes on with another text would have another loss curve."""
-        return _hash(self._path).hex()[:16]
+        """Hash of the tokens."""
+        return self._store.fingerprint
 
-    def batch(self, step: int, micro: int) -> dict[str, torch.Tensor]:
-        """The micro-batch ``micro`` of step ``step``: ``{"tokens": int64 (B, T + 1)}``, targets shifted by one.
+    def batch(self, step: int, micro: int) -> Batch:
+        """The micro-batch ``micro`` of step ``step``.
 
         Source: Philox counters (Salmon et al., SC'11): step and micro-batch are the high words of the counter, so no
             two batches share a random number; its raw words do not change between numpy versions.
@@ -88,108 +93,59 @@ class ByteDataset:
         """
         if step < 0 or micro < 0:
             raise ConfigError(f"expected a step and a micro-batch >= 0, got {step} and {micro}")
-        raw = np.random.Philox(counter=[0, 0, micro, step], key=self._key).random_raw(self.config.batch_size)
-        windows = self._read((raw % np.uint64(self._num_starts)).tolist())
-        return {"tokens": torch.from_numpy(windows.astype(np.int64))}
+        raw = self._words(_WINDOWS, step, micro, self.config.batch_size)
+        chosen = (raw % np.uint64(self._num_starts)).tolist()
+        if self.task == "classification":
+            return _tensors(self._labelled(chosen))
+        windows = np.stack(self._store.read((start, self._window) for start in chosen))
 
-    def _read(self, starts: list[int]) -> np.ndarray:
-        """The window at each start, uint8 (B, T + 1)."""
-        length = self.config.sequence_length + 1
-        try:
-            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                windows = [os.pread(file, length, start) for start in starts]
-            finally:
-                os.close(file)
-        except OSError as error:
-            raise StorageError(
-                f"cannot read the text in {self._path}: {error.strerror}; start the run again"
-            ) from error
-        if any(len(window) != length for window in windows):
-            raise StorageError(f"{self._path}: expected {self._size_bytes} bytes, found fewer; delete it and run again")
-        return np.frombuffer(b"".join(windows), dtype=np.uint8).reshape(-1, length)
+        def words(count: int) -> np.ndarray:
+            return self._words(_MASKS, step, micro, count)
 
+        return _tensors(framed(self.task, windows, self.config.sequence_length, self.specials, words))
 
-def _cached(source: str, folder: Path) -> dict[Split, Path]:
-    """The cache file of each split, written if it is not there."""
-    files = _files(source)
-    name = _fingerprint(files)
-    paths: dict[Split, Path] = {s: folder / f"{s}-{name}.bytes" for s in ("train", "validation")}
-    if all(path.exists() for path in paths.values()):
-        return paths
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for split, spans in _split(files).items():
-            _write(paths[split], spans)
-    except OSError as error:
-        raise StorageError(f"cannot copy the text of {source!r} to {folder}: {error}") from error
-    return paths
+    def _words(self, purpose: int, step: int, micro: int, count: int) -> np.ndarray:
+        return np.random.Philox(counter=[0, 0, micro, step], key=[self._seed, purpose]).random_raw(count)
 
+    def _labelled(self, chosen: list[int]) -> Arrays:
+        rows = self._store.documents[chosen]
+        texts = self._store.read((int(start), min(int(length), self._window)) for start, length, _ in rows)
+        return padded(texts, rows[:, 2].tolist(), self.config.sequence_length, self.specials)
 
-def _files(source: str) -> list[Path]:
-    """The files of a source, sorted by relative path."""
-    root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source)
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        raise ConfigError(f"data.source: expected 'stdlib', a folder or a file, got {source!r}, which does not exist")
-    paths = sorted(_walk(root, python_only=source == STDLIB), key=lambda path: path.relative_to(root).as_posix())
-    if not paths:
-        raise ConfigError(f"data.source: expected files with text in {root}, found none")
-    return paths
+    def _check_labels(self, num_labels: int | None) -> None:
+        if not self._num_starts:
+            raise ConfigError(f"data.source {self.config.source!r}: expected texts with labels, found none")
+        highest = int(self._store.documents[:, 2].max())
+        if num_labels is not None and highest >= num_labels:
+            raise ConfigError(
+                f"data.source {self.config.source!r}: expected labels below {num_labels}, got {highest}; "
+                f"set model.sizes.num_labels to {highest + 1}"
+            )
+
+    def _check_vocabulary(self, vocabulary: int) -> None:
+        specials = self.specials
+        used = [self._store.highest, *specials.prefix, *specials.suffix, *([specials.pad] if specials.pad else [])]
+        if self.task == "masked-lm" and specials.mask is not None:
+            used += [specials.mask, specials.vocabulary - 1]
+        if max(used) >= vocabulary:
+            raise ConfigError(
+                f"data.tokenizer: expected tokens below {vocabulary}, the model's vocabulary, got {max(used)}; "
+                "give the model's tokenizer, or a model with a larger vocabulary"
+            )
 
 
-def _walk(root: Path, *, python_only: bool) -> Iterator[Path]:
-    """Files below ``root`` that are not empty and not hidden; of the library only its own source, without tests."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if not f.startswith(".") and not (python_only and f in _NOT_TEXT)]
-        for path in (Path(folder, name) for name in names if not name.startswith(".")):
-            if (path.suffix == ".py" or not python_only) and path.is_file() and path.stat().st_size:
-                yield path
+def example_batch(task: str, config: DataConfig, tokenizer: Path | None) -> Batch:
+    """A batch of a run's shape; the values mean nothing."""
+    specials = load_tokenizer(tokenizer).specials
+    rows, length = config.batch_size, config.sequence_length
+    if task == "classification":
+        empty = np.zeros(window_tokens(task, length, specials), dtype=np.int64)
+        return _tensors(padded([empty] * rows, [0] * rows, length, specials))
+    windows = np.zeros((rows, window_tokens(task, length, specials)), dtype=np.int64)
+    return _tensors(framed(task, windows, length, specials, lambda count: np.zeros(count, dtype=np.uint64)))
 
 
-def _fingerprint(files: Iterable[Path]) -> str:
-    """Changes when a file does."""
-    digest = hashlib.sha256()
-    for path in files:
-        status = path.stat()
-        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-    return digest.hexdigest()[:16]
+def _tensors(arrays: Arrays) -> Batch:
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
-def _split(files: list[Path]) -> dict[Split, list[_Span]]:
-    """Validation is the tenth of the files with the smallest hashes of content, at least one; order is kept."""
-    if len(files) == 1:
-        size = files[0].stat().st_size
-        cut = size - round(size * _VALIDATION_SHARE)
-        return {"train": [_Span(files[0], 0, cut)], "validation": [_Span(files[0], cut, size)]}
-    by_hash = sorted(files, key=_hash)
-    chosen = set(by_hash[: max(1, round(len(files) * _VALIDATION_SHARE))])
-    spans = {path: _Span(path, 0, path.stat().st_size) for path in files}
-    return {
-        "train": [spans[path] for path in files if path not in chosen],
-        "validation": [spans[path] for path in files if path in chosen],
-    }
-
-
-def _hash(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
-def _write(path: Path, spans: list[_Span]) -> None:
-    """The spans one after the other, a zero byte between two; complete or absent."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(temporary, "wb") as out:
-            for number, span in enumerate(spans):
-                out.write(b"\0" if number else b"")
-                with open(span.path, "rb") as file:
-                    file.seek(span.start)
-                    for _ in range(span.start, span.stop, _CHUNK_BYTES):
-                        out.write(file.read(min(_CHUNK_BYTES, span.stop - file.tell())))
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

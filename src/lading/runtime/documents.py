@@ -1,0 +1,165 @@
+"""Where text comes from: files, folders and patterns of plain text, JSON lines and Parquet, in pieces of bounded size."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lading.config import STDLIB, DataConfig
+from lading.errors import ConfigError
+
+PIECE_BYTES = 256 << 10
+_NOT_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+_BY_ENDING = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+
+class Piece(NamedTuple):
+    """Some bytes of a text, and whether they are its first; a text that is cut is cut after a line."""
+
+    data: bytes
+    first: bool
+    label: int | None = None
+
+
+def files_of(source: str) -> list[Path]:
+    """The files of a source, sorted by path.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    root = Path(sysconfig.get_path("stdlib") if source == STDLIB else source)
+    if root.is_file():
+        return [root]
+    if root.is_dir():
+        paths = sorted(_walk(root, python_only=source == STDLIB), key=lambda path: path.relative_to(root).as_posix())
+    else:
+        found = map(Path, glob.glob(source, recursive=True))
+        paths = sorted(path for path in found if path.is_file() and path.stat().st_size)
+        if not paths:
+            raise ConfigError(
+                f"data.source: expected 'stdlib', a folder, a file or a pattern, got {source!r}, which does not exist"
+            )
+    if not paths:
+        raise ConfigError(f"data.source: expected files with text in {root}, found none")
+    return paths
+
+
+def fingerprint_of(files: Iterable[Path]) -> str:
+    """Changes when a file does."""
+    digest = hashlib.sha256()
+    for path in files:
+        status = path.stat()
+        digest.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()
+
+
+def pieces(files: Iterable[Path], config: DataConfig, *, labelled: bool = False) -> Iterator[Piece]:
+    """The text of files, in order.
+
+    Args:
+        labelled: Each text has a label in ``config.label_field``.
+
+    Raises:
+        ConfigError: a file is not what its format says; names the file and the line or row.
+    """
+    for path in files:
+        form = config.format if config.format != "auto" else _BY_ENDING.get(path.suffix, "text")
+        if form in ("jsonl", "parquet"):
+            rows = _json_rows(path) if form == "jsonl" else _parquet_rows(path, config, labelled=labelled)
+            for where, row in rows:
+                label = _label_of(row, config, where) if labelled else None
+                if text := _text_of(row, config, where):
+                    yield Piece(text, True, label)
+        elif labelled:
+            raise ConfigError(f"{path}: expected JSON lines or Parquet with labels, got {form}; see data.format")
+        else:
+            yield from _whole(path)
+
+
+def _walk(root: Path, *, python_only: bool) -> Iterator[Path]:
+    """Files below ``root`` that are not empty and not hidden; of the library only its own source, without tests."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if not f.startswith(".") and not (python_only and f in _NOT_TEXT)]
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            if (path.suffix == ".py" or not python_only) and path.is_file() and path.stat().st_size:
+                yield path
+
+
+def _whole(path: Path) -> Iterator[Piece]:
+    """A file as one text; each piece but the last ends with a line, unless a line is longer than a piece."""
+    rest, first = b"", True
+    with open(path, "rb") as file:
+        while block := file.read(PIECE_BYTES):
+            data = rest + block
+            cut = data.rfind(b"\n") + 1 or _last_character(data)
+            yield Piece(data[:cut], first)
+            rest, first = data[cut:], False
+    if rest:
+        yield Piece(rest, first)
+
+
+def _last_character(data: bytes) -> int:
+    """Where the last character of UTF-8 text, which may not be whole, begins; the end of other bytes."""
+    starts = (at for at in range(len(data) - 1, max(-1, len(data) - 5), -1) if data[at] & 0xC0 != 0x80)
+    return next(starts, 0) or len(data)
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}, line {number}"
+            if not line.strip():
+                continue
+            try:
+                row: Any = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{where}: expected a JSON object, got {line[:60]!r}: {error}") from error
+            if not isinstance(row, dict):
+                raise ConfigError(f"{where}: expected a JSON object, got {line[:60]!r}")
+            yield where, row
+
+
+def _parquet_rows(path: Path, config: DataConfig, *, labelled: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(f"{path}: reading Parquet needs pyarrow: pip install 'lading[data]'") from error
+    columns = [config.text_field, *([config.label_field] if labelled else [])]
+    try:
+        with parquet.ParquetFile(path) as file:
+            if absent := [name for name in columns if name not in file.schema_arrow.names]:
+                raise ConfigError(f"{path}: expected a column {absent[0]!r}, found {file.schema_arrow.names}")
+            number = 0
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                for row in batch.to_pylist():
+                    yield f"{path}, row {number}", row
+                    number += 1
+    except pyarrow.ArrowException as error:
+        raise ConfigError(f"{path}: expected a Parquet file: {error}") from error
+
+
+def _text_of(row: dict[str, Any], config: DataConfig, where: str) -> bytes:
+    text = row.get(config.text_field)
+    if not isinstance(text, str):
+        found = f"the fields {sorted(row)}" if text is None else repr(text)
+        raise ConfigError(f"{where}: expected a text in {config.text_field!r}, found {found}; see data.text_field")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # half of a pair of surrogates
+        raise ConfigError(f"{where}: expected text that has a UTF-8 form: {error}") from error
+
+
+def _label_of(row: dict[str, Any], config: DataConfig, where: str) -> int:
+    label = row.get(config.label_field)
+    if type(label) is not int or label < 0:
+        raise ConfigError(
+            f"{where}: expected an integer >= 0 in {config.label_field!r}, found {label!r}; see data.label_field"
+        )
+    return label

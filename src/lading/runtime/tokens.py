@@ -1,0 +1,286 @@
+"""Text as tokens in a cache file next to the run: made once, then read in windows.
+
+    text-FINGERPRINT.tokens      the tokens, as the smallest unsigned integers that hold the vocabulary
+    text-FINGERPRINT.documents   start, length and label of each text, int64; only where texts have labels
+    text-FINGERPRINT.json        how many tokens, of which kind, and their hash; written last
+
+A mapping of the file would add the neighbouring pages of every window to the resident set that a budget is about, so
+windows are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from lading.config import DataConfig
+from lading.errors import ConfigError, StorageError
+from lading.runtime.documents import PIECE_BYTES, Piece, files_of, fingerprint_of, pieces
+from lading.runtime.framing import Specials
+
+#: Raised whenever the same text would become other tokens.
+_LAYOUT = 2
+_BYTES = Specials(vocabulary=256, separator=0)
+#: Names of special tokens where no file beside the tokenizer says them.
+_USUAL = {
+    "mask_token": ("[MASK]", "<mask>"),
+    "pad_token": ("[PAD]", "<pad>"),
+    "eos_token": ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>"),
+}
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer file; None stands for one token a byte."""
+
+    path: Path | None
+    specials: Specials
+    made: Any = None
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, none of them special."""
+        return [encoding.ids for encoding in self.made.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+
+def load_tokenizer(path: Path | None) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json`` or of the folder that holds it; of bytes for None.
+
+    Raises:
+        ConfigError: no such file, or it is something else.
+    """
+    if path is None:
+        return Tokenizer(None, _BYTES)
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"data.tokenizer: expected 'auto', 'bytes' or a tokenizer.json, found no file {path}")
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ConfigError("a tokenizer file needs tokenizers: pip install 'lading[hf]'") from error
+    try:
+        made = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(f"data.tokenizer: expected a tokenizer.json at {path}: {error}") from error
+    made.no_truncation()
+    made.no_padding()
+    return Tokenizer(path, _specials(made, path), made)
+
+
+def _specials(made: Any, path: Path) -> Specials:
+    encoding = made.encode("a", add_special_tokens=True)
+    special = [bool(flag) for flag in encoding.special_tokens_mask]
+    start = special.index(False) if False in special else len(special)
+    end = len(special) - special[::-1].index(False) if False in special else len(special)
+    named = {key: _special(made, key, path) for key in _USUAL}
+    suffix = tuple(encoding.ids[end:])
+    return Specials(
+        vocabulary=made.get_vocab_size(),
+        prefix=tuple(encoding.ids[:start]),
+        suffix=suffix,
+        separator=named["eos_token"] if named["eos_token"] is not None else next(iter(suffix), None),
+        mask=named["mask_token"],
+        pad=named["pad_token"],
+    )
+
+
+def _special(made: Any, key: str, path: Path) -> int | None:
+    """The id of a special token that a file beside the tokenizer names, or that is called as usual."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = path.with_name(name)
+        try:
+            value: Any = json.loads(file.read_text()).get(key) if file.is_file() else None
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{file}: expected the settings of a tokenizer: {error}") from error
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            return made.token_to_id(value)
+    return next((found for word in _USUAL[key] if (found := made.token_to_id(word)) is not None), None)
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """The tokens of a text, on disk.
+
+    Attributes:
+        count: Tokens in all. ``highest`` is the largest of them.
+        fingerprint: Hash of the tokens: a run that goes on with another text would have another loss curve.
+        documents: Start, length and label of each text, int64 (texts, 3); empty where texts have no labels.
+    """
+
+    path: Path
+    dtype: np.dtype[Any]
+    count: int
+    highest: int
+    fingerprint: str
+    documents: np.ndarray
+    specials: Specials
+
+    def read(self, spans: Iterable[tuple[int, int]]) -> list[np.ndarray]:
+        """The tokens of each (start, length), int64.
+
+        Raises:
+            StorageError: the cache file is gone, cut short or cannot be read.
+        """
+        item = self.dtype.itemsize
+        try:
+            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                blocks = [(os.pread(file, length * item, start * item), length) for start, length in spans]
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise StorageError(f"cannot read the text in {self.path}: {error.strerror}; start the run again") from error
+        if any(len(block) != length * item for block, length in blocks):
+            raise StorageError(f"{self.path}: expected {self.count * item} bytes, found fewer; delete it and run again")
+        return [np.frombuffer(block, dtype=self.dtype).astype(np.int64) for block, _ in blocks]
+
+
+def open_store(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, labelled: bool = False) -> TokenStore:
+    """The tokens of a text from the cache in ``folder``; made anew if the text or the tokenizer changed.
+
+    Raises:
+        ConfigError: no text at the source, or a file of it cannot be read as text.
+        StorageError: the cache cannot be written.
+    """
+    files = files_of(config.source)
+    parts = [fingerprint_of(files), config.format, config.text_field, config.label_field, labelled, _LAYOUT]
+    if tokenizer.path is not None:
+        parts.append(hashlib.sha256(tokenizer.path.read_bytes()).hexdigest())
+    path = folder / f"text-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.tokens"
+    found = _opened(path, tokenizer.specials)
+    if found is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(path, pieces(files, config, labelled=labelled), tokenizer)
+        except OSError as error:
+            raise StorageError(f"cannot copy the text of {config.source!r} to {folder}: {error}") from error
+        found = _opened(path, tokenizer.specials)
+    if found is None:
+        raise StorageError(f"{path}: expected the text that was just written, found another; run again")
+    return found
+
+
+def _opened(path: Path, specials: Specials) -> TokenStore | None:
+    """The store at ``path``; None if it is not there whole."""
+    try:
+        facts = json.loads(path.with_suffix(".json").read_text())
+        dtype = np.dtype(facts["dtype"])
+        documents = np.fromfile(path.with_suffix(".documents"), dtype=np.int64) if facts["documents"] else np.empty(0)
+        store = TokenStore(
+            path,
+            dtype,
+            int(facts["count"]),
+            int(facts["highest"]),
+            str(facts["sha256"])[:16],
+            documents.astype(np.int64).reshape(-1, 3),
+            specials,
+        )
+        whole = path.stat().st_size == store.count * dtype.itemsize and len(store.documents) == facts["documents"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # to be made again
+    return store if whole else None
+
+
+class _Writer:
+    """Tokens on their way to a file, hashed; remembers where texts begin."""
+
+    def __init__(self, file: BinaryIO, specials: Specials) -> None:
+        self._file, self._specials = file, specials
+        self.dtype = np.dtype("<u1" if specials.vocabulary <= 1 << 8 else "<u2" if specials.vocabulary <= 1 << 16 else "<u4")
+        self.count, self.highest, self.digest = 0, 0, hashlib.sha256()
+        self.documents: list[list[int]] = []
+
+    def begin(self, label: int | None) -> None:
+        """Start a text."""
+        if self.count and self._specials.separator is not None:
+            self.add(np.asarray([self._specials.separator]))
+        if label is not None:
+            self.documents.append([self.count, 0, label])
+
+    def add(self, tokens: np.ndarray) -> None:
+        if not len(tokens):
+            return
+        data = tokens.astype(self.dtype).tobytes()
+        self._file.write(data)
+        self.digest.update(data)
+        self.count += len(tokens)
+        self.highest = max(self.highest, int(tokens.max()))
+
+    def end(self) -> None:
+        """End a piece of a text."""
+        if self.documents:
+            self.documents[-1][1] = self.count - self.documents[-1][0]
+
+
+def _write(path: Path, texts: Iterable[Piece], tokenizer: Tokenizer) -> None:
+    """Write the files of a store, the description last; each is complete or absent."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with ExitStack() as stack:
+        stack.callback(temporary.unlink, missing_ok=True)
+        with open(temporary, "wb") as file:
+            writer = _Writer(file, tokenizer.specials)
+            for piece, tokens in _encoded(texts, tokenizer):
+                if piece.first:
+                    writer.begin(piece.label)
+                writer.add(tokens)
+                writer.end()
+            _sync(file)
+        os.replace(temporary, path)
+        facts = {
+            "count": writer.count,
+            "highest": writer.highest,
+            "dtype": writer.dtype.str,
+            "sha256": writer.digest.hexdigest(),
+            "documents": len(writer.documents),
+        }
+        _replace(path.with_suffix(".documents"), np.asarray(writer.documents, dtype=np.int64).tobytes(), temporary)
+        _replace(path.with_suffix(".json"), json.dumps(facts).encode(), temporary)
+
+
+def _replace(path: Path, data: bytes, temporary: Path) -> None:
+    with open(temporary, "wb") as file:
+        file.write(data)
+        _sync(file)
+    os.replace(temporary, path)
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _encoded(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
+    """Each piece and its tokens."""
+    if tokenizer.path is None:
+        for piece in texts:
+            yield piece, np.frombuffer(piece.data, dtype=np.uint8)
+        return
+    group: list[Piece] = []
+    size = 0
+    for piece in texts:
+        group.append(piece)
+        size += len(piece.data)
+        if size >= PIECE_BYTES:
+            yield from _encoded_group(group, tokenizer)
+            group, size = [], 0
+    yield from _encoded_group(group, tokenizer)
+
+
+def _encoded_group(group: list[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
+    try:
+        texts = [piece.data.decode() for piece in group]
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"data.source: expected UTF-8 text for the tokenizer, found {error.object[error.start : error.start + 16]!r}; "
+            "leave files that are no text out, or set data.tokenizer to 'bytes'"
+        ) from error
+    for piece, ids in zip(group, tokenizer.encode(texts), strict=True):
+        yield piece, np.asarray(ids, dtype=np.int64)

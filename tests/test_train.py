@@ -116,7 +116,7 @@ def test_another_text_is_another_run(
     text.write_text("another text of one's own " * 100)
     code, message = failure(capsys, *arguments, "optimization.steps=2", "--resume")
     assert code == 2
-    assert "data.source (was 'text " in message
+    assert "data.source (was 'content " in message
 
 
 def test_a_plan_is_run_as_it_is(

@@ -33,6 +33,8 @@ MODELS = {
 STDLIB = "stdlib"
 #: No number of a run is larger.
 _LARGEST = (1 << 63) - 1
+#: ``data.source`` that means latents made up from their labels, for a diffusion model.
+SYNTHETIC = "synthetic"
 
 Task = Literal["auto", "causal-lm", "masked-lm", "seq2seq-lm", "classification", "contrastive"]
 TextFormat = Literal["auto", "text", "jsonl", "parquet", "bytes"]
@@ -205,8 +207,9 @@ class DataConfig:
     """Which text, and how it becomes tokens.
 
     Attributes:
-        source: "stdlib" (the Python standard library's own source), or a file, a folder or a pattern ("text/*.jsonl").
-        sequence_length: Tokens of a sequence, T.
+        source: "stdlib" (the Python standard library's own source), or a file, a folder or a pattern ("text/*.jsonl");
+            "synthetic" for the latents of a diffusion model.
+        sequence_length: Tokens of a sequence, T; the patches of an image for a diffusion model.
         batch_size: Sequences of a micro-batch, B.
         format: Of the files; "auto" goes by their endings (.jsonl, .parquet, else text).
         text_field: Where the text is in a JSON line or Parquet row.

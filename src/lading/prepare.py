@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from lading.capture.initial import Deferred, defer
 from lading.capture.trace import capture
 from lading.catalog.load import load_machine, machine_from_dict, save_machine
-from lading.config import MODELS, ModelConfig, RunConfig, run_from_dict, run_to_dict
+from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict, run_to_dict
 from lading.errors import ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
@@ -22,9 +21,14 @@ from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.step import expand
 from lading.ir.timeline import Timeline
+from lading.models import hugging_face
+from lading.models.dit import DitConfig
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model, model_class
+from lading.models.tasks import LOSSES
 from lading.planner.api import make_plan, make_program
+from lading.runtime import data
+from lading.runtime.data import Dataset, LatentDataset, TextDataset
 from lading.runtime.host import host_id
 from lading.runtime.kernels import workspace_of
 from lading.runtime.probe import probe
@@ -189,8 +193,8 @@ def build(model: ModelConfig, precision: str = "fp32") -> torch.nn.Module:
 def _built(model: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
     if model.name in MODELS:
         return build_model(model.name, **model.sizes)
-    if model.name.endswith(".json"):
-        return _hugging_face(Path(model.name), dtype)
+    if model.is_hugging_face:
+        return hugging_face.build_from(model, dtype)
     module, _, function = model.name.partition(":")
     try:
         made = getattr(importlib.import_module(module), function)(**model.sizes)
@@ -201,33 +205,131 @@ def _built(model: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
     return made
 
 
-def _hugging_face(path: Path, dtype: torch.dtype) -> torch.nn.Module:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError("a Hugging Face configuration needs: pip install 'lading[hf]'") from error
-    try:
-        config = AutoConfig.for_model(**json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.name {str(path)!r}: expected the config.json of a model: {error}") from error
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+def task_of(model: ModelConfig) -> str:
+    """What a model learns: a task of ``lading.config.Task``, or "denoising" for a diffusion model.
+
+    Raises:
+        ConfigError: another task than the model can learn.
+    """
+    if model.is_hugging_face:
+        return hugging_face.task_of(model, hugging_face.read_config(model))
+    task = "denoising" if model.name == "dit" else "causal-lm"
+    if model.task not in ("auto", task):
+        raise ConfigError(f"model.task: {model.name!r} learns {task!r}, got {model.task!r}; leave it out")
+    return task
 
 
 def loss_of(model: ModelConfig) -> Loss:
-    """``loss(model, batch)``: a reference model's own, else that of byte batches."""
+    """``loss(model, batch)``: a reference model's own, that of the task for one of Hugging Face, else next byte."""
     if model.name in MODELS:
         return model_class(model.name).loss
-    return _logits_loss if model.name.endswith(".json") else next_byte_loss
+    return LOSSES[task_of(model)] if model.is_hugging_face else next_byte_loss
 
 
-def _logits_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """Next-byte loss of a model whose output has ``logits``."""
-    return next_byte_loss(lambda tokens: model(input_ids=tokens).logits, batch)  # pyright: ignore[reportArgumentType]
+def tokenizer_of(run: RunConfig) -> Path | None:
+    """The tokenizer file of a run; None for one token a byte."""
+    if run.data.tokenizer == "bytes":
+        return None
+    if run.data.tokenizer != "auto":
+        return Path(run.data.tokenizer)
+    if not run.model.is_hugging_face:
+        return None
+    path = Path(run.model.weights or Path(run.model.name).parent) / "tokenizer.json"
+    return path if path.is_file() else None
 
 
 def example_batch(run: RunConfig) -> dict[str, torch.Tensor]:
     """A batch of the run's shape; the values mean nothing."""
-    return {"tokens": torch.zeros(run.data.batch_size, run.data.sequence_length + 1, dtype=torch.int64)}
+    if (task := task_of(run.model)) == "denoising":
+        return _latents(run).batch(0, 0)
+    return data.example_batch(task, run.data, tokenizer_of(run))
+
+
+def dataset_of(run: RunConfig, module: torch.nn.Module) -> Dataset:
+    """The batches of a run, for its model, which may be fake.
+
+    Raises:
+        ConfigError: the text cannot be read, is too short, or is not the model's kind of text.
+        StorageError: the run's folder cannot be written.
+    """
+    if (task := task_of(run.model)) == "denoising":
+        return _latents(run)
+    config = getattr(module, "config", None)
+    embedding = module.get_input_embeddings() if run.model.is_hugging_face else None  # pyright: ignore[reportCallIssue]
+    return TextDataset(
+        run.data,
+        Path(run.out),
+        seed=run.seed,
+        task=task,
+        tokenizer=tokenizer_of(run),
+        vocabulary=getattr(embedding, "num_embeddings", None) or getattr(config, "vocab_size", None),
+        num_labels=getattr(config, "num_labels", None),
+    )
+
+
+def _latents(run: RunConfig) -> LatentDataset:
+    if run.data.source != SYNTHETIC:
+        raise ConfigError(
+            f"data.source: {run.model.name!r} learns latents, expected {SYNTHETIC!r}, got {run.data.source!r}"
+        )
+    sizes = DitConfig(**run.model.sizes)  # pyright: ignore[reportArgumentType]
+    if run.data.sequence_length != sizes.patches_per_side**2:
+        raise ConfigError(
+            f"data.sequence_length: expected the patches of an image, {sizes.patches_per_side**2}, "
+            f"got {run.data.sequence_length}"
+        )
+    shape = (sizes.channels, sizes.image_size, sizes.image_size)
+    return LatentDataset(shape, sizes.num_classes, batch_size=run.data.batch_size, seed=run.seed)
+
+
+def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Callable[[str, torch.Tensor], None]) -> list[str]:
+    """Hand the weights of a model's folder on; says what was done with them.
+
+    Args:
+        module: The model, which may be fake.
+        sink: Called with each name and value; it must copy what it keeps.
+    """
+    drawn = hugging_face.load_weights(model, module, sink)
+    names = ", ".join(drawn[:3]) + (f" and {len(drawn) - 3} more" if len(drawn) > 3 else "")
+    dtypes = hugging_face.weights_dtype(model)
+    return [f"weights from {model.weights} ({dtypes})", *([f"drawn, as the files lack them: {names}"] if drawn else [])]
+
+
+def initial_values(run: RunConfig, initial: Deferred, sink: Callable[[str, torch.Tensor], None]) -> list[str]:
+    """Hand the values on that a run starts from, one after another; says where they come from.
+
+    What a folder holds comes from there, the rest is made as building the model would make it. Random numbers of the
+    steps start from the seed again after weights were loaded, however many it took to build the model.
+    """
+    if not run.model.weights:
+        initial.materialize(run.seed, sink)
+        return []
+    loaded: set[str] = set()
+
+    def take(name: str, value: torch.Tensor) -> None:
+        loaded.add(name)
+        sink(name, value)
+
+    notes = load_weights(run.model, initial.model, take)
+    initial.keeping(initial.named.keys() - loaded).materialize(run.seed, sink)
+    torch.manual_seed(run.seed)
+    return notes
+
+
+def built_whole(run: RunConfig) -> torch.nn.Module:
+    """The model of a run with the values that it starts from, all in memory, as plain PyTorch would have it."""
+    torch.manual_seed(run.seed)
+    module = build(run.model, run.optimization.precision)
+    if run.model.weights:
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+        def copy(name: str, value: torch.Tensor) -> None:
+            with torch.no_grad():
+                tensors[name].copy_(value)
+
+        load_weights(run.model, module, copy)
+        torch.manual_seed(run.seed)
+    return module
 
 
 def machine_of(run: RunConfig) -> Machine:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lading.capture.initial import defer
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import RunConfig, lr_at, run_to_dict
@@ -23,10 +25,10 @@ from lading.errors import BudgetExceeded, ConfigError
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.optim.master import MasterWeights
-from lading.prepare import Prepared, build, loss_of, plan_run, prepare_plan
+from lading.prepare import Prepared, build, built_whole, dataset_of, initial_values, loss_of, plan_run, prepare_plan
 from lading.report.metrics import MetricsLog, read_steps, truncate_after
 from lading.report.progress import training_progress
-from lading.runtime.data import ByteDataset
+from lading.runtime.data import Dataset
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
 from lading.summary import finish_run, of_plan, save_whole
 from lading.trainer import Trainer
@@ -80,7 +82,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
             f"{prepared.machine.device.kind!r}: such a plan can be made and simulated, not trained here"
         )
     with run_lock(out):
-        data = ByteDataset(run.data, out, seed=run.seed)
+        data = dataset_of(run, prepared.initial.model)
         newest = _newest(run, out, data, resume=resume)
         save_whole(out / "plan.json", prepared.plan.save)
         if newest is not None and newest.step >= run.optimization.steps:
@@ -92,7 +94,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
     return _checked(_result(prepared, records, peak))
 
 
-def _trained(prepared: Prepared, data: ByteDataset, newest: Checkpoint | None) -> tuple[int, Timeline, int]:
+def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tuple[int, Timeline, int]:
     """Train to the last step; returns the first one, what happened in the last, and the peak, saving included."""
     run, out = prepared.run, Path(prepared.run.out)
     with Trainer(
@@ -105,7 +107,8 @@ def _trained(prepared: Prepared, data: ByteDataset, newest: Checkpoint | None) -
         program=prepared.program,
     ) as trainer:
         if newest is None:
-            trainer.initialize(prepared.initial, run.seed)
+            for note in trainer.initialize(partial(initial_values, run, prepared.initial)):
+                print(note, flush=True)
             if (out / "metrics.jsonl").is_file():  # a run that saved nothing to go on from
                 (out / "metrics.jsonl").replace(out / "metrics.before.jsonl")
             (out / "measured.json").unlink(missing_ok=True)
@@ -145,7 +148,7 @@ def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes
     )
 
 
-def _newest(run: RunConfig, out: Path, data: ByteDataset, *, resume: bool) -> Checkpoint | None:
+def _newest(run: RunConfig, out: Path, data: Dataset, *, resume: bool) -> Checkpoint | None:
     """The checkpoint to go on from; None starts afresh."""
     path = latest_checkpoint(out / "checkpoints")
     if path is None:
@@ -164,13 +167,13 @@ def _newest(run: RunConfig, out: Path, data: ByteDataset, *, resume: bool) -> Ch
     return checkpoint
 
 
-def _meta(run: RunConfig, data: ByteDataset) -> dict[str, Any]:
+def _meta(run: RunConfig, data: Dataset) -> dict[str, Any]:
     """What must not change between a run and its resumption, by dotted key: all that the losses depend on."""
     config = run_to_dict(run)
     kept = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
     if run.optimization.schedule == "constant":
         del kept["optimization.steps"]  # only a schedule looks ahead
-    return {**kept, "data.source": f"text {data.fingerprint}", "threads": run.num_threads}
+    return {**kept, "data.source": f"content {data.fingerprint}", "threads": run.num_threads}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -180,7 +183,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _loop(trainer: Trainer, run: RunConfig, data: ByteDataset, out: Path, budget_bytes: int) -> None:
+def _loop(trainer: Trainer, run: RunConfig, data: Dataset, out: Path, budget_bytes: int) -> None:
     """Steps until the end; the last one is saved too, if any are."""
     every = run.checkpoint.every_steps
     tokens = run.data.batch_size * run.data.sequence_length * run.optimization.accumulation
@@ -206,11 +209,10 @@ def _loop(trainer: Trainer, run: RunConfig, data: ByteDataset, out: Path, budget
 def train_plain(run: RunConfig, out: Path) -> RunResult:
     """The same run in plain PyTorch: everything in memory, autograd, fused AdamW. Writes ``out/plain.jsonl``."""
     torch.set_num_threads(run.num_threads)
-    data = ByteDataset(run.data, out, seed=run.seed)
+    loss_fn, data = loss_of(run.model), dataset_of(run, defer(lambda: build(run.model)).model)
     trim()
     baseline, meter = resident_bytes(), PeakMeter()
-    torch.manual_seed(run.seed)
-    model, loss_fn = build(run.model, run.optimization.precision), loss_of(run.model)
+    model = built_whole(run)
     masters = MasterWeights(model)
     chosen = run.optimization.optimizer
     optimizer = torch.optim.AdamW(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 
-from lading.capture.initial import Deferred
 from lading.capture.trace import input_leaves
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
@@ -158,11 +157,12 @@ class Trainer:
         for storage, part in zip(found.storages, flat.split(counts), strict=True):
             self._executor.write_storage(storage, part)
 
-    def initialize(self, initial: Deferred, seed: int) -> None:
-        """Give the parameters and buffers the values that building the model with ``seed`` would."""
-        initial.materialize(seed, self.set_value)
+    def initialize(self, values: Callable[[Callable[[str, torch.Tensor], None]], list[str]]) -> list[str]:
+        """Let ``values`` set the parameters and buffers, through the ``set_value`` given; returns what it says."""
+        notes = values(self.set_value)
         self._executor.observe_peak()
         trim()
+        return notes
 
     def save(self, folder: str | Path, *, meta: Mapping[str, Any] | None = None, keep: int = 2) -> Path:
         """Write a checkpoint of this step: every value, the random generator's state and ``meta``.

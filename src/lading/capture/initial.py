@@ -7,7 +7,8 @@ and freed as soon as nothing writes or reads it any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,21 @@ class Deferred:
             for storage in sorted(names):  # constants, which no operation makes
                 for name in names[storage]:
                     sink(name, values.tensor(self.named[name]))
+
+    def keeping(self, names: Collection[str]) -> Deferred:
+        """The same for some parameters and buffers only, without the operations that they do not need.
+
+        All operations stay where a needed one is random, as its numbers depend on those drawn before.
+        """
+        named = {name: tensor for name, tensor in self.named.items() if name in names}
+        needed = {self.tensors[tensor].storage for tensor in named.values()}
+        ops: list[Op] = []
+        for op in reversed(self.ops):
+            if needed.intersection(self.tensors[t].storage for t in (*op.outputs, *op.mutates)):
+                needed.update(self.tensors[t].storage for t in op.inputs)
+                ops.append(op)
+        kept = self.ops if any(op.random for op in ops) else tuple(reversed(ops))
+        return dataclasses.replace(self, named=named, ops=kept)
 
     def _last_uses(self) -> dict[int, list[tuple[int, bool]]]:
         """Op index -> storages whose value nothing needs after it, and whether that value is the final one.

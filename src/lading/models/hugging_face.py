@@ -72,10 +72,11 @@ def task_of(model: ModelConfig, config: Any) -> str:
     )
 
 
-def build_from(model: ModelConfig) -> torch.nn.Module:
+def build_from(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The model with initial weights drawn from torch's generator, in training mode.
 
-    Parameters are float32, or what optimization.precision makes of them, whatever the files hold.
+    Args:
+        dtype: Of its parameters, whatever the files hold; torch's default dtype now.
 
     Raises:
         ConfigError: no such model in transformers, or none of its kind for the task.
@@ -89,7 +90,7 @@ def build_from(model: ModelConfig) -> torch.nn.Module:
     if made is None:
         raise ConfigError(f"model.task {task!r}: transformers has no such model of type {config.model_type!r}")
     config.use_cache = False
-    config.dtype = torch.float32
+    config.dtype = dtype
     return made(config).train()
 
 
@@ -132,7 +133,7 @@ def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Sink) -> lis
 def weights_dtype(model: ModelConfig) -> str:
     """The dtypes of the folder's files, as text: ``"bfloat16"``."""
     files = _Files(Path(model.weights))
-    return ", ".join(sorted({files.dtype(key) for key in files.keys()}))
+    return ", ".join(sorted({files.dtype(key) for key in files.names()}))
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -189,7 +190,7 @@ class _Files:
             raise StorageError(f"expected the index of safetensors files at {index}: {error}") from error
         return names
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         return sorted(self._where)
 
     def dtype(self, key: str) -> str:
@@ -217,7 +218,7 @@ def _matched(files: _Files, module: Any) -> tuple[dict[str, Any], list[str]]:
     ignored = [*(module._keys_to_ignore_on_load_unexpected or ())]
     matched: dict[str, Any] = {}
     strangers: list[str] = []
-    for key in sorted(files.keys(), key=_natural):
+    for key in sorted(files.names(), key=_natural):
         target, pattern = rename_source_key(key, renamings, converters, module.base_model_prefix, known)
         if target not in saved and key in saved:
             target, pattern = key, None

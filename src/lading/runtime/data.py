@@ -134,6 +134,32 @@ class TextDataset:
             )
 
 
+class LatentDataset:
+    """Made-up latents of a diffusion model: each class is a pattern of waves, each sample that pattern and some noise.
+
+    Args:
+        shape: Channels, rows and columns of the latents.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], num_classes: int, *, batch_size: int, seed: int) -> None:
+        self._shape, self._num_classes, self._batch_size, self._seed = shape, num_classes, batch_size, seed
+        self.fingerprint = f"latents {shape} of {num_classes} classes"
+
+    def batch(self, step: int, micro: int) -> Batch:
+        """``{"latents": float32 (B, C, I, I), "labels": int64 (B,)}`` of micro-batch ``micro`` of step ``step``."""
+        if step < 0 or micro < 0:
+            raise ConfigError(f"expected a step and a micro-batch >= 0, got {step} and {micro}")
+        channels, rows, columns = self._shape
+        numbers = np.random.Philox(counter=[0, 0, micro, step], key=[self._seed, _WINDOWS])
+        raw = numbers.random_raw(self._batch_size * (1 + channels * rows * columns))
+        labels = (raw[: self._batch_size] % np.uint64(self._num_classes)).astype(np.int64)
+        noise = (raw[self._batch_size :] >> np.uint64(11)).reshape(-1, *self._shape) * 2.0**-52 - 1.0
+        channel, row, column = np.meshgrid(*map(np.arange, self._shape), indexing="ij")
+        turns = (labels[:, None, None, None] + 1) * (row / rows + column / columns) / 2 + channel / channels
+        latents = np.sin(2 * np.pi * turns) + 0.1 * noise
+        return _tensors({"latents": latents.astype(np.float32), "labels": labels})
+
+
 def example_batch(task: str, config: DataConfig, tokenizer: Path | None) -> Batch:
     """A batch of a run's shape; the values mean nothing."""
     specials = load_tokenizer(tokenizer).specials
@@ -147,5 +173,3 @@ def example_batch(task: str, config: DataConfig, tokenizer: Path | None) -> Batc
 
 def _tensors(arrays: Arrays) -> Batch:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-
-

@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders and patterns of plain text, JSON lines and Parquet, in pieces of bounded size."""
+"""Where text comes from: files, folders and patterns of text, JSON lines and Parquet, in pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -92,12 +92,14 @@ def _walk(root: Path, *, python_only: bool) -> Iterator[Path]:
 
 
 def _whole(path: Path) -> Iterator[Piece]:
-    """A file as one text; each piece but the last ends with a line, unless a line is longer than a piece."""
+    """A file as one text; each piece but the last ends with a line, or with a word where a line is longer."""
     rest, first = b"", True
     with open(path, "rb") as file:
         while block := file.read(PIECE_BYTES):
             data = rest + block
-            cut = data.rfind(b"\n") + 1 or _last_character(data)
+            cut = data.rfind(b"\n") + 1 or data.rfind(b" ") + 1 or _last_character(data)
+            if len(block) < PIECE_BYTES:  # the end of the file
+                cut = len(data)
             yield Piece(data[:cut], first)
             rest, first = data[cut:], False
     if rest:

@@ -194,7 +194,9 @@ class _Writer:
 
     def __init__(self, file: BinaryIO, specials: Specials) -> None:
         self._file, self._specials = file, specials
-        self.dtype = np.dtype("<u1" if specials.vocabulary <= 1 << 8 else "<u2" if specials.vocabulary <= 1 << 16 else "<u4")
+        self.dtype = np.dtype(
+            "<u1" if specials.vocabulary <= 1 << 8 else "<u2" if specials.vocabulary <= 1 << 16 else "<u4"
+        )
         self.count, self.highest, self.digest = 0, 0, hashlib.sha256()
         self.documents: list[list[int]] = []
 
@@ -278,8 +280,9 @@ def _encoded_group(group: list[Piece], tokenizer: Tokenizer) -> Iterator[tuple[P
     try:
         texts = [piece.data.decode() for piece in group]
     except UnicodeDecodeError as error:
+        found = error.object[error.start : error.start + 16]
         raise ConfigError(
-            f"data.source: expected UTF-8 text for the tokenizer, found {error.object[error.start : error.start + 16]!r}; "
+            f"data.source: expected UTF-8 text for the tokenizer, found {found!r}; "
             "leave files that are no text out, or set data.tokenizer to 'bytes'"
         ) from error
     for piece, ids in zip(group, tokenizer.encode(texts), strict=True):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from lading.catalog.load import save_machine
+from lading.catalog.load import load_machine, save_machine, unsourced
+from lading.cli.main import main
 from lading.config import load_run
 from tests.machines import small_machine
 
@@ -35,6 +38,26 @@ def test_the_five_lines_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name)
+EXAMPLES = sorted((ROOT / "examples").iterdir())
+
+
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.suffix == ".toml"], ids=lambda p: p.name)
 def test_examples_load(path: Path) -> None:
-    assert load_run(path).optimization.steps > 0
+    if path.name == "own_machine.toml":
+        assert unsourced(load_machine(path)) == ()
+    else:
+        assert load_run(path).optimization.steps > 0
+
+
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name.startswith("own_") and p.suffix == ".py"], ids=str)
+def test_own_parts(path: Path) -> None:
+    """Each says what it did, and checks it."""
+    result = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "loss" in result.stdout
+
+
+def test_own_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "examples" / "own_machine.toml")
+    assert main(["fit", str(ROOT / "examples" / "llama.toml"), "--machine", path]) == 0
+    assert "FITS desk" in capsys.readouterr().out

@@ -23,6 +23,7 @@ from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.prepare import lowered
+from lading.runtime.device import Device
 from lading.runtime.executor import Executor
 from lading.runtime.host import host_id
 from lading.runtime.resident import trim
@@ -43,6 +44,7 @@ class Trainer:
         optimizer: AdamW's numbers.
         folder: Where the swap file goes.
         threads: Compute threads; None keeps torch's setting.
+        device: Where it runs, for this trainer alone; None is what the plan was made for.
 
     Raises:
         ConfigError: the plan was made for another graph, or ``model`` is not the one that was captured.
@@ -58,6 +60,7 @@ class Trainer:
         optimizer: AdamW | None = None,
         folder: str | Path = ".",
         threads: int | None = None,
+        device: Device | None = None,
         program: Program | None = None,
     ) -> None:
         _check_host(plan)
@@ -71,7 +74,9 @@ class Trainer:
         self._whole = True  # no step or load ended half-way
         if model is not None:
             self._check_model(model)
-        self._executor = Executor(self.program, optimizer=self.optimizer, folder=Path(folder), threads=threads)
+        self._executor = Executor(
+            self.program, optimizer=self.optimizer, folder=Path(folder), threads=threads, device=device
+        )
         try:
             self._take_over(model)
         except BaseException:

@@ -23,6 +23,7 @@ from lading.runtime.tiers import DiskTier, MemoryTier, Tier
 Call = Callable[[], object]
 #: A moment: seconds of the host's clock, or something that the lane turns into them after the step.
 Stamp = Any
+MakeTier = Callable[[int, Path], Tier]
 Batches = Sequence[Mapping[str, torch.Tensor]]
 
 
@@ -188,12 +189,15 @@ class HostDevice:
 
     Args:
         clock: Seconds, monotone.
+        tiers: What makes the tier of a name, from its bytes and a folder, instead of the usual one.
     """
 
     kind = "cpu"
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, *, tiers: Mapping[str, MakeTier] | None = None
+    ) -> None:
+        self._clock, self._make = clock, dict(tiers or {})
 
     def arena(self, size_bytes: int) -> Memory:
         """See Device."""
@@ -205,6 +209,8 @@ class HostDevice:
 
     def tier(self, name: str, size_bytes: int, folder: Path) -> Tier:
         """See Device."""
+        if name in self._make:
+            return self._make[name](size_bytes, folder)
         return DiskTier(folder, size_bytes) if name == "disk" else MemoryTier(Arena(size_bytes))
 
     def lane(self, stream: str) -> Lane:

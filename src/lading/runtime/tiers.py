@@ -42,7 +42,7 @@ class Tier(Protocol):
     """
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """Fill ``into`` (uint8, dense) with what was last written at ``offset``."""
+        """Fill ``into`` (uint8, dense) with what was last written at ``offset``, zeros where nothing was."""
         ...
 
     def write(self, offset: int, data: torch.Tensor) -> None:

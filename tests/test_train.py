@@ -144,7 +144,7 @@ def test_a_plan_is_run_as_it_is(
         "the plan was made for the host 'another'": lambda d: d.update(host_id="another"),
         "the plan was made for another model": lambda d: d["run"]["model"]["sizes"].update(dim=96),
         "the plan was made for another machine": lambda d: d["machine"]["device"].update(memory_bytes=1 << 30),
-        "expected a machine that computes on its CPU": cuda,
+        "expected a cuda device, found none: this PyTorch is built without CUDA": cuda,
         "the plan records no run": lambda d: d.update(run=None),
     }
     capsys.readouterr()

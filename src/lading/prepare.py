@@ -19,6 +19,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
+from lading.ir.retarget import retarget
 from lading.ir.step import expand
 from lading.ir.timeline import Timeline
 from lading.models import hugging_face
@@ -28,10 +29,12 @@ from lading.models.registry import build_model, model_class
 from lading.models.tasks import LOSSES
 from lading.planner.api import make_plan, make_program
 from lading.runtime import data
+from lading.runtime.cuda import Cuda
 from lading.runtime.data import Dataset, LatentDataset, TextDataset
 from lading.runtime.host import host_id
 from lading.runtime.kernels import workspace_of
 from lading.runtime.probe import probe
+from lading.runtime.workspace import measured_workspace
 from lading.sim.engine import simulate
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -85,7 +88,7 @@ def plan(
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
         ConfigError: an argument means nothing.
     """
-    step = expand(graph, clip_norm=clip_norm, master_weights=master_weights)
+    step = step_of(graph, machine, clip_norm=clip_norm, master_weights=master_weights)
     scratch = _scratch(step, machine)
     planned = make_plan(
         step,
@@ -99,29 +102,40 @@ def plan(
     return planned.plan
 
 
+def step_of(captured: StepGraph, machine: Machine, *, clip_norm: float, master_weights: bool) -> StepGraph:
+    """The whole step of a captured micro-batch, with the operations of the machine's device.
+
+    Raises:
+        ConfigError: an operation has no kernel there.
+    """
+    return retarget(expand(captured, clip_norm=clip_norm, master_weights=master_weights), machine.device.kind)
+
+
 def lowered(plan: Plan, graph: StepGraph) -> Program:
     """The Program of a plan for the graph it was made from.
 
     Raises:
         ConfigError: it was made from another.
     """
-    step = expand(
-        graph, clip_norm=plan.settings["clip_norm"], master_weights=bool(plan.settings.get("master_weights", 0.0))
-    )
     machine = machine_from_dict(plan.machine, "the plan's machine")
+    masters = bool(plan.settings.get("master_weights", 0.0))
+    step = step_of(graph, machine, clip_norm=plan.settings["clip_norm"], master_weights=masters)
     return make_program(plan, step, machine, workspace_bytes=_scratch(step, machine))
 
 
 def _scratch(graph: StepGraph, machine: Machine) -> Sequence[int]:
-    """Scratch bytes of each operation, or () for a device whose kernels are not the ones bound here."""
-    return workspace_of(graph) if machine.device.kind == "cpu" else ()
+    """Scratch bytes of each operation: measured on a GPU that is here, else worked out from its binding."""
+    kind = machine.device.kind
+    if kind == "cuda" and machine.host_id == host_id() and torch.cuda.is_available():
+        return measured_workspace(graph, Cuda())
+    return workspace_of(graph, kind)
 
 
 def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
     """Capture a run's step and plan it for its machine, or for ``machine``."""
     torch.set_num_threads(run.num_threads)
     machine = machine or machine_of(run)
-    initial, captured, graph = _captured(run)
+    initial, captured, graph = _captured(run, machine)
     free = _free_bytes(Path(run.memory.folder or run.out))
     planned = make_plan(
         graph,
@@ -154,17 +168,17 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
         )
     torch.set_num_threads(run.num_threads)
     machine = machine_from_dict(plan.machine, "the plan's machine")
-    initial, captured, graph = _captured(run)
+    initial, captured, graph = _captured(run, machine)
     program = make_program(plan, graph, machine, workspace_bytes=_scratch(graph, machine))
     return Prepared(run, initial, captured, graph, machine, plan, program, simulate(program, machine))
 
 
-def _captured(run: RunConfig) -> tuple[Deferred, StepGraph, StepGraph]:
+def _captured(run: RunConfig, machine: Machine) -> tuple[Deferred, StepGraph, StepGraph]:
     initial = defer(lambda: build(run.model, run.optimization.precision))
     captured = capture(
         initial.model, example_batch(run), loss_of(run.model), accumulation=run.optimization.accumulation
     )
-    step = expand(captured, clip_norm=run.optimization.clip_norm, master_weights=_has_masters(run))
+    step = step_of(captured, machine, clip_norm=run.optimization.clip_norm, master_weights=_has_masters(run))
     return initial, captured, step
 
 

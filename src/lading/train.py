@@ -28,6 +28,7 @@ from lading.optim.master import MasterWeights
 from lading.prepare import Prepared, build, built_whole, dataset_of, initial_values, loss_of, plan_run, prepare_plan
 from lading.report.metrics import MetricsLog, read_steps, truncate_after
 from lading.report.progress import training_progress
+from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
 from lading.summary import finish_run, of_plan, save_whole
@@ -76,11 +77,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
     """
     prepared = plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what, to_run=True)
     run, out = prepared.run, Path(prepared.run.out)
-    if prepared.machine.device.kind != "cpu":
-        raise ConfigError(
-            f"expected a machine that computes on its CPU, got {prepared.machine.name!r}, whose device is "
-            f"{prepared.machine.device.kind!r}: such a plan can be made and simulated, not trained here"
-        )
+    check_available(prepared.machine.device.kind)
     with run_lock(out):
         data = dataset_of(run, prepared.initial.model)
         newest = _newest(run, out, data, resume=resume)

@@ -23,6 +23,7 @@ from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.prepare import lowered
+from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
 from lading.runtime.device import Device
 from lading.runtime.executor import Executor
 from lading.runtime.host import host_id
@@ -74,8 +75,13 @@ class Trainer:
         self._whole = True  # no step or load ended half-way
         if model is not None:
             self._check_model(model)
+        self._kind: str = plan.machine["device"]["kind"]
         self._executor = Executor(
-            self.program, optimizer=self.optimizer, folder=Path(folder), threads=threads, device=device
+            self.program,
+            optimizer=self.optimizer,
+            folder=Path(folder),
+            threads=threads,
+            device=device or device_of(self._kind),
         )
         try:
             self._take_over(model)
@@ -125,8 +131,11 @@ class Trainer:
 
     @property
     def peak_bytes(self) -> int:
-        """Highest resident set during any step, above what the process had before this trainer."""
-        return self._executor.peak_resident_bytes
+        """Highest memory during any step, above what was in use before this trainer.
+
+        The resident set on a CPU; on a GPU what tensors take, and what the process takes besides (its context).
+        """
+        return self._executor.peak_resident_bytes + self._executor.beside_bytes
 
     def value(self, name: str) -> torch.Tensor:
         """A copy of a parameter, buffer or optimizer state (``"layers.0.weight.exp_avg"``).
@@ -180,7 +189,7 @@ class Trainer:
             ConfigError: a step failed half-way, or ``meta`` has no JSON form.
         """
         self._check_whole()
-        state = torch.get_rng_state()
+        state = generator_state(self._kind)
         sources: list[TensorSource] = [
             (name, found.dtype, found.shape, chain.from_iterable(map(self._executor.chunks, found.storages)))
             for name, found in self._values.items()
@@ -206,7 +215,7 @@ class Trainer:
         for name in self._values:  # masters come after their parameters
             self.set_value(name, checkpoint.read(name))
         self._whole = True
-        torch.set_rng_state(generator)
+        set_generator_state(self._kind, generator)
         self.steps = checkpoint.step
         self._executor.observe_peak()
         trim()
@@ -215,12 +224,17 @@ class Trainer:
     def close(self) -> None:
         """Write the values back into the model and give all memory and disk space back. May be called twice."""
         taken, self._taken = self._taken, []
+        written: list[tuple[torch.Tensor, torch.device]] = []
         try:
             if self._whole:
                 for name, tensor in taken:
+                    written.append((tensor, tensor.device))
                     tensor.data = self.value(name)
         finally:
             self._executor.close()
+        for tensor, device in written:  # a GPU has room for them once the arena is gone
+            if device.type != "cpu":
+                tensor.data = tensor.data.to(device)
 
     def _value(self, name: str) -> _Value:
         name = self._first_name.get(name, name)
@@ -247,13 +261,15 @@ class Trainer:
 
     def _take_over(self, model: torch.nn.Module | None) -> None:
         """Copy the model's values and free its own memory, one tensor after the other."""
+        given_back = 0
         for name, tensor in _tensors_of(model) if model is not None else ():
             self.set_value(name, tensor)
             self._taken.append((name, tensor))
-            tensor.data = torch.empty(0, dtype=tensor.dtype)
+            given_back += self._values[name].size_bytes if tensor.device.type == self._kind else 0
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._executor.observe_peak()
         trim()
-        self._executor.given_back(sum(self._values[name].size_bytes for name, _ in self._taken))
+        self._executor.given_back(given_back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,12 +296,8 @@ def _values_of(graph: StepGraph) -> dict[str, _Value]:
 
 
 def _check_host(plan: Plan) -> None:
-    """Refuse a plan for another machine than this host's CPU."""
-    kind = plan.machine["device"]["kind"]
-    if kind != "cpu":
-        raise ConfigError(
-            f"expected a plan for a CPU, got one for {plan.machine['name']!r} ({kind}): it can be simulated"
-        )
+    """Refuse a plan for another machine than this host, or for a device that it has not."""
+    check_available(plan.machine["device"]["kind"])
     if plan.host_id and plan.host_id != host_id():
         raise ConfigError(
             f"the plan was made for the host {plan.host_id!r}, this one is {host_id()!r}; plan again here"

@@ -105,6 +105,9 @@ class FakeMeter:
     def now_bytes(self) -> int:
         return self._api.taken_bytes
 
+    def beside_bytes(self) -> int:
+        return 1000
+
     def reset(self) -> None:
         pass
 

@@ -24,11 +24,12 @@ from tests.runtime.cases import (
     model_of,
     program_of,
 )
-from tests.runtime.fake_accelerator import FakeApi, fake_device
+from tests.runtime.fake_accelerator import FakeApi, FakeMeter, fake_device
 
 from lading.capture.trace import capture
 from lading.errors import ProgramError
 from lading.ir.action import Action
+from lading.ir.defer import defer, updates
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program
@@ -36,6 +37,7 @@ from lading.ir.step import expand
 from lading.runtime.accelerator import BouncedTier
 from lading.runtime.executor import Executor
 from lading.runtime.tiers import PIECE_BYTES, DiskTier
+from lading.runtime.workspace import measured_workspace
 
 RATES = [1e-3, 5e-4, 2e-3]
 TIERED = dataclasses.replace(MACHINE, tiers=(dataclasses.replace(DISK, name="host"), DISK))
@@ -213,3 +215,43 @@ def test_actions_are_named_on_both_halves(tmp_path: Path, api: FakeApi) -> None:
         load(executor, model_of("gpt"))
         with pytest.raises(Exception, match=r"action \d+ MOVE disk_read .* failed: no such luck"):
             executor.step(batches_of(1, 1)[0], lr=1e-3)
+
+
+def test_updates_deferred_into_the_next_step(tmp_path: Path, api: FakeApi) -> None:
+    graph = graph_of(model_of("gpt"))
+    later, _ = defer(graph, len(updates(graph)))
+    program = program_of(later, host_always, HOST_ONLY)
+    batches, reference = batches_of(2, 1), model_of("gpt")
+    losses = eager_run(reference, batches, RATES[:2], 0.0)
+    with executor_of(program, tmp_path, api) as executor:
+        load(executor, model_of("gpt"))
+        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES[:2], strict=True)] == losses
+        assert differing(executor, reference) == []
+
+
+def test_scratch_is_measured_once_for_equal_operations(api: FakeApi) -> None:
+    graph = graph_of(model_of("gpt"))
+    reset = []
+    api.meter = lambda: CountingMeter(api, reset)  # type: ignore[method-assign,assignment]
+    scratch = measured_workspace(graph, api)
+    assert len(scratch) == len(graph.ops)
+    assert len(reset) == len(set(scratch)) < len(graph.ops)
+    products = {scratch[i] for i, op in enumerate(graph.ops) if op.name == "aten.addmm.default"}
+    assert 1 < len(products) <= 4
+
+
+class CountingMeter(FakeMeter):
+    """One byte more for each operation that is measured."""
+
+    def __init__(self, api: FakeApi, reset: list[int]) -> None:
+        super().__init__(api)
+        self.resets = reset
+
+    def reset(self) -> None:
+        self.resets.append(0)
+
+    def now_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return len(self.resets)

@@ -258,4 +258,8 @@ def _assumptions(graph: StepGraph, machine: Machine, workspace_bytes: Sequence[i
     found += [f"{key}: {text}" for key, text in machine.sources.items() if text.startswith("assumption")]
     if not workspace_bytes:
         found.append("scratch memory inside operations is taken as 0: the kernels of this device are not known here")
+    elif machine.device.kind != "cpu" and not machine.host_id:
+        found.append(
+            "scratch memory inside operations is worked out from their shapes: no such device was here to measure it"
+        )
     return tuple(found)

@@ -45,6 +45,29 @@ def check_available(kind: str) -> None:
     )
 
 
+def generator_state(kind: str) -> torch.Tensor:
+    """State of the generator from which operations on a device draw random numbers, as uint8."""
+    return torch.get_rng_state() if kind == "cpu" else torch.cuda.get_rng_state()
+
+
+def set_generator_state(kind: str, state: torch.Tensor) -> None:
+    """Inverse of ``generator_state``.
+
+    Raises:
+        StorageError: the state is of another kind of device.
+    """
+    wanted = generator_state(kind).numel()
+    if state.numel() != wanted:
+        raise StorageError(
+            f"expected {wanted} bytes of a {kind} generator's state, got {state.numel()}; the checkpoint is of a "
+            "run on another kind of device: go on where it was saved"
+        )
+    if kind == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state)
+
+
 class CudaMeter:
     """Bytes that tensors take on the GPU, as the caching allocator counts them (``max_memory_allocated``)."""
 
@@ -57,6 +80,11 @@ class CudaMeter:
     def now_bytes(self) -> int:
         """See Meter."""
         return torch.cuda.memory_allocated(self._index)
+
+    def beside_bytes(self) -> int:
+        """See Meter: what is not free on the GPU and not the caching allocator's; other processes count here too."""
+        free, total = torch.cuda.mem_get_info(self._index)
+        return max(0, total - free - torch.cuda.memory_reserved(self._index))
 
     def reset(self) -> None:
         """See Meter."""

@@ -56,6 +56,10 @@ class Meter(Protocol):
         """Bytes in use."""
         ...
 
+    def beside_bytes(self) -> int:
+        """What the process takes on the device besides the bytes that are metered (a GPU's context, code)."""
+        ...
+
     def reset(self) -> None:
         """Forget the peak so far."""
         ...
@@ -182,6 +186,10 @@ class HostMeter(PeakMeter):
     def now_bytes(self) -> int:
         """See Meter."""
         return resident_bytes()
+
+    def beside_bytes(self) -> int:
+        """See Meter: the resident set is all."""
+        return 0
 
 
 class HostDevice:

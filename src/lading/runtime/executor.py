@@ -292,6 +292,16 @@ class Executor:
         self._baseline -= size_bytes
 
     @property
+    def beside_bytes(self) -> int:
+        """What the process takes on the device besides what ``observe_peak`` measures: a GPU's context."""
+        return self._meter.beside_bytes()
+
+    @property
+    def kind(self) -> str:
+        """Of the device."""
+        return self._device.kind
+
+    @property
     def peak_resident_bytes(self) -> int:
         """Highest memory observed so far, as ``observe_peak`` says."""
         return self._highest

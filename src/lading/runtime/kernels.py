@@ -20,7 +20,7 @@ from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
 from lading.optim.adamw import AdamWSettings, adamw_part
 from lading.runtime.pieces import in_pieces
-from lading.runtime.scratch import bytes_of, inner_bytes, out_bytes
+from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes
 
 Call = Callable[[], object]
 View = Callable[[int], torch.Tensor | None]
@@ -82,11 +82,11 @@ def bind(
         ProgramError: this torch has no such operation, or an input has no place.
     """
     if op.name == ADAMW:
-        return _adamw(op, view, optimizer, rate)
+        return _adamw(op, view, kind, optimizer, rate)
     call = _decode(op, view)
     label, inputs = op.name.split(".")[1], [t for t in map(view, op.inputs) if t is not None]
     if op.mutates and not op.outputs:
-        if op.name == "aten.add_.Tensor" and (parts := _add_narrow(call)) is not None:
+        if kind == "cpu" and op.name == "aten.add_.Tensor" and (parts := _add_narrow(call)) is not None:
             return Kernel(*parts)
         return Kernel(_in_place(call), out_bytes(label, inputs))
     placed = all(out is not None for out in call.outs) and not op.mutates
@@ -111,11 +111,10 @@ def workspace_of(graph: StepGraph, kind: str = "cpu") -> list[int]:
 
     def view(tensor: int) -> torch.Tensor:
         t = graph.tensors[tensor]
-        size = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride, strict=True)) if 0 not in t.shape else 0
-        base = torch.empty(t.offset + size, dtype=getattr(torch, t.dtype), device="meta")
+        base = torch.empty(t.offset + extent(t), dtype=getattr(torch, t.dtype), device="meta")
         return base.as_strided(t.shape, t.stride, t.offset)
 
-    return [bind(op, view, kind=kind).scratch_bytes for op in graph.ops]
+    return by_signature(graph, lambda op: bind(op, view, kind=kind).scratch_bytes)
 
 
 def _overload(name: str) -> Any:
@@ -409,14 +408,14 @@ _DIRECT: dict[str, Callable[[_Call], Call | None]] = {
 _CPU_DIRECT = frozenset({"aten.embedding_dense_backward.default"})
 
 
-def _adamw(op: Op, view: View, optimizer: AdamWSettings | None, rate: Rate | None) -> Kernel:
+def _adamw(op: Op, view: View, kind: str, optimizer: AdamWSettings | None, rate: Rate | None) -> Kernel:
     """The update of a parameter, or of a part of it."""
     call = _arguments(op, view)
     param, grad, exp_avg, exp_avg_sq, step = call[0]
     master, coefficient = call[1].get("master"), call[1].get("coefficient")
     counts = call[1].get("first", True)
     if master is not None:
-        pieces, scratch = _master_pieces([param, grad, exp_avg, exp_avg_sq, master])
+        pieces, scratch = _master_pieces([param, grad, exp_avg, exp_avg_sq, master], _WIDENED[kind])
     else:
         pieces, scratch = [], bytes_of([grad]) if grad.stride() != param.stride() else 0
     if optimizer is None or rate is None:
@@ -431,7 +430,7 @@ def _adamw(op: Op, view: View, optimizer: AdamWSettings | None, rate: Rate | Non
     def mixed() -> None:
         if counts:
             step.add_(1)
-        room = torch.empty(scratch // 4, dtype=torch.float32)
+        room = torch.empty(scratch // 4, dtype=torch.float32, device=param.device)
         for rounded, given, first, second, exact in pieces:
             wide = given
             if scratch:
@@ -444,11 +443,11 @@ def _adamw(op: Op, view: View, optimizer: AdamWSettings | None, rate: Rate | Non
     return Kernel(plain if master is None else mixed, scratch)
 
 
-#: Elements of a gradient that are widened at once.
-_WIDENED = 1 << 18
+#: Elements of a gradient that are widened at once: few enough for a cache, many enough to hide launches on a GPU.
+_WIDENED = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
-def _master_pieces(tensors: list[torch.Tensor]) -> tuple[list[list[torch.Tensor]], int]:
+def _master_pieces(tensors: list[torch.Tensor], widened: int) -> tuple[list[list[torch.Tensor]], int]:
     """(param, grad, exp_avg, exp_avg_sq, master) in pieces that are widened at once, and the scratch that takes."""
     grad, master = tensors[1], tensors[4]
     if grad.dtype is torch.float32 and grad.stride() == master.stride():
@@ -457,8 +456,8 @@ def _master_pieces(tensors: list[torch.Tensor]) -> tuple[list[list[torch.Tensor]
         return [tensors], 4 * prod(grad.shape)
     flat = [t.view(-1) for t in tensors]
     count = prod(grad.shape)
-    pieces = [[t[at : at + _WIDENED] for t in flat] for at in range(0, count, _WIDENED)]
-    return pieces, 4 * min(count, _WIDENED)
+    pieces = [[t[at : at + widened] for t in flat] for at in range(0, count, widened)]
+    return pieces, 4 * min(count, widened)
 
 
 def _add_narrow(call: _Call) -> tuple[Call, int] | None:
@@ -468,13 +467,13 @@ def _add_narrow(call: _Call) -> tuple[Call, int] | None:
         return None
     if not (wide.is_contiguous() and narrow.is_contiguous()) or call.args[2:] or call.kwargs:
         return None
+    step = _WIDENED["cpu"]
     pairs = [
-        (wide.view(-1)[at : at + _WIDENED].add_, narrow.view(-1)[at : at + _WIDENED])
-        for at in range(0, prod(wide.shape), _WIDENED)
+        (wide.view(-1)[at : at + step].add_, narrow.view(-1)[at : at + step]) for at in range(0, prod(wide.shape), step)
     ]
 
     def run() -> None:
         for add, part in pairs:
             add(part)
 
-    return run, min(prod(wide.shape), _WIDENED) * wide.element_size()
+    return run, min(prod(wide.shape), step) * wide.element_size()

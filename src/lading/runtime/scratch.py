@@ -6,10 +6,12 @@ seen there: they belong to the overhead that the probe measures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
+
+from lading.ir.graph import Arg, Op, Ref, StepGraph, Tensor
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"})
@@ -55,6 +57,10 @@ def inner_bytes(operation: str, inputs: Sequence[torch.Tensor], outputs: Sequenc
             return loose + threads * 8 * inputs[1].shape[-1] + 4096
         case "convolution" | "convolution_backward":
             return sum(_blocked_bytes(t) for t in (*inputs, *outputs) if t is not None)
+        case "_scaled_dot_product_flash_attention" | "_scaled_dot_product_efficient_attention":
+            return 0
+        case "_scaled_dot_product_flash_attention_backward":
+            return _flash_backward_bytes(inputs)
         case _ if operation in _PLAIN:
             return loose
         case _:
@@ -88,6 +94,17 @@ def _blas_can_read(t: torch.Tensor) -> bool:
     return (unit == 1 and step >= max(1, columns)) or (step == 1 and unit >= max(1, rows))
 
 
+def _flash_backward_bytes(inputs: Sequence[torch.Tensor]) -> int:
+    """Sums of q's gradient and of rows in float32, in whole tiles; k's and v's gradients for every query head.
+
+    Source: ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd.
+    """
+    batch, heads, length, width = inputs[1].shape
+    rows, columns = -(-length // 128) * 128, -(-width // 32) * 32
+    spread = 2 * bytes_of(inputs[2:3]) * heads // inputs[2].shape[1] if inputs[2].shape[1] != heads else 0
+    return 4 * batch * heads * rows * (columns + 1) + spread
+
+
 def _is_half(inputs: Sequence[torch.Tensor]) -> bool:
     return inputs[0].dtype in (torch.bfloat16, torch.float16)
 
@@ -103,3 +120,31 @@ def _blocked_bytes(t: torch.Tensor) -> int:
     """Bytes in oneDNN's blocked layout: channels in whole blocks."""
     channels = -(-t.shape[1] // _CHANNEL_BLOCK) * _CHANNEL_BLOCK if t.dim() > 1 else 1
     return t.element_size() * prod(t.shape) // max(1, t.shape[1] if t.dim() > 1 else 1) * channels
+
+
+def by_signature(graph: StepGraph, scratch: Callable[[Op], int]) -> list[int]:
+    """Scratch of each operation, found once for those that differ in nothing but the tensors they work on."""
+    known: dict[object, int] = {}
+    found: list[int] = []
+    for op in graph.ops:
+        key = (
+            op.name, _geometry(graph, op.args), tuple((name, _geometry(graph, arg)) for name, arg in op.kwargs),
+            tuple(None if r is None else _geometry(graph, Ref(r)) for r in op.results), bool(op.mutates),
+        )  # fmt: skip
+        if key not in known:
+            known[key] = scratch(op)
+        found.append(known[key])
+    return found
+
+
+def _geometry(graph: StepGraph, arg: Arg) -> object:
+    """An argument with tensors by their geometry, and numbers by type, as True is no 1 here."""
+    if isinstance(arg, Ref):
+        t = graph.tensors[arg.tensor]
+        return t.dtype, t.shape, t.stride
+    return tuple(_geometry(graph, item) for item in arg) if isinstance(arg, tuple) else (type(arg), arg)
+
+
+def extent(t: Tensor) -> int:
+    """Elements from the first to the last of a tensor."""
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride, strict=True)) if 0 not in t.shape else 0

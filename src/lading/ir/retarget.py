@@ -1,0 +1,351 @@
+"""Retarget: the operations that PyTorch runs on a device, in place of those it ran on the CPU during capture.
+
+Capture is on CPU tensors, so a graph holds the CPU's choices. For "cuda" this pass replaces
+
+    attention       by flash attention (bfloat16, float16, no mask) or the memory-efficient kernel, with the statistics
+                    that these keep; their random state is a constant, as a captured attention never drops anything
+    dropout         (empty_like, bernoulli_, div, mul) by native_dropout, with a mask of one byte an element
+    norms           statistics of layer and batch norms in float32 where the CPU keeps them in 16 bits
+    gradient norms  linalg_vector_norm by _foreach_norm, which clip_grad_norm_ takes on a GPU
+    devices         arguments that say "cpu"
+
+and refuses what has no kernel there. All else has kernels of the same name for both, among them ``convolution`` and
+``native_batch_norm`` (eager may take cuDNN's batch norm instead: other roundings, the same mathematics).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from lading.errors import ConfigError
+from lading.ir.graph import (
+    DTYPE_BYTES,
+    PERSISTENT,
+    Arg,
+    Block,
+    Literal,
+    Op,
+    OpKind,
+    Phase,
+    Ref,
+    Role,
+    StepGraph,
+    Storage,
+    Tensor,
+    rename_op,
+)
+
+_FLASH = "aten._scaled_dot_product_flash_attention"
+_EFFICIENT = "aten._scaled_dot_product_efficient_attention"
+_CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+_CPU_ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+_HALF = frozenset({"bfloat16", "float16"})
+#: Norms whose statistics (results 1 and 2) a GPU keeps in float32.
+_NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_batch_norm.default"})
+#: Beginnings of the names of operations with a kernel for the CPU only (native_functions.yaml, torch 2.11 and 2.13).
+_CPU_ONLY = ("mkldnn_", "_mkldnn_", "onednn", "quantized", "_dyn_quant", "slow_conv3d", "_spdiags", "histogram")
+
+
+def retarget(graph: StepGraph, kind: str) -> StepGraph:
+    """The step as a device of ``kind`` runs it.
+
+    Args:
+        graph: As captured on the CPU, expanded or not.
+        kind: As ``lading.ir.machine.Device.kind``.
+
+    Raises:
+        ConfigError: an operation has no kernel there; names it, its module and what to change.
+    """
+    return graph if kind == "cpu" else _Cuda(graph).graph()
+
+
+class _Cuda:
+    """Rewrites operations in program order; new storages and tensors come behind the old ones."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.old = graph
+        self.storages, self.tensors = list(graph.storages), list(graph.tensors)
+        self.renamed: dict[int, int] = {}  # old tensor -> the one that takes its place
+        self.random_state: int | None = None  # a storage of zeros
+        self.rules: dict[str, Callable[[Op], Op]] = {
+            _CPU_ATTENTION: self._attention,
+            _CPU_ATTENTION_BACKWARD: self._attention_backward,
+            "aten.linalg_vector_norm.default": self._gradient_norm,
+            **dict.fromkeys(_NORMS, self._norm),
+        }
+        self.dropouts = _dropouts(graph)
+
+    def graph(self) -> StepGraph:
+        """The rewritten graph; a storage that nothing uses any more has no bytes."""
+        ops: list[Op] = []
+        starts: list[int] = []
+        for index, op in enumerate(self.old.ops):
+            starts.append(len(ops))
+            if (new := self._rewritten(index, op)) is not None:
+                ops.append(new)
+        starts.append(len(ops))
+        used = {self.tensors[t].storage for op in ops for t in (*op.inputs, *op.outputs, *op.mutates)}
+        storages = [
+            s if i in used or s.role in PERSISTENT or s.role is Role.INPUT else dataclasses.replace(s, size_bytes=0)
+            for i, s in enumerate(self.storages)
+        ]
+        blocks = (_moved(block, starts) for block in self.old.blocks)
+        graph = dataclasses.replace(
+            self.old,
+            storages=tuple(storages),
+            tensors=tuple(self.tensors),
+            ops=tuple(ops),
+            blocks=tuple(block for block in blocks if block is not None),
+        )
+        graph.validate()
+        return graph
+
+    def _rewritten(self, index: int, op: Op) -> Op | None:
+        if (dropout := self.dropouts.get(index)) is not None:
+            return None if index in dropout.makes else self._here(self._renamed(self._dropped(op, dropout)))
+        name = op.name.split(".")[1] if op.name.count(".") else op.name
+        if rule := self.rules.get(op.name):
+            op = rule(op)
+        elif name.startswith(_CPU_ONLY) or name.endswith(("_for_cpu", "_for_cpu_backward")):
+            raise ConfigError(
+                f"{op.name} in {op.module or 'the model itself or the loss'} has a kernel for the CPU only; "
+                "use the module that PyTorch runs on a GPU, or plan for a CPU"
+            )
+        return self._here(self._renamed(op))
+
+    def _renamed(self, op: Op) -> Op:
+        tensors = (*op.inputs, *op.outputs, *op.mutates)
+        return rename_op(op, {t: self.renamed.get(t, t) for t in tensors})
+
+    def _here(self, op: Op) -> Op:
+        """The operation with the GPU where its arguments name the CPU, and its bytes counted again."""
+        return dataclasses.replace(
+            op,
+            args=tuple(map(_on_gpu, op.args)),
+            kwargs=tuple((key, _on_gpu(value)) for key, value in op.kwargs),
+            bytes_read=sum(self.tensors[t].touched_bytes for t in op.inputs),
+            bytes_written=sum(self.tensors[t].touched_bytes for t in dict.fromkeys((*op.outputs, *op.mutates))),
+        )
+
+    def new_tensor(self, like: int, dtype: str, shape: tuple[int, ...]) -> int:
+        """A dense tensor in a storage of its own, called as the storage of ``like`` is."""
+        old = self.storages[self.tensors[like].storage]
+        self.storages.append(Storage(old.name, prod(shape) * DTYPE_BYTES[dtype], old.role))
+        self.tensors.append(Tensor(len(self.storages) - 1, dtype, shape, row_major(shape)))
+        return len(self.tensors) - 1
+
+    def _zeros(self, dtype: str, shape: tuple[int, ...]) -> int:
+        """A view of the constant that stands for random state nobody draws from."""
+        if self.random_state is None:
+            self.random_state = len(self.storages)
+            self.storages.append(Storage("attention.random_state", 16, Role.CONSTANT, bytes(16)))
+        self.tensors.append(Tensor(self.random_state, dtype, shape, row_major(shape)))
+        return len(self.tensors) - 1
+
+    def _attention(self, op: Op) -> Op:
+        q, k, v = (self._shape_of(arg) for arg in op.args[:3])
+        dropout, causal = (*op.args[3:], *(0.0, False)[len(op.args) - 3 :])
+        named = dict(op.kwargs)
+        lse = op.results[1]
+        rest = (("scale", named["scale"]),) if named.get("scale") is not None else ()
+        assert lse is not None
+        if self._takes_flash(op, (q, k, v), named.get("attn_mask")):
+            self.renamed[lse] = self.new_tensor(lse, "float32", q[:3])
+            args: tuple[Arg, ...] = (*op.args[:3], dropout, causal, False)
+            return self._replaced(op, f"{_FLASH}.default", args, rest, (op.results[0], lse, *(None,) * 7))
+        self.renamed[lse] = self.new_tensor(lse, "float32", (*q[:2], -(-q[2] // 32) * 32))
+        bias = self._bias(op, named.get("attn_mask"), (*q[:3], k[2]))
+        args = (*op.args[:3], bias, True, dropout, causal)
+        return self._replaced(op, f"{_EFFICIENT}.default", args, rest, (op.results[0], lse, None, None))
+
+    def _attention_backward(self, op: Op) -> Op:
+        grad, q, k, v, out, lse, dropout, causal = op.args
+        shapes = (self._shape_of(q), self._shape_of(k), self._shape_of(v))
+        named = dict(op.kwargs)
+        rest = (("scale", named["scale"]),) if named.get("scale") is not None else ()
+        if self._takes_flash(op, shapes, named.get("attn_mask")):
+            state = (Ref(self._zeros("uint64", (2,))), Ref(self._zeros("uint64", ())))
+            lengths = (shapes[0][2], shapes[1][2])
+            args: tuple[Arg, ...] = (grad, q, k, v, out, lse, None, None, *lengths, dropout, causal, *state)
+            return self._replaced(op, f"{_FLASH}_backward.default", args, rest, op.results)
+        state = (Ref(self._zeros("int64", ())), Ref(self._zeros("int64", ())))
+        bias = self._bias(op, named.get("attn_mask"), (*shapes[0][:3], shapes[1][2]))
+        mask = (True, True, True, False)
+        args = (grad, q, k, v, bias, out, lse, *state, dropout, mask, causal)
+        return self._replaced(op, f"{_EFFICIENT}_backward.default", args, rest, (*op.results, None))
+
+    def _takes_flash(self, op: Op, shapes: tuple[tuple[int, ...], ...], mask: Arg) -> bool:
+        """Which kernel eager takes for these; see ATen/native/transformers/cuda/sdp_utils.cpp.
+
+        Raises:
+            ConfigError: neither of the two.
+        """
+        q, k, v = shapes
+        dtype = self._tensor_of(op.args[1 if "backward" in op.name else 0]).dtype
+        square = q[2] == k[2] or True not in op.args  # is_causal is the only flag
+        if dtype in _HALF and mask is None and square and q[3] == k[3] == v[3] and q[3] % 8 == 0 and q[3] <= 256:
+            return True
+        why = ""
+        if dtype not in (*_HALF, "float32"):
+            why = f"{dtype} has none: use float32 or bfloat16"
+        elif q[1] != k[1] or q[1] != v[1]:
+            why = "with fewer key-value heads than query heads only bfloat16 and float16 without a mask have one"
+        elif any(width % (8 if dtype in _HALF else 4) for width in (q[3], v[3])):
+            why = f"heads of width {q[3]} have none: make them a multiple of 8"
+        if why:
+            raise ConfigError(f"attention in {op.module or 'the model itself'} has no fused kernel on a GPU: {why}")
+        return False
+
+    def _bias(self, op: Op, mask: Arg, shape: tuple[int, ...]) -> Arg:
+        """A mask expanded to every batch row and head.
+
+        Raises:
+            ConfigError: its rows are not aligned as the kernel needs them.
+        """
+        if mask is None:
+            return None
+        found = self._tensor_of(mask)
+        missing = len(shape) - len(found.shape)
+        lengths = (*(1,) * missing, *found.shape)
+        strides = (*(0,) * missing, *found.stride)
+        expanded = tuple(s if n > 1 else 0 for n, s in zip(lengths, strides, strict=True))
+        if expanded[-1] != 1 or any(s % 8 for s in expanded[:-1]):
+            raise ConfigError(
+                f"attention in {op.module or 'the model itself'} has a mask of shape {found.shape} and strides "
+                f"{found.stride}; the kernel of a GPU needs rows of a multiple of 8: pad the sequence"
+            )
+        self.tensors.append(dataclasses.replace(found, shape=shape, stride=expanded))
+        return Ref(len(self.tensors) - 1)
+
+    def _gradient_norm(self, op: Op) -> Op:
+        """The norm of one gradient among those that are clipped."""
+        of_gradient = op.phase is Phase.OPTIMIZER and self._storage_of(op.args[0]).name != "clip.norms"
+        if not of_gradient or op.args[1:] != (2.0,) or op.kwargs:
+            return op
+        return dataclasses.replace(op, name="aten._foreach_norm.Scalar", args=((op.args[0],), 2.0))
+
+    def _norm(self, op: Op) -> Op:
+        for statistic in op.results[1:3]:
+            if statistic is not None and self.tensors[statistic].dtype in _HALF:
+                shape = self.tensors[statistic].shape
+                self.renamed[statistic] = self.new_tensor(statistic, "float32", shape)
+        return op
+
+    def _dropped(self, op: Op, dropout: _Dropout) -> Op:
+        """A multiplication by a dropout's noise."""
+        (other,) = (arg for arg in op.args if arg != Ref(dropout.noise))
+        if dropout.mask is None:
+            dropout.mask = self.new_tensor(dropout.noise, "bool", self._shape_of(other))
+            args: tuple[Arg, ...] = (other, round(1.0 - dropout.keep, 12), True)
+            op = dataclasses.replace(op, outputs=(*op.outputs, dropout.mask), random=True, kind=OpKind.RANDOM)
+            return self._replaced(op, "aten.native_dropout.default", args, (), (op.results[0], dropout.mask))
+        args = (other, Ref(dropout.mask), 1.0 / dropout.keep)
+        return self._replaced(op, "aten.native_dropout_backward.default", args, (), op.results)
+
+    def _replaced(
+        self,
+        op: Op,
+        name: str,
+        args: tuple[Arg, ...],
+        kwargs: tuple[tuple[str, Arg], ...],
+        results: tuple[int | None, ...],
+    ) -> Op:
+        inputs = tuple(dict.fromkeys(arg.tensor for arg in args if isinstance(arg, Ref)))
+        return dataclasses.replace(op, name=name, args=args, kwargs=kwargs, inputs=inputs, results=results)
+
+    def _tensor_of(self, arg: Arg) -> Tensor:
+        assert isinstance(arg, Ref), arg
+        return self.tensors[arg.tensor]
+
+    def _shape_of(self, arg: Arg) -> tuple[int, ...]:
+        return self._tensor_of(arg).shape
+
+    def _storage_of(self, arg: Arg) -> Storage:
+        return self.storages[self._tensor_of(arg).storage]
+
+
+@dataclass
+class _Dropout:
+    """Operations that drop elements: some make the noise, one multiplies by it in forward, others in backward.
+
+    Attributes:
+        noise: The tensor of zeros and ``1 / keep``.
+        mask: What takes its place, once the forward operation is rewritten.
+    """
+
+    keep: float
+    noise: int
+    makes: tuple[int, ...]
+    mask: int | None = None
+
+
+def _dropouts(graph: StepGraph) -> dict[int, _Dropout]:
+    """Every dropout of the form that eager runs on a CPU, under each of its operations."""
+    readers: dict[int, list[int]] = {}
+    writers: dict[int, list[int]] = {}
+    for index, op in enumerate(graph.ops):
+        for storage in dict.fromkeys(graph.storage_of(t) for t in op.inputs):
+            readers.setdefault(storage, []).append(index)
+        for storage in graph.writes(op):
+            writers.setdefault(storage, []).append(index)
+    found: dict[int, _Dropout] = {}
+    for index, op in enumerate(graph.ops):
+        if op.name == "aten.bernoulli_.float" and (dropout := _dropout(graph, readers, writers, index)) is not None:
+            muls = readers[graph.storage_of(dropout.noise)]
+            found.update(dict.fromkeys((*dropout.makes, *muls), dropout))
+    return found
+
+
+def _dropout(
+    graph: StepGraph, readers: dict[int, list[int]], writers: dict[int, list[int]], drawn: int
+) -> _Dropout | None:
+    """The dropout whose random numbers are drawn by one operation; None if it is anything else."""
+    (place,), keep = graph.ops[drawn].mutates, graph.ops[drawn].args[-1]
+    storage = graph.storage_of(place)
+    made, divided = writers[storage][0], readers[storage][-1]
+    division = graph.ops[divided]
+    known = graph.ops[made].name == "aten.empty_like.default" and division.name == "aten.div.Scalar"
+    if not known or writers[storage] != [made, drawn] or readers[storage] != [drawn, divided]:
+        return None
+    if not isinstance(keep, float) or division.args != (Ref(place), keep):
+        return None
+    noise = division.outputs[0]
+    muls = [graph.ops[i] for i in readers.get(graph.storage_of(noise), ())]
+    shape = graph.tensors[noise].shape
+    alike = all(
+        op.name == "aten.mul.Tensor" and not op.mutates and len(op.inputs) == 2 and op.args.count(Ref(noise)) == 1
+        and all(graph.tensors[t].shape == shape for t in (*op.inputs, *op.outputs))
+        for op in muls
+    )  # fmt: skip
+    forward = [op.phase is not Phase.BACKWARD for op in muls]
+    if not muls or not alike or forward != [True, *(False for _ in muls[1:])]:
+        return None
+    return _Dropout(keep, noise, (made, drawn, divided))
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor, in elements."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(1, length)
+    return tuple(reversed(strides))
+
+
+def _on_gpu(arg: Arg) -> Arg:
+    if isinstance(arg, Literal):
+        return Literal("device", "cuda") if arg.kind == "device" and arg.value.startswith("cpu") else arg
+    return tuple(map(_on_gpu, arg)) if isinstance(arg, tuple) else arg
+
+
+def _moved(block: Block, starts: list[int]) -> Block | None:
+    """A block at its new place; None if its instances are not alike any more."""
+    spans = [(starts[s], starts[s + block.num_ops] - starts[s]) for s in block.starts]
+    lengths = {length for _, length in spans}
+    if len(lengths) != 1 or not min(lengths):
+        return None
+    return dataclasses.replace(block, num_ops=min(lengths), starts=tuple(start for start, _ in spans))

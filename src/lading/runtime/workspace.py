@@ -1,0 +1,67 @@
+"""Workspace: scratch of each operation on a device that is here, found by running it once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lading.ir.graph import Op, StepGraph
+from lading.runtime.accelerator import Api
+from lading.runtime.arena import view_of
+from lading.runtime.kernels import Rate, View, bind
+from lading.runtime.scratch import by_signature, extent
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """Settings of an update; their values do not change its scratch."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+def measured_workspace(graph: StepGraph, api: Api) -> list[int]:
+    """Scratch bytes of each operation, in program order: what the device's allocator gives out while it runs.
+
+    Operations that differ only in which tensors they take run once, on zeros, with room for their own tensors alone.
+
+    Raises:
+        StorageError: the device has not enough for one operation.
+    """
+    meter = api.meter()
+
+    def scratch(op: Op) -> int:
+        kernel = bind(op, _zeros(graph, api), kind=api.kind, optimizer=_Update(), rate=Rate(0.0))
+        kernel.run()  # loads code, and what libraries keep
+        _settle(api)
+        before = meter.now_bytes()
+        meter.reset()
+        kernel.run()
+        _settle(api)
+        return max(0, meter.peak_bytes() - before)
+
+    with torch.inference_mode():
+        return by_signature(graph, scratch)
+
+
+def _zeros(graph: StepGraph, api: Api) -> View:
+    """Tensors of the graph, each in memory of its own."""
+    made: dict[int, torch.Tensor] = {}
+
+    def view(tensor: int) -> torch.Tensor:
+        if tensor not in made:
+            t = graph.tensors[tensor]
+            item = getattr(torch, t.dtype).itemsize
+            made[tensor] = view_of(api.zeros(max(1, (t.offset + extent(t)) * item)), t)
+        return made[tensor]
+
+    return view
+
+
+def _settle(api: Api) -> None:
+    event = api.event()
+    event.record(api.current())
+    event.synchronize()

@@ -10,8 +10,9 @@ from tests.planner.steps import NO_LIMIT, captured, needs, random_choices, tiny,
 
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
+from lading.planner.linear import solve
 from lading.planner.lower import fixed_bytes
-from lading.planner.relaxation import Problem, Relaxed, build, solve, spans
+from lading.planner.relaxation import Problem, Relaxed, build, spans
 from lading.planner.residency import Step, lower_bound_s, rounded
 
 

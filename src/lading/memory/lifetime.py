@@ -48,7 +48,7 @@ def lifetimes(graph: StepGraph) -> Lifetimes:
     producer: list[int | None] = [None] * len(graph.storages)
     mutated = [False] * len(graph.storages)
     for position, op in enumerate(graph.ops):
-        for storage in dict.fromkeys((*graph.reads(op), *graph.writes(op))):
+        for storage in dict.fromkeys((*graph.op_reads[position], *graph.op_writes[position])):
             uses[storage].append(position)
         for tensor in op.outputs:
             producer[graph.storage_of(tensor)] = position
@@ -69,13 +69,11 @@ def _available_until(graph: StepGraph, uses: Sequence[Sequence[int]], mutated: S
     for storage, positions in enumerate(uses):
         if until[storage] != FOREVER:
             until[storage] = positions[-1] if positions else -1
-    for op in graph.ops:
-        if not is_pure(op):
+    for op, reads, writes in zip(graph.ops, graph.op_reads, graph.op_writes, strict=True):
+        if not is_pure(op) or any(mutated[s] for s in reads):
             continue
-        reach = min((until[s] for s in graph.reads(op) if not mutated[s]), default=FOREVER)
-        if any(mutated[s] for s in graph.reads(op)):
-            continue
-        for storage in graph.writes(op):
+        reach = min((until[s] for s in reads), default=FOREVER)
+        for storage in writes:
             if not mutated[storage]:
                 until[storage] = max(until[storage], reach)
     return until
@@ -103,7 +101,7 @@ def can_recompute(graph: StepGraph, lives: Lifetimes, gap: Gap) -> bool:
         return False
     if graph.ops[gap.end].phase is Phase.OPTIMIZER:
         return False
-    sources = graph.reads(graph.ops[producer])
+    sources = graph.op_reads[producer]
     return all(not lives.mutated[s] and lives.available_until[s] >= gap.end for s in sources)
 
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -24,9 +24,11 @@ from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
+from lading.planner.classes import fold
 from lading.planner.improve import improve
+from lading.planner.linear import Relaxation, solve
 from lading.planner.lower import Costs, Lowered, fixed_bytes, lower
-from lading.planner.relaxation import Problem, Relaxed, build, solve
+from lading.planner.relaxation import Problem, Relaxed, build
 from lading.planner.schedule import base_profile
 from lading.sim.engine import simulate
 from lading.units import format_bytes
@@ -35,6 +37,8 @@ from lading.units import format_bytes
 _ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
 _WINDOWS = (4, 16, 1)
 _REPAIRS = 6
+#: Gaps that are decided one by one; of a larger step, alike layers are decided together.
+_CLASSES = 1500
 _GOOD_ENOUGH = 0.005
 #: Gaps of storages smaller than this share of the arena are always kept.
 _SMALLEST_SHARE = 1 / 4000
@@ -152,15 +156,17 @@ def _shrink(step: Step, choices: dict[tuple[int, int], Option]) -> tuple[int, Lo
 def _problem(step: Step, *, every: bool = False) -> Problem:
     smallest = max(PAGE_BYTES, int(step.arena_bytes * _SMALLEST_SHARE))
     problem = build(step.graph, step.lives, step.machine, step.costs, smallest, every=every)
-    return dataclasses.replace(problem, capacity_bytes=step.budgets)
+    folding = None if every else fold(step.graph, problem.candidates, _CLASSES)
+    return dataclasses.replace(problem, capacity_bytes=step.budgets, folding=folding)
 
 
 def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
     """Lowered solutions; those that leave little room only where none that leaves more fits."""
+    relaxations = {windows: Relaxation(problem, windows) for windows in _WINDOWS}
     for reserves in (_ROOMY, _TIGHT):
         found = False
         for reserve, windows in product(reserves, _WINDOWS):
-            candidate = _repaired(step, problem, int(step.arena_bytes * (1.0 - reserve)), windows)
+            candidate = _repaired(step, relaxations[windows], int(step.arena_bytes * (1.0 - reserve)))
             if candidate is not None:
                 found = True
                 yield candidate
@@ -168,11 +174,12 @@ def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
             return
 
 
-def _repaired(step: Step, problem: Problem, target: int, windows: int) -> Found | None:
+def _repaired(step: Step, relaxation: Relaxation, target: int) -> Found | None:
     """Solve for ``target`` bytes; where the lowering needs more than the relaxation thought, reserve that and retry."""
+    problem = relaxation.problem
     extra = np.zeros(problem.num_ops, dtype=np.int64)
     for _ in range(_REPAIRS):
-        relaxed = solve(problem, target, windows=windows, extra=extra)
+        relaxed = relaxation.solve(target, extra)
         if relaxed is None:
             return None
         choices = rounded(problem, relaxed)
@@ -184,24 +191,72 @@ def _repaired(step: Step, problem: Problem, target: int, windows: int) -> Found 
 
 
 def rounded(problem: Problem, relaxed: Relaxed) -> dict[tuple[int, int], Option]:
-    """Choices from shares: a gap that is not wholly kept takes its largest other option, and a storage one tier."""
+    """Choices from shares: a gap that is not wholly kept takes its largest other option, and a storage one tier.
+
+    Of a class of several gaps (``problem.folding``), as many as the shares say take an option, by their seats.
+    """
     choices: dict[tuple[int, int], Option] = {}
-    tiers = _tier_of_storage(problem, relaxed)
-    for candidate, shares in zip(problem.candidates, relaxed.shares, strict=True):
-        if shares[Option.KEEP] < 1.0 - 1e-6:
-            tier = tiers.get(candidate.gap.storage)
-            others = [option for option in candidate.options if option in (Option.RECOMPUTE, tier)]
-            choices[candidate.gap.storage, candidate.gap.start] = max(others, key=lambda o: shares[o])
+    seats = _seats(problem)
+    tiers = _within_capacity(problem, _tier_of_storage(problem, relaxed, seats))
+    for candidate, shares, (seat, count) in zip(problem.candidates, relaxed.shares, seats, strict=True):
+        kept = shares[Option.KEEP] * count
+        if seat + 1 <= kept + 1e-6 * count:
+            continue
+        tier = tiers.get(candidate.gap.storage)
+        others = [option for option in candidate.options if option in (Option.RECOMPUTE, tier)]
+        away = 1.0 - shares.get(Option.RECOMPUTE, 0.0) - shares[Option.KEEP]
+        chosen = max(others, key=lambda o: shares[o])
+        if count > 1 and len(others) > 1 and tier is not None:
+            chosen = tier if seat + 0.5 >= count * (1.0 - away) else Option.RECOMPUTE
+        choices[candidate.gap.storage, candidate.gap.start] = chosen
     return choices
 
 
-def _tier_of_storage(problem: Problem, relaxed: Relaxed) -> dict[int, Option]:
-    """The tier in which most of each storage's gaps are spent: a storage has a place in one tier only."""
+def _seats(problem: Problem) -> list[tuple[int, int]]:
+    """Place of each candidate in its class, and places there are."""
+    if problem.folding is None:
+        return [(0, 1)] * len(problem.candidates)
+    return list(zip(problem.folding.seat.tolist(), problem.folding.seats.tolist(), strict=True))
+
+
+def _tier_of_storage(problem: Problem, relaxed: Relaxed, seats: list[tuple[int, int]]) -> dict[int, Option]:
+    """The tier in which most of each storage's gaps are spent: a storage has a place in one tier only.
+
+    The storages of a class share out the tiers: the last seats take the farthest one.
+    """
     shares: dict[int, Counter[Option]] = {}
-    for candidate, chosen in zip(problem.candidates, relaxed.shares, strict=True):
+    seat_of: dict[int, tuple[int, int]] = {}
+    for candidate, chosen, seat in zip(problem.candidates, relaxed.shares, seats, strict=True):
         found = shares.setdefault(candidate.gap.storage, Counter())
         found.update({o: s for o, s in chosen.items() if o not in (Option.KEEP, Option.RECOMPUTE)})
-    return {storage: max(found, key=lambda o: found[o]) for storage, found in shares.items() if found}
+        seat_of[candidate.gap.storage] = seat
+    return {storage: _at_seat(found, *seat_of[storage]) for storage, found in shares.items() if found}
+
+
+def _within_capacity(problem: Problem, tiers: dict[int, Option]) -> dict[int, Option]:
+    """The same, but what is too much for a tier, the last storages first, goes to the one behind it."""
+    size = {candidate.gap.storage: candidate.size_bytes for candidate in problem.candidates}
+    options = {candidate.gap.storage: candidate.options for candidate in problem.candidates}
+    order = [Option(tier.name) for tier in problem.tiers]
+    for near, far in pairwise(order):
+        excess = sum(size[s] for s, tier in tiers.items() if tier is near) - problem.capacity_bytes[near.value]
+        for storage in sorted((s for s, tier in tiers.items() if tier is near and far in options[s]), reverse=True):
+            if excess <= 0:
+                break
+            tiers[storage], excess = far, excess - size[storage]
+    return tiers
+
+
+def _at_seat(shares: Counter[Option], seat: int, count: int) -> Option:
+    """The option at one of ``count`` seats that are given out by shares; the largest where there is one seat."""
+    if count == 1:
+        return max(shares, key=lambda o: shares[o])
+    left = (1.0 - (seat + 0.5) / count) * sum(shares.values())
+    for option in reversed(shares):
+        if left <= shares[option]:
+            return option
+        left -= shares[option]
+    return next(iter(shares))
 
 
 def _missing(step: Step, problem: Problem, lowered: Lowered) -> np.ndarray:

@@ -1,0 +1,359 @@
+"""The linear program of ``planner.relaxation`` in HiGHS, solved for one budget after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lading.ir.machine import Tier
+from lading.ir.plan import Option
+from lading.planner.relaxation import Problem, Relaxed, spans
+
+#: Price of moved or recomputed work that hides, against a second of step time.
+_TIE = 1e-3
+_ROUNDS = 12
+_ROWS_PER_ROUND = 24
+
+
+def solve(problem: Problem, budget_bytes: int, *, windows: int = 0, extra: np.ndarray | None = None) -> Relaxed | None:
+    """Solve the relaxation once. Arguments as of ``Relaxation`` and ``Relaxation.solve``."""
+    return Relaxation(problem, windows).solve(budget_bytes, extra)
+
+
+class Relaxation:
+    """One linear program in HiGHS, solved for several budgets; a later solve starts from the one before.
+
+    Columns are T by window, then the shares of each class's options but keep (which is what they leave), then writes,
+    then what a tier holds. Gaps are classed by ``planner.classes``: those of one class have the same shares.
+    """
+
+    def __init__(self, problem: Problem, windows: int = 0) -> None:
+        """Build all but the memory rows.
+
+        Args:
+            windows: Windows of the step, >= 1; 0 leaves out what is only estimated, so that the optimum bounds every
+                plan as long as every gap is a class of its own.
+        """
+        import highspy
+
+        self.problem, self.bound, self.windows = problem, windows == 0, max(windows, 1)
+        ended = np.cumsum(problem.op_seconds)
+        self.window = np.minimum((ended / ended[-1] * self.windows * (1 - 1e-9)).astype(int), self.windows - 1)
+        self.table = _Table.of(problem, self.bound)
+        self.inf = highspy.kHighsInf
+        self.optimal = highspy.HighsModelStatus.kOptimal
+        self.model = highspy.Highs()
+        self.model.setOptionValue("output_flag", False)
+        self.model.setOptionValue("threads", 1)
+        self.count = 0
+        self._add_columns(np.ones(self.windows), self.inf)
+        self.column: dict[Option, np.ndarray] = {}
+        self.positions: list[int] = []  # of the memory rows
+        self.covered: list[float] = []  # bytes at each if every gap is kept
+        self._add_gaps()
+        self._add_writes()
+        self._add_time()
+        self._add_capacity()
+        self.first_memory_row = self.model.getNumRow()
+
+    def _add_columns(self, costs: np.ndarray, upper: float = 1.0) -> np.ndarray:
+        """New columns in [0, upper]; returns their numbers."""
+        none_i, none_f = np.empty(0, np.int32), np.empty(0)
+        size = len(costs)
+        self.model.addCols(size, costs, np.zeros(size), np.full(size, upper), 0, none_i, none_i, none_f)
+        self.count += size
+        return np.arange(self.count - size, self.count)
+
+    def _add_rows(self, low: np.ndarray, high: np.ndarray, terms: Sequence[_Terms]) -> None:
+        """New rows; ``terms`` are (row, column, value) triples of arrays, values of equal places add up."""
+        size = len(low)
+        row, column, value = (np.concatenate([t[k] for t in terms]) for k in range(3))
+        place, inverse = np.unique(row.astype(np.int64) * self.count + column, return_inverse=True)
+        value = np.bincount(inverse, weights=value, minlength=len(place)).astype(np.float64)
+        starts = np.searchsorted(place, np.arange(size, dtype=np.int64) * self.count).astype(np.int32)
+        index = (place % self.count).astype(np.int32)
+        self.model.addRows(size, low, high, len(place), starts, index, value)
+
+    def _add_gaps(self) -> None:
+        table, rates = self.table, {Option(t.name): t.read_bytes_per_s for t in self.problem.tiers}
+        terms: list[_Terms] = []
+        for option, has in table.has.items():
+            of_class = np.bincount(table.class_of, weights=has, minlength=table.num_classes) > 0
+            work = table.again_s if option is Option.RECOMPUTE else table.size / rates[option]
+            price = np.zeros(table.num_classes) if self.bound else _TIE * table.summed(work * has)
+            numbers = np.full(table.num_classes, -1)
+            numbers[of_class] = self._add_columns(price[of_class])
+            self.column[option] = numbers
+            rows = np.flatnonzero(of_class)
+            terms.append((rows, numbers[of_class], np.ones(len(rows))))
+        if terms:
+            count = table.num_classes
+            self._add_rows(np.full(count, -self.inf), np.ones(count), terms)
+
+    def _add_writes(self) -> None:
+        """``written[tier]`` holds (version, its column, its window, its bytes) as arrays."""
+        table = self.table
+        self.written: dict[Option, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        for tier in self.problem.tiers:
+            option = Option(tier.name)
+            users = np.flatnonzero(table.has[option] & (table.version >= 0))
+            kinds, kind_of = _kinds(table.version[users], table.class_of[users])
+            first = np.unique(table.version[users], return_index=True)[1]
+            size, window = table.size[users][first], self.window[table.start[users][first]]
+            price = np.bincount(kind_of, weights=size / tier.write_bytes_per_s, minlength=len(kinds))
+            columns = self._add_columns(np.zeros(len(kinds)) if self.bound else _TIE * price)
+            self.written[option] = (columns[kind_of] if len(users) else kind_of, window, size)
+            pairs = [(kind, member) for kind, members in enumerate(kinds) for member in members]
+            if pairs:
+                kind, member = np.array(pairs).T
+                rows = np.arange(len(pairs))
+                terms = (
+                    (rows, columns[kind], np.ones(len(rows))),
+                    (rows, self.column[option][member], -np.ones(len(rows))),
+                )
+                self._add_rows(np.zeros(len(rows)), np.full(len(rows), self.inf), terms)
+
+    def _add_capacity(self) -> None:
+        """Storages that are ever in a tier must fit there together; a row only where they might not."""
+        table = self.table
+        for name, capacity in self.problem.capacity_bytes.items():
+            if name not in table.has:
+                continue
+            users = np.flatnonzero(table.has[Option(name)])
+            first = np.unique(table.storage[users], return_index=True)[1]
+            size = table.size[users][first]
+            if size.sum() <= capacity:
+                continue
+            kinds, kind_of = _kinds(table.storage[users], table.class_of[users])
+            there = self._add_columns(np.zeros(len(kinds)))
+            kind, member = np.array([(kind, member) for kind, members in enumerate(kinds) for member in members]).T
+            rows = np.arange(len(kind))
+            terms = (
+                (rows, there[kind], np.ones(len(rows))),
+                (rows, self.column[Option(name)][member], -np.ones(len(rows))),
+            )
+            self._add_rows(np.zeros(len(rows)), np.full(len(rows), self.inf), terms)
+            total = (np.zeros(len(kind_of), dtype=int), there[kind_of], size / 1e6)
+            self._add_rows(np.array([-self.inf]), np.array([capacity / 1e6]), (total,))
+
+    def _add_time(self) -> None:
+        table = self.table
+        own = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
+        again = self._in_window(Option.RECOMPUTE, -table.again_s) if Option.RECOMPUTE in table.has else ()
+        compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
+        self._add_rows(compute, np.full(self.windows, self.inf), (own, *again))
+        for tier in self.problem.tiers:
+            self._add_tier(tier)
+
+    def _add_tier(self, tier: Tier) -> None:
+        reads = (tier.latency_s, 1.0 / tier.read_bytes_per_s, 0.0, 0.0)
+        writes = (0.0, 0.0, tier.latency_s, 1.0 / tier.write_bytes_per_s)
+        own = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
+        for limit in (reads, writes, *((0.0, a, 0.0, b) for a, b in _facets(tier))):
+            terms = self._tier_terms(Option(tier.name), limit)
+            self._add_rows(np.zeros(self.windows), np.full(self.windows, self.inf), (own, *terms))
+
+    def _tier_terms(self, option: Option, limit: tuple[float, float, float, float]) -> tuple[_Terms, ...]:
+        """Minus the time of a tier's transfers; ``limit`` is seconds per read, byte read, write, byte written."""
+        column, window, size = self.written[option]
+        writes = (window, column, -limit[2] - size * limit[3])
+        return (*self._in_window(option, -limit[0] - self.table.size * limit[1]), writes)
+
+    def _in_window(self, option: Option, value: np.ndarray) -> tuple[_Terms, ...]:
+        """Terms that count ``value`` of every gap with the option in the window of the use it serves."""
+        table = self.table
+        users = np.flatnonzero(table.has[option])
+        return ((self.window[table.end[users]], self.column[option][table.class_of[users]], value[users]),)
+
+    def solve(self, budget_bytes: int, extra: np.ndarray | None = None) -> Relaxed | None:
+        """Solve for a budget.
+
+        Args:
+            budget_bytes: Bytes of the arena.
+            extra: Bytes to reserve at each position besides ``base``.
+
+        Returns:
+            None if even the relaxation does not fit.
+        """
+        self.room = budget_bytes - self.problem.base - (0 if extra is None else extra)
+        if self.room.min(initial=0) < 0:
+            return None
+        if self.positions:
+            self._change_memory()
+        else:
+            self._add_memory(self._worst({option: np.zeros(self.table.num_classes) for option in self.column}))
+        for _ in range(_ROUNDS):
+            values = self._optimum()
+            if values is None:
+                return None
+            worst = self._worst(self._shares(values))
+            if not worst:
+                break
+            self._add_memory(worst)
+        else:
+            values = self._optimum()
+        return None if values is None else self._relaxed(values)
+
+    def _relaxed(self, values: np.ndarray) -> Relaxed:
+        by_class = self._shares(values)
+        kept = 1.0 - sum(by_class.values(), np.zeros(self.table.num_classes))
+        rows = {Option.KEEP: kept.tolist(), **{option: share.tolist() for option, share in by_class.items()}}
+        shares = tuple(
+            {option: rows[option][index] for option in candidate.options}
+            for candidate, index in zip(self.problem.candidates, self.table.class_of.tolist(), strict=True)
+        )
+        return Relaxed(shares, float(values[: self.windows].sum()))
+
+    def _shares(self, values: np.ndarray) -> dict[Option, np.ndarray]:
+        """Share of each option but keep, by class; 0 where a class lacks it."""
+        return {option: np.where(at >= 0, values[at], 0.0) for option, at in self.column.items()}
+
+    def _optimum(self) -> np.ndarray | None:
+        """Values of all columns, or None if there is no solution."""
+        self.model.run()
+        if self.model.getModelStatus() != self.optimal:
+            return None
+        return np.asarray(self.model.getSolution().col_value)
+
+    def usage(self, shares: dict[Option, np.ndarray]) -> np.ndarray:
+        """Bytes that candidates take at each position, of the share of each option but keep by class."""
+        table = self.table
+        kept = 1.0 - sum(shares.values(), np.zeros(table.num_classes))
+        change = np.zeros(self.problem.num_ops + 1)
+        for option, (who, first, last) in table.held.items():
+            taken = (kept if option is Option.KEEP else shares[option])[table.class_of[who]] * table.size[who]
+            change += np.bincount(first, weights=taken, minlength=len(change))
+            change -= np.bincount(last + 1, weights=taken, minlength=len(change))
+        return np.cumsum(change)[:-1]
+
+    def _worst(self, shares: dict[Option, np.ndarray]) -> list[int]:
+        """Positions whose constraint is broken the most, spread over the step."""
+        excess = self.usage(shares) - self.room
+        excess[excess < 1e-6 * np.maximum(self.room, 1)] = 0
+        found: list[int] = []
+        for chunk in np.array_split(np.arange(len(excess)), _ROWS_PER_ROUND):
+            if len(chunk) and excess[chunk].max() > 0:
+                position = int(chunk[excess[chunk].argmax()])
+                if position not in self.positions:
+                    found.append(position)
+        return found
+
+    def _add_memory(self, positions: Sequence[int]) -> None:
+        table, terms = self.table, list[_Terms]()
+        for row, t in enumerate(positions):
+            kept = table.bytes_held(Option.KEEP, t)
+            self.covered.append(kept.sum())
+            for option, column in self.column.items():
+                change = table.summed(table.bytes_held(option, t) - np.where(table.has[option], kept, 0.0))
+                used = np.flatnonzero(change)
+                terms.append((np.full(len(used), row), column[used], change[used] / 1e6))
+        self.positions.extend(positions)
+        if terms:
+            high = self._memory_room()[-len(positions) :]
+            self._add_rows(np.full(len(high), -self.inf), high, terms)
+
+    def _memory_room(self) -> np.ndarray:
+        """Right-hand sides of the memory rows: the room less what keeping everything would take, in MB."""
+        return (self.room[self.positions] - np.array(self.covered)) / 1e6
+
+    def _change_memory(self) -> None:
+        for row, high in enumerate(self._memory_room().tolist(), self.first_memory_row):
+            self.model.changeRowBounds(row, -self.inf, high)
+
+
+#: Row, column and value of each term of some rows.
+_Terms = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The candidates as arrays, one entry each.
+
+    ``has`` says which offer an option but keep; ``held`` has (candidate, first, last position) of each range of
+    positions at which an option takes the storage's bytes.
+    """
+
+    num_classes: int
+    class_of: np.ndarray
+    storage: np.ndarray
+    size: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+    again_s: np.ndarray
+    version: np.ndarray
+    has: dict[Option, np.ndarray]
+    held: dict[Option, _Terms]
+
+    @staticmethod
+    def of(problem: Problem, bound: bool) -> _Table:
+        """The candidates of a problem."""
+        rows = problem.candidates
+        versions = {key: number for number, key in enumerate(dict.fromkeys(c.version for c in rows if c.version))}
+        options = (Option.RECOMPUTE, *(Option(tier.name) for tier in problem.tiers))
+        has = {option: np.array([option in c.options for c in rows], dtype=bool) for option in options}
+        has = {option: found for option, found in has.items() if found.any()}
+        class_of = np.arange(len(rows)) if problem.folding is None else problem.folding.class_of
+        held = {Option.KEEP: _ranges([spans(c.gap, problem.num_ops) for c in rows])}
+        if not bound:
+            held |= {o: _ranges([c.held.get(o, ()) if o in c.options else () for c in rows]) for o in has}
+        return _Table(
+            num_classes=int(class_of.max(initial=-1)) + 1,
+            class_of=class_of,
+            storage=_ints(c.gap.storage for c in rows),
+            size=np.array([float(c.size_bytes) for c in rows]),
+            start=_ints(c.gap.start for c in rows),
+            end=_ints(c.gap.end for c in rows),
+            again_s=np.array([c.own_recompute_s if bound else c.recompute_s for c in rows]),
+            version=_ints(-1 if c.version is None else versions[c.version] for c in rows),
+            has=has,
+            held=held,
+        )
+
+    def summed(self, value: np.ndarray) -> np.ndarray:
+        """Sum of a value over the members of each class."""
+        return np.bincount(self.class_of, weights=value, minlength=self.num_classes)
+
+    def bytes_held(self, option: Option, position: int) -> np.ndarray:
+        """Bytes that each candidate would take at a position with an option."""
+        taken = np.zeros(len(self.size))
+        if option in self.held:
+            who, first, last = self.held[option]
+            here = who[(first <= position) & (position <= last)]
+            taken[here] = self.size[here]
+        return taken
+
+
+def _ranges(rows: Sequence[Sequence[tuple[int, int]]]) -> _Terms:
+    """Each range of each row: the row, its first and its last position."""
+    found = np.array([(who, a, b) for who, ranges in enumerate(rows) for a, b in ranges], dtype=np.int64).reshape(-1, 3)
+    return found[:, 0], found[:, 1], found[:, 2]
+
+
+def _ints(values: Iterable[int]) -> np.ndarray:
+    return np.fromiter(values, dtype=np.int64)
+
+
+def _kinds(owners: np.ndarray, classes: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """Owners (versions, storages) whose gaps are of the same classes: these classes, and the kind of each owner."""
+    members: dict[int, list[int]] = {}
+    for owner, found in zip(owners.tolist(), classes.tolist(), strict=True):
+        members.setdefault(owner, []).append(found)
+    number: dict[tuple[int, ...], int] = {}
+    kind_of = [number.setdefault(tuple(sorted(set(members[owner]))), len(number)) for owner in sorted(members)]
+    return list(number), np.array(kind_of, dtype=np.int64)
+
+
+def _facets(tier: Tier) -> tuple[tuple[float, float], ...]:
+    """(seconds per byte read, per byte written) of each limit on the tier's rates.
+
+    What a tier can do is the convex hull of: nothing, reading alone, writing alone, and both side by side.
+    """
+    read, write = tier.read_bytes_per_s, tier.write_bytes_per_s
+    both_read, both_write = min(tier.mixed_read_bytes_per_s, read), min(tier.mixed_write_bytes_per_s, write)
+    if both_read / read + both_write / write <= 1.0:
+        return ((1.0 / read, 1.0 / write),)
+    first = (1.0 / read, (1.0 - both_read / read) / both_write)
+    second = ((1.0 - both_write / write) / both_read, 1.0 / write)
+    return (first, second)

@@ -15,7 +15,9 @@ from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.program import Program, slot_bytes
 from lading.runtime.arena import view_of
 from lading.runtime.device import Call, Device, Lane, Memory
+from lading.runtime.fuse import Fused
 from lading.runtime.kernels import AdamWSettings, Rate, bind
+from lading.runtime.regions import Site
 from lading.runtime.streams import Entry, Jitter
 from lading.runtime.tiers import Tier
 
@@ -84,6 +86,7 @@ class Binder:
     Args:
         poison: Overwrite what is freed, so that a use after FREE shows in the results.
         jitter: Called before each action, on its stream's thread.
+        fused: Regions that run as one call, at the first of their actions.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Binder:
         rates: Rates,
         poison: bool = False,
         jitter: Jitter | None = None,
+        fused: Sequence[Fused] = (),
     ) -> None:
         self.program, self.graph = program, program.graph
         self.device, self.arena = place.device, place.arena
@@ -103,10 +107,12 @@ class Binder:
         self.deferred = frozenset(self.graph.deferred)
         self.poison, self.jitter = poison, jitter
         self.slots = {tier: dict(slots) for tier, slots in program.slots.items()}
+        self.fused = {f.region.actions[0]: f for f in fused}
+        self.inside = {a for f in fused for a in (*f.region.actions, *f.region.freed)}
         self.where: dict[int, int] = dict(program.resident)
         self.scratch: dict[int, int] = {}
         self._bytes: dict[tuple[int, int], torch.Tensor] = {}
-        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        self._views: dict[Site, torch.Tensor] = {}
 
     def bind(self) -> Bound:
         """Closures and minimal waits of all streams.
@@ -132,12 +138,13 @@ class Binder:
         """A graph tensor where its storage lies now; None if it has no place."""
         t = self.graph.tensors[tensor]
         offset = self.where.get(t.storage)
-        if offset is None:
-            return None
-        key = (tensor, offset)
-        if key not in self._views:
-            self._views[key] = view_of(self._storage_bytes(t.storage, offset), t)
-        return self._views[key]
+        return None if offset is None else self._view_at(Site(tensor, offset))
+
+    def _view_at(self, place: Site) -> torch.Tensor:
+        if place not in self._views:
+            t = self.graph.tensors[place.tensor]
+            self._views[place] = view_of(self._storage_bytes(t.storage, place.offset), t)
+        return self._views[place]
 
     def _storage_bytes(self, storage: int, offset: int) -> torch.Tensor:
         key = (storage, offset)
@@ -147,6 +154,12 @@ class Binder:
 
     def _run(self, action: Action) -> Call | None:
         """What an action does; None for nothing."""
+        if action.id in self.fused:
+            fused = self.fused[action.id]
+            self.scratch[action.id] = fused.compiled.scratch_bytes
+            return fused.bind(self._view_at)
+        if action.id in self.inside:
+            return None
         if action.kind in _OPERATIONS:
             if action.op is None:
                 raise ProgramError(f"a {action.kind.value} needs an operation")

@@ -27,6 +27,7 @@ from lading.memory.layout import DEVICE, home_tiers
 from lading.runtime.arena import Arena, is_contiguous, is_flat, view_of
 from lading.runtime.binding import Binder, Bound, CallerData, Place, Rates, checked_batches
 from lading.runtime.device import Device, HostDevice
+from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.kernels import AdamWSettings
 from lading.runtime.measure import measured_timeline
 from lading.runtime.resident import reuse_pages, trim
@@ -50,6 +51,7 @@ class Executor:
         device: Where it runs, for this executor alone; None is the CPU.
         jitter: For tests: called with each action before it runs, on its stream's thread.
         poison: For tests: fill what is freed with NaN.
+        fuse: Compile regions (``lading.runtime.fuse``): faster, close to eager's numbers, not equal to the bit.
 
     Raises:
         StorageError: no room in ``folder``, or another run is using it.
@@ -66,6 +68,7 @@ class Executor:
         device: Device | None = None,
         jitter: Jitter | None = None,
         poison: bool = False,
+        fuse: bool = False,
     ) -> None:
         self.program = program
         self.homes = home_tiers(program)
@@ -75,17 +78,22 @@ class Executor:
         self._rates, self._caller = Rates(), CallerData()
         self._pending = False  # updates of the last step that the next one, or flush, will run
         self._timeline: Timeline | None = None
-        trim()
-        reuse_pages()
         with ExitStack() as stack:
             stack.callback(self._device.close)
             _set_threads(stack, threads)
+            fused = (
+                fuse_regions(program, self._device.kind) if fuse else ()
+            )  # the compiler's own memory belongs to the process's start
+            trim()
+            reuse_pages()
             self._open_memory(stack, folder)
             stack.callback(self._drain)
             if poison:
                 self._poison_arena()
             place = Place(self._device, self._arena, self.tiers, self._caller)
-            binder = Binder(program, place, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter)
+            binder = Binder(
+                program, place, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter, fused=fused
+            )
             self._bound = self._running = binder.bind()
             count = len(program.actions)
             self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)

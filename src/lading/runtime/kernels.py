@@ -83,7 +83,7 @@ def bind(
     """
     if op.name == ADAMW:
         return _adamw(op, view, kind, optimizer, rate)
-    call = _decode(op, view)
+    call = decode(op, view)
     label, inputs = op.name.split(".")[1], [t for t in map(view, op.inputs) if t is not None]
     if op.mutates and not op.outputs:
         if kind == "cpu" and op.name == "aten.add_.Tensor" and (parts := _add_narrow(call)) is not None:
@@ -204,7 +204,8 @@ _BINDINGS = frozenset(
 _METHODS = frozenset({"add_", "copy_", "div_", "fill_", "mul_", "sub_", "zero_"})
 
 
-def _decode(op: Op, view: View) -> _Call:
+def decode(op: Op, view: View) -> _Call:
+    """The operation, its arguments with tensors in place of their ids, and where its results go."""
     args, kwargs = _arguments(op, view)
     return _Call(
         op=op,

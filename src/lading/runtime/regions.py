@@ -1,0 +1,296 @@
+"""Regions: runs of operations that may be compiled into one call, found in a Program without running anything.
+
+[Note: what may be one region] A region is a run of operations of the compute stream with nothing decided in between:
+no action in it but the first waits, so nothing it reads arrives meanwhile, and whoever waits for one of its actions
+may as well wait for its end. What it makes and frees again is seen by nobody and needs no place. What it makes and
+leaves is written when it may still be reading, so no such address may be one that it reads from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+
+from lading.ir.action import Action, ActionKind
+from lading.ir.graph import Arg, Op, Ref, StepGraph, Tensor
+from lading.ir.program import COMPUTE_STREAM, Program
+from lading.runtime.arena import is_flat
+
+#: Operations that Inductor turns into loops of its own, without a call into a library or memory for one.
+_NAMES = """
+    abs add amax amin bitwise_and bitwise_not bitwise_or cat clamp clamp_min clone constant_pad_nd cos div eq erf exp
+    fill full full_like ge gelu gelu_backward gt le leaky_relu log log_sigmoid_forward logical_and logical_not
+    logical_or lt masked_fill maximum mean minimum mul native_layer_norm native_layer_norm_backward ne neg new_zeros
+    ones_like pow reciprocal relu rsqrt rsub scalar_tensor select_backward sigmoid sigmoid_backward sign silu
+    silu_backward sin slice_backward softplus sqrt stack sub sum tanh tanh_backward threshold_backward where zeros
+    zeros_like _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data _to_copy
+    """
+_FUSIBLE = frozenset(_NAMES.split())
+#: Below this, all tensors of a region together, a call costs more than the memory traffic that fusing saves.
+_LEAST_BYTES = 1 << 16
+_FEWEST_OPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A tensor of the graph at the arena offset of its storage."""
+
+    tensor: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Region:
+    """A run of actions that becomes one call.
+
+    Attributes:
+        actions, freed: Ids of the operations and of the FREEs among and behind them, in order.
+        inputs, outputs: What is read from and written to the arena; everything else vanishes.
+        signature: Equal for two regions that one compiled function serves.
+        elements: What it was made from.
+    """
+
+    actions: tuple[int, ...]
+    freed: tuple[int, ...]
+    inputs: tuple[Site, ...]
+    outputs: tuple[Site, ...]
+    signature: tuple[object, ...]
+    elements: tuple[_Element, ...] = field(repr=False, compare=False)
+
+
+@dataclass(slots=True)
+class _Element:
+    """An action of a run: an operation with the stays it reads and makes, or the FREE of a stay.
+
+    A stay is (storage, number of its placement); ``offset`` gives a stay's address.
+    """
+
+    action: Action
+    op: Op | None = None
+    reads: dict[int, tuple[int, int]] = field(default_factory=lambda: {})
+    makes: dict[int, tuple[int, int]] = field(default_factory=lambda: {})
+    frees: tuple[int, int] | None = None
+
+
+def fusible(graph: StepGraph, op: Op) -> bool:
+    """Whether an operation may be part of a region."""
+    if op.random or op.mutates or op.name.count(".") != 2 or not op.name.startswith("aten."):
+        return False
+    if op.name.split(".")[1] not in _FUSIBLE or any(r is None for r in op.results):
+        return False
+    return all(is_flat(graph.tensors[t], graph.storages[graph.storage_of(t)].size_bytes) for t in op.outputs)
+
+
+class RegionFinder:
+    """Walks a Program once and knows where each storage lies at every action. See [Note: what may be one region]."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph = program, program.graph
+        self.deferred = frozenset(self.graph.deferred)
+        self.stay: dict[int, tuple[int, int]] = {}
+        self.offset: dict[tuple[int, int], int] = {}
+        for storage, offset in program.resident:
+            self._place(storage, offset)
+
+    def _place(self, storage: int, offset: int) -> None:
+        stay = (storage, self.stay[storage][1] + 1 if storage in self.stay else 0)
+        self.stay[storage], self.offset[stay] = stay, offset
+
+    def longest(self) -> list[Region]:
+        """The longest regions of the Program, in order."""
+        return [region for run in self._runs() for region in self._cut(run)]
+
+    def halves(self, region: Region) -> list[Region]:
+        """What a region can be cut into so that no part has more than half of its operations."""
+        middle = region.actions[len(region.actions) // 2]
+        first = [e for e in region.elements if e.action.id < middle]
+        return [*self._cut(first), *self._cut(region.elements[len(first) :])]
+
+    def _runs(self) -> list[list[_Element]]:
+        """Longest runs of fusible operations, with the FREEs among and behind them."""
+        runs: list[list[_Element]] = [[]]
+        for action in self.program.actions:
+            for storage, offset in action.places:
+                self._place(storage, offset)
+            if action.stream != COMPUTE_STREAM:
+                continue
+            element = self._element(action)
+            if element is None or (action.waits and runs[-1]):
+                runs.append([])
+            if element is not None and (element.op is not None or runs[-1]):
+                runs[-1].append(element)
+        return [run for run in runs if sum(e.op is not None for e in run) >= _FEWEST_OPS]
+
+    def _element(self, action: Action) -> _Element | None:
+        if action.kind is ActionKind.FREE and action.storage is not None:
+            return _Element(action, frees=self.stay[action.storage])
+        if action.kind not in (ActionKind.COMPUTE, ActionKind.RECOMPUTE) or action.op is None:
+            return None
+        if action.op in self.deferred:
+            return None  # left out of the first step
+        op = self.graph.ops[action.op]
+        if not fusible(self.graph, op):
+            return None
+        reads = {t: self.stay[self.graph.storage_of(t)] for t in op.inputs}
+        placed = dict(action.places)
+        makes = {t: self.stay[s] for t in op.outputs if (s := self.graph.storage_of(t)) in placed}
+        return _Element(action, op, reads, makes)
+
+    def _cut(self, run: Sequence[_Element]) -> list[Region]:
+        """A run as regions: from its start, always the longest that may be one."""
+        found: list[Region] = []
+        start = 0
+        while start < len(run):
+            end = self._longest(run, start)
+            if end > start:
+                found.append(self._region(run[start:end]))
+            start = max(end, start + 1)
+        return found
+
+    def _longest(self, run: Sequence[_Element], start: int) -> int:
+        """End of the longest region from ``start``; ``start`` if there is none."""
+        best = start
+        made: dict[tuple[int, int], int] = {}  # stay -> the tensor that its operation made
+        read: set[tuple[int, int]] = set()
+        freed: set[tuple[int, int]] = set()
+        for index in range(start, len(run)):
+            element = run[index]
+            if element.frees is not None:
+                freed.add(element.frees)
+            elif not self._may_join(element, made, read):
+                break
+            else:
+                read.update(stay for stay in element.reads.values() if stay not in made)
+                made.update((stay, t) for t, stay in element.makes.items())
+            if self._apart(read, made.keys() - freed) and self._worth(run[start : index + 1]):
+                best = index + 1
+        return best
+
+    def _may_join(self, element: _Element, made: dict[tuple[int, int], int], read: set[tuple[int, int]]) -> bool:
+        """Whether all it reads of what the region made can be derived, and it makes nothing anew that was read."""
+        tensors, storages = self.graph.tensors, {storage for storage, _ in (*read, *made)}
+        return all(
+            stay not in made or derivation(tensors[made[stay]], tensors[t]) is not None
+            for t, stay in element.reads.items()
+        ) and not any(storage in storages for storage, _ in element.makes.values())
+
+    def _apart(self, read: set[tuple[int, int]], kept: set[tuple[int, int]]) -> bool:
+        """Whether nothing is written where something is read."""
+        spans = sorted((*self._span(stay), stay in kept) for stay in read | kept)
+        high, high_kept = -1, -1  # ends of all spans so far, and of those written
+        for low, end, is_kept in spans:
+            if low < (high if is_kept else high_kept):
+                return False
+            high, high_kept = max(high, end), max(high_kept, end) if is_kept else high_kept
+        return True
+
+    def _span(self, stay: tuple[int, int]) -> tuple[int, int]:
+        return self.offset[stay], self.offset[stay] + self.graph.storages[stay[0]].size_bytes
+
+    def _worth(self, elements: Sequence[_Element]) -> bool:
+        ops = [e for e in elements if e.op is not None]
+        tensors = {t for e in ops for t in (*e.reads, *e.makes)}
+        return len(ops) >= _FEWEST_OPS and sum(self.graph.tensors[t].touched_bytes for t in tensors) >= _LEAST_BYTES
+
+    def _region(self, elements: Sequence[_Element]) -> Region:
+        ops = [e for e in elements if e.op is not None]
+        freed = {e.frees for e in elements if e.frees is not None}
+        made: dict[tuple[int, int], int] = {}
+        inputs: dict[int, Site] = {}
+        for element in ops:
+            for tensor, stay in element.reads.items():
+                if stay not in made:
+                    inputs.setdefault(tensor, Site(tensor, self.offset[stay]))
+            made.update((stay, t) for t, stay in element.makes.items())
+        outputs = tuple(Site(t, self.offset[stay]) for stay, t in made.items() if stay not in freed)
+        return Region(
+            actions=tuple(e.action.id for e in ops),
+            freed=tuple(e.action.id for e in elements if e.frees is not None),
+            inputs=tuple(inputs.values()),
+            outputs=outputs,
+            signature=_signature(self.graph, [e.op for e in ops if e.op is not None], tuple(inputs), outputs),
+            elements=tuple(elements),
+        )
+
+
+def _signature(
+    graph: StepGraph, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Site]
+) -> tuple[object, ...]:
+    """What a compiled function depends on: operations, shapes, strides and numbers, but not which tensors they are."""
+    number = {t: i for i, t in enumerate(inputs)}
+    for op in ops:
+        for t in (*op.inputs, *op.outputs):
+            number.setdefault(t, len(number))
+    storages: dict[int, int] = {}
+    shapes: list[tuple[object, ...]] = []
+    for t in number:
+        x = graph.tensors[t]
+        storage = storages.setdefault(x.storage, len(storages))
+        # an input is a tensor of its own, wherever in its storage it begins
+        shapes.append((storage, x.dtype, x.shape, x.stride, 0 if t in inputs else x.offset))
+
+    def renamed(arg: Arg) -> object:
+        if isinstance(arg, Ref):
+            return ("tensor", number[arg.tensor])
+        return tuple(map(renamed, arg)) if isinstance(arg, tuple) else (type(arg).__name__, arg)
+
+    body = tuple(
+        (
+            op.name,
+            tuple(map(renamed, op.args)),
+            tuple((k, renamed(a)) for k, a in op.kwargs),
+            tuple(number[t] if t is not None else None for t in op.results),
+        )
+        for op in ops
+    )
+    return (len(inputs), tuple(shapes), body, tuple(number[p.tensor] for p in outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """How one view of a storage is got from another that covers it, by operations on values alone.
+
+    Permute by ``order``, reshape to ``dims``, cut each dim to ``cuts``, take ``column`` of the last one (None: there
+    is no such dim), permute by ``turn``, then reshape to ``ones`` and expand to ``shape``.
+    """
+
+    order: tuple[int, ...]
+    dims: tuple[int, ...]
+    cuts: tuple[tuple[int, int], ...]
+    column: int | None
+    turn: tuple[int, ...]
+    ones: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def derivation(base: Tensor, wanted: Tensor) -> Derivation | None:
+    """How to get ``wanted`` from ``base``, which covers the same storage densely; None if there is no such way."""
+    if base.dtype != wanted.dtype:
+        return None
+    count = prod(base.shape)
+    real = [i for i, (n, s) in enumerate(zip(wanted.shape, wanted.stride, strict=True)) if n != 1 and s != 0]
+    falling = sorted(real, key=lambda i: -wanted.stride[i])
+    steps = [count, *(wanted.stride[i] for i in falling)]
+    if count == 0 or any(a % b or a == b for a, b in pairwise(steps)):
+        return None
+    dims = [a // b for a, b in pairwise(steps)]
+    cuts: list[tuple[int, int]] = []
+    rest = wanted.offset
+    for i, length in zip(falling, dims, strict=True):
+        start, rest = divmod(rest, wanted.stride[i])
+        if start + wanted.shape[i] > length:
+            return None
+        cuts.append((start, start + wanted.shape[i]))
+    column = rest if steps[-1] > 1 else None
+    shape = [1 if i not in real else n for i, n in enumerate(wanted.shape)]
+    return Derivation(
+        order=tuple(sorted(range(len(base.shape)), key=lambda i: (-base.stride[i], i))),
+        dims=(*dims, steps[-1]) if column is not None else tuple(dims),
+        cuts=tuple(cuts),
+        column=column,
+        turn=tuple(falling.index(i) for i in real),
+        ones=tuple(shape),
+        shape=wanted.shape,
+    )

@@ -123,6 +123,8 @@ class Optimization:
         warmup_steps: Steps of linear rise to the full learning rate.
         precision: "fp32"; or "bf16": parameters, activations and gradients in bfloat16, with float32 master weights
             and moments, gradients summed over micro-batches and clipped in float32.
+        compile: Fuse runs of light operations with PyTorch's compiler: faster, but sums are added in another order,
+            so results are close to plain PyTorch's and not equal to the bit.
     """
 
     steps: int
@@ -132,6 +134,7 @@ class Optimization:
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = 0
     precision: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         _integer("steps", self.steps, 1)

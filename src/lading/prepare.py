@@ -73,6 +73,7 @@ def plan(
     policy: str = "residency",
     clip_norm: float = 0.0,
     master_weights: bool = False,
+    compile: bool = False,
 ) -> Plan:
     """Plan the training step of a captured model with AdamW.
 
@@ -83,6 +84,7 @@ def plan(
         policy: "keep-all", "checkpoint-every-block" or "residency".
         clip_norm: Limit of the global gradient norm; 0 switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
+        compile: Fuse runs of light operations: faster, close to plain PyTorch's numbers, not equal to the bit.
 
     Raises:
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
@@ -96,7 +98,7 @@ def plan(
         budget=budget,
         disk_budget=disk_budget,
         policy=policy,
-        expansion={"clip_norm": clip_norm, "master_weights": float(master_weights)},
+        expansion={"clip_norm": clip_norm, "master_weights": float(master_weights), "compile": float(compile)},
         workspace_bytes=scratch,
     )
     return planned.plan
@@ -143,7 +145,11 @@ def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
         budget=run.memory.budget,
         disk_budget=run.memory.disk_budget_bytes(free),
         policy=run.memory.policy,
-        expansion={"clip_norm": run.optimization.clip_norm, "master_weights": float(_has_masters(run))},
+        expansion={
+            "clip_norm": run.optimization.clip_norm,
+            "master_weights": float(_has_masters(run)),
+            "compile": float(run.optimization.compile),
+        },
         workspace_bytes=_scratch(graph, machine),
         run=run_to_dict(run),
     )

@@ -65,7 +65,7 @@ class Plan:
     Attributes:
         graph_fingerprint, machine_fingerprint, host_id: What the plan was made for; it is refused for any other.
         budgets: Bytes allowed per tier.
-        settings: Knobs of the lowering that reproduce ``program_fingerprint`` exactly.
+        settings: Knobs of the lowering that reproduce ``program_fingerprint`` exactly; and ``compile``: 1.0 to fuse.
         lower_bound_s: No plan within the budgets takes less, as modelled.
         bytes_by_role: Bytes of each role at the predicted peak.
         machine: The whole machine, as its TOML would say it.

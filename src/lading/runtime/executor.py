@@ -81,10 +81,8 @@ class Executor:
         with ExitStack() as stack:
             stack.callback(self._device.close)
             _set_threads(stack, threads)
-            fused = (
-                fuse_regions(program, self._device.kind) if fuse else ()
-            )  # the compiler's own memory belongs to the process's start
-            trim()
+            fused = fuse_regions(program, self._device.kind) if fuse else ()
+            trim()  # what the compiler took belongs to the start of the process
             reuse_pages()
             self._open_memory(stack, folder)
             stack.callback(self._drain)

@@ -86,28 +86,31 @@ def compile_region(graph: StepGraph, region: Region) -> Compiled:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+    from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.inference_mode(False), torch.no_grad(), FakeTensorMode():
         fakes = [_fake(graph.tensors[p.tensor]) for p in (*region.inputs, *region.outputs)]
-        traced = make_fx(partial(_run, graph, region), decomposition_table=select_decomp_table())(*fakes)
+        traced = make_fx(partial(run_region, graph, region), decomposition_table=select_decomp_table())(*fakes)
     try:
-        with config.patch(size_asserts=False, alignment_asserts=False, nan_asserts=False, force_pointwise_cat=True):
+        with config.patch(size_asserts=False, alignment_asserts=False, nan_asserts=False):
             made: Any = compile_fx_inner(traced, fakes)
-    except (InvalidCxxCompiler, CppCompileError) as error:
+    except (InductorError, InvalidCxxCompiler, CppCompileError) as error:
+        cause = getattr(error, "inner_exception", error)
+        if not isinstance(cause, (InvalidCxxCompiler, CppCompileError)):
+            raise
         raise ConfigError(
-            f"compiled regions need a C++ compiler; install g++, or set optimization.compile = false: {error}"
+            f"compiled regions need a C++ compiler; install g++, or set optimization.compile = false: {cause}"
         ) from error
-    return Compiled(made.current_callable, _scratch(made.source_code))
+    return Compiled(made.current_callable, scratch_of(made.source_code))
 
 
 def _fake(tensor: Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype))
 
 
-def _run(graph: StepGraph, region: Region, *tensors: torch.Tensor) -> tuple[()]:
+def run_region(graph: StepGraph, region: Region, *tensors: torch.Tensor) -> tuple[()]:
     """The region on its inputs and outputs, one operation after another: what is traced, and the reference in tests."""
     given = {place.tensor: value for place, value in zip(region.inputs, tensors, strict=False)}
     made: dict[int, tuple[Tensor, torch.Tensor]] = {}
@@ -119,7 +122,7 @@ def _run(graph: StepGraph, region: Region, *tensors: torch.Tensor) -> tuple[()]:
         base, value = made[wanted.storage]
         how = derivation(base, wanted)
         assert how is not None  # else the region would have ended before
-        return _derived(value, how)
+        return derived(value, how)
 
     for element in region.elements:
         if element.op is None:
@@ -134,7 +137,8 @@ def _run(graph: StepGraph, region: Region, *tensors: torch.Tensor) -> tuple[()]:
     return ()
 
 
-def _derived(value: torch.Tensor, how: Derivation) -> torch.Tensor:
+def derived(value: torch.Tensor, how: Derivation) -> torch.Tensor:
+    """The view that ``how`` says, of the value that covers its storage."""
     x = value.permute(how.order).reshape(how.dims)
     if how.column is not None:
         x = x.select(-1, how.column)
@@ -143,7 +147,7 @@ def _derived(value: torch.Tensor, how: Derivation) -> torch.Tensor:
     return x.permute(how.turn).reshape(how.ones).expand(how.shape)
 
 
-def _scratch(source: str) -> int:
+def scratch_of(source: str) -> int:
     """Bytes that compiled code takes at most beside its arguments."""
     if _LIBRARY.search(source):
         return _UNKNOWN

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from lading.capture.trace import input_leaves
+from lading.capture.batches import input_leaves
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import AdamW

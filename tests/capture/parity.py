@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lading.capture.trace import capture, input_leaves
+from lading.capture.batches import input_leaves
+from lading.capture.trace import capture
 from lading.ir.graph import Op, Phase, StepGraph
 from lading.models.registry import build_model
 from lading.testing.replay import Replay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,14 +14,20 @@ from lading.ir.graph import Arg, Literal, Op, Ref, Role, Storage, Tensor
 class Interpreter:
     """Storages with real bytes, by id, and the operations that fill them.
 
+    Args:
+        only: Ids of the storages that will be used; None for all.
+
     Attributes:
         bytes: Each storage that has a value, as uint8.
     """
 
-    def __init__(self, storages: Sequence[Storage], tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, storages: Sequence[Storage], tensors: Sequence[Tensor], only: Iterable[int] | None = None
+    ) -> None:
         self.storages, self.tensors = storages, tensors
         self.bytes: dict[int, torch.Tensor] = {}
-        for index, storage in enumerate(storages):
+        for index in range(len(storages)) if only is None else only:
+            storage = storages[index]
             if storage.role is Role.CONSTANT:
                 data = bytearray(storage.data or b"")
                 made = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

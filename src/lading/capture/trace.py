@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from lading.capture.batches import input_leaves, map_batch
+from lading.capture.state import left_as_it_was
 from lading.capture.tracer import Tracer
-from lading.errors import CaptureError
+from lading.errors import CaptureError, LadingError
 from lading.ir.graph import Phase, StepGraph
 
 
 def capture(
     model: torch.nn.Module,
     batch: Any,
-    loss: Callable[[torch.nn.Module, Any], torch.Tensor],
+    loss: Callable[[torch.nn.Module, Any], Any],
     *,
     accumulation: int = 1,
 ) -> StepGraph:
@@ -31,8 +32,10 @@ def capture(
 
     Args:
         model: Any module; real, meta or fake parameters. It is left unchanged.
-        batch: Pytree whose tensors give shapes and dtypes; values are not read.
-        loss: ``loss(model, batch)`` runs the forward and returns a scalar.
+        batch: Dicts, lists, tuples and dataclasses whose tensors give shapes and dtypes. Values are read only where the
+            model itself asks for a number (``if mask.any()``); the graph then checks that later batches give the same.
+        loss: ``loss(model, batch)`` runs the forward and returns a scalar, or a dict, list or tuple of scalars, whose
+            sum is trained.
         accumulation: Micro-batches of a step, >= 1; the loss is divided by it, so a step uses the mean.
 
     Returns:
@@ -46,39 +49,71 @@ def capture(
     with mode:
         fakes = _fake_copies(model)
         inputs, fake_batch = _fake_batch(batch)
-    tracer.declare(fakes, inputs)
-    with mode, tracer, _module_paths(model, tracer):
-        value = _call(model, fakes, fake_batch, partial(_forward_backward, loss, tracer, accumulation))
+    tracer.declare(fakes, inputs, dict(input_leaves(batch)))
+    with left_as_it_was(model), mode, tracer, _module_paths(model, tracer):
+        value = _call(model, fakes, fake_batch, partial(_forward_backward, loss, tracer, accumulation, fakes))
     return dataclasses.replace(tracer.graph(fakes, inputs, value), accumulation=accumulation)
 
 
-def input_leaves(batch: Any) -> list[tuple[str, Any]]:
-    """Tensor leaves of a batch by name, in pytree order: the key itself for a flat dict, else the path."""
-    leaves, _ = tree_flatten_with_path(batch)
-    return [(_leaf_name(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+def _total(value: Any) -> torch.Tensor:
+    """The scalar to train: the loss itself, or the sum of several."""
+    terms = (
+        list(value.values()) if isinstance(value, Mapping) else list(value) if type(value) in (list, tuple) else [value]
+    )
+    for term in terms:
+        if not isinstance(term, torch.Tensor) or term.numel() != 1:
+            found = tuple(term.shape) if isinstance(term, torch.Tensor) else type(term).__name__
+            raise CaptureError(
+                f"expected loss(model, batch) to return a scalar tensor or several, got {found}; reduce it: .mean()"
+            )
+        if not term.requires_grad:
+            what = "the loss does" if len(terms) == 1 else "one of the losses does"
+            raise CaptureError(
+                f"{what} not depend on any trainable parameter; check requires_grad and torch.no_grad, and return "
+                "nothing but what is to be trained"
+            )
+    if not terms:
+        raise CaptureError("expected loss(model, batch) to return a scalar tensor or several, got none")
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
 
 
-def _leaf_name(path: tuple[Any, ...]) -> str:
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path) or "batch"
-
-
-def _check_loss(value: Any) -> None:
-    if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise CaptureError(f"expected loss(model, batch) to return a scalar tensor, got {found}; reduce it: .mean()")
-    if not value.requires_grad:
-        raise CaptureError("the loss does not depend on any trainable parameter; check requires_grad and torch.no_grad")
-
-
-def _forward_backward(loss: Any, tracer: Tracer, accumulation: int, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+def _forward_backward(
+    loss: Any, tracer: Tracer, accumulation: int, fakes: Mapping[str, torch.Tensor], model: torch.nn.Module, batch: Any
+) -> torch.Tensor:
     """What is traced; backward is inside too, as a model with its own checkpointing runs its modules again there."""
-    value = loss(model, batch)
-    _check_loss(value)
-    if accumulation > 1:
-        value = value / accumulation
-    tracer.phase = Phase.BACKWARD
-    value.backward()
+    try:
+        value = _total(loss(model, batch))
+        if accumulation > 1:
+            value = value / accumulation
+        tracer.phase = Phase.BACKWARD
+        value.backward()
+    except LadingError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{tracer.place()} fails on tensors without values: {type(error).__name__}: {error}; "
+            "check that the step runs in eager PyTorch, and that it asks for no values"
+        ) from error
+    _keep_assigned_buffers(model, fakes)
     return value
+
+
+def _keep_assigned_buffers(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor]) -> None:
+    """A buffer that the forward assigns anew (``self.mean = 0.9 * self.mean + ...``) is written in place instead."""
+    with torch.no_grad():
+        for name, now in model.named_buffers(remove_duplicate=False):
+            before = fakes.get(name)
+            if before is None or now is before:
+                continue
+            if (now.shape, now.dtype) != (before.shape, before.dtype):
+                raise CaptureError(
+                    f"buffer {name!r}: expected to stay {before.dtype} {tuple(before.shape)}, the forward made it "
+                    f"{now.dtype} {tuple(now.shape)}; a step must leave what it found"
+                )
+            before.copy_(now)
 
 
 class _Step(torch.nn.Module):
@@ -132,13 +167,19 @@ def _fake_like(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_batch(batch: Any) -> tuple[list[tuple[str, torch.Tensor]], Any]:
-    leaves, spec = tree_flatten(batch)
-    faked = [_fake_leaf(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    tree = tree_unflatten(faked, spec)
-    return input_leaves(tree), tree
+    inputs: list[tuple[str, torch.Tensor]] = []
+
+    def visit(name: str, leaf: torch.Tensor) -> torch.Tensor:
+        inputs.append((name, _fake_leaf(leaf)))
+        return inputs[-1][1]
+
+    return inputs, map_batch(batch, visit)
 
 
 def _fake_leaf(leaf: torch.Tensor) -> torch.Tensor:
+    overlaps = any(s == 0 and n > 1 for n, s in zip(leaf.shape, leaf.stride(), strict=True))  # expanded
+    if overlaps:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
     fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
     return fake.requires_grad_(leaf.requires_grad)
 

@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
+from lading.capture.fakes import FakeRunner, flat_tensors
 from lading.capture.flops import op_flops
+from lading.capture.known import Trace
 from lading.errors import CaptureError
 from lading.ir.fold import fold
 from lading.ir.graph import (
@@ -43,9 +44,13 @@ from lading.ir.opkinds import kind_of
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
+_DEVICE = torch.ops.prim.device.default
+_CONJ = torch.ops.aten._conj.default
+_ASSERT = torch.ops.aten._assert_async.msg
 _ADVICE = {
     "data": "its result depends on tensor values; use a form with static shapes "
     "(torch.where, masks; for experts config._experts_implementation='grouped_mm')",
+    "chance": "it decides at random what runs next, so steps differ; switch the dropping of layers off (layerdrop=0)",
     "operator": "it has no fake-tensor rule; register one with torch.library.register_fake",
     "attribute": "it writes in place to a tensor that is neither a parameter, a buffer nor part of the batch; "
     "use register_buffer, or the out-of-place form",
@@ -78,45 +83,127 @@ class Tracer(TorchDispatchMode):
         self._alive: list[Any] = []  # storages stay alive so that their addresses stay unique
         self._node_modules: dict[int, str] = {}
         self._owners: dict[int, str] = {}
+        self._fakes = FakeRunner()
+        self._trace = Trace(self.storages, self.tensors, self.ops)
 
-    def declare(self, fakes: Mapping[str, torch.Tensor], inputs: list[tuple[str, torch.Tensor]]) -> None:
-        """Register what exists before the step."""
+    def declare(
+        self,
+        fakes: Mapping[str, torch.Tensor],
+        inputs: list[tuple[str, torch.Tensor]],
+        values: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Register what exists before the step; ``values`` are the real tensors of the inputs."""
         for name, tensor in fakes.items():
             role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
             self._new_storage(tensor, name, role)
             self._owners.setdefault(id(tensor), name.rpartition(".")[0])
         for name, tensor in inputs:
             self._new_storage(tensor, name, Role.INPUT)
+            if not isinstance(values[name], FakeTensor):
+                self._trace.inputs[self.tensor_id(tensor)] = values[name]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper that keeps torch.compile out of every call: nothing is compiled here."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         kwargs = kwargs or {}
         if any(t.__name__ == "DTensor" for t in types):
             return NotImplemented
-        self._check_real(func, args, kwargs)
+        if func is _CONJ:  # a lazy view in eager; every reader but a product makes the same numbers from it
+            func = torch.ops.aten._conj_physical.default
+        tensors = list(flat_tensors((args, kwargs)))
+        mutated = _mutated(func, args, kwargs)
+        self._check_real(func, tensors, mutated)
         try:
-            out = _run_fake(func, args, kwargs)
+            out = self._fakes.run(func, args, kwargs, tensors)
         except _DATA_DEPENDENT as error:
-            raise CaptureError(self._refusal(func, _ADVICE["data"])) from error
+            return self._data_dependent(func, args, kwargs, error)
         except _UNSUPPORTED as error:
             raise CaptureError(self._refusal(func, _ADVICE["operator"])) from error
         except RuntimeError as error:
             raise CaptureError(self._refusal(func, f"the operation itself failed: {error}")) from error
         if func.namespace != "prim":
-            self._record(func, args, kwargs, out)
+            self._record(func, args, kwargs, out, tensors, mutated)
         return out
 
-    def _check_real(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _data_dependent(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+        """The result of an operation that must see values, where they are known; otherwise it cannot be captured."""
+        name = func._schema.name
+        if name == "aten::index" and (plain := self._plain_indices(args[1])) is not None:
+            return self.__torch_dispatch__(func, (), (args[0], plain), kwargs)
+        if name == "aten::_local_scalar_dense" and self._trace.is_never(self.tensor_id(args[0])):
+            return False
+        tensors = list(flat_tensors((args, kwargs)))
+        values = self._known(tensors)
+        if values is None and name == "aten::_local_scalar_dense":
+            return self._number_of_batch(func, args[0], error)
+        if values is None:
+            raise CaptureError(self._refusal(func, _ADVICE["data"])) from error
+        with unset_fake_temporarily():
+            real = dict(zip(map(id, tensors), values, strict=True))
+            out = func(*_exchanged(args, real), **_exchanged(kwargs, real))
+        if isinstance(out, (tuple, list)):
+            return type(out)(map(self._constant_from, out))
+        return self._constant_from(out) if isinstance(out, torch.Tensor) else out
+
+    def _number_of_batch(self, func: Any, tensor: torch.Tensor, error: Exception) -> int | bool:
+        """A truth or integer of this batch, with an operation that makes sure the next batches give the same."""
+        if self._trace.is_draw(self.tensor_id(tensor)):
+            raise CaptureError(self._refusal(func, _ADVICE["chance"])) from error
+        values = None if tensor.dtype.is_floating_point else self._known([tensor], batch=True)
+        if values is None or self.phase is Phase.BACKWARD:
+            raise CaptureError(self._refusal(func, _ADVICE["data"])) from error
+        with unset_fake_temporarily():
+            number = int(values[0]) if tensor.dtype is not torch.bool else bool(values[0])
+        same = self.__torch_dispatch__(torch.ops.aten.eq.Scalar, (), (tensor, number))
+        message = f"expected a batch for which {self.place()} reads {number}, as captured; capture again for this one"
+        self.__torch_dispatch__(_ASSERT, (), (same, message))
+        return number
+
+    def _known(self, tensors: list[torch.Tensor], *, batch: bool = False) -> list[torch.Tensor] | None:
+        """Values that follow from constants, or also from the batch."""
+        ids = [self.tensor_id(t) for t in tensors]
+        with unset_fake_temporarily():
+            return self._trace.values(ids, batch=batch)
+
+    def _plain_indices(self, indices: Any) -> list[torch.Tensor | None] | None:
+        """The same indices with known masks as positions, as the kernel itself takes them."""
+        plain: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                plain.append(index)
+                continue
+            values = self._known([index])
+            if values is None:
+                return None
+            with unset_fake_temporarily():
+                positions = [column.contiguous() for column in values[0].nonzero().unbind(1)]
+            plain.extend(map(self._constant_from, positions))
+        return plain
+
+    def _constant_from(self, real: torch.Tensor) -> torch.Tensor:
+        """A fake tensor that stands for known values."""
+        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+        self._constant(fake, real)
+        return fake
+
+    def _check_real(self, func: Any, tensors: list[torch.Tensor], mutated: list[torch.Tensor]) -> None:
         """Tensors nobody declared are constants: they are neither trained nor written."""
-        if any(not isinstance(t, FakeTensor) for t in _mutated(func, args, kwargs)):
+        if all(type(t) is FakeTensor or isinstance(t, FakeTensor) for t in tensors):
+            return
+        if any(not isinstance(t, FakeTensor) for t in mutated):
             raise CaptureError(self._refusal(func, _ADVICE["attribute"]))
-        tensors = (t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
         if torch.is_grad_enabled() and any(t.requires_grad and not isinstance(t, FakeTensor) for t in tensors):
             raise CaptureError(self._refusal(func, _ADVICE["trainable"]))
 
     def _refusal(self, func: Any, advice: str) -> str:
-        return f"cannot capture {func} in {self._place()}: {advice}"
+        return f"cannot capture {func} in {self.place()}: {advice}"
 
-    def _place(self) -> str:
+    def place(self) -> str:
         """The running module, for people."""
         inside = bool(self.modules) or self.phase is Phase.BACKWARD
         return f"module {self._module()!r}" if self._module() else "the model itself" if inside else self.outside
@@ -135,7 +222,9 @@ class Tracer(TorchDispatchMode):
     def _phase(self) -> Phase:
         return Phase.LOSS if self.phase is Phase.FORWARD and not self.modules else self.phase
 
-    def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, out: Any, read: list[torch.Tensor], mutated: list[torch.Tensor]
+    ) -> None:
         module = self._module()
         if self.phase is Phase.FORWARD:
             newest = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
@@ -143,14 +232,12 @@ class Tracer(TorchDispatchMode):
         if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
             self._constant(out, args[0])
             return
-        made = [t for t in tree_flatten(out)[0] if isinstance(t, torch.Tensor)]
+        made = list(flat_tensors(out))
         for t in made:
             self._check_dense(func, t)
-        mutated = _mutated(func, args, kwargs)
         new = [t for t in made if t.untyped_storage()._cdata not in self._storage_ids]
-        if not new and not mutated:
+        if not new and not mutated and func is not _ASSERT:
             return  # a view: derived again from its storage wherever that lies
-        read = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         call = (tuple(map(self._encode, args)), tuple((k, self._encode(v)) for k, v in sorted(kwargs.items())))
         inputs = tuple(dict.fromkeys(map(self.tensor_id, read)))
         is_random = _is_random(func, args, kwargs)
@@ -248,7 +335,7 @@ class Tracer(TorchDispatchMode):
         real = t.constant if isinstance(t, FakeTensor) else t
         if real is None:
             raise CaptureError(
-                f"{self._place()} uses a tensor of shape {tuple(t.shape)} that is neither a "
+                f"{self.place()} uses a tensor of shape {tuple(t.shape)} that is neither a "
                 "parameter, a buffer nor part of the batch; register it with register_buffer or pass it in the batch"
             )
         self._constant(t, real)
@@ -265,7 +352,7 @@ class Tracer(TorchDispatchMode):
         for kind, cls in _LITERALS.items():
             if isinstance(arg, cls):
                 return Literal(kind, str(arg).removeprefix("torch."))
-        raise CaptureError(f"{self._place()}: an operation takes a {type(arg).__name__}; pass tensors and numbers only")
+        raise CaptureError(f"{self.place()}: an operation takes a {type(arg).__name__}; pass tensors and numbers only")
 
     def graph(
         self, fakes: Mapping[str, torch.Tensor], inputs: list[tuple[str, torch.Tensor]], loss: torch.Tensor
@@ -335,21 +422,13 @@ _LITERALS: dict[str, type] = {
 }
 
 
-def _run_fake(func: Any, args: Any, kwargs: Any) -> Any:
-    """Shapes and storages of an operation's result. Torch's own rule for grouped_mm knows bf16 only."""
-    if func is not getattr(torch.ops.aten._grouped_mm, "default", None) or args[0].dtype is torch.bfloat16:
-        return func(*args, **kwargs)
-    a, b = args[0], args[1]
-    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
-    rows, columns = a.shape[-2], b.shape[-1]
-    if a.dim() == 3 and b.dim() == 3:
-        shape: tuple[int, ...] = (a.shape[0], rows, columns)
-    else:
-        shape = (offsets.shape[0], rows, columns) if a.dim() == b.dim() else (rows, columns)
-    unit = 16 // a.element_size()  # the kernel pads rows to 16 bytes
-    padded = -(-columns // unit) * unit
-    strides = (rows * padded, padded, 1)[-len(shape) :]
-    return a.new_empty_strided(shape, strides)
+def _exchanged(value: Any, real: Mapping[int, torch.Tensor]) -> Any:
+    """Arguments with each tensor exchanged for its real value."""
+    if isinstance(value, torch.Tensor):
+        return real[id(value)]
+    if isinstance(value, dict):
+        return {key: _exchanged(item, real) for key, item in value.items()}
+    return type(value)(_exchanged(item, real) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
@@ -373,4 +452,4 @@ def _mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             values.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    return [t for t in tree_flatten(values)[0] if isinstance(t, torch.Tensor)]
+    return list(flat_tensors(values))

@@ -1,0 +1,165 @@
+"""Shapes and storages of an operation's results: torch's fake-tensor rules, remembered.
+
+A model of 80 blocks runs each operation 80 times on tensors of the same geometry. The rule is run once; after that a
+result is made directly, which costs a tenth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from lading.capture.strides import real_strides
+
+_CPU = torch.device("cpu")
+_UNCACHED = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view)
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Geometry of one result; ``alias`` is the number of the tensor argument whose storage it shares, -1 for none."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    alias: int
+
+
+class FakeRunner:
+    """Runs operations on fake CPU tensors inside a dispatch mode; remembers what each gave."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], _Result | tuple[_Result | None, ...]] = {}
+        self._cacheable: dict[Any, bool] = {}
+
+    def run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        """Result of ``func(*args, **kwargs)``; ``tensors`` are the tensors among its arguments, in order."""
+        key = self._key(func, args, kwargs)
+        known = None if key is None else self._known.get(key)
+        if known is not None and tensors:
+            mode = tensors[0].fake_mode  # pyright: ignore[reportAttributeAccessIssue]
+            with torch._C._DisableTorchDispatch():  # pyright: ignore[reportAttributeAccessIssue]
+                if isinstance(known, tuple):
+                    made = tuple(None if r is None else _make(mode, r, tensors) for r in known)
+                    return list(made) if func._schema.returns[0].type.kind() == "ListType" else made
+                return _make(mode, known, tensors)
+        out = _run_rule(func, args, kwargs)
+        if key is not None:
+            out = _corrected(func, args, kwargs, tensors, out)
+        if key is not None and (found := _describe(out, tensors)) is not None:
+            self._known[key] = found
+        return out
+
+    def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """What decides the geometry of the result, or None where that is more than the arguments' geometry."""
+        good = self._cacheable.get(func)
+        if good is None:
+            good = func.namespace == "aten" and not func._schema.is_mutable and not set(_UNCACHED) & set(func.tags)
+            self._cacheable[func] = good
+        if not good:
+            return None
+        parts: list[Any] = [func]
+        for arg in args:
+            if not _append(parts, arg):
+                return None
+        for name, arg in kwargs.items():
+            parts.append(name)
+            if not _append(parts, arg):
+                return None
+        return tuple(parts)
+
+
+def flat_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors among the arguments or results of an operation: plain, or in lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from flat_tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from flat_tensors(item)
+
+
+def _append(parts: list[Any], arg: Any) -> bool:
+    """Add one argument to a key; False if it cannot be part of one."""
+    kind = type(arg)
+    if kind is FakeTensor:
+        if arg.constant is not None or arg.is_complex() or arg.layout is not torch.strided or arg.fake_device != _CPU:
+            return False
+        parts.append((arg.dtype, arg.shape, arg.stride(), arg.storage_offset()))
+        return True
+    if kind in (list, tuple):
+        parts.append((kind, len(arg)))
+        return all(_append(parts, item) for item in arg)
+    if arg is None or kind in (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format):
+        parts.append((kind, arg))  # 1, 1.0 and True are equal, but not the same argument
+        return True
+    return False
+
+
+def _corrected(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> Any:
+    """The result with the strides that the kernel really gives."""
+    outs = list(flat_tensors(out))
+    held = {t.untyped_storage()._cdata for t in tensors}
+    if any(type(t) is not FakeTensor or t.layout is not torch.strided or t.is_complex() for t in outs):
+        return out
+    if any(t.untyped_storage()._cdata in held for t in outs):
+        return out
+    with unset_fake_temporarily():
+        strides = real_strides(func, args, kwargs, outs)
+    if strides is None or all(tuple(t.stride()) == s for t, s in zip(outs, strides, strict=True)):
+        return out
+    made = {id(t): torch.empty_strided(t.shape, s, dtype=t.dtype) for t, s in zip(outs, strides, strict=True)}
+    return type(out)(made.get(id(t), t) for t in out) if isinstance(out, (tuple, list)) else made[id(out)]
+
+
+def _describe(out: Any, tensors: list[torch.Tensor]) -> _Result | tuple[_Result | None, ...] | None:
+    """What ``_make`` needs to give the like of ``out``; None where it could not."""
+    if isinstance(out, (tuple, list)):
+        parts = [None if item is None else _describe(item, tensors) for item in out]
+        new = [item.untyped_storage()._cdata for item, p in zip(out, parts, strict=True) if p and p.alias < 0]  # pyright: ignore[reportAttributeAccessIssue]
+        whole = all(item is None or isinstance(p, _Result) for item, p in zip(out, parts, strict=True))
+        return tuple(parts) if whole and len(new) == len(set(new)) else None  # pyright: ignore[reportReturnType]
+    if type(out) is not FakeTensor or any(out is t for t in tensors) or out.is_complex() or out.constant is not None:
+        return None
+    if out.layout is not torch.strided or out.fake_device != _CPU:
+        return None
+    storage = out.untyped_storage()
+    alias = next((i for i, t in enumerate(tensors) if t.untyped_storage()._cdata == storage._cdata), -1)
+    result = _Result(out.dtype, tuple(out.shape), tuple(out.stride()), int(out.storage_offset()), alias)
+    last = sum((n - 1) * s for n, s in zip(result.shape, result.stride, strict=True))
+    size = 0 if 0 in result.shape else (last + 1) * out.element_size()
+    return result if alias >= 0 or (result.offset == 0 and storage.nbytes() == size) else None
+
+
+def _make(mode: FakeTensorMode, result: _Result, tensors: list[torch.Tensor]) -> FakeTensor:
+    """A fake tensor of a known geometry."""
+    if result.alias < 0:
+        made = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
+    else:
+        made = torch.empty(0, dtype=result.dtype, device="meta")
+        made.set_(tensors[result.alias].untyped_storage(), result.offset, result.shape, result.stride)  # pyright: ignore[reportArgumentType]
+    return FakeTensor(mode, made, _CPU)
+
+
+def _run_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """Torch's own fake rule, but for grouped_mm, whose rule knows bf16 only."""
+    if func is not getattr(torch.ops.aten._grouped_mm, "default", None) or args[0].dtype is torch.bfloat16:
+        return func(*args, **kwargs)
+    a, b = args[0], args[1]
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    rows, columns = a.shape[-2], b.shape[-1]
+    if a.dim() == 3 and b.dim() == 3:
+        shape: tuple[int, ...] = (a.shape[0], rows, columns)
+    else:
+        shape = (offsets.shape[0], rows, columns) if a.dim() == b.dim() else (rows, columns)
+    unit = 16 // a.element_size()  # the kernel pads rows to 16 bytes
+    padded = -(-columns // unit) * unit
+    strides = (rows * padded, padded, 1)[-len(shape) :]
+    return a.new_empty_strided(shape, strides)

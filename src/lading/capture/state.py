@@ -1,0 +1,64 @@
+"""What a forward changes besides tensors: attributes of modules, and random generators torch does not own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lading.errors import CaptureError
+
+
+@contextmanager
+def left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
+    """Put every attribute of every module back.
+
+    Raises:
+        CaptureError: what was traced depends on something that the next step would find changed: numbers of another
+            random generator than torch's, or a tensor that is kept in a plain attribute.
+    """
+    before = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    drawn = _generators()
+    carried = ""
+    try:
+        yield
+        carried = next((f"{name}.{key}".lstrip(".") for name, key in _carried(before)), "")
+    finally:
+        for _, module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+    if carried:
+        raise CaptureError(
+            f"the forward assigns a tensor to {carried!r}, which held one before and is no buffer; use "
+            "register_buffer, so that the value is carried from step to step"
+        )
+    for name, changed in zip(("numpy", "Python", "torch"), map(_differ, drawn, _generators()), strict=True):
+        if changed:
+            raise CaptureError(
+                f"the step draws from the random generator of {name} itself, so every step would use the numbers "
+                "drawn now; use torch.rand and its like (or switch the augmentation or masking off)"
+            )
+
+
+def _carried(before: list[tuple[str, torch.nn.Module, dict[str, Any]]]) -> Iterator[tuple[str, str]]:
+    """Plain attributes that held a tensor and now hold one that was made in the step."""
+    for name, module, attributes in before:
+        for key, value in vars(module).items():
+            old = attributes.get(key)
+            if isinstance(value, FakeTensor) and isinstance(old, torch.Tensor) and value is not old:
+                yield name, key
+
+
+def _generators() -> tuple[Any, Any, Any]:
+    """The states of the generators a forward could draw from; torch's own draws nothing while tracing."""
+    kind, keys, *rest = np.random.get_state()
+    return (kind, bytes(np.asarray(keys)), rest), random.getstate(), torch.get_rng_state()
+
+
+def _differ(before: Any, after: Any) -> bool:
+    return not torch.equal(before, after) if isinstance(before, torch.Tensor) else before != after

@@ -110,7 +110,8 @@ def step_of(captured: StepGraph, machine: Machine, *, clip_norm: float, master_w
     Raises:
         ConfigError: an operation has no kernel there.
     """
-    return retarget(expand(captured, clip_norm=clip_norm, master_weights=master_weights), machine.device.kind)
+    step = expand(captured, clip_norm=clip_norm, master_weights=master_weights)
+    return retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
 
 
 def lowered(plan: Plan, graph: StepGraph) -> Program:

@@ -88,6 +88,8 @@ GRAPHS: dict[str, Callable[[], StepGraph]] = {
     "mask": lambda: attends(mask=(16, 16)),
     "mask of each head": lambda: attends(torch.bfloat16, mask=(1, 2, 16, 16)),
     "wide": lambda: attends(torch.bfloat16, width=264),
+    "shared heads": lambda: attends(heads=4, kv_heads=2),
+    "llama with shared heads": lambda: decoder("llama", num_kv_heads=2, micro=2),
     "unaligned": lambda: attends(torch.float32, width=12),
 }
 NEW = ("attention", "dropout", "_foreach_norm", "native_layer_norm")
@@ -132,6 +134,8 @@ def test_kernels_by_dtype_and_mask() -> None:
         found = names(retarget(graph, "cuda"))
         assert found[wanted] == found[f"{wanted}_backward"] == count > 0
     assert retarget(graph, "cpu") is graph
+    old = names(retarget(attends(torch.bfloat16), "cuda", flash=False))
+    assert old[efficient] == old[f"{efficient}_backward"] == 1
 
 
 def test_dropout_keeps_one_byte_an_element() -> None:
@@ -201,7 +205,6 @@ def test_devices_and_gradient_norms() -> None:
     ("make", "why"),
     [
         (lambda: attends(torch.float64), "float64 has none"),
-        (lambda: attends(heads=4, kv_heads=2), "fewer key-value heads"),
         (lambda: attends(torch.bfloat16, width=12), "multiple of 8"),
         (lambda: attends(width=6), "multiple of 8"),
         (lambda: attends(length=15, mask=(15, 15)), "pad the sequence"),

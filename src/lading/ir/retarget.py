@@ -3,7 +3,8 @@
 Capture is on CPU tensors, so a graph holds the CPU's choices. For "cuda" this pass replaces
 
     attention       by flash attention (bfloat16, float16, no mask) or the memory-efficient kernel, with the statistics
-                    that these keep; their random state is a constant, as a captured attention never drops anything
+                    that these keep; their random state is a constant, as a captured attention never drops anything.
+                    The second has no shared heads: keys and values are repeated, their gradients summed
     dropout         (empty_like, bernoulli_, div, mul) by native_dropout, with a mask of one byte an element
     norms           statistics of layer and batch norms in float32 where the CPU keeps them in 16 bits
     gradient norms  linalg_vector_norm by _foreach_norm, which clip_grad_norm_ takes on a GPU
@@ -49,27 +50,31 @@ _NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_batch_norm.de
 _CPU_ONLY = ("mkldnn_", "_mkldnn_", "onednn", "quantized", "_dyn_quant", "slow_conv3d", "_spdiags", "histogram")
 
 
-def retarget(graph: StepGraph, kind: str) -> StepGraph:
+def retarget(graph: StepGraph, kind: str, *, flash: bool = True) -> StepGraph:
     """The step as a device of ``kind`` runs it.
 
     Args:
         graph: As captured on the CPU, expanded or not.
         kind: As ``lading.ir.machine.Device.kind``.
+        flash: Whether the device has flash attention: NVIDIA's from Ampere on, as they have bfloat16.
 
     Raises:
         ConfigError: an operation has no kernel there; names it, its module and what to change.
     """
-    return graph if kind == "cpu" else _Cuda(graph).graph()
+    return graph if kind == "cpu" else _Cuda(graph, flash).graph()
 
 
 class _Cuda:
     """Rewrites operations in program order; new storages and tensors come behind the old ones."""
 
-    def __init__(self, graph: StepGraph) -> None:
-        self.old = graph
+    def __init__(self, graph: StepGraph, flash: bool) -> None:
+        self.old, self.flash = graph, flash
         self.storages, self.tensors = list(graph.storages), list(graph.tensors)
         self.renamed: dict[int, int] = {}  # old tensor -> the one that takes its place
         self.random_state: int | None = None  # a storage of zeros
+        self.before: list[Op] = []  # operations that the one being rewritten needs around it
+        self.after: list[Op] = []
+        self.repeated: dict[int, int] = {}  # keys or values -> the same for every query head
         self.rules: dict[str, Callable[[Op], Op]] = {
             _CPU_ATTENTION: self._attention,
             _CPU_ATTENTION_BACKWARD: self._attention_backward,
@@ -84,8 +89,9 @@ class _Cuda:
         starts: list[int] = []
         for index, op in enumerate(self.old.ops):
             starts.append(len(ops))
-            if (new := self._rewritten(index, op)) is not None:
-                ops.append(new)
+            new = self._rewritten(index, op)
+            ops += [self._here(op) for op in (*self.before, *([] if new is None else [new]), *self.after)]
+            self.before, self.after = [], []
         starts.append(len(ops))
         used = {self.tensors[t].storage for op in ops for t in (*op.inputs, *op.outputs, *op.mutates)}
         storages = [
@@ -105,7 +111,7 @@ class _Cuda:
 
     def _rewritten(self, index: int, op: Op) -> Op | None:
         if (dropout := self.dropouts.get(index)) is not None:
-            return None if index in dropout.makes else self._here(self._renamed(self._dropped(op, dropout)))
+            return None if index in dropout.makes else self._renamed(self._dropped(op, dropout))
         name = op.name.split(".")[1] if op.name.count(".") else op.name
         if rule := self.rules.get(op.name):
             op = rule(op)
@@ -114,7 +120,7 @@ class _Cuda:
                 f"{op.name} in {op.module or 'the model itself or the loss'} has a kernel for the CPU only; "
                 "use the module that PyTorch runs on a GPU, or plan for a CPU"
             )
-        return self._here(self._renamed(op))
+        return self._renamed(op)
 
     def _renamed(self, op: Op) -> Op:
         tensors = (*op.inputs, *op.outputs, *op.mutates)
@@ -142,8 +148,7 @@ class _Cuda:
         if self.random_state is None:
             self.random_state = len(self.storages)
             self.storages.append(Storage("attention.random_state", 16, Role.CONSTANT, bytes(16)))
-        self.tensors.append(Tensor(self.random_state, dtype, shape, row_major(shape)))
-        return len(self.tensors) - 1
+        return self._view(Tensor(self.random_state, dtype, shape, row_major(shape)))
 
     def _attention(self, op: Op) -> Op:
         q, k, v = (self._shape_of(arg) for arg in op.args[:3])
@@ -158,7 +163,7 @@ class _Cuda:
             return self._replaced(op, f"{_FLASH}.default", args, rest, (op.results[0], lse, *(None,) * 7))
         self.renamed[lse] = self.new_tensor(lse, "float32", (*q[:2], -(-q[2] // 32) * 32))
         bias = self._bias(op, named.get("attn_mask"), (*q[:3], k[2]))
-        args = (*op.args[:3], bias, True, dropout, causal)
+        args = (op.args[0], *(self._for_every_head(op, arg, q[1]) for arg in op.args[1:3]), bias, True, dropout, causal)
         return self._replaced(op, f"{_EFFICIENT}.default", args, rest, (op.results[0], lse, None, None))
 
     def _attention_backward(self, op: Op) -> Op:
@@ -174,8 +179,52 @@ class _Cuda:
         state = (Ref(self._zeros("int64", ())), Ref(self._zeros("int64", ())))
         bias = self._bias(op, named.get("attn_mask"), (*shapes[0][:3], shapes[1][2]))
         mask = (True, True, True, False)
-        args = (grad, q, k, v, bias, out, lse, *state, dropout, mask, causal)
-        return self._replaced(op, f"{_EFFICIENT}_backward.default", args, rest, (*op.results, None))
+        wide = (self._for_every_head(op, arg, shapes[0][1]) for arg in (k, v))
+        args = (grad, q, *wide, bias, out, lse, *state, dropout, mask, causal)
+        results = (op.results[0], *(self._summed(op, result, shapes[0][1]) for result in op.results[1:]))
+        op = dataclasses.replace(op, outputs=tuple(r for r in results if r is not None))
+        return self._replaced(op, f"{_EFFICIENT}_backward.default", args, rest, (*results, None))
+
+    def _for_every_head(self, op: Op, arg: Arg, heads: int) -> Arg:
+        """Keys or values for as many heads as there are queries, each repeated in a row; the same where they are."""
+        old = self._tensor_of(arg)
+        assert isinstance(arg, Ref)
+        if old.shape[1] == heads:
+            return arg
+        if arg.tensor not in self.repeated:
+            spread = (*old.shape[:2], heads // old.shape[1], *old.shape[2:])
+            source = self._view(dataclasses.replace(old, shape=spread, stride=(*old.stride[:2], 0, *old.stride[2:])))
+            made = self.new_tensor(arg.tensor, old.dtype, spread)
+            how = (("memory_format", Literal("memory_format", "contiguous_format")),)
+            self.before.append(
+                dataclasses.replace(
+                    op, name="aten.clone.default", args=(Ref(source),), kwargs=how, inputs=(source,), outputs=(made,),
+                    results=(made,), kind=OpKind.COPY, flops=0,
+                )
+            )  # fmt: skip
+            shape = (old.shape[0], heads, *old.shape[2:])
+            wide = dataclasses.replace(self.tensors[made], shape=shape, stride=row_major(shape))
+            self.repeated[arg.tensor] = self._view(wide)
+        return Ref(self.repeated[arg.tensor])
+
+    def _summed(self, op: Op, result: int | None, heads: int) -> int | None:
+        """Where the gradient of every head goes, to be summed over those that share keys or values."""
+        if result is None or (old := self.tensors[result]).shape[1] == heads:
+            return result
+        wide = self.new_tensor(result, old.dtype, (old.shape[0], heads, *old.shape[2:]))
+        spread = (*old.shape[:2], heads // old.shape[1], *old.shape[2:])
+        source = self._view(dataclasses.replace(self.tensors[wide], shape=spread, stride=row_major(spread)))
+        self.after.append(
+            dataclasses.replace(
+                op, name="aten.sum.dim_IntList", args=(Ref(source), (2,)), kwargs=(), inputs=(source,),
+                outputs=(result,), results=(result,), kind=OpKind.REDUCTION, flops=0,
+            )
+        )  # fmt: skip
+        return wide
+
+    def _view(self, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
 
     def _takes_flash(self, op: Op, shapes: tuple[tuple[int, ...], ...], mask: Arg) -> bool:
         """Which kernel eager takes for these; see ATen/native/transformers/cuda/sdp_utils.cpp.
@@ -186,13 +235,14 @@ class _Cuda:
         q, k, v = shapes
         dtype = self._tensor_of(op.args[1 if "backward" in op.name else 0]).dtype
         square = q[2] == k[2] or True not in op.args  # is_causal is the only flag
-        if dtype in _HALF and mask is None and square and q[3] == k[3] == v[3] and q[3] % 8 == 0 and q[3] <= 256:
+        plain = self.flash and dtype in _HALF and mask is None and square
+        if plain and q[3] == k[3] == v[3] and q[3] % 8 == 0 and q[3] <= 256:
             return True
         why = ""
         if dtype not in (*_HALF, "float32"):
             why = f"{dtype} has none: use float32 or bfloat16"
-        elif q[1] != k[1] or q[1] != v[1]:
-            why = "with fewer key-value heads than query heads only bfloat16 and float16 without a mask have one"
+        elif k[1] != v[1] or q[1] % k[1]:
+            why = f"{q[1]} query heads cannot share {k[1]} key and {v[1]} value heads"
         elif any(width % (8 if dtype in _HALF else 4) for width in (q[3], v[3])):
             why = f"heads of width {q[3]} have none: make them a multiple of 8"
         if why:
@@ -217,8 +267,7 @@ class _Cuda:
                 f"attention in {op.module or 'the model itself'} has a mask of shape {found.shape} and strides "
                 f"{found.stride}; the kernel of a GPU needs rows of a multiple of 8: pad the sequence"
             )
-        self.tensors.append(dataclasses.replace(found, shape=shape, stride=expanded))
-        return Ref(len(self.tensors) - 1)
+        return Ref(self._view(dataclasses.replace(found, shape=shape, stride=expanded)))
 
     def _gradient_norm(self, op: Op) -> Op:
         """The norm of one gradient among those that are clipped."""

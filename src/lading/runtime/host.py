@@ -19,6 +19,15 @@ def memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def usable_bytes() -> int:
+    """Memory that this process may have: all of it, or what its control group allows."""
+    limits = [memory_bytes()]
+    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            limits.append(int(text))
+    return min(limits)
+
+
 def _model_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

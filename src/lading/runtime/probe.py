@@ -9,20 +9,27 @@ from __future__ import annotations
 import datetime
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 
 from lading.errors import ConfigError, StorageError
 from lading.ir.machine import Curve, Device, Machine, Tier
-from lading.runtime.host import host_id, memory_bytes
+from lading.ir.program import PAGE_BYTES
+from lading.runtime.cuda import CudaMeter, check_available
+from lading.runtime.host import host_id, memory_bytes, usable_bytes
+from lading.runtime.kernels import Call
 from lading.runtime.probe_cases import Case, Pool, Stopwatch, bind_call, rate_cases, runs_case
 from lading.runtime.probe_disk import probe_disk
 from lading.runtime.probe_products import (
     Product,
     attention_cases,
+    base_dtype,
     batched_cases,
     dtype_cases,
     fit_products,
@@ -35,6 +42,7 @@ Progress = Callable[[str], None]
 #: A rate counts at most this often the bytes of a launch: below it the clock sees only the overhead.
 _LEAST_SHARE = 0.1
 _SCRATCH_TIMEOUT_S = 120
+_COPY_BYTES = 256 * MiB
 
 
 def probe(
@@ -61,12 +69,14 @@ def probe(
     if seconds <= 0 or (threads is not None and threads < 1):
         raise ConfigError(f"expected seconds > 0 and threads >= 1, got {seconds} and {threads}")
     say = progress or (lambda line: None)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    check_available(target.type)
     reuse_pages()  # as the executor does: temporaries find their pages touched
     with _threads(threads) as used:
         say(f"disk under {folder}")
-        disk = probe_disk(folder, 0.15 * seconds, _block())
+        disk = probe_disk(folder, 0.15 * seconds, _block() if target.type == "cpu" else None)
         say(f"kernels with {used} threads")
-        measured, host, rounds = _probe_device(device, 0.7 * seconds, used, say)
+        measured, host, rounds = _probe_device(target, 0.7 * seconds, used, say)
     trim()
     today = datetime.date.today().isoformat()
     how = f"measured {today}, lower quartile of up to {rounds} samples, {used} threads, torch {torch.__version__}"
@@ -74,10 +84,11 @@ def probe(
         "device": how,
         "tiers.disk": f"measured {today}, median of {disk.rounds} rounds. {disk.note}".rstrip(". "),
     }
-    sources["device.overhead_bytes"] = f"measured {today}: growth of a fresh process's resident set after one pass"
+    sources["device.overhead_bytes"] = f"measured {today}: {_OVERHEAD[target.type]}"
     sources["device.memory_bytes"] = "the operating system"
     if host is not None:
         sources["tiers.host"] = how
+        sources["tiers.host.capacity_bytes"] = f"{_HOST_SHARE:.0%} of the memory that the process may have"
     if disk.note:
         say(disk.note)
     return Machine(
@@ -112,8 +123,7 @@ def _threads(threads: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _probe_device(device: str | None, seconds: float, threads: int, say: Progress) -> tuple[Device, Tier | None, int]:
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+def _probe_device(target: torch.device, seconds: float, threads: int, say: Progress) -> tuple[Device, Tier | None, int]:
     pool = Pool(target)
     shaped = product_cases(pool)
     typed = list(dtype_cases(pool))
@@ -124,7 +134,7 @@ def _probe_device(device: str | None, seconds: float, threads: int, say: Progres
         watch = Stopwatch(cases, target)
         rounds = watch.run(seconds)
     times = watch.seconds()
-    overhead = times[0]
+    overhead = times[0] if target.type == "cpu" else _launch_seconds(tiny)
     split, end = 1 + len(shaped), 1 + len(shaped) + len(typed)
     products = [Product(*shape, t) for (shape, _), t in zip(shaped, times[1:split], strict=True)]
     fit = fit_products(products, overhead)
@@ -137,15 +147,48 @@ def _probe_device(device: str | None, seconds: float, threads: int, say: Progres
         memory_bytes=_device_memory(target),
         memory_bandwidth_bytes_per_s=rates["copy"].rate[-1],
         op_overhead_s=_round(overhead),
-        peak_flops_per_s=_peaks(fit.peak, [name for name, _ in typed], times[split:end]),
+        peak_flops_per_s=_peaks(fit.peak, base_dtype(target), [name for name, _ in typed], times[split:end]),
         optimizer_elements_per_s=_round(update.rate[-1] / _BYTES_PER_UPDATE),
         num_threads=threads,
-        overhead_bytes=scratch_bytes(threads),
+        overhead_bytes=scratch_bytes(threads) if target.type == "cpu" else _gpu_overhead_bytes(),
         skinny_dim=_round(fit.skinny_dim),
         product_efficiency=_rounded(fit.efficiency),
         rates=rates,
     )
     return found, _host_tier(seconds / 10) if target.type == "cuda" else None, rounds
+
+
+_OVERHEAD = {
+    "cpu": "growth of a fresh process's resident set after one pass",
+    "cuda": "context, code, and what libraries keep for a stream, after one pass",
+}
+#: Of the host's memory, what may be page-locked for the host tier.
+_HOST_SHARE = 0.7
+
+
+def _launch_seconds(run: Call, count: int = 1000) -> float:
+    """Seconds the host needs to launch one operation, many in a row: below it no operation of a step ends."""
+    torch.cuda.synchronize()
+    samples: list[float] = []
+    for _ in range(7):
+        start = time.perf_counter()
+        for _ in range(count):
+            run()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) / count)
+    return sorted(samples)[len(samples) // 4]
+
+
+def _gpu_overhead_bytes() -> int:
+    """What this process takes on the GPU besides tensors, and the workspace of products on one more stream."""
+    before = torch.cuda.memory_allocated()
+    a = torch.rand(256, 256, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.mm(a, a)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before - a.numel() * a.element_size()
+    torch.cuda.empty_cache()
+    return CudaMeter(torch.cuda.current_device()).beside_bytes() + max(0, kept)
 
 
 #: Weight, gradient and two moments read, all but the gradient written, in fp32.
@@ -174,9 +217,9 @@ def _round(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _peaks(peak: float, names: Sequence[str], times: Sequence[float]) -> dict[str, float]:
-    """Peak of each dtype: fp32's, scaled by how long the same product took."""
-    base = times[names.index("float32")]
+def _peaks(peak: float, base_name: str, names: Sequence[str], times: Sequence[float]) -> dict[str, float]:
+    """Peak of each dtype: that of the base, scaled by how long the same product took."""
+    base = times[names.index(base_name)]
     return {name: _round(peak * base / seconds) for name, seconds in zip(names, times, strict=True)}
 
 
@@ -190,13 +233,13 @@ def _device_memory(target: torch.device) -> int:
 
 def _host_tier(seconds: float) -> Tier:
     """Copies between page-locked host memory and the device, alone and both ways at once."""
-    near = [torch.empty(64 * MiB, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    far = [torch.empty(64 * MiB, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    near = [torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    far = [torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
 
-    def read() -> None:
+    def read(size: int = _COPY_BYTES) -> None:
         with torch.cuda.stream(streams[0]):
-            near[0].copy_(far[0], non_blocking=True)
+            near[0][:size].copy_(far[0][:size], non_blocking=True)
 
     def write() -> None:
         with torch.cuda.stream(streams[1]):
@@ -206,23 +249,30 @@ def _host_tier(seconds: float) -> Tier:
         read()
         write()
 
-    def page() -> None:
-        near[0][:4096].copy_(far[0][:4096], non_blocking=True)
-
-    runs = {"read": read, "write": write, "both": both, "page": page}
-    watch = Stopwatch([Case(key, 1.0, 1.0, run) for key, run in runs.items()], torch.device("cuda"))
-    watch.run(seconds)
-    times = dict(zip(runs, watch.seconds(), strict=True))
-    size = near[0].numel()
+    runs = {"read": read, "write": write, "both": both, "page": partial(read, PAGE_BYTES)}
+    samples: dict[str, list[float]] = {key: [] for key in runs}
+    end = time.monotonic() + seconds
+    while not samples["page"] or (time.monotonic() < end and len(samples["page"]) < 15):
+        for key, run in runs.items():
+            samples[key].append(_seconds_of(run))
+    times = {key: median(found) for key, found in samples.items()}
     return Tier(
         name="host",
-        capacity_bytes=memory_bytes(),
-        read_bytes_per_s=_round(size / times["read"]),
-        write_bytes_per_s=_round(size / times["write"]),
-        mixed_read_bytes_per_s=_round(size / max(times["both"], times["read"])),
-        mixed_write_bytes_per_s=_round(size / max(times["both"], times["write"])),
+        capacity_bytes=int(_HOST_SHARE * usable_bytes()),
+        read_bytes_per_s=_round(_COPY_BYTES / times["read"]),
+        write_bytes_per_s=_round(_COPY_BYTES / times["write"]),
+        mixed_read_bytes_per_s=_round(_COPY_BYTES / max(times["both"], times["read"])),
+        mixed_write_bytes_per_s=_round(_COPY_BYTES / max(times["both"], times["write"])),
         latency_s=_round(times["page"]),
     )
+
+
+def _seconds_of(run: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def scratch_bytes(threads: int) -> int:

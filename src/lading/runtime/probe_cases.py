@@ -21,12 +21,17 @@ from lading.units import KiB, MiB
 
 #: Bytes an operation reads and writes in all: from its fixed cost through every cache to memory.
 SIZES = (1 * KiB, 16 * KiB, 128 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
+#: A GPU is as fast as its memory only with much more.
+_CUDA_SIZES = (*SIZES[1:], 256 * MiB, 1024 * MiB)
 _SLOW_SIZES = SIZES[:5]
 _SLOW = frozenset({"sort", "topk", "random"})
 _REGION_BYTES = {"a": 64 * MiB, "b": 32 * MiB, "o": 64 * MiB}
+_CUDA_SCALE = 16
 _ROW = 1024
 _SHORT_S = 3e-4
-_DISTURBANCE_BYTES = 24 * MiB
+#: What runs before each sample: more than a core's cache, or than a GPU's. On a GPU it also takes longer than the host
+#: needs to launch what is timed, so that no launch is in a sample.
+_DISTURBANCE_BYTES = {"cpu": 24 * MiB, "cuda": 512 * MiB}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,8 @@ def bind_call(name: str, args: Sequence[Any], outs: Sequence[torch.Tensor | None
         kind=OpKind.ELEMENTWISE,
     )
     settings: AdamWSettings = _Update()
-    return bind(op, lambda tensor: tensors[tensor], optimizer=settings, rate=Rate(1e-4)).run
+    kind = tensors[0].device.type
+    return bind(op, lambda tensor: tensors[tensor], kind=kind, optimizer=settings, rate=Rate(1e-4)).run
 
 
 class Pool:
@@ -90,7 +96,10 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._regions = {name: torch.rand(size // 4, device=device) for name, size in _REGION_BYTES.items()}
+        scale = _CUDA_SCALE if device.type == "cuda" else 1
+        self.region_bytes = {name: scale * size for name, size in _REGION_BYTES.items()}
+        self.sizes = _CUDA_SIZES if device.type == "cuda" else SIZES
+        self._regions = {name: torch.rand(size // 4, device=device) for name, size in self.region_bytes.items()}
 
     def cut(self, region: str, *shape: int) -> torch.Tensor:
         """A contiguous tensor at the start of region "a", "b" (read) or "o" (written)."""
@@ -108,7 +117,7 @@ _Make = Callable[[Pool, int], _Spec]
 def rate_cases(pool: Pool) -> Iterator[Case]:
     """A case for each rate in bytes/s and each size."""
     for key, make in _MAKERS.items():
-        for size in _SLOW_SIZES if key in _SLOW else SIZES:
+        for size in _SLOW_SIZES if key in _SLOW else pool.sizes:
             name, args, outs = make(pool, size)
             work = sum(_touched(t) for t in (*_tensors(args), *outs))
             if key in ("gather", "index_select"):
@@ -234,7 +243,7 @@ def _layer_norm_backward(pool: Pool, size: int) -> _Spec:
 
 def _embedding(pool: Pool, size: int) -> _Spec:
     rows, width = _rows(size, 2)
-    table = pool.cut("a", _REGION_BYTES["a"] // 4 // width, width)
+    table = pool.cut("a", pool.region_bytes["a"] // 4 // width, width)
     return "aten.embedding.default", (table, pool.index(rows, len(table))), (pool.cut("o", rows, width),)
 
 
@@ -315,6 +324,10 @@ _MAKERS: dict[str, _Make] = {
 }
 
 
+#: What two events of CUDA can tell apart.
+_TICK_S = 5e-7
+
+
 class Stopwatch:
     """Seconds of many cases, each call timed after other work as it would be inside a step.
 
@@ -326,11 +339,11 @@ class Stopwatch:
 
     def __init__(self, cases: Sequence[Case], device: torch.device) -> None:
         self.cases = list(cases)
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else _nothing
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if alone else time.perf_counter
-        source = torch.zeros(_DISTURBANCE_BYTES // 4, device=device)
+        source = torch.zeros(_DISTURBANCE_BYTES[device.type] // 4, device=device)
         self._disturb = partial(torch.empty_like(source).copy_, source)
+        self._sample = self._sample_on_gpu if device.type == "cuda" else self._sample_on_cpu
         self._samples = [self._first(case) for case in self.cases]
 
     def _first(self, case: Case) -> list[float]:
@@ -338,15 +351,22 @@ class Stopwatch:
         case.run()
         return [self._sample(case)]
 
-    def _sample(self, case: Case) -> float:
-        run = case.run
+    def _sample_on_cpu(self, case: Case) -> float:
+        run, clock = case.run, self._clock
         self._disturb()
-        self._wait()
-        clock = self._clock
         start = clock()
         run()
-        self._wait()
         return clock() - start
+
+    def _sample_on_gpu(self, case: Case) -> float:
+        """By the GPU's own clock, between two events."""
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._disturb()
+        start.record()
+        case.run()
+        end.record()
+        end.synchronize()
+        return max(start.elapsed_time(end) / 1e3, _TICK_S)
 
     def run(self, seconds: float, max_rounds: int = 31) -> int:
         """Time rounds until ``seconds`` are over; returns the most samples that a case has."""
@@ -362,7 +382,3 @@ class Stopwatch:
     def seconds(self) -> list[float]:
         """Seconds of one call of each case: the lower quartile of its samples."""
         return [sorted(samples)[len(samples) // 4] for samples in self._samples]
-
-
-def _nothing() -> None:
-    """A CPU has nothing to wait for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,17 @@ SHAPES = (
     (16, 1024, 1024), (64, 1024, 1024), (256, 1024, 1024), (1024, 16, 1024), (1024, 64, 1024), (1024, 1024, 64),
     (512, 128, 128), (512, 128, 512), (2048, 256, 256), (512, 768, 3072), (512, 3072, 768), (256, 512, 8192),
 )  # fmt: skip
+#: As SHAPES, for a GPU: the sizes of models that are trained on one.
+CUDA_SHAPES = (
+    (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192),
+    (16, 4096, 4096), (128, 4096, 4096), (1024, 4096, 4096), (8192, 4096, 4096), (8192, 1024, 4096),
+    (8192, 4096, 128), (8192, 128, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (4096, 4096, 32768),
+)  # fmt: skip
 #: Which operands are transposed: x W^T forward, dy W and dy^T x backward.
 LAYOUTS = ("NT", "NN", "TN")
 _BATCHED = (16, 32, 64, 128, 256)
 _ATTENTION = ((4, 4, 64, 32), (2, 8, 128, 64), (1, 8, 512, 64), (1, 8, 1024, 64), (1, 4, 2048, 128))
+_CUDA_ATTENTION = ((8, 8, 128, 64), (8, 16, 512, 64), (4, 16, 1024, 64), (2, 16, 2048, 128), (1, 32, 4096, 128))
 _KNOTS_PER_DECADE = 1
 
 
@@ -40,17 +47,37 @@ class Product:
         return 2.0 * self.m * self.k * self.n
 
 
+def base_dtype(device: torch.device) -> str:
+    """The dtype in which products are timed: what a device multiplies fastest and is trained in."""
+    if device.type == "cpu":
+        return "float32"
+    return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
+
+
 def product_cases(pool: Pool) -> list[tuple[tuple[int, int, int], Case]]:
     """Every shape in every layout, with its shape."""
     cases: list[tuple[tuple[int, int, int], Case]] = []
-    for m, k, n in SHAPES:
+    shapes = SHAPES if pool.device.type == "cpu" else CUDA_SHAPES
+    place = _matrices(pool, shapes)
+    for m, k, n in shapes:
         for layout in LAYOUTS:
-            left = pool.cut("a", m, k) if layout[0] == "N" else pool.cut("a", k, m).t()
-            right = pool.cut("b", k, n) if layout[1] == "N" else pool.cut("b", n, k).t()
-            run = bind_call("aten.mm.default", (left, right), (pool.cut("o", m, n),))
+            left = place("a", m, k) if layout[0] == "N" else place("a", k, m).t()
+            right = place("b", k, n) if layout[1] == "N" else place("b", n, k).t()
+            run = bind_call("aten.mm.default", (left, right), (place("o", m, n),))
             flops = 2.0 * m * k * n
             cases.append(((m, k, n), Case("mm", flops, flops, run)))
     return cases
+
+
+def _matrices(pool: Pool, shapes: Sequence[tuple[int, int, int]]) -> Callable[[str, int, int], torch.Tensor]:
+    """What cuts a matrix of the base dtype from region "a", "b" or "o"."""
+    if pool.device.type == "cpu":
+        return pool.cut
+    sizes = {"a": max(m * k for m, k, _ in shapes), "b": max(k * n for _, k, n in shapes)}
+    sizes["o"] = max(m * n for m, _, n in shapes)
+    dtype = getattr(torch, base_dtype(pool.device))
+    regions = {name: torch.randn(size, device=pool.device, dtype=dtype) for name, size in sizes.items()}
+    return lambda region, rows, columns: regions[region][: rows * columns].view(rows, columns)
 
 
 def batched_cases(pool: Pool) -> Iterator[Case]:
@@ -67,12 +94,11 @@ def batched_cases(pool: Pool) -> Iterator[Case]:
 def attention_cases(pool: Pool) -> Iterator[Case]:
     """Causal attention forward and backward: FLOP/s of the half that is not masked, against the FLOP of one head."""
     if pool.device.type != "cpu":
-        yield from _autograd_attention_cases(pool)
+        yield from _cuda_attention_cases(pool)
         return
     name = "aten._scaled_dot_product_flash_attention_for_cpu"
     for batch, heads, length, dim in _ATTENTION:
-        shape = (batch, heads, length, dim)
-        q, k, v, grad = (t.view(batch, length, heads, dim).transpose(1, 2) for t in torch.rand(4, *shape))
+        q, k, v, grad = _heads(batch, heads, length, dim, torch.float32, pool.device)
         places = [torch.empty_like(q) for _ in range(3)]
         stats = torch.empty(batch, length, heads).transpose(1, 2)
         each = 2.0 * length * length * dim
@@ -84,29 +110,61 @@ def attention_cases(pool: Pool) -> Iterator[Case]:
         yield Case("attention_backward", 2.5 * each, 2.5 * each * batch * heads, backward)
 
 
-def _autograd_attention_cases(pool: Pool) -> Iterator[Case]:
-    for batch, heads, length, dim in _ATTENTION:
-        q, k, v = torch.rand(3, batch, heads, length, dim, device=pool.device).bfloat16().unbind()
-        leaves = [t.requires_grad_() for t in (q, k, v)]
+def _heads(
+    batch: int, heads: int, length: int, dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """q, k, v and a gradient, each [batch, heads, length, dim] as a projection leaves it."""
+    drawn = torch.rand(4, batch, length, heads, dim, dtype=dtype, device=device)
+    return tuple(t.transpose(1, 2) for t in drawn)
 
-        def forward(leaves: Sequence[torch.Tensor] = leaves) -> torch.Tensor:
-            with torch.enable_grad():
-                return torch.nn.functional.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
 
-        out = forward()
+def _cuda_attention_cases(pool: Pool) -> Iterator[Case]:
+    """The kernels that ``lading.ir.retarget`` takes: flash in 16 bits, and the memory-efficient one in float32."""
+    flash, efficient = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+    half = getattr(torch, base_dtype(pool.device))
+    if torch.cuda.get_device_capability(pool.device) >= (8, 0):  # flash attention needs Ampere
+        for shape in _CUDA_ATTENTION:
+            yield from _cuda_attention(pool, shape, flash, half, ("attention", "attention_backward"))
+        for shape in _CUDA_ATTENTION:
+            yield from _cuda_attention(pool, shape, efficient, torch.float32, (efficient, f"{efficient}_backward"))
+        return
+    for shape in _CUDA_ATTENTION:
+        yield from _cuda_attention(pool, shape, efficient, half, ("attention", "attention_backward"))
 
-        def backward(out: torch.Tensor = out, leaves: Sequence[torch.Tensor] = leaves) -> object:
-            return torch.autograd.grad(out, leaves, torch.ones_like(out), retain_graph=True)
 
-        each = 2.0 * length * length * dim
-        yield Case("attention", each, each * batch * heads, forward)
-        yield Case("attention_backward", 2.5 * each, 2.5 * each * batch * heads, backward)
+def _cuda_attention(
+    pool: Pool, shape: tuple[int, int, int, int], name: str, dtype: torch.dtype, keys: tuple[str, str]
+) -> Iterator[Case]:
+    batch, heads, length, dim = shape
+    q, k, v, grad = _heads(*shape, dtype, pool.device)
+    places = [torch.empty_like(q) for _ in range(3)]
+    is_flash = "flash" in name
+    rows = length if is_flash else -(-length // 32) * 32
+    stats = torch.empty(batch, heads, rows, device=pool.device)
+    kind = torch.uint64 if is_flash else torch.int64
+    state = torch.zeros(2, dtype=kind, device=pool.device), torch.zeros((), dtype=kind, device=pool.device)
+    args = (q, k, v, 0.0, True, False) if is_flash else (q, k, v, None, True, 0.0, True)
+    outs = (places[0], stats, *(None,) * (7 if is_flash else 2))
+    forward = bind_call(f"aten.{name}.default", args, outs)
+    forward()
+    out = places[0].clone()
+    back = (
+        (grad, q, k, v, out, stats, None, None, length, length, 0.0, True, *state)
+        if is_flash
+        else (grad, q, k, v, None, out, stats, state[1], state[1], 0.0, (True, True, True, False), True)
+    )
+    backward = bind_call(f"aten.{name}_backward.default", back, (*places, *(() if is_flash else (None,))))
+    each = 2.0 * length * length * dim
+    yield Case(keys[0], each, each * batch * heads, forward)
+    yield Case(keys[1], 2.5 * each, 2.5 * each * batch * heads, backward)
 
 
 def dtype_cases(pool: Pool) -> Iterator[tuple[str, Case]]:
     """The same product in each floating dtype, for the ratio of their peaks."""
     side = 256 if pool.device.type == "cpu" else 4096
-    for name in ("float32", "float64", "bfloat16", "float16"):
+    names = ("float32", "float64", "bfloat16", "float16")
+    emulated = {"bfloat16"} - {base_dtype(pool.device)} if pool.device.type == "cuda" else set[str]()
+    for name in (n for n in names if n not in emulated):
         a, b, out = (torch.rand(3, side, side, device=pool.device).to(getattr(torch, name))).unbind()
         flops = 2.0 * side**3
         yield name, Case(name, flops, flops, bind_call("aten.mm.default", (a, b), (out,)))

@@ -162,6 +162,7 @@ def test_wrong_types_in_python_are_config_errors_too() -> None:
             make()
 
 
+sizes = st.integers(1, 2**63 - 1)
 rates = st.floats(0, 1, exclude_max=True)
 runs = st.builds(
     RunConfig,
@@ -170,15 +171,15 @@ runs = st.builds(
         name=st.sampled_from(["llama", "pkg.mod:make", "a/config.json"]),
         sizes=st.dictionaries(st.text(min_size=1), st.integers() | st.booleans() | st.floats(allow_nan=False)),
     ),
-    data=st.builds(DataConfig, sequence_length=st.integers(1), batch_size=st.integers(1)),
+    data=st.builds(DataConfig, sequence_length=sizes, batch_size=sizes),
     optimization=st.builds(
         Optimization,
-        steps=st.integers(9),
+        steps=st.integers(9, 2**63 - 1),
         optimizer=st.builds(AdamW, lr=rates, beta1=rates, beta2=rates),
         schedule=st.sampled_from(["constant", "cosine"]),
         warmup_steps=st.integers(0, 9),
     ),
-    memory=st.builds(MemoryConfig, budget=st.integers(1) | st.just("24GiB") | st.just("12.5%")),
+    memory=st.builds(MemoryConfig, budget=sizes | st.just("24GiB") | st.just("12.5%")),
     seed=st.integers(0, 2**63 - 1),
 )
 

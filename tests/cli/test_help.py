@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("", "fit", "plan", "simulate", "train", "report", "probe", "demo")
+COMMANDS = ("", "fit", "plan", "simulate", "train", "report", "export", "probe", "demo")
 GOLDEN = Path(__file__).parent / "help.txt"
 FRAMES = re.compile("[╭─╮│╰╯]")
 CODE = """

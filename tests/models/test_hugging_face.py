@@ -27,7 +27,15 @@ SMALL = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 64,
 }
-T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+T5 = {
+    "vocab_size": 32,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 2,
+    "decoder_start_token_id": 0,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "LlamaForCausalLM": ("LlamaConfig", SMALL),
     "GPT2LMHeadModel": ("GPT2Config", {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}),  # tied

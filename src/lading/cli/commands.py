@@ -15,7 +15,7 @@ from lading.config import MemoryConfig, RunConfig, load_run
 from lading.errors import ConfigError
 from lading.ir.plan import Plan as SavedPlan
 from lading.ir.timeline import Timeline
-from lading.units import format_bytes, format_seconds
+from lading.units import format_bytes, format_seconds, parse_bytes
 
 RunFile = Annotated[Positional[Path], arg(metavar="RUN.toml", help="Configuration of the run.")]
 Overrides = Annotated[
@@ -155,6 +155,22 @@ class Report:
         from lading.summary import write_run_report
 
         print(f"wrote {write_run_report(self.folder)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write the model that a run trained as safetensors, for from_pretrained and others."""
+
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="The run's out folder.")]
+    to: Annotated[Path, arg(metavar="FOLDER", help="A folder to make.")]
+    shard: Annotated[str, arg(metavar="SIZE", help="Largest file.")] = "5GB"
+
+    def run(self) -> None:
+        """Export the newest checkpoint."""
+        shard_bytes = parse_bytes(self.shard)
+        from lading.export import export_run
+
+        print(f"wrote {export_run(self.folder, self.to, shard_bytes=shard_bytes)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from lading.cli.commands import Command, Demo, Fit, Plan, Probe, Report, Simulate, Train
+from lading.cli.commands import Command, Demo, Export, Fit, Plan, Probe, Report, Simulate, Train
 from lading.errors import BudgetExceeded, CaptureError, ConfigError, LadingError, PlanInfeasible, StorageError
 
 AnyCommand = (
@@ -24,6 +24,7 @@ AnyCommand = (
     | Annotated[Simulate, tyro.conf.subcommand("simulate")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Probe, tyro.conf.subcommand("probe")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
 )

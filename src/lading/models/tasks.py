@@ -40,8 +40,15 @@ def seq2seq_lm_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def classification_loss(model: Any, batch: Batch) -> torch.Tensor:
-    """Mean cross-entropy of the class; ``{"tokens": (B, T), "mask": (B, T), "labels": (B,)}``."""
-    logits_BC = model(input_ids=batch["tokens"], attention_mask=batch["mask"]).logits
+    """Mean cross-entropy of the class; ``{"tokens": (B, T), "mask": (B, T), "labels": (B,)}``.
+
+    Attention gets the whole mask: from one of padding, transformers would choose a kernel by whether a batch has any.
+    """
+    length = batch["mask"].shape[1]
+    mask_B1TT = batch["mask"].bool()[:, None, None, :].expand(-1, 1, length, -1)
+    if any(getattr(module, "is_causal", False) for module in model.modules()):
+        mask_B1TT = mask_B1TT & torch.ones(length, length, dtype=torch.bool).tril()
+    logits_BC = model(input_ids=batch["tokens"], attention_mask=mask_B1TT).logits
     return F.cross_entropy(logits_BC, batch["labels"])
 
 

@@ -1,0 +1,139 @@
+"""Export: the trained model of a run as a folder of safetensors that other tools load.
+
+A Hugging Face model's folder is what ``from_pretrained`` takes: config.json, one file or shards with their index, and
+the tokenizer's files. That of a reference model has its name and sizes as config.json. Tensors go from the checkpoint
+to the files a few MiB at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lading import __version__
+from lading.capture.initial import defer
+from lading.checkpoint.state import TensorSource, checked_sources, source_bytes, write_state
+from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
+from lading.config import RunConfig, run_from_dict
+from lading.errors import ConfigError, StorageError
+from lading.ir.plan import Plan
+from lading.models import hugging_face
+from lading.models.hugging_face import INDEX, SINGLE, tied_names
+from lading.prepare import build, tokenizer_of
+
+#: Files beside a model's weights that its users look for; of a sentence encoder also how it pools.
+_BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt",
+    "vocab.json", "merges.txt", "tokenizer.model", "spiece.model", "generation_config.json", "chat_template.jinja",
+    "modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", "1_Pooling/config.json",
+)  # fmt: skip
+
+
+def export_run(folder: Path, target: Path, *, shard_bytes: int = 5_000_000_000) -> Path:
+    """Write the model of a run's newest checkpoint into ``target``, which appears when it is whole.
+
+    Args:
+        folder: The run's out folder.
+        shard_bytes: Largest file, but for a tensor that is larger.
+
+    Raises:
+        ConfigError: no run there, none of its checkpoints is whole, or ``target`` exists.
+        StorageError: a tensor of the checkpoint is damaged, or the disk is full.
+    """
+    if target.exists():
+        raise ConfigError(
+            f"--to: expected a folder that does not exist, got {str(target)!r}; remove it or name another"
+        )
+    run, checkpoint = _run_and_checkpoint(folder)
+    module = defer(lambda: build(run.model, run.optimization.precision)).model
+    sources = list(_sources(module, checkpoint))
+    aside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    try:
+        aside.mkdir(parents=True)
+        _write_files(aside, sources, shard_bytes, checkpoint.step)
+        _write_config(aside, run, module)
+        os.rename(aside, target)
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot export to {target}: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def _run_and_checkpoint(folder: Path) -> tuple[RunConfig, Checkpoint]:
+    if not (folder / "plan.json").is_file():
+        raise ConfigError(f"expected the out folder of a run, found no plan.json in {str(folder)!r}")
+    plan = Plan.load(folder / "plan.json")
+    if plan.run is None:
+        raise ConfigError(f"{folder / 'plan.json'} records no run; expected one that lading train wrote")
+    path = latest_checkpoint(folder / "checkpoints")
+    if path is None:
+        raise ConfigError(f"expected a checkpoint in {folder / 'checkpoints'}, found none; set checkpoint.every_steps")
+    return run_from_dict(plan.run, "the plan's run"), open_checkpoint(path)
+
+
+def _sources(module: torch.nn.Module, checkpoint: Checkpoint) -> Iterator[TensorSource]:
+    """What the model saves, each once: of tied names the one that ``from_pretrained`` ties the others to."""
+    groups, done = tied_names(module), set[str]()
+    tied = getattr(module, "all_tied_weights_keys", {})
+    for name, tensor in module.state_dict().items():
+        first = groups[name][0]
+        if first in done:
+            continue
+        done.add(first)
+        kept = next((alias for alias in groups[name] if alias not in tied), first)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        saved = checkpoint.tensors.get(first)
+        if saved is None or (saved.dtype, saved.shape) != (dtype, tuple(tensor.shape)):
+            raise ConfigError(f"{checkpoint.path}: expected {first!r} as {dtype} {tuple(tensor.shape)}, found {saved}")
+        yield kept, dtype, saved.shape, checkpoint.chunks(first)
+
+
+def _write_files(folder: Path, sources: list[TensorSource], shard_bytes: int, step: int) -> None:
+    """One file, or shards and their index."""
+    shards: list[list[TensorSource]] = [[]]
+    for source in sources:
+        if shards[-1] and sum(map(source_bytes, shards[-1])) + source_bytes(source) > shard_bytes:
+            shards.append([])
+        shards[-1].append(source)
+    if len(shards) == 1:
+        write_state(folder / SINGLE, checked_sources(sources), step)
+        return
+    where: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_state(folder / name, checked_sources(shard), step)
+        where.update(dict.fromkeys((source[0] for source in shard), name))
+    sizes = {
+        "total_parameters": sum(prod(source[2]) for source in sources),
+        "total_size": sum(map(source_bytes, sources)),
+    }
+    (folder / INDEX).write_text(json.dumps({"metadata": sizes, "weight_map": where}, indent=2))
+
+
+def _write_config(folder: Path, run: RunConfig, module: torch.nn.Module) -> None:
+    """config.json, and what lay beside the model and its tokenizer."""
+    if not run.model.is_hugging_face:
+        facts = {"lading_version": __version__, "model": run.model.name, "sizes": run.model.sizes}
+        (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+        return
+    config: Any = hugging_face.read_config(run.model)
+    config.architectures = [type(module).__name__]
+    config.dtype = next(module.parameters()).dtype
+    config.save_pretrained(folder)
+    tokenizer = tokenizer_of(run)
+    origins = [Path(run.model.weights or Path(run.model.name).parent), *([tokenizer.parent] if tokenizer else [])]
+    for origin in origins:
+        for name in _BESIDE:
+            if (origin / name).is_file():
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(origin / name, folder / name)

@@ -1,0 +1,103 @@
+"""An export is loaded by the tools it is for, and holds the trained values to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_model
+
+from lading.checkpoint.store import latest_checkpoint, open_checkpoint
+from lading.cli.main import main
+from lading.config import load_run
+from lading.export import export_run
+from lading.models.registry import build_model
+from lading.prepare import plan_run
+from lading.train import train_plain, train_run
+from tests.models.test_hugging_face import saved
+from tests.runs import write_run
+
+hf = pytest.importorskip("transformers")
+
+STEPS = 3
+
+
+def run_of(root: Path, name: str, *settings: str) -> Any:
+    """A short run of another model than the usual one."""
+    file = write_run(root)
+    text = file.read_text().splitlines()
+    file.write_text("\n".join(line for line in text if not line.startswith(("model", "checkpoint"))))
+    common = [f"model.name={name}", f"optimization.steps={STEPS}", "checkpoint.every_steps=2"]
+    return load_run(file, [*common, "optimization.warmup_steps=0", "memory.budget=100%", *settings])
+
+
+SLOW = ("LlamaForCausalLM", "MixtralForCausalLM", "T5ForConditionalGeneration", "BertModel")
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_from_pretrained_loads_what_was_trained(name: str, tmp_path: Path) -> None:
+    saved(name, tmp_path / "before")
+    config = tmp_path / "before" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 32}))
+    root = tmp_path / "run"
+    root.mkdir()
+    run = run_of(root, str(tmp_path / "before"), "data.sequence_length=8", f"data.source={root}/digits")
+    (root / "digits").write_bytes(bytes(range(1, 31)) * 9)
+    losses = train_run(run).losses
+    assert losses == train_plain(run, root).losses
+    assert main(["export", run.out, "--to", str(tmp_path / "after"), "--shard", "8KB"]) == 0
+    assert len(list((tmp_path / "after").glob("model-*-of-*.safetensors"))) > 1
+    after = getattr(hf, name).from_pretrained(tmp_path / "after")
+    newest = latest_checkpoint(Path(run.out) / "checkpoints")
+    assert newest is not None
+    trained = open_checkpoint(newest)
+    parameters = dict(after.named_parameters())
+    assert all(torch.equal(trained.read(key), value) for key, value in parameters.items())
+    before = getattr(hf, name).from_pretrained(tmp_path / "before")
+    assert any(not torch.equal(value, parameters[key]) for key, value in before.named_parameters())
+    tied = [getattr(module.config, "tie_word_embeddings", False) for module in (before, after)]
+    assert tied[0] == tied[1]
+    again = run_of_exported(tmp_path, str(tmp_path / "after"))
+    assert again.initial.model.state_dict().keys() == after.state_dict().keys()  # and it can be trained on
+
+
+def run_of_exported(root: Path, name: str) -> Any:
+    other = root / "again"
+    other.mkdir()
+    (other / "digits").write_bytes(bytes(range(1, 31)) * 9)
+    return plan_run(run_of(other, name, "data.sequence_length=8", f"data.source={other}/digits"))
+
+
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "dit"])
+def test_a_reference_model_is_its_name_and_sizes(name: str, tmp_path: Path) -> None:
+    settings = ["model.sizes.dim=32", "model.sizes.num_heads=2", "model.sizes.num_layers=1"]
+    if name == "dit":
+        settings += ["model.sizes.image_size=8", "data.sequence_length=16", "data.source=synthetic"]
+    run = run_of(tmp_path, name, *settings)
+    planned = train_run(run)
+    assert planned.losses == train_plain(run, tmp_path).losses
+    folder = export_run(Path(run.out), tmp_path / "after")
+    facts = json.loads((folder / "config.json").read_text())
+    model = build_model(facts["model"], **facts["sizes"])
+    missing, unexpected = load_model(model, folder / "model.safetensors")
+    assert (missing, unexpected) == (set(), [])
+    newest = latest_checkpoint(Path(run.out) / "checkpoints")
+    assert newest is not None
+    trained = open_checkpoint(newest)
+    assert all(torch.equal(trained.read(key), value) for key, value in model.named_parameters())
+
+
+def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def message(*arguments: str) -> str:
+        assert main(["export", *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "found no plan.json" in message(str(tmp_path), "--to", str(tmp_path / "new"))
+    assert "expected a folder that does not exist" in message(str(tmp_path), "--to", str(tmp_path))
+    run = run_of(tmp_path, "gpt", "model.sizes.dim=16", "model.sizes.num_heads=1", "model.sizes.num_layers=1")
+    plan_run(run).plan.save(tmp_path / "plan.json")
+    assert "expected a checkpoint in" in message(str(tmp_path), "--to", str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()

@@ -46,7 +46,7 @@ class Prepared:
 
     Attributes:
         initial: The model on fake tensors, with the recipe of its initial values.
-        captured: One micro-batch. ``graph`` is the whole step.
+        captured: One micro-batch. ``graph`` is the whole step in the order of the plan.
     """
 
     run: RunConfig
@@ -154,7 +154,7 @@ def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
         workspace_bytes=_scratch(graph, machine),
         run=run_to_dict(run),
     )
-    return Prepared(run, initial, captured, graph, machine, planned.plan, planned.program, planned.predicted)
+    return Prepared(run, initial, captured, planned.graph, machine, planned.plan, planned.program, planned.predicted)
 
 
 def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
@@ -177,7 +177,7 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     machine = machine_from_dict(plan.machine, "the plan's machine")
     initial, captured, graph = _captured(run, machine)
     program = make_program(plan, graph, machine, workspace_bytes=_scratch(graph, machine))
-    return Prepared(run, initial, captured, graph, machine, plan, program, simulate(program, machine))
+    return Prepared(run, initial, captured, program.graph, machine, plan, program, simulate(program, machine))
 
 
 def _captured(run: RunConfig, machine: Machine) -> tuple[Deferred, StepGraph, StepGraph]:

@@ -17,6 +17,7 @@ from lading.config import share_or_bytes
 from lading.cost.compute import missing_rates, op_costs
 from lading.errors import ConfigError, PlanInfeasible, ProgramError
 from lading.ir.action import ActionKind
+from lading.ir.defer import updates
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Choice, Option, Plan, PolicyRow
@@ -25,8 +26,9 @@ from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.verify import verify
 from lading.planner.lower import Costs, fixed_bytes
+from lading.planner.orders import Ordered, best_order, deferred_step
 from lading.planner.policies import checkpoint_every_block, keep_all
-from lading.planner.residency import Found, Step, lower_bound_s, residency, smallest_budget_bytes
+from lading.planner.residency import Found, Step, lower_bound_s, smallest_budget_bytes
 from lading.sim.engine import stall_s
 from lading.units import format_bytes, parse_bytes
 
@@ -43,7 +45,7 @@ class Planned:
     """A plan with the objects it was made from.
 
     Attributes:
-        graph: The whole step (expanded).
+        graph: The whole step (expanded), with updates deferred where the plan does that.
         keep_all_bytes: Device bytes that the policy keep-all needs.
     """
 
@@ -92,8 +94,8 @@ def make_plan(
     _check_device(machine, budgets["device"])
     step = dataclasses.replace(free, budgets=budgets)
     rows, fitting = _plain_policies(step, free)
-    bound_s = lower_bound_s(step)
-    found = _chosen(step, policy, rows, fitting, bound_s)
+    chosen = _chosen(step, policy, rows, fitting)
+    found = chosen.found
     verify(found.program)
     if policy == "residency":
         rows.append(_row(policy, found))
@@ -105,10 +107,10 @@ def make_plan(
         program_fingerprint=found.program.fingerprint,
         policy=policy,
         budgets=budgets,
-        choices=_choices(lives, found.choices),
-        settings={"keep_all_bytes": float(keep_all_bytes), **(expansion or {})},
+        choices=_choices(chosen.step.lives, found.choices),
+        settings={"keep_all_bytes": float(keep_all_bytes), "deferred": chosen.deferred, **(expansion or {})},
         step_s=found.timeline.duration_s,
-        lower_bound_s=bound_s,
+        lower_bound_s=chosen.bound_s,
         peak_bytes={
             "device": found.program.peak_bytes,
             **{t: found.program.tier_bytes(t) for t in found.program.slots},
@@ -119,7 +121,7 @@ def make_plan(
         machine=dataclasses.asdict(machine),
         run=run,
     )
-    return Planned(plan, graph, found.program, found.timeline, keep_all_bytes)
+    return Planned(plan, chosen.step.graph, found.program, found.timeline, keep_all_bytes)
 
 
 def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_bytes: Sequence[int] = ()) -> Program:
@@ -132,7 +134,7 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     check_made_for(plan, graph, machine)
     lives = lifetimes(graph)
     costs = Costs(tuple(op_costs(graph, machine.device)), tuple(workspace_bytes) or (0,) * len(graph.ops))
-    step = Step(graph, lives, machine, costs, plan.budgets)
+    step = deferred_step(Step(graph, lives, machine, costs, plan.budgets), _deferred(plan, graph))
     _check_choices(plan, step)
     lowered = step.lower({(c.storage, c.start): c.option for c in plan.choices})
     if lowered.program is None or lowered.program.fingerprint != plan.program_fingerprint:
@@ -142,6 +144,13 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
         )
     verify(lowered.program)
     return lowered.program
+
+
+def _deferred(plan: Plan, graph: StepGraph) -> int:
+    count, known = plan.settings.get("deferred", 0), len(updates(graph))
+    if not 0 <= count <= known or count != int(count):
+        raise ConfigError(f"the plan defers {count} updates, expected a whole number in 0..{known}; plan again")
+    return int(count)
 
 
 def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
@@ -204,11 +213,11 @@ def _plain_policies(step: Step, free: Step) -> tuple[list[PolicyRow], dict[str, 
     return rows, fitting
 
 
-def _chosen(step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found], bound_s: float) -> Found:
+def _chosen(step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found]) -> Ordered:
     if policy == "residency":
-        return residency(step, fitting.values(), bound_s)
+        return best_order(step, fitting.values())
     if policy in fitting:
-        return fitting[policy]
+        return Ordered(0, step, fitting[policy], lower_bound_s(step))
     needs = next(row.peak_bytes for row in rows if row.policy == policy)
     smallest, missing = smallest_budget_bytes(step)[0], needs - step.budgets["device"]
     raise PlanInfeasible(

@@ -39,7 +39,8 @@ _WINDOWS = (4, 16, 1)
 _REPAIRS = 6
 #: Gaps that are decided one by one; of a larger step, alike layers are decided together.
 _CLASSES = 1500
-_GOOD_ENOUGH = 0.005
+#: A plan this close to the bound ends the search.
+GOOD_ENOUGH = 0.005
 #: Gaps of storages smaller than this share of the arena are always kept.
 _SMALLEST_SHARE = 1 / 4000
 
@@ -93,7 +94,7 @@ def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
     for found in _candidates(step, problem):
         if best is None or found.timeline.duration_s < best.timeline.duration_s:
             best = found
-        if best.timeline.duration_s <= (1 + _GOOD_ENOUGH) * bound_s:
+        if best.timeline.duration_s <= (1 + GOOD_ENOUGH) * bound_s:
             return best
     return _improved(step, _problem(step, every=True), best or _smallest(step))
 

@@ -26,9 +26,9 @@ from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.verify import verify
 from lading.planner.lower import Costs, fixed_bytes
-from lading.planner.orders import Ordered, best_order, deferred_step
+from lading.planner.orders import Ordered, best_order, deferred_step, smallest_order_bytes
 from lading.planner.policies import checkpoint_every_block, keep_all
-from lading.planner.residency import Found, Step, lower_bound_s, smallest_budget_bytes
+from lading.planner.residency import Found, Step, lower_bound_s
 from lading.sim.engine import stall_s
 from lading.units import format_bytes, parse_bytes
 
@@ -219,7 +219,7 @@ def _chosen(step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[st
     if policy in fitting:
         return Ordered(0, step, fitting[policy], lower_bound_s(step))
     needs = next(row.peak_bytes for row in rows if row.policy == policy)
-    smallest, missing = smallest_budget_bytes(step)[0], needs - step.budgets["device"]
+    smallest, missing = smallest_order_bytes(step), needs - step.budgets["device"]
     raise PlanInfeasible(
         f"policy {policy!r} needs {needs} bytes ({format_bytes(needs)}) on the device whatever the budget: "
         f"{missing} bytes ({format_bytes(missing)}) are missing.\n"

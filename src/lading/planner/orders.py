@@ -16,7 +16,7 @@ from lading.ir.defer import defer, updates
 from lading.ir.graph import Phase
 from lading.memory.lifetime import lifetimes
 from lading.planner.lower import Costs
-from lading.planner.residency import GOOD_ENOUGH, Found, Step, lower_bound_s, residency
+from lading.planner.residency import GOOD_ENOUGH, Found, Step, lower_bound_s, residency, smallest_budget_bytes
 
 #: Where updates come during the backward, this share of them, the last ones, is what may be left without cover.
 _LAST_SHARE = 1 / 3
@@ -46,6 +46,11 @@ def deferred_step(step: Step, count: int) -> Step:
     seconds, scratch = step.costs.op_seconds, step.costs.workspace_bytes
     costs = Costs(tuple(seconds[i] for i in order), tuple(scratch[i] for i in order))
     return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
+
+
+def smallest_order_bytes(step: Step) -> int:
+    """The smallest device budget that a plan was found for in any of the orders."""
+    return min(smallest_budget_bytes(deferred_step(step, count))[0] for count in _counts(step))
 
 
 def best_order(step: Step, others: Iterable[Found]) -> Ordered:

@@ -73,6 +73,11 @@ def _runs_seconds(graph: StepGraph, op: Op, device: Device) -> float:
     return runs / device.rates[RUNS].at(runs) if runs > 1 and RUNS in device.rates else 0.0
 
 
+def widest_product(graph: StepGraph) -> int:
+    """Columns of the widest product of a graph; 0 if it has none."""
+    return max((_product(graph, op).n for op in graph.ops if op.kind is OpKind.MATMUL), default=0)
+
+
 def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
     """What the costs of this graph assume for want of a measurement, one sentence each, in order of first use."""
     said: dict[str, None] = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 from lading import __version__
 from lading.config import share_or_bytes
-from lading.cost.compute import missing_rates, op_costs
+from lading.cost.compute import missing_rates, op_costs, widest_product
 from lading.errors import ConfigError, PlanInfeasible, ProgramError
 from lading.ir.action import ActionKind
 from lading.ir.defer import updates
@@ -85,7 +85,7 @@ def make_plan(
     if policy not in POLICIES:
         raise ConfigError(f"expected a policy among {', '.join(POLICIES)}, got {policy!r}")
     lives = lifetimes(graph)
-    costs = Costs(tuple(op_costs(graph, machine.device)), tuple(workspace_bytes) or (0,) * len(graph.ops))
+    costs = _costs(graph, machine, workspace_bytes)
     limits = _budgets(machine, _NO_LIMIT, disk_budget)
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
     free = Step(graph, lives, usable, costs, limits)
@@ -133,7 +133,7 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     """
     check_made_for(plan, graph, machine)
     lives = lifetimes(graph)
-    costs = Costs(tuple(op_costs(graph, machine.device)), tuple(workspace_bytes) or (0,) * len(graph.ops))
+    costs = _costs(graph, machine, workspace_bytes)
     step = deferred_step(Step(graph, lives, machine, costs, plan.budgets), _deferred(plan, graph))
     _check_choices(plan, step)
     lowered = step.lower({(c.storage, c.start): c.option for c in plan.choices})
@@ -151,6 +151,11 @@ def _deferred(plan: Plan, graph: StepGraph) -> int:
     if not 0 <= count <= known or count != int(count):
         raise ConfigError(f"the plan defers {count} updates, expected a whole number in 0..{known}; plan again")
     return int(count)
+
+
+def _costs(graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int]) -> Costs:
+    scratch = tuple(workspace_bytes) or (0,) * len(graph.ops)
+    return Costs(tuple(op_costs(graph, machine.device)), scratch, widest_product(graph))
 
 
 def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:

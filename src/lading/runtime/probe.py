@@ -85,6 +85,7 @@ def probe(
         "tiers.disk": f"measured {today}, median of {disk.rounds} rounds. {disk.note}".rstrip(". "),
     }
     sources["device.overhead_bytes"] = f"measured {today}: {_OVERHEAD[target.type]}"
+    sources["device.packing_bytes"] = f"measured {today}: growth of a fresh process over one wide product"
     sources["device.memory_bytes"] = "the operating system"
     if host is not None:
         sources["tiers.host"] = how
@@ -141,6 +142,7 @@ def _probe_device(target: torch.device, seconds: float, threads: int, say: Progr
     say(f"products: {fit.peak / 1e9:.1f} GFLOP/s at best, fitted within {100 * fit.mean_error:.0f}% on average")
     rates = _rates(rated, times[end:], overhead)
     update = rates["step"]
+    grown, packing = scratch_bytes(threads) if target.type == "cpu" else (_gpu_overhead_bytes(), 0)
     found = Device(
         name=_device_name(target),
         kind=target.type,
@@ -150,7 +152,8 @@ def _probe_device(target: torch.device, seconds: float, threads: int, say: Progr
         peak_flops_per_s=_peaks(fit.peak, base_dtype(target), [name for name, _ in typed], times[split:end]),
         optimizer_elements_per_s=_round(update.rate[-1] / _BYTES_PER_UPDATE),
         num_threads=threads,
-        overhead_bytes=scratch_bytes(threads) if target.type == "cpu" else _gpu_overhead_bytes(),
+        overhead_bytes=grown,
+        packing_bytes=packing,
         skinny_dim=_round(fit.skinny_dim),
         product_efficiency=_rounded(fit.efficiency),
         rates=rates,
@@ -275,8 +278,8 @@ def _seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def scratch_bytes(threads: int) -> int:
-    """Memory a process needs on top of its tensors: resident growth of a fresh one over one pass of the kernels.
+def scratch_bytes(threads: int) -> tuple[int, int]:
+    """Memory a process needs on top of its tensors, and to pack products: growth of a fresh one over some kernels.
 
     Raises:
         StorageError: the child process failed; its last words are in the message.
@@ -287,4 +290,5 @@ def scratch_bytes(threads: int) -> int:
     except (subprocess.SubprocessError, OSError) as error:
         words = str(getattr(error, "stderr", "") or "")[-500:]
         raise StorageError(f"cannot measure the process overhead with {' '.join(command)}: {error} {words}") from error
-    return int(done.stdout)
+    grown, packing = map(int, done.stdout.split())
+    return grown, packing

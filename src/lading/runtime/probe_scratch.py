@@ -1,4 +1,4 @@
-"""A fresh process that runs the kernels of a training step once and prints by how many bytes it grew.
+"""A fresh process that runs the kernels of a training step once and prints by how many bytes it grew, and why.
 
 It first does what capturing a model does, so that only what the kernels themselves bring in is counted: code pages,
 thread pools, and the buffers in which products are packed.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lading.config import AdamW
+from lading.ir.machine import PACKED_COLUMNS
 from lading.optim.adamw import adamw_step
 from lading.runtime.resident import resident_bytes, reuse_pages, trim
 
@@ -45,20 +47,37 @@ def kernels(shared: torch.Tensor) -> None:
     adamw_step(p, g, m, m.clone().abs_(), update, lr=1e-3, settings=AdamW())
 
 
+def packed(shared: torch.Tensor) -> int:
+    """Bytes that BLAS keeps after a product of many columns, the code it needs not counted."""
+    flat = shared.view(-1)
+    a, b = flat[: 64 * 512].view(64, 512), flat[64 * 512 :][: 512 * PACKED_COLUMNS].view(512, PACKED_COLUMNS)
+    out = flat[-64 * PACKED_COLUMNS :].view(64, PACKED_COLUMNS)
+    before = anonymous_bytes()
+    torch.mm(a, b, out=out)
+    return max(0, anonymous_bytes() - before)
+
+
+def anonymous_bytes() -> int:
+    """Resident memory that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
+
+
 def main() -> None:
-    """``python -m lading.runtime.probe_scratch THREADS``"""
+    """``python -m lading.runtime.probe_scratch THREADS``: prints overhead_bytes and packing_bytes."""
     torch.set_num_threads(int(sys.argv[1]))
     with FakeTensorMode():
         forward_backward(64)
-    shared = torch.zeros(3, 1 << 19)
+    shared = torch.zeros(3, 1 << 21)
     shared.add_(1e-3)
-    held = shared.numel() * shared.element_size() // 3  # the clone inside ``kernels`` is not the kernels'
     trim()
     reuse_pages()
     before = resident_bytes()
+    packing = packed(shared)
     forward_backward(256)
-    kernels(shared)
-    print(max(0, resident_bytes() - before - held))
+    kernels(shared[:, : 1 << 19])
+    held = (1 << 19) * shared.element_size()  # the clone inside ``kernels`` is not the kernels'
+    print(max(0, resident_bytes() - before - packing - held), packing)
 
 
 if __name__ == "__main__":

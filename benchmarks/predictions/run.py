@@ -1,0 +1,215 @@
+"""Predictions against what happens: peak memory and step time of planned training runs.
+
+The host is probed, then each run captures, plans, trains and measures in a process of its own, one after another.
+
+    python benchmarks/predictions/run.py --threads 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from lading.capture.initial import defer
+from lading.capture.trace import capture
+from lading.catalog.load import load_machine, save_machine
+from lading.config import AdamW, ModelConfig
+from lading.models.registry import model_class
+from lading.prepare import build, lowered, plan
+from lading.runtime.probe import probe
+from lading.trainer import Trainer
+from lading.units import GiB, MiB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run; ``share`` of what keeping everything needs is its budget."""
+
+    model: str
+    sizes: dict[str, Any]
+    share: float
+    batch_size: int = 2
+    sequence_length: int = 256
+    accumulation: int = 1
+    clip_norm: float = 0.0
+    precision: str = "fp32"
+
+    def __str__(self) -> str:
+        extras = [f"clip {self.clip_norm:g}"] if self.clip_norm else []
+        extras += [f"{self.accumulation} micro-batches"] if self.accumulation > 1 else []
+        extras += [f"dropout {self.sizes['dropout']:g}"] if self.sizes.get("dropout") else []
+        extras += ["bf16"] if self.precision == "bf16" else []
+        return ", ".join([f"{self.model} at {self.share:.0%}", *extras])
+
+
+_GPT = {"num_layers": 4, "dim": 512, "num_heads": 8, "vocab_size": 8192, "max_seq_len": 256}
+_LLAMA = {"num_layers": 4, "dim": 512, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 8192, "max_seq_len": 256}
+_MOE = {"num_layers": 2, "dim": 256, "num_heads": 4, "vocab_size": 4096, "max_seq_len": 256}
+_DIT = {"num_layers": 6, "dim": 384, "num_heads": 6}
+RUNS = (
+    Run(model="gpt", sizes=_GPT, share=1.0),
+    Run(model="gpt", sizes={**_GPT, "dropout": 0.1}, share=0.5, clip_norm=1.0),
+    Run(model="gpt", sizes=_GPT, share=0.3, accumulation=2),
+    Run(model="llama", sizes=_LLAMA, share=1.0, clip_norm=1.0),
+    Run(model="llama", sizes=_LLAMA, share=0.5),
+    Run(model="llama", sizes=_LLAMA, share=0.3, accumulation=2, clip_norm=1.0),
+    Run(model="moe", sizes=_MOE, share=1.0, accumulation=2),
+    Run(model="moe", sizes=_MOE, share=0.5, clip_norm=1.0),
+    Run(model="moe", sizes=_MOE, share=0.3),
+    Run(model="dit", sizes={**_DIT, "dropout": 0.1}, share=1.0, batch_size=8),
+    Run(model="dit", sizes=_DIT, share=0.5, batch_size=8, clip_norm=1.0),
+    Run(model="llama", sizes={**_LLAMA, "num_layers": 2}, share=0.5, precision="bf16", clip_norm=1.0),
+)  # fmt: skip
+
+
+def batch_of(run: Run, number: int) -> dict[str, torch.Tensor]:
+    """Random tokens or images, the same for the same number."""
+    draw = torch.Generator().manual_seed(number)
+    if run.model == "dit":
+        config = model_class("dit").Config(**run.sizes)
+        shape = (run.batch_size, config.channels, config.image_size, config.image_size)
+        labels = torch.randint(config.num_classes, (run.batch_size,), generator=draw)
+        return {"latents": torch.randn(shape, generator=draw), "labels": labels}
+    shape = (run.batch_size, run.sequence_length + 1)
+    return {"tokens": torch.randint(run.sizes["vocab_size"], shape, generator=draw)}
+
+
+def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: float) -> dict[str, Any]:
+    """Plan a run for the machine, train it for ``seconds`` and compare."""
+    torch.set_num_threads(threads)
+    machine = load_machine(machine_file)
+    initial = defer(lambda: build(ModelConfig(name=run.model, sizes=run.sizes), run.precision))
+    graph = capture(initial.model, batch_of(run, 0), model_class(run.model).loss, accumulation=run.accumulation)
+    started = time.perf_counter()
+    made = plan(
+        graph,
+        machine,
+        budget=f"{run.share:%}",
+        disk_budget=8 * GiB,
+        clip_norm=run.clip_norm,
+        master_weights=run.precision == "bf16",
+    )
+    planned_s = time.perf_counter() - started
+    program = lowered(made, graph)
+    times: list[float] = []
+    with Trainer(made, graph, None, optimizer=AdamW(), folder=folder, threads=threads, program=program) as trainer:
+        trainer.initialize(initial, 0)
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(times) < 5:
+            number = len(times) * run.accumulation
+            batches = [batch_of(run, number + micro) for micro in range(run.accumulation)]
+            started = time.perf_counter()
+            trainer.step(batches)
+            times.append(time.perf_counter() - started)
+        peak, timeline = trainer.peak_bytes, trainer.timeline()
+    steady = sorted(times[2:])
+    return {
+        "run": dataclasses.asdict(run),
+        "name": str(run),
+        "plan_s": planned_s,
+        "steps": len(times),
+        "predicted_s": made.step_s,
+        "measured_s": median(steady),
+        "spread_s": [steady[len(steady) // 10], steady[-1 - len(steady) // 10]],
+        "predicted_bytes": program.peak_bytes,
+        "arena_bytes": program.arena_bytes,
+        "workspace_bytes": program.workspace_bytes,
+        "measured_bytes": peak,
+        "measured_sample_bytes": max((size for _, size in timeline.resident), default=0),
+    }
+
+
+def line(found: dict[str, Any]) -> str:
+    """One row of the table."""
+    memory = found["predicted_bytes"] / found["measured_bytes"] - 1
+    seconds = found["predicted_s"] / found["measured_s"] - 1
+    low, high = found["spread_s"]
+    return (
+        f"{found['name']:48}{found['predicted_bytes'] / MiB:9.1f}{found['measured_bytes'] / MiB:9.1f}{memory:+7.1%}"
+        f"{found['predicted_s']:9.3f}{found['measured_s']:9.3f}{seconds:+7.1%}   {low:.3f} to {high:.3f}, "
+        f"{found['steps']} steps"
+    )
+
+
+HEAD = f"{'':48}{'MiB pred.':>9}{'meas.':>9}{'error':>7}{'s pred.':>9}{'meas.':>9}{'error':>7}   80% of the steps"
+
+
+def verdict(found: list[dict[str, Any]]) -> str:
+    """How many runs are within the goals, and the worst."""
+    memory = [abs(f["predicted_bytes"] / f["measured_bytes"] - 1) for f in found]
+    seconds = [abs(f["predicted_s"] / f["measured_s"] - 1) for f in found]
+    return (
+        f"peak memory within 5%: {sum(e <= 0.05 for e in memory)} of {len(found)}, worst {max(memory):.1%}; "
+        f"step time within 10%: {sum(e <= 0.1 for e in seconds)} of {len(found)}, worst {max(seconds):.1%}"
+    )
+
+
+def child(number: int, machine: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run ``measure`` in a fresh process.
+
+    Raises:
+        RuntimeError: it failed; its last words are in the message.
+    """
+    command = [sys.executable, "-W", "ignore", __file__, "--one", str(number), "--machine", str(machine)]
+    command += ["--folder", str(folder), "--threads", str(options.threads), "--seconds", str(options.seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{RUNS[number]} failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Parse the command line; probe, run all, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=12.0, help="training time of each run")
+    parser.add_argument("--probe-seconds", type=float, default=50.0)
+    parser.add_argument("--machine", type=Path, help="a machine file; without it this host is probed")
+    parser.add_argument("--folder", type=Path, default=Path(), help="where swap files may lie")
+    parser.add_argument("--only", type=int, nargs="+", default=range(len(RUNS)), help="numbers of runs")
+    parser.add_argument("--one", type=int, help="run this one here and print it as JSON")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.one is not None:
+        run = RUNS[options.one]
+        print(json.dumps(measure(run, options.machine, options.folder, options.threads, options.seconds)))
+        return
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        machine = options.machine or folder / "machine.toml"
+        if not options.machine:
+            save_machine(
+                probe(folder=folder, threads=options.threads, seconds=options.probe_seconds, device="cpu"), machine
+            )
+        host = load_machine(machine).host_id
+        print(f"{host}, {options.threads} threads, torch {torch.__version__}\n{HEAD}")
+        found: list[dict[str, Any]] = []
+        for number in options.only:
+            found.append(child(number, machine, folder, options))
+            print(line(found[-1]), flush=True)
+    print(f"{verdict(found)}\n{time.perf_counter() - started:.0f} s in all")
+    if options.json:
+        about = {
+            "host": host,
+            "threads": options.threads,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        options.json.write_text(json.dumps({**about, "runs": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

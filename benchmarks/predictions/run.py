@@ -29,6 +29,7 @@ from lading.config import AdamW, ModelConfig
 from lading.models.registry import model_class
 from lading.prepare import build, lowered, plan
 from lading.runtime.probe import probe
+from lading.runtime.resident import trim
 from lading.trainer import Trainer
 from lading.units import GiB, MiB
 
@@ -105,7 +106,8 @@ def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: f
     program = lowered(made, graph)
     times: list[float] = []
     with Trainer(made, graph, None, optimizer=AdamW(), folder=folder, threads=threads, program=program) as trainer:
-        trainer.initialize(initial, 0)
+        initial.materialize(0, trainer.set_value)
+        trim()
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or len(times) < 5:
             number = len(times) * run.accumulation

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lading.catalog.load import load_machine
 from lading.cost.access import op_bytes, walk
-from lading.cost.compute import attention_flops, missing_rates, op_costs, op_seconds
+from lading.cost.compute import attention_flops, missing_rates, op_costs, op_seconds, packed_columns
 from lading.errors import ConfigError
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, Role, StepGraph, Storage, Tensor
 from lading.ir.machine import Curve, Device
@@ -239,3 +239,33 @@ def test_every_guess_is_said_once() -> None:
         "aten.frobnicate.default is not a known operation: timed as elementwise on generic 8-core desktop CPU",
     )
     assert any("run at peak" in line for line in missing_rates(mm(8, 8, 8), FLAT))
+
+
+def test_sixteen_bits_take_their_own_rates_or_say_what_they_take() -> None:
+    peaks = {"float32": 1e10, "bfloat16": 4e10}
+    own = {"mm": Curve(size=(1.0,), rate=(5e9,)), "elementwise": Curve(size=(1.0,), rate=(1e9,))}
+    plain = dataclasses.replace(FLAT, peak_flops_per_s=peaks, rates=own)
+    low = {"matmul.bfloat16": Curve(size=(1.0,), rate=(8e9,)), "elementwise.bfloat16": Curve(size=(1.0,), rate=(2e9,))}
+    typed = dataclasses.replace(plain, rates={**own, **low})
+    product, sixteen = mm(64, 64, 64), mm(64, 64, 64, "bfloat16")
+    flops = 2 * 64**3
+    assert seconds(product, plain) == seconds(product, typed) == 1e-3 + flops / 5e9
+    assert seconds(sixteen, plain) == pytest.approx(1e-3 + flops / 2e10)
+    assert seconds(sixteen, typed) == 1e-3 + flops / 8e9
+    narrow = tensor(1000, dtype="bfloat16")
+    added = graph("aten.add.Tensor", [narrow, narrow], [narrow])
+    assert seconds(added, plain) == 1e-3 + 6000 / 1e9
+    assert seconds(added, typed) == 1e-3 + 6000 / 2e9
+    assert [bool(missing_rates(g, plain)) for g in (product, sixteen, added)] == [False, True, True]
+    assert "bfloat16 rate of products" in missing_rates(sixteen, plain)[0]
+    assert not any(missing_rates(g, typed) for g in (product, sixteen, added))
+    without = dataclasses.replace(plain, peak_flops_per_s={"float32": 1e10})
+    with pytest.raises(ConfigError, match="bfloat16"):
+        seconds(sixteen, without)
+
+
+def test_memory_for_packing_grows_with_each_wider_product() -> None:
+    assert packed_columns(mm(8, 8, 64, repeat=3)) == 64 + 512
+    assert packed_columns(mm(8, 8, 100_000)) == 8192 + 512
+    narrow = graph("aten.add.Tensor", [tensor(8)], [tensor(8)])
+    assert packed_columns(narrow) == 0

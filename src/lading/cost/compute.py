@@ -9,25 +9,30 @@ A rate is looked up by the operation's own name ("gelu_backward", "bmm"), then b
 "norm_backward"), each first with ".strided" appended when it walks against the order of memory; at last it is the
 memory bandwidth. "runs" bounds operations on many small pieces of memory. Own rates of products are FLOP/s against
 the FLOP of one matrix.
-Only the last is a guess, and ``missing_rates`` says where it was made. Rates hold for one operation at a time with
-whatever of its operands is in cache as in the probe; contention with moves is the simulator's affair.
+Operations on bfloat16 or float16 have rates of their own: each name is looked up with ".bfloat16" appended first.
+Without one, products go by float32's rates times the ratio of the peaks, the rest by float32's rate for their bytes.
+Both and the memory bandwidth are guesses, and ``missing_rates`` says where they were made. Rates hold for one
+operation at a time with whatever of its operands is in cache as in the probe; contention with moves is the simulator's
+affair.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
 from lading.cost.access import base_name, op_bytes, walk
 from lading.errors import ConfigError
 from lading.ir.graph import Arg, Op, OpKind, Ref, StepGraph, Tensor
-from lading.ir.machine import Curve, Device
+from lading.ir.machine import PACKED_COLUMNS, Curve, Device
 from lading.ir.opkinds import kind_of
 
 #: Suffix of a rate that holds when the innermost dim of an operand is not its contiguous one.
 STRIDED = ".strided"
 #: Pieces of memory (two dims that are regular in every operand) that an operation can go through a second.
 RUNS = "runs"
+_LOW = frozenset({"bfloat16", "float16"})
 #: Suffix of a class's rate that holds for its operations in backward.
 BACKWARD = "_backward"
 
@@ -73,9 +78,17 @@ def _runs_seconds(graph: StepGraph, op: Op, device: Device) -> float:
     return runs / device.rates[RUNS].at(runs) if runs > 1 and RUNS in device.rates else 0.0
 
 
-def widest_product(graph: StepGraph) -> int:
-    """Columns of the widest product of a graph; 0 if it has none."""
-    return max((_product(graph, op).n for op in graph.ops if op.kind is OpKind.MATMUL), default=0)
+def packed_columns(graph: StepGraph) -> int:
+    """Columns of products for which BLAS keeps memory: it takes more whenever a product is wider than all before it.
+
+    Each also packs some rows, about as much as 512 columns. Beyond ``PACKED_COLUMNS`` a product is packed in parts.
+    """
+    total, widest = 0, 0
+    for op in graph.ops:
+        columns = min(_product(graph, op).n, PACKED_COLUMNS) if op.kind is OpKind.MATMUL else 0
+        if columns > widest:
+            widest, total = columns, total + columns + 512
+    return total
 
 
 def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
@@ -84,19 +97,35 @@ def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
     for op in graph.ops:
         if kind_of(op.name) is None and op.kind is not OpKind.STEP:
             said[f"{op.name} is not a known operation: timed as {op.kind.value} on {device.name}"] = None
-        if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
-            if _own_rate(op, device) is not None:
-                continue
-            if op.kind is OpKind.CONVOLUTION:
-                said[f"no rate of {base_name(op.name)} on {device.name}: timed as a square product of its FLOP"] = None
-            if device.product_efficiency is None:
-                said[f"no product_efficiency for {device.name}: products run at peak"] = None
-        elif op.kind is OpKind.ATTENTION:
-            if _rate(graph, op, device) is None:
-                said[f"no rate of attention on {device.name}: timed as a product of its FLOP"] = None
-        elif op.kind is not OpKind.STEP and _rate(graph, op, device) is None:
-            said[f"no rate of {op.kind.value} on {device.name}: timed by its bytes at memory bandwidth"] = None
+        for sentence in _assumed(graph, op, device):
+            said[sentence] = None
     return tuple(said)
+
+
+def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
+    """What the cost of one operation assumes."""
+    low, kind = _low_dtype(graph, op), op.kind.value
+    if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
+        found = _own_rate(graph, op, device)
+        if found is None and op.kind is OpKind.CONVOLUTION:
+            yield f"no rate of {base_name(op.name)} on {device.name}: timed as a square product of its FLOP"
+        if found is None and device.product_efficiency is None:
+            yield f"no product_efficiency for {device.name}: products run at peak"
+        if low and device.kind == "cpu" and (found is None or not found[1]):
+            yield f"no {low} rate of products on {device.name}: timed as float32's times the ratio of the peaks"
+        return
+    rate = _rate(graph, op, device)
+    if rate is None and op.kind is not OpKind.STEP:
+        way = "as a product of its FLOP" if op.kind is OpKind.ATTENTION else "by its bytes at memory bandwidth"
+        yield f"no rate of {kind} on {device.name}: timed {way}"
+    elif low and device.kind == "cpu" and _rate(graph, op, device, low) is None:
+        yield f"no {low} rate of {kind} on {device.name}: timed as float32's"
+
+
+def _low_dtype(graph: StepGraph, op: Op) -> str:
+    """The 16-bit float among an operation's tensors, "" if there is none."""
+    found = (graph.tensors[t].dtype for t in (*op.inputs, *op.outputs, *op.mutates))
+    return next((dtype for dtype in found if dtype in _LOW), "")
 
 
 def attention_flops(graph: StepGraph, op: Op) -> int:
@@ -133,15 +162,17 @@ def _product_seconds(graph: StepGraph, op: Op, device: Device) -> float:
     product = _product(graph, op)
     flops = op.flops or product.flops
     each = max(1.0, flops / product.batch)
-    if own := _own_rate(op, device):
-        return flops / own.at(each)
-    dtype = _dtype(graph, op)
+    own, dtype = _own_rate(graph, op, device), _dtype(graph, op)
+    if own is not None and (own[1] or dtype == "float32"):
+        return flops / own[0].at(each)
     if dtype not in device.peak_flops_per_s:
         known = ", ".join(sorted(device.peak_flops_per_s))
         raise ConfigError(
             f"{op.name} in {op.module or '(loss)'} is a {dtype} product and {device.name} has a peak only for {known}; "
             f"add device.peak_flops_per_s.{dtype} to the machine file or change the model's dtype"
         )
+    if own is not None:
+        return flops / (own[0].at(each) * _peak_ratio(device, dtype))
     share = device.product_efficiency.at(each) if device.product_efficiency else 1.0
     for dim in (product.m, product.k, product.n):
         share *= dim / (dim + device.skinny_dim) if dim else 1.0
@@ -180,7 +211,9 @@ def _step_elements(graph: StepGraph, op: Op) -> int:
 def _attention_seconds(graph: StepGraph, op: Op, device: Device, flops: int) -> float:
     done = flops / 2 if _is_causal(op) else float(flops)
     if rate := _rate(graph, op, device):
-        return done / rate.at(done / _heads(graph, op))
+        low = _low_dtype(graph, op)
+        guessed = low and device.kind == "cpu" and _rate(graph, op, device, low) is None
+        return done / (rate.at(done / _heads(graph, op)) * (_peak_ratio(device, low) if guessed else 1.0))
     peak = device.peak_flops_per_s.get(graph.tensors[op.inputs[0]].dtype)
     if peak is None:
         return op_bytes(graph, op) / device.memory_bandwidth_bytes_per_s
@@ -205,17 +238,32 @@ def _heads(graph: StepGraph, op: Op) -> int:
     return max(1, prod(graph.tensors[op.inputs[0]].shape[:2]))
 
 
-def _own_rate(op: Op, device: Device) -> Curve | None:
-    return device.rates.get(base_name(op.name))
+def _peak_ratio(device: Device, dtype: str) -> float:
+    """How many times as fast as in float32 products are; 1 where one of the peaks is not known."""
+    peaks = device.peak_flops_per_s
+    return peaks[dtype] / peaks["float32"] if dtype in peaks and "float32" in peaks else 1.0
 
 
-def _rate(graph: StepGraph, op: Op, device: Device) -> Curve | None:
-    """The most specific measured rate of an operation, None if there is none."""
+def _own_rate(graph: StepGraph, op: Op, device: Device) -> tuple[Curve, bool] | None:
+    """The measured rate of a product, and whether it was measured in the product's own dtype."""
+    low, own = _low_dtype(graph, op), base_name(op.name)
+    for name in (f"{own}.{low}", f"{op.kind.value}.{low}") if low else ():
+        if name in device.rates:
+            return device.rates[name], True
+    return (device.rates[own], not low) if own in device.rates else None
+
+
+def _rate(graph: StepGraph, op: Op, device: Device, low: str | None = None) -> Curve | None:
+    """The most specific measured rate of an operation, None if there is none; with ``low``, of that dtype only."""
     own, kind = base_name(op.name), op.kind.value
     names = [own, kind + BACKWARD, kind] if "backward" in own else [own, kind]
     if walk(graph, op).strided:
         names = [form for name in names for form in (name + STRIDED, name)]
-    return next((device.rates[name] for name in names if name in device.rates), None)
+    typed = low or _low_dtype(graph, op)
+    forms = [f"{name}.{typed}" for name in names] if typed else []
+    if low is None:
+        forms += names
+    return next((device.rates[name] for name in forms if name in device.rates), None)
 
 
 def _signature(graph: StepGraph, op: Op) -> object:

@@ -14,7 +14,7 @@ from math import exp, log
 
 from lading.errors import ConfigError
 
-#: Columns of a product beyond which BLAS packs no more of it at once; narrower ones take their share.
+#: Columns of a product beyond which BLAS packs no more of it at once.
 PACKED_COLUMNS = 8192
 TIERS = ("device", "host", "disk")
 DEVICE_KINDS = ("cpu", "cuda", "mps")
@@ -61,7 +61,7 @@ class Device:
         memory_bandwidth_bytes_per_s: Read plus write.
         op_overhead_s: Least time of one operation, launch included.
         overhead_bytes: Memory a running process needs on top of its tensors (thread stacks, kernel scratch, code).
-        packing_bytes: Memory that BLAS keeps once it has packed a product of ``PACKED_COLUMNS`` columns or more.
+        packing_bytes: Memory that BLAS keeps once it has packed a product of ``PACKED_COLUMNS`` columns.
         product_efficiency: Share of the peak a product reaches against its FLOP; measured or assumed.
         skinny_dim: Dimension of a product at which half of that share is lost (m / (m + skinny_dim)).
         rates: For each cost class, bytes/s (FLOP/s for attention) against size.

@@ -14,7 +14,7 @@ from typing import Any
 
 from lading import __version__
 from lading.config import share_or_bytes
-from lading.cost.compute import missing_rates, op_costs, widest_product
+from lading.cost.compute import missing_rates, op_costs, packed_columns
 from lading.errors import ConfigError, PlanInfeasible, ProgramError
 from lading.ir.action import ActionKind
 from lading.ir.defer import updates
@@ -155,7 +155,7 @@ def _deferred(plan: Plan, graph: StepGraph) -> int:
 
 def _costs(graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int]) -> Costs:
     scratch = tuple(workspace_bytes) or (0,) * len(graph.ops)
-    return Costs(tuple(op_costs(graph, machine.device)), scratch, widest_product(graph))
+    return Costs(tuple(op_costs(graph, machine.device)), scratch, packed_columns(graph))
 
 
 def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:

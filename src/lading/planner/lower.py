@@ -23,7 +23,7 @@ class Costs:
     Attributes:
         op_seconds: Time of each operation.
         workspace_bytes: Scratch of each operation outside the arena.
-        columns: Of the widest product.
+        columns: Of products that BLAS keeps memory for (``lading.cost.compute.packed_columns``).
     """
 
     op_seconds: tuple[float, ...]
@@ -57,7 +57,7 @@ _BYTES_PER_OP = 4096
 #: The allocator keeps temporaries up to a size (``lading.runtime.resident.reuse_pages``), of which several lie side by
 #: side. Measured: 1 to 5 MiB on GPT, Llama and DiT of 7 to 375 MiB of tensors, torch 2.13 (benchmarks/predictions).
 _LARGEST_KEPT_BYTES = 4 << 20
-_KEPT_SIZES = 4
+_KEPT_SIZES, _KEPT_BYTES = 4, 7 << 19
 
 
 def overhead_bytes(machine: Machine, costs: Costs) -> int:
@@ -66,9 +66,9 @@ def overhead_bytes(machine: Machine, costs: Costs) -> int:
     if device.kind != "cpu":
         return device.overhead_bytes
     calls = _BYTES_PER_OP * len(costs.op_seconds)
-    packing = device.packing_bytes * min(costs.columns, PACKED_COLUMNS) // PACKED_COLUMNS
+    packing = device.packing_bytes * costs.columns // PACKED_COLUMNS
     kept = [size for size in costs.workspace_bytes if size <= _LARGEST_KEPT_BYTES]
-    allocator = min(_LARGEST_KEPT_BYTES, _KEPT_SIZES * max(kept, default=0))
+    allocator = min(_KEPT_BYTES, _KEPT_SIZES * max(kept, default=0))
     return device.overhead_bytes + packing + calls + allocator
 
 

@@ -24,7 +24,7 @@ from lading.ir.program import PAGE_BYTES
 from lading.runtime.cuda import CudaMeter, check_available
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
 from lading.runtime.kernels import Call
-from lading.runtime.probe_cases import Case, Pool, Stopwatch, bind_call, rate_cases, runs_case
+from lading.runtime.probe_cases import Case, Pool, Stopwatch, bind_call, low_cases, rate_cases, runs_case
 from lading.runtime.probe_disk import probe_disk
 from lading.runtime.probe_products import (
     Product,
@@ -33,6 +33,7 @@ from lading.runtime.probe_products import (
     batched_cases,
     dtype_cases,
     fit_products,
+    low_product_cases,
     product_cases,
 )
 from lading.runtime.resident import reuse_pages, trim
@@ -129,6 +130,10 @@ def _probe_device(target: torch.device, seconds: float, threads: int, say: Progr
     shaped = product_cases(pool)
     typed = list(dtype_cases(pool))
     rated = [*rate_cases(pool), runs_case(pool), *batched_cases(pool), *attention_cases(pool)]
+    if target.type == "cpu":
+        low = Pool(target, torch.bfloat16)
+        rated += [*low_cases(low, pool), *low_product_cases(low), *batched_cases(low, "bmm.bfloat16")]
+        rated += attention_cases(low, ".bfloat16")
     tiny = bind_call("aten.mul.Tensor", (pool.cut("a", 16), pool.cut("b", 16)), (pool.cut("o", 16),))
     cases = [Case("overhead", 1.0, 1.0, tiny), *(case for _, case in shaped), *(case for _, case in typed), *rated]
     with torch.no_grad():

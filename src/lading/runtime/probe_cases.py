@@ -7,7 +7,7 @@ would pay them too. Bytes are counted as the cost model counts them: every tenso
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -54,13 +54,19 @@ class _Update:
     weight_decay: float = 0.1
 
 
-def bind_call(name: str, args: Sequence[Any], outs: Sequence[torch.Tensor | None] = ()) -> Call:
+def bind_call(
+    name: str,
+    args: Sequence[Any],
+    outs: Sequence[torch.Tensor | None] = (),
+    named: Mapping[str, Any] | None = None,
+) -> Call:
     """The kernel of one operation on these tensors, as the executor would run it.
 
     Args:
         name: ATen overload, such as "aten.mm.default".
         args: Its arguments: tensors, numbers, None, Literals and tuples of them.
         outs: Where its results go.
+        named: Arguments by name.
     """
     tensors: list[torch.Tensor] = []
 
@@ -71,6 +77,7 @@ def bind_call(name: str, args: Sequence[Any], outs: Sequence[torch.Tensor | None
         return tuple(encode(item) for item in arg) if isinstance(arg, tuple) else arg
 
     encoded = tuple(encode(arg) for arg in args)
+    by_name = tuple((key, encode(arg)) for key, arg in (named or {}).items())
     inputs = tuple(range(len(tensors)))
     results = tuple(None if out is None else len(tensors) + i for i, out in enumerate(outs))
     tensors += [torch.empty(0) if out is None else out for out in outs]
@@ -78,7 +85,7 @@ def bind_call(name: str, args: Sequence[Any], outs: Sequence[torch.Tensor | None
         name=name,
         phase=Phase.FORWARD,
         args=encoded,
-        kwargs=(),
+        kwargs=by_name,
         inputs=inputs,
         outputs=tuple(r for r in results if r is not None),
         results=results,
@@ -92,14 +99,16 @@ def bind_call(name: str, args: Sequence[Any], outs: Sequence[torch.Tensor | None
 
 
 class Pool:
-    """Memory that all cases share: fp32 tensors are cut from it, one region per letter."""
+    """Memory that all cases share: tensors of one dtype are cut from it, one region per letter."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.device, self.dtype = device, dtype
         scale = _CUDA_SCALE if device.type == "cuda" else 1
         self.region_bytes = {name: scale * size for name, size in _REGION_BYTES.items()}
         self.sizes = _CUDA_SIZES if device.type == "cuda" else SIZES
-        self._regions = {name: torch.rand(size // 4, device=device) for name, size in self.region_bytes.items()}
+        self._regions = {
+            name: torch.rand(size // 4, device=device).to(dtype) for name, size in self.region_bytes.items()
+        }
 
     def cut(self, region: str, *shape: int) -> torch.Tensor:
         """A contiguous tensor at the start of region "a", "b" (read) or "o" (written)."""
@@ -125,6 +134,47 @@ def rate_cases(pool: Pool) -> Iterator[Case]:
             if name == ADAMW:
                 work += sum(_touched(t) for i, t in enumerate(args) if i != 1)
             yield Case(key, float(work), float(work), bind_call(name, args, outs))
+
+
+#: Rates that are measured in bfloat16 too, and at which sizes.
+_LOW_KEYS = (
+    "elementwise", "elementwise.strided", "transcendental", "pow", "silu", "silu_backward", "gelu", "gelu_backward",
+    "reduction", "softmax", "_softmax_backward_data", "norm", "native_layer_norm_backward", "gather",
+    "embedding_dense_backward", "copy", "copy.strided", "cat", "random",
+)  # fmt: skip
+_LOW_SIZES = (16 * KiB, 128 * KiB, 1 * MiB, 8 * MiB)
+
+
+def low_cases(pool: Pool, wide: Pool) -> Iterator[Case]:
+    """The classes of ``rate_cases`` that a bfloat16 step consists of, casts and updates of master weights included."""
+    suffix = str(pool.dtype).removeprefix("torch.")
+    for key in _LOW_KEYS:
+        for size in _LOW_SIZES if key not in _SLOW else _LOW_SIZES[:3]:
+            name, args, outs = _MAKERS[key](pool, size)
+            work = float(sum(_touched(t) for t in (*_tensors(args), *outs)))
+            if key == "gather":
+                work = 2.0 * _touched(outs[0]) + _touched(args[-1])
+            yield Case(f"{key}.{suffix}", work, work, bind_call(name, args, outs))
+    for size in _LOW_SIZES:
+        rows, width = _rows(size, 2)
+        yield _cast(f"_to_copy.{suffix}", pool.cut("a", rows, width), wide.cut("o", rows, width))
+        yield _cast(f"_to_copy.{suffix}", wide.cut("a", rows, width), pool.cut("o", rows, width), add=1)
+        yield _master_update(f"step.{suffix}", pool, wide, size)
+
+
+def _cast(key: str, source: torch.Tensor, target: torch.Tensor, add: int = 0) -> Case:
+    work = float(_touched(source) + _touched(target))
+    return Case(key, work + add, work, bind_call("aten._to_copy.default", (source,), (target,)))
+
+
+def _master_update(key: str, pool: Pool, wide: Pool, size: int) -> Case:
+    """An update of float32 masters and moments by a gradient of the pool's dtype: 30 bytes an element."""
+    rows, width = _rows(size, 7)
+    moments = torch.zeros(2, rows, width)
+    args = (pool.cut("o", rows, width), pool.cut("a", rows, width), moments[0], moments[1], torch.zeros(()))
+    run = bind_call(ADAMW, args, named={"master": wide.cut("o", rows, width)})
+    work = 30.0 * rows * width
+    return Case(key, work, work, run)
 
 
 def runs_case(pool: Pool) -> Case:

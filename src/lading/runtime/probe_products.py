@@ -61,15 +61,17 @@ def product_cases(pool: Pool) -> list[tuple[tuple[int, int, int], Case]]:
     place = _matrices(pool, shapes)
     for m, k, n in shapes:
         for layout in LAYOUTS:
-            left = place("a", m, k) if layout[0] == "N" else place("a", k, m).t()
-            right = place("b", k, n) if layout[1] == "N" else place("b", n, k).t()
-            run = bind_call("aten.mm.default", (left, right), (place("o", m, n),))
+            run = _product(place, m, k, n, layout)
             flops = 2.0 * m * k * n
             cases.append(((m, k, n), Case("mm", flops, flops, run)))
     return cases
 
 
-def _matrices(pool: Pool, shapes: Sequence[tuple[int, int, int]]) -> Callable[[str, int, int], torch.Tensor]:
+#: (region, rows, columns) -> a matrix.
+_Place = Callable[[str, int, int], torch.Tensor]
+
+
+def _matrices(pool: Pool, shapes: Sequence[tuple[int, int, int]]) -> _Place:
     """What cuts a matrix of the base dtype from region "a", "b" or "o"."""
     if pool.device.type == "cpu":
         return pool.cut
@@ -80,25 +82,49 @@ def _matrices(pool: Pool, shapes: Sequence[tuple[int, int, int]]) -> Callable[[s
     return lambda region, rows, columns: regions[region][: rows * columns].view(rows, columns)
 
 
-def batched_cases(pool: Pool) -> Iterator[Case]:
+#: m, k, n of the products timed in bfloat16 too.
+_LOW_SHAPES = ((64, 64, 64), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024), (256, 512, 2048))
+
+
+def low_product_cases(pool: Pool) -> Iterator[Case]:
+    """Products in the pool's dtype, each layout in turn: FLOP/s against the FLOP of one."""
+    suffix = str(pool.dtype).removeprefix("torch.")
+    for m, k, n in _LOW_SHAPES:
+        calls = [_product(pool.cut, m, k, n, layout) for layout in LAYOUTS]
+        flops = 2.0 * m * k * n
+
+        def run(calls: Sequence[Callable[[], object]] = calls) -> None:
+            for call in calls:
+                call()
+
+        yield Case(f"matmul.{suffix}", flops, flops * len(calls), run)
+
+
+def _product(place: _Place, m: int, k: int, n: int, layout: str) -> Callable[[], object]:
+    left = place("a", m, k) if layout[0] == "N" else place("a", k, m).t()
+    right = place("b", k, n) if layout[1] == "N" else place("b", n, k).t()
+    return bind_call("aten.mm.default", (left, right), (place("o", m, n),))
+
+
+def batched_cases(pool: Pool, key: str = "bmm") -> Iterator[Case]:
     """Products of many small matrices: FLOP/s against the FLOP of one."""
     for side in _BATCHED:
         count = max(4, min(64, (1 << 20) // side**2))
         operands = (pool.cut("a", count, side, side), pool.cut("b", count, side, side))
         each = 2.0 * side**3
         yield Case(
-            "bmm", each, each * count, bind_call("aten.bmm.default", operands, (pool.cut("o", count, side, side),))
+            key, each, each * count, bind_call("aten.bmm.default", operands, (pool.cut("o", count, side, side),))
         )
 
 
-def attention_cases(pool: Pool) -> Iterator[Case]:
+def attention_cases(pool: Pool, suffix: str = "") -> Iterator[Case]:
     """Causal attention forward and backward: FLOP/s of the half that is not masked, against the FLOP of one head."""
     if pool.device.type != "cpu":
         yield from _cuda_attention_cases(pool)
         return
     name = "aten._scaled_dot_product_flash_attention_for_cpu"
     for batch, heads, length, dim in _ATTENTION:
-        q, k, v, grad = _heads(batch, heads, length, dim, torch.float32, pool.device)
+        q, k, v, grad = _heads(batch, heads, length, dim, pool.dtype, pool.device)
         places = [torch.empty_like(q) for _ in range(3)]
         stats = torch.empty(batch, length, heads).transpose(1, 2)
         each = 2.0 * length * length * dim
@@ -106,8 +132,8 @@ def attention_cases(pool: Pool) -> Iterator[Case]:
         forward()
         out = places[0].clone()
         backward = bind_call(f"{name}_backward.default", (grad, q, k, v, out, stats, 0.0, True), places)
-        yield Case("attention", each, each * batch * heads, forward)
-        yield Case("attention_backward", 2.5 * each, 2.5 * each * batch * heads, backward)
+        yield Case(f"attention{suffix}", each, each * batch * heads, forward)
+        yield Case(f"attention_backward{suffix}", 2.5 * each, 2.5 * each * batch * heads, backward)
 
 
 def _heads(

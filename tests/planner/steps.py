@@ -106,5 +106,5 @@ def every_choice(step: Step) -> list[Found]:
         choices = {key: option for key, option in zip(options, drawn, strict=True) if option is not Option.KEEP}
         program = step.lower(choices).program
         if program is not None:
-            found.append(Found(choices, program, step.simulate(program)))
+            found.append(Found(choices, program, step))
     return found

@@ -15,6 +15,9 @@ import numpy as np
 
 from lading.ir.program import PAGE_BYTES, slot_bytes
 
+#: Of more items than this only one order is tried.
+_MANY = 3000
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -66,7 +69,7 @@ def pack(items: Sequence[Item], limit_bytes: int = 0) -> Packing:
     moving = [(i, sizes[i], item.spans) for i, item in enumerate(items) if item.spans != ((0, end),)]
     best: tuple[int, dict[int, int]] | None = None
     enough = max(peak_bytes(items), limit_bytes) - floor
-    for order in _orders(moving):
+    for order in _orders(moving) if len(moving) <= _MANY else [sorted(moving, key=lambda row: (-row[1], row[0]))]:
         found = _first_fit(order, best[0] if best else None)
         best = found or best
         if best is not None and best[0] <= enough:
@@ -127,4 +130,5 @@ def _lowest_hole(low: np.ndarray, high: np.ndarray, size: int) -> int:
         return 0
     until = np.maximum.accumulate(high[by_low])
     room = low[1:] - until[:-1] >= size
-    return int(until[room.argmax()] if room.any() else until[-1])
+    hole = int(room.argmax()) if len(room) else 0
+    return int(until[hole] if len(room) and room[hole] else until[-1])

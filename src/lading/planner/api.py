@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.verify import verify
-from lading.planner.lower import Costs, fixed_bytes
+from lading.planner.lower import Costs
 from lading.planner.orders import Ordered, best_order, deferred_step, smallest_order_bytes
 from lading.planner.policies import checkpoint_every_block, keep_all
 from lading.planner.residency import Found, Step, lower_bound_s
@@ -56,6 +58,19 @@ class Planned:
     keep_all_bytes: int
 
 
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keeps the cyclic collector from walking a large graph again and again: planning makes no cycles worth it."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collector_paused()
 def make_plan(
     graph: StepGraph,
     machine: Machine,
@@ -89,7 +104,7 @@ def make_plan(
     limits = _budgets(machine, _NO_LIMIT, disk_budget)
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
     free = Step(graph, lives, usable, costs, limits)
-    keep_all_bytes = free.lower({}).arena_bytes + fixed_bytes(machine, costs)
+    keep_all_bytes = free.needs({})
     budgets = _budgets(machine, share_or_bytes(budget, keep_all_bytes), disk_budget)
     _check_device(machine, budgets["device"])
     step = dataclasses.replace(free, budgets=budgets)
@@ -124,6 +139,7 @@ def make_plan(
     return Planned(plan, chosen.step.graph, found.program, found.timeline, keep_all_bytes)
 
 
+@_collector_paused()
 def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_bytes: Sequence[int] = ()) -> Program:
     """The Program of a plan, made again.
 
@@ -210,10 +226,10 @@ def _plain_policies(step: Step, free: Step) -> tuple[list[PolicyRow], dict[str, 
         choices = policy(step.graph, step.lives)
         lowered = step.lower(choices)
         if lowered.program is not None:
-            fitting[name] = Found(choices, lowered.program, step.simulate(lowered.program))
+            fitting[name] = Found(choices, lowered.program, step)
             rows.append(_row(name, fitting[name]))
         else:
-            needs = free.lower(choices).arena_bytes + fixed_bytes(step.machine, step.costs)
+            needs = free.needs(choices)
             rows.append(PolicyRow(policy=name, fits=False, peak_bytes=needs, note="does not fit the budget"))
     return rows, fitting
 

@@ -49,6 +49,8 @@ class Lowered:
     arena_bytes: int
 
 
+#: More bytes than any device has.
+_NO_LIMIT = 1 << 60
 #: Lower tiers, nearest first.
 _LOWER = (Option.HOST, Option.DISK)
 #: What the executor holds on the host for one operation: its actions, their calls and the views they work on.
@@ -103,6 +105,13 @@ def lower(
         if soft <= peak:
             return Lowered(None, emission, packing.size_bytes - arena, peak_item, packing.size_bytes)
         soft = max(peak, soft - max(packing.size_bytes - arena, arena // 200))
+
+
+def unlimited_bytes(graph: StepGraph, machine: Machine, costs: Costs, emission: Emission) -> int:
+    """Bytes of the arena if every transfer gets all the time it takes."""
+    seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
+    cut, stretched = wrapped(emission, stretch(graph, machine, emission, seconds, _NO_LIMIT))
+    return _pack(graph, cut, stretched, _NO_LIMIT)[0].size_bytes
 
 
 def _one_tier(choices: Choices) -> Choices:

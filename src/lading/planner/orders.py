@@ -73,10 +73,10 @@ def best_order(step: Step, others: Iterable[Found]) -> Ordered:
         except (PlanInfeasible, ConfigError) as error:
             failure = _easier(failure, error)
             continue
-        if best is None or found.timeline.duration_s < best.found.timeline.duration_s:
+        if best is None or found.step_s < best.found.step_s:
             best = Ordered(count, ordered, found, bound_s)
         best = dataclasses.replace(best, bound_s=bound_s)
-        if best.found.timeline.duration_s <= (1 + GOOD_ENOUGH) * bound_s:
+        if best.found.step_s <= (1 + GOOD_ENOUGH) * bound_s:
             break
     if best is None:
         assert failure is not None

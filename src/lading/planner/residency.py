@@ -12,6 +12,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, product
 
 import numpy as np
@@ -25,18 +26,22 @@ from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
 from lading.planner.classes import fold
+from lading.planner.emit import emit
 from lading.planner.improve import improve
 from lading.planner.linear import Relaxation, solve
-from lading.planner.lower import Costs, Lowered, fixed_bytes, lower
+from lading.planner.lower import Costs, Lowered, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import Problem, Relaxed, build
 from lading.planner.schedule import base_profile
-from lading.sim.engine import simulate
+from lading.sim.engine import simulate, step_seconds
 from lading.units import format_bytes
 
 #: Shares of the arena that the relaxation leaves to transfers under way, and windows it cuts the step into.
 _ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
 _WINDOWS = (4, 16, 1)
+_WINDOWS_FOLDED = (16, 4)
 _REPAIRS = 6
+#: Operations lowered in one search, and the least number of lowerings.
+_LOWERED, _FEWEST_TRIES = 30_000, 2
 #: Gaps that are decided one by one; of a larger step, alike layers are decided together.
 _CLASSES = 1500
 #: A plan this close to the bound ends the search.
@@ -68,18 +73,38 @@ class Step:
             return dataclasses.replace(lowered, program=None)
         return lowered
 
+    def needs(self, choices: dict[tuple[int, int], Option]) -> int:
+        """Device bytes that choices take where every transfer has its time."""
+        emission = emit(self.graph, self.lives, choices)
+        arena_bytes = unlimited_bytes(self.graph, self.machine, self.costs, emission)
+        return arena_bytes + fixed_bytes(self.machine, self.costs)
+
     def simulate(self, program: Program) -> Timeline:
         """Predict the program's timeline."""
         return simulate(program, self.machine, op_seconds=self.costs.op_seconds)
 
+    def seconds(self, program: Program) -> float:
+        """Predict the program's time, which is quicker."""
+        return step_seconds(program, self.machine, op_seconds=self.costs.op_seconds)
+
 
 @dataclass(frozen=True)
 class Found:
-    """Choices that fit, with what they lead to."""
+    """Choices that fit, with what they lead to; times are predicted when they are asked for."""
 
     choices: dict[tuple[int, int], Option]
     program: Program
-    timeline: Timeline
+    step: Step
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.step.seconds(self.program)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The whole step."""
+        return self.step.simulate(self.program)
 
 
 def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
@@ -89,12 +114,12 @@ def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
         PlanInfeasible: not even moving or recomputing everything fits.
         ConfigError: what fits the device does not fit a lower tier's budget.
     """
-    best = min(others, key=lambda found: found.timeline.duration_s, default=None)
+    best = min(others, key=lambda found: found.step_s, default=None)
     problem = _problem(step)
     for found in _candidates(step, problem):
-        if best is None or found.timeline.duration_s < best.timeline.duration_s:
+        if best is None or found.step_s < best.step_s:
             best = found
-        if best.timeline.duration_s <= (1 + GOOD_ENOUGH) * bound_s:
+        if best.step_s <= (1 + GOOD_ENOUGH) * bound_s:
             return best
     return _improved(step, _problem(step, every=True), best or _smallest(step))
 
@@ -102,12 +127,14 @@ def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
 def _improved(step: Step, problem: Problem, found: Found) -> Found:
     def seconds_of(choices: dict[tuple[int, int], Option]) -> float | None:
         program = step.lower(choices).program
-        return None if program is None else step.simulate(program).duration_s
+        return None if program is None else step.seconds(program)
 
-    choices = improve(found.choices, found.timeline.duration_s, problem, seconds_of)
+    choices = improve(found.choices, found.step_s, problem, seconds_of)
+    if choices is found.choices:
+        return found
     program = step.lower(choices).program
     assert program is not None, "the search keeps what fits"
-    return Found(choices, program, step.simulate(program))
+    return Found(choices, program, step)
 
 
 def lower_bound_s(step: Step) -> float:
@@ -162,12 +189,20 @@ def _problem(step: Step, *, every: bool = False) -> Problem:
 
 
 def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
-    """Lowered solutions; those that leave little room only where none that leaves more fits."""
-    relaxations = {windows: Relaxation(problem, windows) for windows in _WINDOWS}
+    """Lowered solutions; those that leave little room only where none that leaves more fits.
+
+    Of a large step fewer are lowered, the likeliest first: its windows are many, so that the relaxation sees more.
+    """
+    order = _WINDOWS if problem.folding is None else _WINDOWS_FOLDED
+    relaxations = {windows: Relaxation(problem, windows) for windows in order}
+    tries = max(_FEWEST_TRIES, _LOWERED // problem.num_ops)
     for reserves in (_ROOMY, _TIGHT):
         found = False
-        for reserve, windows in product(reserves, _WINDOWS):
-            candidate = _repaired(step, relaxations[windows], int(step.arena_bytes * (1.0 - reserve)))
+        for reserve, windows in product(reserves, order):
+            if found and tries <= 0:
+                return
+            candidate, tried = _repaired(step, relaxations[windows], int(step.arena_bytes * (1.0 - reserve)))
+            tries -= tried
             if candidate is not None:
                 found = True
                 yield candidate
@@ -175,20 +210,23 @@ def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
             return
 
 
-def _repaired(step: Step, relaxation: Relaxation, target: int) -> Found | None:
-    """Solve for ``target`` bytes; where the lowering needs more than the relaxation thought, reserve that and retry."""
+def _repaired(step: Step, relaxation: Relaxation, target: int) -> tuple[Found | None, int]:
+    """Solve for ``target`` bytes; where the lowering needs more than the relaxation thought, reserve that and retry.
+
+    Returns what was found and the number of lowerings.
+    """
     problem = relaxation.problem
     extra = np.zeros(problem.num_ops, dtype=np.int64)
-    for _ in range(_REPAIRS):
+    for tried in range(_REPAIRS):
         relaxed = relaxation.solve(target, extra)
         if relaxed is None:
-            return None
+            return None, tried
         choices = rounded(problem, relaxed)
         lowered = step.lower(choices)
         if lowered.program is not None:
-            return Found(choices, lowered.program, step.simulate(lowered.program))
+            return Found(choices, lowered.program, step), tried + 1
         extra += _missing(step, problem, lowered)
-    return None
+    return None, _REPAIRS
 
 
 def rounded(problem: Problem, relaxed: Relaxed) -> dict[tuple[int, int], Option]:
@@ -285,7 +323,7 @@ def _smallest(step: Step) -> Found:
     if again.program is None:
         raise infeasible(step, size, lowered)
     _check_tiers(again.program)
-    return Found(choices, again.program, step.simulate(again.program))
+    return Found(choices, again.program, step)
 
 
 def _check_tiers(program: Program) -> None:

@@ -37,6 +37,9 @@ from lading.runtime.probe import probe
 from lading.runtime.workspace import measured_workspace
 from lading.sim.engine import simulate
 
+#: Setting of a plan for a GPU.
+_SCRATCH = "workspace_bytes"
+
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 
@@ -98,7 +101,12 @@ def plan(
         budget=budget,
         disk_budget=disk_budget,
         policy=policy,
-        expansion={"clip_norm": clip_norm, "master_weights": float(master_weights), "compile": float(compile)},
+        expansion={
+            "clip_norm": clip_norm,
+            "master_weights": float(master_weights),
+            **_recorded(scratch, machine),
+            "compile": float(compile),
+        },
         workspace_bytes=scratch,
     )
     return planned.plan
@@ -123,7 +131,7 @@ def lowered(plan: Plan, graph: StepGraph) -> Program:
     machine = machine_from_dict(plan.machine, "the plan's machine")
     masters = bool(plan.settings.get("master_weights", 0.0))
     step = step_of(graph, machine, clip_norm=plan.settings["clip_norm"], master_weights=masters)
-    return make_program(plan, step, machine, workspace_bytes=_scratch(step, machine))
+    return make_program(plan, step, machine, workspace_bytes=_planned_scratch(plan, step, machine))
 
 
 def _scratch(graph: StepGraph, machine: Machine) -> Sequence[int]:
@@ -134,12 +142,25 @@ def _scratch(graph: StepGraph, machine: Machine) -> Sequence[int]:
     return workspace_of(graph, kind)
 
 
+def _planned_scratch(plan: Plan, graph: StepGraph, machine: Machine) -> Sequence[int]:
+    """Scratch for lowering a plan again; where it was measured, what was measured then."""
+    if machine.device.kind == "cpu":
+        return workspace_of(graph)
+    return (int(plan.settings[_SCRATCH]), *(0 for _ in graph.ops[1:]))
+
+
+def _recorded(scratch: Sequence[int], machine: Machine) -> dict[str, float]:
+    """What a plan must remember of the scratch: on a GPU the largest, which is all that the lowering asks for."""
+    return {} if machine.device.kind == "cpu" else {_SCRATCH: float(max(scratch, default=0))}
+
+
 def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
     """Capture a run's step and plan it for its machine, or for ``machine``."""
     torch.set_num_threads(run.num_threads)
     machine = machine or machine_of(run)
     initial, captured, graph = _captured(run, machine)
     free = _free_bytes(Path(run.memory.folder or run.out))
+    scratch = _scratch(graph, machine)
     planned = make_plan(
         graph,
         machine,
@@ -150,8 +171,9 @@ def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
             "clip_norm": run.optimization.clip_norm,
             "master_weights": float(_has_masters(run)),
             "compile": float(run.optimization.compile),
+            **_recorded(scratch, machine),
         },
-        workspace_bytes=_scratch(graph, machine),
+        workspace_bytes=scratch,
         run=run_to_dict(run),
     )
     return Prepared(run, initial, captured, planned.graph, machine, planned.plan, planned.program, planned.predicted)
@@ -176,7 +198,7 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     torch.set_num_threads(run.num_threads)
     machine = machine_from_dict(plan.machine, "the plan's machine")
     initial, captured, graph = _captured(run, machine)
-    program = make_program(plan, graph, machine, workspace_bytes=_scratch(graph, machine))
+    program = make_program(plan, graph, machine, workspace_bytes=_planned_scratch(plan, graph, machine))
     return Prepared(run, initial, captured, program.graph, machine, plan, program, simulate(program, machine))
 
 

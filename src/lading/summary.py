@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ from lading.prepare import Prepared, prepare_plan
 from lading.report.html import write_report
 from lading.report.metrics import read_steps
 from lading.report.perfetto import write_trace
+from lading.report.snapshot import write_snapshot
 from lading.report.summary import RunSummary
 
 
@@ -53,6 +55,10 @@ def finish_run(prepared: Prepared, measured: Timeline | None) -> None:
         save_whole(out / "measured.json", measured.save)
     timelines = [prepared.predicted] if measured is None else [prepared.predicted, measured]
     save_whole(out / "timeline.pftrace", lambda path: write_trace(path, timelines))
+    for timeline in timelines:
+        save_whole(
+            out / f"{timeline.source}.pickle", partial(write_snapshot, program=prepared.program, timeline=timeline)
+        )
     _write(prepared, measured, out)
 
 

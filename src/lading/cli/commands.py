@@ -32,6 +32,10 @@ MachineName = Annotated[
 TraceFile = Annotated[
     Path | None, arg(metavar="FILE.pftrace", help="Also write a trace for ui.perfetto.dev.", help_behavior_hint="")
 ]
+SnapshotFile = Annotated[
+    Path | None,
+    arg(metavar="FILE.pickle", help="Also write a snapshot for pytorch.org/memory_viz.", help_behavior_hint=""),
+]
 PlanFile = Annotated[Path | None, arg(metavar="PLAN.json", help="Train as this plan says.", help_behavior_hint="")]
 MaybeRunFile = Annotated[
     Positional[Path | None],
@@ -100,21 +104,29 @@ class Simulate:
     source: Annotated[Positional[Path], arg(metavar="RUN.toml|PLAN.json", help="A run, or a plan made before.")]
     overrides: Overrides = ()
     trace: TraceFile = None
+    snapshot: SnapshotFile = None
 
     def run(self) -> None:
-        """Print the predicted step, and write its trace if asked."""
-        if self.trace:
-            _check_target(self.trace)
+        """Print the predicted step, and write its trace and snapshot if asked."""
+        for path in (self.trace, self.snapshot):
+            if path:
+                _check_target(path)
         what = (_load_plan if self.source.suffix == ".json" else load_run)(self.source, self.overrides)
         from lading.prepare import plan_run, prepare_plan
 
-        timeline = (plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what)).predicted
+        prepared = plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what)
+        timeline = prepared.predicted
         print(timeline_text(timeline))
         if self.trace:
             from lading.report.perfetto import write_trace
 
             write_trace(self.trace, [timeline])
             print(f"wrote {self.trace}")
+        if self.snapshot:
+            from lading.report.snapshot import write_snapshot
+
+            write_snapshot(self.snapshot, prepared.program, timeline)
+            print(f"wrote {self.snapshot}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,153 @@
+"""Memory snapshots: a step's memory over time as torch's memory viewer (pytorch.org/memory_viz) reads it.
+
+A snapshot is a pickle of plain lists and dicts. Each tier is a device of it, the computing device first. Arenas are
+segments, so the viewer's allocator history shows where in an arena each storage lies; what the step takes outside
+(scratch of kernels, the process) lies in segments of its own. The first frame of an allocation is the storage's name
+and role, the second the action that brought it.
+
+Source: torch/cuda/_memory_viz.py and torch.cuda.memory._snapshot (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lading.ir.action import Action, ActionKind
+from lading.ir.program import Program, slot_bytes
+from lading.ir.timeline import Event, Timeline
+from lading.memory.layout import DEVICE, home_tiers
+from lading.memory.staircase import OVERHEAD, WORKSPACE
+
+#: Addresses at which the segments of a tier begin: its arena, and what lies outside.
+_BASE = {"arena": 1 << 40, WORKSPACE: 2 << 40, OVERHEAD: 3 << 40}
+_START = "start of the step"
+
+#: Time (s), order within it, whether it is freed, address, bytes, bytes asked for, first frame, second frame.
+_Change = tuple[float, int, bool, int, int, int, str, str]
+
+
+def write_snapshot(path: Path, program: Program, timeline: Timeline) -> None:
+    """Write the memory of one step, predicted or measured, as a snapshot."""
+    with path.open("wb") as file:
+        pickle.dump(snapshot(program, timeline), file, protocol=4)
+
+
+def snapshot(program: Program, timeline: Timeline) -> dict[str, Any]:
+    """The snapshot, as plain data; its segments are those at the end of the step."""
+    traces: list[list[dict[str, Any]]] = []
+    segments: list[dict[str, Any]] = []
+    for device, tier in enumerate((DEVICE, *program.slots)):
+        changes = sorted((*_stays(program, timeline, tier), *_outside(timeline, tier)), key=lambda c: (c[0], c[1]))
+        sizes = _segment_sizes(program, tier, changes)
+        trace = [_entry("segment_alloc", address, size, 0.0, []) for address, size in sizes.items()]
+        for time_s, _, freed, address, size, _, *names in changes:
+            for action in ("free_requested", "free_completed") if freed else ("alloc",):
+                trace.append(_entry(action, address, size, time_s, _frames(names)))
+        traces.append(trace)
+        segments += [_segment(device, address, size, changes) for address, size in sizes.items()]
+    return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
+
+
+def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[_Change]:
+    """When each storage comes to a tier and when it goes."""
+    events = {event.action: event for event in timeline.events}
+    storages = program.graph.storages
+    slots = dict(program.slots.get(tier, ()))
+    held: dict[int, tuple[int, str]] = {}  # storage -> address, what brought it
+
+    def change(time_s: float, storage: int, address: int, label: str, *, freed: bool) -> _Change:
+        item = storages[storage]
+        name = f"{item.name} ({item.role.value})"
+        return time_s, 0 if freed else 1, freed, address, slot_bytes(item.size_bytes), item.size_bytes, name, label
+
+    first = program.resident if tier == DEVICE else [(s, slots[s]) for s, t in home_tiers(program).items() if t == tier]
+    for storage, offset in first:
+        held[storage] = _BASE["arena"] + offset, _START
+        yield change(0.0, storage, *held[storage], freed=False)
+    for action in program.actions:
+        event = events[action.id]
+        for storage, offset in _brought(action, tier, slots):
+            if storage not in held:
+                held[storage] = _BASE["arena"] + offset, _label(program, action, event)
+                yield change(event.start_s, storage, *held[storage], freed=False)
+        if action.kind is ActionKind.FREE and action.source == tier and action.storage in held:
+            yield change(event.end_s, action.storage, *held.pop(action.storage), freed=True)
+
+
+def _brought(action: Action, tier: str, slots: dict[int, int]) -> list[tuple[int, int]]:
+    """Storages that an action brings to a tier, with their offsets in its arena."""
+    if tier == DEVICE:
+        return list(action.places)
+    storage = action.storage
+    moved = storage is not None and action.kind is not ActionKind.FREE and action.target == tier
+    return [(storage, slots[storage])] if moved and storage is not None else []
+
+
+def _outside(timeline: Timeline, tier: str) -> Iterator[_Change]:
+    """What is taken outside the arena: the process all the time, scratch while kernels run."""
+    for role in (OVERHEAD, WORKSPACE):
+        size = 0
+        for sample in timeline.memory:
+            if sample.tier == tier and (now := sample.bytes_by_role.get(role, 0)) != size:
+                if size:
+                    yield sample.time_s, 0, True, _BASE[role], size, size, role, ""
+                if now:
+                    yield sample.time_s, 1, False, _BASE[role], now, now, role, ""
+                size = now
+
+
+def _segment_sizes(program: Program, tier: str, changes: list[_Change]) -> dict[int, int]:
+    """Bytes of each segment of a tier, by address."""
+    arena = program.arena_bytes if tier == DEVICE else program.tier_bytes(tier)
+    sizes = {_BASE["arena"]: arena} if arena else {}
+    for change in changes:
+        if change[3] in (_BASE[WORKSPACE], _BASE[OVERHEAD]):
+            sizes[change[3]] = max(sizes.get(change[3], 0), change[4])
+    return sizes
+
+
+def _segment(device: int, start: int, size: int, changes: list[_Change]) -> dict[str, Any]:
+    """A segment as it is at the end: what is still there, and the gaps."""
+    there: dict[int, _Change] = {}
+    for change in changes:
+        if start <= change[3] < start + size:
+            if change[2]:
+                del there[change[3]]
+            else:
+                there[change[3]] = change
+    blocks: list[dict[str, Any]] = []
+    at = start
+    for address in sorted(there):
+        _, _, _, _, taken, asked, *names = there[address]
+        if address > at:
+            blocks.append(_block(at, address - at, 0, "inactive", []))
+        blocks.append(_block(address, taken, asked, "active_allocated", _frames(names)))
+        at = address + taken
+    if at < start + size:
+        blocks.append(_block(at, start + size - at, 0, "inactive", []))
+    active = sum(change[4] for change in there.values())
+    return {
+        "device": device, "address": start, "total_size": size, "stream": 0, "segment_type": "large",
+        "allocated_size": active, "active_size": active, "requested_size": sum(c[5] for c in there.values()),
+        "blocks": blocks, "frames": [], "segment_pool_id": (0, 0), "is_expandable": False,
+    }  # fmt: skip
+
+
+def _block(address: int, size: int, asked: int, state: str, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": asked, "state": state, "frames": frames}
+
+
+def _entry(action: str, address: int, size: int, time_s: float, frames: list[dict[str, Any]]) -> dict[str, Any]:
+    time_us = round(time_s * 1e6)
+    return {"action": action, "addr": address, "size": size, "stream": 0, "time_us": time_us, "frames": frames}
+
+
+def _frames(names: list[str]) -> list[dict[str, Any]]:
+    return [{"name": name, "filename": "", "line": 0} for name in names if name]
+
+
+def _label(program: Program, action: Action, event: Event) -> str:
+    return f"{program.label(action)} on {event.stream}"

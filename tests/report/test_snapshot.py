@@ -1,0 +1,77 @@
+"""The memory snapshot: torch's own reader takes it, and it says what the timeline says."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.machines import small_machine
+from torch.cuda import _memory_viz
+
+from lading.capture.trace import capture
+from lading.ir.step import expand
+from lading.memory.staircase import OVERHEAD
+from lading.models.loss import next_byte_loss
+from lading.models.registry import build_model
+from lading.planner.api import Planned, make_plan
+from lading.report.snapshot import snapshot, write_snapshot
+
+
+@pytest.fixture(scope="module")
+def planned() -> Planned:
+    """A step that does not fit: storages come from the disk and go back."""
+    torch.manual_seed(0)
+    model = build_model("gpt", dim=64, num_layers=1, num_heads=2)
+    batch = {"tokens": torch.zeros(4, 33, dtype=torch.int64)}
+    step = expand(capture(model, batch, next_byte_loss))
+    scratch = [64 * (index % 3) for index in range(len(step.ops))]
+    machine = small_machine(overhead_bytes=1 << 20)
+    keep = make_plan(step, machine, budget="100%", workspace_bytes=scratch)
+    made = make_plan(
+        step, machine, budget=keep.program.peak_bytes - keep.program.arena_bytes // 2, workspace_bytes=scratch
+    )
+    assert made.program.slots["disk"]
+    return made
+
+
+def test_it_holds_what_the_timeline_says(planned: Planned) -> None:
+    data = snapshot(planned.program, planned.predicted)
+    for device, tier in enumerate(("device", "disk")):
+        peak = now = 0
+        live: dict[int, int] = {}
+        before = -1
+        for entry in data["device_traces"][device]:
+            assert entry["time_us"] >= max(0, before)
+            before = entry["time_us"]
+            if entry["action"] == "alloc":
+                free = all(a + s <= entry["addr"] or entry["addr"] + entry["size"] <= a for a, s in live.items())
+                assert free, "two storages at one address"
+                live[entry["addr"]] = entry["size"]
+                now += entry["size"]
+            elif entry["action"] == "free_completed":
+                now -= live.pop(entry["addr"])
+            peak = max(peak, now)
+        assert peak == planned.predicted.peak_of_tier(tier)
+        segments = [s for s in data["segments"] if s["device"] == device]
+        assert sum(s["active_size"] for s in segments) == sum(live.values())
+        for segment in segments:
+            assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
+    roles = {frame["name"] for trace in data["device_traces"] for e in trace for frame in e["frames"][:1]}
+    parameters = {f"{p.names[0]} (parameter)" for p in planned.program.graph.parameters}
+    assert {"tokens (input)", OVERHEAD, *parameters} <= roles
+
+
+def test_torch_reads_it(planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_snapshot(tmp_path / "memory.pickle", planned.program, planned.predicted)
+    data: Any = pickle.loads((tmp_path / "memory.pickle").read_bytes())
+    for text in (_memory_viz.trace_plot(data), _memory_viz.segment_plot(data)):
+        assert "MemoryViz" in text
+    arena = sum(segment["total_size"] for segment in data["segments"])
+    summary = _memory_viz.segsum(data)  # raises where blocks do not add up
+    assert f"total_reserved: {_memory_viz.Bytes(arena)}" in summary
+    events = _memory_viz.trace(data)
+    assert "free" in events
+    assert "cudaMalloc" in events

@@ -12,6 +12,7 @@ import argparse
 import json
 import multiprocessing
 import platform
+import signal
 import statistics
 import tempfile
 import time
@@ -60,15 +61,23 @@ class Running:
     losses: list[float] = field(default_factory=list)
 
     def receive(self) -> dict[str, Any] | None:
-        """What the side sends; None if it has died."""
+        """What the side sends; None if it has died or takes too long."""
         try:
             if self.connection.poll(_TIMEOUT_S):
                 return self.connection.recv()
         except (EOFError, ConnectionError):
-            pass
+            self.process.join(10)  # it has died
+        return None
+
+    def end(self) -> str:
+        """End the process; says how it ended."""
+        late = self.process.is_alive()
         self.process.kill()
         self.process.join()
-        return None
+        if late:
+            return f"no answer in {_TIMEOUT_S} s"
+        killed = self.process.exitcode == -signal.SIGKILL
+        return "killed: out of memory" if killed else f"died with exit code {self.process.exitcode}"
 
 
 def start(sides: dict[str, Side]) -> tuple[dict[str, Running], dict[str, str]]:
@@ -84,7 +93,7 @@ def start(sides: dict[str, Side]) -> tuple[dict[str, Running], dict[str, str]]:
         running[name] = Running(side, process, ours)
         facts = running[name].receive()
         if facts is None or "error" in facts:
-            failed[name] = facts["error"] if facts else "killed: out of memory"
+            failed[name] = facts["error"] if facts else running[name].end()
             del running[name]
         else:
             running[name].facts = facts
@@ -102,7 +111,7 @@ def interleave(running: dict[str, Running], failed: dict[str, str], seconds: flo
             one.connection.send(turn)
             answer = one.receive()
             if answer is None:
-                failed[name] = f"killed in step {turn}: out of memory"
+                failed[name] = f"{one.end()} in step {turn}"
                 del running[name]
                 continue
             one.losses.append(answer["loss"])
@@ -229,7 +238,7 @@ def physical_limit(facts: dict[str, Any]) -> dict[str, Any]:
 def options_of() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["llama-10M", "gpt-29M"], choices=MODELS)
+    parser.add_argument("--models", nargs="*", default=["llama-10M", "gpt-29M"], choices=MODELS)
     parser.add_argument("--squeezed", default="llama-19M", choices=[*MODELS, "none"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--compile-threads", nargs="*", type=int, default=[2], help="of these, compile too")

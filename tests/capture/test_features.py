@@ -267,8 +267,21 @@ def test_an_error_of_the_model_itself_names_the_module() -> None:
     def fails(_: Any, x: torch.Tensor) -> torch.Tensor:
         raise KeyError("scale")
 
-    message = refusal(around(fails))
+    message = refusal(nn.Sequential(around(fails)), loss=lambda m, b: m(b["x"]).mean())
+    assert "module '0' fails" in message
     assert "KeyError: 'scale'" in message
+
+
+def test_a_forward_may_convert_what_needs_no_conversion() -> None:
+    def convert(dtype: torch.dtype) -> Forward:
+        def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+            module.last = module.last.to(dtype)
+            return x
+
+        return forward
+
+    assert_equals_eager(around(convert(torch.float32)), batch(), squares)
+    assert "converts its own module 'last'" in refusal(around(convert(torch.float64)))
 
 
 def test_a_frozen_part_in_evaluation_and_a_tied_one(tmp_path: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ def left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
     before = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
     drawn = _generators()
     carried = ""
+    for name, module, _ in before:
+        vars(module)["_apply"] = partial(_unconverted, name, module)
     try:
         yield
         carried = next((f"{name}.{key}".lstrip(".") for name, key in _carried(before)), "")
@@ -43,6 +46,24 @@ def left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
                 f"the step draws from the random generator of {name} itself, so every step would use the numbers "
                 "drawn now; use torch.rand and its like (or switch the augmentation or masking off)"
             )
+
+
+def _unconverted(
+    name: str, module: torch.nn.Module, convert: Callable[[torch.Tensor], Any], recurse: bool = True
+) -> Any:
+    """``module.to(...)`` inside a forward, where it changes nothing.
+
+    Raises:
+        CaptureError: it would change a parameter or buffer.
+    """
+    for tensor in (*module.parameters(recurse), *module.buffers(recurse)):
+        with torch.no_grad():
+            if convert(tensor) is not tensor:
+                raise CaptureError(
+                    f"the forward converts its own module {name!r} to another dtype or device; "
+                    "build or convert the model that way before capture"
+                )
+    return module
 
 
 def _carried(before: list[tuple[str, torch.nn.Module, dict[str, Any]]]) -> Iterator[tuple[str, str]]:

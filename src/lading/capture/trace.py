@@ -6,6 +6,7 @@ Nothing is computed and no memory is taken; ``tracer`` writes the operations dow
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -94,7 +95,7 @@ def _forward_backward(
         raise
     except Exception as error:
         raise CaptureError(
-            f"{tracer.place()} fails on tensors without values: {type(error).__name__}: {error}; "
+            f"{tracer.failed_in or tracer.place()} fails on tensors without values: {type(error).__name__}: {error}; "
             "check that the step runs in eager PyTorch, and that it asks for no values"
         ) from error
     _keep_assigned_buffers(model, fakes)
@@ -189,6 +190,8 @@ def _module_paths(model: torch.nn.Module, tracer: Tracer) -> Iterator[None]:
     """Keep ``tracer.modules`` the stack of module paths whose forward is running."""
 
     def leave(*_: Any) -> None:
+        if sys.exc_info()[0] is not None and not tracer.failed_in:
+            tracer.failed_in = tracer.place()
         tracer.modules.pop()
 
     handles: list[Any] = []

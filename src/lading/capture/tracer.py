@@ -75,6 +75,7 @@ class Tracer(TorchDispatchMode):
         self.outside = outside
         self.phase = Phase.FORWARD
         self.modules: list[str] = []
+        self.failed_in = ""  # the module in which an error arose, for messages
         self.storages: list[Storage] = []
         self.tensors: list[Tensor] = []
         self.ops: list[Op] = []

@@ -5,6 +5,7 @@ Whatever is slow to import is imported inside ``run``, so that ``--help`` answer
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -201,6 +202,22 @@ class Probe:
 
         probe_to(self.out, self.folder)
         print(f"wrote {self.out}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Say what this host has for Lading, what it lacks, and what that costs."""
+
+    folder: Annotated[Path, arg(metavar="FOLDER", help="A folder on the disk that a run would use.")] = Path()
+    json: Annotated[FlagCreatePairsOff[bool], arg(help="Print JSON.", help_behavior_hint="")] = False
+
+    def run(self) -> None:
+        """Print every finding."""
+        from lading.cli.doctor import as_json, check, doctor
+
+        findings = doctor(self.folder)
+        print(json.dumps(as_json(findings), indent=2) if self.json else "\n".join(map(str, findings)), flush=True)
+        check(findings)
 
 
 @dataclass(frozen=True, kw_only=True)

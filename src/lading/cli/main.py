@@ -15,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from lading.cli.commands import Command, Demo, Export, Fit, Plan, Probe, Report, Simulate, Train
+from lading.cli.commands import Command, Demo, Doctor, Export, Fit, Plan, Probe, Report, Simulate, Train
 from lading.errors import BudgetExceeded, CaptureError, ConfigError, LadingError, PlanInfeasible, StorageError
 
 AnyCommand = (
@@ -26,6 +26,7 @@ AnyCommand = (
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Probe, tyro.conf.subcommand("probe")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
 )
 

@@ -41,7 +41,7 @@ class Relaxation:
         self.problem, self.bound, self.windows = problem, windows == 0, max(windows, 1)
         ended = np.cumsum(problem.op_seconds)
         self.window = np.minimum((ended / ended[-1] * self.windows * (1 - 1e-9)).astype(int), self.windows - 1)
-        self.table = _Table.of(problem, self.bound)
+        self.table = Table.of(problem, self.bound)
         self.inf = highspy.kHighsInf
         self.optimal = highspy.HighsModelStatus.kOptimal
         self.model = highspy.Highs()
@@ -52,6 +52,8 @@ class Relaxation:
         self.column: dict[Option, np.ndarray] = {}
         self.positions: list[int] = []  # of the memory rows
         self.covered: list[float] = []  # bytes at each if every gap is kept
+        self.time_rows: list[tuple[Option | None, _Limit, int]] = []  # tier, what it counts, first of its rows
+        self.capacity_rows: dict[Option, int] = {}
         self._add_gaps()
         self._add_writes()
         self._add_time()
@@ -135,6 +137,7 @@ class Relaxation:
                 (rows, self.column[Option(name)][member], -np.ones(len(rows))),
             )
             self._add_rows(np.zeros(len(rows)), np.full(len(rows), self.inf), terms)
+            self.capacity_rows[Option(name)] = self.model.getNumRow()
             total = (np.zeros(len(kind_of), dtype=int), there[kind_of], size / 1e6)
             self._add_rows(np.array([-self.inf]), np.array([capacity / 1e6]), (total,))
 
@@ -142,6 +145,7 @@ class Relaxation:
         table = self.table
         own = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
         again = self._in_window(Option.RECOMPUTE, -table.again_s) if Option.RECOMPUTE in table.has else ()
+        self.time_rows.append((None, (0.0, 0.0, 0.0, 0.0), self.model.getNumRow()))
         compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
         self._add_rows(compute, np.full(self.windows, self.inf), (own, *again))
         for tier in self.problem.tiers:
@@ -152,10 +156,11 @@ class Relaxation:
         writes = (0.0, 0.0, tier.latency_s, 1.0 / tier.write_bytes_per_s)
         own = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
         for limit in (reads, writes, *((0.0, a, 0.0, b) for a, b in _facets(tier))):
+            self.time_rows.append((Option(tier.name), limit, self.model.getNumRow()))
             terms = self._tier_terms(Option(tier.name), limit)
             self._add_rows(np.zeros(self.windows), np.full(self.windows, self.inf), (own, *terms))
 
-    def _tier_terms(self, option: Option, limit: tuple[float, float, float, float]) -> tuple[_Terms, ...]:
+    def _tier_terms(self, option: Option, limit: _Limit) -> tuple[_Terms, ...]:
         """Minus the time of a tier's transfers; ``limit`` is seconds per read, byte read, write, byte written."""
         column, window, size = self.written[option]
         writes = (window, column, -limit[2] - size * limit[3])
@@ -195,6 +200,10 @@ class Relaxation:
         else:
             values = self._optimum()
         return None if values is None else self._relaxed(values)
+
+    def duals(self) -> np.ndarray:
+        """Dual value of each row in the last solution."""
+        return np.asarray(self.model.getSolution().row_dual)
 
     def _relaxed(self, values: np.ndarray) -> Relaxed:
         by_class = self._shares(values)
@@ -263,12 +272,14 @@ class Relaxation:
             self.model.changeRowBounds(row, -self.inf, high)
 
 
+#: Seconds of a tier per read, byte read, write and byte written.
+_Limit = tuple[float, float, float, float]
 #: Row, column and value of each term of some rows.
 _Terms = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class _Table:
+class Table:
     """The candidates as arrays, one entry each.
 
     ``has`` says which offer an option but keep; ``held`` has (candidate, first, last position) of each range of
@@ -287,7 +298,7 @@ class _Table:
     held: dict[Option, _Terms]
 
     @staticmethod
-    def of(problem: Problem, bound: bool) -> _Table:
+    def of(problem: Problem, bound: bool) -> Table:
         """The candidates of a problem."""
         rows = problem.candidates
         versions = {key: number for number, key in enumerate(dict.fromkeys(c.version for c in rows if c.version))}
@@ -298,7 +309,7 @@ class _Table:
         held = {Option.KEEP: _ranges([spans(c.gap, problem.num_ops) for c in rows])}
         if not bound:
             held |= {o: _ranges([c.held.get(o, ()) if o in c.options else () for c in rows]) for o in has}
-        return _Table(
+        return Table(
             num_classes=int(class_of.max(initial=-1)) + 1,
             class_of=class_of,
             storage=_ints(c.gap.storage for c in rows),

@@ -20,6 +20,8 @@ from lading.planner.residency import GOOD_ENOUGH, Found, Step, lower_bound_s, re
 
 #: Where updates come during the backward, this share of them, the last ones, is what may be left without cover.
 _LAST_SHARE = 1 / 3
+#: Operations beyond which one order is planned.
+_LARGE = 4000
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def best_order(step: Step, others: Iterable[Found]) -> Ordered:
 
 
 def _counts(step: Step) -> tuple[int, ...]:
-    """Numbers of deferred updates worth a plan, the likeliest first."""
+    """Numbers of deferred updates worth a plan, the likeliest first; of a large step only none."""
+    if len(step.graph.ops) > _LARGE:
+        return (0,)
     total = len(updates(step.graph))
     last = max((i for i, op in enumerate(step.graph.ops) if op.phase is Phase.BACKWARD), default=0)
     behind = sum(group[-1] > last for group in updates(step.graph))

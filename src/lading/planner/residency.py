@@ -25,6 +25,7 @@ from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
+from lading.planner.bound import dual_bound_s
 from lading.planner.classes import fold
 from lading.planner.emit import emit
 from lading.planner.improve import improve
@@ -139,7 +140,11 @@ def _improved(step: Step, problem: Problem, found: Found) -> Found:
 
 def lower_bound_s(step: Step) -> float:
     """No plan within the budget takes less, as modelled; 0 where no plan exists."""
-    relaxed = solve(_problem(step, every=True), step.arena_bytes)
+    problem = _problem(step, every=True)
+    folding = fold(step.graph, problem.candidates, _CLASSES)
+    if folding is not None:
+        return dual_bound_s(problem, folding, step.arena_bytes)
+    relaxed = solve(problem, step.arena_bytes)
     return relaxed.step_s if relaxed is not None else 0.0
 
 

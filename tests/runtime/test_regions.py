@@ -62,8 +62,10 @@ def steps(program: Program, folder: Path, name: str, *, micro: int = 1, clip: fl
         assert len(executor.timeline().events) == len(program.actions)
 
 
-@pytest.mark.parametrize(("name", "micro", "clip"), [("gpt", 1, 0.0), ("llama", 2, 0.5), ("moe", 1, 0.0)])
-@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("name", "micro", "clip", "seed"),
+    [("gpt", 1, 0.0, None), ("gpt", 1, 0.0, 0), ("llama", 2, 0.5, 0), ("llama", 1, 0.0, 1), ("moe", 1, 0.0, 1)],
+)
 def test_each_as_one_call_gives_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, micro: int, clip: float, seed: int | None
 ) -> None:

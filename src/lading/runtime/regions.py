@@ -31,6 +31,8 @@ _FUSIBLE = frozenset(_NAMES.split())
 #: Below this, all tensors of a region together, a call costs more than the memory traffic that fusing saves.
 _LEAST_BYTES = 1 << 16
 _FEWEST_OPS = 2
+#: Operations that gain even alone: their kernels have no form that writes into given memory.
+_ALONE = frozenset({"native_layer_norm", "native_layer_norm_backward"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,9 @@ class RegionFinder:
         return [region for run in self._runs() for region in self._cut(run)]
 
     def halves(self, region: Region) -> list[Region]:
-        """What a region can be cut into so that no part has more than half of its operations."""
+        """What a region can be cut into so that no part has more than half of its operations; of one, nothing."""
+        if len(region.actions) == 1:
+            return []
         middle = region.actions[len(region.actions) // 2]
         first = [e for e in region.elements if e.action.id < middle]
         return [*self._cut(first), *self._cut(region.elements[len(first) :])]
@@ -121,7 +125,7 @@ class RegionFinder:
                 runs.append([])
             if element is not None and (element.op is not None or runs[-1]):
                 runs[-1].append(element)
-        return [run for run in runs if sum(e.op is not None for e in run) >= _FEWEST_OPS]
+        return [run for run in runs if run]
 
     def _element(self, action: Action) -> _Element | None:
         if action.kind is ActionKind.FREE and action.storage is not None:
@@ -190,9 +194,11 @@ class RegionFinder:
         return self.offset[stay], self.offset[stay] + self.graph.storages[stay[0]].size_bytes
 
     def _worth(self, elements: Sequence[_Element]) -> bool:
-        ops = [e for e in elements if e.op is not None]
-        tensors = {t for e in ops for t in (*e.reads, *e.makes)}
-        return len(ops) >= _FEWEST_OPS and sum(self.graph.tensors[t].touched_bytes for t in tensors) >= _LEAST_BYTES
+        ops = [e.op for e in elements if e.op is not None]
+        if not ops or (len(ops) < _FEWEST_OPS and ops[0].name.split(".")[1] not in _ALONE):
+            return False
+        tensors = {t for op in ops for t in (*op.inputs, *op.outputs)}
+        return sum(self.graph.tensors[t].touched_bytes for t in tensors) >= _LEAST_BYTES
 
     def _region(self, elements: Sequence[_Element]) -> Region:
         ops = [e for e in elements if e.op is not None]

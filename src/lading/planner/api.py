@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +59,7 @@ class Planned:
 
 
 @contextmanager
-def _collector_paused() -> Iterator[None]:
+def _collector_paused() -> Generator[None]:
     """Keeps the cyclic collector from walking a large graph again and again: planning makes no cycles worth it."""
     enabled = gc.isenabled()
     gc.disable()
@@ -108,7 +108,7 @@ def make_plan(
     budgets = _budgets(machine, share_or_bytes(budget, keep_all_bytes), disk_budget)
     _check_device(machine, budgets["device"])
     step = dataclasses.replace(free, budgets=budgets)
-    rows, fitting = _plain_policies(step, free)
+    rows, fitting = _plain_policies(step, free, keep_all_bytes)
     chosen = _chosen(step, policy, rows, fitting)
     found = chosen.found
     verify(found.program)
@@ -218,7 +218,7 @@ def _check_device(machine: Machine, budget_bytes: int) -> None:
         )
 
 
-def _plain_policies(step: Step, free: Step) -> tuple[list[PolicyRow], dict[str, Found]]:
+def _plain_policies(step: Step, free: Step, keep_all_bytes: int) -> tuple[list[PolicyRow], dict[str, Found]]:
     """One row for each policy that ignores the budget; those that fit it can also be used."""
     rows: list[PolicyRow] = []
     fitting: dict[str, Found] = {}
@@ -229,7 +229,7 @@ def _plain_policies(step: Step, free: Step) -> tuple[list[PolicyRow], dict[str, 
             fitting[name] = Found(choices, lowered.program, step)
             rows.append(_row(name, fitting[name]))
         else:
-            needs = free.needs(choices)
+            needs = free.needs(choices) if choices else keep_all_bytes
             rows.append(PolicyRow(policy=name, fits=False, peak_bytes=needs, note="does not fit the budget"))
     return rows, fitting
 

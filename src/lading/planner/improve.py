@@ -20,6 +20,12 @@ _WORK = 10_000
 _FEWEST = 20
 
 
+def tries(num_ops: int) -> int:
+    """Choices that may be tried in a step of so many operations; 0 where they would be too few to matter."""
+    allowed = _WORK // num_ops
+    return allowed if allowed >= _FEWEST else 0
+
+
 def improve(
     choices: Choices, step_s: float, problem: Problem, seconds_of: Callable[[Choices], float | None]
 ) -> Choices:
@@ -29,9 +35,7 @@ def improve(
         choices, step_s: Where to start, and what that takes.
         seconds_of: Predicted step time of choices; None where they do not fit.
     """
-    left = _WORK // problem.num_ops
-    if left < _FEWEST:
-        return choices
+    left = tries(problem.num_ops)
     candidates = sorted(problem.candidates, key=lambda c: (-c.size_bytes, c.gap.storage, c.gap.start))
     changed = True
     while changed:

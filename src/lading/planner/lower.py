@@ -49,6 +49,8 @@ class Lowered:
     arena_bytes: int
 
 
+#: Residencies that are many, and the parts of the arena by one of which the room of a stretch shrinks at least.
+_MANY, _STEPS, _STEPS_OF_MANY = 4000, 200, 64
 #: More bytes than any device has.
 _NO_LIMIT = 1 << 60
 #: Lower tiers, nearest first.
@@ -94,7 +96,7 @@ def lower(
     peak_item = int(base.argmax())
     if peak > arena:
         return Lowered(None, emission, peak - arena, peak_item, peak)
-    soft = arena
+    soft, few = arena, len(emission.residencies) < _MANY
     while True:
         cut, stretched = wrapped(emission, stretch(graph, machine, emission, seconds, soft))
         packed = _pack(graph, cut, stretched, arena)
@@ -104,7 +106,7 @@ def lower(
             return Lowered(program, emission, 0, peak_item, packing.size_bytes)
         if soft <= peak:
             return Lowered(None, emission, packing.size_bytes - arena, peak_item, packing.size_bytes)
-        soft = max(peak, soft - max(packing.size_bytes - arena, arena // 200))
+        soft = max(peak, soft - max(packing.size_bytes - arena, arena // (_STEPS if few else _STEPS_OF_MANY)))
 
 
 def unlimited_bytes(graph: StepGraph, machine: Machine, costs: Costs, emission: Emission) -> int:

@@ -28,7 +28,7 @@ from lading.memory.lifetime import Lifetimes
 from lading.planner.bound import dual_bound_s
 from lading.planner.classes import fold
 from lading.planner.emit import emit
-from lading.planner.improve import improve
+from lading.planner.improve import improve, tries
 from lading.planner.linear import Relaxation, solve
 from lading.planner.lower import Costs, Lowered, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import Problem, Relaxed, build
@@ -42,7 +42,7 @@ _WINDOWS = (4, 16, 1)
 _WINDOWS_FOLDED = (16, 4)
 _REPAIRS = 6
 #: Operations lowered in one search, and the least number of lowerings.
-_LOWERED, _FEWEST_TRIES = 30_000, 2
+_LOWERED, _FEWEST_TRIES = 20_000, 2
 #: Gaps that are decided one by one; of a larger step, alike layers are decided together.
 _CLASSES = 1500
 #: A plan this close to the bound ends the search.
@@ -122,15 +122,16 @@ def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
             best = found
         if best.step_s <= (1 + GOOD_ENOUGH) * bound_s:
             return best
-    return _improved(step, _problem(step, every=True), best or _smallest(step))
+    best = best or _smallest(step)
+    return _improved(step, best) if tries(len(step.graph.ops)) else best
 
 
-def _improved(step: Step, problem: Problem, found: Found) -> Found:
+def _improved(step: Step, found: Found) -> Found:
     def seconds_of(choices: dict[tuple[int, int], Option]) -> float | None:
         program = step.lower(choices).program
         return None if program is None else step.seconds(program)
 
-    choices = improve(found.choices, found.step_s, problem, seconds_of)
+    choices = improve(found.choices, found.step_s, _problem(step, every=True), seconds_of)
     if choices is found.choices:
         return found
     program = step.lower(choices).program
@@ -200,14 +201,14 @@ def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
     """
     order = _WINDOWS if problem.folding is None else _WINDOWS_FOLDED
     relaxations = {windows: Relaxation(problem, windows) for windows in order}
-    tries = max(_FEWEST_TRIES, _LOWERED // problem.num_ops)
+    left = max(_FEWEST_TRIES, _LOWERED // problem.num_ops)
     for reserves in (_ROOMY, _TIGHT):
         found = False
         for reserve, windows in product(reserves, order):
-            if found and tries <= 0:
+            if found and left <= 0:
                 return
             candidate, tried = _repaired(step, relaxations[windows], int(step.arena_bytes * (1.0 - reserve)))
-            tries -= tried
+            left -= tried
             if candidate is not None:
                 found = True
                 yield candidate

@@ -352,7 +352,8 @@ def _dropout(
     graph: StepGraph, readers: dict[int, list[int]], writers: dict[int, list[int]], drawn: int
 ) -> _Dropout | None:
     """The dropout whose random numbers are drawn by one operation; None if it is anything else."""
-    (place,), keep = graph.ops[drawn].mutates, graph.ops[drawn].args[-1]
+    (place,) = graph.ops[drawn].mutates
+    keep = (*graph.ops[drawn].args[1:], 0.5)[0]  # the default is not written down
     storage = graph.storage_of(place)
     made, divided = writers[storage][0], readers[storage][-1]
     division = graph.ops[divided]

@@ -207,7 +207,6 @@ def test_devices_and_gradient_norms() -> None:
         (lambda: attends(torch.float64), "float64 has none"),
         (lambda: attends(torch.bfloat16, width=12), "multiple of 8"),
         (lambda: attends(width=6), "multiple of 8"),
-        (lambda: attends(length=15, mask=(15, 15)), "pad the sequence"),
     ],
 )
 def test_attention_without_a_kernel_is_refused(make: Callable[[], StepGraph], why: str) -> None:

@@ -46,6 +46,7 @@ def efficient(
     assert not dropout
     assert q.shape[1] == k.shape[1] == v.shape[1]
     assert bias is None or bias.shape == (*q.shape[:3], k.shape[2])
+    assert bias is None or (bias.stride(-1) == 1 and not any(s % 8 for s in bias.stride()[:-1]))
     out, lse = CPU(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     rows = -(-q.shape[2] // 32) * 32
     return out, torch.nn.functional.pad(lse, (0, rows - q.shape[2])), None, None
@@ -74,11 +75,11 @@ def llama(dtype: torch.dtype) -> tuple[torch.nn.Module, dict[str, torch.Tensor],
     return model, {"tokens": torch.randint(80, (2, 38))}, next_byte_loss
 
 
-def masked(dtype: torch.dtype, **sizes: Any) -> tuple[torch.nn.Module, dict[str, torch.Tensor], Any]:
+def masked(dtype: torch.dtype, length: int = 16, **sizes: Any) -> tuple[torch.nn.Module, dict[str, torch.Tensor], Any]:
     model = Attends(**sizes).to(dtype)
     if model.mask is not None:
         model.mask.normal_()  # type: ignore[operator]
-    x = torch.randn(3, 16, model.heads * model.width, dtype=dtype)
+    x = torch.randn(3, length, model.heads * model.width, dtype=dtype)
     return model, {"x": x}, lambda m, b: m(b["x"]).square().sum()
 
 
@@ -87,6 +88,8 @@ CASES: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     "efficient, shared heads": lambda: llama(torch.float32),
     "mask of rows": lambda: masked(torch.float32, mask=(16, 16)),
     "mask of heads, 16 bits": lambda: masked(torch.bfloat16, mask=(1, 2, 16, 16)),
+    "mask of odd rows": lambda: masked(torch.float32, 15, mask=(15, 15)),
+    "mask of odd columns": lambda: masked(torch.float32, 15, mask=(3, 1, 1, 15)),
     "mask and shared heads": lambda: masked(torch.float32, heads=4, kv_heads=2, mask=(3, 1, 16, 16)),
     "layer norm in 16 bits": lambda: masked(torch.bfloat16),
 }

@@ -43,6 +43,8 @@ _FLASH = "aten._scaled_dot_product_flash_attention"
 _EFFICIENT = "aten._scaled_dot_product_efficient_attention"
 _CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 _CPU_ATTENTION_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+#: Elements at which each row of a mask must begin.
+_ALIGNED = 8
 _HALF = frozenset({"bfloat16", "float16"})
 #: Norms whose statistics (results 1 and 2) a GPU keeps in float32.
 _NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_batch_norm.default"})
@@ -74,6 +76,7 @@ class _Cuda:
         self.random_state: int | None = None  # a storage of zeros
         self.before: list[Op] = []  # operations that the one being rewritten needs around it
         self.after: list[Op] = []
+        self.padded: dict[int, int] = {}  # mask -> the same with longer rows
         self.repeated: dict[int, int] = {}  # keys or values -> the same for every query head
         self.rules: dict[str, Callable[[Op], Op]] = {
             _CPU_ATTENTION: self._attention,
@@ -139,7 +142,8 @@ class _Cuda:
     def new_tensor(self, like: int, dtype: str, shape: tuple[int, ...]) -> int:
         """A dense tensor in a storage of its own, called as the storage of ``like`` is."""
         old = self.storages[self.tensors[like].storage]
-        self.storages.append(Storage(old.name, prod(shape) * DTYPE_BYTES[dtype], old.role))
+        role = Role.ACTIVATION if old.role in PERSISTENT or old.role is Role.INPUT else old.role
+        self.storages.append(Storage(old.name, prod(shape) * DTYPE_BYTES[dtype], role))
         self.tensors.append(Tensor(len(self.storages) - 1, dtype, shape, row_major(shape)))
         return len(self.tensors) - 1
 
@@ -250,24 +254,30 @@ class _Cuda:
         return False
 
     def _bias(self, op: Op, mask: Arg, shape: tuple[int, ...]) -> Arg:
-        """A mask expanded to every batch row and head.
-
-        Raises:
-            ConfigError: its rows are not aligned as the kernel needs them.
-        """
+        """A mask expanded to every batch row and head, with longer rows where the kernel cannot read them as they lie."""
         if mask is None:
             return None
-        found = self._tensor_of(mask)
-        missing = len(shape) - len(found.shape)
-        lengths = (*(1,) * missing, *found.shape)
-        strides = (*(0,) * missing, *found.stride)
-        expanded = tuple(s if n > 1 else 0 for n, s in zip(lengths, strides, strict=True))
-        if expanded[-1] != 1 or any(s % 8 for s in expanded[:-1]):
-            raise ConfigError(
-                f"attention in {op.module or 'the model itself'} has a mask of shape {found.shape} and strides "
-                f"{found.stride}; the kernel of a GPU needs rows of a multiple of 8: pad the sequence"
-            )
-        return Ref(self._view(dataclasses.replace(found, shape=shape, stride=expanded)))
+        assert isinstance(mask, Ref)
+        expanded = _expanded(self._tensor_of(mask), shape)
+        if expanded.stride[-1] != 1 or any(s % _ALIGNED for s in expanded.stride[:-1]):
+            expanded = _expanded(self._tensor_of(self._padded(op, mask)), shape)
+        return Ref(self._view(expanded))
+
+    def _padded(self, op: Op, mask: Ref) -> Ref:
+        """The mask with rows of a multiple of eight, as scaled_dot_product_attention pads it."""
+        if mask.tensor not in self.padded:
+            found = self._tensor_of(mask)
+            width = -(-found.shape[-1] // _ALIGNED) * _ALIGNED
+            made = self.new_tensor(mask.tensor, found.dtype, (*found.shape[:-1], width))
+            args: tuple[Arg, ...] = (mask, (0, width - found.shape[-1]))
+            self.before.append(
+                dataclasses.replace(
+                    op, name="aten.constant_pad_nd.default", args=args, kwargs=(), inputs=(mask.tensor,),
+                    outputs=(made,), results=(made,), kind=OpKind.COPY, flops=0,
+                )
+            )  # fmt: skip
+            self.padded[mask.tensor] = made
+        return Ref(self.padded[mask.tensor])
 
     def _gradient_norm(self, op: Op) -> Op:
         """The norm of one gradient among those that are clipped."""
@@ -384,6 +394,14 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(1, length)
     return tuple(reversed(strides))
+
+
+def _expanded(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A mask as every batch row and head sees it; columns that were added to its rows are left out."""
+    missing = len(shape) - len(mask.shape)
+    lengths, strides = (*(1,) * missing, *mask.shape), (*(0,) * missing, *mask.stride)
+    stride = tuple(s if n > 1 else 0 for n, s in zip(lengths, strides, strict=True))
+    return dataclasses.replace(mask, shape=shape, stride=stride)
 
 
 def _on_gpu(arg: Arg) -> Arg:

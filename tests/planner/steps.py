@@ -83,6 +83,13 @@ def tiny(seed: int, depth: int = 2) -> Step:
     return within(step, int(least + (most - least) * rng.uniform(0.05, 0.95)))
 
 
+def slower_disk(machine: Machine, slower: float) -> Machine:
+    """The machine with a disk ``slower`` times slower."""
+    disk = machine.tiers[0]
+    rates = {f.name: getattr(disk, f.name) / slower for f in dataclasses.fields(disk) if f.name.endswith("bytes_per_s")}
+    return dataclasses.replace(machine, tiers=(dataclasses.replace(disk, **rates),))
+
+
 def in_blocks(step: Step, slower: float) -> Step:
     """A tiny step whose layers are blocks, on a machine whose disk is ``slower`` times slower."""
     depth = sum(op.name == "f" for op in step.graph.ops)
@@ -92,9 +99,7 @@ def in_blocks(step: Step, slower: float) -> Step:
         phase = Phase.FORWARD if forward else Phase.LOSS if position == depth else op.phase
         phase = Phase.BACKWARD if op.name == "backward" else phase
         ops.append(dataclasses.replace(op, phase=phase, module="" if position == depth else f"layers.{layer}"))
-    disk = step.machine.tiers[0]
-    rates = {f.name: getattr(disk, f.name) / slower for f in dataclasses.fields(disk) if f.name.endswith("bytes_per_s")}
-    machine = dataclasses.replace(step.machine, tiers=(dataclasses.replace(disk, **rates),))
+    machine = slower_disk(step.machine, slower)
     return within(step_of(dataclasses.replace(step.graph, ops=tuple(ops)), machine, step.costs), step.budgets["device"])
 
 

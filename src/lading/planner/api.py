@@ -30,7 +30,7 @@ from lading.memory.verify import verify
 from lading.planner.lower import Costs
 from lading.planner.orders import Ordered, best_order, deferred_step, smallest_order_bytes
 from lading.planner.policies import checkpoint_every_block, keep_all
-from lading.planner.residency import Found, Step, lower_bound_s
+from lading.planner.residency import MOST_RETIMED, Found, Step, lower_bound_s
 from lading.sim.engine import stall_s
 from lading.units import format_bytes, parse_bytes
 
@@ -123,7 +123,12 @@ def make_plan(
         policy=policy,
         budgets=budgets,
         choices=_choices(chosen.step.lives, found.choices),
-        settings={"keep_all_bytes": float(keep_all_bytes), "deferred": chosen.deferred, **(expansion or {})},
+        settings={
+            "keep_all_bytes": float(keep_all_bytes),
+            "deferred": chosen.deferred,
+            "retimed": found.retimed,
+            **(expansion or {}),
+        },
         step_s=found.timeline.duration_s,
         lower_bound_s=chosen.bound_s,
         peak_bytes={
@@ -152,7 +157,8 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     costs = _costs(graph, machine, workspace_bytes)
     step = deferred_step(Step(graph, lives, machine, costs, plan.budgets), _deferred(plan, graph))
     _check_choices(plan, step)
-    lowered = step.lower({(c.storage, c.start): c.option for c in plan.choices})
+    retimed = min(max(0, int(plan.settings.get("retimed", 0))), MOST_RETIMED)
+    lowered = step.lower({(c.storage, c.start): c.option for c in plan.choices}, retimed)
     if lowered.program is None or lowered.program.fingerprint != plan.program_fingerprint:
         raise ProgramError(
             f"the plan was made by Lading {plan.version} and does not give the same program here "

@@ -155,7 +155,7 @@ class Relaxation:
         reads = (tier.latency_s, 1.0 / tier.read_bytes_per_s, 0.0, 0.0)
         writes = (0.0, 0.0, tier.latency_s, 1.0 / tier.write_bytes_per_s)
         own = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
-        for limit in (reads, writes, *((0.0, a, 0.0, b) for a, b in _facets(tier))):
+        for limit in (reads, writes, *((0.0, a, 0.0, b) for a, b in facets(tier))):
             self.time_rows.append((Option(tier.name), limit, self.model.getNumRow()))
             terms = self._tier_terms(Option(tier.name), limit)
             self._add_rows(np.zeros(self.windows), np.full(self.windows, self.inf), (own, *terms))
@@ -356,7 +356,7 @@ def _kinds(owners: np.ndarray, classes: np.ndarray) -> tuple[list[tuple[int, ...
     return list(number), np.array(kind_of, dtype=np.int64)
 
 
-def _facets(tier: Tier) -> tuple[tuple[float, float], ...]:
+def facets(tier: Tier) -> tuple[tuple[float, float], ...]:
     """(seconds per byte read, per byte written) of each limit on the tier's rates.
 
     What a tier can do is the convex hull of: nothing, reading alone, writing alone, and both side by side.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lading.ir.graph import StepGraph
@@ -82,14 +83,25 @@ def fixed_bytes(machine: Machine, costs: Costs) -> int:
 
 
 def lower(
-    graph: StepGraph, lives: Lifetimes, machine: Machine, costs: Costs, choices: Choices, budgets: dict[str, int]
+    graph: StepGraph,
+    lives: Lifetimes,
+    machine: Machine,
+    costs: Costs,
+    choices: Choices,
+    budgets: dict[str, int],
+    *,
+    item_seconds: Sequence[float] | None = None,
 ) -> Lowered:
     """Emit, stretch, pack and connect.
+
+    Args:
+        item_seconds: How long each item is expected to take, waiting for the next one to start included; None takes
+            what it computes.
 
     The stretch is given less and less room until the packed arena fits; with none left, what is missing is reported.
     """
     emission = emit(graph, lives, _one_tier(choices))
-    seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
+    seconds = item_seconds or [_item_seconds(graph, machine, costs, item) for item in emission.items]
     arena = budgets["device"] - fixed_bytes(machine, costs)
     base = base_profile(graph, emission)
     peak = int(base.max())

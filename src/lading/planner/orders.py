@@ -16,12 +16,22 @@ from lading.ir.defer import defer, updates
 from lading.ir.graph import Phase
 from lading.memory.lifetime import lifetimes
 from lading.planner.lower import Costs
-from lading.planner.residency import GOOD_ENOUGH, Found, Step, lower_bound_s, residency, smallest_budget_bytes
+from lading.planner.residency import (
+    GOOD_ENOUGH,
+    Found,
+    Step,
+    flow_bound_s,
+    lower_bound_s,
+    residency,
+    smallest_budget_bytes,
+)
 
 #: Where updates come during the backward, this share of them, the last ones, is what may be left without cover.
 _LAST_SHARE = 1 / 3
 #: Operations beyond which one order is planned.
 _LARGE = 4000
+#: Most operations of a step whose bound is sharpened where the plan is not within reach of it.
+_SHARP_OPS = 2500
 
 
 @dataclass(frozen=True)
@@ -79,11 +89,19 @@ def best_order(step: Step, others: Iterable[Found]) -> Ordered:
             best = Ordered(count, ordered, found, bound_s)
         best = dataclasses.replace(best, bound_s=bound_s)
         if best.found.step_s <= (1 + GOOD_ENOUGH) * bound_s:
-            break
+            return best
     if best is None:
         assert failure is not None
         raise failure
-    return best
+    return dataclasses.replace(best, bound_s=_sharper(step, best.bound_s))
+
+
+def _sharper(step: Step, bound_s: float) -> float:
+    """The bound that knows when bytes have to move, where that is not too much work; ``bound_s`` elsewhere."""
+    if not bound_s or len(step.graph.ops) > _SHARP_OPS:
+        return bound_s
+    sharp = [flow_bound_s(deferred_step(step, count)) for count in _counts(step)]
+    return max(bound_s, min((s for s in sharp if s), default=bound_s))
 
 
 def _counts(step: Step) -> tuple[int, ...]:

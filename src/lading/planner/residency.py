@@ -22,12 +22,13 @@ from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
-from lading.ir.program import PAGE_BYTES, Program
+from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
 from lading.planner.bound import dual_bound_s
 from lading.planner.classes import fold
 from lading.planner.emit import emit
+from lading.planner.fluid import flow
 from lading.planner.improve import improve, tries
 from lading.planner.linear import Relaxation, solve
 from lading.planner.lower import Costs, Lowered, fixed_bytes, lower, unlimited_bytes
@@ -40,6 +41,7 @@ from lading.units import format_bytes
 _ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
 _WINDOWS = (4, 16, 1)
 _WINDOWS_FOLDED = (16, 4)
+_FLOW_WINDOWS = 4
 _REPAIRS = 6
 #: Operations lowered in one search, and the least number of lowerings.
 _LOWERED, _FEWEST_TRIES = 20_000, 2
@@ -47,6 +49,10 @@ _LOWERED, _FEWEST_TRIES = 20_000, 2
 _CLASSES = 1500
 #: A plan this close to the bound ends the search.
 GOOD_ENOUGH = 0.005
+#: Times that transfers are scheduled again, where more than this share of the step is spent waiting.
+MOST_RETIMED, _WAITING = 3, 0.01
+#: Most operations of a step for which that is done.
+_RETIMED_OPS = 5000
 #: Gaps of storages smaller than this share of the arena are always kept.
 _SMALLEST_SHARE = 1 / 4000
 
@@ -66,13 +72,42 @@ class Step:
         """Bytes of the device's budget that tensors may use."""
         return self.budgets["device"] - fixed_bytes(self.machine, self.costs)
 
-    def lower(self, choices: dict[tuple[int, int], Option]) -> Lowered:
-        """Lower choices against the budgets of all tiers."""
-        lowered = lower(self.graph, self.lives, self.machine, self.costs, choices, self.budgets)
-        program = lowered.program
-        if program is not None and any(program.tier_bytes(tier) > self.budgets[tier] for tier in program.slots):
-            return dataclasses.replace(lowered, program=None)
-        return lowered
+    def lower(self, choices: dict[tuple[int, int], Option], retimed: int = 0) -> Lowered:
+        """Lower choices against the budgets of all tiers.
+
+        Args:
+            retimed: How often the transfers are scheduled again, by the times of the program simulated before. The
+                first schedule believes that nothing is waited for, and gives a write the memory of too many operations.
+        """
+        seconds: list[float] | None = None
+        while True:
+            lowered = lower(
+                self.graph, self.lives, self.machine, self.costs, choices, self.budgets, item_seconds=seconds
+            )
+            program = lowered.program
+            if program is not None and any(program.tier_bytes(tier) > self.budgets[tier] for tier in program.slots):
+                return dataclasses.replace(lowered, program=None)
+            if program is None or retimed == 0:
+                return lowered
+            seconds, retimed = _item_seconds(program, self.simulate(program)), retimed - 1
+
+    def found(self, choices: dict[tuple[int, int], Option], program: Program) -> Found:
+        """The choices with ``program``, or with the fastest that scheduling again makes of it where it waits."""
+        best = last = Found(choices, program, self)
+        for retimed in range(1, (MOST_RETIMED if len(self.graph.ops) <= _RETIMED_OPS else 0) + 1):
+            if not last.waits:
+                break
+            seconds = _item_seconds(last.program, last.timeline)
+            again = lower(
+                self.graph, self.lives, self.machine, self.costs, choices, self.budgets, item_seconds=seconds
+            ).program
+            if again is None:
+                break
+            last = Found(choices, again, self, retimed)
+            if last.step_s >= best.step_s:
+                break
+            best = last
+        return best
 
     def needs(self, choices: dict[tuple[int, int], Option]) -> int:
         """Device bytes that choices take where every transfer has its time."""
@@ -91,11 +126,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Found:
-    """Choices that fit, with what they lead to; times are predicted when they are asked for."""
+    """Choices that fit, with what they lead to; times are predicted when they are asked for.
+
+    ``retimed`` as of ``Step.lower``.
+    """
 
     choices: dict[tuple[int, int], Option]
     program: Program
     step: Step
+    retimed: int = 0
 
     @cached_property
     def step_s(self) -> float:
@@ -106,6 +145,21 @@ class Found:
     def timeline(self) -> Timeline:
         """The whole step."""
         return self.step.simulate(self.program)
+
+    @property
+    def waits(self) -> bool:
+        """Whether more than a little of the step is not spent on operations."""
+        seconds = self.step.costs.op_seconds
+        return self.step_s > (1 + _WAITING) * sum(seconds[a.op] for a in self.program.actions if a.op is not None)
+
+
+def _item_seconds(program: Program, timeline: Timeline) -> list[float]:
+    """From the start of each item to that of the next; items are what the compute stream does but FREE."""
+    starts = [0.0] * len(program.actions)
+    for event in timeline.events:
+        starts[event.action] = event.start_s
+    begin = [starts[a.id] for a in program.actions if a.stream == COMPUTE_STREAM and a.kind is not ActionKind.FREE]
+    return [after - start for start, after in zip(begin, [*begin[1:], timeline.duration_s], strict=True)]
 
 
 def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
@@ -128,15 +182,15 @@ def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
 
 def _improved(step: Step, found: Found) -> Found:
     def seconds_of(choices: dict[tuple[int, int], Option]) -> float | None:
-        program = step.lower(choices).program
+        program = step.lower(choices, found.retimed).program
         return None if program is None else step.seconds(program)
 
     choices = improve(found.choices, found.step_s, _problem(step, every=True), seconds_of)
     if choices is found.choices:
         return found
-    program = step.lower(choices).program
+    program = step.lower(choices, found.retimed).program
     assert program is not None, "the search keeps what fits"
-    return Found(choices, program, step)
+    return Found(choices, program, step, found.retimed)
 
 
 def lower_bound_s(step: Step) -> float:
@@ -147,6 +201,12 @@ def lower_bound_s(step: Step) -> float:
         return dual_bound_s(problem, folding, step.arena_bytes)
     relaxed = solve(problem, step.arena_bytes)
     return relaxed.step_s if relaxed is not None else 0.0
+
+
+def flow_bound_s(step: Step) -> float:
+    """A sharper bound than ``lower_bound_s``, for more work; 0 where there is none."""
+    flowing = flow(_problem(step, every=True), step.arena_bytes, _FLOW_WINDOWS)
+    return flowing.step_s if flowing is not None else 0.0
 
 
 def smallest_budget_bytes(step: Step) -> tuple[int, Lowered]:
@@ -230,7 +290,7 @@ def _repaired(step: Step, relaxation: Relaxation, target: int) -> tuple[Found | 
         choices = rounded(problem, relaxed)
         lowered = step.lower(choices)
         if lowered.program is not None:
-            return Found(choices, lowered.program, step), tried + 1
+            return step.found(choices, lowered.program), tried + 1
         extra += _missing(step, problem, lowered)
     return None, _REPAIRS
 
@@ -329,7 +389,7 @@ def _smallest(step: Step) -> Found:
     if again.program is None:
         raise infeasible(step, size, lowered)
     _check_tiers(again.program)
-    return Found(choices, again.program, step)
+    return step.found(choices, again.program)
 
 
 def _check_tiers(program: Program) -> None:

@@ -204,11 +204,13 @@ def _policies(plan: Plan) -> str:
     chosen = next((i for i, row in enumerate(plan.policies) if row.policy == plan.policy), None)
     head = ("policy", "fits", "step", "peak", "recompute", "stall", "moved", "note")
     bound = (
-        f"Chosen: {plan.policy}. No plan within the budgets takes less than {format_seconds(plan.lower_bound_s)} "
-        f"(lower bound, as modelled); this one takes {format_seconds(plan.step_s)}, {plan.gap:.1%} above it."
+        f"No plan within the budgets takes less than {format_seconds(plan.lower_bound_s)} (lower bound, as modelled); "
+        f"this one takes {format_seconds(plan.step_s)}, {plan.gap:.1%} above it."
     )
+    if not plan.lower_bound_s:
+        bound = f"This plan takes {format_seconds(plan.step_s)}; no lower bound is known."
     body = table(head, rows, chosen=chosen, left=(0, 6, 7))
-    return el("h2", "Policies compared") + body + el("p", text(bound), class_="under")
+    return el("h2", "Policies compared") + body + el("p", text(f"Chosen: {plan.policy}. {bound}"), class_="under")
 
 
 def _placement(plan: Plan, program: Program) -> str:

@@ -45,7 +45,8 @@ def policy_table(plan: Plan) -> Table:
         cells = [name, step if row.fits else "does not fit", *others, format_bytes(moved) if moved else "-"]
         table.add_row(*map(escape, cells), style="bold" if chosen else None)
     lines = [f"{row.policy}: {escape(row.note)}" for row in plan.policies if row.note and row.fits]
-    lines.append(f"no plan takes less than {format_seconds(plan.lower_bound_s)}; this one is {plan.gap:.1%} above")
+    bound = f"no plan takes less than {format_seconds(plan.lower_bound_s)}; this one is {plan.gap:.1%} above"
+    lines.append(bound if plan.lower_bound_s else "no bound on the step time is known")
     return _with_caption(table, "\n".join(lines))
 
 

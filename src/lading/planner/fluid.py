@@ -1,0 +1,289 @@
+"""The step as a flow: when each byte is moved, window by window. The bound, and a plan to round, of a step that moves.
+
+The step is cut into ``K`` windows of operations, on a circle: what window ``K - 1`` does not finish goes on in window
+0 of the next step. ``x[g, o]`` is the share of option ``o`` of gap ``g``, which lies between a use in window ``A_g``
+and one in ``B_g`` (``B_g >= K`` where it passes the boundary); ``r[g, o, k]`` and ``w[g, o, k]`` are the shares of its
+bytes that are read and written in window ``k``. Minimise ``sum_k T_k`` (seconds) subject to
+
+    all is read             sum_{A <= k <= B} r[g, o, k] = x[g, o]                                    _add_gap
+    what was not, is        sum_{A <= k <= B} w[g, o, k] >= x[g, o] - sum_{g' before g} x[g', o],     _add_gap
+    written                 g' the earlier gaps of the same version
+    compute in window k     T_k >= sum_ops c                                                         _add_times
+    transfers in window k   T_k >= time its bytes read and written take, alone and side by side      _add_times
+    the whole               sum_k T_k >= sum_ops c + sum_g c_g x[g, recompute], and the same with     _add_times
+                            latencies for each direction of each tier
+    memory at t             base_t + sum_{g over t} s_g (1 - sum_o x[g, o]
+                              + sum_o (sum_{k < k(t)} r[g, o, k] + unwritten at the end of k(t))) <= budget  _add_memory
+    bytes in a tier         sum_i s_i max_g x[g, o] <= its budget                                    _add_capacity
+
+A storage on its way takes its whole place, so at ``t`` it takes at least the share that was read before the window, and
+at least what will not have been written when the window ends: every plan satisfies the constraints, and the optimum is
+a lower bound on the step time of any plan, as modelled (of an update that recomputation delays, as if it were not).
+Memory rows are generated where they are needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lading.ir.machine import Tier
+from lading.ir.plan import Option
+from lading.planner.linear import facets
+from lading.planner.relaxation import Candidate, Problem, Relaxed, spans
+
+_HERE = (Option.KEEP, Option.RECOMPUTE)
+#: Price of moved or recomputed work that hides, against a second of step time, when a plan is wanted.
+_TIE = 1e-3
+_ROUNDS = 16
+_ROWS_PER_ROUND = 32
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """Columns of a gap in one tier: its share, and its reads and writes from window ``first`` on."""
+
+    share: int
+    first: int
+    reads: range
+    writes: range
+
+
+def flow(problem: Problem, budget_bytes: int, windows: int, *, plan: bool = False) -> Relaxed | None:
+    """Solve the flow.
+
+    Args:
+        budget_bytes: Bytes of the arena.
+        windows: K, >= 1.
+        plan: Break ties for less work, and count recomputation with its ancestors: a solution to round, not a bound.
+
+    Returns:
+        None if not even the flow fits.
+    """
+    return _Program(problem, budget_bytes, windows, plan).solve()
+
+
+class _Program:
+    """One linear program in HiGHS, its columns and rows collected first and handed over at once."""
+
+    def __init__(self, problem: Problem, budget_bytes: int, windows: int, plan: bool) -> None:
+        self.problem, self.windows, self.plan = problem, windows, plan
+        ended = np.cumsum(problem.op_seconds)
+        self.window = np.minimum((ended / ended[-1] * windows * (1 - 1e-9)).astype(int), windows - 1)
+        self.room = budget_bytes - problem.base
+        self.costs: list[float] = [1.0] * windows
+        self.upper: list[float] = [np.inf] * windows
+        self.rows: list[tuple[float, float, list[int], list[float]]] = []
+        self.flows: list[dict[Option, _Flow]] = []
+        self.again: list[int | None] = []
+        self.taken: set[int] = set()
+        self._add_gaps()
+        self._add_times()
+        self._add_capacity()
+
+    def _column(self, cost: float = 0.0) -> int:
+        self.costs.append(cost if self.plan else 0.0)
+        self.upper.append(1.0)
+        return len(self.costs) - 1
+
+    def _row(self, low: float, high: float, columns: Sequence[int], values: Sequence[float]) -> None:
+        self.rows.append((low, high, list(columns), list(values)))
+
+    def _add_gaps(self) -> None:
+        tiers = {Option(tier.name): tier for tier in self.problem.tiers}
+        earlier: dict[tuple[tuple[int, int], Option], list[int]] = {}
+        self.flows = [{} for _ in self.problem.candidates]
+        self.again = [None] * len(self.problem.candidates)
+        by_version = sorted(enumerate(self.problem.candidates), key=lambda row: (not row[1].gap.wraps, row[0]))
+        for index, candidate in by_version:
+            if Option.RECOMPUTE in candidate.options:
+                self.again[index] = self._column(_TIE * candidate.recompute_s)
+            for option in candidate.options:
+                if option not in _HERE:
+                    self.flows[index][option] = self._add_gap(candidate, option, tiers[option], earlier)
+            shares = [f.share for f in self.flows[index].values()] + [c for c in (self.again[index],) if c is not None]
+            self._row(-np.inf, 1.0, shares, [1.0] * len(shares))
+
+    def _add_gap(
+        self, candidate: Candidate, option: Option, tier: Tier, earlier: dict[tuple[tuple[int, int], Option], list[int]]
+    ) -> _Flow:
+        gap = candidate.gap
+        first, last = int(self.window[gap.start]), int(self.window[gap.end]) + (self.windows if gap.wraps else 0)
+        count = last - first + 1
+        share = self._column(_TIE * candidate.size_bytes / tier.read_bytes_per_s)
+        reads = range(len(self.costs), len(self.costs) + count)
+        for _ in reads:
+            self._column()
+        self._row(0.0, 0.0, [*reads, share], [*[1.0] * count, -1.0])
+        if candidate.version is None:
+            return _Flow(share, first, reads, range(0))
+        writes = range(len(self.costs), len(self.costs) + count)
+        for _ in writes:
+            self._column(_TIE * candidate.size_bytes / tier.write_bytes_per_s)
+        before = earlier.setdefault((candidate.version, option), [])
+        self._row(0.0, np.inf, [*writes, *before, share], [*[1.0] * count, *[1.0] * len(before), -1.0])
+        before.append(share)
+        return _Flow(share, first, reads, writes)
+
+    def _add_times(self) -> None:
+        compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
+        for window in range(self.windows):
+            self._row(float(compute[window]), np.inf, [window], [1.0])
+        times = list(range(self.windows))
+        again = [(c, g) for c, g in zip(self.again, self.problem.candidates, strict=True) if c is not None]
+        seconds = [g.recompute_s if self.plan else g.own_recompute_s for _, g in again]
+        ones = [1.0] * self.windows
+        self._row(float(compute.sum()), np.inf, [*times, *(c for c, _ in again)], [*ones, *(-s for s in seconds)])
+        for tier in self.problem.tiers:
+            self._add_tier(tier)
+
+    def _add_tier(self, tier: Tier) -> None:
+        option = Option(tier.name)
+        flows = [(c, f[option]) for c, f in zip(self.problem.candidates, self.flows, strict=True) if option in f]
+        read, write = 1.0 / tier.read_bytes_per_s, 1.0 / tier.write_bytes_per_s
+        for a, b in ((read, 0.0), (0.0, write), *facets(tier)):
+            terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
+            for candidate, found in flows:
+                for columns, per_byte in ((found.reads, a), (found.writes, b)):
+                    for step, column in enumerate(columns if per_byte else ()):
+                        row = terms[(found.first + step) % self.windows]
+                        row[0].append(column)
+                        row[1].append(-candidate.size_bytes * per_byte)
+            for columns, values in terms:
+                self._row(0.0, np.inf, columns, values)
+        for name, per_byte in (("reads", read), ("writes", write)):
+            columns, values = list(range(self.windows)), [1.0] * self.windows
+            for candidate, found in flows:
+                own: range = getattr(found, name)
+                columns.extend(own)
+                values.extend([-tier.latency_s - candidate.size_bytes * per_byte] * len(own))
+            self._row(0.0, np.inf, columns, values)
+
+    def _add_capacity(self) -> None:
+        """Storages that are ever in a tier must fit there together; a row only where they might not."""
+        for name, capacity in self.problem.capacity_bytes.items():
+            users: dict[int, list[int]] = {}
+            size: dict[int, int] = {}
+            for candidate, flows in zip(self.problem.candidates, self.flows, strict=True):
+                for option, found in flows.items():
+                    if option.value == name:
+                        users.setdefault(candidate.gap.storage, []).append(found.share)
+                        size[candidate.gap.storage] = candidate.size_bytes
+            if sum(size.values()) <= capacity:
+                continue
+            there = {storage: self._column() for storage in users}
+            for storage, columns in users.items():
+                for column in columns:
+                    self._row(0.0, np.inf, [there[storage], column], [1.0, -1.0])
+            self._row(-np.inf, capacity / 1e6, list(there.values()), [size[s] / 1e6 for s in there])
+
+    def solve(self) -> Relaxed | None:
+        if self.room.min(initial=0) < 0:
+            return None
+        import highspy
+
+        model = highspy.Highs()
+        model.setOptionValue("output_flag", False)
+        model.setOptionValue("threads", 1)
+        none = np.empty(0, np.int32)
+        count = len(self.costs)
+        model.addCols(count, np.array(self.costs), np.zeros(count), np.array(self.upper), 0, none, none, np.empty(0))
+        values = np.zeros(count)
+        self._add_memory(self._worst(values))
+        for _ in range(_ROUNDS):
+            _hand_over(model, self.rows)
+            self.rows.clear()
+            model.run()
+            if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+                return None
+            values = np.array(model.getSolution().col_value)
+            worst = self._worst(values)
+            if not worst:
+                break
+            self._add_memory(worst)
+        return Relaxed(
+            tuple(self._shares(i, values) for i in range(len(self.flows))), float(values[: self.windows].sum())
+        )
+
+    def _shares(self, index: int, values: np.ndarray) -> dict[Option, float]:
+        shares = {option: float(values[f.share]) for option, f in self.flows[index].items()}
+        if (again := self.again[index]) is not None:
+            shares[Option.RECOMPUTE] = float(values[again])
+        return {Option.KEEP: 1.0 - sum(shares.values()), **shares}
+
+    def _pieces(self, candidate: Candidate) -> list[tuple[int, int, int]]:
+        """(first, last, window) of the positions inside a gap, by window; windows count on over the boundary."""
+        pieces: list[tuple[int, int, int]] = []
+        for first, last in spans(candidate.gap, self.problem.num_ops):
+            turn = (
+                self.windows if candidate.gap.wraps and first <= candidate.gap.end and last < candidate.gap.end else 0
+            )
+            cuts = [first, *(np.flatnonzero(np.diff(self.window[first : last + 1])) + first + 1).tolist(), last + 1]
+            pieces += [(a, b - 1, int(self.window[a]) + turn) for a, b in itertools.pairwise(cuts)]
+        return pieces
+
+    def _terms(self, index: int, window: int) -> tuple[list[int], list[float]]:
+        """Share of a candidate on the device in a window of its gap, less 1: columns and factors."""
+        columns: list[int] = []
+        factors: list[float] = []
+        if (again := self.again[index]) is not None:
+            columns.append(again)
+            factors.append(-1.0)
+        for found in self.flows[index].values():
+            read, left = window - found.first, max(0, window - found.first + 1)
+            columns += [found.share, *found.reads[:read], *found.writes[left:]]
+            factors += [-1.0, *[1.0] * read, *[1.0] * len(found.writes[left:])]
+        return columns, factors
+
+    def _worst(self, values: np.ndarray) -> list[int]:
+        """Positions whose constraint is broken the most, spread over the step."""
+        change = np.zeros(self.problem.num_ops + 1)
+        for index, candidate in enumerate(self.problem.candidates):
+            for first, last, window in self._pieces(candidate):
+                columns, factors = self._terms(index, window)
+                size = candidate.size_bytes * (1.0 + float(np.dot(values[columns], factors)))
+                change[first] += size
+                change[last + 1] -= size
+        excess = np.cumsum(change)[:-1] - self.room
+        excess[excess < 1e-6 * np.maximum(self.room, 1)] = 0
+        found: list[int] = []
+        for chunk in np.array_split(np.arange(len(excess)), _ROWS_PER_ROUND):
+            if len(chunk) and excess[chunk].max() > 0:
+                position = int(chunk[excess[chunk].argmax()])
+                if position not in self.taken:
+                    found.append(position)
+        return found
+
+    def _add_memory(self, positions: Sequence[int]) -> None:
+        rows: dict[int, tuple[list[int], list[float], list[int]]] = {t: ([], [], []) for t in positions}
+        for index, candidate in enumerate(self.problem.candidates):
+            gap = candidate.gap
+            for t in positions:
+                if not ((t > gap.start or t < gap.end) if gap.wraps else gap.start < t < gap.end):
+                    continue
+                turn = self.windows if gap.wraps and t < gap.end else 0
+                columns, factors = self._terms(index, int(self.window[t]) + turn)
+                rows[t][0].extend(columns)
+                rows[t][1].extend(candidate.size_bytes * f / 1e6 for f in factors)
+                rows[t][2].append(candidate.size_bytes)
+        for t, (columns, values, sizes) in rows.items():
+            self.taken.add(t)
+            self._row(-np.inf, (float(self.room[t]) - sum(sizes)) / 1e6, columns, values)
+
+
+def _hand_over(model: Any, rows: Sequence[tuple[float, float, list[int], list[float]]]) -> None:
+    lengths = [len(columns) for _, _, columns, _ in rows]
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int32) if rows else np.empty(0, np.int32)
+    model.addRows(
+        len(rows),
+        np.array([low for low, *_ in rows], dtype=np.float64),
+        np.array([high for _, high, *_ in rows], dtype=np.float64),
+        sum(lengths),
+        starts,
+        np.array([c for _, _, columns, _ in rows for c in columns], dtype=np.int32),
+        np.array([v for *_, values in rows for v in values], dtype=np.float64),
+    )

@@ -254,7 +254,7 @@ class _Cuda:
         return False
 
     def _bias(self, op: Op, mask: Arg, shape: tuple[int, ...]) -> Arg:
-        """A mask expanded to every batch row and head, with longer rows where the kernel cannot read them as they lie."""
+        """A mask expanded to every batch row and head, with longer rows where the kernel cannot read it as it is."""
         if mask is None:
             return None
         assert isinstance(mask, Ref)

@@ -142,6 +142,7 @@ class Executor:
         """Stop the threads and give all memory and disk space back. May be called twice."""
         self._broken = True
         self._bound.entries.clear()
+        self._running = self._bound
         self._cleanup.close()
 
     def step(self, batches: Sequence[Mapping[str, torch.Tensor]], *, lr: float) -> list[float]:

@@ -168,7 +168,8 @@ def _cuda_attention(
     rows = length if is_flash else -(-length // 32) * 32
     stats = torch.empty(batch, heads, rows, device=pool.device)
     kind = torch.uint64 if is_flash else torch.int64
-    state = torch.zeros(2, dtype=kind, device=pool.device), torch.zeros((), dtype=kind, device=pool.device)
+    zeros = torch.zeros(2, dtype=torch.int64, device=pool.device).view(kind)
+    state = (zeros, zeros[0])
     args = (q, k, v, 0.0, True, False) if is_flash else (q, k, v, None, True, 0.0, True)
     outs = (places[0], stats, *(None,) * (7 if is_flash else 2))
     forward = bind_call(f"aten.{name}.default", args, outs)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from lading.report.metrics import MetricsLog, read_steps, truncate_after
 from lading.report.progress import training_progress
 from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset
+from lading.runtime.loggers import Logger, check_logging, open_loggers
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
 from lading.summary import finish_run, of_plan, save_whole
 from lading.trainer import Trainer
@@ -75,6 +76,8 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
         ConfigError: a setting, a plan made for another model or machine, or an out folder of another run.
         StorageError: another run is using the folder, or the disk is full; checkpoints saved before stay whole.
     """
+    if isinstance(what, RunConfig):
+        check_logging(what.logging)
     prepared = plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what, to_run=True)
     run, out = prepared.run, Path(prepared.run.out)
     check_available(prepared.machine.device.kind)
@@ -94,15 +97,8 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
 def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tuple[int, Timeline, int]:
     """Train to the last step; returns the first one, what happened in the last, and the peak, saving included."""
     run, out = prepared.run, Path(prepared.run.out)
-    with Trainer(
-        prepared.plan,
-        prepared.captured,
-        None,
-        optimizer=run.optimization.optimizer,
-        folder=run.memory.folder or out,
-        threads=run.num_threads,
-        program=prepared.program,
-    ) as trainer:
+    # Loggers first: what they import does not count as memory of the run.
+    with _loggers(run, newest.step if newest else 0) as loggers, _trainer(prepared) as trainer:
         if newest is None:
             for note in trainer.initialize(partial(initial_values, run, prepared.initial)):
                 print(note, flush=True)
@@ -113,8 +109,31 @@ def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tu
             trainer.load(newest.path)
             truncate_after(out / "metrics.jsonl", trainer.steps - 1)
         first = trainer.steps
-        _loop(trainer, run, data, out, prepared.plan.budgets["device"])
+        _loop(trainer, run, data, out, prepared.plan.budgets["device"], loggers)
         return first, trainer.timeline(), trainer.peak_bytes
+
+
+def _trainer(prepared: Prepared) -> Trainer:
+    run = prepared.run
+    return Trainer(
+        prepared.plan,
+        prepared.captured,
+        None,
+        optimizer=run.optimization.optimizer,
+        folder=run.memory.folder or run.out,
+        threads=run.num_threads,
+        program=prepared.program,
+    )
+
+
+@contextmanager
+def _loggers(run: RunConfig, first_step: int) -> Generator[list[Logger], None, None]:
+    """The loggers a run asks for, closed at the end."""
+    with ExitStack() as stack:
+        loggers = open_loggers(run.logging, Path(run.out), first_step=first_step, settings=run_to_dict(run))
+        for logger in loggers:
+            stack.callback(logger.close)
+        yield loggers
 
 
 def _checked(result: RunResult) -> RunResult:
@@ -180,7 +199,9 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _loop(trainer: Trainer, run: RunConfig, data: Dataset, out: Path, budget_bytes: int) -> None:
+def _loop(
+    trainer: Trainer, run: RunConfig, data: Dataset, out: Path, budget_bytes: int, loggers: Sequence[Logger]
+) -> None:
     """Steps until the end; the last one is saved too, if any are."""
     every = run.checkpoint.every_steps
     tokens = run.data.batch_size * run.data.sequence_length * run.optimization.accumulation
@@ -198,6 +219,10 @@ def _loop(trainer: Trainer, run: RunConfig, data: Dataset, out: Path, budget_byt
             rate = tokens / step_s
             record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "program": trainer.program.fingerprint}
             log.log({**record, "tokens_per_s": rate, "memory_bytes": trainer.peak_bytes})
+            if step % run.logging.every_steps == 0 or step + 1 == total:
+                figures = {"loss": loss, "lr": lr, "step_s": step_s, "tokens_per_s": rate}
+                for logger in loggers:
+                    logger.log(step, {**figures, "memory_bytes": trainer.peak_bytes})
             progress.update(step=step + 1, loss=loss, tokens_per_s=rate, memory_bytes=trainer.peak_bytes)
             if every and (trainer.steps % every == 0 or trainer.steps == total):
                 trainer.save(out / "checkpoints", meta=_meta(run, data), keep=run.checkpoint.keep)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,14 +15,17 @@ from typing import Any, cast
 
 from lading.errors import ConfigError, StorageError
 
+#: Seconds of records that a machine that stops may lose.
+_SYNC_S = 5.0
 #: Lowest and upper end of what a step's record may say; a loss may be anything that training can give.
 _LIMITS = {"step": (0, 1 << 63), "memory_bytes": (0, 1 << 63), "step_s": (1e-9, 1e9)}
 
 
 class MetricsLog:
-    """Appends records to a file, each flushed to the system before ``log`` returns. Usable in ``with``.
+    """Appends records to a file, each given to the system before ``log`` returns. Usable in ``with``.
 
-    Opening cuts off a last line that a killed run left without its newline.
+    A killed process loses nothing that was logged; a machine that stops loses a few seconds of it. Opening
+    cuts off a last line that a killed run left without its newline.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,6 +33,8 @@ class MetricsLog:
         if path.exists():
             _cut_torn_line(path)
         self._file = path.open("ab", buffering=0)  # nothing is left to write when a full disk is noticed
+        self._synced_s = time.monotonic()
+        self._failed = False
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one record.
@@ -43,16 +49,29 @@ class MetricsLog:
             raise ConfigError(f"expected numbers, text, lists or dicts as metrics, got {record!r}: {error}") from error
         try:
             self._write(f"{line}\n".encode())
+            if time.monotonic() - self._synced_s > _SYNC_S:
+                self._sync()
         except OSError as error:
+            self._failed = True
             raise StorageError(f"cannot write {self.path}: {error.strerror}; free some space, then resume") from error
 
     def _write(self, data: bytes) -> None:
         while data:
             data = data[self._file.write(data) :]
 
+    def _sync(self) -> None:
+        os.fsync(self._file.fileno())
+        self._synced_s = time.monotonic()
+
     def close(self) -> None:
-        """Close the file; logging again raises ValueError."""
-        self._file.close()
+        """Wait for the disk, unless it has failed already, and close the file; logging again raises ValueError."""
+        try:
+            if not (self._failed or self._file.closed):
+                self._sync()
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}: {error.strerror}; free some space, then resume") from error
+        finally:
+            self._file.close()
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -1,0 +1,97 @@
+"""Figures of a run to TensorBoard and Weights & Biases, where they are installed and asked for.
+
+metrics.jsonl is the record of a run; what is written here is a copy for people, and a run never reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from lading.config import LoggingConfig
+from lading.errors import ConfigError
+
+#: Modules that have TensorBoard's SummaryWriter, the first that is installed is used.
+_WRITERS = {"tensorboard": "torch.utils.tensorboard", "tensorboardX": "tensorboardX"}
+
+
+class Logger(Protocol):
+    """Where figures go."""
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        """Add the figures of a step."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left."""
+        ...
+
+
+def check_logging(config: LoggingConfig) -> None:
+    """Refuse, before anything is done, to log to what is not installed.
+
+    Raises:
+        ConfigError: names what to install.
+    """
+    if config.tensorboard and not any(map(find_spec, _WRITERS)):
+        raise ConfigError("logging.tensorboard needs tensorboard: pip install 'lading[logging]', or set it to false")
+    if config.wandb and find_spec("wandb") is None:
+        raise ConfigError("logging.wandb needs wandb: pip install wandb, or leave it out")
+
+
+def open_loggers(config: LoggingConfig, folder: Path, *, first_step: int, settings: dict[str, Any]) -> list[Logger]:
+    """The loggers that a run asks for.
+
+    Args:
+        folder: The run's folder: TensorBoard's events go into ``tensorboard`` there, what W&B keeps into ``wandb``.
+        first_step: Of this process; what was logged of it and later ones before a kill is dropped.
+        settings: Of the run, for W&B.
+    """
+    check_logging(config)
+    loggers: list[Logger] = []
+    if config.tensorboard:
+        loggers.append(_TensorBoard(folder / "tensorboard", first_step))
+    if config.wandb:
+        loggers.append(_WandB(config.wandb, folder, settings))
+    return loggers
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, first_step: int) -> None:
+        name = next(module for package, module in _WRITERS.items() if find_spec(package))
+        with warnings.catch_warnings():  # of what tensorboard itself imports
+            warnings.simplefilter("ignore")
+            self._writer = import_module(name).SummaryWriter(str(folder), purge_step=first_step)
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """A run of the same folder is the same run there; WANDB_MODE=offline keeps it on this machine."""
+
+    def __init__(self, project: str, folder: Path, settings: dict[str, Any]) -> None:
+        name = str(folder.absolute())
+        self._run: Any = import_module("wandb").init(
+            project=project,
+            name=folder.name,
+            id=hashlib.sha256(name.encode()).hexdigest()[:16],
+            dir=name,
+            config=settings,
+            resume="allow",
+        )
+
+    def log(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

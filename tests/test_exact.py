@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from lading.capture.trace import capture
+from lading.checkpoint.store import open_checkpoint
 from lading.config import AdamW, ModelConfig
+from lading.models.dit import noise_loss
 from lading.models.loss import next_byte_loss
 from lading.optim.master import MasterWeights
 from lading.prepare import build, lowered, plan
@@ -21,9 +23,10 @@ SIZES: dict[str, dict[str, int | float | bool]] = {
     "llama": {"dim": 96, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
     "gpt": {"dim": 96, "num_layers": 4, "num_heads": 4, "dropout": 0.1},
     "moe": {"dim": 64, "num_layers": 3, "num_heads": 2},
+    "dit": {"dim": 64, "num_layers": 3, "num_heads": 2, "image_size": 16, "dropout": 0.1},
     "wide": {"dim": 128, "num_heads": 2, "vocab_size": 24_000},  # a table in three parts
 }
-MODELS = ("llama", "gpt", "moe")
+MODELS = ("llama", "gpt", "moe", "dit")
 
 
 @dataclass(frozen=True)
@@ -55,15 +58,21 @@ def _model(case: Case) -> torch.nn.Module:
 
 
 def _loss_of(case: Case) -> Any:
+    loss = noise_loss if case.name == "dit" else next_byte_loss
+
     def autocast_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return next_byte_loss(model, batch)
+            return loss(model, batch)
 
-    return autocast_loss if case.precision == "autocast" else next_byte_loss
+    return autocast_loss if case.precision == "autocast" else loss
 
 
 def _batches(case: Case, step: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(step)
+    if case.name == "dit":
+        latents = torch.randn(case.accumulation, 4, 4, 16, 16, generator=generator)
+        labels = torch.randint(0, 10, (case.accumulation, 4), generator=generator)
+        return [{"latents": x, "labels": y} for x, y in zip(latents, labels, strict=True)]
     shape = (1, 17) if case.name == "wide" else (8, 65)
     return [{"tokens": torch.randint(0, 256, shape, generator=generator)} for _ in range(case.accumulation)]
 
@@ -122,9 +131,10 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
                 Case("llama", 2, 0.5),
                 Case("moe", 1, 0.5),
                 Case("moe", 2),
-                *(Case(name, 1, 0.5, "bf16") for name in MODELS),
-                *(Case(name, 2, 0.5, "bf16") for name in MODELS),
-                *(Case(name, 2, 0.0, "autocast") for name in MODELS),
+                Case("dit", 2, 0.5),
+                *(Case(name, 1, 0.5, "bf16", 10) for name in MODELS),
+                *(Case(name, 2, 0.0, "bf16", 10) for name in MODELS),
+                *(Case(name, 2, 0.5, "autocast", 10) for name in MODELS),
             )
         ),
     ],
@@ -138,3 +148,25 @@ def test_planned_equals_plain_to_the_bit(case: Case, tmp_path: Path) -> None:
         assert values.keys() == weights.keys()
         assert all(torch.equal(values[key], weights[key]) for key in weights), f"{case} at {share}"
         assert (len(made.choices) > 0) == (share < 1)
+
+
+def test_a_checkpoint_holds_masters_and_states_in_parts_whole(tmp_path: Path) -> None:
+    case = Case("wide", clip_norm=0.5, precision="bf16")
+    graph = capture(_model(case), _batches(case, 0)[0], next_byte_loss)
+    made = plan(graph, small_machine(), budget="60%", clip_norm=0.5, master_weights=True)
+    state = next(s for s in lowered(made, graph).graph.states if s.name == "tokens.weight.master")
+    assert len(state.parts) == 3
+    with Trainer(made, graph, _model(case), folder=tmp_path) as trainer:
+        assert torch.equal(trainer.value("tokens.weight.master"), _model(case).get_parameter("tokens.weight").float())
+        trainer.step(_batches(case, 0))
+        saved = trainer.save(tmp_path / "saved")
+        wanted = {name: trainer.value(name) for name in ("tokens.weight", "tokens.weight.master", "norm.bias.exp_avg")}
+        assert not torch.equal(wanted["tokens.weight"].float(), wanted["tokens.weight.master"])
+        loss = trainer.step(_batches(case, 1))
+    tensor = open_checkpoint(saved).tensors["tokens.weight.master"]
+    assert (tensor.dtype, tensor.shape) == ("float32", (24_000, 128))
+    everything = plan(graph, small_machine(), budget="100%", clip_norm=0.5, master_weights=True)
+    with Trainer(everything, graph, _model(case), folder=tmp_path) as trainer:
+        trainer.load(saved)
+        assert all(torch.equal(trainer.value(name), value) for name, value in wanted.items())
+        assert trainer.step(_batches(case, 1)) == loss

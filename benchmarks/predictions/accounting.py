@@ -81,7 +81,8 @@ def eager_bytes(model: torch.nn.Module, batch: Any, loss: Loss) -> int:
         model.zero_grad(set_to_none=True)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
             loss(model, batch).backward()
-        events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+        profiler: Any = record.profiler
+        events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
         now = peak = 0
         for event in sorted(events, key=lambda e: e.start_ns()):
             now += event.nbytes()

@@ -116,10 +116,10 @@ def main() -> None:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         print(table(rows[-1:]).splitlines()[-1], flush=True)
-    if args.out is not None:
-        args.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
-        note = f"{platform.processor() or platform.machine()}, one thread, torch {rows[0]['torch']}, medians\n\n"
-        args.out.with_suffix(".md").write_text(note + table(rows) + "\n")
+        if args.out is not None:
+            args.out.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+            note = f"{platform.processor() or platform.machine()}, one thread, torch {rows[0]['torch']}, medians\n\n"
+            args.out.with_suffix(".md").write_text(note + table(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -344,6 +344,8 @@ def _within_capacity(problem: Problem, tiers: dict[int, Option]) -> dict[int, Op
     options = {candidate.gap.storage: candidate.options for candidate in problem.candidates}
     order = [Option(tier.name) for tier in problem.tiers]
     for near, far in pairwise(order):
+        if near.value not in problem.capacity_bytes:
+            continue
         excess = sum(size[s] for s, tier in tiers.items() if tier is near) - problem.capacity_bytes[near.value]
         for storage in sorted((s for s, tier in tiers.items() if tier is near and far in options[s]), reverse=True):
             if excess <= 0:

@@ -25,6 +25,8 @@ from tests.runtime.cases import (
 from lading.errors import ConfigError
 from lading.ir.graph import StepGraph, Tensor
 from lading.ir.program import Program
+from lading.ir.timeline import Timeline
+from lading.report.snapshot import snapshot
 from lading.runtime import fuse, regions
 from lading.runtime.executor import Executor
 from lading.runtime.fuse import Compiled, compile_region, run_region
@@ -59,7 +61,19 @@ def steps(program: Program, folder: Path, name: str, *, micro: int = 1, clip: fl
         load(executor, model_of(name))
         assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES, strict=True)] == losses
         assert differing(executor, reference) == []
-        assert len(executor.timeline().events) == len(program.actions)
+        check_times(program, executor.timeline())
+
+
+def check_times(program: Program, timeline: Timeline) -> None:
+    """On each stream one action after another; nothing is freed before it was placed."""
+    times = {event.action: event for event in timeline.events}
+    ended: dict[str, float] = {}
+    for action in program.actions:
+        event = times[action.id]
+        assert ended.get(action.stream, 0.0) <= event.start_s + 1e-9
+        assert event.start_s <= event.end_s
+        ended[action.stream] = event.end_s
+    snapshot(program, timeline)
 
 
 @pytest.mark.parametrize(

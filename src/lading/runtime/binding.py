@@ -17,7 +17,7 @@ from lading.runtime.arena import view_of
 from lading.runtime.device import Call, Device, Lane, Memory
 from lading.runtime.fuse import Fused
 from lading.runtime.kernels import AdamWSettings, Rate, bind
-from lading.runtime.regions import Site
+from lading.runtime.regions import Region, Site
 from lading.runtime.streams import Entry, Jitter
 from lading.runtime.tiers import Tier
 
@@ -63,6 +63,7 @@ class Bound:
         entries: Queue of each stream, in order of ``streams``; ``lanes`` likewise.
         instant: (action, the action before it in its stream): actions without work, that end as the other ends.
         scratch_bytes: Of each action, beside the arena.
+        regions: Those that run as one call, at their first action.
     """
 
     streams: tuple[str, ...]
@@ -70,6 +71,7 @@ class Bound:
     entries: list[list[Entry]]
     instant: list[tuple[int, int]]
     scratch_bytes: dict[int, int]
+    regions: tuple[Region, ...] = ()
 
     def without(self, actions: Set[int]) -> Bound:
         """The same queues, in which some actions do nothing."""
@@ -132,7 +134,8 @@ class Binder:
             if action.kind is ActionKind.FREE and action.source == DEVICE:
                 del self.where[action.storage or 0]
         lanes = [self.device.lane(name) for name in self.program.streams]
-        return _queues(self.program, runs, lanes, self.scratch, self.jitter)
+        bound = _queues(self.program, runs, lanes, self.scratch, self.jitter)
+        return dataclasses.replace(bound, regions=tuple(f.region for f in self.fused.values()))
 
     def view(self, tensor: int) -> torch.Tensor | None:
         """A graph tensor where its storage lies now; None if it has no place."""

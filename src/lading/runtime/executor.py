@@ -29,7 +29,7 @@ from lading.runtime.binding import Binder, Bound, CallerData, Place, Rates, chec
 from lading.runtime.device import Device, HostDevice
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.kernels import AdamWSettings
-from lading.runtime.measure import measured_timeline
+from lading.runtime.measure import measured_timeline, spread
 from lading.runtime.resident import reuse_pages, trim
 from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, run_stream
 from lading.runtime.tiers import Tier
@@ -264,6 +264,8 @@ class Executor:
             starts, ends = self._device.seconds(self._times.starts), self._device.seconds(self._times.ends)
             for action, before in self._bound.instant:
                 starts[action] = ends[action] = ends[before]
+            for region in self._bound.regions:
+                spread(region, starts, ends)
             self._timeline = measured_timeline(
                 self.program,
                 starts,

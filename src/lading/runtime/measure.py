@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lading.ir.program import Program
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
+from lading.runtime.regions import Region
 
 
 def measured_timeline(
@@ -32,3 +33,16 @@ def measured_timeline(
         resident=tuple((max(0.0, time - origin), size) for time, size in resident),
         peak_bytes=peak_bytes,
     )
+
+
+def spread(region: Region, starts: list[float], ends: list[float]) -> None:
+    """Give each operation of a region an equal part of its time, measured as its first's: more is not known."""
+    first, count = region.actions[0], len(region.actions)
+    start, part = starts[first], (ends[first] - starts[first]) / count
+    done, operations = 0, frozenset(region.actions)
+    for action in sorted((*region.actions, *region.freed)):
+        starts[action] = start + done * part
+        done += action in operations
+        ends[action] = start + done * part
+        if action not in operations:
+            starts[action] = ends[action]

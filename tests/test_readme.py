@@ -50,9 +50,10 @@ def test_examples_load(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name.startswith("own_") and p.suffix == ".py"], ids=str)
-def test_own_parts(path: Path) -> None:
+def test_own_parts(path: Path, tmp_path: Path) -> None:
     """Each says what it did, and checks it."""
-    result = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100, check=False)
+    command = [sys.executable, str(path)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
     assert "loss" in result.stdout
 

@@ -28,6 +28,7 @@ from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model, model_class
 from lading.models.tasks import LOSSES
 from lading.planner.api import make_plan, make_program
+from lading.planner.policies import Policy
 from lading.runtime import data
 from lading.runtime.cuda import Cuda
 from lading.runtime.data import Dataset, LatentDataset, TextDataset
@@ -73,7 +74,7 @@ def plan(
     *,
     budget: str | int,
     disk_budget: str | int | None = None,
-    policy: str = "residency",
+    policy: str | Policy = "residency",
     clip_norm: float = 0.0,
     master_weights: bool = False,
     compile: bool = False,
@@ -84,7 +85,7 @@ def plan(
         graph: From ``lading.capture``.
         budget: Device bytes ("256MB"), or a share ("50%") of what keeping everything needs.
         disk_budget: Bytes allowed on disk; None allows what the machine has.
-        policy: "keep-all", "checkpoint-every-block" or "residency".
+        policy: "keep-all", "checkpoint-every-block" or "residency"; or ``policy(graph, lifetimes) -> choices``.
         clip_norm: Limit of the global gradient norm; 0 switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
         compile: Fuse runs of light operations: faster, close to plain PyTorch's numbers, not equal to the bit.

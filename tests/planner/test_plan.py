@@ -15,6 +15,7 @@ from tests.planner.steps import step_of
 from lading.errors import ConfigError, PlanInfeasible, ProgramError
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Choice, Option, Plan
+from lading.memory.lifetime import Lifetimes, gaps
 from lading.memory.verify import verify
 from lading.planner.api import POLICIES, Planned, make_plan, make_program
 from lading.planner.residency import smallest_budget_bytes
@@ -133,7 +134,7 @@ def test_a_plan_with_an_impossible_choice_is_refused(choice: Choice) -> None:
     if choice.storage == 0:  # a parameter: it cannot be computed, and there is no host tier
         start = max(step_of(graph, machine).lives.uses[0])
         choice = dataclasses.replace(choice, start=start)
-    with pytest.raises((ProgramError, ConfigError), match="plan again"):
+    with pytest.raises((ProgramError, ConfigError), match="plan again|does not offer"):
         make_program(dataclasses.replace(plan, choices=(*plan.choices, choice)), graph, machine)
 
 
@@ -209,3 +210,22 @@ def test_a_disk_budget_that_is_too_small_is_refused() -> None:
     assert wanted > 4096
     with pytest.raises(ConfigError, match="raise the disk budget or the device budget"):
         make_plan(graph_of("gpt"), small_machine(overhead_bytes=OVERHEAD), budget="65%", disk_budget=4096)
+
+
+def test_a_policy_of_ones_own() -> None:
+    """It is compared under its name; a choice that the step does not offer is refused."""
+
+    def states_on_disk(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+        large = [g for g in gaps(graph, lives) if graph.storages[g.storage].size_bytes >= 4096]
+        return {(g.storage, g.start): Option.DISK for g in large if graph.storages[g.storage].role == "optimizer_state"}
+
+    def on_a_host(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
+        return dict.fromkeys(states_on_disk(graph, lives), Option.HOST)
+
+    made = make_plan(graph_of("gpt"), small_machine(), budget="100%", policy=states_on_disk)
+    rows = {row.policy: row for row in made.plan.policies}
+    assert made.plan.policy == "states_on_disk"
+    assert rows["states_on_disk"].moved_bytes["disk_read"] > 0
+    assert {choice.option for choice in made.plan.choices} == {Option.DISK}
+    with pytest.raises(ConfigError, match="policy 'on_a_host' has a choice that this step does not offer"):
+        make_plan(graph_of("gpt"), small_machine(), budget="100%", policy=on_a_host)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +29,12 @@ from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, l
 from lading.memory.verify import verify
 from lading.planner.lower import Costs
 from lading.planner.orders import Ordered, best_order, deferred_step, smallest_order_bytes
-from lading.planner.policies import checkpoint_every_block, keep_all
+from lading.planner.policies import Policy, checkpoint_every_block, keep_all
 from lading.planner.residency import MOST_RETIMED, Found, Step, lower_bound_s
 from lading.sim.engine import stall_s
 from lading.units import format_bytes, parse_bytes
 
-_POLICIES: dict[str, Callable[[StepGraph, Lifetimes], dict[tuple[int, int], Option]]] = {
+_POLICIES: dict[str, Policy] = {
     "keep-all": keep_all,
     "checkpoint-every-block": checkpoint_every_block,
 }
@@ -77,7 +77,7 @@ def make_plan(
     *,
     budget: str | int,
     disk_budget: str | int | None = None,
-    policy: str = "residency",
+    policy: str | Policy = "residency",
     expansion: Mapping[str, float] | None = None,
     workspace_bytes: Sequence[int] = (),
     run: dict[str, Any] | None = None,
@@ -88,7 +88,7 @@ def make_plan(
         graph: The whole step, from ``lading.ir.step.expand``.
         budget: Device bytes ("256MB"), or a share ("50%") of what keep-all needs.
         disk_budget: Bytes allowed on disk; None allows the tier's capacity.
-        policy: One of POLICIES.
+        policy: One of POLICIES, or a function of your own, which is compared with them under its name.
         expansion: Settings that ``graph`` was expanded with; recorded.
         workspace_bytes: Scratch of each operation outside its tensors; () where unknown, which becomes an assumption.
         run: Configuration to record in the plan.
@@ -97,8 +97,7 @@ def make_plan(
         PlanInfeasible: no plan of this policy fits.
         ConfigError: unknown policy, budget or dtype.
     """
-    if policy not in POLICIES:
-        raise ConfigError(f"expected a policy among {', '.join(POLICIES)}, got {policy!r}")
+    policy, policies = _named(policy)
     lives = lifetimes(graph)
     costs = _costs(graph, machine, workspace_bytes)
     limits = _budgets(machine, _NO_LIMIT, disk_budget)
@@ -108,7 +107,7 @@ def make_plan(
     budgets = _budgets(machine, share_or_bytes(budget, keep_all_bytes), disk_budget)
     _check_device(machine, budgets["device"])
     step = dataclasses.replace(free, budgets=budgets)
-    rows, fitting = _plain_policies(step, free, keep_all_bytes)
+    rows, fitting = _plain_policies(step, free, keep_all_bytes, policies)
     chosen = _chosen(step, policy, rows, fitting)
     found = chosen.found
     verify(found.program)
@@ -156,7 +155,7 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     lives = lifetimes(graph)
     costs = _costs(graph, machine, workspace_bytes)
     step = deferred_step(Step(graph, lives, machine, costs, plan.budgets), _deferred(plan, graph))
-    _check_choices(plan, step)
+    _check_choices(plan.choices, step, "the plan")
     retimed = min(max(0, int(plan.settings.get("retimed", 0))), MOST_RETIMED)
     lowered = step.lower({(c.storage, c.start): c.option for c in plan.choices}, retimed)
     if lowered.program is None or lowered.program.fingerprint != plan.program_fingerprint:
@@ -195,17 +194,20 @@ def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
             raise ConfigError(f"the plan was made for another {what} (expected {wanted}, found {found}); plan again")
 
 
-def _check_choices(plan: Plan, step: Step) -> None:
-    """Refuse what an edited or damaged file may ask for and no policy would."""
+def _check_choices(choices: Sequence[Choice], step: Step, whose: str) -> None:
+    """Refuse what an edited or damaged file, or a policy of the user's, asks for and the step does not offer."""
     known = {(gap.storage, gap.start, gap.end): gap for gap in gaps(step.graph, step.lives)}
-    for choice in plan.choices:
+    for choice in choices:
         gap = known.get((choice.storage, choice.start, choice.end))
         if gap is not None and choice.option is Option.RECOMPUTE and can_recompute(step.graph, step.lives, gap):
             continue
         tier = step.machine.tier(choice.option.value)
         if gap is not None and tier is not None and is_movable(step.graph, gap.storage, PAGE_BYTES):
             continue
-        raise ConfigError(f"the plan has a choice that this step does not offer, {choice}; plan again")
+        raise ConfigError(
+            f"{whose} has a choice that this step does not offer, {choice}: expected recompute where "
+            "can_recompute allows it, or a tier of the machine where is_movable does"
+        )
 
 
 def _budgets(machine: Machine, device: int, disk_budget: str | int | None) -> dict[str, int]:
@@ -224,12 +226,28 @@ def _check_device(machine: Machine, budget_bytes: int) -> None:
         )
 
 
-def _plain_policies(step: Step, free: Step, keep_all_bytes: int) -> tuple[list[PolicyRow], dict[str, Found]]:
+def _named(policy: str | Policy) -> tuple[str, dict[str, Policy]]:
+    """The policy's name, and every plain policy to compare by name."""
+    if not isinstance(policy, str):
+        name = str(getattr(policy, "__name__", type(policy).__name__))
+        if name in POLICIES:
+            raise ConfigError(f"expected a policy of another name than Lading's own, got {name!r}")
+        return name, {**_POLICIES, name: policy}
+    if policy not in POLICIES:
+        raise ConfigError(f"expected a policy among {', '.join(POLICIES)}, got {policy!r}")
+    return policy, _POLICIES
+
+
+def _plain_policies(
+    step: Step, free: Step, keep_all_bytes: int, policies: Mapping[str, Policy]
+) -> tuple[list[PolicyRow], dict[str, Found]]:
     """One row for each policy that ignores the budget; those that fit it can also be used."""
     rows: list[PolicyRow] = []
     fitting: dict[str, Found] = {}
-    for name, policy in _POLICIES.items():
+    for name, policy in policies.items():
         choices = policy(step.graph, step.lives)
+        if name not in _POLICIES:
+            _check_choices(_choices(step.lives, choices), step, f"policy {name!r}")
         lowered = step.lower(choices)
         if lowered.program is not None:
             fitting[name] = Found(choices, lowered.program, step)

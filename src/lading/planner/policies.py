@@ -1,10 +1,15 @@
-"""Named policies: (graph, lifetimes) -> choices. ``residency`` has a file of its own."""
+"""Policies that look at the step alone: (graph, lifetimes) -> choices. ``residency`` has a file of its own."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.plan import Option
 from lading.memory.lifetime import Gap, Lifetimes, can_recompute, gaps
+
+#: Chooses for gaps by (storage, position of the use that opens the gap); what is left out is kept.
+Policy = Callable[[StepGraph, Lifetimes], dict[tuple[int, int], Option]]
 
 
 def keep_all(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:

@@ -134,7 +134,7 @@ def test_a_plan_with_an_impossible_choice_is_refused(choice: Choice) -> None:
     if choice.storage == 0:  # a parameter: it cannot be computed, and there is no host tier
         start = max(step_of(graph, machine).lives.uses[0])
         choice = dataclasses.replace(choice, start=start)
-    with pytest.raises((ProgramError, ConfigError), match="plan again|does not offer"):
+    with pytest.raises((ProgramError, ConfigError), match=r"plan again|does not offer"):
         make_program(dataclasses.replace(plan, choices=(*plan.choices, choice)), graph, machine)
 
 

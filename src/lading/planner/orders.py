@@ -56,7 +56,7 @@ def deferred_step(step: Step, count: int) -> Step:
         return step
     graph, order = defer(step.graph, count)
     seconds, scratch = step.costs.op_seconds, step.costs.workspace_bytes
-    costs = Costs(tuple(seconds[i] for i in order), tuple(scratch[i] for i in order))
+    costs = Costs(tuple(seconds[i] for i in order), tuple(scratch[i] for i in order), step.costs.columns)
     return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
 
 

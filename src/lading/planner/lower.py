@@ -62,7 +62,7 @@ _BYTES_PER_OP = 4096
 #: The allocator keeps temporaries up to a size (``lading.runtime.resident.reuse_pages``), of which several lie side by
 #: side. Measured: 1 to 5 MiB on GPT, Llama and DiT of 7 to 375 MiB of tensors, torch 2.13 (benchmarks/predictions).
 _LARGEST_KEPT_BYTES = 4 << 20
-_KEPT_SIZES, _KEPT_BYTES = 4, 7 << 19
+_KEPT_SIZES, _KEPT_BYTES = 4, 5 << 20
 
 
 def overhead_bytes(machine: Machine, costs: Costs) -> int:

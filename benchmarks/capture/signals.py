@@ -86,8 +86,6 @@ VISION = [
                 num_attention_heads=[1, 1, 2, 2]),
     _classifier("pvt_v2", "PvtV2", side=32, image_size=32, depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16],
                 num_attention_heads=[1, 1, 2, 2], mlp_ratios=[2, 2, 2, 2]),
-    _classifier("cvt", "Cvt", side=32, embed_dim=[16, 16, 32], num_heads=[1, 2, 4], depth=[1, 1, 1],
-                drop_path_rate=[0.0, 0.0, 0.1]),
     _classifier("levit", "Levit", side=64, image_size=64, hidden_sizes=[16, 32, 48], num_attention_heads=[1, 2, 3],
                 depths=[1, 1, 1], key_dim=[8, 8, 8]),
     _classifier("poolformer", "PoolFormer", side=32, depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16]),

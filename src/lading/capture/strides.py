@@ -45,7 +45,10 @@ def real_strides(func: Any, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]
 
 
 def _is_plain(t: torch.Tensor) -> bool:
-    return t.is_contiguous() or t.dim() < 2
+    """Row by row; dims of size 1 count too, as convolutions look at them to tell channels-last memory."""
+    return t.dim() < 2 or (
+        t.is_contiguous() and tuple(t.stride()) == _dense(tuple(t.shape), tuple(range(t.dim(), 0, -1)))
+    )
 
 
 def _size(n: int, small: bool) -> int:
@@ -76,7 +79,7 @@ def _tensor(t: torch.Tensor, small: bool) -> torch.Tensor:
 def _dense(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
     """Strides without gaps for a shape, in the order of other strides; 0 stays 0."""
     stride, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+    for dim in sorted(range(len(shape)), key=lambda d: (like[d], shape[d] != 1, -d)):
         if like[dim]:
             stride[dim] = step
             step *= shape[dim]
@@ -86,10 +89,6 @@ def _dense(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
 def _as_ordered(made: torch.Tensor, shape: tuple[int, ...], stated: tuple[int, ...]) -> tuple[int, ...]:
     """Strides for ``shape`` in the memory order of a stand-in's result; those stated by the rule if they agree."""
     if tuple(made.shape) == shape:
-        found = tuple(made.stride())
-    elif all(s for n, s in zip(made.shape, made.stride(), strict=True) if n > 1):
-        found = _dense(shape, tuple(made.stride()))
-    else:
-        return stated
-    differ = [a != b for n, a, b in zip(shape, found, stated, strict=True) if n > 1]
-    return found if any(differ) else stated
+        return tuple(made.stride())
+    whole = all(s for n, s in zip(made.shape, made.stride(), strict=True) if n > 1)
+    return _dense(shape, tuple(made.stride())) if whole else stated

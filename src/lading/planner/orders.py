@@ -28,8 +28,8 @@ from lading.planner.residency import (
 
 #: Where updates come during the backward, this share of them, the last ones, is what may be left without cover.
 _LAST_SHARE = 1 / 3
-#: Operations beyond which one order is planned.
-_LARGE = 4000
+#: Operations planned in all orders together, but for the first order.
+_ORDERED = 8000
 #: Most operations of a step whose bound is sharpened where the plan is not within reach of it.
 _SHARP_OPS = 2500
 
@@ -105,15 +105,13 @@ def _sharper(step: Step, bound_s: float) -> float:
 
 
 def _counts(step: Step) -> tuple[int, ...]:
-    """Numbers of deferred updates worth a plan, the likeliest first; of a large step only none."""
-    if len(step.graph.ops) > _LARGE:
-        return (0,)
+    """Numbers of deferred updates worth a plan, the likeliest first; of a large step only the first of them."""
     total = len(updates(step.graph))
     last = max((i for i, op in enumerate(step.graph.ops) if op.phase is Phase.BACKWARD), default=0)
     behind = sum(group[-1] > last for group in updates(step.graph))
-    if behind > total / 2:  # all wait for the last gradient, as with clipping
-        return tuple(dict.fromkeys((0, behind)))
-    return tuple(dict.fromkeys((0, round(total * _LAST_SHARE), total)))
+    # With clipping all wait for the last gradient.
+    counts = (0, behind) if behind > total / 2 else (0, round(total * _LAST_SHARE), total)
+    return tuple(dict.fromkeys(counts))[: max(1, _ORDERED // len(step.graph.ops))]
 
 
 def _easier(

@@ -89,13 +89,14 @@ def _brought(action: Action, tier: str, slots: dict[int, int]) -> list[tuple[int
 def _outside(timeline: Timeline, tier: str) -> Iterator[_Change]:
     """What is taken outside the arena: the process all the time, scratch while kernels run."""
     for role in (OVERHEAD, WORKSPACE):
-        size = 0
+        size, time_s = 0, 0.0
         for sample in timeline.memory:
+            time_s = max(time_s, sample.time_s)
             if sample.tier == tier and (now := sample.bytes_by_role.get(role, 0)) != size:
                 if size:
-                    yield sample.time_s, 0, True, _BASE[role], size, size, role, ""
+                    yield time_s, 1, True, _BASE[role], size, size, role, ""
                 if now:
-                    yield sample.time_s, 1, False, _BASE[role], now, now, role, ""
+                    yield time_s, 1, False, _BASE[role], now, now, role, ""
                 size = now
 
 

@@ -1,22 +1,75 @@
-"""Does a run fit a machine: planned for all the memory the machine has, shown by role and tier."""
+"""Does a run fit a machine: planned for all that the machine has, shown by what the bytes are for.
+
+A run fits if a plan was found with which the step, the writing of a checkpoint and the reading of one each stay within
+what every tier has. If none was, the table is that of the nearest plan that was, and the changes listed below it are
+those that would do: every one has a plan behind it, and the one that costs the least step time for a token comes first.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil, log10, prod
+from typing import Any, Literal, TypeVar, cast
 
-from lading.config import MemoryConfig, RunConfig
-from lading.errors import PlanInfeasible
-from lading.ir.machine import TIERS, Machine
-from lading.prepare import Prepared, machine_of, plan_run
-from lading.units import format_bytes, format_seconds
+from lading.catalog.load import load_machine
+from lading.catalog.models import model_names, named_model
+from lading.checkpoint.state import CHUNK_BYTES
+from lading.config import CheckpointConfig, DataConfig, MemoryConfig, ModelConfig, Optimization, RunConfig
+from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.graph import PERSISTENT, Role, StepGraph
+from lading.ir.machine import Machine
+from lading.ir.program import Program, slot_bytes
+from lading.memory.layout import DEVICE, home_tiers
+from lading.planner.api import Sketch
+from lading.prepare import CapturedRun, capture_run, machine_of, plan_run, sketch_run
+from lading.report.needs import WORKSPACE, Bytes, Needs, StepTime, step_needs, step_time
+from lading.units import format_bytes, format_seconds, parse_bytes
 
-_ROWS = {
-    "parameters": ("parameter", "buffer", "constant"),
-    "gradients": ("gradient",),
-    "optimizer state": ("optimizer_state",),
-    "activations": ("activation", "input", "workspace"),
-}
+#: Tokens of a sequence where neither the run nor the catalog says how many.
+_DEFAULT_TOKENS = 1024
+#: What the system and the process take of a host's memory that is given as a whole.
+_HOST_RESERVE_BYTES = 4_000_000_000
+#: Steps of more operations are planned without a search for the fastest plan.
+_SEARCHED_OPS = 1500
+#: Operations captured and planned in search of a change; a larger step has fewer tries.
+_TRIED_OPS = 20_000
+_SHORTEST = 128
+_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A machine, and what replaces its sizes ("64GB"; None leaves them).
+
+    Attributes:
+        machine: A name in the catalog, the path of a machine file, or "probe" for this host.
+        host: All the memory of the host; some is left to the system.
+        budget: Device memory that the plan may use: a size, or a share of what keeping everything needs.
+    """
+
+    machine: str
+    device: str | None = None
+    host: str | None = None
+    disk: str | None = None
+    budget: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something that would make the run fit, as planned.
+
+    Attributes:
+        token_s: Predicted step time for one token.
+    """
+
+    text: str
+    step_s: float
+    token_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,83 +77,442 @@ class FitResult:
     """What a run needs on a machine; prints as a table.
 
     Attributes:
-        rows: For each kind of memory, bytes in each tier at that tier's peak; they add up to what the plan takes.
+        title: The run in words.
         allowed: Bytes each tier has; a tier that the machine lacks is not there.
-        error: Why it does not fit; the rows are then those of the smallest budget that would do. None if it fits.
+        error: Why it does not fit; the table is then that of the nearest plan. None if it fits.
+        changes: What would make it fit, the cheapest first.
     """
 
+    title: str
     machine: str
-    rows: dict[str, dict[str, int]]
-    allowed: dict[str, int]
-    step_s: float
+    needs: Needs
+    allowed: Bytes
+    time: StepTime
     assumptions: tuple[str, ...] = ()
     error: PlanInfeasible | None = None
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Predicted step time."""
+        return self.time.step_s
 
     def __str__(self) -> str:
-        total = {tier: sum(row.get(tier, 0) for row in self.rows.values()) for tier in TIERS}
-        lines = [f"{'at the peak':<18}" + "".join(f"{tier:>14}" for tier in TIERS)]
-        for name, row in {**self.rows, "together": total, "allowed": self.allowed}.items():
-            cells = (format_bytes(row[tier]) if tier in self.allowed and tier in row else "-" for tier in TIERS)
-            lines.append(f"{name:<18}" + "".join(f"{cell:>14}" for cell in cells))
-        lines += [f"assumption: {text}" for text in self.assumptions]
+        moved = ", ".join(f"{stream} {format_seconds(busy)}" for stream, busy in self.time.transfer_s.items() if busy)
+        lines = [self.title, *self.needs.lines(self.allowed)]
+        lines.append(
+            f"predicted step {format_seconds(self.time.step_s)}: compute {format_seconds(self.time.compute_s)} "
+            f"({format_seconds(self.time.recompute_s)} of it again), transfers {moved or 'none'}, "
+            f"exposed {format_seconds(self.time.exposed_s)}"
+        )
+        lines += [f"assumption: {text.replace('assumption: ', '', 1)}" for text in self.assumptions]
         if self.error is None:
             return "\n".join([*lines, f"FITS {self.machine}, predicted step {format_seconds(self.step_s)}"])
-        smallest = format_bytes(self.error.smallest_budget_bytes)
-        at_smallest = f"the table and a predicted step of {format_seconds(self.step_s)} are for the smallest budget"
-        return "\n".join([*lines, f"DOES NOT FIT {self.machine}: {at_smallest} that would do, {smallest}"])
+        lines.append(f"DOES NOT FIT {self.machine}: the table is of the nearest plan that was found")
+        if not self.changes:
+            lines.append("no change that was tried would make it fit")
+        for rank, change in enumerate(self.changes):
+            name = "cheapest change that fits" if rank == 0 else "or"
+            lines.append(f"{name}: {change.text} (planned: step {format_seconds(change.step_s)})")
+        return "\n".join(lines)
 
 
-def fit_run(run: RunConfig, machine: str) -> FitResult:
+def run_of_model(model: str, seq: int | None = None) -> RunConfig:
+    """A run of a model by name, one sequence at a time, that saves checkpoints and keeps one of them.
+
+    Args:
+        model: A name in the catalog, "module:function", or the path of a Hugging Face configuration.
+        seq: Tokens of a sequence; None is the catalog's longest, but at most 4096, and 1024 for other models.
+
+    Raises:
+        ConfigError: no such model, or a sequence that it does not take.
+    """
+    if model in model_names() or not any(mark in model for mark in ":/."):
+        named = named_model(model)
+        tokens = seq or named.default_tokens
+        config = named.config(tokens)
+    else:
+        tokens, config = seq or _DEFAULT_TOKENS, ModelConfig(name=model)
+    return RunConfig(
+        model=config,
+        data=DataConfig(sequence_length=tokens, batch_size=1),
+        optimization=Optimization(steps=1),
+        memory=MemoryConfig(budget="100%"),
+        checkpoint=CheckpointConfig(every_steps=1, keep=1),
+    )
+
+
+def with_sizes(
+    run: RunConfig,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    accumulation: int | None = None,
+    precision: str | None = None,
+    keep: int | None = None,
+) -> RunConfig:
+    """The run with other sizes; None leaves one as it is.
+
+    Args:
+        keep: Checkpoints that stay while another is written; 0 saves none.
+
+    Raises:
+        ConfigError: a size out of range, or a sequence that the model does not take.
+    """
+    data = _replaced(run.data, batch_size=batch, sequence_length=seq)
+    optimization = _replaced(run.optimization, accumulation=accumulation, precision=precision)
+    checkpoint = run.checkpoint
+    if keep is not None:
+        checkpoint = CheckpointConfig(every_steps=1, keep=keep) if keep else CheckpointConfig()
+    return dataclasses.replace(run, data=data, optimization=optimization, checkpoint=checkpoint)
+
+
+def precision_for(machine: str) -> Literal["fp32", "bf16"]:
+    """What a model by name is trained in where nobody says: bf16 on an accelerator that multiplies it, else fp32."""
+    device = None if machine == "probe" else load_machine(machine).device
+    return "bf16" if device is not None and device.kind != "cpu" and "bfloat16" in device.peak_flops_per_s else "fp32"
+
+
+def _replaced(config: _T, **values: Any) -> _T:
+    """The configuration with those values that are not None."""
+    return dataclasses.replace(cast(Any, config), **{key: value for key, value in values.items() if value is not None})
+
+
+def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
     """Plan a run for all the memory of a machine.
 
     Args:
         run: Its own machine, budgets and folder play no part.
-        machine: A name in the catalog, the path of a machine file, or "probe" for this host.
+        name: What to call the model; "" for the name that the run gives it.
 
     Raises:
         ConfigError: no such machine, or the run cannot be built.
         CaptureError: the model cannot be captured.
     """
-    found = machine_of(dataclasses.replace(run, machine=machine))
-    try:
-        return _result(_planned(run, found, found.device.memory_bytes), found, None)
-    except PlanInfeasible as error:
-        memory = dataclasses.replace(run.memory, policy="residency")  # whose smallest budget the error names
-        smallest = dataclasses.replace(run, memory=memory)
-        device = dataclasses.replace(found.device, memory_bytes=error.smallest_budget_bytes)
-        larger = dataclasses.replace(found, device=device)
-        return _result(_planned(smallest, larger, error.smallest_budget_bytes), found, error)
-
-
-def _planned(run: RunConfig, machine: Machine, budget_bytes: int) -> Prepared:
-    disk = machine.tier("disk")
-    memory = MemoryConfig(budget=budget_bytes, disk_budget=disk.capacity_bytes if disk else 0, policy=run.memory.policy)
-    return plan_run(dataclasses.replace(run, memory=memory), machine)
-
-
-def _result(prepared: Prepared, machine: Machine, error: PlanInfeasible | None) -> FitResult:
+    case = _Case(run, *_machine(run, hardware), hardware.budget)
+    captured = capture_run(run, case.machine)
+    tried = _nearest(case, captured)
+    needs, allowed = tried.needs, case.allowed
+    over = {tier: size for tier, size in needs.total.items() if size > allowed[tier]}
+    error = tried.error or (_too_small(tried, over, allowed) if over else None)
     return FitResult(
-        machine=machine.name,
-        rows=_rows(prepared),
-        allowed={"device": machine.device.memory_bytes, **{tier.name: tier.capacity_bytes for tier in machine.tiers}},
-        step_s=prepared.plan.step_s,
-        assumptions=prepared.plan.assumptions,
+        title=_title(name or run.model.name, run, captured.graph),
+        machine=case.machine.name,
+        needs=needs,
+        allowed=allowed,
+        time=tried.time,
+        assumptions=(*case.assumptions, *_not_searched(captured.graph), *tried.sketch.assumptions),
         error=error,
+        changes=() if error is None else tuple(_changes(case, captured, tried, over)),
     )
 
 
-def _rows(prepared: Prepared) -> dict[str, dict[str, int]]:
-    """Bytes of each kind of memory in each tier when that tier is fullest."""
-    program = prepared.program
-    fullest: dict[str, dict[str, int]] = {}
-    for tier in ("device", *program.slots):
-        samples = (sample for sample in prepared.predicted.memory if sample.tier == tier)
-        fullest[tier] = max(samples, key=lambda sample: sample.total_bytes).bytes_by_role
-    rows = {
-        name: {tier: sum(roles.get(role, 0) for role in wanted) for tier, roles in fullest.items()}
-        for name, wanted in _ROWS.items()
-    }
-    rows["process overhead"] = {"device": program.overhead_bytes + program.workspace_bytes}
-    taken = {"device": program.peak_bytes, **{tier: program.tier_bytes(tier) for tier in program.slots}}
-    rows["gaps"] = {tier: size - sum(row.get(tier, 0) for row in rows.values()) for tier, size in taken.items()}
-    return rows
+@dataclass(frozen=True)
+class _Case:
+    """What is asked: a run on a machine, of whose tiers ``reserved`` bytes are not the plan's."""
+
+    run: RunConfig
+    machine: Machine
+    reserved: Bytes
+    budget: str | None
+
+    @property
+    def allowed(self) -> Bytes:
+        lower = {t.name: t.capacity_bytes + self.reserved.get(t.name, 0) for t in self.machine.tiers}
+        return {DEVICE: self.machine.device.memory_bytes, **lower}
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return tuple(
+            f"{format_bytes(size)} of the {tier}'s memory are left to the system and the process"
+            for tier, size in self.reserved.items()
+        )
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A plan, what it needs and takes, and the device's error where the plan is not for the machine as it is."""
+
+    sketch: Sketch
+    needs: Needs
+    time: StepTime
+    error: PlanInfeasible | None = None
+
+
+def _machine(run: RunConfig, hardware: Hardware) -> tuple[Machine, Bytes]:
+    """The machine with its sizes replaced, and what of them is reserved."""
+    machine = machine_of(dataclasses.replace(run, machine=hardware.machine))
+    if hardware.device is not None:
+        device = dataclasses.replace(machine.device, memory_bytes=parse_bytes(hardware.device))
+        machine = dataclasses.replace(machine, device=device)
+    reserved: Bytes = {}
+    for name, size in (("host", hardware.host), ("disk", hardware.disk)):
+        if size is None:
+            continue
+        if machine.tier(name) is None:
+            there = ", ".join(("device", *(tier.name for tier in machine.tiers)))
+            raise ConfigError(f"--{name}: {machine.name} has no such tier (it has {there}); leave the option out")
+        capacity = parse_bytes(size)
+        if name == "host":
+            reserved[name] = _HOST_RESERVE_BYTES
+            capacity -= _HOST_RESERVE_BYTES
+        if capacity <= 0:
+            raise ConfigError(
+                f"--{name}: expected more than {format_bytes(reserved.get(name, 0))}, which are left to the system and "
+                f"the process, got {size!r}"
+            )
+        machine = _resized(machine, {name: capacity})
+    return machine, reserved
+
+
+def _resized(machine: Machine, capacity_bytes: Bytes) -> Machine:
+    """The machine with tiers of other sizes; one without any room has a byte."""
+    tiers = tuple(
+        dataclasses.replace(tier, capacity_bytes=max(1, capacity_bytes.get(tier.name, tier.capacity_bytes)))
+        for tier in machine.tiers
+    )
+    return dataclasses.replace(machine, tiers=tiers)
+
+
+def _nearest(case: _Case, captured: CapturedRun) -> _Tried:
+    """A plan for the machine; where there is none, for the same machine with as much more as it takes."""
+    machine = case.machine
+    if _cannot_hold(case, captured.graph):
+        machine = _roomy(machine, captured.graph)
+    try:
+        return _planned(case, captured, machine)
+    except PlanInfeasible as error:
+        device = dataclasses.replace(machine.device, memory_bytes=error.smallest_budget_bytes)
+        larger = dataclasses.replace(_roomy(machine, captured.graph), device=device)
+        memory = dataclasses.replace(case.run.memory, policy="residency")  # whose smallest budget the error names
+        smallest = dataclasses.replace(case, run=dataclasses.replace(case.run, memory=memory), budget=None)
+        return dataclasses.replace(_planned(smallest, captured, larger), error=error)
+
+
+def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bool = True) -> _Tried:
+    """A plan for the device's memory, and what a checkpoint leaves of the disk.
+
+    Args:
+        search: Whether to look for the fastest plan, where the step is small enough for that.
+
+    Raises:
+        PlanInfeasible: there is none.
+    """
+    disk, host = machine.tier("disk"), machine.tier("host")
+    left = max(0, disk.capacity_bytes - _saved_bytes(case.run, captured.graph)) if disk else 0
+    if host is not None:  # a tensor of a checkpoint passes through it
+        machine = _resized(machine, {"host": host.capacity_bytes - _largest_bytes(captured.graph)})
+    memory = dataclasses.replace(case.run.memory, disk_budget=left)
+    run = dataclasses.replace(case.run, memory=memory)
+    size = machine.device.memory_bytes
+    tried = _for_budget(run, case, captured, machine, size if case.budget is None else case.budget, search)
+    over = tried.needs.total[DEVICE] - size
+    if case.budget is None and 0 < over < size:  # a tensor of a checkpoint passes through a CPU's own memory
+        with suppress(PlanInfeasible):  # then it is the whole device that is too small, as the first plan shows
+            tried = _for_budget(run, case, captured, machine, size - over, search)
+    return tried
+
+
+def _for_budget(
+    run: RunConfig, case: _Case, captured: CapturedRun, machine: Machine, budget: str | int, search: bool
+) -> _Tried:
+    run = dataclasses.replace(run, memory=dataclasses.replace(run.memory, budget=budget))
+    if search and _is_searched(captured.graph):
+        prepared = plan_run(run, machine, captured)
+        sketch = Sketch(prepared.program, prepared.predicted, prepared.plan.assumptions)
+    else:
+        sketch = sketch_run(run, machine, captured)
+    return _Tried(sketch, _with_checkpoints(sketch, case), step_time(sketch.program, sketch.predicted))
+
+
+def _not_searched(graph: StepGraph) -> tuple[str, ...]:
+    """What is said where the plan is not the fastest one that would be found."""
+    if _is_searched(graph):
+        return ()
+    return ("blocks recomputed and the rest streamed: the step is too large to look here for a faster plan",)
+
+
+def _is_searched(graph: StepGraph) -> bool:
+    return len(graph.ops) <= _SEARCHED_OPS
+
+
+def _cannot_hold(case: _Case, graph: StepGraph) -> bool:
+    """Whether no plan can exist, as what outlives a step and its checkpoints is more than all tiers together."""
+    outlives = _state_bytes(graph) + _saved_bytes(case.run, graph)
+    return outlives > case.machine.device.memory_bytes + sum(tier.capacity_bytes for tier in case.machine.tiers)
+
+
+def _roomy(machine: Machine, graph: StepGraph) -> Machine:
+    """The machine with a last tier that holds everything, if it has one."""
+    if not machine.tiers:
+        return machine
+    everything = 8 * sum(slot_bytes(storage.size_bytes) for storage in graph.storages)
+    last = machine.tiers[-1]
+    return _resized(machine, {last.name: max(last.capacity_bytes, everything)})
+
+
+def _state_bytes(graph: StepGraph) -> int:
+    """Bytes of a checkpoint: parameters, buffers and optimizer states."""
+    kept = PERSISTENT - {Role.CONSTANT}
+    return sum(storage.size_bytes for storage in graph.storages if storage.role in kept)
+
+
+def _saved_bytes(run: RunConfig, graph: StepGraph) -> int:
+    """Disk that checkpoints take while one more is written."""
+    return (run.checkpoint.keep + 1) * _state_bytes(graph) if run.checkpoint.every_steps else 0
+
+
+def _with_checkpoints(sketch: Sketch, case: _Case) -> Needs:
+    """What the step needs, with what saving and resuming need.
+
+    A checkpoint is written in a stream beside those that stay, and read back one tensor at a time. A new run draws its
+    initial values one tensor at a time too.
+    """
+    program, run, tiers = sketch.program, case.run, [tier.name for tier in case.machine.tiers]
+    needs = step_needs(program, sketch.predicted, tiers)
+    for tier, size in case.reserved.items():
+        needs.rows[WORKSPACE][tier] += size
+        needs.step[tier] += size
+    lower = {tier: needs.step[tier] for tier in tiers}
+    kept = run.checkpoint.keep * _state_bytes(program.graph) if run.checkpoint.every_steps else 0
+    beside = DEVICE if case.machine.device.kind == "cpu" or "host" not in tiers else "host"
+    save = {DEVICE: program.arena_bytes + program.overhead_bytes, **lower} if kept else {}
+    resume = {DEVICE: _at_home_bytes(program) + program.overhead_bytes, **lower}
+    resume[beside] += _largest_bytes(program.graph)
+    if kept:
+        save[beside] += CHUNK_BYTES
+    if "disk" in tiers:
+        resume["disk"] += kept
+        save |= {"disk": lower["disk"] + _saved_bytes(run, program.graph)} if kept else {}
+    return dataclasses.replace(needs, save=save, resume=resume)
+
+
+def _at_home_bytes(program: Program) -> int:
+    """Device memory of what lies there between two steps."""
+    at_home = (storage for storage, home in home_tiers(program).items() if home == DEVICE)
+    return sum(slot_bytes(program.graph.storages[storage].size_bytes) for storage in at_home)
+
+
+def _largest_bytes(graph: StepGraph) -> int:
+    """The largest tensor of a checkpoint: a parameter, or its state of four bytes an element."""
+    return max(max(prod(t.shape) * 4, t.size_bytes) for t in (graph.tensors[p.tensor] for p in graph.parameters))
+
+
+def _title(name: str, run: RunConfig, graph: StepGraph) -> str:
+    parameters = sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
+    data, optimization = run.data, run.optimization
+    saved = f"saved, {run.checkpoint.keep} older kept" if run.checkpoint.every_steps else "not saved"
+    micro = f" x {optimization.accumulation} micro-batches" if optimization.accumulation > 1 else ""
+    return (
+        f"{name}: {parameters / 1e9:.3g} billion parameters, {data.batch_size} x {data.sequence_length} "
+        f"tokens{micro}, {optimization.precision}, {saved}"
+    )
+
+
+def _too_small(tried: _Tried, over: Bytes, allowed: Bytes) -> PlanInfeasible:
+    """The error for tiers that overflow."""
+    texts: list[str] = []
+    for tier, size in over.items():
+        when = "a step" if tried.needs.step[tier] > allowed[tier] else "saving or resuming"
+        texts.append(
+            f"{tier} needs {format_bytes(size)} for {when} and has {format_bytes(allowed[tier])}: "
+            f"{format_bytes(size - allowed[tier])} are missing"
+        )
+    missing = max(size - allowed[tier] for tier, size in over.items())
+    return PlanInfeasible(
+        "; ".join(texts), missing_bytes=missing, smallest_budget_bytes=tried.sketch.program.budgets[DEVICE]
+    )
+
+
+def _changes(case: _Case, captured: CapturedRun, tried: _Tried, over: Bytes) -> list[Change]:
+    """What would make it fit, the cheapest for a token first."""
+    changes: list[Change] = []
+    if over:  # this plan is the one that fits them
+        sizes = " and ".join(f"{_rounded_up(size)} of {tier}" for tier, size in over.items())
+        old = " and ".join(f"{_vendor(case.allowed[tier])} of {tier}" for tier in over)
+        changes.append(_change(f"{sizes} instead of {old}", tried, case.run))
+        saved = _saved_bytes(case.run, captured.graph)
+        if over.keys() == {"disk"} and tried.needs.step["disk"] <= case.allowed["disk"] and saved:
+            changes.append(_change(f"checkpoints on another disk, of {_rounded_up(saved)}", tried, case.run))
+    left = _TRIED_OPS - len(captured.graph.ops)
+    hopeless = _cannot_hold(case, captured.graph)
+    for variants in () if hopeless else _variants(case.run, case.machine):
+        for text, run in variants:
+            changed = dataclasses.replace(case, run=run)
+            again = capture_run(run, case.machine)
+            left -= len(again.graph.ops)
+            if left < 0:
+                break
+            found = _that_fits(changed, again)
+            if found is not None:
+                changes.append(_change(text, found, run))
+                break
+    return sorted(changes, key=lambda change: change.token_s)
+
+
+def _change(text: str, tried: _Tried, run: RunConfig) -> Change:
+    tokens = run.data.batch_size * run.data.sequence_length * run.optimization.accumulation
+    return Change(text=text, step_s=tried.time.step_s, token_s=tried.time.step_s / tokens)
+
+
+def _that_fits(case: _Case, captured: CapturedRun) -> _Tried | None:
+    """A plan that fits the machine as it is."""
+    if _cannot_hold(case, captured.graph):
+        return None
+    try:
+        tried = _planned(case, captured, case.machine, search=False)
+    except PlanInfeasible:
+        return None
+    return tried if all(size <= case.allowed[tier] for tier, size in tried.needs.total.items()) else None
+
+
+def _variants(run: RunConfig, machine: Machine) -> Iterator[Iterator[tuple[str, RunConfig]]]:
+    """Kinds of changes to a run; of each, what to try in turn until something fits."""
+    if run.memory.policy != "residency":
+        memory = dataclasses.replace(run.memory, policy="residency")
+        yield iter([("policy residency", dataclasses.replace(run, memory=memory))])
+    if run.checkpoint.every_steps and run.checkpoint.keep > 1:
+        yield iter([("one checkpoint kept", dataclasses.replace(run, checkpoint=_keeping_one(run)))])
+    if run.optimization.precision == "fp32" and "bfloat16" in machine.device.peak_flops_per_s:
+        yield iter([("precision bf16", with_sizes(run, precision="bf16"))])
+    yield _smaller_batches(run)
+    if run.model.name != "dit":
+        yield _shorter_sequences(run)
+
+
+def _keeping_one(run: RunConfig) -> CheckpointConfig:
+    return dataclasses.replace(run.checkpoint, keep=1)
+
+
+def _smaller_batches(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Half the micro-batch with twice as many, and so on; the step stays the same."""
+    size, count = run.data.batch_size, run.optimization.accumulation
+    while size % 2 == 0:
+        size, count = size // 2, count * 2
+        data = dataclasses.replace(run.data, batch_size=size)
+        optimization = dataclasses.replace(run.optimization, accumulation=count)
+        yield (
+            f"micro-batches of {size} with accumulation {count}",
+            dataclasses.replace(run, data=data, optimization=optimization),
+        )
+
+
+def _shorter_sequences(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    length = run.data.sequence_length // 2
+    while length >= _SHORTEST:
+        data = dataclasses.replace(run.data, sequence_length=length)
+        yield f"sequences of {length} tokens", dataclasses.replace(run, data=data)
+        length //= 2
+
+
+def _vendor(size_bytes: int) -> str:
+    """Vendor's units, to the nearest of three figures."""
+    unit, scale = next(((u, s) for u, s in _UNITS if size_bytes >= s), _UNITS[-1])
+    return f"{size_bytes / scale:.3g} {unit}"
+
+
+def _rounded_up(size_bytes: int) -> str:
+    """Vendor's units, two figures, never less."""
+    unit, scale = next(((u, s) for u, s in _UNITS if size_bytes >= s), _UNITS[-1])
+    step = 10.0 ** (int(log10(max(1.0, size_bytes / scale))) - 1)
+    return f"{round(ceil(size_bytes / scale / step) * step, 3):g} {unit}"

@@ -27,7 +27,7 @@ from lading.models.dit import DitConfig
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model, model_class
 from lading.models.tasks import LOSSES
-from lading.planner.api import make_plan, make_program
+from lading.planner.api import Sketch, make_plan, make_program, sketch_plan
 from lading.planner.policies import Policy
 from lading.runtime import data
 from lading.runtime.cuda import Cuda
@@ -155,11 +155,30 @@ def _recorded(scratch: Sequence[int], machine: Machine) -> dict[str, float]:
     return {} if machine.device.kind == "cpu" else {_SCRATCH: float(max(scratch, default=0))}
 
 
-def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
-    """Capture a run's step and plan it for its machine, or for ``machine``."""
+@dataclass(frozen=True)
+class CapturedRun:
+    """The step of a run, which any number of plans can be made for.
+
+    Attributes:
+        initial: The model on fake tensors, with the recipe of its initial values.
+        captured: One micro-batch. ``graph`` is the whole step.
+    """
+
+    initial: Deferred
+    captured: StepGraph
+    graph: StepGraph
+
+
+def plan_run(run: RunConfig, machine: Machine | None = None, step: CapturedRun | None = None) -> Prepared:
+    """Plan a run for its machine, or for ``machine``.
+
+    Args:
+        step: From ``capture_run``, of a run that differs in memory at most; None captures it now.
+    """
     torch.set_num_threads(run.num_threads)
     machine = machine or machine_of(run)
-    initial, captured, graph = _captured(run, machine)
+    step = step or capture_run(run, machine)
+    initial, captured, graph = step.initial, step.captured, step.graph
     free = _free_bytes(Path(run.memory.folder or run.out))
     scratch = _scratch(graph, machine)
     planned = make_plan(
@@ -180,6 +199,17 @@ def plan_run(run: RunConfig, machine: Machine | None = None) -> Prepared:
     return Prepared(run, initial, captured, planned.graph, machine, planned.plan, planned.program, planned.predicted)
 
 
+def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Sketch:
+    """A plan of a captured run for ``machine`` without a search; budgets are the run's, its disk budget in bytes."""
+    return sketch_plan(
+        step.graph,
+        machine,
+        budget=run.memory.budget,
+        disk_budget=run.memory.disk_budget_bytes(0),
+        workspace_bytes=_scratch(step.graph, machine),
+    )
+
+
 def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     """Everything of a saved plan, made again and checked against it.
 
@@ -198,18 +228,20 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
         )
     torch.set_num_threads(run.num_threads)
     machine = machine_from_dict(plan.machine, "the plan's machine")
-    initial, captured, graph = _captured(run, machine)
-    program = make_program(plan, graph, machine, workspace_bytes=_planned_scratch(plan, graph, machine))
-    return Prepared(run, initial, captured, program.graph, machine, plan, program, simulate(program, machine))
+    step = capture_run(run, machine)
+    program = make_program(plan, step.graph, machine, workspace_bytes=_planned_scratch(plan, step.graph, machine))
+    predicted = simulate(program, machine)
+    return Prepared(run, step.initial, step.captured, program.graph, machine, plan, program, predicted)
 
 
-def _captured(run: RunConfig, machine: Machine) -> tuple[Deferred, StepGraph, StepGraph]:
+def capture_run(run: RunConfig, machine: Machine) -> CapturedRun:
+    """Build a run's model on fake tensors and capture its step for the machine's kernels; nothing is computed."""
     initial = defer(lambda: build(run.model, run.optimization.precision))
     captured = capture(
         initial.model, example_batch(run), loss_of(run.model), accumulation=run.optimization.accumulation
     )
     step = step_of(captured, machine, clip_norm=run.optimization.clip_norm, master_weights=_has_masters(run))
-    return initial, captured, step
+    return CapturedRun(initial, captured, step)
 
 
 def _has_masters(run: RunConfig) -> bool:

@@ -38,8 +38,8 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """``'1.50 GiB'``: binary units, three significant figures."""
-    for unit, scale in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+    """``'1.50 GiB'``: binary units, two decimals."""
+    for unit, scale in (("TiB", GiB << 10), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:.2f} {unit}"
     return f"{size_bytes:.0f} B"

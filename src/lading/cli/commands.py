@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
@@ -48,6 +48,11 @@ Resume = Annotated[
 ]
 
 
+def _optional(metavar: str, text: str) -> object:
+    """An option that changes nothing when it is left out."""
+    return arg(metavar=metavar, help=text, help_behavior_hint="")
+
+
 class Command(Protocol):
     """What every command is."""
 
@@ -58,18 +63,58 @@ class Command(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Say whether a run fits a machine, and what binds when it does not."""
+    """Say whether a run, or a model by name, fits a machine; what it needs where; and what would make it fit."""
 
-    run_file: RunFile
+    run_file: Annotated[
+        Positional[Path | None], _optional("[RUN.toml]", "Configuration of the run; or give --model.")
+    ] = None
     overrides: Overrides = ()
+    model: Annotated[
+        str | None,
+        _optional("NAME", "llama3-70b, gpt2, ...; module:function; or a Hugging Face configuration."),
+    ] = None
     machine: MachineName = None
+    device: Annotated[str | None, _optional("SIZE", "Device memory of the machine.")] = None
+    host: Annotated[str | None, _optional("SIZE", "Host memory of the machine.")] = None
+    disk: Annotated[str | None, _optional("SIZE", "Disk space of the machine.")] = None
+    budget: Annotated[
+        str | None, _optional("SIZE", "Device memory to plan for, or a share of what keeping everything needs.")
+    ] = None
+    batch: Annotated[int | None, _optional("N", "Sequences of a micro-batch.")] = None
+    seq: Annotated[int | None, _optional("N", "Tokens of a sequence.")] = None
+    accumulation: Annotated[int | None, _optional("N", "Micro-batches of a step.")] = None
+    precision: Annotated[
+        Literal["fp32", "bf16"] | None, _optional("fp32|bf16", "With --model, bf16 where a GPU multiplies it.")
+    ] = None
+    keep: Annotated[int | None, _optional("N", "Checkpoints that stay while another is written; 0 saves none.")] = None
 
     def run(self) -> None:
         """Print the fit table."""
-        run = load_run(self.run_file, self.overrides)
-        from lading.fit import fit_run
+        from lading.fit import Hardware, fit_run, precision_for, run_of_model, with_sizes
 
-        result = fit_run(run, self.machine or run.machine)
+        if (self.run_file is None) == (self.model is None):
+            found = "neither" if self.model is None else "both"
+            raise ConfigError(f"expected RUN.toml or --model NAME, got {found}")
+        precision = self.precision
+        if self.model is not None:
+            if self.overrides:
+                raise ConfigError(f"settings replace those of a RUN.toml, got {self.overrides[0]!r} next to --model")
+            run = run_of_model(self.model, self.seq)
+            precision = precision or precision_for(self.machine or run.machine)
+        else:
+            run = load_run(self.run_file or Path(), self.overrides)
+        run = with_sizes(
+            run,
+            batch=self.batch,
+            seq=self.seq,
+            accumulation=self.accumulation,
+            precision=precision,
+            keep=self.keep,
+        )
+        hardware = Hardware(
+            machine=self.machine or run.machine, device=self.device, host=self.host, disk=self.disk, budget=self.budget
+        )
+        result = fit_run(run, hardware, self.model or "")
         print(result, flush=True)
         if result.error is not None:
             raise result.error

@@ -31,6 +31,7 @@ from lading.planner.lower import Costs
 from lading.planner.orders import Ordered, best_order, deferred_step, smallest_order_bytes
 from lading.planner.policies import Policy, checkpoint_every_block, keep_all
 from lading.planner.residency import MOST_RETIMED, Found, Step, lower_bound_s
+from lading.planner.streaming import streaming
 from lading.sim.engine import stall_s
 from lading.units import format_bytes, parse_bytes
 
@@ -141,6 +142,40 @@ def make_plan(
         run=run,
     )
     return Planned(plan, chosen.step.graph, found.program, found.timeline, keep_all_bytes)
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A plan made without a search, for a step that a search would take too long for: verified like any other."""
+
+    program: Program
+    predicted: Timeline
+    assumptions: tuple[str, ...]
+
+
+@_collector_paused()
+def sketch_plan(
+    graph: StepGraph,
+    machine: Machine,
+    *,
+    budget: str | int,
+    disk_budget: str | int | None = None,
+    workspace_bytes: Sequence[int] = (),
+) -> Sketch:
+    """A plan by ``lading.planner.streaming``; the arguments are those of ``make_plan``.
+
+    Raises:
+        PlanInfeasible: it does not fit; ``make_plan`` may find one that does.
+        ConfigError: unknown budget or dtype.
+    """
+    costs = Costs(tuple(op_costs(graph, machine.device)), tuple(workspace_bytes) or (0,) * len(graph.ops))
+    free = Step(graph, lifetimes(graph), machine, costs, _budgets(machine, _NO_LIMIT, disk_budget))
+    is_share = isinstance(budget, str) and "%" in budget
+    whole_bytes = free.needs({}) if is_share else 0
+    budgets = _budgets(machine, share_or_bytes(budget, whole_bytes), disk_budget)
+    _check_device(machine, budgets["device"])
+    found = streaming(dataclasses.replace(free, budgets=budgets))
+    return Sketch(found.program, found.timeline, _assumptions(graph, machine, workspace_bytes))
 
 
 @_collector_paused()

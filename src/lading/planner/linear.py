@@ -60,6 +60,10 @@ class Relaxation:
         self._add_capacity()
         self.first_memory_row = self.model.getNumRow()
 
+    def _offered(self) -> list[Tier]:
+        """Tiers that any candidate may go to."""
+        return [tier for tier in self.problem.tiers if Option(tier.name) in self.table.has]
+
     def _add_columns(self, costs: np.ndarray, upper: float = 1.0) -> np.ndarray:
         """New columns in [0, upper]; returns their numbers."""
         none_i, none_f = np.empty(0, np.int32), np.empty(0)
@@ -98,7 +102,7 @@ class Relaxation:
         """``written[tier]`` holds (version, its column, its window, its bytes) as arrays."""
         table = self.table
         self.written: dict[Option, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        for tier in self.problem.tiers:
+        for tier in self._offered():
             option = Option(tier.name)
             users = np.flatnonzero(table.has[option] & (table.version >= 0))
             kinds, kind_of = _kinds(table.version[users], table.class_of[users])
@@ -148,7 +152,7 @@ class Relaxation:
         self.time_rows.append((None, (0.0, 0.0, 0.0, 0.0), self.model.getNumRow()))
         compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
         self._add_rows(compute, np.full(self.windows, self.inf), (own, *again))
-        for tier in self.problem.tiers:
+        for tier in self._offered():
             self._add_tier(tier)
 
     def _add_tier(self, tier: Tier) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from lading.ir.graph import Phase, Role, StepGraph
+from lading.ir.fold import block_items
+from lading.ir.graph import PERSISTENT, Phase, Role, StepGraph
 from lading.ir.plan import Option
 from lading.memory.lifetime import Gap, Lifetimes, can_recompute, gaps
 
@@ -18,13 +19,18 @@ def keep_all(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option
 
 
 def checkpoint_every_block(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
-    """Full activation checkpointing: of each repeated block only the input is kept for backward."""
+    """Full activation checkpointing: of each repeated block only what it starts from is kept for backward.
+
+    That is its input; or, where backward does not read the input itself, what the block made of it first.
+    """
+    items = block_items(graph.ops)
     blocks = [(start, start + b.num_ops) for b in graph.blocks if b.phase is Phase.FORWARD for start in b.starts]
     choices: dict[tuple[int, int], Option] = {}
     for gap in gaps(graph, lives):
         to_backward = graph.ops[gap.start].phase is Phase.FORWARD and graph.ops[gap.end].phase is Phase.BACKWARD
         activation = graph.storages[gap.storage].role is Role.ACTIVATION
-        if to_backward and activation and _inside(lives, blocks, gap) and can_recompute(graph, lives, gap):
+        inside = to_backward and activation and _inside(lives, blocks, gap) and can_recompute(graph, lives, gap)
+        if inside and _stays_inside(graph, lives, items, gap.storage, gap.end):
             choices[gap.storage, gap.start] = Option.RECOMPUTE
     return choices
 
@@ -33,3 +39,21 @@ def _inside(lives: Lifetimes, blocks: list[tuple[int, int]], gap: Gap) -> bool:
     """Whether the gap leads out of the one block in which the storage was made and used so far."""
     made = lives.uses[gap.storage][0]
     return any(start <= made and gap.start < stop for start, stop in blocks)
+
+
+def _stays_inside(graph: StepGraph, lives: Lifetimes, items: Sequence[str], storage: int, end: int) -> bool:
+    """Whether recomputing a storage at ``end`` needs nothing of other blocks that would be gone by then."""
+    producer = lives.producer[storage]
+    if producer is None:
+        return False
+    for source in graph.reads(graph.ops[producer]):
+        if graph.storages[source].role in PERSISTENT or graph.storages[source].role is Role.INPUT:
+            continue
+        made = lives.producer[source]
+        if lives.uses[source][-1] >= end:
+            continue
+        if made is None or items[made] != items[producer]:
+            return False
+        if not _stays_inside(graph, lives, items, source, end):
+            return False
+    return True

@@ -1,0 +1,127 @@
+"""A plan without a search, for steps too large for one: blocks recomputed, everything else streamed.
+
+Every repeated block is recomputed in backward (``checkpoint_every_block``), and whatever is not used for a while, a
+parameter, a gradient, a state or what a block starts from, is on a lower tier meanwhile: on the nearest that has room,
+what comes back most often first. That is full activation checkpointing with ZeRO-Infinity's placement, lowered,
+simulated and verified like any plan. Where the device then has room to spare, what moves most stays there instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from lading.errors import PlanInfeasible
+from lading.ir.plan import Option
+from lading.ir.program import PAGE_BYTES, slot_bytes
+from lading.memory.lifetime import Gap, gaps, is_movable
+from lading.memory.verify import verify
+from lading.planner.lower import Lowered
+from lading.planner.policies import checkpoint_every_block
+from lading.planner.residency import Found, Step, infeasible
+from lading.planner.schedule import base_profile
+
+#: A gap of fewer operations is no time to go away.
+_LEAST_OPS = 40
+_LEAST_BYTES = 1 << 20
+#: Share of the device left to transfers under way when storages are kept there after all.
+_UNDER_WAY = 0.3
+#: Less of the traffic than this is not worth another lowering.
+_LEAST_GAIN = 0.05
+_TRIES = 12
+
+_Choices = dict[tuple[int, int], Option]
+
+
+def streaming(step: Step) -> Found:
+    """The streaming plan, or a plainer one that fits and takes no more time.
+
+    Raises:
+        PlanInfeasible: it does not fit; the error's smallest budget is one that it was lowered for.
+    """
+    found = [made for choices in _plainer(step) if (made := _found(step, choices)) is not None]
+    if not found:
+        recomputed = checkpoint_every_block(step.graph, step.lives)
+        away = _leaving(step, recomputed)
+        streamed = _placed(step, recomputed, away, 0)
+        lowered = step.lower(streamed)
+        if lowered.program is None:
+            raise _infeasible(step, streamed, lowered)
+        found.append(Found(streamed, lowered.program, step))
+        room = int(step.arena_bytes * (1 - _UNDER_WAY)) - int(base_profile(step.graph, lowered.emission).max())
+        if room > _LEAST_GAIN * sum(_size(step, storage) for storage in away):
+            kept = _found(step, _placed(step, recomputed, away, room))
+            found += [] if kept is None else [kept]
+    best = min(found, key=lambda made: made.step_s)
+    verify(best.program)
+    return best
+
+
+def _plainer(step: Step) -> Iterable[_Choices]:
+    """What to try first, where it could fit: everything stays, or only activations are recomputed."""
+    if _outlives(step) < step.arena_bytes:
+        yield {}
+        yield checkpoint_every_block(step.graph, step.lives)
+
+
+def _outlives(step: Step) -> int:
+    """Bytes that are on the device all the time when nothing leaves it."""
+    wrapping = {gap.storage for gap in gaps(step.graph, step.lives) if gap.wraps}
+    return sum(_size(step, storage) for storage in wrapping)
+
+
+def _found(step: Step, choices: _Choices) -> Found | None:
+    program = step.lower(choices).program
+    return None if program is None else Found(choices, program, step)
+
+
+def _size(step: Step, storage: int) -> int:
+    return slot_bytes(step.graph.storages[storage].size_bytes)
+
+
+def _leaving(step: Step, recomputed: _Choices) -> dict[int, list[Gap]]:
+    """Gaps over which a storage can be away, by storage."""
+    away: dict[int, list[Gap]] = {}
+    num_ops = len(step.graph.ops)
+    for gap in gaps(step.graph, step.lives):
+        length = gap.end - gap.start + (num_ops if gap.wraps else 0)
+        movable = _size(step, gap.storage) >= _LEAST_BYTES and is_movable(step.graph, gap.storage, PAGE_BYTES)
+        if movable and length >= _LEAST_OPS and (gap.storage, gap.start) not in recomputed:
+            away.setdefault(gap.storage, []).append(gap)
+    return away
+
+
+def _placed(step: Step, recomputed: _Choices, away: dict[int, list[Gap]], room_bytes: int) -> _Choices:
+    """Choices: what comes back most often stays while there is room, then goes to the nearest tier that has some."""
+    choices = dict(recomputed)
+    left = {tier.name: step.budgets[tier.name] for tier in step.machine.tiers if step.budgets[tier.name]}
+    for storage in sorted(away, key=lambda storage: (-len(away[storage]), _size(step, storage), storage)):
+        size = _size(step, storage)
+        if size <= room_bytes:
+            room_bytes -= size
+            continue
+        names = list(left)
+        tier = next((name for name in names if size <= left[name]), names[-1] if names else None)
+        if tier is None:
+            continue
+        left[tier] -= size
+        for gap in away[storage]:
+            choices[storage, gap.start] = Option(tier)
+    return choices
+
+
+def _infeasible(step: Step, choices: _Choices, lowered: Lowered) -> PlanInfeasible:
+    """The error of a plan that does not fit, with a device budget for which it does."""
+    if not lowered.excess_bytes:
+        return PlanInfeasible(
+            f"no plan was found that fits the lower tiers of {step.machine.name}: enlarge the last one",
+            missing_bytes=0,
+            smallest_budget_bytes=step.budgets["device"],
+        )
+    size, last = step.budgets["device"], lowered
+    for _ in range(_TRIES):
+        size += last.excess_bytes + PAGE_BYTES
+        last = dataclasses.replace(step, budgets={**step.budgets, "device": size}).lower(choices)
+        if last.program is not None or not last.excess_bytes:
+            break
+    return infeasible(step, size, lowered)

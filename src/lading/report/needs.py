@@ -1,0 +1,157 @@
+"""What a planned step needs in each tier, by what it is for: the table of ``lading fit``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lading.ir.action import ActionKind
+from lading.ir.graph import Phase, Role, StepGraph
+from lading.ir.machine import TIERS
+from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
+from lading.ir.timeline import Timeline
+from lading.memory.layout import DEVICE, home_tiers
+from lading.units import format_bytes
+
+PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer state"
+ACTIVATIONS, LOGITS, WORKSPACE = "activations", "logits and loss", "workspace"
+ROWS = (PARAMETERS, GRADIENTS, STATES, ACTIVATIONS, LOGITS, WORKSPACE)
+STEP, SAVE, RESUME = "step", "save", "resume"
+
+_OF_ROLE = {
+    Role.PARAMETER: PARAMETERS,
+    Role.BUFFER: PARAMETERS,
+    Role.CONSTANT: PARAMETERS,
+    Role.GRADIENT: GRADIENTS,
+    Role.OPTIMIZER_STATE: STATES,
+}
+
+Bytes = dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Bytes by tier.
+
+    Attributes:
+        rows: For each of ROWS, bytes in each tier when that tier is fullest; they add up to ``step``.
+        step: What a step takes.
+        save: What is taken while a checkpoint is written, and
+        resume: while a run starts or goes on from one. Both are wholes, not additions to ``step``.
+    """
+
+    rows: dict[str, Bytes]
+    step: Bytes
+    save: Bytes = field(default_factory=lambda: {})
+    resume: Bytes = field(default_factory=lambda: {})
+
+    @property
+    def total(self) -> Bytes:
+        """The most that any of the three takes in each tier."""
+        return {tier: max(part.get(tier, 0) for part in (self.step, self.save, self.resume)) for tier in self.step}
+
+    def lines(self, allowed: Bytes) -> list[str]:
+        """The table, one line a row; a tier that ``allowed`` lacks is shown as "-"."""
+        table = {**self.rows, STEP: self.step, SAVE: self.save, RESUME: self.resume}
+        table |= {"total": self.total, "allowed": allowed}
+        lines = [f"{'':<18}" + "".join(f"{tier:>14}" for tier in TIERS)]
+        for name, row in table.items():
+            cells = (format_bytes(row.get(tier, 0)) if tier in allowed else "-" for tier in TIERS)
+            lines.append(f"{name:<18}" + "".join(f"{cell:>14}" for cell in cells))
+        return lines
+
+
+def step_needs(program: Program, predicted: Timeline, tiers: Sequence[str]) -> Needs:
+    """What a step takes.
+
+    Args:
+        predicted: Of ``program``; tells when the device is fullest.
+        tiers: The lower tiers of the machine, of which the program may leave some empty.
+    """
+    row_of = rows_of(program.graph)
+    columns = {DEVICE: _at_peak(program, predicted, row_of)}
+    for tier in tiers:
+        there = (storage for storage, _ in program.slots.get(tier, ()))
+        columns[tier] = _sum(program.graph, row_of, Counter(there))
+    taken = {DEVICE: program.peak_bytes, **{tier: program.tier_bytes(tier) for tier in tiers}}
+    for tier, column in columns.items():  # the process, scratch inside kernels, and gaps between tensors
+        column[WORKSPACE] = taken[tier] - sum(column.values())
+    return Needs(rows={row: {tier: columns[tier][row] for tier in columns} for row in ROWS}, step=taken)
+
+
+def rows_of(graph: StepGraph) -> list[str]:
+    """The row that each storage belongs to."""
+    rows = [_OF_ROLE.get(storage.role, ACTIVATIONS) for storage in graph.storages]
+    for op in graph.ops:
+        if op.phase is Phase.LOSS:
+            about = (*graph.reads(op), *graph.writes(op))
+        elif op.phase is Phase.BACKWARD and not op.module:
+            about = graph.writes(op)
+        else:
+            continue
+        for storage in about:
+            if rows[storage] == ACTIVATIONS and graph.storages[storage].role is not Role.INPUT:
+                rows[storage] = LOGITS
+    return rows
+
+
+def _at_peak(program: Program, predicted: Timeline, row_of: Sequence[str]) -> Counter[str]:
+    """Bytes of each row on the device at the moment of its peak."""
+    samples = (sample for sample in predicted.memory if sample.tier == DEVICE)
+    moment = max(samples, key=lambda sample: sample.total_bytes).time_s
+    starts = {event.action: event.start_s for event in predicted.events}
+    ends = {event.action: event.end_s for event in predicted.events}
+    there: Counter[int] = Counter(storage for storage, home in home_tiers(program).items() if home == DEVICE)
+    for action in program.actions:
+        if starts[action.id] <= moment:
+            there.update(storage for storage, _ in action.places)
+        freed = action.kind is ActionKind.FREE and action.source == DEVICE
+        if freed and action.storage is not None and ends[action.id] <= moment:
+            there[action.storage] -= 1
+    return _sum(program.graph, row_of, there)
+
+
+def _sum(graph: StepGraph, row_of: Sequence[str], there: Counter[int]) -> Counter[str]:
+    rows: Counter[str] = Counter()
+    for storage, count in there.items():
+        if count > 0:
+            rows[row_of[storage]] += slot_bytes(graph.storages[storage].size_bytes)
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a predicted step.
+
+    Attributes:
+        compute_s: What operations take, ``recompute_s`` of them for the second time.
+        transfer_s: For each stream of transfers, how long it is busy.
+        exposed_s: Time in which nothing computes.
+    """
+
+    step_s: float
+    compute_s: float
+    recompute_s: float
+    transfer_s: dict[str, float]
+    exposed_s: float
+
+
+def step_time(program: Program, predicted: Timeline) -> StepTime:
+    """Where a predicted step's time goes."""
+    seconds = {event.action: event.end_s - event.start_s for event in predicted.events}
+    busy: dict[str, float] = {}
+    again = 0.0
+    for action in program.actions:
+        busy[action.stream] = busy.get(action.stream, 0.0) + seconds[action.id]
+        if action.kind is ActionKind.RECOMPUTE:
+            again += seconds[action.id]
+    compute = busy.pop(COMPUTE_STREAM, 0.0)
+    step = predicted.duration_s
+    return StepTime(
+        step_s=step,
+        compute_s=compute,
+        recompute_s=again,
+        transfer_s=busy,
+        exposed_s=max(0.0, step - compute),
+    )

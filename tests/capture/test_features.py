@@ -301,3 +301,19 @@ def test_a_frozen_part_in_evaluation_and_a_tied_one(tmp_path: Any) -> None:
     without = [p.names[0] for p in graph.parameters if p.gradient is None]
     assert without == ["unused", "frozen.0.weight", "frozen.0.bias", "frozen.1.weight", "frozen.1.bias"]
     assert not [op for op in graph.ops if op.phase is Phase.BACKWARD and op.module.startswith("frozen")]
+
+
+def test_a_view_has_the_strides_of_eager_in_dims_of_size_1() -> None:
+    class Image(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.conv = nn.Linear(4, 4), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(self.line(x).transpose(1, 2).view(1, 4, 2, 2))
+
+    graph = assert_equals_eager(Image(), {"x": torch.randn(1, 4, 4)}, squares)
+    (conv,) = [op for op in graph.ops if op.name == "aten.convolution.default"]
+    read, _, _, made = (graph.tensors[t] for t in (*conv.inputs, *conv.outputs))
+    assert read.stride == (4, 1, 8, 4)  # not the memory of channels-last, which a stride of 16 would make it
+    assert made.stride == (16, 4, 2, 1)

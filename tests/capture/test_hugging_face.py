@@ -58,6 +58,21 @@ def test_equals_eager(name: str) -> None:
     assert graph.flops > 0
 
 
+@pytest.mark.parametrize("mask", ["none", "ones", "padded"])
+def test_attention_takes_the_kernel_of_eager(mask: str) -> None:
+    model, batch = built("llama")
+    config: Any = model.config
+    config.use_cache = False
+    if mask != "none":
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    if mask == "padded":
+        batch["attention_mask"][1, -3:] = 0
+    graph = assert_equals_eager(model, batch, model_loss)
+    attention = [op for op in ops_of(graph, Phase.FORWARD) if "scaled_dot_product" in op.name]
+    assert len(attention) == LAYERS
+    assert [len(op.inputs) for op in attention] == LAYERS * [4 if mask == "padded" else 3]
+
+
 def test_experts_are_grouped_products() -> None:
     graph = capture(*built("mixtral"), model_loss)
     experts = [op for op in ops_of(graph, Phase.FORWARD) if "grouped_mm" in op.name]

@@ -39,6 +39,27 @@ class Odd(nn.Module):
         self.register_buffer("empty", torch.zeros(0))
 
 
+class Truncated(nn.Module):
+    """Values drawn again and again until all lie within limits, by both ways torch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(30, 40)
+        nn.init.trunc_normal_(self.line.weight, std=0.02)
+        self.far = nn.Parameter(nn.init.trunc_normal_(torch.empty(50), mean=1.0, std=1.0, a=2.0, b=3.0))
+        self.some = nn.Parameter(torch.empty(6, 70, dtype=torch.bfloat16))
+        nn.init.trunc_normal_(self.some[1:3], a=-1, b=1)
+        nn.init.zeros_(self.some[0])
+        nn.init.ones_(self.some[3:])
+        self.after = nn.Parameter(torch.randn(3))
+
+
+def vision() -> nn.Module:
+    hf = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return hf.ViTForImageClassification(hf.ViTConfig(image_size=8, patch_size=4, **sizes))
+
+
 def hugging_face() -> nn.Module:
     hf = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -51,7 +72,16 @@ def _own(name: str, **sizes: Any) -> Callable[[], nn.Module]:
 
 @pytest.mark.parametrize(
     "build",
-    [_own("gpt", dropout=0.1), _own("gpt", tied=False), _own("llama", num_kv_heads=1), _own("moe"), Odd, hugging_face],
+    [
+        _own("gpt", dropout=0.1),
+        _own("gpt", tied=False),
+        _own("llama", num_kv_heads=1),
+        _own("moe"),
+        Odd,
+        Truncated,
+        vision,
+        hugging_face,
+    ],
 )
 @pytest.mark.parametrize("seed", [0, 5])
 def test_same_bits_as_the_constructor(build: Callable[[], nn.Module], seed: int) -> None:

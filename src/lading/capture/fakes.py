@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from lading.capture.strides import real_strides
+from lading.capture.strides import real_strides, real_view
 
 _CPU = torch.device("cpu")
 _UNCACHED = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view)
@@ -110,13 +110,22 @@ def _corrected(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], o
     if any(type(t) is not FakeTensor or t.layout is not torch.strided or t.is_complex() for t in outs):
         return out
     if any(t.untyped_storage()._cdata in held for t in outs):
-        return out
+        return _corrected_view(func, args, kwargs, tensors, out)
     with unset_fake_temporarily():
         strides = real_strides(func, args, kwargs, outs)
     if strides is None or all(tuple(t.stride()) == s for t, s in zip(outs, strides, strict=True)):
         return out
     made = {id(t): torch.empty_strided(t.shape, s, dtype=t.dtype) for t, s in zip(outs, strides, strict=True)}
     return type(out)(made.get(id(t), t) for t in out) if isinstance(out, (tuple, list)) else made[id(out)]
+
+
+def _corrected_view(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> Any:
+    """A view with the strides that the kernel really gives."""
+    if type(out) is not FakeTensor or len(tensors) != 1 or any(out is t for t in tensors):
+        return out
+    with unset_fake_temporarily():
+        stride = real_view(func, args, kwargs, out)
+    return out if stride is None else out.as_strided(out.shape, stride, out.storage_offset())
 
 
 def _describe(out: Any, tensors: list[torch.Tensor]) -> _Result | tuple[_Result | None, ...] | None:

@@ -8,8 +8,10 @@ and freed as soon as nothing writes or reads it any more.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +20,17 @@ from lading.capture.interpret import Interpreter
 from lading.capture.tracer import Tracer
 from lading.ir.graph import Op, Storage, Tensor
 
-_OVERWRITE = frozenset({"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_", "random_"})
+_OVERWRITE = frozenset(
+    {"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_", "random_", "trunc_normal_"}
+)
+
+
+@torch.library.custom_op(
+    "lading::trunc_normal_", mutates_args=("tensor",), tags=(torch.Tag.nondeterministic_seeded,), device_types="cpu"
+)
+def _trunc_normal_(tensor: torch.Tensor, mean: float, std: float, a: float, b: float) -> None:
+    """``torch.nn.init.trunc_normal_`` as one operation: it draws until all values lie within the limits."""
+    torch.nn.init.trunc_normal_(tensor, mean, std, a, b)
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,26 @@ class Deferred:
         return name in _OVERWRITE and op.mutates == (tensor,) and whole and 0 not in found.stride
 
 
+@contextmanager
+def _whole_trunc_normal() -> Iterator[None]:
+    """Record ``torch.nn.init.trunc_normal_`` as one operation, as its loop looks at values."""
+    scope = torch.nn.init.__dict__
+    loop = scope["_no_grad_trunc_normal_"]
+
+    def drawn(t: torch.Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> torch.Tensor:
+        if generator is not None:
+            return loop(t, mean, std, a, b, generator=generator)
+        with torch.no_grad():
+            _trunc_normal_(t, float(mean), float(std), float(a), float(b))
+        return t
+
+    scope["_no_grad_trunc_normal_"] = drawn
+    try:
+        yield
+    finally:
+        scope["_no_grad_trunc_normal_"] = loop
+
+
 def defer(build: Callable[[], torch.nn.Module]) -> Deferred:
     """Build a model on fake CPU tensors.
 
@@ -105,7 +137,7 @@ def defer(build: Callable[[], torch.nn.Module]) -> Deferred:
         CaptureError: the constructor needs tensor values or an operation that has no fake rule.
     """
     tracer = Tracer("the model's constructor")
-    with FakeTensorMode(allow_non_fake_inputs=True), tracer:
+    with _whole_trunc_normal(), FakeTensorMode(allow_non_fake_inputs=True), tracer:
         model = build()
     named = {n: tracer.tensor_id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     return Deferred(model, named, tuple(tracer.storages), tuple(tracer.tensors), tuple(tracer.ops))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -46,6 +47,25 @@ def left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
                 f"the step draws from the random generator of {name} itself, so every step would use the numbers "
                 "drawn now; use torch.rand and its like (or switch the augmentation or masking off)"
             )
+
+
+@contextmanager
+def branches_of_eager() -> Iterator[None]:
+    """Let transformers take the branches it takes in eager.
+
+    It asks whether a tensor is fake, and then makes masks and tables by other operations, with other roundings.
+    Capture can answer what eager would read instead, or refuses.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    asked = getattr(module, "is_fake_tensor", None)
+    if module is None or asked is None:
+        yield
+        return
+    vars(module)["is_fake_tensor"] = lambda _: False
+    try:
+        yield
+    finally:
+        vars(module)["is_fake_tensor"] = asked
 
 
 def _unconverted(

@@ -44,6 +44,25 @@ def real_strides(func: Any, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]
     return [_as_ordered(t, tuple(out.shape), tuple(out.stride())) for t, out in zip(flat, outs, strict=True)]
 
 
+def real_view(func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, ...] | None:
+    """Strides of the view ``out`` as torch's own view gives them on memory that is not there; None if they are right.
+
+    The fake rule of a view keeps other strides for dims of size 1. To be called with no mode active.
+    """
+    if 1 not in out.shape:
+        return None
+    made = func(*map(_no_memory, args), **{k: _no_memory(a) for k, a in kwargs.items()})
+    stride = tuple(made.stride())
+    return None if stride == tuple(out.stride()) else stride
+
+
+def _no_memory(arg: Any) -> Any:
+    """The same geometry on the meta device."""
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    return torch.empty_strided(tuple(arg.shape), tuple(arg.stride()), dtype=arg.dtype, device="meta")
+
+
 def _is_plain(t: torch.Tensor) -> bool:
     """Row by row; dims of size 1 count too, as convolutions look at them to tell channels-last memory."""
     return t.dim() < 2 or (

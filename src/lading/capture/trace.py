@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lading.capture.batches import input_leaves, map_batch
-from lading.capture.state import left_as_it_was
+from lading.capture.state import branches_of_eager, left_as_it_was
 from lading.capture.tracer import Tracer
 from lading.errors import CaptureError, LadingError
 from lading.ir.graph import Phase, StepGraph
@@ -51,7 +51,7 @@ def capture(
         fakes = _fake_copies(model)
         inputs, fake_batch = _fake_batch(batch)
     tracer.declare(fakes, inputs, dict(input_leaves(batch)))
-    with left_as_it_was(model), mode, tracer, _module_paths(model, tracer):
+    with left_as_it_was(model), branches_of_eager(), mode, tracer, _module_paths(model, tracer):
         value = _call(model, fakes, fake_batch, partial(_forward_backward, loss, tracer, accumulation, fakes))
     return dataclasses.replace(tracer.graph(fakes, inputs, value), accumulation=accumulation)
 

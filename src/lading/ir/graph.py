@@ -261,12 +261,12 @@ class StepGraph:
         Raises:
             ConfigError: naming the operation.
         """
-        known = self.persistent | {i for i, s in enumerate(self.storages) if s.role is Role.INPUT}
+        known = {*self.persistent, *(i for i, s in enumerate(self.storages) if s.role is Role.INPUT)}
         for index, op in enumerate(self.ops):
             missing = [self.storages[s].name for s in self.reads(op) if s not in known]
             if missing:
                 raise ConfigError(f"op {index} {op.name} in {op.module or '(loss)'} reads {missing} before they exist")
-            known |= set(self.writes(op))
+            known.update(self.writes(op))
 
 
 def refs(arg: Arg) -> Iterator[int]:

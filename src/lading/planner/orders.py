@@ -2,13 +2,14 @@
 
 A deferred update finds a forward to hide its transfers under, and its gradient stays over the step's boundary in
 exchange (``lading.ir.defer``). Which pays depends on the step, the machine and the budget, so each order is planned as
-a step of its own and the faster plan wins. The bound that is printed is the least over the orders that were planned.
+a step of its own as far as it stays within reach of the best, and the fastest plan wins. The bound that is printed is
+the least over the orders that were planned, however far.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lading.errors import ConfigError, PlanInfeasible
@@ -17,12 +18,13 @@ from lading.ir.graph import Phase
 from lading.memory.lifetime import lifetimes
 from lading.planner.lower import Costs
 from lading.planner.residency import (
-    GOOD_ENOUGH,
     Found,
+    Search,
     Step,
     flow_bound_s,
+    good_enough,
     lower_bound_s,
-    residency,
+    polished,
     smallest_budget_bytes,
 )
 
@@ -30,6 +32,8 @@ from lading.planner.residency import (
 _LAST_SHARE = 1 / 3
 #: Operations planned in all orders together, but for the first order.
 _ORDERED = 8000
+#: An order whose first plan takes this share longer than another's is not searched further.
+_REACH = 0.03
 #: Most operations of a step whose bound is sharpened where the plan is not within reach of it.
 _SHARP_OPS = 2500
 
@@ -66,7 +70,7 @@ def smallest_order_bytes(step: Step) -> int:
 
 
 def best_order(step: Step, others: Iterable[Found]) -> Ordered:
-    """Plan the orders of a step until one is as good as its bound.
+    """Plan the orders of a step: the first plan of each, then the rest of the search in those within reach of the best.
 
     Args:
         others: Plans of ``step`` itself that are candidates too.
@@ -74,34 +78,59 @@ def best_order(step: Step, others: Iterable[Found]) -> Ordered:
     Raises:
         PlanInfeasible, ConfigError: no order has a plan; says it of the order that needs least.
     """
-    best: Ordered | None = None
-    failure: PlanInfeasible | ConfigError | None = None
+    bound_s = float("inf")
+    searches: list[tuple[int, Search]] = []
     for count in _counts(step):
         ordered = deferred_step(step, count)
-        bound_s = lower_bound_s(ordered)
-        bound_s = min(bound_s, best.bound_s) if best is not None else bound_s
+        bound_s = min(bound_s, lower_bound_s(ordered))
+        search = Search(ordered, () if count else others)
+        search.advance()
+        if search.best is not None and good_enough(search.best, bound_s):
+            return Ordered(count, ordered, search.best, bound_s)
+        searches.append((count, search))
+    count, found = _finished(searches, bound_s)
+    found = polished(found, bound_s)
+    if not good_enough(found, bound_s):
+        bound_s = _sharper(step, bound_s)
+    return Ordered(count, found.step, found, bound_s)
+
+
+def _finished(searches: Sequence[tuple[int, Search]], bound_s: float) -> tuple[int, Found]:
+    """The best plan of the searches that are worth finishing."""
+    firsts = [search.best.step_s for _, search in searches if search.best is not None]
+    reach = (1 + _REACH) * min(firsts, default=float("inf"))
+    best: tuple[int, Found] | None = None
+    failure: PlanInfeasible | ConfigError | None = None
+    for count, search in searches:
+        if firsts and (search.best is None or search.best.step_s > reach):
+            continue
         try:
-            found = residency(ordered, others if not count else (), bound_s)
+            found = search.finish(bound_s)
         except (PlanInfeasible, ConfigError) as error:
             failure = _easier(failure, error)
             continue
-        if best is None or found.step_s < best.found.step_s:
-            best = Ordered(count, ordered, found, bound_s)
-        best = dataclasses.replace(best, bound_s=bound_s)
-        if best.found.step_s <= (1 + GOOD_ENOUGH) * bound_s:
-            return best
+        if best is None or found.step_s < best[1].step_s:
+            best = count, found
     if best is None:
         assert failure is not None
         raise failure
-    return dataclasses.replace(best, bound_s=_sharper(step, best.bound_s))
+    return best
 
 
 def _sharper(step: Step, bound_s: float) -> float:
-    """The bound that knows when bytes have to move, where that is not too much work; ``bound_s`` elsewhere."""
+    """The bound that knows when bytes have to move, where that is not too much work; ``bound_s`` elsewhere.
+
+    An order in which it is no sharper ends the matter, as the least over the orders counts.
+    """
     if not bound_s or len(step.graph.ops) > _SHARP_OPS:
         return bound_s
-    sharp = [flow_bound_s(deferred_step(step, count)) for count in _counts(step)]
-    return max(bound_s, min((s for s in sharp if s), default=bound_s))
+    least = float("inf")
+    for count in _counts(step):
+        sharp = flow_bound_s(deferred_step(step, count))
+        least = min(least, sharp) if sharp else least
+        if least <= (1 + 1e-9) * bound_s:
+            return bound_s
+    return least if least < float("inf") else bound_s
 
 
 def _counts(step: Step) -> tuple[int, ...]:

@@ -40,7 +40,9 @@ from lading.units import format_bytes
 #: Shares of the arena that the relaxation leaves to transfers under way, and windows it cuts the step into.
 _ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
 _WINDOWS = (4, 16, 1)
-_WINDOWS_FOLDED = (16, 4)
+_WINDOWS_LARGE, _WINDOW = (16, 4), (1,)
+#: Of a step of more operations, one number of windows is enough where it leads to a plan.
+_SMALL_OPS = 200
 _FLOW_WINDOWS = 4
 _REPAIRS = 6
 #: Operations lowered in one search, and the least number of lowerings.
@@ -49,7 +51,7 @@ _LOWERED, _FEWEST_TRIES = 20_000, 2
 _CLASSES = 1500
 #: A plan this close to the bound ends the search.
 GOOD_ENOUGH = 0.005
-#: Times that transfers are scheduled again, where more than this share of the step is spent waiting.
+#: Times that the best plan's transfers are scheduled again, where more than this share of the step is spent waiting.
 MOST_RETIMED, _WAITING = 3, 0.01
 #: Most operations of a step for which that is done.
 _RETIMED_OPS = 5000
@@ -91,19 +93,17 @@ class Step:
                 return lowered
             seconds, retimed = _item_seconds(program, self.simulate(program)), retimed - 1
 
-    def found(self, choices: dict[tuple[int, int], Option], program: Program) -> Found:
-        """The choices with ``program``, or with the fastest that scheduling again makes of it where it waits."""
-        best = last = Found(choices, program, self)
-        for retimed in range(1, (MOST_RETIMED if len(self.graph.ops) <= _RETIMED_OPS else 0) + 1):
-            if not last.waits:
-                break
+    def retimed(self, found: Found, most: int) -> Found:
+        """The fastest that scheduling the transfers again, up to ``most`` times in all, makes of it where it waits."""
+        best = last = found
+        while last.waits and last.retimed < most and len(self.graph.ops) <= _RETIMED_OPS:
             seconds = _item_seconds(last.program, last.timeline)
             again = lower(
-                self.graph, self.lives, self.machine, self.costs, choices, self.budgets, item_seconds=seconds
+                self.graph, self.lives, self.machine, self.costs, found.choices, self.budgets, item_seconds=seconds
             ).program
             if again is None:
                 break
-            last = Found(choices, again, self, retimed)
+            last = Found(found.choices, again, self, last.retimed + 1)
             if last.step_s >= best.step_s:
                 break
             best = last
@@ -162,6 +162,43 @@ def _item_seconds(program: Program, timeline: Timeline) -> list[float]:
     return [after - start for start, after in zip(begin, [*begin[1:], timeline.duration_s], strict=True)]
 
 
+def good_enough(found: Found, bound_s: float) -> bool:
+    """Whether there is little to gain by a longer search."""
+    return found.step_s <= (1 + GOOD_ENOUGH) * bound_s
+
+
+class Search:
+    """The search of one step, which can be left after its first plan.
+
+    Attributes:
+        best: The fastest plan found so far.
+    """
+
+    def __init__(self, step: Step, others: Iterable[Found]) -> None:
+        self.step = step
+        self.best: Found | None = min(others, key=lambda found: found.step_s, default=None)
+        self._candidates = iter(_candidates(step, _problem(step)))
+
+    def advance(self) -> bool:
+        """Look at one more candidate; False if there is none left."""
+        found = next(self._candidates, None)
+        if found is not None and (self.best is None or found.step_s < self.best.step_s):
+            self.best = found
+        return found is not None
+
+    def finish(self, bound_s: float) -> Found:
+        """The fastest plan found, the search ended early once it is good enough.
+
+        Raises:
+            PlanInfeasible, ConfigError: as of ``residency``.
+        """
+        while (self.best is None or not good_enough(self.best, bound_s)) and self.advance():
+            pass
+        if self.best is None:
+            self.best = _smallest(self.step)
+        return self.best
+
+
 def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
     """The fastest plan found; the search ends early once one is within 0.5% of ``bound_s``.
 
@@ -169,15 +206,19 @@ def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
         PlanInfeasible: not even moving or recomputing everything fits.
         ConfigError: what fits the device does not fit a lower tier's budget.
     """
-    best = min(others, key=lambda found: found.step_s, default=None)
-    problem = _problem(step)
-    for found in _candidates(step, problem):
-        if best is None or found.step_s < best.step_s:
-            best = found
-        if best.step_s <= (1 + GOOD_ENOUGH) * bound_s:
-            return best
-    best = best or _smallest(step)
-    return _improved(step, best) if tries(len(step.graph.ops)) else best
+    search = Search(step, others)
+    search.advance()
+    return polished(search.finish(bound_s), bound_s)
+
+
+def polished(found: Found, bound_s: float) -> Found:
+    """What retiming to the end and, on a small step, single changes make of a plan that is not good enough."""
+    if good_enough(found, bound_s):
+        return found
+    step = found.step
+    if found.retimed:
+        found = step.retimed(found, MOST_RETIMED)
+    return _improved(step, found) if tries(len(step.graph.ops)) else found
 
 
 def _improved(step: Step, found: Found) -> Found:
@@ -259,7 +300,8 @@ def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
 
     Of a large step fewer are lowered, the likeliest first: its windows are many, so that the relaxation sees more.
     """
-    order = _WINDOWS if problem.folding is None else _WINDOWS_FOLDED
+    one = problem.folding is None and problem.num_ops > _SMALL_OPS
+    order = _WINDOWS if problem.num_ops <= _SMALL_OPS else (*_WINDOWS_LARGE, *(_WINDOW if one else ()))
     relaxations = {windows: Relaxation(problem, windows) for windows in order}
     left = max(_FEWEST_TRIES, _LOWERED // problem.num_ops)
     for reserves in (_ROOMY, _TIGHT):
@@ -267,6 +309,8 @@ def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
         for reserve, windows in product(reserves, order):
             if found and left <= 0:
                 return
+            if found and one and windows != order[0]:
+                continue
             candidate, tried = _repaired(step, relaxations[windows], int(step.arena_bytes * (1.0 - reserve)))
             left -= tried
             if candidate is not None:
@@ -290,7 +334,7 @@ def _repaired(step: Step, relaxation: Relaxation, target: int) -> tuple[Found | 
         choices = rounded(problem, relaxed)
         lowered = step.lower(choices)
         if lowered.program is not None:
-            return step.found(choices, lowered.program), tried + 1
+            return step.retimed(Found(choices, lowered.program, step), 1), tried + 1
         extra += _missing(step, problem, lowered)
     return None, _REPAIRS
 
@@ -391,7 +435,7 @@ def _smallest(step: Step) -> Found:
     if again.program is None:
         raise infeasible(step, size, lowered)
     _check_tiers(again.program)
-    return step.found(choices, again.program)
+    return step.retimed(Found(choices, again.program, step), MOST_RETIMED)
 
 
 def _check_tiers(program: Program) -> None:

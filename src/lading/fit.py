@@ -17,7 +17,16 @@ from typing import Any, Literal, TypeVar, cast
 from lading.catalog.load import load_machine
 from lading.catalog.models import model_names, named_model
 from lading.checkpoint.state import CHUNK_BYTES
-from lading.config import CheckpointConfig, DataConfig, MemoryConfig, ModelConfig, Optimization, RunConfig
+from lading.config import (
+    STDLIB,
+    SYNTHETIC,
+    CheckpointConfig,
+    DataConfig,
+    MemoryConfig,
+    ModelConfig,
+    Optimization,
+    RunConfig,
+)
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.machine import Machine
@@ -133,9 +142,10 @@ def run_of_model(model: str, seq: int | None = None) -> RunConfig:
         config = named.config(tokens)
     else:
         tokens, config = seq or _DEFAULT_TOKENS, ModelConfig(name=model)
+    source = SYNTHETIC if config.name == "dit" else STDLIB
     return RunConfig(
         model=config,
-        data=DataConfig(sequence_length=tokens, batch_size=1),
+        data=DataConfig(sequence_length=tokens, batch_size=1, source=source),
         optimization=Optimization(steps=1),
         memory=MemoryConfig(budget="100%"),
         checkpoint=CheckpointConfig(every_steps=1, keep=1),

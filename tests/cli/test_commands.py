@@ -46,13 +46,7 @@ TIMELINE = Timeline(
 
 
 #: The modules that commands import when they run.
-WORKERS = ("lading.train", "lading.prepare", "lading.fit", "lading.summary", "lading.cli.demo")
-
-
-class Fitted(str):
-    """Stands for a ``FitResult``."""
-
-    error: PlanInfeasible | None = None
+WORKERS = ("lading.train", "lading.prepare", "lading.summary", "lading.cli.demo")
 
 
 class FakeTrain(types.ModuleType):
@@ -64,10 +58,9 @@ class FakeTrain(types.ModuleType):
         self.error: BaseException | None = None
         graph = StepGraph((), (), (), (), (), (), ())
         prepared = types.SimpleNamespace(plan=plan, graph=graph, predicted=TIMELINE)
-        self.fitted = Fitted("the table")
         for name, result in {
             "plan_run": prepared, "prepare_plan": prepared, "train_run": "trained",
-            "fit_run": self.fitted, "write_run_report": Path("x/report.html"), "demo": "demonstrated", "probe_to": None,
+            "write_run_report": Path("x/report.html"), "demo": "demonstrated", "probe_to": None,
         }.items():  # fmt: skip
             setattr(self, name, self._fake(name, result))
 
@@ -102,20 +95,6 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
 def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     code = main(argv)
     return code, capsys.readouterr().err
-
-
-def test_fit(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
-    run = load_run("run.toml", ["optimization.steps=9"])
-    assert main(["fit", "run.toml", "optimization.steps=9"]) == 0
-    assert main(["fit", "run.toml", "--machine", "h100"]) == 0
-    assert train.calls == [("fit_run", (run, "rtx4090"), {}), ("fit_run", (load_run("run.toml"), "h100"), {})]
-    assert capsys.readouterr().out == "the table\nthe table\n"
-
-
-def test_fit_of_what_does_not(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
-    train.fitted.error = PlanInfeasible("3 bytes are missing", missing_bytes=3, smallest_budget_bytes=4)
-    assert main(["fit", "run.toml"]) == 3
-    assert capsys.readouterr() == ("the table\n", "error: 3 bytes are missing\n")
 
 
 def test_plan(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,15 +191,17 @@ def test_storages_come_back_as_written(tmp_path: Path, evict: object) -> None:
 
 
 def test_storages_larger_than_the_bounce_buffer(tmp_path: Path) -> None:
-    model = torch.nn.Linear(1100, 1001, bias=False)  # 4.4 MB and no whole page
-    batch = {"x": torch.randn(1, 1100)}
+    model = torch.nn.Sequential(torch.nn.Linear(8, 1100), torch.nn.Linear(1100, 1001), torch.nn.Linear(1001, 8))
+    model[1].weight.requires_grad_(False)  # nothing writes it, so its home is the disk
+    batch = {"x": torch.randn(1, 8)}
     graph = expand(capture(model, batch, lambda m, b: m(b["x"]).mean()))
     with executor_of(program_of(graph, disk_always), tmp_path) as executor:
-        storage = graph.storage_of(graph.parameters[0].tensor)
+        large = next(p for p in graph.parameters if p.names[0] == "1.weight")  # 4.4 MB and no whole page
+        storage = graph.storage_of(large.tensor)
         assert executor.homes[storage] == "disk"
-        executor.write_storage(storage, model.weight)
+        executor.write_storage(storage, model[1].weight)
         executor.step([batch], lr=0.0)
-        want = model.weight.detach() * 1.0
+        want = model[1].weight.detach() * 1.0
         assert torch.equal(executor.read_storage(storage), want)
 
 

@@ -79,6 +79,7 @@ class MetricsLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._failed |= error is not None  # which is what there is to say, not that the disk fails here too
         self.close()
 
 

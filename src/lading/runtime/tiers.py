@@ -100,6 +100,7 @@ class DiskTier:
         except BaseException:
             os.close(self._lock)
             raise
+        self._blocks = os.fstat(self._file).st_blocks
         self._read_page, self._write_page = Arena(PAGE_BYTES), Arena(PAGE_BYTES)
         if not self.direct:
             warnings.warn(f"{folder} does not take O_DIRECT: transfers go through the page cache", stacklevel=2)
@@ -123,12 +124,21 @@ class DiskTier:
         Raises:
             StorageError: the disk returned an error or fewer bytes.
         """
+        self._check_whole()
         memory = into.numpy().data
         whole = len(memory) // PAGE_BYTES * PAGE_BYTES
         self._transfer(os.preadv, "read", offset, memory[:whole])
         if whole < len(memory):
             self._transfer(os.preadv, "read", offset + whole, self._read_page.memory)
             memory[whole:] = self._read_page.memory[: len(memory) - whole]
+
+    def _check_whole(self) -> None:
+        """A file that was cut and written on has holes, which read as zeros: its reserved blocks are fewer."""
+        if os.fstat(self._file).st_blocks < self._blocks * 15 // 16:
+            raise StorageError(
+                f"the swap file in {self.folder} has lost some of its {self.capacity_bytes} bytes: it was cut from "
+                "outside; resume from the last checkpoint"
+            )
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         """See Tier; from host memory. ``offset`` is a whole number of pages; the rest of a last part page is undefined.

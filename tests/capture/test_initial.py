@@ -70,6 +70,15 @@ def _own(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     return lambda: build_model(name, **SMALL | {"num_layers": 2} | sizes)
 
 
+def in_bfloat16() -> nn.Module:
+    """Built as a run with precision bf16 is: under another default dtype."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return _own("llama", num_kv_heads=1)()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(
     "build",
     [
@@ -77,6 +86,7 @@ def _own(name: str, **sizes: Any) -> Callable[[], nn.Module]:
         _own("gpt", tied=False),
         _own("llama", num_kv_heads=1),
         _own("moe"),
+        in_bfloat16,
         Odd,
         Truncated,
         vision,

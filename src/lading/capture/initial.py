@@ -20,6 +20,8 @@ from lading.capture.interpret import Interpreter
 from lading.capture.tracer import Tracer
 from lading.ir.graph import Op, Storage, Tensor
 
+#: What torch's default dtype may be.
+_DEFAULTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _OVERWRITE = frozenset(
     {"normal_", "uniform_", "fill_", "zero_", "copy_", "bernoulli_", "exponential_", "random_", "trunc_normal_"}
 )
@@ -61,7 +63,8 @@ class Deferred:
         torch.manual_seed(seed)
         with torch.no_grad():
             for index, op in enumerate(self.ops):
-                values.run(op)
+                with _default_dtype(self._made_dtype(op)):
+                    values.run(op)
                 for storage, final in ending.get(index, ()):
                     for name in names.pop(storage, ()) if final else ():
                         sink(name, values.tensor(self.named[name]))
@@ -84,6 +87,11 @@ class Deferred:
                 ops.append(op)
         kept = self.ops if any(op.random for op in ops) else tuple(reversed(ops))
         return dataclasses.replace(self, named=named, ops=kept)
+
+    def _made_dtype(self, op: Op) -> torch.dtype:
+        """What torch's default was, where the operation makes floats: a factory that was given no dtype took it."""
+        made = [getattr(torch, self.tensors[t].dtype) for t in op.outputs]
+        return next((dtype for dtype in made if dtype in _DEFAULTS), torch.get_default_dtype())
 
     def _last_uses(self) -> dict[int, list[tuple[int, bool]]]:
         """Op index -> storages whose value nothing needs after it, and whether that value is the final one.
@@ -141,3 +149,13 @@ def defer(build: Callable[[], torch.nn.Module]) -> Deferred:
         model = build()
     named = {n: tracer.tensor_id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     return Deferred(model, named, tuple(tracer.storages), tuple(tracer.tensors), tuple(tracer.ops))
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

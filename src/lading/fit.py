@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil, log10, prod
+from math import prod
 from typing import Any, Literal, TypeVar, cast
 
 from lading.catalog.load import load_machine
@@ -34,8 +34,8 @@ from lading.ir.program import Program, slot_bytes
 from lading.memory.layout import DEVICE, home_tiers
 from lading.planner.api import Sketch
 from lading.prepare import CapturedRun, capture_run, machine_of, plan_run, sketch_run
-from lading.report.needs import WORKSPACE, Bytes, Needs, StepTime, step_needs, step_time
-from lading.units import format_bytes, format_seconds, parse_bytes
+from lading.report.needs import WORKSPACE, Bytes, Change, FitResult, Needs, StepTime, step_needs, step_time
+from lading.units import format_bytes, format_capacity, format_capacity_above, parse_bytes
 
 #: Tokens of a sequence where neither the run nor the catalog says how many.
 _DEFAULT_TOKENS = 1024
@@ -46,7 +46,6 @@ _SEARCHED_OPS = 1500
 #: Operations captured and planned in search of a change; a larger step has fewer tries.
 _TRIED_OPS = 20_000
 _SHORTEST = 128
-_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 _T = TypeVar("_T")
 
@@ -66,64 +65,6 @@ class Hardware:
     host: str | None = None
     disk: str | None = None
     budget: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """Something that would make the run fit, as planned.
-
-    Attributes:
-        token_s: Predicted step time for one token.
-    """
-
-    text: str
-    step_s: float
-    token_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitResult:
-    """What a run needs on a machine; prints as a table.
-
-    Attributes:
-        title: The run in words.
-        allowed: Bytes each tier has; a tier that the machine lacks is not there.
-        error: Why it does not fit; the table is then that of the nearest plan. None if it fits.
-        changes: What would make it fit, the cheapest first.
-    """
-
-    title: str
-    machine: str
-    needs: Needs
-    allowed: Bytes
-    time: StepTime
-    assumptions: tuple[str, ...] = ()
-    error: PlanInfeasible | None = None
-    changes: tuple[Change, ...] = ()
-
-    @property
-    def step_s(self) -> float:
-        """Predicted step time."""
-        return self.time.step_s
-
-    def __str__(self) -> str:
-        moved = ", ".join(f"{stream} {format_seconds(busy)}" for stream, busy in self.time.transfer_s.items() if busy)
-        lines = [self.title, *self.needs.lines(self.allowed)]
-        lines.append(
-            f"predicted step {format_seconds(self.time.step_s)}: compute {format_seconds(self.time.compute_s)} "
-            f"({format_seconds(self.time.recompute_s)} of it again), transfers {moved or 'none'}, "
-            f"exposed {format_seconds(self.time.exposed_s)}"
-        )
-        lines += [f"assumption: {text.replace('assumption: ', '', 1)}" for text in self.assumptions]
-        if self.error is None:
-            return "\n".join([*lines, f"FITS {self.machine}, predicted step {format_seconds(self.step_s)}"])
-        lines.append(f"DOES NOT FIT {self.machine}: the table is of the nearest plan that was found")
-        if not self.changes:
-            lines.append("no change that was tried would make it fit")
-        for rank, change in enumerate(self.changes):
-            name = "cheapest change that fits" if rank == 0 else "or"
-            lines.append(f"{name}: {change.text} (planned: step {format_seconds(change.step_s)})")
-        return "\n".join(lines)
 
 
 def run_of_model(model: str, seq: int | None = None) -> RunConfig:
@@ -438,12 +379,12 @@ def _changes(case: _Case, captured: CapturedRun, tried: _Tried, over: Bytes) -> 
     """What would make it fit, the cheapest for a token first."""
     changes: list[Change] = []
     if over:  # this plan is the one that fits them
-        sizes = " and ".join(f"{_rounded_up(size)} of {tier}" for tier, size in over.items())
-        old = " and ".join(f"{_vendor(case.allowed[tier])} of {tier}" for tier in over)
+        sizes = " and ".join(f"{format_capacity_above(size)} of {tier}" for tier, size in over.items())
+        old = " and ".join(f"{format_capacity(case.allowed[tier])} of {tier}" for tier in over)
         changes.append(_change(f"{sizes} instead of {old}", tried, case.run))
         saved = _saved_bytes(case.run, captured.graph)
         if over.keys() == {"disk"} and tried.needs.step["disk"] <= case.allowed["disk"] and saved:
-            changes.append(_change(f"checkpoints on another disk, of {_rounded_up(saved)}", tried, case.run))
+            changes.append(_change(f"checkpoints on another disk, of {format_capacity_above(saved)}", tried, case.run))
     left = _TRIED_OPS - len(captured.graph.ops)
     hopeless = _cannot_hold(case, captured.graph)
     for variants in () if hopeless else _variants(case.run, case.machine):
@@ -513,16 +454,3 @@ def _shorter_sequences(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         data = dataclasses.replace(run.data, sequence_length=length)
         yield f"sequences of {length} tokens", dataclasses.replace(run, data=data)
         length //= 2
-
-
-def _vendor(size_bytes: int) -> str:
-    """Vendor's units, to the nearest of three figures."""
-    unit, scale = next(((u, s) for u, s in _UNITS if size_bytes >= s), _UNITS[-1])
-    return f"{size_bytes / scale:.3g} {unit}"
-
-
-def _rounded_up(size_bytes: int) -> str:
-    """Vendor's units, two figures, never less."""
-    unit, scale = next(((u, s) for u, s in _UNITS if size_bytes >= s), _UNITS[-1])
-    step = 10.0 ** (int(log10(max(1.0, size_bytes / scale))) - 1)
-    return f"{round(ceil(size_bytes / scale / step) * step, 3):g} {unit}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import ceil, floor, log10
 
 from lading.errors import ConfigError
 
@@ -13,6 +14,7 @@ _BYTE_UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": 1 << 40,
 }  # fmt: skip
+_CAPACITY_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 
 
@@ -43,6 +45,23 @@ def format_bytes(size_bytes: float) -> str:
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:.2f} {unit}"
     return f"{size_bytes:.0f} B"
+
+
+def format_capacity(size_bytes: float) -> str:
+    """``'64 GB'``: vendors' units, to the nearest of three figures."""
+    unit, scale = _capacity_unit(size_bytes)
+    return f"{size_bytes / scale:.3g} {unit}"
+
+
+def format_capacity_above(size_bytes: float) -> str:
+    """``'65 GB'``: vendors' units, two figures, never less than ``size_bytes``."""
+    unit, scale = _capacity_unit(size_bytes)
+    step = 10.0 ** (floor(log10(max(1.0, size_bytes / scale))) - 1)
+    return f"{round(ceil(size_bytes / scale / step) * step, 3):g} {unit}"
+
+
+def _capacity_unit(size_bytes: float) -> tuple[str, float]:
+    return next(((unit, scale) for unit, scale in _CAPACITY_UNITS if size_bytes >= scale), _CAPACITY_UNITS[-1])
 
 
 def format_seconds(seconds: float) -> str:

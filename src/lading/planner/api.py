@@ -114,34 +114,53 @@ def make_plan(
     verify(found.program)
     if policy == "residency":
         rows.append(_row(policy, found))
-    plan = Plan(
+    settings = {"keep_all_bytes": float(keep_all_bytes), **(expansion or {})}
+    assumptions = _assumptions(graph, machine, workspace_bytes)
+    asked = _Asked(graph, machine, policy, budgets, run)
+    plan = _plan(asked, chosen, tuple(rows), settings, assumptions)
+    return Planned(plan, chosen.step.graph, found.program, found.timeline, keep_all_bytes)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """For what a plan is made."""
+
+    graph: StepGraph
+    machine: Machine
+    policy: str
+    budgets: dict[str, int]
+    run: dict[str, Any] | None
+
+
+def _plan(
+    asked: _Asked,
+    chosen: Ordered,
+    policies: tuple[PolicyRow, ...],
+    settings: dict[str, float],
+    assumptions: tuple[str, ...],
+) -> Plan:
+    """The record of what was chosen."""
+    found, program = chosen.found, chosen.found.program
+    lower = {tier: program.tier_bytes(tier) for tier in program.slots}
+    return Plan(
         version=__version__,
-        graph_fingerprint=graph.fingerprint,
-        machine_fingerprint=machine.fingerprint,
-        host_id=machine.host_id,
-        program_fingerprint=found.program.fingerprint,
-        policy=policy,
-        budgets=budgets,
+        graph_fingerprint=asked.graph.fingerprint,
+        machine_fingerprint=asked.machine.fingerprint,
+        host_id=asked.machine.host_id,
+        program_fingerprint=program.fingerprint,
+        policy=asked.policy,
+        budgets=asked.budgets,
         choices=_choices(chosen.step.lives, found.choices),
-        settings={
-            "keep_all_bytes": float(keep_all_bytes),
-            "deferred": chosen.deferred,
-            "retimed": found.retimed,
-            **(expansion or {}),
-        },
+        settings={**settings, "deferred": chosen.deferred, "retimed": found.retimed},
         step_s=found.timeline.duration_s,
         lower_bound_s=chosen.bound_s,
-        peak_bytes={
-            "device": found.program.peak_bytes,
-            **{t: found.program.tier_bytes(t) for t in found.program.slots},
-        },
+        peak_bytes={"device": program.peak_bytes, **lower},
         bytes_by_role=_bytes_at_peak(found),
-        policies=tuple(rows),
-        assumptions=_assumptions(graph, machine, workspace_bytes),
-        machine=dataclasses.asdict(machine),
-        run=run,
+        policies=policies,
+        assumptions=assumptions,
+        machine=dataclasses.asdict(asked.machine),
+        run=asked.run,
     )
-    return Planned(plan, chosen.step.graph, found.program, found.timeline, keep_all_bytes)
 
 
 @dataclass(frozen=True)

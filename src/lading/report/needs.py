@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lading.errors import PlanInfeasible
 from lading.ir.action import ActionKind
 from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.machine import TIERS
 from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.layout import DEVICE, home_tiers
-from lading.units import format_bytes
+from lading.units import format_bytes, format_seconds
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, LOGITS, WORKSPACE = "activations", "logits and loss", "workspace"
@@ -155,3 +156,61 @@ def step_time(program: Program, predicted: Timeline) -> StepTime:
         transfer_s=busy,
         exposed_s=max(0.0, step - compute),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Something that would make the run fit, as planned.
+
+    Attributes:
+        token_s: Predicted step time for one token.
+    """
+
+    text: str
+    step_s: float
+    token_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """What a run needs on a machine; prints as a table.
+
+    Attributes:
+        title: The run in words.
+        allowed: Bytes each tier has; a tier that the machine lacks is not there.
+        error: Why it does not fit; the table is then that of the nearest plan. None if it fits.
+        changes: What would make it fit, the cheapest first.
+    """
+
+    title: str
+    machine: str
+    needs: Needs
+    allowed: Bytes
+    time: StepTime
+    assumptions: tuple[str, ...] = ()
+    error: PlanInfeasible | None = None
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Predicted step time."""
+        return self.time.step_s
+
+    def __str__(self) -> str:
+        moved = ", ".join(f"{stream} {format_seconds(busy)}" for stream, busy in self.time.transfer_s.items() if busy)
+        lines = [self.title, *self.needs.lines(self.allowed)]
+        lines.append(
+            f"predicted step {format_seconds(self.time.step_s)}: compute {format_seconds(self.time.compute_s)} "
+            f"({format_seconds(self.time.recompute_s)} of it again), transfers {moved or 'none'}, "
+            f"exposed {format_seconds(self.time.exposed_s)}"
+        )
+        lines += [f"assumption: {text.replace('assumption: ', '', 1)}" for text in self.assumptions]
+        if self.error is None:
+            return "\n".join([*lines, f"FITS {self.machine}, predicted step {format_seconds(self.step_s)}"])
+        lines.append(f"DOES NOT FIT {self.machine}: the table is of the nearest plan that was found")
+        if not self.changes:
+            lines.append("no change that was tried would make it fit")
+        for rank, change in enumerate(self.changes):
+            name = "cheapest change that fits" if rank == 0 else "or"
+            lines.append(f"{name}: {change.text} (planned: step {format_seconds(change.step_s)})")
+        return "\n".join(lines)

@@ -1,7 +1,13 @@
-"""Lading against PyTorch, step by step in turn: everything fits; compiled; half and a quarter of the memory.
+"""Lading against PyTorch, step by step in turn: everything fits; compiled; a half and a quarter of the memory.
 
-    python benchmarks/executor/run.py            about eight minutes on two quiet cores
-    python benchmarks/executor/run.py --quick    about three, wide intervals
+    python benchmarks/executor/run.py --folder F --json results.json     all cases, about an hour
+    python benchmarks/executor/run.py --list                             names of the cases
+
+In parts, of which only ``measure`` (under 90 s a case) needs a quiet machine from end to end:
+
+    python benchmarks/executor/run.py --folder F --only probe --threads 2
+    python benchmarks/executor/run.py --folder F --only plan --cases "gpt-deep 50% 2" "llama fits 2"
+    python benchmarks/executor/run.py --folder F --only measure --cases "gpt-deep 50% 2" --json results.json
 
 Each side is a process of its own, as a user would run it; one steps while the others wait, in turns that rotate.
 """
@@ -10,212 +16,215 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import platform
-import signal
 import statistics
-import tempfile
 import time
-from dataclasses import dataclass, field, replace
-from math import comb
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from sides import Side, serve
+from sides import Side
+from turns import Running, against, finish, interleave, interval, start
 
 from lading import __version__
 from lading.catalog.load import save_machine
+from lading.errors import ConfigError
 from lading.runtime.host import host_id
 from lading.runtime.probe import probe
 
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-10M": {
+    "llama": {
         "model": "llama", "batch": 4, "tokens": 256,
         "sizes": {"num_layers": 8, "dim": 320, "num_heads": 5, "num_kv_heads": 5, "vocab_size": 256},
     },
-    "gpt-29M": {
-        "model": "gpt", "batch": 2, "tokens": 256,
-        "sizes": {"num_layers": 8, "dim": 512, "num_heads": 8, "vocab_size": 8192},
-    },
-    "llama-19M": {
+    "llama-deep": {
         "model": "llama", "batch": 4, "tokens": 256,
         "sizes": {"num_layers": 24, "dim": 256, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 256},
     },
+    "gpt": {
+        "model": "gpt", "batch": 2, "tokens": 256,
+        "sizes": {"num_layers": 8, "dim": 512, "num_heads": 8, "vocab_size": 8192},
+    },
+    "gpt-deep": {
+        "model": "gpt", "batch": 4, "tokens": 256,
+        "sizes": {"num_layers": 20, "dim": 256, "num_heads": 4, "vocab_size": 512},
+    },
+    "moe": {
+        "model": "moe", "batch": 2, "tokens": 256,
+        "sizes": {"num_layers": 8, "dim": 256, "num_heads": 4, "vocab_size": 512},
+    },
+    "dit": {
+        "model": "dit", "batch": 4, "tokens": 256,
+        "sizes": {"num_layers": 8, "dim": 320, "num_heads": 5, "image_size": 32},
+    },
 }  # fmt: skip
+_FITS, _COMPILED = "fits", "compiled"
+#: Models of each kind of case. By hand in a quarter of the memory lives where activations are most of it.
+_CASES = {
+    _FITS: ("llama", "gpt", "moe", "dit"),
+    _COMPILED: ("llama", "gpt", "moe", "dit"),
+    "75%": ("llama-deep",),
+    "50%": ("llama", "llama-deep", "gpt-deep", "moe", "dit"),
+    "25%": ("llama-deep", "gpt-deep", "moe", "dit"),
+}
 _WARM_UP = 3
-_TIMEOUT_S = 400
+_PLANNED = "Lading"
 
 
-@dataclass
-class Running:
-    """A side in its process, with what its steps took."""
+@dataclass(frozen=True)
+class Case:
+    """One comparison: a model, what is compared (``_CASES``) and the number of threads."""
 
-    side: Side
-    process: Any
-    connection: Connection
-    facts: dict[str, Any] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    model: str
+    kind: str
+    threads: int
 
-    def receive(self) -> dict[str, Any] | None:
-        """What the side sends; None if it has died or takes too long."""
-        try:
-            if self.connection.poll(_TIMEOUT_S):
-                return self.connection.recv()
-        except (EOFError, ConnectionError):
-            self.process.join(10)  # it has died
-        return None
+    def __str__(self) -> str:
+        return f"{self.model} {self.kind} {self.threads}"
 
-    def end(self) -> str:
-        """End the process; says how it ended."""
-        late = self.process.is_alive()
-        self.process.kill()
-        self.process.join()
-        if late:
-            return f"no answer in {_TIMEOUT_S} s"
-        killed = self.process.exitcode == -signal.SIGKILL
-        return "killed: out of memory" if killed else f"died with exit code {self.process.exitcode}"
+    def side(self, folder: Path, kind: str = "lading") -> Side:
+        """A side of this case; its plan, made once, lies in the folder."""
+        return Side(
+            kind=kind,
+            **MODELS[self.model],
+            threads=self.threads,
+            machine=str(machine_file(folder, self.threads)),
+            folder=str(folder),
+            budget=self.kind if "%" in self.kind else "100%",
+            plan=str(folder / f"{self.model}-{self.kind.rstrip('%')}-{kind}-{self.threads}.json"),
+        )
 
-
-def start(sides: dict[str, Side]) -> tuple[dict[str, Running], dict[str, str]]:
-    """Every side in a process of its own; those that cannot start, and why."""
-    context = multiprocessing.get_context("spawn")
-    running: dict[str, Running] = {}
-    failed: dict[str, str] = {}
-    for name, side in sides.items():
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(side, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        running[name] = Running(side, process, ours)
-        facts = running[name].receive()
-        if facts is None or "error" in facts:
-            failed[name] = facts["error"] if facts else running[name].end()
-            del running[name]
-        else:
-            running[name].facts = facts
-    return running, failed
+    def sides(self, folder: Path) -> tuple[dict[str, Side], list[tuple[str, str]]]:
+        """The sides by name, and the pairs whose ratio is asked for."""
+        side = self.side(folder)
+        if self.kind == _FITS:
+            return {"PyTorch eager": replace(side, kind="plain"), _PLANNED: side}, [(_PLANNED, "PyTorch eager")]
+        if self.kind == _COMPILED:
+            fused, compiled = "Lading, compiled regions", "torch.compile (compiled)"
+            sides = {
+                "PyTorch eager": replace(side, kind="plain"),
+                compiled: replace(side, kind="plain-compiled"),
+                fused: self.side(folder, "lading-compiled"),
+            }
+            return sides, [(fused, compiled), (fused, "PyTorch eager"), (compiled, "PyTorch eager")]
+        hands = {"by hand": "by-hand", "by hand, updates in backward": "by-hand-in-backward"}
+        sides = {_PLANNED: side} | {name: replace(side, kind=kind) for name, kind in hands.items()}
+        return sides, [(_PLANNED, hand) for hand in hands]
 
 
-def interleave(running: dict[str, Running], failed: dict[str, str], seconds: float, rounds: int) -> None:
-    """Steps in turn, for so many seconds after the warm-up or so many rounds, five at least."""
-    started = time.perf_counter()
-    for turn in range(_WARM_UP + rounds):
-        names = [*running]
-        shift = turn % len(names) if names else 0
-        for name in names[shift:] + names[:shift]:
-            one = running[name]
-            one.connection.send(turn)
-            answer = one.receive()
-            if answer is None:
-                failed[name] = f"{one.end()} in step {turn}"
-                del running[name]
-                continue
-            one.losses.append(answer["loss"])
-            if turn >= _WARM_UP:
-                one.seconds.append(answer["seconds"])
-                one.cpu.append(answer["cpu"])
-        if turn + 1 == _WARM_UP:
-            started = time.perf_counter()
-        if turn >= _WARM_UP + 4 and time.perf_counter() - started > seconds:
-            return
+def cases(threads: list[int]) -> list[Case]:
+    """All of them."""
+    return [Case(model, kind, n) for kind, models in _CASES.items() for model in models for n in threads]
 
 
-def finish(running: dict[str, Running]) -> None:
-    """End every side; its facts get the memory it took."""
-    for one in running.values():
-        one.connection.send(None)
-        one.facts |= one.receive() or {}
-        one.process.join()
+def machine_file(folder: Path, threads: int) -> Path:
+    """What the host was measured to be with so many threads."""
+    return folder / f"machine-{threads}.toml"
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """(median, low, high): an interval that holds the true median with 95% by order statistics."""
-    ordered, n = sorted(values), len(values)
-    tail, low = 0.0, 0
-    while low < n // 2 and (tail := tail + comb(n, low) / 2**n) <= 0.025:
-        low += 1
-    low = max(0, low - 1)
-    return statistics.median(ordered), ordered[low], ordered[n - 1 - low]
+def needs_file(folder: Path, case: Case) -> Path:
+    """What the sides by hand were found to need."""
+    return folder / f"{case.model}-{case.kind.rstrip('%')}-needs-{case.threads}.json"
 
 
-def against(one: list[float], other: list[float]) -> tuple[float, float, float]:
-    """Interval of the ratio of two sides, round by round."""
-    return interval([a / b for a, b in zip(one, other, strict=False)])
+def confined(sides: dict[str, Side], limit_bytes: int) -> dict[str, Side]:
+    """The same sides, those by hand within the limit; Lading's is that of its plan."""
+    return {name: replace(side, limit_bytes=limit_bytes) for name, side in sides.items()}
 
 
-def group(
-    title: str, sides: dict[str, Side], pairs: list[tuple[str, str]], options: argparse.Namespace
-) -> dict[str, Any]:
-    """Run some sides against each other; prints the table and returns its figures."""
-    print(f"\n{title}", flush=True)
-    running, failed = start(sides)
-    interleave(running, failed, options.seconds, options.rounds)
+def planned(case: Case, folder: Path) -> tuple[dict[str, Side], list[tuple[str, str]]]:
+    """The sides of a case that was planned, confined if it is to be.
+
+    Raises:
+        ConfigError: it was not planned.
+    """
+    sides, pairs = case.sides(folder)
+    if "%" not in case.kind:
+        return sides, pairs
+    file = needs_file(folder, case)
+    if not file.is_file():
+        raise ConfigError(f"expected {file}; plan first: --only plan --cases '{case}'")
+    return confined(sides, json.loads(file.read_text())["limit_bytes"]), pairs
+
+
+def prepare(case: Case, folder: Path) -> None:
+    """Make the plans, fill the compiler's cache, and find what the sides by hand need where they are killed."""
+    sides, _ = case.sides(folder)
+    own = {name: side for name, side in sides.items() if side.kind.startswith("lading")}
+    running, failed = start(own)
+    if failed:
+        raise SystemExit(f"{case}: {failed}")
+    limit = running[next(iter(own))].facts["budget_bytes"]
     finish(running)
-    rows: dict[str, Any] = {}
-    for name, one in running.items():
-        middle, low, high = interval(one.seconds)
-        rows[name] = {
-            "median_s": middle, "low_s": low, "high_s": high, "cpu_s": statistics.median(one.cpu),
-            "steps": len(one.seconds), "last_loss": one.losses[-1], **one.facts,
-        }  # fmt: skip
-        print(f"  {name:34}{middle * 1e3:9.1f} ms [{low * 1e3:.1f}, {high * 1e3:.1f}]{_memory(one.facts)}")
-    for name, why in failed.items():
-        print(f"  {name:34}{why}")
-    ratios: dict[str, Any] = {}
-    for name, base in pairs:
-        if name in running and base in running:
-            wall = against(running[name].seconds, running[base].seconds)
-            cpu = against(running[name].cpu, running[base].cpu)
-            ratios[f"{name} / {base}"] = {"wall": wall, "cpu": cpu}
-            print(f"  {name} / {base}: {wall[0]:.3f} [{wall[1]:.3f}, {wall[2]:.3f}], processor time {cpu[0]:.3f}")
-    same = {n: one.losses for n, one in running.items() if "compiled" not in n}
-    equal = all(losses[: len(first)] == first[: len(losses)] for losses in same.values() for first in same.values())
-    print(f"  losses of all sides that do not compile: {'equal to the bit' if equal else 'DIFFERENT'}", flush=True)
-    return {"sides": rows, "failed": failed, "ratios": ratios, "equal": equal}
-
-
-def _memory(facts: dict[str, Any]) -> str:
-    text = f"  resident +{facts['peak_rss_bytes'] / 2**20:.0f} MiB" if "peak_rss_bytes" in facts else ""
-    if facts.get("peak_group_bytes") is not None:
-        text += f", with page cache {facts['peak_group_bytes'] / 2**20:.0f} MiB"
-    return text
-
-
-def fits(name: str, side: Side, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything in memory: eager and, with ``compile``, compiled."""
-    sides = {"PyTorch eager": replace(side, kind="plain"), "Lading": side}
-    pairs = [("Lading", "PyTorch eager")]
-    if side.threads in options.compile_threads:
-        sides |= {
-            "torch.compile (compiled)": replace(side, kind="plain-compiled"),
-            "Lading, compiled regions": replace(side, kind="lading-compiled"),
-        }
-        pairs += [
-            ("Lading, compiled regions", "torch.compile (compiled)"),
-            ("Lading, compiled regions", "PyTorch eager"),
-            ("torch.compile (compiled)", "PyTorch eager"),
-        ]
-    return group(f"{name}, everything fits, {side.threads} thread(s)", sides, pairs, options)
-
-
-def squeezed(name: str, side: Side, share: str, limit: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A share of what keeping everything needs, for Lading and for two ways by hand."""
-    side = replace(side, budget=share, limit_bytes=limit)
-    sides = {
-        "by hand": replace(side, kind="by-hand"),
-        "by hand, updates in backward": replace(side, kind="by-hand-in-backward"),
-        "Lading": side,
+    if "%" not in case.kind:
+        running, failed = start(sides)
+        interleave(running, failed, warm_up=1, rounds=0, seconds=0.0)
+        finish(running)
+        print(f"{case}: prepared{', ' + str(failed) if failed else ''}", flush=True)
+        return
+    found = {"limit_bytes": limit} | {
+        name: least_limit(replace(side, limit_bytes=limit))
+        for name, side in sides.items()
+        if side.kind.startswith("by-hand")
     }
-    pairs = [("Lading", "by hand"), ("Lading", "by hand, updates in backward")]
-    found = group(f"{name}, {share} ({limit / 2**20:.0f} MiB), {side.threads} thread(s)", sides, pairs, options)
-    if facts := found["sides"].get("Lading"):
-        found["limit"] = physical_limit(facts)
-        print("  physical limit {:.1f} ms: {}".format(*found["limit"].values()))
+    needs_file(folder, case).write_text(json.dumps(found))
+    print(f"{case}: prepared, {found}", flush=True)
+
+
+def least_limit(side: Side) -> int:
+    """The least limit, in steps of a tenth from its own on, in which a side lives through three steps."""
+    while True:
+        running, failed = start({"side": side})
+        interleave(running, failed, warm_up=3, rounds=0, seconds=0.0)
+        finish(running)
+        if not failed:
+            return side.limit_bytes
+        if "out of memory" not in failed["side"]:
+            raise SystemExit(f"{side.kind}: {failed['side']}")
+        side = replace(side, limit_bytes=side.limit_bytes * 11 // 10)
+
+
+def measure(case: Case, folder: Path, *, seconds: float, rounds: int) -> dict[str, Any]:
+    """The sides of a case against each other."""
+    sides, pairs = planned(case, folder)
+    running, failed = start(sides)
+    interleave(running, failed, warm_up=_WARM_UP, rounds=rounds, seconds=seconds)
+    finish(running)
+    found: dict[str, Any] = {
+        "when": time.strftime("%Y-%m-%d %H:%M", time.gmtime()),
+        "sides": {name: figures(one) for name, one in running.items()},
+        "failed": failed,
+        "ratios": {
+            f"{name} / {base}": {
+                "wall": against(running[name].seconds, running[base].seconds),
+                "cpu": against(running[name].cpu, running[base].cpu),
+            }
+            for name, base in pairs
+            if name in running and base in running
+        },
+    }
+    same = [one.losses for name, one in running.items() if "compiled" not in name]
+    found["equal"] = all(a[: len(b)] == b[: len(a)] for a in same for b in same) if len(same) > 1 else None
+    found["furthest_loss"] = max(abs(a[0] - b[0]) for a in _losses(running) for b in _losses(running))
+    if "%" in case.kind:
+        found["needs"] = json.loads(needs_file(folder, case).read_text())
+        if _PLANNED in running:
+            found["limit"] = physical_limit(running[_PLANNED].facts)
     return found
+
+
+def _losses(running: dict[str, Running]) -> list[list[float]]:
+    return [one.losses for one in running.values()]
+
+
+def figures(one: Running) -> dict[str, Any]:
+    """What is kept of a side."""
+    middle, low, high = interval(one.seconds)
+    return {
+        "median_s": middle, "low_s": low, "high_s": high, "cpu_s": statistics.median(one.cpu),
+        "steps": len(one.seconds), "last_loss": one.losses[-1], **one.facts,
+    }  # fmt: skip
 
 
 def physical_limit(facts: dict[str, Any]) -> dict[str, Any]:
@@ -235,59 +244,115 @@ def physical_limit(facts: dict[str, Any]) -> dict[str, Any]:
     return {"milliseconds": max(compute_s, moved_s) * 1e3, "why": text}
 
 
+def show(case: str, found: dict[str, Any]) -> None:
+    """Print a case as a table."""
+    model, kind, threads = case.rsplit(" ", 2)
+    size = f" ({found['needs']['limit_bytes'] / 2**20:.0f} MiB)" if "needs" in found else ""
+    print(f"\n{model}, {kind}{size}, {threads} thread(s), {found['when']}")
+    for name, row in found["sides"].items():
+        spread = f"[{row['low_s'] * 1e3:.1f}, {row['high_s'] * 1e3:.1f}]"
+        print(f"  {name:34}{row['median_s'] * 1e3:9.1f} ms {spread}{_memory(row)}")
+    for name, why in found["failed"].items():
+        needed = found.get("needs", {}).get(name)
+        print(f"  {name:34}{why}{f'; lives in {needed / 2**20:.0f} MiB' if needed else ''}")
+    for pair, ratio in found["ratios"].items():
+        wall, cpu = ratio["wall"], ratio["cpu"]
+        print(f"  {pair}: {wall[0]:.3f} [{wall[1]:.3f}, {wall[2]:.3f}], processor time {cpu[0]:.3f}")
+    if found["equal"] is not None:
+        print(f"  losses of the sides that do not compile: {'equal to the bit' if found['equal'] else 'DIFFERENT'}")
+    print(f"  first losses differ by {found['furthest_loss']:.1e} at most")
+    if "limit" in found:
+        print("  physical limit {:.1f} ms: {}".format(*found["limit"].values()), flush=True)
+
+
+def _memory(facts: dict[str, Any]) -> str:
+    text = f"  resident +{facts['peak_rss_bytes'] / 2**20:.0f} MiB" if "peak_rss_bytes" in facts else ""
+    if facts.get("peak_group_bytes") is not None:
+        text += f", with page cache {facts['peak_group_bytes'] / 2**20:.0f} MiB"
+    if facts.get("predicted_peak_bytes"):
+        text += f", predicted +{facts['predicted_peak_bytes'] / 2**20:.0f} MiB"
+    if facts.get("num_regions"):
+        text += f"; {facts['num_regions']} calls of {facts['num_compiled']} compiled regions"
+    return text
+
+
+def keep(file: Path, case: Case, found: dict[str, Any]) -> None:
+    """Put a case among the results of this host.
+
+    Raises:
+        ConfigError: the results there are of another host or torch.
+    """
+    here = {
+        "host": host_id(), "torch": torch.__version__, "lading": __version__, "python": platform.python_version(),
+    }  # fmt: skip
+    results = json.loads(file.read_text()) if file.is_file() else {**here, "cases": {}}
+    there = {k: results.get(k) for k in here}
+    if there != here:
+        raise ConfigError(f"{file} holds results of {there}, this is {here}; give another --json")
+    results["cases"][str(case)] = found
+    file.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def options_of() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="*", default=["llama-10M", "gpt-29M"], choices=MODELS)
-    parser.add_argument("--squeezed", default="llama-19M", choices=[*MODELS, "none"])
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--compile-threads", nargs="*", type=int, default=[2], help="of these, compile too")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of interleaved steps, per table")
-    parser.add_argument("--rounds", type=int, default=60, help="at most so many, per table")
-    parser.add_argument("--machine", help="a machine file; without it this host is probed with all threads")
-    parser.add_argument("--folder", type=Path, help="for swap files; a temporary one by default")
-    parser.add_argument("--quick", action="store_true", help="one model, 8 s per table")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    if options.quick:
-        options.models, options.seconds = options.models[:1], 8.0
-    return options
+    parser.add_argument("--list", action="store_true", help="print the names of the cases")
+    parser.add_argument("--show", type=Path, help="print the tables of a results file")
+    parser.add_argument("--cases", nargs="*", help="names of cases; all by default")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="of the default cases")
+    parser.add_argument("--only", choices=["probe", "plan", "measure"], help="one of the three parts of the work")
+    parser.add_argument("--folder", type=Path, help="for machine files, plans and swap files; keep it between parts")
+    parser.add_argument("--seconds", type=float, default=50.0, help="of interleaved steps, per case")
+    parser.add_argument("--rounds", type=int, default=60, help="at most so many, per case")
+    parser.add_argument("--json", type=Path, help="results; cases are added to those there")
+    return parser.parse_args()
+
+
+def chosen(options: argparse.Namespace) -> list[Case]:
+    """The cases asked for.
+
+    Raises:
+        ConfigError: one has no such name.
+    """
+    if not options.cases:
+        return cases(options.threads)
+    found: list[Case] = []
+    for name in options.cases:
+        model, _, rest = name.partition(" ")
+        kind, _, threads = rest.partition(" ")
+        if model not in MODELS or not threads.isdigit() or (kind not in _CASES and not kind.endswith("%")):
+            raise ConfigError(f"expected a case such as 'gpt fits 2', found {name!r}; --list prints them")
+        found.append(Case(model, kind, int(threads)))
+    return found
 
 
 def main() -> None:
     """Parse the command line and compare."""
     options = options_of()
-    results: dict[str, Any] = {
-        "host": host_id(), "torch": torch.__version__, "lading": __version__, "python": platform.python_version(),
-        "options": {k: str(v) for k, v in vars(options).items()},
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        machine = options.machine or str(Path(folder) / "machine.toml")
-        if not options.machine:
-            threads = max(options.threads)
-            save_machine(probe(folder=Path(folder), threads=threads, seconds=20, device="cpu"), Path(machine))
-        for name in options.models:
-            for threads in options.threads:
-                side = Side(kind="lading", **MODELS[name], threads=threads, machine=machine, folder=folder)
-                results[f"{name} fits {threads}"] = fits(name, side, options)
-        if options.squeezed != "none":
-            name, threads = options.squeezed, max(options.threads)
-            side = Side(kind="lading", **MODELS[name], threads=threads, machine=machine, folder=folder)
-            whole = whole_bytes(side)
-            for share in ("50%", "25%"):
-                limit = whole * int(share[:-1]) // 100
-                results[f"{name} {share}"] = squeezed(name, side, share, limit, options)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def whole_bytes(side: Side) -> int:
-    """What keeping everything needs, as planned."""
-    running, failed = start({"Lading": side})
-    if failed:
-        raise SystemExit(f"cannot plan: {failed}")
-    finish(running)
-    return int(running["Lading"].facts["keep_all_bytes"])
+    if options.show:
+        for name, found in json.loads(options.show.read_text())["cases"].items():
+            show(name, found)
+        return
+    picked = chosen(options)
+    if options.list:
+        print(*picked, sep="\n")
+        return
+    if options.folder is None:
+        raise SystemExit("expected --folder, for machine files, plans and swap files")
+    folder: Path = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for threads in sorted({case.threads for case in picked}):
+        if options.only in (None, "probe") and not machine_file(folder, threads).is_file():
+            measured = probe(folder=folder, threads=threads, seconds=20, device="cpu")
+            save_machine(measured, machine_file(folder, threads))
+    for case in picked:
+        if options.only in (None, "plan"):
+            prepare(case, folder)
+        if options.only in (None, "measure"):
+            found = measure(case, folder, seconds=options.seconds, rounds=options.rounds)
+            show(str(case), found)
+            if options.json:
+                keep(options.json, case, found)
 
 
 if __name__ == "__main__":

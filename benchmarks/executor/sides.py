@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lading.config import AdamW, DataConfig, MemoryConfig, ModelConfig, Optimization, RunConfig
+from lading.config import SYNTHETIC, AdamW, DataConfig, MemoryConfig, ModelConfig, Optimization, RunConfig
 from lading.ir.graph import PERSISTENT
-from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
-from lading.prepare import initial_values, plan_run
+from lading.ir.plan import Plan
+from lading.models.registry import build_model, model_class
+from lading.prepare import initial_values, plan_run, prepare_plan
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
 from lading.trainer import Trainer
 
@@ -37,6 +37,7 @@ class Side:
     Attributes:
         kind: "plain", "plain-compiled", "by-hand", "by-hand-in-backward", "lading" or "lading-compiled".
         budget: Of a Lading side: "100%" keeps everything.
+        plan: Of a Lading side: its plan's file, written if it is not there.
         limit_bytes: What the process may add from before its model on, page cache included; 0 for no limit.
     """
 
@@ -48,6 +49,7 @@ class Side:
     threads: int
     machine: str
     folder: str
+    plan: str
     budget: str = "100%"
     limit_bytes: int = 0
 
@@ -65,14 +67,31 @@ def serve(side: Side, connection: Connection) -> None:
         connection.send({"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
         return
     while (seed := connection.recv()) is not None:
-        generator = torch.Generator().manual_seed(seed)
-        vocabulary = int(side.sizes["vocab_size"])
-        batch = {"tokens": torch.randint(vocabulary, (side.batch, side.tokens + 1), generator=generator)}
+        batch = batch_of(side, seed)
         started, used = time.perf_counter(), time.process_time()
         loss = step(batch)
         seconds = time.perf_counter() - started
         connection.send({"seconds": seconds, "cpu": time.process_time() - used, "loss": loss})
     connection.send(close())
+
+
+def batch_of(side: Side, seed: int) -> dict[str, torch.Tensor]:
+    """A random batch, the same for the same seed."""
+    draw = torch.Generator().manual_seed(seed)
+    if side.model == "dit":
+        config = model_class("dit").Config(**side.sizes)
+        shape = (side.batch, config.channels, config.image_size, config.image_size)
+        labels = torch.randint(config.num_classes, (side.batch,), generator=draw)
+        return {"latents": torch.randn(shape, generator=draw), "labels": labels}
+    return {"tokens": torch.randint(int(side.sizes["vocab_size"]), (side.batch, side.tokens + 1), generator=draw)}
+
+
+def _source(side: Side) -> dict[str, Any]:
+    return {"source": SYNTHETIC} if side.model == "dit" else {}
+
+
+def _sizes(side: Side) -> dict[str, Any]:
+    return {**side.sizes} if side.model == "dit" else {**side.sizes, "max_seq_len": side.tokens}
 
 
 class Cage:
@@ -113,8 +132,8 @@ class Cage:
 def _planned(side: Side) -> tuple[Step, dict[str, Any], Callable[[], dict[str, Any]]]:
     """Lading: planned first, as ``lading train`` does, then the limit, then the values."""
     run = RunConfig(
-        model=ModelConfig(name=side.model, sizes={**side.sizes, "max_seq_len": side.tokens}),
-        data=DataConfig(sequence_length=side.tokens, batch_size=side.batch),
+        model=ModelConfig(name=side.model, sizes=_sizes(side)),
+        data=DataConfig(sequence_length=side.tokens, batch_size=side.batch, **_source(side)),
         optimization=Optimization(steps=1, optimizer=AdamW(lr=LR), compile=side.kind == "lading-compiled"),
         memory=MemoryConfig(budget=side.budget, policy="keep-all" if side.budget == "100%" else "residency"),
         machine=side.machine,
@@ -122,7 +141,11 @@ def _planned(side: Side) -> tuple[Step, dict[str, Any], Callable[[], dict[str, A
         seed=SEED,
         out=side.folder,
     )
-    prepared = plan_run(run)
+    if Path(side.plan).is_file():
+        prepared = prepare_plan(Plan.load(Path(side.plan)), to_run=True)
+    else:
+        prepared = plan_run(run)
+        prepared.plan.save(Path(side.plan))
     graph, machine, plan = prepared.graph, prepared.machine, prepared.plan
     trim()
     cage = Cage(plan.budgets["device"] if side.limit_bytes else 0)
@@ -137,7 +160,8 @@ def _planned(side: Side) -> tuple[Step, dict[str, Any], Callable[[], dict[str, A
         "predicted_s": plan.step_s, "bound_s": plan.lower_bound_s, "flops": graph.flops,
         "peak_flops_per_s": machine.device.peak_flops_per_s["float32"], "disk": asdict(disk),
         "persistent_bytes": held, "budget_bytes": plan.budgets["device"], "keep_all_bytes": prepared.keep_all_bytes,
-        "confined": cage.holds,
+        "confined": cage.holds, "predicted_peak_bytes": plan.peak_bytes["device"],
+        "num_regions": trainer.compiled[0], "num_compiled": trainer.compiled[1],
     }  # fmt: skip
 
     def close() -> dict[str, Any]:
@@ -153,10 +177,9 @@ def _planned(side: Side) -> tuple[Step, dict[str, Any], Callable[[], dict[str, A
 def _plain(side: Side) -> tuple[Step, dict[str, Any], Callable[[], dict[str, Any]]]:
     """PyTorch, with the limit from before the model on: what the process loads for a first step does not count."""
     if side.limit_bytes:
-        tiny = replace(side, sizes={**side.sizes, "dim": 64, "num_heads": 1, "num_layers": 1, "vocab_size": 64})
-        if "num_kv_heads" in side.sizes:
-            tiny = replace(tiny, sizes={**tiny.sizes, "num_kv_heads": 1})
-        _step_of(tiny)({"tokens": torch.zeros(1, side.tokens + 1, dtype=torch.int64)})
+        small = {"dim": 64, "num_heads": 1, "num_kv_heads": 1, "num_layers": 1, "vocab_size": 64}
+        tiny = replace(side, batch=1, sizes={name: small.get(name, size) for name, size in side.sizes.items()})
+        _step_of(tiny)(batch_of(tiny, 0))
     gc.collect()
     trim()
     cage = Cage(side.limit_bytes)
@@ -174,9 +197,11 @@ def _plain(side: Side) -> tuple[Step, dict[str, Any], Callable[[], dict[str, Any
 def _step_of(side: Side) -> Step:
     """A training step as in PyTorch's tutorials, compiled, or with the memory saved by hand."""
     torch.manual_seed(SEED)
-    model = build_model(side.model, **side.sizes, max_seq_len=side.tokens)
+    model = build_model(side.model, **_sizes(side))
     by_hand = side.kind.startswith("by-hand")
-    loss_of = torch.compile(next_byte_loss) if side.kind == "plain-compiled" else next_byte_loss
+    loss_of = model_class(side.model).loss
+    if side.kind == "plain-compiled":
+        loss_of = torch.compile(loss_of)
     update = _optimizer(model, side) if by_hand else _whole(model)
     if by_hand:
         for layer in model.layers:  # pyright: ignore[reportGeneralTypeIssues]

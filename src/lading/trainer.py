@@ -131,6 +131,11 @@ class Trainer:
         return self._executor.timeline()
 
     @property
+    def compiled(self) -> tuple[int, int]:
+        """How many calls of compiled regions a step makes, and how many functions were compiled for them."""
+        return self._executor.compiled
+
+    @property
     def peak_bytes(self) -> int:
         """Highest memory during any step, above what was in use before this trainer.
 

@@ -306,6 +306,12 @@ class Executor:
         return self._meter.beside_bytes()
 
     @property
+    def compiled(self) -> tuple[int, int]:
+        """How many calls of compiled regions a step makes, and how many functions were compiled for them."""
+        regions = self._bound.regions
+        return len(regions), len({region.signature for region in regions})
+
+    @property
     def kind(self) -> str:
         """Of the device."""
         return self._device.kind

@@ -127,13 +127,12 @@ def _attention(
     *,
     num_tensors: int,
 ) -> Pieces | None:
-    """Some heads of one batch row at a time, or some rows; enough of them to keep every thread busy."""
+    """Some heads of one batch row at a time, or some rows."""
     tensors, rest = args[:num_tensors], args[num_tensors:]
     batch, heads = tensors[0].shape[:2]
     if any(t.shape[:2] != (batch, heads) for t in tensors):
         return None
-    unit = max(PIECE_BYTES * batch * heads // bytes_of(outs), 2 * torch.get_num_threads())
-    rows, some = (1, unit) if unit < heads else (-(-unit // heads), heads)
+    rows, some = _tile(batch, heads, bytes_of(outs) // (batch * heads), torch.get_num_threads())
     calls: list[tuple[Call, list[tuple[int, torch.Tensor]]]] = []
     scratch = 0
     for row, head in product(_cuts(batch, rows), _cuts(heads, some)):
@@ -144,6 +143,23 @@ def _attention(
         masks = [v for v in named.values() if isinstance(v, torch.Tensor)]
         scratch = max(scratch, bytes_of(places) + inner_bytes(operation, [*parts, *masks], places))
     return calls, scratch
+
+
+def _tile(batch: int, heads: int, head_bytes: int, threads: int) -> tuple[int, int]:
+    """Batch rows and heads of one part: of the parts that keep the threads busy, the smallest from PIECE_BYTES on.
+
+    The kernel gives whole heads to threads, so a part of five heads keeps two threads as long as one of six.
+    """
+    least = min(max(-(-PIECE_BYTES // head_bytes), 2 * threads), batch * heads)
+    tiles = [(1, some) for some in range(1, heads)] + [(rows, heads) for rows in range(1, batch + 1)]
+    large = [(rows, some) for rows, some in tiles if rows * some >= least]
+    allowed = [(rows, some) for rows, some in large if rows * some <= 4 * least] or large[:1]
+
+    def turns(tile: tuple[int, int]) -> int:
+        cuts = product(_cuts(batch, tile[0]), _cuts(heads, tile[1]))
+        return sum(-(-((a.stop - a.start) * (b.stop - b.start)) // threads) for a, b in cuts)
+
+    return min(allowed, key=lambda tile: (turns(tile), tile[0] * tile[1]))
 
 
 def _part(t: torch.Tensor, row: slice, head: slice) -> torch.Tensor:

@@ -10,7 +10,7 @@ from tests.planner.steps import NO_LIMIT, captured, needs, random_choices, tiny,
 
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
-from lading.planner.linear import solve
+from lading.planner.linear import Relaxation, solve
 from lading.planner.lower import fixed_bytes
 from lading.planner.relaxation import Problem, Relaxed, build, spans
 from lading.planner.residency import Step, lower_bound_s, rounded
@@ -99,6 +99,45 @@ def test_rounding_keeps_only_what_is_wholly_kept() -> None:
         option = choices.get((candidate.gap.storage, candidate.gap.start), Option.KEEP)
         assert (option is Option.KEEP) == (shares[Option.KEEP] >= 1.0 - 1e-6)
         assert option in candidate.options
+
+
+def test_settled_shares_are_whole_and_within_the_budget() -> None:
+    step = captured("llama", num_layers=2)
+    problem, budget = problem_of(step), arena_of(step, 0.6)
+    relaxation = Relaxation(problem, 4)
+    relaxed = relaxation.solve(budget)
+    assert relaxed is not None
+    settled = relaxation.settled(relaxed)
+
+    def split_bytes(found: Relaxed) -> int:
+        rows = zip(problem.candidates, found.shares, strict=True)
+        return sum(c.size_bytes for c, shares in rows if max(shares.values()) < 1 - 1e-6)
+
+    assert split_bytes(settled) < 0.5 * split_bytes(relaxed)
+    assert kept_bytes(problem, settled).max() <= budget * (1 + 1e-4)
+    assert settled.step_s >= relaxed.step_s * (1 - 1e-6)
+    again = relaxation.solve(budget)
+    assert again is not None
+    assert again.step_s == pytest.approx(relaxed.step_s, rel=1e-6), "settling leaves the program as it was"
+
+
+def test_what_moves_takes_its_place_until_it_is_gone_and_from_its_return_on() -> None:
+    step = captured("llama", num_layers=2)
+    problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES, moving=True)
+    disk, clock = step.machine.tiers[0], np.concatenate([[0.0], np.cumsum(step.costs.op_seconds)])
+    away = 0
+    for candidate in problem.candidates:
+        gap, size = candidate.gap, candidate.size_bytes
+        if gap.wraps or Option.DISK not in candidate.options:
+            continue
+        held = {t for first, last in candidate.held[Option.DISK] for t in range(first, last + 1)}
+        assert held <= set(range(gap.start + 1, gap.end))
+        for t in set(range(gap.start + 1, gap.end)) - held:
+            assert clock[t + 1] <= clock[gap.end] - size / disk.read_bytes_per_s + 1e-9
+            away += 1
+        length = clock[gap.end] - clock[gap.start + 1]
+        assert length > size / disk.read_bytes_per_s or len(held) == gap.end - gap.start - 1
+    assert away > 0
 
 
 def assert_bounded(step: Step, choices: dict[tuple[int, int], Option]) -> None:

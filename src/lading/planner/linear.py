@@ -15,6 +15,7 @@ from lading.planner.relaxation import Problem, Relaxed, spans
 _TIE = 1e-3
 _ROUNDS = 12
 _ROWS_PER_ROUND = 24
+_SETTLED = 6
 
 
 def solve(problem: Problem, budget_bytes: int, *, windows: int = 0, extra: np.ndarray | None = None) -> Relaxed | None:
@@ -193,17 +194,70 @@ class Relaxation:
             self._change_memory()
         else:
             self._add_memory(self._worst({option: np.zeros(self.table.num_classes) for option in self.column}))
+        values = self._feasible()
+        return None if values is None else self._relaxed(values)
+
+    def _feasible(self) -> np.ndarray | None:
+        """Solve, with more memory rows until none is broken; None if there is no solution."""
         for _ in range(_ROUNDS):
             values = self._optimum()
             if values is None:
                 return None
             worst = self._worst(self._shares(values))
             if not worst:
-                break
+                return values
             self._add_memory(worst)
-        else:
-            values = self._optimum()
-        return None if values is None else self._relaxed(values)
+        return self._optimum()
+
+    def settled(self, relaxed: Relaxed) -> Relaxed:
+        """The solution with the shares of the largest storages made whole, the others solved for again each time.
+
+        Call it right after ``solve``. A share that is rounded moves up to a storage more than it should; what is small
+        then makes up for what is large. Ends where nothing is split, or where rounding leaves no solution.
+        """
+        values = np.asarray(self.model.getSolution().col_value)
+        fixed: list[np.ndarray] = []
+        for _ in range(_SETTLED):
+            columns, shares = self._split(values, fixed)
+            if not len(columns):
+                break
+            self._bound(columns, shares, shares)
+            fixed.append(columns)
+            found = self._feasible()
+            if found is None:
+                break
+            values, relaxed = found, self._relaxed(found)
+        for columns in fixed:
+            self._bound(columns, np.zeros(len(columns)), np.ones(len(columns)))
+        return relaxed
+
+    def _split(self, values: np.ndarray, fixed: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Columns of the largest half (by bytes) of the classes whose shares are not whole, and whole shares."""
+        table, shares = self.table, self._shares(values)
+        seats = np.bincount(table.class_of, minlength=table.num_classes)
+        options = list(shares)
+        parts = np.stack([1.0 - sum(shares.values()), *shares.values()]) * seats
+        whole = np.floor(parts + 1e-6)
+        rest = parts - whole
+        for _ in range(len(options) + 1):  # the seats left go to the largest remainders
+            left = np.flatnonzero(seats - whole.sum(axis=0) > 0.5)
+            if not len(left):
+                break
+            most = rest[:, left].argmax(axis=0)
+            whole[most, left] += 1.0
+            rest[most, left] = -1.0
+        size = np.zeros(table.num_classes)
+        np.maximum.at(size, table.class_of, table.size)
+        columns = np.stack([self.column[option] for option in options])
+        done = np.isin(columns, np.concatenate(fixed)).any(axis=0) if fixed else np.zeros(table.num_classes, dtype=bool)
+        split = np.flatnonzero((np.abs(parts - np.rint(parts)).max(axis=0) > 1e-6) & ~done)
+        order = split[np.argsort(-size[split], kind="stable")]
+        half = order[: max(1, (len(order) + 1) // 2)]
+        at = columns[:, half]
+        return at[at >= 0], (whole[1:, half] / seats[half])[at >= 0]
+
+    def _bound(self, columns: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
+        self.model.changeColsBounds(len(columns), columns.astype(np.int32), low, high)
 
     def duals(self) -> np.ndarray:
         """Dual value of each row in the last solution."""

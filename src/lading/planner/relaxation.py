@@ -7,7 +7,7 @@ use it serves. Minimise ``sum_k T_k`` (seconds) plus a small price on all work m
 
     one option per gap      sum_o x[g, o] = 1                                                        _add_gaps
     memory at t             base_t + sum_{g over t} s_i x[g, keep]
-                                   + sum_{g held at t} s_i x[g, recompute] <= budget                _add_memory
+                                   + sum_{g, o held at t} s_i x[g, o] <= budget                     _add_memory
     bytes in a tier         sum_i s_i max_g x[g, tier] <= its budget                                 _add_capacity
     one write per version   w[i, v] >= x[g, tier]   for every gap g in version v                     _add_writes
     compute in window k     T_k >= sum_ops c + sum_g r_g x[g, recompute]                             _add_time
@@ -17,6 +17,8 @@ use it serves. Minimise ``sum_k T_k`` (seconds) plus a small price on all work m
 backward pass enters its block, not only at its use, so it is "held" from there on; the bound leaves this out, counts
 only a storage's own producer in ``r_g`` and has one window, and with that every plan satisfies the constraints: its
 optimum is a lower bound on the step time of any plan, as modelled. Memory rows are generated where they are needed.
+A storage that moves takes its place until it has been written and from the moment on that it is read: plans count that
+(``moving``), as "held" with the option of a tier; the bound does not, as compute could wait for it.
 
 This file says what a step asks (``build``); the functions named above are in ``planner.linear``. For the plans, though
 not for the bound, gaps of alike layers share their variables (``planner.classes``).
@@ -95,7 +97,14 @@ class Relaxed:
 
 
 def build(
-    graph: StepGraph, lives: Lifetimes, machine: Machine, costs: Costs, min_bytes: int, *, every: bool = False
+    graph: StepGraph,
+    lives: Lifetimes,
+    machine: Machine,
+    costs: Costs,
+    min_bytes: int,
+    *,
+    every: bool = False,
+    moving: bool = False,
 ) -> Problem:
     """Collect the candidate gaps and the bytes that are there whatever is chosen.
 
@@ -103,11 +112,14 @@ def build(
         min_bytes: Smaller storages are no candidates and always kept.
         every: Offer all that can be lowered, also what is seldom wise, and do not count small storages between uses:
             what a bound on every plan needs.
+        moving: A storage on its way to a tier or back takes its place, as long as the transfer takes alone.
     """
     candidates: list[Candidate] = []
     items = block_items(graph.ops)
     enters = _block_entries(graph, items)
     chosen: set[tuple[int, int]] = set()
+    left: set[tuple[int, int] | None] = {(storage, 0) for storage in graph.persistent}  # versions that left before
+    clock = np.concatenate([[0.0], np.cumsum(costs.op_seconds)])
     tier_options = tuple(Option(t.name) for t in machine.tiers)
     for gap in gaps(graph, lives):
         size = slot_bytes(graph.storages[gap.storage].size_bytes)
@@ -129,6 +141,10 @@ def build(
         entry = _held_from(graph, lives, enters, gap)
         held = {Option.RECOMPUTE: ((entry, gap.end - 1),) if entry < gap.end else ()}
         version = _version(graph, lives, gap)
+        if moving and movable:
+            written = version is not None and (gap.wraps or version not in left)
+            held |= {Option(t.name): _on_the_way(gap, size, t, clock, written=written) for t in machine.tiers}
+        left.add(version)
         candidates.append(Candidate(gap, size, options, own, whole, held, version))
         chosen.add((gap.storage, gap.start))
     base = _base(graph, lives, chosen)
@@ -161,6 +177,28 @@ def spans(gap: Gap, num_ops: int) -> tuple[tuple[int, int], ...]:
     """Positions strictly inside the gap, as inclusive ranges."""
     ranges = ((gap.start + 1, num_ops - 1), (0, gap.end - 1)) if gap.wraps else ((gap.start + 1, gap.end - 1),)
     return tuple((first, last) for first, last in ranges if first <= last)
+
+
+def _on_the_way(gap: Gap, size: int, tier: Tier, clock: np.ndarray, *, written: bool) -> tuple[tuple[int, int], ...]:
+    """Positions inside a gap, as inclusive ranges, at which a storage leaves for a tier or comes back from it.
+
+    Args:
+        clock: When each operation starts if none waits, and the end of the last.
+        written: Whether it has to be written first.
+    """
+    count, whole = len(clock) - 1, float(clock[-1])
+    circle = np.concatenate([clock, clock[1:] + whole])
+    end = gap.end + (count if gap.wraps else 0)
+    gone_s = float(circle[gap.start + 1]) + (size / tier.write_bytes_per_s if written else 0.0)
+    needed_s = float(circle[end]) - size / tier.read_bytes_per_s
+    gone = int(np.searchsorted(circle, gone_s, side="left"))  # the first position without it
+    coming = int(np.searchsorted(circle, needed_s, side="right")) - 1
+    if gone >= coming:
+        return spans(gap, count)
+    ranges: list[tuple[int, int]] = []
+    for first, last in ((gap.start + 1, gone - 1), (coming, end - 1)):
+        ranges += [(first, min(last, count - 1)), (max(first, count) - count, last - count)]
+    return tuple((first, last) for first, last in ranges if first <= last and last >= 0)
 
 
 def _stays_inside(graph: StepGraph, lives: Lifetimes, items: Sequence[str], storage: int) -> bool:

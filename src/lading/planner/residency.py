@@ -1,8 +1,8 @@
 """The ``residency`` policy: the linear program of ``relaxation``, rounded, lowered, repaired and simulated.
 
-The relaxation does not see the room that transfers need while they are under way, nor what packing loses. So it is
-solved for several shares of the budget, each solution is rounded (a gap that is not wholly kept is not kept), lowered
-against the true budget, and tightened where the lowering says it does not fit. Every candidate is simulated and the
+The relaxation does not see queues of transfers, nor what packing loses. So it is solved as several aims say
+(``planner.aims``), each solution is rounded (a gap that is not wholly kept is not kept), lowered against the true
+budget, and tightened where the lowering says it does not fit. Every candidate is simulated and the
 fastest wins; plain policies that fit are candidates too, so ``residency`` is never slower than they are.
 """
 
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
+from lading.planner.aims import Aim, aims, believed
 from lading.planner.bound import dual_bound_s
 from lading.planner.classes import fold
 from lading.planner.emit import emit
@@ -37,12 +38,6 @@ from lading.planner.schedule import base_profile
 from lading.sim.engine import simulate, step_seconds
 from lading.units import format_bytes
 
-#: Shares of the arena that the relaxation leaves to transfers under way, and windows it cuts the step into.
-_ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
-_WINDOWS = (4, 16, 1)
-_WINDOWS_LARGE, _WINDOW = (16, 4), (1,)
-#: Of a step of more operations, one number of windows is enough where it leads to a plan.
-_SMALL_OPS = 200
 _FLOW_WINDOWS = 4
 _REPAIRS = 6
 #: Operations lowered in one search, and the least number of lowerings.
@@ -177,7 +172,7 @@ class Search:
     def __init__(self, step: Step, others: Iterable[Found]) -> None:
         self.step = step
         self.best: Found | None = min(others, key=lambda found: found.step_s, default=None)
-        self._candidates = iter(_candidates(step, _problem(step)))
+        self._candidates = iter(_candidates(step, Relaxations(step)))
 
     def advance(self) -> bool:
         """Look at one more candidate; False if there is none left."""
@@ -288,30 +283,25 @@ def _shrink(step: Step, choices: dict[tuple[int, int], Option]) -> tuple[int, Lo
     return high + fixed_bytes(step.machine, step.costs), best
 
 
-def _problem(step: Step, *, every: bool = False) -> Problem:
+def _problem(step: Step, *, every: bool = False, moving: bool = False) -> Problem:
     smallest = max(PAGE_BYTES, int(step.arena_bytes * _SMALLEST_SHARE))
-    problem = build(step.graph, step.lives, step.machine, step.costs, smallest, every=every)
+    problem = build(step.graph, step.lives, step.machine, step.costs, smallest, every=every, moving=moving)
     folding = None if every else fold(step.graph, problem.candidates, _CLASSES)
     return dataclasses.replace(problem, capacity_bytes=step.budgets, folding=folding)
 
 
-def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
+def _candidates(step: Step, every: Relaxations) -> Iterable[Found]:
     """Lowered solutions; those that leave little room only where none that leaves more fits.
 
-    Of a large step fewer are lowered, the likeliest first: its windows are many, so that the relaxation sees more.
+    Of a large step fewer are lowered, the likeliest first.
     """
-    one = problem.folding is None and problem.num_ops > _SMALL_OPS
-    order = _WINDOWS if problem.num_ops <= _SMALL_OPS else (*_WINDOWS_LARGE, *(_WINDOW if one else ()))
-    relaxations = {windows: Relaxation(problem, windows) for windows in order}
-    left = max(_FEWEST_TRIES, _LOWERED // problem.num_ops)
-    for reserves in (_ROOMY, _TIGHT):
+    left = max(_FEWEST_TRIES, _LOWERED // len(step.graph.ops))
+    for some in aims(len(step.graph.ops)):
         found = False
-        for reserve, windows in product(reserves, order):
+        for aim in some:
             if found and left <= 0:
                 return
-            if found and one and windows != order[0]:
-                continue
-            candidate, tried = _repaired(step, relaxations[windows], int(step.arena_bytes * (1.0 - reserve)))
+            candidate, tried = _repaired(step, every, aim)
             left -= tried
             if candidate is not None:
                 found = True
@@ -320,18 +310,38 @@ def _candidates(step: Step, problem: Problem) -> Iterable[Found]:
             return
 
 
-def _repaired(step: Step, relaxation: Relaxation, target: int) -> tuple[Found | None, int]:
-    """Solve for ``target`` bytes; where the lowering needs more than the relaxation thought, reserve that and retry.
+class Relaxations:
+    """The linear programs of a step's aims, each built once."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._problems: dict[tuple[bool, tuple[tuple[str, float], ...]], Problem] = {}
+        self._solved: dict[tuple[bool, tuple[tuple[str, float], ...], int], Relaxation] = {}
+
+    def of(self, aim: Aim) -> Relaxation:
+        """The program of an aim."""
+        what = aim.moving, tuple(sorted(aim.rates.items()))
+        if what not in self._problems:
+            step = dataclasses.replace(self._step, machine=believed(self._step.machine, aim.rates))
+            self._problems[what] = _problem(step, moving=aim.moving)
+        if (*what, aim.windows) not in self._solved:
+            self._solved[*what, aim.windows] = Relaxation(self._problems[what], aim.windows)
+        return self._solved[*what, aim.windows]
+
+
+def _repaired(step: Step, every: Relaxations, aim: Aim) -> tuple[Found | None, int]:
+    """Solve as aimed; where the lowering needs more than the relaxation thought, reserve that and retry.
 
     Returns what was found and the number of lowerings.
     """
+    relaxation, target = every.of(aim), int(step.arena_bytes * (1.0 - aim.reserve))
     problem = relaxation.problem
     extra = np.zeros(problem.num_ops, dtype=np.int64)
     for tried in range(_REPAIRS):
         relaxed = relaxation.solve(target, extra)
         if relaxed is None:
             return None, tried
-        choices = rounded(problem, relaxed)
+        choices = rounded(problem, relaxation.settled(relaxed) if aim.settled else relaxed)
         lowered = step.lower(choices)
         if lowered.program is not None:
             return step.retimed(Found(choices, lowered.program, step), 1), tried + 1

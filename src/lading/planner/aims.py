@@ -1,0 +1,80 @@
+"""Aims: what a linear program of a plan believes of transfers, and how it is cut and rounded.
+
+The relaxation sees bytes and seconds, not queues. A transfer waits for those before it on its stream, and a storage
+keeps its place on the device until it has left; where both directions of a tier are busy all the time, each delay adds
+to the next. What a plan can rely on lies between two beliefs: that a tier reaches all of its rates, or only a part of
+them. Which is nearer depends on the step, so several are tried and simulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lading.ir.machine import Machine, Tier
+
+
+@dataclass(frozen=True)
+class Aim:
+    """One linear program to solve for a plan.
+
+    Attributes:
+        reserve: Share of the arena that it leaves to what it does not see.
+        windows: Windows that it cuts the step into.
+        moving: Whether a storage takes its place while it moves (``planner.relaxation``: held).
+        rates: Share of each tier's rates to rely on, by the tier's name; 1 where missing.
+        settled: Whether large storages are decided one after another (``Relaxation.settled``).
+    """
+
+    reserve: float
+    windows: int
+    moving: bool = False
+    rates: Mapping[str, float] = field(default_factory=lambda: {})
+    settled: bool = False
+
+
+#: Shares of rates that leave room for queues. A disk's transfers are long, so one that waits holds much for long.
+_CAREFUL = {"host": 0.85, "disk": 0.5}
+_ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
+_WINDOWS = (4, 16, 1)
+#: Operations of a step that is small enough for every combination.
+_SMALL_OPS = 200
+_CAREFUL_FIRST = (
+    Aim(0.05, 16, moving=True, rates=_CAREFUL, settled=True),
+    Aim(0.02, 4, moving=True),
+    Aim(0.05, 16, moving=True, settled=True),
+)
+_LATER = (
+    Aim(0.15, 16),
+    Aim(0.15, 4, moving=True, rates=_CAREFUL, settled=True),
+    Aim(0.05, 16),
+    Aim(0.3, 16),
+    Aim(0.15, 4),
+    Aim(0.15, 1),
+)
+
+
+def aims(num_ops: int) -> tuple[tuple[Aim, ...], tuple[Aim, ...]]:
+    """What to try, the likeliest first; and what to try where none of that leads to a plan that fits."""
+    windows = _WINDOWS if num_ops <= _SMALL_OPS else (16, 4, 1)
+    tight = tuple(Aim(reserve, count) for reserve in _TIGHT for count in windows)
+    if num_ops > _SMALL_OPS:
+        return _CAREFUL_FIRST + _LATER, tight
+    every = tuple(Aim(reserve, count) for reserve in _ROOMY for count in windows)
+    return every + _CAREFUL_FIRST, tight
+
+
+def believed(machine: Machine, rates: Mapping[str, float]) -> Machine:
+    """The machine with a share of its tiers' rates."""
+    return dataclasses.replace(machine, tiers=tuple(_slower(t, rates.get(t.name, 1.0)) for t in machine.tiers))
+
+
+def _slower(tier: Tier, share: float) -> Tier:
+    return dataclasses.replace(
+        tier,
+        read_bytes_per_s=share * tier.read_bytes_per_s,
+        write_bytes_per_s=share * tier.write_bytes_per_s,
+        mixed_read_bytes_per_s=share * tier.mixed_read_bytes_per_s,
+        mixed_write_bytes_per_s=share * tier.mixed_write_bytes_per_s,
+    )

@@ -119,6 +119,20 @@ class Tensor:
         return True
 
     @property
+    def is_dense(self) -> bool:
+        """Whether the elements fill a piece of memory without holes or overlap, in whatever order of dims."""
+        expected = 1
+        for stride, length in sorted((s, n) for s, n in zip(self.stride, self.shape, strict=True) if n != 1):
+            if stride != expected:
+                return False
+            expected *= length
+        return True
+
+    def spans(self, size_bytes: int) -> bool:
+        """Whether a dense tensor is all of its storage of ``size_bytes``."""
+        return self.offset == 0 and self.size_bytes == size_bytes
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the elements, each counted once per index (an expanded dim counts fully)."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
@@ -267,6 +281,16 @@ class StepGraph:
             if missing:
                 raise ConfigError(f"op {index} {op.name} in {op.module or '(loss)'} reads {missing} before they exist")
             known.update(self.writes(op))
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor whose last dim is the fastest, in elements."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(1, length)
+    return tuple(reversed(strides))
 
 
 def refs(arg: Arg) -> Iterator[int]:

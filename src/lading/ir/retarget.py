@@ -37,6 +37,7 @@ from lading.ir.graph import (
     Storage,
     Tensor,
     rename_op,
+    row_major,
 )
 
 _FLASH = "aten._scaled_dot_product_flash_attention"
@@ -384,16 +385,6 @@ def _dropout(
     if not muls or not alike or forward != [True, *(False for _ in muls[1:])]:
         return None
     return _Dropout(keep, noise, (made, drawn, divided))
-
-
-def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor, in elements."""
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(1, length)
-    return tuple(reversed(strides))
 
 
 def _expanded(mask: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -38,6 +38,7 @@ from lading.ir.graph import (
     Storage,
     Tensor,
     rename_op,
+    row_major,
 )
 
 #: The operation that updates a parameter or a part of it: (param, grad, exp_avg, exp_avg_sq, step), all but grad
@@ -168,22 +169,12 @@ class _Builder:
         source = self.gradients[parameter.tensor]
         old = self.tensors[source]
         size = prod(old.shape) * DTYPE_BYTES["float32"]
-        stride = old.stride if self._is_dense(old) else _row_major(old.shape)
+        stride = old.stride if old.is_dense else row_major(old.shape)
         made = self._tensor(Tensor(self._storage(name, size, role), "float32", old.shape, stride))
         op = self._op("aten._to_copy.default", (Ref(source),), parameter, (source,), mutates=())
         kwargs = (("dtype", Literal("dtype", "float32")),)
         op = dataclasses.replace(op, kwargs=kwargs, outputs=(made,), results=(made,), bytes_written=size)
         return made, dataclasses.replace(op, kind=OpKind.COPY)
-
-    def _is_dense(self, tensor: Tensor) -> bool:
-        """Whether the elements fill a piece of memory without holes or overlap, in whatever order of dims."""
-        order = sorted((s, n) for s, n in zip(tensor.stride, tensor.shape, strict=True) if n != 1)
-        expected = 1
-        for stride, length in order:
-            if stride != expected:
-                return False
-            expected *= length
-        return True
 
     def _last_write(self, tensor: int, start: int) -> int:
         storage = self.tensors[tensor].storage
@@ -382,12 +373,3 @@ def _cut(tensor: Tensor, count: int) -> list[Tensor]:
         dataclasses.replace(tensor, shape=(min(step, elements - at),), stride=(1,), offset=tensor.offset + at)
         for at in starts
     ]
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(1, length)
-    return tuple(reversed(strides))

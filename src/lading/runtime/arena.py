@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from math import prod
 
 import torch
 
@@ -55,24 +54,3 @@ def view_of(memory: torch.Tensor, tensor: Tensor) -> torch.Tensor:
     item = DTYPE_BYTES[tensor.dtype]
     typed = memory[: memory.numel() // item * item].view(getattr(torch, tensor.dtype))
     return typed.as_strided(tensor.shape, tensor.stride, typed.storage_offset() + tensor.offset)
-
-
-def is_flat(tensor: Tensor, size_bytes: int) -> bool:
-    """Whether a tensor covers its storage of ``size_bytes`` exactly, element after element in memory."""
-    order = sorted((s, n) for s, n in zip(tensor.stride, tensor.shape, strict=True) if n != 1)
-    expected = 1
-    for stride, length in order:
-        if stride != expected:
-            return False
-        expected *= length
-    return tensor.offset == 0 and prod(tensor.shape) * DTYPE_BYTES[tensor.dtype] == size_bytes
-
-
-def is_contiguous(tensor: Tensor, size_bytes: int) -> bool:
-    """Whether the tensor is the whole storage, its elements in row-major order."""
-    expected = 1
-    for length, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
-        if length != 1 and stride != expected:
-            return False
-        expected *= length
-    return tensor.offset == 0 and expected * DTYPE_BYTES[tensor.dtype] == size_bytes

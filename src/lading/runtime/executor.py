@@ -24,7 +24,7 @@ from lading.ir.graph import DTYPE_BYTES, Tensor
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.layout import DEVICE, home_tiers
-from lading.runtime.arena import Arena, is_contiguous, is_flat, view_of
+from lading.runtime.arena import Arena, view_of
 from lading.runtime.binding import Binder, Bound, CallerData, Place, Rates, checked_batches
 from lading.runtime.device import Device, HostDevice
 from lading.runtime.fuse import fuse as fuse_regions
@@ -238,7 +238,8 @@ class Executor:
         """
         self.flush()
         home, size = self._home(storage), self.program.graph.storages[storage].size_bytes
-        if storage in self._views and not is_contiguous(self._views[storage], size):
+        view = self._views.get(storage)
+        if view is not None and not (view.is_row_major and view.spans(size)):
             whole = self.read_storage(storage).contiguous().flatten().view(torch.uint8)
             yield whole.numpy().data
             return
@@ -412,7 +413,7 @@ class Executor:
             shape = f"{wanted.dtype} {wanted.shape}" if wanted else f"uint8 ({item.size_bytes},)"
             raise ConfigError(f"expected {item.name!r} as {shape}, got {given[0]} {given[1]}")
         tensor = tensor.detach()
-        if tensor.stride() == wanted.stride and is_flat(wanted, item.size_bytes):
+        if tensor.stride() == wanted.stride and wanted.is_dense and wanted.spans(item.size_bytes):
             return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
         copy = torch.zeros(item.size_bytes, dtype=torch.uint8)
         view_of(copy, wanted).copy_(tensor)

@@ -16,7 +16,6 @@ from math import prod
 from lading.ir.action import Action, ActionKind
 from lading.ir.graph import Arg, Op, Ref, StepGraph, Tensor
 from lading.ir.program import COMPUTE_STREAM, Program
-from lading.runtime.arena import is_flat
 
 #: Operations that Inductor turns into loops of its own, without a call into a library or memory for one.
 _NAMES = """
@@ -82,7 +81,8 @@ def fusible(graph: StepGraph, op: Op) -> bool:
         return False
     if op.name.split(".")[1] not in _FUSIBLE or any(r is None for r in op.results):
         return False
-    return all(is_flat(graph.tensors[t], graph.storages[graph.storage_of(t)].size_bytes) for t in op.outputs)
+    made = [graph.tensors[t] for t in op.outputs]
+    return all(tensor.is_dense and tensor.spans(graph.storages[tensor.storage].size_bytes) for tensor in made)
 
 
 class RegionFinder:

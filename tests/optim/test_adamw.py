@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lading.config import AdamW
-from lading.optim.adamw import adamw_part, adamw_step
+from lading.optim.adamw import adamw_step
 
 SHAPES = [(), (1,), (7,), (64, 33), (3, 5, 17), (4099,)]
 
@@ -61,7 +61,7 @@ def test_parts_at_whole_vectors_give_the_bits_of_the_whole(threads: int) -> None
             for step in (1.0, 2.0):
                 for at in range(0, count, size):
                     part = [t[at : at + size] for t in tensors]
-                    adamw_part(*part, torch.tensor(step), lr=1e-2, settings=AdamW())
+                    adamw_step(*part, torch.tensor(step), lr=1e-2, settings=AdamW(), counted=True)
             return tensors
 
         whole = updated(count)

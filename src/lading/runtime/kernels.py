@@ -18,7 +18,7 @@ import torch
 
 from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
-from lading.optim.adamw import AdamWSettings, adamw_part
+from lading.optim.adamw import AdamWSettings, adamw_step
 from lading.runtime.pieces import in_pieces
 from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes
 
@@ -426,7 +426,7 @@ def _adamw(op: Op, view: View, kind: str, optimizer: AdamWSettings | None, rate:
         if counts:
             step.add_(1)
         same = torch.empty_like(param).copy_(grad) if scratch else grad
-        adamw_part(param, same, exp_avg, exp_avg_sq, step, lr=rate.value, settings=optimizer)
+        adamw_step(param, same, exp_avg, exp_avg_sq, step, lr=rate.value, settings=optimizer, counted=True)
 
     def mixed() -> None:
         if counts:
@@ -438,7 +438,7 @@ def _adamw(op: Op, view: View, kind: str, optimizer: AdamWSettings | None, rate:
                 wide = room[: given.numel()].as_strided(exact.shape, exact.stride()).copy_(given)
                 if coefficient is not None:
                     wide.mul_(coefficient)
-            adamw_part(exact, wide, first, second, step, lr=rate.value, settings=optimizer)
+            adamw_step(exact, wide, first, second, step, lr=rate.value, settings=optimizer, counted=True)
             rounded.copy_(exact)
 
     return Kernel(plain if master is None else mixed, scratch)

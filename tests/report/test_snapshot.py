@@ -12,8 +12,10 @@ from tests.machines import small_machine
 from torch.cuda import _memory_viz
 
 from lading.capture.trace import capture
+from lading.ir.program import Program
 from lading.ir.step import expand
-from lading.memory.staircase import OVERHEAD
+from lading.ir.timeline import Event, Timeline
+from lading.memory.staircase import OVERHEAD, memory_samples
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.planner.api import Planned, make_plan
@@ -37,8 +39,9 @@ def planned() -> Planned:
     return made
 
 
-def test_it_holds_what_the_timeline_says(planned: Planned) -> None:
-    data = snapshot(planned.program, planned.predicted)
+def assert_holds(program: Program, timeline: Timeline) -> dict[str, Any]:
+    """The snapshot, whose allocations never overlap, and whose peaks and ends are those of the timeline."""
+    data = snapshot(program, timeline)
     for device, tier in enumerate(("device", "disk")):
         peak = now = 0
         live: dict[int, int] = {}
@@ -54,14 +57,28 @@ def test_it_holds_what_the_timeline_says(planned: Planned) -> None:
             elif entry["action"] == "free_completed":
                 now -= live.pop(entry["addr"])
             peak = max(peak, now)
-        assert peak == planned.predicted.peak_of_tier(tier)
+        assert peak == timeline.peak_of_tier(tier)
         segments = [s for s in data["segments"] if s["device"] == device]
         assert sum(s["active_size"] for s in segments) == sum(live.values())
         for segment in segments:
             assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
+    return data
+
+
+def test_it_holds_what_the_timeline_says(planned: Planned) -> None:
+    data = assert_holds(planned.program, planned.predicted)
     roles = {frame["name"] for trace in data["device_traces"] for e in trace for frame in e["frames"][:1]}
     parameters = {f"{p.names[0]} (parameter)" for p in planned.program.graph.parameters}
     assert {"tokens (input)", OVERHEAD, *parameters} <= roles
+
+
+@pytest.mark.parametrize("together", [7, 1 << 20])
+def test_what_comes_and_goes_at_one_moment_is_left_out(planned: Planned, together: int) -> None:
+    """Every so many actions in a row, or all of them, take no time by a coarse clock."""
+    program = planned.program
+    times = [float(index // together) for index in range(len(program.actions))]
+    events = [Event(0, a.stream, a.id, time, time) for a, time in zip(program.actions, times, strict=True)]
+    assert_holds(program, Timeline("measured", tuple(events), memory_samples(program, events, {})))
 
 
 def test_torch_reads_it(planned: Planned, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

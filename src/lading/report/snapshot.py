@@ -52,29 +52,31 @@ def snapshot(program: Program, timeline: Timeline) -> dict[str, Any]:
 
 
 def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[_Change]:
-    """When each storage comes to a tier and when it goes."""
+    """When each storage comes to a tier and when it goes; one that comes and goes at the same moment is left out."""
     events = {event.action: event for event in timeline.events}
-    storages = program.graph.storages
     slots = dict(program.slots.get(tier, ()))
-    held: dict[int, tuple[int, str]] = {}  # storage -> address, what brought it
+    held: dict[int, tuple[float, int, str]] = {}  # storage -> since when, address, what brought it
 
     def change(time_s: float, storage: int, address: int, label: str, *, freed: bool) -> _Change:
-        item = storages[storage]
+        item = program.graph.storages[storage]
         name = f"{item.name} ({item.role.value})"
         return time_s, 0 if freed else 1, freed, address, slot_bytes(item.size_bytes), item.size_bytes, name, label
 
     first = program.resident if tier == DEVICE else [(s, slots[s]) for s, t in home_tiers(program).items() if t == tier]
     for storage, offset in first:
-        held[storage] = _BASE["arena"] + offset, _START
-        yield change(0.0, storage, *held[storage], freed=False)
+        held[storage] = 0.0, _BASE["arena"] + offset, _START
     for action in program.actions:
         event = events[action.id]
         for storage, offset in _brought(action, tier, slots):
             if storage not in held:
-                held[storage] = _BASE["arena"] + offset, _label(program, action, event)
-                yield change(event.start_s, storage, *held[storage], freed=False)
+                held[storage] = event.start_s, _BASE["arena"] + offset, _label(program, action, event)
         if action.kind is ActionKind.FREE and action.source == tier and action.storage in held:
-            yield change(event.end_s, action.storage, *held.pop(action.storage), freed=True)
+            since, address, label = held.pop(action.storage)
+            if event.end_s > since:
+                yield change(since, action.storage, address, label, freed=False)
+                yield change(event.end_s, action.storage, address, label, freed=True)
+    for storage, (since, address, label) in held.items():
+        yield change(since, storage, address, label, freed=False)
 
 
 def _brought(action: Action, tier: str, slots: dict[int, int]) -> list[tuple[int, int]]:

@@ -1,0 +1,163 @@
+"""Who competes, on what: models, a step with a budget, and each rival's best choices for it.
+
+Each rival's choices go through the same lowering and the same simulator, and its transfers are scheduled again where
+compute waits, as Lading's are. A rival that has a knob is tried at several settings and counts with its best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import dtr
+import sac
+import torch
+from hand import Choices, everything_moved, states_away
+
+from lading.capture.initial import Deferred, defer
+from lading.capture.trace import capture
+from lading.cost.compute import op_costs, packed_columns
+from lading.errors import PlanInfeasible
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Machine
+from lading.memory.lifetime import lifetimes
+from lading.models.registry import build_model, model_class
+from lading.planner.lower import Costs, fixed_bytes
+from lading.planner.policies import checkpoint_every_block
+from lading.planner.residency import MOST_RETIMED, Found, Step
+from lading.planner.streaming import streaming
+from lading.runtime.kernels import workspace_of
+
+_SMALL = {"vocab_size": 256, "dim": 256, "num_heads": 4, "num_layers": 8}
+_LLAMA_1B = {"dim": 2048, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 128256}
+#: Name: (model, sizes, batch, tokens); a DiT's tokens follow from its image.
+MODELS: dict[str, tuple[str, dict[str, Any], int, int]] = {
+    "gpt-small": ("gpt", _SMALL, 8, 128),
+    "llama-small": ("llama", _SMALL, 8, 128),
+    "moe-small": ("moe", {**_SMALL, "num_layers": 4}, 8, 128),
+    "dit-small": ("dit", {"dim": 384, "num_heads": 6, "num_layers": 6}, 32, 0),
+    "gpt-124m": ("gpt", {"dim": 768, "num_layers": 12, "num_heads": 12, "vocab_size": 50304}, 4, 1024),
+    "llama-1b-6-layers": ("llama", {**_LLAMA_1B, "num_layers": 6}, 1, 2048),
+    "moe-8-experts": (
+        "moe",
+        {"dim": 512, "num_layers": 6, "num_heads": 8, "vocab_size": 32000, "num_experts": 8},
+        4,
+        512,
+    ),
+    "dit-l": ("dit", {"dim": 1024, "num_layers": 24, "num_heads": 16, "image_size": 32}, 8, 0),
+}
+#: What a process takes besides tensors would be most of a small model's budget, and is the same for all.
+OVERHEAD_BYTES = 4_000_000
+#: A rival decides for these shares of the room there is: too little leaves time unused, too much does not fit.
+ROOMS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5)
+LEAST_OPS = (10, 40, 160)
+_NONE: Choices = {}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A captured model with what is needed to run it."""
+
+    name: str
+    initial: Deferred
+    graph: StepGraph
+
+    @classmethod
+    def of(cls, name: str) -> Case:
+        """Capture a model of ``MODELS``."""
+        kind, sizes, _, tokens = MODELS[name]
+        sizes = sizes if kind == "dit" else {**sizes, "max_seq_len": tokens}
+        initial = defer(lambda: build_model(kind, **sizes))
+        return cls(name, initial, capture(initial.model, batch_of(name, 0), model_class(kind).loss))
+
+
+def batch_of(name: str, seed: int) -> dict[str, torch.Tensor]:
+    """Random tokens or images."""
+    kind, sizes, batch, tokens = MODELS[name]
+    draw = torch.Generator().manual_seed(seed)
+    if kind == "dit":
+        config = model_class("dit").Config(**sizes)
+        shape = (batch, config.channels, config.image_size, config.image_size)
+        labels = torch.randint(config.num_classes, (batch,), generator=draw)
+        return {"latents": torch.randn(shape, generator=draw), "labels": labels}
+    return {"tokens": torch.randint(sizes["vocab_size"], (batch, tokens + 1), generator=draw)}
+
+
+def stripped(machine: Machine) -> Machine:
+    """The machine with little overhead, and memory for whatever a share of the budget asks for."""
+    device = dataclasses.replace(machine.device, overhead_bytes=OVERHEAD_BYTES, memory_bytes=1 << 45)
+    return dataclasses.replace(machine, device=device)
+
+
+def step_within(graph: StepGraph, machine: Machine, budgets: dict[str, int]) -> Step:
+    """What the planner works on, for rivals."""
+    scratch = tuple(workspace_of(graph, machine.device.kind))
+    costs = Costs(tuple(op_costs(graph, machine.device)), scratch, packed_columns(graph))
+    return Step(graph, lifetimes(graph), machine, costs, budgets)
+
+
+def room_bytes(step: Step) -> int:
+    """Bytes of tensors that fit the budget."""
+    return step.budgets["device"] - fixed_bytes(step.machine, step.costs)
+
+
+Offered = Iterator[Choices]
+Rival = Callable[[Step, float], Offered]
+
+
+def _checkpointed(step: Step, away: Choices) -> Offered:
+    yield {**checkpoint_every_block(step.graph, step.lives), **away}
+
+
+def _dtr(step: Step, away: Choices) -> Offered:
+    for share in ROOMS:
+        greedy = dtr.run(step, away, int(share * room_bytes(step)))
+        if greedy.step_s is None:
+            return
+        yield {**greedy.choices, **away}
+
+
+def _sac(step: Step, away: Choices, limit_s: float) -> Offered:
+    for share in ROOMS:
+        found = sac.choices(step, away, int(share * room_bytes(step)), limit_s)
+        if found is not None:
+            yield {**found, **away}
+
+
+def _moved(step: Step) -> Offered:
+    for least in LEAST_OPS:
+        yield everything_moved(step, least)
+
+
+def _streamed(step: Step) -> Offered:
+    try:
+        yield streaming(step).choices
+    except PlanInfeasible:
+        return
+
+
+RIVALS: dict[str, Rival] = {
+    "checkpoint every block": lambda step, limit_s: _checkpointed(step, _NONE),
+    "checkpoint every block, states away": lambda step, limit_s: _checkpointed(step, states_away(step)),
+    "SAC ILP": lambda step, limit_s: _sac(step, _NONE, limit_s),
+    "SAC ILP, states away": lambda step, limit_s: _sac(step, states_away(step), limit_s),
+    "DTR": lambda step, limit_s: _dtr(step, _NONE),
+    "DTR, states away": lambda step, limit_s: _dtr(step, states_away(step)),
+    "everything moved": lambda step, limit_s: _moved(step),
+    "blocks recomputed, rest moved": lambda step, limit_s: _streamed(step),
+}
+
+
+def best_of(step: Step, offered: Offered) -> Found | None:
+    """The fastest of a rival's offers that fits; the schedules that help it are tried too."""
+    best: Found | None = None
+    for choices in offered:
+        program = step.lower(choices).program
+        if program is None:
+            continue
+        found = step.retimed(Found(choices, program, step), MOST_RETIMED)
+        if best is None or found.step_s < best.step_s:
+            best = found
+    return best

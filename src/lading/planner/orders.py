@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.defer import defer, updates
@@ -27,6 +28,7 @@ from lading.planner.residency import (
     polished,
     smallest_budget_bytes,
 )
+from lading.planner.streaming import moving
 
 #: Where updates come during the backward, this share of them, the last ones, is what may be left without cover.
 _LAST_SHARE = 1 / 3
@@ -85,8 +87,10 @@ def best_order(step: Step, others: Iterable[Found]) -> Ordered:
         bound_s = min(bound_s, lower_bound_s(ordered))
         search = Search(ordered, () if count else others)
         search.advance()
-        if search.best is not None and good_enough(search.best, bound_s):
-            return Ordered(count, ordered, search.best, bound_s)
+        for found in chain([search.best], moving(ordered)):
+            search.offer(found)
+            if search.best is not None and good_enough(search.best, bound_s):
+                return Ordered(count, ordered, search.best, bound_s)
         searches.append((count, search))
     count, found = _finished(searches, bound_s)
     found = polished(found, bound_s)

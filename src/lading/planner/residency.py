@@ -177,9 +177,13 @@ class Search:
     def advance(self) -> bool:
         """Look at one more candidate; False if there is none left."""
         found = next(self._candidates, None)
+        self.offer(found)
+        return found is not None
+
+    def offer(self, found: Found | None) -> None:
+        """Take a plan that came from elsewhere if it is the fastest."""
         if found is not None and (self.best is None or found.step_s < self.best.step_s):
             self.best = found
-        return found is not None
 
     def finish(self, bound_s: float) -> Found:
         """The fastest plan found, the search ended early once it is good enough.

@@ -4,12 +4,15 @@ Every repeated block is recomputed in backward (``checkpoint_every_block``), and
 parameter, a gradient, a state or what a block starts from, is on a lower tier meanwhile: on the nearest that has room,
 what comes back most often first. That is full activation checkpointing with ZeRO-Infinity's placement, lowered,
 simulated and verified like any plan. Where the device then has room to spare, what moves most stays there instead.
+
+``moving`` is its sister without recomputation, ZeRO-Infinity's placement alone: a few lowerings, so a search has its
+plans as candidates too. Where transfers hide under compute they leave little to search for.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from lading.errors import PlanInfeasible
 from lading.ir.plan import Option
@@ -18,7 +21,7 @@ from lading.memory.lifetime import Gap, gaps, is_movable
 from lading.memory.verify import verify
 from lading.planner.lower import Lowered
 from lading.planner.policies import checkpoint_every_block
-from lading.planner.residency import Found, Step, infeasible
+from lading.planner.residency import MOST_RETIMED, Found, Step, infeasible
 from lading.planner.schedule import base_profile
 
 #: A gap of fewer operations is no time to go away.
@@ -29,6 +32,10 @@ _UNDER_WAY = 0.3
 #: Less of the traffic than this is not worth another lowering.
 _LEAST_GAIN = 0.05
 _TRIES = 12
+#: What ``moving`` takes for a while, in operations, of a step of up to so many; larger steps have the middle one.
+_WHILES, _FEW_OPS = (10, _LEAST_OPS, 160), 1500
+#: Least bytes that it moves: on a small step a small storage counts.
+_LEAST_MOVED_SHARE = 1 / 4000
 
 _Choices = dict[tuple[int, int], Option]
 
@@ -57,6 +64,21 @@ def streaming(step: Step) -> Found:
     return best
 
 
+def moving(step: Step) -> Iterator[Found]:
+    """Plans that fit in which whatever is not used for a while is on a lower tier meanwhile; nothing is recomputed."""
+    if not step.machine.tiers:
+        return
+    least_bytes = max(PAGE_BYTES, int(_LEAST_MOVED_SHARE * step.arena_bytes))
+    tried: set[frozenset[tuple[int, int]]] = set()
+    for least_ops in _WHILES if len(step.graph.ops) <= _FEW_OPS else (_LEAST_OPS,):
+        choices = _placed(step, {}, _leaving(step, {}, least_ops, least_bytes), 0)
+        if frozenset(choices) in tried:
+            continue
+        tried.add(frozenset(choices))
+        if (found := _found(step, choices)) is not None:
+            yield step.retimed(found, MOST_RETIMED)
+
+
 def _plainer(step: Step) -> Iterable[_Choices]:
     """What to try first, where it could fit: everything stays, or only activations are recomputed."""
     if _outlives(step) < step.arena_bytes:
@@ -79,14 +101,16 @@ def _size(step: Step, storage: int) -> int:
     return slot_bytes(step.graph.storages[storage].size_bytes)
 
 
-def _leaving(step: Step, recomputed: _Choices) -> dict[int, list[Gap]]:
+def _leaving(
+    step: Step, recomputed: _Choices, least_ops: int = _LEAST_OPS, least_bytes: int = _LEAST_BYTES
+) -> dict[int, list[Gap]]:
     """Gaps over which a storage can be away, by storage."""
     away: dict[int, list[Gap]] = {}
     num_ops = len(step.graph.ops)
     for gap in gaps(step.graph, step.lives):
         length = gap.end - gap.start + (num_ops if gap.wraps else 0)
-        movable = _size(step, gap.storage) >= _LEAST_BYTES and is_movable(step.graph, gap.storage, PAGE_BYTES)
-        if movable and length >= _LEAST_OPS and (gap.storage, gap.start) not in recomputed:
+        movable = _size(step, gap.storage) >= least_bytes and is_movable(step.graph, gap.storage, PAGE_BYTES)
+        if movable and length >= least_ops and (gap.storage, gap.start) not in recomputed:
             away.setdefault(gap.storage, []).append(gap)
     return away
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import dtr
 import sac
 import torch
 from hand import Choices, everything_moved, states_away
@@ -24,6 +23,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.memory.lifetime import lifetimes
 from lading.models.registry import build_model, model_class
+from lading.planner import greedy
 from lading.planner.lower import Costs, fixed_bytes
 from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, Step
@@ -113,10 +113,10 @@ def _checkpointed(step: Step, away: Choices) -> Offered:
 
 def _dtr(step: Step, away: Choices) -> Offered:
     for share in ROOMS:
-        greedy = dtr.run(step, away, int(share * room_bytes(step)))
-        if greedy.step_s is None:
+        evicted = greedy.run(step, away, int(share * room_bytes(step)))
+        if evicted.step_s is None:
             return
-        yield {**greedy.choices, **away}
+        yield {**evicted.choices, **away}
 
 
 def _sac(step: Step, away: Choices, limit_s: float) -> Offered:

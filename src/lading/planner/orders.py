@@ -17,6 +17,7 @@ from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.defer import defer, updates
 from lading.ir.graph import Phase
 from lading.memory.lifetime import lifetimes
+from lading.planner.greedy import evicting
 from lading.planner.lower import Costs
 from lading.planner.residency import (
     Found,
@@ -87,7 +88,8 @@ def best_order(step: Step, others: Iterable[Found]) -> Ordered:
         bound_s = min(bound_s, lower_bound_s(ordered))
         search = Search(ordered, () if count else others)
         search.advance()
-        for found in chain([search.best], moving(ordered)):
+        evicted = () if count else evicting(ordered, search.best_s)
+        for found in chain([search.best], moving(ordered), evicted):
             search.offer(found)
             if search.best is not None and good_enough(search.best, bound_s):
                 return Ordered(count, ordered, search.best, bound_s)

@@ -180,9 +180,13 @@ class Search:
         self.offer(found)
         return found is not None
 
+    def best_s(self) -> float:
+        """Seconds of the fastest plan found so far."""
+        return float("inf") if self.best is None else self.best.step_s
+
     def offer(self, found: Found | None) -> None:
         """Take a plan that came from elsewhere if it is the fastest."""
-        if found is not None and (self.best is None or found.step_s < self.best.step_s):
+        if found is not None and found.step_s < self.best_s():
             self.best = found
 
     def finish(self, bound_s: float) -> Found:

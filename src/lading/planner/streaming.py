@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from lading.errors import PlanInfeasible
+from lading.ir.graph import PERSISTENT, Role
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
 from lading.memory.lifetime import Gap, gaps, is_movable
@@ -77,6 +78,14 @@ def moving(step: Step) -> Iterator[Found]:
         tried.add(frozenset(choices))
         if (found := _found(step, choices)) is not None:
             yield step.retimed(found, MOST_RETIMED)
+
+
+def persistent_away(step: Step) -> Iterator[_Choices]:
+    """Choices by which optimizer states, or whatever lasts over the step, are on lower tiers between uses."""
+    least_bytes = max(PAGE_BYTES, int(_LEAST_MOVED_SHARE * step.arena_bytes))
+    leaving = _leaving(step, {}, _LEAST_OPS, least_bytes) if step.machine.tiers else {}
+    for roles in ((Role.OPTIMIZER_STATE,), PERSISTENT):
+        yield _placed(step, {}, {s: gaps for s, gaps in leaving.items() if step.graph.storages[s].role in roles}, 0)
 
 
 def _plainer(step: Step) -> Iterable[_Choices]:

@@ -1,4 +1,4 @@
-"""Dynamic tensor rematerialization (Kirisame et al., ICLR 2021) as a greedy on a known step.
+"""A greedy that evicts what is cheap to make again: dynamic tensor rematerialization (Kirisame et al., ICLR 2021).
 
 The program runs in order. Where an allocation finds no room, the resident storage with the least
 ``h = cost / (bytes * staleness)`` is evicted, until there is room; an evicted storage that is read is made again from
@@ -6,22 +6,27 @@ its producer's inputs, which may have to be made again first. ``cost`` is the pr
 neighborhood: every evicted storage that would have to be made before it, or after it, as in the paper's h_DTR.
 Storages go when nothing reads them any more (the paper's eager eviction), and can be made again too.
 
-Nothing is charged for looking for victims, and memory is counted without fragmentation: both favor the greedy.
+It decides about recomputation only, on top of choices that say what waits on lower tiers (``evicting``). Its own time
+counts neither transfers nor fragmentation, so a run that is not faster than a plan at hand need not be lowered.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from lading.ir.graph import Role
 from lading.ir.plan import Option
 from lading.memory.lifetime import Gap, can_recompute, is_pure
-from lading.planner.residency import Step
+from lading.planner.residency import MOST_RETIMED, Found, Step
+from lading.planner.streaming import persistent_away
 
 Choices = dict[tuple[int, int], Option]
 _TINY_S = 1e-9
 #: A run that takes this many times the step without a budget is given up: it makes the same again and again.
 _THRASHING = 20
+#: Most operations of a step that it is tried on, and the shares of the arena it is given in turn.
+_OPS, _ROOMS = 1500, (1.0, 0.95, 0.9, 0.8)
 
 
 @dataclass
@@ -35,6 +40,25 @@ class Greedy:
 
     choices: Choices = field(default_factory=lambda: {})
     step_s: float | None = None
+
+
+def evicting(step: Step, best_s: Callable[[], float]) -> Iterator[Found]:
+    """Plans that fit in which persistent storages wait on lower tiers, and activations are evicted by the greedy.
+
+    Args:
+        best_s: What a plan must take less than; asked before each.
+    """
+    if len(step.graph.ops) > _OPS:
+        return
+    for away in persistent_away(step):
+        for share in _ROOMS:
+            greedy = run(step, away, int(share * step.arena_bytes))
+            if greedy.step_s is None or greedy.step_s >= best_s():
+                break
+            choices = {**greedy.choices, **away}
+            program = step.lower(choices).program
+            if program is not None:
+                yield step.retimed(Found(choices, program, step), MOST_RETIMED)
 
 
 def run(step: Step, away: Choices, room_bytes: int) -> Greedy:

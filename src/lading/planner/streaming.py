@@ -33,8 +33,9 @@ _UNDER_WAY = 0.3
 #: Less of the traffic than this is not worth another lowering.
 _LEAST_GAIN = 0.05
 _TRIES = 12
-#: What ``moving`` takes for a while, in operations, of a step of up to so many; larger steps have the middle one.
-_WHILES, _FEW_OPS = (10, _LEAST_OPS, 160), 1500
+#: What ``moving`` takes for a while, in operations, of a step of up to so many; a larger one has the middle one only,
+#: and where a lowering takes long it has none.
+_WHILES, _FEW_OPS, _MANY_OPS = (10, _LEAST_OPS, 160), 1500, 2500
 #: Least bytes that it moves: on a small step a small storage counts.
 _LEAST_MOVED_SHARE = 1 / 4000
 
@@ -67,7 +68,7 @@ def streaming(step: Step) -> Found:
 
 def moving(step: Step) -> Iterator[Found]:
     """Plans that fit in which whatever is not used for a while is on a lower tier meanwhile; nothing is recomputed."""
-    if not step.machine.tiers:
+    if not step.machine.tiers or len(step.graph.ops) > _MANY_OPS:
         return
     least_bytes = max(PAGE_BYTES, int(_LEAST_MOVED_SHARE * step.arena_bytes))
     tried: set[frozenset[tuple[int, int]]] = set()

@@ -69,7 +69,9 @@ _CASES = {
     "25%": ("llama-deep", "gpt-deep", "moe", "dit"),
 }
 _WARM_UP = 3
-_PLANNED = "Lading"
+_PLANNED, _COMPILED_REGIONS = "Lading", "Lading, compiled regions"
+#: Squeezed cases in which Lading with compiled regions steps too.
+_ALSO_COMPILED = {("llama-deep", "50%"), ("llama-deep", "25%"), ("gpt-deep", "50%")}
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Case:
         if self.kind == _FITS:
             return {"PyTorch eager": replace(side, kind="plain"), _PLANNED: side}, [(_PLANNED, "PyTorch eager")]
         if self.kind == _COMPILED:
-            fused, compiled = "Lading, compiled regions", "torch.compile (compiled)"
+            fused, compiled = _COMPILED_REGIONS, "torch.compile (compiled)"
             sides = {
                 "PyTorch eager": replace(side, kind="plain"),
                 compiled: replace(side, kind="plain-compiled"),
@@ -110,7 +112,11 @@ class Case:
             return sides, [(fused, compiled), (fused, "PyTorch eager"), (compiled, "PyTorch eager")]
         hands = {"by hand": "by-hand", "by hand, updates in backward": "by-hand-in-backward"}
         sides = {_PLANNED: side} | {name: replace(side, kind=kind) for name, kind in hands.items()}
-        return sides, [(_PLANNED, hand) for hand in hands]
+        pairs = [(_PLANNED, hand) for hand in hands]
+        if (self.model, self.kind) in _ALSO_COMPILED:
+            sides[_COMPILED_REGIONS] = self.side(folder, "lading-compiled")
+            pairs.append((_COMPILED_REGIONS, _PLANNED))
+        return sides, pairs
 
 
 def cases(threads: list[int]) -> list[Case]:
@@ -271,6 +277,8 @@ def _memory(facts: dict[str, Any]) -> str:
         text += f", with page cache {facts['peak_group_bytes'] / 2**20:.0f} MiB"
     if facts.get("predicted_peak_bytes"):
         text += f", predicted +{facts['predicted_peak_bytes'] / 2**20:.0f} MiB"
+    if facts.get("predicted_s"):
+        text += f", in {facts['predicted_s'] * 1e3:.0f} ms"
     if facts.get("num_regions"):
         text += f"; {facts['num_regions']} calls of {facts['num_compiled']} compiled regions"
     return text

@@ -148,11 +148,13 @@ def _planned(side: Side) -> tuple[Step, dict[str, Any], Callable[[], dict[str, A
         prepared.plan.save(Path(side.plan))
     graph, machine, plan = prepared.graph, prepared.machine, prepared.plan
     trim()
-    cage = Cage(plan.budgets["device"] if side.limit_bytes else 0)
+    limit = plan.budgets["device"] if side.limit_bytes else 0
+    cage = None if plan.compiled else Cage(limit)
     trainer = Trainer(
         plan, prepared.captured, None, optimizer=AdamW(lr=LR), folder=side.folder, threads=side.threads,
         program=prepared.program,
     )  # fmt: skip
+    cage = cage or Cage(limit)  # what the compiler takes belongs to the start of the process
     trainer.initialize(partial(initial_values, run, prepared.initial))
     held = sum(s.size_bytes for s in graph.storages if s.role in PERSISTENT)
     disk = next(t for t in machine.tiers if t.name == "disk")

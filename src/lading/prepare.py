@@ -27,7 +27,7 @@ from lading.models.dit import DitConfig
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model, model_class
 from lading.models.tasks import LOSSES
-from lading.planner.api import Sketch, make_plan, make_program, sketch_plan
+from lading.planner.api import Sketch, make_plan, make_program, predict, sketch_plan
 from lading.planner.policies import Policy
 from lading.runtime import data
 from lading.runtime.cuda import Cuda
@@ -36,7 +36,6 @@ from lading.runtime.host import host_id
 from lading.runtime.kernels import workspace_of
 from lading.runtime.probe import probe
 from lading.runtime.workspace import measured_workspace
-from lading.sim.engine import simulate
 
 #: Setting of a plan for a GPU.
 _SCRATCH = "workspace_bytes"
@@ -230,7 +229,7 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     machine = machine_from_dict(plan.machine, "the plan's machine")
     step = capture_run(run, machine)
     program = make_program(plan, step.graph, machine, workspace_bytes=_planned_scratch(plan, step.graph, machine))
-    predicted = simulate(program, machine)
+    predicted = predict(plan, program, machine)
     return Prepared(run, step.initial, step.captured, program.graph, machine, plan, program, predicted)
 
 

@@ -82,7 +82,7 @@ class Trainer:
             folder=Path(folder),
             threads=threads,
             device=device or device_of(self._kind),
-            fuse=bool(plan.settings.get("compile", 0.0)),
+            fuse=plan.compiled,
         )
         try:
             self._take_over(model)

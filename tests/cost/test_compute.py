@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lading.catalog.load import load_machine
 from lading.cost.access import op_bytes, walk
-from lading.cost.compute import attention_flops, missing_rates, op_costs, op_seconds, packed_columns
+from lading.cost.compute import attention_flops, fused_costs, missing_rates, op_costs, op_seconds, packed_columns
 from lading.errors import ConfigError
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, Role, StepGraph, Storage, Tensor
 from lading.ir.machine import Curve, Device
@@ -269,3 +269,31 @@ def test_memory_for_packing_grows_with_each_wider_product() -> None:
     assert packed_columns(mm(8, 8, 100_000)) == 8192 + 512
     narrow = graph("aten.add.Tensor", [tensor(8)], [tensor(8)])
     assert packed_columns(narrow) == 0
+
+
+def test_a_run_that_is_compiled_reads_and_writes_only_what_crosses_its_border() -> None:
+    """x + x, times x, into a product: one call that reads x and writes what the product reads."""
+    x = tensor(512, 512)
+    tensors = tuple(dataclasses.replace(x, storage=i) for i in range(4))
+    sums = graph("aten.add.Tensor", [x], [x]).ops[0]
+    size = x.touched_bytes
+    times = dataclasses.replace(
+        sums, name="aten.mul.Tensor", inputs=(0, 1), outputs=(2,), results=(2,), bytes_read=2 * size
+    )
+    product = dataclasses.replace(
+        mm(512, 512, 512).ops[0], args=(Ref(2), Ref(2)), inputs=(2,), outputs=(3,), results=(3,)
+    )
+    step = StepGraph(
+        storages=tuple(Storage(f"s{i}", size, Role.ACTIVATION) for i in range(4)),
+        tensors=tensors,
+        ops=(sums, times, product),
+        parameters=(),
+        buffers=(),
+        inputs=((),),
+        losses=(3,),
+    )
+    alone, fused = op_costs(step, FLAT), fused_costs(step, FLAT)
+    assert alone[0] == pytest.approx(1e-3 + 2 * size / 1e9)
+    assert fused[0] == pytest.approx(1e-3 + size / 1e9)  # its result is never written
+    assert fused[1] == pytest.approx(size / 1e9)  # x is there already, and the call was made
+    assert fused[2] == alone[2]

@@ -17,7 +17,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.plan import Choice, Option, Plan
 from lading.memory.lifetime import Lifetimes, gaps
 from lading.memory.verify import verify
-from lading.planner.api import POLICIES, Planned, make_plan, make_program
+from lading.planner.api import POLICIES, Planned, make_plan, make_program, predict
 from lading.planner.residency import smallest_budget_bytes
 from lading.units import parse_bytes
 
@@ -229,3 +229,15 @@ def test_a_policy_of_ones_own() -> None:
     assert {choice.option for choice in made.plan.choices} == {Option.DISK}
     with pytest.raises(ConfigError, match="policy 'on_a_host' has a choice that this step does not offer"):
         make_plan(graph_of("gpt"), small_machine(), budget="100%", policy=on_a_host)
+
+
+def test_a_compiled_step_is_predicted_to_be_faster_and_planned_again() -> None:
+    machine, graph = small_machine(overhead_bytes=OVERHEAD), captured_step("llama", num_layers=2, dim=128)
+    whole = make_plan(graph, machine, budget="100%", policy="keep-all", expansion={"compile": 1.0})
+    plain = make_plan(graph, machine, budget="100%", policy="keep-all")
+    assert whole.plan.compiled
+    assert not plain.plan.compiled
+    assert whole.plan.step_s < plain.plan.step_s
+    assert whole.plan.lower_bound_s <= whole.plan.step_s
+    program = make_program(whole.plan, graph, machine)
+    assert predict(whole.plan, program, machine).duration_s == pytest.approx(whole.plan.step_s)

@@ -39,7 +39,7 @@ inductor_imports = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture(autouse=True)
 def small_regions_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regions, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(regions, "LEAST_BYTES", 1)
 
 
 def stand_in(graph: StepGraph, region: Region) -> Compiled:

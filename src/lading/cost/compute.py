@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from lading.cost.access import base_name, op_bytes, walk
 from lading.errors import ConfigError
+from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, Curve, Device
 from lading.ir.opkinds import kind_of
@@ -50,6 +51,25 @@ def op_costs(graph: StepGraph, device: Device) -> list[float]:
         if key not in known:
             known[key] = op_seconds(graph, op, device)
         costs.append(known[key])
+    return costs
+
+
+def fused_costs(graph: StepGraph, device: Device) -> list[float]:
+    """Seconds of each operation where runs of light ones are compiled into one call each (``lading.ir.fusing``).
+
+    A run is launched once, and each of its operations takes the share of its time that its share of the bytes still
+    read or written is.
+
+    Raises:
+        ConfigError: a product's dtype has no peak on this device.
+    Ignores: where a Program cuts runs, and loops bound by arithmetic.
+    """
+    costs = op_costs(graph, device)
+    last = fusing.last_reads(graph)
+    for run in fusing.runs(graph):
+        for index, share in zip(run, fusing.remaining(graph, run, last), strict=True):
+            launch = device.op_overhead_s if index == run.start else 0.0
+            costs[index] = launch + max(0.0, costs[index] - device.op_overhead_s) * share
     return costs
 
 

@@ -96,6 +96,11 @@ class Plan:
         """How far above the lower bound the plan is, as a share of the bound."""
         return self.step_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0
 
+    @property
+    def compiled(self) -> bool:
+        """Whether runs of light operations are compiled into one call each."""
+        return bool(self.settings.get("compile", 0.0))
+
     def save(self, path: Path) -> None:
         """Write as JSON."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")

@@ -16,7 +16,7 @@ from typing import Any
 
 from lading import __version__
 from lading.config import share_or_bytes
-from lading.cost.compute import missing_rates, op_costs, packed_columns
+from lading.cost.compute import fused_costs, missing_rates, op_costs, packed_columns
 from lading.errors import ConfigError, PlanInfeasible, ProgramError
 from lading.ir.action import ActionKind
 from lading.ir.defer import updates
@@ -32,7 +32,7 @@ from lading.planner.orders import Ordered, best_order, deferred_step, smallest_o
 from lading.planner.policies import Policy, checkpoint_every_block, keep_all
 from lading.planner.residency import MOST_RETIMED, Found, Step, lower_bound_s
 from lading.planner.streaming import streaming
-from lading.sim.engine import stall_s
+from lading.sim.engine import simulate, stall_s
 from lading.units import format_bytes, parse_bytes
 
 _POLICIES: dict[str, Policy] = {
@@ -100,7 +100,8 @@ def make_plan(
     """
     policy, policies = _named(policy)
     lives = lifetimes(graph)
-    costs = _costs(graph, machine, workspace_bytes)
+    fused = bool((expansion or {}).get("compile", 0.0))
+    costs = _costs(graph, machine, workspace_bytes, fused=fused)
     limits = _budgets(machine, _NO_LIMIT, disk_budget)
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
     free = Step(graph, lives, usable, costs, limits)
@@ -115,7 +116,7 @@ def make_plan(
     if policy == "residency":
         rows.append(_row(policy, found))
     settings = {"keep_all_bytes": float(keep_all_bytes), **(expansion or {})}
-    assumptions = _assumptions(graph, machine, workspace_bytes)
+    assumptions = _assumptions(graph, machine, workspace_bytes, fused=fused)
     asked = _Asked(graph, machine, policy, budgets, run)
     plan = _plan(asked, chosen, tuple(rows), settings, assumptions)
     return Planned(plan, chosen.step.graph, found.program, found.timeline, keep_all_bytes)
@@ -207,7 +208,7 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     """
     check_made_for(plan, graph, machine)
     lives = lifetimes(graph)
-    costs = _costs(graph, machine, workspace_bytes)
+    costs = _costs(graph, machine, workspace_bytes, fused=plan.compiled)
     step = deferred_step(Step(graph, lives, machine, costs, plan.budgets), _deferred(plan, graph))
     _check_choices(plan.choices, step, "the plan")
     retimed = min(max(0, int(plan.settings.get("retimed", 0))), MOST_RETIMED)
@@ -228,9 +229,16 @@ def _deferred(plan: Plan, graph: StepGraph) -> int:
     return int(count)
 
 
-def _costs(graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int]) -> Costs:
+def _costs(graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int], *, fused: bool) -> Costs:
     scratch = tuple(workspace_bytes) or (0,) * len(graph.ops)
-    return Costs(tuple(op_costs(graph, machine.device)), scratch, packed_columns(graph))
+    seconds = (fused_costs if fused else op_costs)(graph, machine.device)
+    return Costs(tuple(seconds), scratch, packed_columns(graph))
+
+
+def predict(plan: Plan, program: Program, machine: Machine) -> Timeline:
+    """What one step of a plan's Program does on the machine, as it was planned."""
+    costs = (fused_costs if plan.compiled else op_costs)(program.graph, machine.device)
+    return simulate(program, machine, op_seconds=costs)
 
 
 def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
@@ -361,8 +369,12 @@ def _bytes_at_peak(found: Found) -> dict[str, int]:
     return dict(sample.bytes_by_role)
 
 
-def _assumptions(graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int]) -> tuple[str, ...]:
+def _assumptions(
+    graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int], *, fused: bool = False
+) -> tuple[str, ...]:
     found = list(missing_rates(graph, machine.device))
+    if fused:
+        found.append("compiled regions take the share of their operations' time that their own reads and writes are")
     found += [f"{key}: {text}" for key, text in machine.sources.items() if text.startswith("assumption")]
     if not workspace_bytes:
         found.append("scratch memory inside operations is taken as 0: the kernels of this device are not known here")

@@ -14,22 +14,10 @@ from itertools import pairwise
 from math import prod
 
 from lading.ir.action import Action, ActionKind
+from lading.ir.fusing import FEWEST_OPS, LEAST_BYTES, fusible
 from lading.ir.graph import Arg, Op, Ref, StepGraph, Tensor
 from lading.ir.program import COMPUTE_STREAM, Program
 
-#: Operations that Inductor turns into loops of its own, without a call into a library or memory for one.
-_NAMES = """
-    abs add amax amin bitwise_and bitwise_not bitwise_or cat clamp clamp_min clone constant_pad_nd cos div eq erf exp
-    fill full full_like ge gelu gelu_backward gt le leaky_relu log log_sigmoid_forward logical_and logical_not
-    logical_or lt masked_fill maximum mean minimum mul native_layer_norm native_layer_norm_backward ne neg new_zeros
-    ones_like pow reciprocal relu rsqrt rsub scalar_tensor select_backward sigmoid sigmoid_backward sign silu
-    silu_backward sin slice_backward softplus sqrt stack sub sum tanh tanh_backward threshold_backward where zeros
-    zeros_like _log_softmax _log_softmax_backward_data _softmax _softmax_backward_data _to_copy
-    """
-_FUSIBLE = frozenset(_NAMES.split())
-#: Below this, all tensors of a region together, a call costs more than the memory traffic that fusing saves.
-_LEAST_BYTES = 1 << 16
-_FEWEST_OPS = 2
 #: Operations that gain even alone: their kernels have no form that writes into given memory.
 _ALONE = frozenset({"native_layer_norm", "native_layer_norm_backward"})
 
@@ -73,16 +61,6 @@ class _Element:
     reads: dict[int, tuple[int, int]] = field(default_factory=lambda: {})
     makes: dict[int, tuple[int, int]] = field(default_factory=lambda: {})
     frees: tuple[int, int] | None = None
-
-
-def fusible(graph: StepGraph, op: Op) -> bool:
-    """Whether an operation may be part of a region."""
-    if op.random or op.mutates or op.name.count(".") != 2 or not op.name.startswith("aten."):
-        return False
-    if op.name.split(".")[1] not in _FUSIBLE or any(r is None for r in op.results):
-        return False
-    made = [graph.tensors[t] for t in op.outputs]
-    return all(tensor.is_dense and tensor.spans(graph.storages[tensor.storage].size_bytes) for tensor in made)
 
 
 class RegionFinder:
@@ -195,10 +173,10 @@ class RegionFinder:
 
     def _worth(self, elements: Sequence[_Element]) -> bool:
         ops = [e.op for e in elements if e.op is not None]
-        if not ops or (len(ops) < _FEWEST_OPS and ops[0].name.split(".")[1] not in _ALONE):
+        if not ops or (len(ops) < FEWEST_OPS and ops[0].name.split(".")[1] not in _ALONE):
             return False
         tensors = {t for op in ops for t in (*op.inputs, *op.outputs)}
-        return sum(self.graph.tensors[t].touched_bytes for t in tensors) >= _LEAST_BYTES
+        return sum(self.graph.tensors[t].touched_bytes for t in tensors) >= LEAST_BYTES
 
     def _region(self, elements: Sequence[_Element]) -> Region:
         ops = [e for e in elements if e.op is not None]

@@ -215,6 +215,8 @@ class Relaxation:
         Call it right after ``solve``. A share that is rounded moves up to a storage more than it should; what is small
         then makes up for what is large. Ends where nothing is split, or where rounding leaves no solution.
         """
+        if not self.column:  # nothing in this step has a choice
+            return relaxed
         values = np.asarray(self.model.getSolution().col_value)
         fixed: list[np.ndarray] = []
         for _ in range(_SETTLED):

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from lading.capture.trace import capture
+from lading.checkpoint.store import open_checkpoint
 from lading.config import AdamW
 from lading.errors import ConfigError, StorageError
+from lading.ir.defer import updates
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.prepare import lowered, plan
@@ -246,6 +248,41 @@ def test_a_checkpoint_goes_on_to_the_bit(planned: tuple[Plan, StepGraph], tmp_pa
         assert trainer.steps == 3
         assert [trainer.step(batch(step)) for step in range(3, 7)] == wanted
     assert torch.equal(model.up.weight, weight)
+
+
+def test_saving_while_updates_wait_for_the_next_step(
+    planned: tuple[Plan, StepGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All updates are deferred: a save runs them first, and what goes on from it does as if nothing was saved."""
+    monkeypatch.setattr("lading.planner.orders._counts", lambda step: (len(updates(step.graph)),))
+    made = plan(planned[1], small_machine(), budget=planned[0].budgets["device"])
+    assert made.settings["deferred"] == len(planned[1].parameters)
+    reference, numbers = net(), AdamW(lr=1e-2)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    wanted: list[float] = []
+    with Trainer(made, planned[1], net(), optimizer=numbers, folder=tmp_path) as trainer:
+        torch.manual_seed(1)
+        found = [trainer.step(batch(0)), trainer.step(batch(1))]
+        assert trainer._executor._pending
+        saved = trainer.save(tmp_path / "saved")
+        assert not trainer._executor._pending
+        found += [trainer.step(batch(2)), trainer.step(batch(3))]
+        assert trainer._executor._pending
+    torch.manual_seed(1)
+    for step in range(4):
+        loss = loss_fn(reference, batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+        if step == 1:
+            after = values(reference)
+    assert found == wanted
+    held = open_checkpoint(saved)
+    assert all(torch.equal(held.read(name), after[name]) for name in ("up.weight", "down.bias", "norm.running_mean"))
+    with Trainer(made, planned[1], None, optimizer=numbers, folder=tmp_path) as trainer:
+        trainer.load(saved)
+        assert [trainer.step(batch(2)), trainer.step(batch(3))] == wanted[2:]
 
 
 def test_a_checkpoint_of_another_model(planned: tuple[Plan, StepGraph], tmp_path: Path) -> None:

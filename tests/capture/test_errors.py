@@ -77,6 +77,7 @@ def _random_again(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
         (lambda _, x: x[x > 0], "aten.index.Tensor", "masks"),
         (lambda _, x: x.flatten()[torch.nonzero(x.flatten())], "nonzero", "static shapes"),
         (lambda _, x: x @ torch.ones(5, 4), "aten.mm", "same reduction dim"),
+        (lambda _, x: x.long() @ torch.ones(4, 4).t(), "aten.mm", "same dtype"),  # the fake rule lets it pass
         (lambda _, x: x.view(7, 3), "aten.view", "invalid for input of size 12"),
         (lambda _, x: x.to_sparse().to_dense(), "sparse", "dense"),
         (_random_again, "bernoulli", "checkpointing off"),

@@ -89,10 +89,6 @@ def build_from(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.
     made = getattr(_transformers(), name if isinstance(name, str) else name[0], None)
     if made is None:
         raise ConfigError(f"model.task {task!r}: transformers has no such model of type {config.model_type!r}")
-    if hasattr(config, "use_cache"):
-        # Without a cache, transformers looks at the values of positions to find packed sequences, and where it cannot
-        # (in capture) gives attention an explicit mask: another kernel than eager's, with other roundings.
-        config.use_cache = True
     config.dtype = dtype
     return made(config).train()
 

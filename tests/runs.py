@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import multiprocessing
 import os
 import random
+import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +17,7 @@ from typing import Any
 
 from lading.catalog.load import save_machine
 from lading.cli.main import main
+from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.units import MiB
 from tests.machines import small_machine
@@ -52,20 +56,50 @@ def budget_for(everything: Program, share: float) -> int:
     return everything.peak_bytes - int(everything.arena_bytes * (1 - share))
 
 
+def saved_plan(made: Plan, out: Path, **changes: Any) -> Path:
+    """The plan for the run in ``out``, as a file; ``changes`` are of its optimization or, by name, its checkpoint."""
+    run = json.loads(json.dumps(made.run))
+    run["out"] = str(out)
+    for key, value in changes.items():
+        run["checkpoint" if key in run["checkpoint"] else "optimization"][key] = value
+    path = out.parent / f"{out.name}.json"
+    dataclasses.replace(made, run=run).save(path)
+    return path
+
+
 def start(log: Path, *argv: str) -> BaseProcess:
     """``lading ARGV...`` in a new process, forked from one that has imported torch; its output goes to ``log``."""
+    return _started(log, _command, argv)
+
+
+def start_script(log: Path, path: Path) -> BaseProcess:
+    """``python PATH`` in the folder of ``log``, in such a process."""
+    return _started(log, _script, path)
+
+
+def _started(log: Path, function: Callable[..., None], argument: object) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "lading.train", "lading.planner.api", "highspy"])
-    process = context.Process(target=_command, args=(log, argv), daemon=True)
+    process = context.Process(target=function, args=(log, argument), daemon=True)
     process.start()
     return process
 
 
 def _command(log: Path, argv: tuple[str, ...]) -> None:
+    _write_to(log)
+    sys.exit(main(argv))
+
+
+def _script(log: Path, path: Path) -> None:
+    _write_to(log)
+    os.chdir(log.parent)
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _write_to(log: Path) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.exit(main(argv))
 
 
 def wait_until(done: Callable[[], bool], process: BaseProcess, *, timeout_s: float = 60) -> bool:

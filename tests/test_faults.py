@@ -9,36 +9,50 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
 
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
+from lading.config import load_run
 from lading.errors import StorageError
+from lading.ir.plan import Plan
+from lading.prepare import plan_run
 from lading.report.metrics import MetricsLog, read_metrics, read_steps
 from lading.summary import save_whole
 from lading.units import MiB
-from tests.runs import num_lines, start, wait_until, write_run
+from tests.runs import num_lines, saved_plan, start, wait_until, write_run
 
 STEPS = 60
 
 
-def begun(run: Path, out: Path, log: Path, *more: str) -> BaseProcess:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """The plan of the run."""
+    path = write_run(tmp_path_factory.mktemp("run"))
+    threads = torch.get_num_threads()
+    result = plan_run(load_run(path, [f"optimization.steps={STEPS}"])).plan
+    torch.set_num_threads(threads)
+    return result
+
+
+def begun(log: Path, out: Path, *argv: str) -> BaseProcess:
     """The run, once it has saved something."""
-    process = start(log, "train", str(run), f"out={out}", f"optimization.steps={STEPS}", *more)
+    process = start(log, "train", *argv)
     assert wait_until(lambda: num_lines(out / "metrics.jsonl") > 11, process), log.read_text()
     return process
 
 
-def assert_goes_on(run: Path, out: Path, log: Path, *more: str) -> None:
+def assert_goes_on(made: Plan, out: Path, log: Path) -> None:
     """What was saved is whole, nothing else is left, and the resumed run ends as one that nothing happened to."""
     newest = latest_checkpoint(out / "checkpoints")
     assert newest is not None
     open_checkpoint(newest).verify()
     assert not list((out / "checkpoints").glob("*.tmp-*"))
     assert not list(out.glob("lading*"))
-    for arguments in ((f"out={out}", "--resume"), (f"out={out}-whole",)):
-        process = start(log, "train", str(run), f"optimization.steps={STEPS}", *more, *arguments)
+    whole = out.with_name("whole")
+    for arguments in ((str(out / "plan.json"), "--resume"), (str(saved_plan(made, whole)),)):
+        process = start(log, "train", "--plan", *arguments)
         process.join(120)
         assert process.exitcode == 0, log.read_text()
-    whole = Path(f"{out}-whole")
     assert [r["loss"] for r in read_steps(out / "metrics.jsonl")] == [
         r["loss"] for r in read_steps(whole / "metrics.jsonl")
     ]
@@ -50,15 +64,15 @@ def swap_file(process: BaseProcess) -> Path:
     return next(link for link in links if "lading-swap-" in os.readlink(link))
 
 
-def test_a_truncated_swap_file(tmp_path: Path) -> None:
-    run, out, log = write_run(tmp_path), tmp_path / "out", tmp_path / "log"
-    process = begun(run, out, log)
+def test_a_truncated_swap_file(made: Plan, tmp_path: Path) -> None:
+    out, log = tmp_path / "out", tmp_path / "log"
+    process = begun(log, out, "--plan", str(saved_plan(made, out)))
     os.truncate(swap_file(process), 0)
     process.join(60)
     assert process.exitcode == 2
     assert f"the swap file in {out}" in log.read_text()
     assert "it was cut from outside" in log.read_text() or "moved less than a page" in log.read_text()
-    assert_goes_on(run, out, log)
+    assert_goes_on(made, out, log)
 
 
 @pytest.fixture
@@ -84,7 +98,8 @@ def fill_up(path: Path) -> None:
 def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
     run, out, log = write_run(tmp_path), small_disk / "out", tmp_path / "log"
     swap = f"memory.folder={tmp_path}"  # which wants a disk of its own
-    process = begun(run, out, log, swap)
+    settings = (str(run), f"out={out}", f"optimization.steps={STEPS}", swap)
+    process = begun(log, out, *settings)
     filler = small_disk / "filler"
     with pytest.raises(OSError, match="No space left"):
         fill_up(filler)
@@ -95,7 +110,7 @@ def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
     newest = latest_checkpoint(out / "checkpoints")
     assert newest is not None
     open_checkpoint(newest).verify()
-    process = start(log, "train", str(run), f"out={out}", f"optimization.steps={STEPS}", swap, "--resume")
+    process = start(log, "train", *settings, "--resume")
     process.join(120)
     assert process.exitcode == 0, log.read_text()
     assert [record["step"] for record in read_steps(out / "metrics.jsonl")] == list(range(STEPS))

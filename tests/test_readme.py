@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from lading.catalog.load import load_machine, save_machine, unsourced
 from lading.cli.main import main
 from lading.config import load_run
 from tests.machines import small_machine
+from tests.runs import start_script
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,10 +51,11 @@ def test_examples_load(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name.startswith("own_") and p.suffix == ".py"], ids=str)
 def test_own_parts(path: Path, tmp_path: Path) -> None:
     """Each says what it did, and checks it."""
-    command = [sys.executable, str(path)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "loss" in result.stdout
+    process = start_script(tmp_path / "log", path)
+    process.join(100)
+    said = (tmp_path / "log").read_text()
+    assert process.exitcode == 0, said
+    assert "loss" in said
 
 
 def test_own_machine(capsys: pytest.CaptureFixture[str]) -> None:

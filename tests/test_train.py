@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -22,7 +21,7 @@ from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.runtime.resident import PeakMeter
 from lading.train import train_run
-from tests.runs import failing, num_lines, start, wait_until, write_run
+from tests.runs import failing, num_lines, saved_plan, start, wait_until, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +49,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
     result = plan_run(load_run(path, SHORT)).plan
     torch.set_num_threads(threads)
     return path, result
-
-
-def saved_plan(made: Plan, out: Path, **changes: Any) -> Path:
-    """The plan for the run in ``out``, as a file; ``changes`` are of its optimization or, by name, its checkpoint."""
-    run = json.loads(json.dumps(made.run))
-    run["out"] = str(out)
-    for key, value in changes.items():
-        run["checkpoint" if key in run["checkpoint"] else "optimization"][key] = value
-    path = out.parent / f"{out.name}.json"
-    dataclasses.replace(made, run=run).save(path)
-    return path
 
 
 def losses(out: Path) -> list[float]:

@@ -10,14 +10,11 @@ from tests.planner.steps import every_choice, in_blocks, tiny
 from lading.memory.verify import verify
 from lading.planner.residency import lower_bound_s, residency
 
-SEEDS = range(16)
 
-
-@pytest.fixture(scope="module")
-def ratios() -> list[float]:
+def ratios(seeds: range) -> list[float]:
     """Planned step time over the best of all, by seed; the bound is checked on the way."""
     found: list[float] = []
-    for seed in SEEDS:
+    for seed in seeds:
         step = tiny(seed)
         every = every_choice(step)
         best = min(f.timeline.duration_s for f in every)
@@ -31,10 +28,12 @@ def ratios() -> list[float]:
     return found
 
 
-def test_the_plan_is_near_the_best(ratios: list[float]) -> None:
-    print("planned / best:", [round(r, 3) for r in sorted(ratios)])
-    assert median(ratios) < 1.001
-    assert max(ratios) <= 1.05
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 16), marks=pytest.mark.slow)], ids=str)
+def test_the_plan_is_near_the_best(seeds: range) -> None:
+    found = ratios(seeds)
+    print("planned / best:", [round(r, 3) for r in sorted(found)])
+    assert median(found) < 1.001
+    assert max(found) <= 1.05
 
 
 @pytest.mark.parametrize("seed", [102, 105, 134, 141, 146])

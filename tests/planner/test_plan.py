@@ -138,7 +138,7 @@ def test_a_plan_with_an_impossible_choice_is_refused(choice: Choice) -> None:
         make_program(dataclasses.replace(plan, choices=(*plan.choices, choice)), graph, machine)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "gpt+"])
+@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow), "gpt+"])
 def test_the_smallest_budget_is_one_that_does(name: str) -> None:
     made = make_plan(graph_of(name), small_machine(), budget=smallest(name))
     verify(made.program)

@@ -78,9 +78,11 @@ def run(row: dict[str, Any], rounds: int, threads: int, folder: Path) -> dict[st
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float]] = {name: [] for name in sides}
     try:
-        for name, program in sides.items():
+        for number, (name, program) in enumerate(sides.items()):
+            own = folder / str(number)
+            own.mkdir()
             trainers[name] = Trainer(
-                made, case.graph, None, optimizer=AdamW(lr=1e-3), folder=folder, threads=threads, program=program
+                made, case.graph, None, optimizer=AdamW(lr=1e-3), folder=own, threads=threads, program=program
             )
             case.initial.materialize(0, trainers[name].set_value)
             trim()

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lading.capture.trace import capture
 from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref, StepGraph
+from lading.runtime import pieces
 from lading.runtime.arena import view_of
 from lading.runtime.kernels import bind, out_overload, workspace_of
 
@@ -342,3 +343,17 @@ def test_literals_reach_the_kernel() -> None:
     op = dataclasses.replace(op, args=(Ref(0), Literal("float", "-inf"), 0.5))
     bind(op, tensors.__getitem__).run()
     assert result.tolist() == [0.5, -2.0]
+
+
+@pytest.mark.parametrize(("batch", "heads", "threads"), [(4, 5, 2), (4, 4, 2), (2, 8, 2), (4, 5, 1), (1, 12, 4)])
+def test_parts_of_attention_keep_the_threads_as_busy_as_the_whole(batch: int, heads: int, threads: int) -> None:
+    """The kernel gives whole heads to threads."""
+    rows, some = pieces._tile(batch, heads, pieces.PIECE_BYTES // 3, threads)
+    parts = [len(b) * len(h) for b in _ranges(batch, rows) for h in _ranges(heads, some)]
+    assert sum(parts) == batch * heads
+    assert sum(-(-part // threads) for part in parts) == -(-batch * heads // threads)
+    assert max(parts) < batch * heads or batch == 1
+
+
+def _ranges(count: int, step: int) -> list[range]:
+    return [range(start, min(start + step, count)) for start in range(0, count, step)]

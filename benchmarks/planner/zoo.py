@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +19,16 @@ from lading.catalog.load import load_machine
 from lading.errors import PlanInfeasible
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
+from lading.ir.program import COMPUTE_STREAM
 from lading.ir.step import expand
-from lading.planner.api import make_plan
+from lading.planner.api import Planned, make_plan
 from lading.units import format_seconds
 from models import cases
 
-_HEAD = "| model | clipping | machine | budget | step | bound | gap | deferred | other policies | planned in |"
+_HEAD = (
+    "| model | clipping | machine | budget | step | bound | gap | deferred | busiest | compute waits for | "
+    "other policies | planned in |"
+)
 
 
 def rows(name: str, graph: StepGraph, machine: Machine, budgets: list[str], clip_norm: float) -> Iterator[str]:
@@ -34,9 +39,10 @@ def rows(name: str, graph: StepGraph, machine: Machine, budgets: list[str], clip
         begin = time.process_time()
         start = f"| {name} | {clip_norm:g} | {machine.name} | {budget} "
         try:
-            plan = make_plan(step, wide, budget=budget).plan
+            planned = make_plan(step, wide, budget=budget)
+            plan = planned.plan
         except PlanInfeasible as error:
-            yield f"{start}| does not fit: {error.missing_bytes} bytes missing | | | | | |"
+            yield f"{start}| does not fit: {error.missing_bytes} bytes missing | | | | | | | |"
             continue
         others = [
             f"{row.policy} {format_seconds(row.step_s) if row.step_s else 'does not fit'}"
@@ -47,8 +53,34 @@ def rows(name: str, graph: StepGraph, machine: Machine, budgets: list[str], clip
         seconds = time.process_time() - begin
         yield (
             f"{start}| {format_seconds(plan.step_s)} | {bound} | {gap} | {plan.settings['deferred']:.0f} | "
-            f"{', '.join(others)} | {seconds:.1f} s |"
+            f"{_busiest(planned)} | {_waits(planned)} | {', '.join(others)} | {seconds:.1f} s |"
         )
+
+
+def _busiest(planned: Planned) -> str:
+    """The stream that runs longest, with its share of the step."""
+    busy: Counter[str] = Counter()
+    for event in planned.predicted.events:
+        busy[event.stream] += event.end_s - event.start_s
+    stream, seconds = busy.most_common(1)[0]
+    return f"{stream} {seconds / planned.plan.step_s:.0%}"
+
+
+def _waits(planned: Planned) -> str:
+    """Shares of the step in which compute waits, by the stream whose action ended last before it went on."""
+    ends = {event.action: event.end_s for event in planned.predicted.events}
+    waited: Counter[str] = Counter()
+    ended_s = 0.0
+    for event in planned.predicted.events:
+        if event.stream != COMPUTE_STREAM:
+            continue
+        waits = planned.program.actions[event.action].waits
+        if event.start_s > ended_s and waits:
+            last = max(waits, key=lambda action: ends[action])
+            waited[planned.program.actions[last].stream] += event.start_s - ended_s
+        ended_s = event.end_s
+    shares = {stream: seconds / planned.plan.step_s for stream, seconds in waited.most_common()}
+    return ", ".join(f"{stream} {share:.0%}" for stream, share in shares.items() if share >= 0.005) or "-"
 
 
 def main() -> None:

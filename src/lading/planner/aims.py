@@ -24,6 +24,7 @@ class Aim:
         windows: Windows that it cuts the step into.
         moving: Whether a storage takes its place while it moves (``planner.relaxation``: held).
         rates: Share of each tier's rates to rely on, by the tier's name; 1 where missing.
+        across: Whether recomputation may lead from block to block.
         settled: Whether large storages are decided one after another (``Relaxation.settled``).
     """
 
@@ -32,6 +33,7 @@ class Aim:
     moving: bool = False
     rates: Mapping[str, float] = field(default_factory=lambda: {})
     settled: bool = False
+    across: bool = False
 
 
 #: Shares of rates that leave room for queues. A disk's transfers are long, so one that waits holds much for long.
@@ -42,6 +44,7 @@ _WINDOWS = (4, 16, 1)
 _SMALL_OPS = 200
 _CAREFUL_FIRST = (
     Aim(0.05, 16, moving=True, rates=_CAREFUL, settled=True),
+    Aim(0.05, 16, moving=True, rates=_CAREFUL, settled=True, across=True),
     Aim(0.02, 4, moving=True),
     Aim(0.05, 16, moving=True, settled=True),
 )
@@ -62,7 +65,8 @@ def aims(num_ops: int) -> tuple[tuple[Aim, ...], tuple[Aim, ...]]:
     if num_ops > _SMALL_OPS:
         return _CAREFUL_FIRST + _LATER, tight
     every = tuple(Aim(reserve, count) for reserve in _ROOMY for count in windows)
-    return every + _CAREFUL_FIRST, tight
+    across = tuple(Aim(reserve, count, across=True) for reserve in (0.15, 0.0) for count in windows)
+    return every + _CAREFUL_FIRST + across, tight
 
 
 def believed(machine: Machine, rates: Mapping[str, float]) -> Machine:

@@ -105,6 +105,7 @@ def build(
     *,
     every: bool = False,
     moving: bool = False,
+    across: bool = False,
 ) -> Problem:
     """Collect the candidate gaps and the bytes that are there whatever is chosen.
 
@@ -113,6 +114,7 @@ def build(
         every: Offer all that can be lowered, also what is seldom wise, and do not count small storages between uses:
             what a bound on every plan needs.
         moving: A storage on its way to a tier or back takes its place, as long as the transfer takes alone.
+        across: Offer to recompute from block to block too, as in checkpointing every few blocks.
     """
     candidates: list[Candidate] = []
     items = block_items(graph.ops)
@@ -128,8 +130,9 @@ def build(
             chosen.add((gap.storage, gap.start))
         if size < min_bytes or not inner:
             continue
-        recompute = can_recompute(graph, lives, gap) and (every or _stays_inside(graph, lives, items, gap.storage))
-        again = _again(graph, lives, gap, items) if recompute and not every else ()
+        inside = not (every or across) and _stays_inside(graph, lives, items, gap.storage)
+        recompute = can_recompute(graph, lives, gap) and (every or across or inside)
+        again = _again(graph, lives, gap, items, across=across) if recompute and not every else ()
         recompute = recompute and again is not None
         movable = is_movable(graph, gap.storage, min_bytes)
         options = (Option.KEEP, *((Option.RECOMPUTE,) if recompute else ()), *(tier_options if movable else ()))
@@ -225,23 +228,26 @@ def _block_entries(graph: StepGraph, items: Sequence[str]) -> list[int]:
 
 def _held_from(graph: StepGraph, lives: Lifetimes, enters: Sequence[int], gap: Gap) -> int:
     """Where a recomputed storage comes back: when backward enters its block, or at its use."""
-    producer = lives.producer[gap.storage]
-    entry = enters[producer] if producer is not None else -1
-    return entry if gap.start < entry < gap.end else gap.end
+    entries = [enters[use] for use in lives.uses[gap.storage] if use <= gap.start]
+    return min((entry for entry in entries if gap.start < entry < gap.end), default=gap.end)
 
 
-def _again(graph: StepGraph, lives: Lifetimes, gap: Gap, items: Sequence[str]) -> list[int] | None:
-    """The producer with every ancestor that nothing else brings back; None if that leads out of the block."""
+def _again(graph: StepGraph, lives: Lifetimes, gap: Gap, items: Sequence[str], *, across: bool) -> list[int] | None:
+    """The producer with every ancestor in its block that nothing else brings back.
+
+    None if they lead out of the block; with ``across`` what they start from there is a choice of its own.
+    """
     producer = lives.producer[gap.storage]
     assert producer is not None
     found = [producer]
     seen = {producer}
     for op in found:  # grows
-        if items[op] != items[producer]:
+        if items[op] != items[producer] and not across:
             return None
         for source in graph.op_reads[op]:
             made = lives.producer[source]
-            if made is not None and made not in seen and lives.uses[source][-1] < gap.end:
+            there = across and made is not None and items[made] != items[producer]
+            if made is not None and made not in seen and lives.uses[source][-1] < gap.end and not there:
                 seen.add(made)
                 found.append(made)
     return found

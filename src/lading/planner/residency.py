@@ -291,9 +291,11 @@ def _shrink(step: Step, choices: dict[tuple[int, int], Option]) -> tuple[int, Lo
     return high + fixed_bytes(step.machine, step.costs), best
 
 
-def _problem(step: Step, *, every: bool = False, moving: bool = False) -> Problem:
+def _problem(step: Step, *, every: bool = False, moving: bool = False, across: bool = False) -> Problem:
     smallest = max(PAGE_BYTES, int(step.arena_bytes * _SMALLEST_SHARE))
-    problem = build(step.graph, step.lives, step.machine, step.costs, smallest, every=every, moving=moving)
+    problem = build(
+        step.graph, step.lives, step.machine, step.costs, smallest, every=every, moving=moving, across=across
+    )
     folding = None if every else fold(step.graph, problem.candidates, _CLASSES)
     return dataclasses.replace(problem, capacity_bytes=step.budgets, folding=folding)
 
@@ -318,23 +320,27 @@ def _candidates(step: Step, every: Relaxations) -> Iterable[Found]:
             return
 
 
+#: Whether storages take room while they move, whether blocks are recomputed in chains, and shares of rates.
+_Beliefs = tuple[tuple[bool, bool], tuple[tuple[str, float], ...]]
+
+
 class Relaxations:
     """The linear programs of a step's aims, each built once."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._problems: dict[tuple[bool, tuple[tuple[str, float], ...]], Problem] = {}
-        self._solved: dict[tuple[bool, tuple[tuple[str, float], ...], int], Relaxation] = {}
+        self._problems: dict[_Beliefs, Problem] = {}
+        self._solved: dict[tuple[_Beliefs, int], Relaxation] = {}
 
     def of(self, aim: Aim) -> Relaxation:
         """The program of an aim."""
-        what = aim.moving, tuple(sorted(aim.rates.items()))
+        what = (aim.moving, aim.across), tuple(sorted(aim.rates.items()))
         if what not in self._problems:
             step = dataclasses.replace(self._step, machine=believed(self._step.machine, aim.rates))
-            self._problems[what] = _problem(step, moving=aim.moving)
-        if (*what, aim.windows) not in self._solved:
-            self._solved[*what, aim.windows] = Relaxation(self._problems[what], aim.windows)
-        return self._solved[*what, aim.windows]
+            self._problems[what] = _problem(step, moving=aim.moving, across=aim.across)
+        if (what, aim.windows) not in self._solved:
+            self._solved[what, aim.windows] = Relaxation(self._problems[what], aim.windows)
+        return self._solved[what, aim.windows]
 
 
 def _repaired(step: Step, every: Relaxations, aim: Aim) -> tuple[Found | None, int]:

@@ -40,8 +40,8 @@ class Aim:
 _CAREFUL = {"host": 0.85, "disk": 0.5}
 _ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
 _WINDOWS = (4, 16, 1)
-#: Operations of a step that is small enough for every combination.
-_SMALL_OPS = 200
+#: Operations of a step that is small enough for every combination, and of one that is too large for more than a few.
+_SMALL_OPS, _LARGE_OPS = 200, 6000
 _CAREFUL_FIRST = (
     Aim(0.05, 16, moving=True, rates=_CAREFUL, settled=True),
     Aim(0.05, 16, moving=True, rates=_CAREFUL, settled=True, across=True),
@@ -62,6 +62,8 @@ def aims(num_ops: int) -> tuple[tuple[Aim, ...], tuple[Aim, ...]]:
     """What to try, the likeliest first; and what to try where none of that leads to a plan that fits."""
     windows = _WINDOWS if num_ops <= _SMALL_OPS else (16, 4, 1)
     tight = tuple(Aim(reserve, count) for reserve in _TIGHT for count in windows)
+    if num_ops > _LARGE_OPS:  # of which few are tried: both beliefs at least
+        return (_LATER[0], *_CAREFUL_FIRST, *_LATER[1:]), tight
     if num_ops > _SMALL_OPS:
         return _CAREFUL_FIRST + _LATER, tight
     every = tuple(Aim(reserve, count) for reserve in _ROOMY for count in windows)

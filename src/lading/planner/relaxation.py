@@ -111,8 +111,7 @@ def build(
 
     Args:
         min_bytes: Smaller storages are no candidates and always kept.
-        every: Offer all that can be lowered, also what is seldom wise, and do not count small storages between uses:
-            what a bound on every plan needs.
+        every: Offer all that can be lowered, and do not count small storages between uses: what a bound needs.
         moving: A storage on its way to a tier or back takes its place, as long as the transfer takes alone.
         across: Offer to recompute from block to block too, as in checkpointing every few blocks.
     """
@@ -130,28 +129,23 @@ def build(
             chosen.add((gap.storage, gap.start))
         if size < min_bytes or not inner:
             continue
-        inside = not (every or across) and _stays_inside(graph, lives, items, gap.storage)
-        recompute = can_recompute(graph, lives, gap) and (every or across or inside)
-        again = _again(graph, lives, gap, items, across=across) if recompute and not every else ()
-        recompute = recompute and again is not None
+        again = _recomputed(graph, lives, gap, items, every=every, across=across)
         movable = is_movable(graph, gap.storage, min_bytes)
-        options = (Option.KEEP, *((Option.RECOMPUTE,) if recompute else ()), *(tier_options if movable else ()))
+        options = (Option.KEEP, *((Option.RECOMPUTE,) if again else ()), *(tier_options if movable else ()))
         if len(options) == 1:
             continue
-        made = lives.producer[gap.storage]
-        own = costs.op_seconds[made] if recompute and made is not None else 0.0
-        whole = sum(costs.op_seconds[op] for op in again) if again else own
-        entry = _held_from(graph, lives, enters, gap)
-        held = {Option.RECOMPUTE: ((entry, gap.end - 1),) if entry < gap.end else ()}
+        again_s = [costs.op_seconds[op] for op in again]
+        own = again_s[0] if again_s else 0.0
+        held = {Option.RECOMPUTE: _held_again(lives, enters, gap)}
         version = _version(graph, lives, gap)
         if moving and movable:
             written = version is not None and (gap.wraps or version not in left)
             held |= {Option(t.name): _on_the_way(gap, size, t, clock, written=written) for t in machine.tiers}
         left.add(version)
-        candidates.append(Candidate(gap, size, options, own, whole, held, version))
+        candidates.append(Candidate(gap, size, options, own, sum(again_s), held, version))
         chosen.add((gap.storage, gap.start))
-    base = _base(graph, lives, chosen)
-    return Problem(len(graph.ops), tuple(candidates), base, np.asarray(costs.op_seconds), machine.tiers)
+    seconds = np.asarray(costs.op_seconds)
+    return Problem(len(graph.ops), tuple(candidates), _base(graph, lives, chosen), seconds, machine.tiers)
 
 
 def _base(graph: StepGraph, lives: Lifetimes, chosen: set[tuple[int, int]]) -> np.ndarray:
@@ -226,24 +220,34 @@ def _block_entries(graph: StepGraph, items: Sequence[str]) -> list[int]:
     return entry
 
 
-def _held_from(graph: StepGraph, lives: Lifetimes, enters: Sequence[int], gap: Gap) -> int:
-    """Where a recomputed storage comes back: when backward enters its block, or at its use."""
+def _held_again(lives: Lifetimes, enters: Sequence[int], gap: Gap) -> tuple[tuple[int, int], ...]:
+    """Where a recomputed storage is there again before its use: from when backward enters a block that used it."""
     entries = [enters[use] for use in lives.uses[gap.storage] if use <= gap.start]
-    return min((entry for entry in entries if gap.start < entry < gap.end), default=gap.end)
+    entry = min((entry for entry in entries if gap.start < entry < gap.end), default=gap.end)
+    return ((entry, gap.end - 1),) if entry < gap.end else ()
 
 
-def _again(graph: StepGraph, lives: Lifetimes, gap: Gap, items: Sequence[str], *, across: bool) -> list[int] | None:
-    """The producer with every ancestor in its block that nothing else brings back.
+def _recomputed(
+    graph: StepGraph, lives: Lifetimes, gap: Gap, items: Sequence[str], *, every: bool, across: bool
+) -> Sequence[int]:
+    """What runs again if a storage is dropped over a gap, its producer first; () where that is not offered.
 
-    None if they lead out of the block; with ``across`` what they start from there is a choice of its own.
+    That is every ancestor in its block that nothing else brings back; with ``every`` the producer alone. Where they
+    lead out of the block it is offered with ``across`` only, and what they start from there is a choice of its own.
     """
+    if not can_recompute(graph, lives, gap):
+        return ()
     producer = lives.producer[gap.storage]
     assert producer is not None
+    if every:
+        return (producer,)
+    if not across and not _stays_inside(graph, lives, items, gap.storage):
+        return ()
     found = [producer]
     seen = {producer}
     for op in found:  # grows
         if items[op] != items[producer] and not across:
-            return None
+            return ()
         for source in graph.op_reads[op]:
             made = lives.producer[source]
             there = across and made is not None and items[made] != items[producer]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,17 +59,17 @@ def rows(name: str, graph: StepGraph, machine: Machine, budgets: list[str], clip
 
 def _busiest(planned: Planned) -> str:
     """The stream that runs longest, with its share of the step."""
-    busy: Counter[str] = Counter()
+    busy: dict[str, float] = defaultdict(float)
     for event in planned.predicted.events:
         busy[event.stream] += event.end_s - event.start_s
-    stream, seconds = busy.most_common(1)[0]
+    stream, seconds = max(busy.items(), key=lambda row: row[1])
     return f"{stream} {seconds / planned.plan.step_s:.0%}"
 
 
 def _waits(planned: Planned) -> str:
     """Shares of the step in which compute waits, by the stream whose action ended last before it went on."""
     ends = {event.action: event.end_s for event in planned.predicted.events}
-    waited: Counter[str] = Counter()
+    waited: dict[str, float] = defaultdict(float)
     ended_s = 0.0
     for event in planned.predicted.events:
         if event.stream != COMPUTE_STREAM:
@@ -79,8 +79,9 @@ def _waits(planned: Planned) -> str:
             last = max(waits, key=lambda action: ends[action])
             waited[planned.program.actions[last].stream] += event.start_s - ended_s
         ended_s = event.end_s
-    shares = {stream: seconds / planned.plan.step_s for stream, seconds in waited.most_common()}
-    return ", ".join(f"{stream} {share:.0%}" for stream, share in shares.items() if share >= 0.005) or "-"
+    shares = {stream: seconds / planned.plan.step_s for stream, seconds in waited.items()}
+    largest = sorted(shares.items(), key=lambda row: -row[1])
+    return ", ".join(f"{stream} {share:.0%}" for stream, share in largest if share >= 0.005) or "-"
 
 
 def main() -> None:

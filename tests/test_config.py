@@ -22,9 +22,9 @@ from lading.config import (
     lr_at,
     run_from_dict,
     run_to_dict,
-    share_or_bytes,
 )
 from lading.errors import ConfigError
+from lading.units import share_or_bytes
 
 RUN = """\
 threads = 1

@@ -318,3 +318,35 @@ def test_an_interrupt_while_the_streams_start(
     closing.join(20)
     assert not closing.is_alive()
     assert not list(tmp_path.iterdir())
+
+
+def test_several_losses_are_reported_by_name(tmp_path: Path) -> None:
+    """Their values are those of plain PyTorch, and one of them may be a parameter itself."""
+
+    def several(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        y = model(batch["x"])
+        return {"fit": (y - batch["y"]).square().mean(), "size": y.abs().mean() * 0.1, "bias": model.down.bias[0]}
+
+    model, reference = net(), net()
+    graph = capture(model, batch(0), several, accumulation=2)
+    assert graph.loss_names == ("loss", "fit", "size", "bias")
+    made = plan(graph, small_machine(), budget="100%")
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
+    torch.manual_seed(1)
+    got: list[dict[str, float]] = []
+    with Trainer(made, graph, model, optimizer=AdamW(lr=1e-3), folder=tmp_path) as trainer:
+        for step in range(3):
+            total = trainer.step([batch(2 * step), batch(2 * step + 1)])
+            got.append({"loss": total, **trainer.losses})
+    torch.manual_seed(1)
+    for found in got:
+        step = got.index(found)
+        terms = []
+        for micro in range(2):
+            terms.append(several(reference, batch(2 * step + micro)))
+            (sum(terms[-1].values()) / 2).backward()
+        for name in ("fit", "size", "bias"):
+            assert found[name] == (terms[0][name].item() + terms[1][name].item()) / 2
+        assert found["loss"] == pytest.approx(sum(found[name] for name in ("fit", "size", "bias")))
+        optimizer.step()
+        optimizer.zero_grad()

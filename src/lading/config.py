@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from lading.errors import ConfigError
-from lading.units import parse_bytes
+from lading.inputs import catalog_models, check_inputs
+from lading.units import share_or_bytes
 
 #: Models that need no module or file: name -> "module:class".
 MODELS = {
@@ -36,11 +37,10 @@ _LARGEST = (1 << 63) - 1
 #: ``data.source`` that means latents made up from their labels, for a diffusion model.
 SYNTHETIC = "synthetic"
 
-Task = Literal["auto", "causal-lm", "masked-lm", "seq2seq-lm", "classification", "contrastive"]
+Task = Literal["auto", "causal-lm", "masked-lm", "seq2seq-lm", "classification", "contrastive", "own"]
 TextFormat = Literal["auto", "text", "jsonl", "parquet", "bytes"]
 
 _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
-_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*\Z")
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -70,20 +70,6 @@ def _choice(name: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         hint = _did_you_mean(str(value), choices)
         raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}{hint}")
-
-
-def share_or_bytes(size: str | int, whole_bytes: int) -> int:
-    """Bytes of ``"256MB"``, of an integer, or of a share such as ``"50%"`` of ``whole_bytes``.
-
-    Raises:
-        ConfigError: neither a size nor a share above 0% and up to 100%.
-    """
-    match = _PERCENT.match(size) if isinstance(size, str) else None
-    if match is None:
-        return parse_bytes(size)
-    if not 0 < float(match[1]) <= 100:
-        raise ConfigError(f"expected a share above 0% and up to 100%, got {size!r}")
-    return int(whole_bytes * float(match[1]) / 100)
 
 
 def _size(name: str, value: object) -> None:
@@ -170,10 +156,12 @@ class ModelConfig:
     """Which model, and what it learns.
 
     Attributes:
-        name: "llama", "gpt", "moe", "dit"; "module:function" for your own; or a Hugging Face model: the path of a
-            config.json (initial weights are drawn) or of a folder with it and safetensors (they are loaded).
+        name: "llama", "gpt", "moe", "dit"; a model of the catalog such as "llama3-8b"; "module:function" for your own;
+            or a Hugging Face model: the path of a config.json (initial weights are drawn) or of a folder with it and
+            safetensors (they are loaded).
         sizes: Arguments of that model, or settings of its Hugging Face configuration, by name.
-        task: What is learned; "auto" is what the model is made for.
+        task: What is learned; "auto" is what the model is made for. "own" is the loss that the model's forward gives
+            when it is called with the columns of the data (``data.kind`` "arrays" or "random").
         new_head: Draw the parameters that the folder's files lack, and leave out those that the model lacks.
     """
 
@@ -184,11 +172,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _text("name", self.name)
-        if self.name not in MODELS and not _ENTRY.match(self.name) and not self.is_hugging_face:
-            hint = _did_you_mean(self.name, list(MODELS))
+        known = self.name in MODELS or _ENTRY.match(self.name) or self.is_hugging_face
+        if not known and self.name not in (names := [*MODELS, *catalog_models()]):
             raise ConfigError(
-                f"name: expected one of {', '.join(MODELS)}, 'module:function', or the path of a config.json or of a "
-                f"folder that holds one, got {self.name!r}{hint}"
+                f"name: expected one of {', '.join(MODELS)}, a model of the catalog, 'module:function', or the path of "
+                f"a config.json or of a folder that holds one, got {self.name!r}{_did_you_mean(self.name, names)}"
             )
         _choice("task", self.task, get_args(Task))
         if self.new_head and not self.weights:
@@ -207,13 +195,18 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which text, and how it becomes tokens.
+    """Which data: text and how it becomes tokens, or arrays.
 
     Attributes:
+        kind: "text"; "arrays" for the columns of npz, safetensors or Parquet files, which become the arguments of the
+            model's forward; "random" for numbers made up, to plan or try a model whose data is not at hand.
         source: "stdlib" (the Python standard library's own source), or a file, a folder or a pattern ("text/*.jsonl");
             "synthetic" for the latents of a diffusion model.
-        sequence_length: Tokens of a sequence, T; the patches of an image for a diffusion model.
-        batch_size: Sequences of a micro-batch, B.
+        inputs: Columns of arrays by name, each its dtype, the shape of a row and what its integers are below:
+            "float32 3 224 224", "int64 below 1000". Files of arrays need it only where they do not say the shape.
+        sequence_length: Tokens of a sequence, T; the patches of an image for a diffusion model; of arrays it only
+            counts, as so many tokens a row.
+        batch_size: Sequences or rows of a micro-batch, B.
         format: Of the files; "auto" goes by their endings (.jsonl, .parquet, else text).
         text_field: Where the text is in a JSON line or Parquet row.
         label_field: Where the label (an integer from 0) is; for classification.
@@ -221,9 +214,11 @@ class DataConfig:
             folder's, or bytes where it has none.
     """
 
-    sequence_length: int
+    sequence_length: int = 0
     batch_size: int
+    kind: Literal["text", "arrays", "random"] = "text"
     source: str = STDLIB
+    inputs: dict[str, str] = field(default_factory=lambda: {})
     format: TextFormat = "auto"
     text_field: str = "text"
     label_field: str = "label"
@@ -235,8 +230,21 @@ class DataConfig:
         _text("text_field", self.text_field)
         _text("label_field", self.label_field)
         _text("tokenizer", self.tokenizer)
-        _integer("sequence_length", self.sequence_length, 1)
+        _choice("kind", self.kind, ("text", "arrays", "random"))
+        check_inputs(self.kind, self.inputs, self.sequence_length, has_source=self.source != STDLIB)
+        _integer("sequence_length", self.sequence_length, 0 if self.kind != "text" else 1)
         _integer("batch_size", self.batch_size, 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a micro-batch; its rows where a row has no tokens."""
+        return self.batch_size * max(1, self.sequence_length)
+
+    def __str__(self) -> str:
+        size = (
+            f"{self.batch_size} x {self.sequence_length} tokens" if self.sequence_length else f"{self.batch_size} rows"
+        )
+        return f"{size} of random numbers" if self.kind == "random" else size
 
 
 @dataclass(frozen=True, kw_only=True)

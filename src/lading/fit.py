@@ -15,7 +15,7 @@ from math import prod
 from typing import Any, Literal, TypeVar, cast
 
 from lading.catalog.load import load_machine
-from lading.catalog.models import model_names, named_model
+from lading.catalog.models import model_names, named_model, resolved
 from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import (
     STDLIB,
@@ -140,6 +140,7 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
         ConfigError: no such machine, or the run cannot be built.
         CaptureError: the model cannot be captured.
     """
+    name, run = name or run.model.name, resolved(run)
     case = _Case(run, *_machine(run, hardware), hardware.budget)
     captured = capture_run(run, case.machine)
     tried = _nearest(case, captured)
@@ -147,7 +148,7 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
     over = {tier: size for tier, size in needs.total.items() if size > allowed[tier]}
     error = tried.error or (_too_small(tried, over, allowed) if over else None)
     return FitResult(
-        title=_title(name or run.model.name, run, captured.graph),
+        title=_title(name, run, captured.graph),
         machine=case.machine.name,
         needs=needs,
         allowed=allowed,
@@ -354,10 +355,7 @@ def _title(name: str, run: RunConfig, graph: StepGraph) -> str:
     data, optimization = run.data, run.optimization
     saved = f"saved, {run.checkpoint.keep} older kept" if run.checkpoint.every_steps else "not saved"
     micro = f" x {optimization.accumulation} micro-batches" if optimization.accumulation > 1 else ""
-    return (
-        f"{name}: {parameters / 1e9:.3g} billion parameters, {data.batch_size} x {data.sequence_length} "
-        f"tokens{micro}, {optimization.precision}, {saved}"
-    )
+    return f"{name}: {parameters / 1e9:.3g} billion parameters, {data}{micro}, {optimization.precision}, {saved}"
 
 
 def _too_small(tried: _Tried, over: Bytes, allowed: Bytes) -> PlanInfeasible:
@@ -402,7 +400,7 @@ def _changes(case: _Case, captured: CapturedRun, tried: _Tried, over: Bytes) -> 
 
 
 def _change(text: str, tried: _Tried, run: RunConfig) -> Change:
-    tokens = run.data.batch_size * run.data.sequence_length * run.optimization.accumulation
+    tokens = run.data.num_tokens * run.optimization.accumulation
     return Change(text=text, step_s=tried.time.step_s, token_s=tried.time.step_s / tokens)
 
 

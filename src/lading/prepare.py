@@ -13,6 +13,7 @@ import torch
 from lading.capture.initial import Deferred, defer
 from lading.capture.trace import capture
 from lading.catalog.load import load_machine, machine_from_dict, save_machine
+from lading.catalog.models import resolved
 from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict, run_to_dict
 from lading.errors import ConfigError
 from lading.ir.graph import StepGraph
@@ -30,6 +31,7 @@ from lading.models.tasks import LOSSES
 from lading.planner.api import Sketch, make_plan, make_program, predict, sketch_plan
 from lading.planner.policies import Policy
 from lading.runtime import data
+from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
 from lading.runtime.cuda import Cuda
 from lading.runtime.data import Dataset, LatentDataset, TextDataset
 from lading.runtime.host import host_id
@@ -175,6 +177,7 @@ def plan_run(run: RunConfig, machine: Machine | None = None, step: CapturedRun |
         step: From ``capture_run``, of a run that differs in memory at most; None captures it now.
     """
     torch.set_num_threads(run.num_threads)
+    run = resolved(run)
     machine = machine or machine_of(run)
     step = step or capture_run(run, machine)
     initial, captured, graph = step.initial, step.captured, step.graph
@@ -235,6 +238,7 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
 
 def capture_run(run: RunConfig, machine: Machine) -> CapturedRun:
     """Build a run's model on fake tensors and capture its step for the machine's kernels; nothing is computed."""
+    run = resolved(run)
     initial = defer(lambda: build(run.model, run.optimization.precision))
     captured = capture(
         initial.model, example_batch(run), loss_of(run.model), accumulation=run.optimization.accumulation
@@ -289,6 +293,8 @@ def task_of(model: ModelConfig) -> str:
     if model.is_hugging_face:
         return hugging_face.task_of(model, hugging_face.read_config(model))
     task = "denoising" if model.name == "dit" else "causal-lm"
+    if model.task == "own" and model.name not in MODELS:
+        return "own"
     if model.task not in ("auto", task):
         raise ConfigError(f"model.task: {model.name!r} learns {task!r}, got {model.task!r}; leave it out")
     return task
@@ -298,7 +304,8 @@ def loss_of(model: ModelConfig) -> Loss:
     """``loss(model, batch)``: a reference model's own, that of the task for one of Hugging Face, else next byte."""
     if model.name in MODELS:
         return model_class(model.name).loss
-    return LOSSES[task_of(model)] if model.is_hugging_face else next_byte_loss
+    task = task_of(model)
+    return LOSSES[task] if model.is_hugging_face or task == "own" else next_byte_loss
 
 
 def tokenizer_of(run: RunConfig) -> Path | None:
@@ -315,8 +322,10 @@ def tokenizer_of(run: RunConfig) -> Path | None:
 
 def example_batch(run: RunConfig) -> dict[str, torch.Tensor]:
     """A batch of the run's shape; the values mean nothing."""
-    if (task := task_of(run.model)) == "denoising":
+    if (task := _task(run)) == "denoising":
         return _latents(run).batch(0, 0)
+    if task == "own":
+        return made_up(inputs_of(run.data), run.data.batch_size, run.seed, 0, 0)
     return data.example_batch(task, run.data, tokenizer_of(run))
 
 
@@ -327,8 +336,13 @@ def dataset_of(run: RunConfig, module: torch.nn.Module) -> Dataset:
         ConfigError: the text cannot be read, is too short, or is not the model's kind of text.
         StorageError: the run's folder cannot be written.
     """
-    if (task := task_of(run.model)) == "denoising":
+    if (task := _task(run)) == "denoising":
         return _latents(run)
+    if task == "own":
+        random = run.data.kind == "random"
+        return (
+            RandomDataset(run.data, seed=run.seed) if random else ArrayDataset(run.data, Path(run.out), seed=run.seed)
+        )
     config = getattr(module, "config", None)
     embedding = module.get_input_embeddings() if run.model.is_hugging_face else None  # pyright: ignore[reportCallIssue]
     return TextDataset(
@@ -340,6 +354,26 @@ def dataset_of(run: RunConfig, module: torch.nn.Module) -> Dataset:
         vocabulary=getattr(embedding, "num_embeddings", None) or getattr(config, "vocab_size", None),
         num_labels=getattr(config, "num_labels", None),
     )
+
+
+def _task(run: RunConfig) -> str:
+    """What a run's model learns.
+
+    Raises:
+        ConfigError: not from data of this kind.
+    """
+    task, kind = task_of(run.model), run.data.kind
+    if (task == "own") == (kind == "text"):
+        if kind == "text":
+            raise ConfigError(
+                f"data.kind: {run.model.name!r} is not made for text; expected 'arrays' (npz, safetensors or Parquet "
+                "files whose columns its forward takes) or 'random' with data.inputs, got 'text'"
+            )
+        raise ConfigError(
+            f"data.kind: {run.model.name!r} learns {task!r} from text, got {kind!r}; set model.task = 'own' for a "
+            "model whose forward takes the columns and gives the loss"
+        )
+    return task
 
 
 def _latents(run: RunConfig) -> LatentDataset:

@@ -110,7 +110,7 @@ def run_summary(
     return RunSummary(
         title=Path(run.out).name,
         model=f"{run.model.name}, {parameters / 1e6:.2f} M parameters, "
-        f"{run.optimization.accumulation} x {run.data.batch_size} x {run.data.sequence_length} tokens a step",
+        f"{run.optimization.accumulation} x {run.data} a step",
         machine=prepared.machine.name,
         date=datetime.now().isoformat(sep=" ", timespec="minutes"),
         budget_bytes=prepared.plan.budgets["device"],

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from lading.capture.initial import defer
+from lading.capture.losses import named_losses, total_of
+from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import RunConfig, lr_at, run_to_dict
@@ -83,6 +85,8 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
     check_available(prepared.machine.device.kind)
     with run_lock(out):
         data = dataset_of(run, prepared.initial.model)
+        if run.data.kind == "random":
+            print("the data are random numbers: the loss means nothing, times and memory do", flush=True)
         newest = _newest(run, out, data, resume=resume)
         save_whole(out / "plan.json", prepared.plan.save)
         if newest is not None and newest.step >= run.optimization.steps:
@@ -204,7 +208,7 @@ def _loop(
 ) -> None:
     """Steps until the end; the last one is saved too, if any are."""
     every = run.checkpoint.every_steps
-    tokens = run.data.batch_size * run.data.sequence_length * run.optimization.accumulation
+    tokens = run.data.num_tokens * run.optimization.accumulation
     total = run.optimization.steps
     with ExitStack() as stack:
         log = stack.enter_context(MetricsLog(out / "metrics.jsonl"))
@@ -218,12 +222,17 @@ def _loop(
             step_s = time.perf_counter() - started
             rate = tokens / step_s
             record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "program": trainer.program.fingerprint}
-            log.log({**record, "tokens_per_s": rate, "memory_bytes": trainer.peak_bytes})
+            losses = {"losses": dict(trainer.losses)} if trainer.losses else {}
+            log.log({**record, **losses, "tokens_per_s": rate, "memory_bytes": trainer.peak_bytes})
             if step % run.logging.every_steps == 0 or step + 1 == total:
                 figures = {"loss": loss, "lr": lr, "step_s": step_s, "tokens_per_s": rate}
+                figures |= {f"loss/{name}": value for name, value in trainer.losses.items()}
                 for logger in loggers:
                     logger.log(step, {**figures, "memory_bytes": trainer.peak_bytes})
-            progress.update(step=step + 1, loss=loss, tokens_per_s=rate, memory_bytes=trainer.peak_bytes)
+            memory_bytes = trainer.peak_bytes
+            progress.update(
+                step=step + 1, loss=loss, losses=trainer.losses, tokens_per_s=rate, memory_bytes=memory_bytes
+            )
             if every and (trainer.steps % every == 0 or trainer.steps == total):
                 trainer.save(out / "checkpoints", meta=_meta(run, data), keep=run.checkpoint.keep)
 
@@ -231,6 +240,7 @@ def _loop(
 def train_plain(run: RunConfig, out: Path) -> RunResult:
     """The same run in plain PyTorch: everything in memory, autograd, fused AdamW. Writes ``out/plain.jsonl``."""
     torch.set_num_threads(run.num_threads)
+    run = resolved(run)
     loss_fn, data = loss_of(run.model), dataset_of(run, defer(lambda: build(run.model)).model)
     trim()
     baseline, meter = resident_bytes(), PeakMeter()
@@ -255,7 +265,7 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
             losses.append(plain_step(model, loss_fn, optimizer, masters, batches, run, step))
             seconds.append(time.perf_counter() - started)
             peak = max(0, meter.peak_bytes() - baseline)
-            rate = run.data.batch_size * run.data.sequence_length * len(batches) / seconds[-1]
+            rate = run.data.num_tokens * len(batches) / seconds[-1]
             log.log({"step": step, "loss": losses[-1], "step_s": seconds[-1], "memory_bytes": peak})
             progress.update(step=step + 1, loss=losses[-1], tokens_per_s=rate, memory_bytes=peak)
     meter.close()
@@ -286,7 +296,7 @@ def plain_step(
         group["lr"] = lr_at(run.optimization, step)
     total = 0.0
     for batch in batches:
-        loss = loss_fn(model, batch)
+        loss = total_of(named_losses(loss_fn(model, batch)))
         if len(batches) > 1:
             loss = loss / len(batches)
         loss.backward()

@@ -47,6 +47,9 @@ class Trainer:
         threads: Compute threads; None keeps torch's setting.
         device: Where it runs, for this trainer alone; None is what the plan was made for.
 
+    Attributes:
+        losses: Of the last step, where the loss is several: the value of each by name, averaged over micro-batches.
+
     Raises:
         ConfigError: the plan was made for another graph, or ``model`` is not the one that was captured.
         StorageError: no room in ``folder``.
@@ -68,6 +71,7 @@ class Trainer:
         self.plan, self.optimizer = plan, optimizer or AdamW()
         self.program = program or lowered(plan, graph)
         self.steps = 0
+        self.losses: dict[str, float] = {}
         step_graph = self.program.graph
         self._values = _values_of(step_graph)
         self._first_name = {alias: p.names[0] for p in step_graph.parameters for alias in p.names}
@@ -107,7 +111,7 @@ class Trainer:
             lr: Learning rate of this step; None is the optimizer's.
 
         Returns:
-            The loss, averaged over micro-batches.
+            The loss, averaged over micro-batches; where it is several, their sum (see ``losses``).
 
         Raises:
             ConfigError: not the batch that was captured, and nothing has run; or an earlier step or load failed.
@@ -124,7 +128,9 @@ class Trainer:
             raise
         self._whole = True
         self.steps += 1
-        return sum(losses)
+        names = self.program.graph.loss_names
+        self.losses = {name: sum(losses[index :: len(names)]) / len(micro) for index, name in enumerate(names) if index}
+        return sum(losses[:: len(names)])
 
     def timeline(self) -> Timeline:
         """What happened when in the last step."""

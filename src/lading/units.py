@@ -15,6 +15,7 @@ _BYTE_UNITS = {
     "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": 1 << 40,
 }  # fmt: skip
 _CAPACITY_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*\Z")
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 
 
@@ -79,3 +80,17 @@ def format_flops(flops: float) -> str:
         if abs(flops) >= scale:
             return f"{flops / scale:.2f} {unit}"
     return f"{flops:.0f} FLOP"
+
+
+def share_or_bytes(size: str | int, whole_bytes: int) -> int:
+    """Bytes of ``"256MB"``, of an integer, or of a share such as ``"50%"`` of ``whole_bytes``.
+
+    Raises:
+        ConfigError: neither a size nor a share above 0% and up to 100%.
+    """
+    match = _PERCENT.match(size) if isinstance(size, str) else None
+    if match is None:
+        return parse_bytes(size)
+    if not 0 < float(match[1]) <= 100:
+        raise ConfigError(f"expected a share above 0% and up to 100%, got {size!r}")
+    return int(whole_bytes * float(match[1]) / 100)

@@ -154,7 +154,9 @@ def test_settings_and_errors_of_a_configuration(tmp_path: Path) -> None:
         build_from(ModelConfig(name=name, task="seq2seq-lm"))
     vision = hf.ViTConfig(num_hidden_layers=1, architectures=["ViTForImageClassification"])
     vision.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="ViTForImageClassification is not made for text"):
+    assert task_of(ModelConfig(name=name), read_config(ModelConfig(name=name))) == "own"
+    hf.ViTConfig(num_hidden_layers=1, architectures=["ViTForNothing"]).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="transformers has no model ViTForNothing"):
         build_from(ModelConfig(name=name))
     for text in ("{", "[]", '{"model_type": "nothing"}', "{}"):
         (tmp_path / "config.json").write_text(text)

@@ -16,6 +16,11 @@ from lading.ir.graph import Op, Role, Storage, Tensor
 
 #: Most bytes that may be computed for one answer.
 _LIMIT_BYTES = 1 << 28
+#: Operations that find infinities and what is not a number, and those that put such answers together.
+_ANOMALIES = frozenset({"aten.isinf.default", "aten.isnan.default"})
+_JOINING = frozenset({
+    "aten.any.default", "aten.any.dim", "aten.bitwise_or.Tensor", "aten.logical_or.default",
+}) | _ANOMALIES  # fmt: skip
 #: Draws from [0, 1).
 _UNIT_DRAWS = frozenset({"aten.rand.default", "aten.rand_like.default"})
 
@@ -61,6 +66,13 @@ class Trace:
         asked = self._writer(tensor)
         limit = None if asked is None or len(asked.args) < 2 else asked.args[1]
         return self.is_draw(tensor) and isinstance(limit, (int, float)) and limit <= 0
+
+    def is_anomaly(self, tensor: int) -> bool:
+        """Whether a tensor asks if any number is infinite or not a number, which models do to mend it."""
+        asked = self._writer(tensor)
+        if asked is None or asked.name not in _JOINING or not asked.inputs:
+            return False
+        return asked.name in _ANOMALIES or all(map(self.is_anomaly, asked.inputs))
 
     def is_draw(self, tensor: int) -> bool:
         """Whether a tensor asks if a number drawn from [0, 1) lies below a limit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -13,29 +14,37 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lading.capture.attributes import Left, Table, carry, left_in, tables_of
 from lading.errors import CaptureError
 
 
 @contextmanager
-def left_as_it_was(model: torch.nn.Module) -> Iterator[None]:
-    """Put every attribute of every module back.
+def left_as_it_was(model: torch.nn.Module, before: Left | None = None, seen: set[str] | None = None) -> Iterator[Left]:
+    """Put every attribute of every module back; gives what the step left in them.
+
+    Args:
+        before: What an earlier step left, to begin with; ``seen`` then gets the names of the numbers that decide
+            something.
 
     Raises:
         CaptureError: what was traced depends on something that the next step would find changed: numbers of another
             random generator than torch's, or a tensor that is kept in a plain attribute.
     """
-    before = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    tables, left = tables_of(model), Left()
     drawn = _generators()
     carried = ""
-    for name, module, _ in before:
+    if before is not None:
+        carry(tables, before, set() if seen is None else seen)
+    started = tables if before is None else [Table(t.label, t.held, copy.copy(t.held)) for t in tables]
+    for name, module in model.named_modules():
         vars(module)["_apply"] = partial(_unconverted, name, module)
     try:
-        yield
-        carried = next((f"{name}.{key}".lstrip(".") for name, key in _carried(before)), "")
+        yield left
+        vars(left).update(vars(left_in(started)))
+        carried = next(_carried(tables), "")
     finally:
-        for _, module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
+        for table in tables:
+            table.restore()
     if carried:
         raise CaptureError(
             f"the forward assigns a tensor to {carried!r}, which held one before and is no buffer; use "
@@ -86,13 +95,14 @@ def _unconverted(
     return module
 
 
-def _carried(before: list[tuple[str, torch.nn.Module, dict[str, Any]]]) -> Iterator[tuple[str, str]]:
+def _carried(tables: list[Table]) -> Iterator[str]:
     """Plain attributes that held a tensor and now hold one that was made in the step."""
-    for name, module, attributes in before:
-        for key, value in vars(module).items():
-            old = attributes.get(key)
-            if isinstance(value, FakeTensor) and isinstance(old, torch.Tensor) and value is not old:
-                yield name, key
+    for table in tables:
+        if isinstance(table.held, dict):
+            for key, value in table.held.items():
+                old = table.before.get(key)
+                if isinstance(value, FakeTensor) and isinstance(old, torch.Tensor) and value is not old:
+                    yield f"{table.label}.{key}".lstrip(".")
 
 
 def _generators() -> tuple[Any, Any, Any]:

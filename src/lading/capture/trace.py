@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lading.capture.attributes import Left, check_steady
 from lading.capture.batches import input_leaves, map_batch
+from lading.capture.losses import TOTAL, named_losses, total_of
 from lading.capture.state import branches_of_eager, left_as_it_was
 from lading.capture.tracer import Tracer
 from lading.errors import CaptureError, LadingError
+from lading.ir.fold import fold
 from lading.ir.graph import Phase, StepGraph
 
 
@@ -36,7 +39,7 @@ def capture(
         batch: Dicts, lists, tuples and dataclasses whose tensors give shapes and dtypes. Values are read only where the
             model itself asks for a number (``if mask.any()``); the graph then checks that later batches give the same.
         loss: ``loss(model, batch)`` runs the forward and returns a scalar, or a dict, list or tuple of scalars, whose
-            sum is trained.
+            sum is trained; each is reported by its name or number.
         accumulation: Micro-batches of a step, >= 1; the loss is divided by it, so a step uses the mean.
 
     Returns:
@@ -46,47 +49,51 @@ def capture(
         CaptureError: an operation cannot be captured; says which, in which module, and what to do.
     """
     mode = _fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
+    once = partial(_once, mode, model, batch, loss, accumulation)
+    graph, left = once()
+    if left.labels:
+        check_steady(graph, left, lambda seen: once(left, seen))
+    return dataclasses.replace(graph, accumulation=accumulation, blocks=fold(graph))
+
+
+def _once(
+    mode: FakeTensorMode,
+    model: torch.nn.Module,
+    batch: Any,
+    loss: Any,
+    accumulation: int,
+    before: Left | None = None,
+    seen: set[str] | None = None,
+) -> tuple[StepGraph, Left]:
+    """One capture, from what an earlier step left; and what this one leaves."""
     tracer = Tracer()
     with mode:
         fakes = _fake_copies(model)
         inputs, fake_batch = _fake_batch(batch)
     tracer.declare(fakes, inputs, dict(input_leaves(batch)))
-    with left_as_it_was(model), branches_of_eager(), mode, tracer, _module_paths(model, tracer):
-        value = _call(model, fakes, fake_batch, partial(_forward_backward, loss, tracer, accumulation, fakes))
-    return dataclasses.replace(tracer.graph(fakes, inputs, value), accumulation=accumulation)
-
-
-def _total(value: Any) -> torch.Tensor:
-    """The scalar to train: the loss itself, or the sum of several."""
-    terms = (
-        list(value.values()) if isinstance(value, Mapping) else list(value) if type(value) in (list, tuple) else [value]
-    )
-    for term in terms:
-        if not isinstance(term, torch.Tensor) or term.numel() != 1:
-            found = tuple(term.shape) if isinstance(term, torch.Tensor) else type(term).__name__
-            raise CaptureError(
-                f"expected loss(model, batch) to return a scalar tensor or several, got {found}; reduce it: .mean()"
-            )
-        if not term.requires_grad:
-            what = "the loss does" if len(terms) == 1 else "one of the losses does"
-            raise CaptureError(
-                f"{what} not depend on any trainable parameter; check requires_grad and torch.no_grad, and return "
-                "nothing but what is to be trained"
-            )
-    if not terms:
-        raise CaptureError("expected loss(model, batch) to return a scalar tensor or several, got none")
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+    with (
+        left_as_it_was(model, before, seen) as left,
+        branches_of_eager(),
+        mode,
+        tracer,
+        _module_paths(model, tracer),
+    ):
+        losses = _call(model, fakes, fake_batch, partial(_forward_backward, loss, tracer, accumulation, fakes))
+    for place in [place for place, kept in left.tensors.items() if tracer.is_constant(kept)]:
+        del left.tensors[place], left.labels[place]  # a table that the next step would make again
+    return tracer.graph(fakes, inputs, losses), left
 
 
 def _forward_backward(
     loss: Any, tracer: Tracer, accumulation: int, fakes: Mapping[str, torch.Tensor], model: torch.nn.Module, batch: Any
-) -> torch.Tensor:
-    """What is traced; backward is inside too, as a model with its own checkpointing runs its modules again there."""
+) -> dict[str, torch.Tensor]:
+    """What is traced; gives the loss and its terms by name.
+
+    Backward is inside too, as a model with its own checkpointing runs its modules again there.
+    """
     try:
-        value = _total(loss(model, batch))
+        terms = named_losses(loss(model, batch))
+        value = total_of(terms)
         if accumulation > 1:
             value = value / accumulation
         tracer.phase = Phase.BACKWARD
@@ -99,7 +106,11 @@ def _forward_backward(
             "check that the step runs in eager PyTorch, and that it asks for no values"
         ) from error
     _keep_assigned_buffers(model, fakes)
-    return value
+    if len(terms) == 1:
+        return {TOTAL: value}
+    with torch.no_grad():  # a term that lives on, such as a parameter, changes before the step ends
+        kept = {name: t.clone() if tracer.lives_on(t) else t for name, t in terms.items()}
+    return {TOTAL: value, **kept}
 
 
 def _keep_assigned_buffers(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor]) -> None:
@@ -120,16 +131,16 @@ def _keep_assigned_buffers(model: torch.nn.Module, fakes: Mapping[str, torch.Ten
 class _Step(torch.nn.Module):
     """A model and its loss as one module, so that functional_call can swap the parameters under both."""
 
-    def __init__(self, model: torch.nn.Module, loss: Callable[[torch.nn.Module, Any], torch.Tensor]) -> None:
+    def __init__(self, model: torch.nn.Module, loss: Callable[[torch.nn.Module, Any], Any]) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
 
-    def forward(self, batch: Any) -> torch.Tensor:
+    def forward(self, batch: Any) -> Any:
         return self.loss(self.model, batch)
 
 
-def _call(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor], batch: Any, loss: Any) -> torch.Tensor:
+def _call(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor], batch: Any, loss: Any) -> dict[str, torch.Tensor]:
     named = {f"model.{name}": tensor for name, tensor in fakes.items()}
     step = _Step(model, loss)
     step.training = model.training  # train() would also switch submodules that are in another mode on purpose

@@ -25,7 +25,6 @@ from lading.capture.fakes import FakeRunner, flat_tensors
 from lading.capture.flops import op_flops
 from lading.capture.known import Trace
 from lading.errors import CaptureError
-from lading.ir.fold import fold
 from lading.ir.graph import (
     DTYPE_BYTES,
     Arg,
@@ -152,16 +151,24 @@ class Tracer(TorchDispatchMode):
         return self._constant_from(out) if isinstance(out, torch.Tensor) else out
 
     def _number_of_batch(self, func: Any, tensor: torch.Tensor, error: Exception) -> int | bool:
-        """A truth or integer of this batch, with an operation that makes sure the next batches give the same."""
+        """A truth or integer of this batch, with an operation that makes sure the next batches give the same.
+
+        Where a model asks whether its numbers are still finite, they are, until that operation says otherwise.
+        """
         if self._trace.is_draw(self.tensor_id(tensor)):
             raise CaptureError(self._refusal(func, _ADVICE["chance"])) from error
         values = None if tensor.dtype.is_floating_point else self._known([tensor], batch=True)
-        if values is None or self.phase is Phase.BACKWARD:
+        healthy = values is None and self._trace.is_anomaly(self.tensor_id(tensor))
+        if (values is None and not healthy) or self.phase is Phase.BACKWARD:
             raise CaptureError(self._refusal(func, _ADVICE["data"])) from error
-        with unset_fake_temporarily():
-            number = int(values[0]) if tensor.dtype is not torch.bool else bool(values[0])
+        number: int | bool = False
+        if values is not None:
+            with unset_fake_temporarily():
+                number = int(values[0]) if tensor.dtype is not torch.bool else bool(values[0])
         same = self.__torch_dispatch__(torch.ops.aten.eq.Scalar, (), (tensor, number))
         message = f"expected a batch for which {self.place()} reads {number}, as captured; capture again for this one"
+        if healthy:
+            message = f"expected finite numbers in {self.place()}, found others, which the model would mend"
         self.__torch_dispatch__(_ASSERT, (), (same, message))
         return number
 
@@ -315,6 +322,15 @@ class Tracer(TorchDispatchMode):
             data = torch.empty(0, dtype=torch.uint8).set_(dense.untyped_storage()).numpy().tobytes()
         self._new_storage(t, f"constant.{len(self.storages)}", Role.CONSTANT, data)
 
+    def is_constant(self, t: torch.Tensor) -> bool:
+        """Whether the values of a tensor are the same in every step."""
+        return self._known([t]) is not None
+
+    def lives_on(self, t: torch.Tensor) -> bool:
+        """Whether a tensor views what was there before the step."""
+        role = self.storages[self.tensors[self.tensor_id(t)].storage].role
+        return role not in (Role.ACTIVATION, Role.GRADIENT)
+
     def tensor_id(self, t: torch.Tensor) -> int:
         """Id of the graph tensor with this storage and geometry."""
         if t.untyped_storage()._cdata not in self._storage_ids:
@@ -356,9 +372,12 @@ class Tracer(TorchDispatchMode):
         raise CaptureError(f"{self.place()}: an operation takes a {type(arg).__name__}; pass tensors and numbers only")
 
     def graph(
-        self, fakes: Mapping[str, torch.Tensor], inputs: list[tuple[str, torch.Tensor]], loss: torch.Tensor
+        self,
+        fakes: Mapping[str, torch.Tensor],
+        inputs: list[tuple[str, torch.Tensor]],
+        losses: Mapping[str, torch.Tensor],
     ) -> StepGraph:
-        """The finished StepGraph."""
+        """The finished StepGraph, not yet folded."""
         parameters = tuple(self._parameters(fakes))
         final = {self.tensors[p.gradient].storage for p in parameters if p.gradient is not None}
         storages = [
@@ -371,7 +390,6 @@ class Tracer(TorchDispatchMode):
                 storages[at] = dataclasses.replace(storages[at], name=f"{parameter.names[0]}.grad")
         buffers = {name: self.tensor_id(t) for name, t in fakes.items() if not isinstance(t, torch.nn.Parameter)}
         leaves = tuple((name, self.tensor_id(t)) for name, t in inputs)
-        losses = (self.tensor_id(loss),)
         graph = StepGraph(
             storages=tuple(storages),
             tensors=tuple(self.tensors),
@@ -379,11 +397,12 @@ class Tracer(TorchDispatchMode):
             parameters=parameters,
             buffers=tuple(buffers.items()),
             inputs=(leaves,),
-            losses=losses,
+            losses=tuple(map(self.tensor_id, losses.values())),
+            loss_names=tuple(losses),
         )
         graph.validate()
         _check_constants(graph)
-        return dataclasses.replace(graph, blocks=fold(graph))
+        return graph
 
     def _parameters(self, fakes: Mapping[str, torch.Tensor]) -> Iterator[Parameter]:
         names: dict[int, list[str]] = {}

@@ -7,16 +7,16 @@ original), and the table ``sizes``.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import tomllib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from lading.config import MODELS, ModelConfig
+from lading.config import MODELS, ModelConfig, RunConfig
 from lading.errors import ConfigError
+from lading.inputs import CATALOG_MODELS, catalog_models
 
-_FOLDER = Path(__file__).parent / "models"
 #: Models whose tables of positions are as long as asked for; they need no ``max_seq_len`` beyond the sequence.
 _ROTARY = ("llama", "moe")
 _DEFAULT_TOKENS = 4096
@@ -69,7 +69,20 @@ class NamedModel:
 
 def model_names() -> tuple[str, ...]:
     """Names of the catalog's models, sorted."""
-    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+    return catalog_models()
+
+
+def resolved(run: RunConfig) -> RunConfig:
+    """The run with a model of the catalog exchanged for the reference model and the sizes that it stands for.
+
+    Raises:
+        ConfigError: the sequence is longer than the model takes.
+    """
+    if run.model.name in MODELS or run.model.name not in model_names():
+        return run
+    config = named_model(run.model.name).config(run.data.sequence_length)
+    sizes = {**config.sizes, **run.model.sizes}
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, name=config.name, sizes=sizes))
 
 
 def named_model(name: str) -> NamedModel:
@@ -86,7 +99,7 @@ def named_model(name: str) -> NamedModel:
             f"expected a model ({', '.join(names)}), 'module:function', or the path of a config.json or of its folder, "
             f"got {name!r}{hint}"
         )
-    data: dict[str, Any] = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    data: dict[str, Any] = tomllib.loads((CATALOG_MODELS / f"{name}.toml").read_text(encoding="utf-8"))
     found = NamedModel(**data)
     if found.name != name or found.model not in MODELS:
         raise ConfigError(f"catalog/models/{name}.toml: expected this name and a model among {', '.join(MODELS)}")

@@ -202,10 +202,11 @@ class Block:
 class StepGraph:
     """Forward, loss and backward (and, once expanded, the optimizer) of one step, in program order.
 
-    ``losses`` holds one scalar tensor per micro-batch; ``inputs`` the batch leaves by path, one tuple per micro-batch.
-    ``accumulation`` is the number of micro-batches of a step; each loss is already divided by it. ``deferred`` are the
-    operations that end the step before (see ``lading.ir.defer``), and ``carried`` the storages they take from it: an
-    operation of the step creates each anew, later.
+    ``losses`` holds the scalars of each micro-batch, one after another: for each of ``loss_names`` one, of which the
+    first is what is trained. ``inputs`` holds the batch leaves by path, one tuple per micro-batch. ``accumulation`` is
+    the number of micro-batches of a step; what is trained is already divided by it. ``deferred`` are the operations
+    that end the step before (see ``lading.ir.defer``), and ``carried`` the storages they take from it: an operation of
+    the step creates each anew, later.
     """
 
     storages: tuple[Storage, ...]
@@ -215,6 +216,7 @@ class StepGraph:
     buffers: tuple[tuple[str, int], ...]
     inputs: tuple[tuple[tuple[str, int], ...], ...]
     losses: tuple[int, ...]
+    loss_names: tuple[str, ...] = ("loss",)
     blocks: tuple[Block, ...] = ()
     states: tuple[State, ...] = ()
     accumulation: int = 1
@@ -262,7 +264,7 @@ class StepGraph:
         """Hash of structure (not of weights): equal for two captures of the same model and batch shape."""
         digest = hashlib.sha256()
         parts = (self.storages, self.tensors, self.ops, self.parameters, self.buffers, self.inputs, self.losses)
-        for part in (*parts, (self.accumulation,), self.deferred, self.carried):
+        for part in (*parts, (self.accumulation,), self.deferred, self.carried, self.loss_names[1:]):
             for item in part:
                 digest.update(repr(item).encode())
                 if isinstance(item, Storage) and item.data is not None:

@@ -110,7 +110,7 @@ class _Builder:
         self.starts.append(len(self.ops))
         self.ops.extend(rename_op(op, names) for op in self.graph.ops)
         self.inputs.append(tuple((name, names[t]) for name, t in self.graph.inputs[0]))
-        self.losses.append(names[self.graph.losses[0]])
+        self.losses.extend(names[t] for t in self.graph.losses)
         if self.graph.accumulation == 1:
             return
         for parameter in self.graph.parameters:

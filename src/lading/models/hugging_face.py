@@ -57,7 +57,7 @@ def task_of(model: ModelConfig, config: Any) -> str:
     """What a model learns, if "auto": what its configuration's architecture is made for.
 
     Raises:
-        ConfigError: it is not made for text.
+        ConfigError: transformers has no model for it.
     """
     if model.task != "auto":
         return model.task
@@ -66,9 +66,11 @@ def task_of(model: ModelConfig, config: Any) -> str:
         table = _classes(task)
         if named in table.values() or (not named and config.model_type in table):
             return task
+    if hasattr(_transformers(), named or "-"):
+        return "own"
     raise ConfigError(
-        f"model.name {model.name!r}: {named or config.model_type} is not made for text; give model.task if it is, "
-        "or train it in your own loop with lading.Trainer"
+        f"model.name {model.name!r}: transformers has no model {named or 'of type ' + config.model_type}; name one of "
+        "its classes in the configuration: architectures = ['ViTForImageClassification']"
     )
 
 
@@ -84,8 +86,8 @@ def build_from(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.
     config = read_config(model)
     task = task_of(model, config)
     named = (getattr(config, "architectures", None) or [""])[0]
-    table = _classes(task)
-    name = named if named in table.values() else table.get(config.model_type, "")
+    table = _classes(task) if task != "own" else {}
+    name = named if named in table.values() or task == "own" else table.get(config.model_type, "")
     made = getattr(_transformers(), name if isinstance(name, str) else name[0], None)
     if made is None:
         raise ConfigError(f"model.task {task!r}: transformers has no such model of type {config.model_type!r}")

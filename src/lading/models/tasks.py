@@ -1,4 +1,5 @@
-"""What a model of transformers learns from text: one loss for each task, on the batches of ``runtime.framing``.
+"""What a model of transformers learns: from text one loss for each task, on the batches of ``runtime.framing``; from
+arrays its own.
 
 Shapes: B batch, T tokens, V vocabulary, D width, C classes.
 """
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from lading.errors import ConfigError
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -65,6 +68,23 @@ def contrastive_loss(model: Any, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(scores_BB, torch.arange(len(scores_BB)))
 
 
+def own_loss(model: Any, batch: Batch) -> Any:
+    """What the model's forward gives as its loss, called with the batch as arguments by name.
+
+    Raises:
+        ConfigError: it gives none.
+    """
+    out = model(**batch)
+    if not hasattr(out, "to_tuple"):  # no output of transformers: a scalar or several
+        return out
+    if out.get("loss") is None:
+        raise ConfigError(
+            f"data.inputs: expected what {type(model).__name__} takes its loss from (mostly 'labels'), got "
+            f"{', '.join(batch)}, for which it gives no loss"
+        )
+    return out["loss"].mean()
+
+
 LOSSES: Mapping[str, Callable[[Any, Batch], torch.Tensor]] = MappingProxyType(
     {
         "causal-lm": causal_lm_loss,
@@ -72,5 +92,6 @@ LOSSES: Mapping[str, Callable[[Any, Batch], torch.Tensor]] = MappingProxyType(
         "seq2seq-lm": seq2seq_lm_loss,
         "classification": classification_loss,
         "contrastive": contrastive_loss,
+        "own": own_loss,
     }
 )

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lading import __version__
-from lading.config import share_or_bytes
 from lading.cost.compute import fused_costs, missing_rates, op_costs, packed_columns
 from lading.errors import ConfigError, PlanInfeasible, ProgramError
 from lading.ir.action import ActionKind
@@ -33,7 +32,7 @@ from lading.planner.policies import Policy, checkpoint_every_block, keep_all
 from lading.planner.residency import MOST_RETIMED, Found, Step, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.sim.engine import simulate, stall_s
-from lading.units import format_bytes, parse_bytes
+from lading.units import format_bytes, parse_bytes, share_or_bytes
 
 _POLICIES: dict[str, Policy] = {
     "keep-all": keep_all,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from math import ceil, floor
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from lading.errors import ConfigError
@@ -18,13 +19,16 @@ if TYPE_CHECKING:
 
 #: A budget this full is shown in yellow.
 NEARLY_FULL = 0.95
+NO_LOSSES: Mapping[str, float] = MappingProxyType({})
 
 
 class Progress(Protocol):
     """What a training loop tells about itself."""
 
-    def update(self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
-        """Show the state after ``step`` steps are done."""
+    def update(
+        self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int, losses: Mapping[str, float] = NO_LOSSES
+    ) -> None:
+        """Show the state after ``step`` steps are done; ``losses`` are what ``loss`` is the sum of, by name."""
         ...
 
     def note(self, text: str) -> None:
@@ -81,6 +85,11 @@ def memory_text(memory_bytes: int, budget_bytes: int) -> str:
     return f"{used:.{digits}f}/{budget:.{digits}f} {unit} {percent}%"
 
 
+def losses_text(losses: Mapping[str, float]) -> str:
+    """``' (text 2.3100, balance 0.0123)'``; nothing where there is one loss only."""
+    return f" ({', '.join(f'{name} {value:.4f}' for name, value in losses.items())})" if losses else ""
+
+
 def clock_text(seconds: float) -> str:
     """``'12s'``, ``'3m05s'`` or ``'2h04m'``."""
     whole = round(seconds)
@@ -113,7 +122,9 @@ class _Lines:
         self._start_s = clock()
         self._last_s: float | None = None
 
-    def update(self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
+    def update(
+        self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int, losses: Mapping[str, float] = NO_LOSSES
+    ) -> None:
         now = self._clock()
         if self._last_s is not None and now - self._last_s < self._every_s and step < self._total:
             return
@@ -122,7 +133,7 @@ class _Lines:
         left = f"{clock_text(elapsed / done * (self._total - step))} left" if done > 0 else "time left unknown"
         ending = f"done in {clock_text(elapsed)}" if step >= self._total else left
         self.note(
-            f"step {step}/{self._total}  loss {loss:.4f}  {tokens_per_s:,.0f} tokens/s  "
+            f"step {step}/{self._total}  loss {loss:.4f}{losses_text(losses)}  {tokens_per_s:,.0f} tokens/s  "
             f"memory {memory_text(memory_bytes, self._budget)}  {ending}"
         )
 
@@ -149,11 +160,14 @@ class _Bar:
         )
         self._task = self.live.add_task("train", total=total_steps, completed=first_step, figures="")
 
-    def update(self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int) -> None:
+    def update(
+        self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int, losses: Mapping[str, float] = NO_LOSSES
+    ) -> None:
         share = memory_bytes / self._budget if self._budget else 0.0
         colour = "red" if share > 1 else "yellow" if share >= NEARLY_FULL else "green"
+        terms = losses_text(losses).replace("[", r"\[")
         figures = (
-            f"loss [bold]{loss:.4f}[/]  {tokens_per_s:,.0f} tok/s  "
+            f"loss [bold]{loss:.4f}[/]{terms}  {tokens_per_s:,.0f} tok/s  "
             f"[{colour}]{memory_text(memory_bytes, self._budget)}[/]"
         )
         self.live.update(self._task, completed=step, figures=figures)

@@ -210,10 +210,21 @@ class Binder:
         return run
 
     def _report(self, storage: int) -> Call:
-        losses = [(i, t) for i, t in enumerate(self.graph.losses) if self.graph.storage_of(t) == storage]
-        if not losses or (view := self.view(losses[0][1])) is None:
+        """Hand the losses that lie on a storage to the caller."""
+        places = self.caller.losses
+        found = [
+            (places[index], view)
+            for index, tensor in enumerate(self.graph.losses)
+            if self.graph.storage_of(tensor) == storage and (view := self.view(tensor)) is not None
+        ]
+        if not found:
             raise ProgramError(f"storage {storage} ({self.graph.storages[storage].name}) is no loss of the step")
-        return partial(self.caller.losses[losses[0][0]].copy_, view, non_blocking=True)
+
+        def run() -> None:
+            for place, view in found:
+                place.copy_(view, non_blocking=True)
+
+        return run
 
 
 def _nothing() -> None:

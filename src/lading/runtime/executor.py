@@ -152,7 +152,7 @@ class Executor:
             batches: One mapping per micro-batch, from the graph's input names to tensors.
             lr: Learning rate of every update of this step.
         Returns:
-            The loss of each micro-batch, as the graph computes it.
+            The losses of each micro-batch, as the graph computes them: ``graph.losses``.
         Raises:
             ConfigError: a batch is not what the step was captured for; nothing has run.
             StorageError: a tier failed. ProgramError: an operation failed. Both name the action, and the values are

@@ -1,0 +1,355 @@
+"""Arrays as data: the columns of npz, safetensors and Parquet files, one row a sample; or numbers made up.
+
+A column is an argument of the model's forward. Rows are copied once into a file next to the run,
+
+    arrays-FINGERPRINT.rows    row after row, each column's bytes in turn
+    arrays-FINGERPRINT.json    the columns, how many rows, and their hash; written last
+
+and read from there, as a mapping would add its pages to the resident set that a budget is about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lading.config import DataConfig
+from lading.errors import ConfigError, StorageError
+from lading.inputs import Input, parse_input
+from lading.runtime.documents import files_of, fingerprint_of
+
+_LAYOUT = 1
+_WINDOWS = 0
+_ROWS_AT_ONCE = 64
+_FORMATS = {".npz": "npz", ".safetensors": "safetensors", ".parquet": "parquet"}
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
+          "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}  # fmt: skip
+
+Batch = dict[str, torch.Tensor]
+Columns = Mapping[str, Input]
+
+
+def inputs_of(config: DataConfig) -> dict[str, Input]:
+    """What a batch holds, by name: as ``data.inputs`` says, else as the first file's columns are.
+
+    Raises:
+        ConfigError: neither says it, or the file cannot be read.
+    """
+    if config.inputs:
+        return {name: parse_input(f"data.inputs.{name}", text) for name, text in config.inputs.items()}
+    if config.kind == "random":
+        raise ConfigError("data.inputs: expected the inputs of the model, such as pixel_values = 'float32 3 224 224'")
+    path = files_of(config.source)[0]
+    try:
+        found = {"npz": _npz_columns, "safetensors": _safetensors_columns, "parquet": _parquet_columns}[_form(path)](
+            path
+        )
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise _unreadable(path, error) from error
+    if not found:
+        raise ConfigError(f"{path}: expected at least one column, found none")
+    return found
+
+
+def made_up(columns: Columns, rows: int, seed: int, step: int, micro: int) -> Batch:
+    """A batch of random numbers: normal ones, integers below their limit, and masks that are all true.
+
+    Source: Philox counters, as for text: step and micro-batch are the high words.
+    """
+    numbers = np.random.Generator(np.random.Philox(counter=[0, 0, micro, step], key=[seed, _WINDOWS]))
+    batch: Batch = {}
+    for name, column in columns.items():
+        shape = (rows, *column.shape)
+        dtype = getattr(torch, column.dtype)
+        if dtype.is_floating_point:
+            made = torch.from_numpy(numbers.standard_normal(shape, dtype=np.float32))
+        elif dtype is torch.bool:
+            made = torch.ones(shape, dtype=torch.bool)
+        else:
+            made = torch.from_numpy(numbers.integers(0, column.below or 2, shape))
+        batch[name] = made.to(dtype)
+    return batch
+
+
+class RandomDataset:
+    """Batches of numbers that mean nothing, for a model whose data is not at hand."""
+
+    def __init__(self, config: DataConfig, *, seed: int) -> None:
+        self._columns, self._rows, self._seed = inputs_of(config), config.batch_size, seed
+        self.fingerprint = f"random {self._columns}"
+
+    def batch(self, step: int, micro: int) -> Batch:
+        """The micro-batch ``micro`` of step ``step``."""
+        _check_place(step, micro)
+        return made_up(self._columns, self._rows, self._seed, step, micro)
+
+
+class ArrayDataset:
+    """Random rows of arrays.
+
+    Args:
+        folder: Where the rows are cached: the run's folder. They are made anew when a file changes.
+
+    Raises:
+        ConfigError: no files at the source, or a file has other columns than the first, or than ``data.inputs`` says.
+        StorageError: the cache cannot be written.
+    """
+
+    def __init__(self, config: DataConfig, folder: Path, *, seed: int) -> None:
+        self._config, self._seed, self._columns = config, seed, inputs_of(config)
+        files = files_of(config.source)
+        parts = [fingerprint_of(files), sorted(self._columns.items()), _LAYOUT]
+        self._path = folder / f"arrays-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.rows"
+        facts = _facts(self._path)
+        if facts is None:
+            facts = self._write(files, folder)
+        self._num_rows, self.fingerprint = int(facts["rows"]), str(facts["sha256"])[:16]
+        if not self._num_rows:
+            raise ConfigError(f"data.source {config.source!r}: expected rows, found none")
+
+    def __len__(self) -> int:
+        """Rows in all."""
+        return self._num_rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return sum(map(_row_bytes, self._columns.values()))
+
+    def batch(self, step: int, micro: int) -> Batch:
+        """The micro-batch ``micro`` of step ``step``: rows drawn as windows of a text are.
+
+        Raises:
+            StorageError: the cache is gone, cut short or cannot be read.
+        """
+        _check_place(step, micro)
+        raw = np.random.Philox(counter=[0, 0, micro, step], key=[self._seed, _WINDOWS]).random_raw(
+            self._config.batch_size
+        )
+        size = self.row_bytes
+        try:
+            file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                rows = [os.pread(file, size, int(row) * size) for row in raw % np.uint64(self._num_rows)]
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise StorageError(
+                f"cannot read the rows in {self._path}: {error.strerror}; start the run again"
+            ) from error
+        if any(len(row) != size for row in rows):
+            raise StorageError(f"{self._path}: expected {self._num_rows * size} bytes, found fewer; delete it")
+        return self._split(rows)
+
+    def _split(self, rows: list[bytes]) -> Batch:
+        batch: Batch = {}
+        at = 0
+        for name, column in self._columns.items():
+            size = _row_bytes(column)
+            data = bytearray(b"".join(row[at : at + size] for row in rows))
+            at += size
+            flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            batch[name] = flat.view(getattr(torch, column.dtype)).view(len(rows), *column.shape)
+        return batch
+
+    def _write(self, files: list[Path], folder: Path) -> dict[str, Any]:
+        """Copy every row; the description is written last."""
+        temporary = self._path.with_name(f"{self._path.name}.tmp-{os.getpid()}")
+        digest, count = hashlib.sha256(), 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as file:
+                for path in files:
+                    for rows in _read(path, self._columns):
+                        file.write(rows)
+                        digest.update(rows)
+                        count += len(rows) // self.row_bytes
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self._path)
+            facts = {"rows": count, "row_bytes": self.row_bytes, "sha256": digest.hexdigest()}
+            temporary.write_text(json.dumps(facts))
+            os.replace(temporary, self._path.with_suffix(".json"))
+        except OSError as error:
+            raise StorageError(f"cannot copy the arrays of {self._config.source!r} to {folder}: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        return facts
+
+
+def _check_place(step: int, micro: int) -> None:
+    if step < 0 or micro < 0:
+        raise ConfigError(f"expected a step and a micro-batch >= 0, got {step} and {micro}")
+
+
+def _facts(path: Path) -> dict[str, Any] | None:
+    """What the description of a cache says; None if the cache is not there whole."""
+    try:
+        facts = json.loads(path.with_suffix(".json").read_text())
+        whole = path.stat().st_size == int(facts["rows"]) * int(facts["row_bytes"]) and facts["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # to be made again
+    return facts if whole else None
+
+
+def _row_bytes(column: Input) -> int:
+    return prod(column.shape) * torch.empty(0, dtype=getattr(torch, column.dtype)).element_size()
+
+
+def _form(path: Path) -> str:
+    if path.suffix not in _FORMATS:
+        raise ConfigError(f"{path}: expected a file that ends in {', '.join(_FORMATS)}; see data.source")
+    return _FORMATS[path.suffix]
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path}: expected arrays as {path.suffix.removeprefix('.')}: {error}")
+
+
+def _read(path: Path, columns: Columns) -> Iterator[bytes]:
+    """The rows of a file, some at a time.
+
+    Raises:
+        ConfigError: it lacks a column, or one is of another shape.
+    """
+    read = {"npz": _npz, "safetensors": _safetensors, "parquet": _parquet}[_form(path)]
+    try:
+        for group in read(path, columns):
+            yield _interleaved(path, group, columns)
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise _unreadable(path, error) from error
+
+
+def _interleaved(path: Path, group: Mapping[str, torch.Tensor], columns: Columns) -> bytes:
+    """Rows of all columns, row after row."""
+    parts: list[torch.Tensor] = []
+    for name, column in columns.items():
+        value = group[name]
+        if tuple(value.shape[1:]) != column.shape and prod(value.shape[1:]) != prod(column.shape):
+            raise ConfigError(
+                f"{path}: expected rows of {column.shape} in {name!r}, found {tuple(value.shape[1:])}; see data.inputs"
+            )
+        wanted = getattr(torch, column.dtype)
+        if wanted.is_floating_point != value.dtype.is_floating_point:
+            raise ConfigError(f"{path}: expected {column.dtype} in {name!r}, found {value.dtype}; see data.inputs")
+        if column.below is not None and value.numel() and not 0 <= int(value.min()) <= int(value.max()) < column.below:
+            raise ConfigError(
+                f"{path}: expected integers from 0 to below {column.below} in {name!r}, found {int(value.min())} to "
+                f"{int(value.max())}"
+            )
+        rows = value.to(wanted).reshape(len(value), -1).contiguous()
+        parts.append(rows.view(torch.uint8) if rows.numel() else rows.to(torch.uint8))
+    return torch.cat(parts, dim=1).numpy().tobytes()
+
+
+def _same_rows(path: Path, counts: Mapping[str, int]) -> int:
+    if len(set(counts.values())) != 1:
+        raise ConfigError(f"{path}: expected as many rows in each column, found {dict(counts)}")
+    return next(iter(counts.values()))
+
+
+def _missing(path: Path, columns: Columns, found: Any) -> None:
+    if absent := [name for name in columns if name not in found]:
+        raise ConfigError(f"{path}: expected a column {absent[0]!r}, found {sorted(found)}; see data.inputs")
+
+
+def _npz_columns(path: Path) -> dict[str, Input]:
+    with zipfile.ZipFile(path) as file:
+        found: dict[str, Input] = {}
+        for member in file.namelist():
+            with file.open(member) as data:
+                version = np.lib.format.read_magic(data)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(data)
+            found[member.removesuffix(".npy")] = _column(path, member, str(dtype), shape)
+    return found
+
+
+def _npz(path: Path, columns: Columns) -> Iterator[dict[str, torch.Tensor]]:
+    with np.load(path, allow_pickle=False) as file:
+        _missing(path, columns, file.files)
+        arrays = {name: torch.from_numpy(file[name]) for name in columns}
+    count = _same_rows(path, {name: len(array) for name, array in arrays.items()})
+    for at in range(0, count, _ROWS_AT_ONCE):
+        yield {name: array[at : at + _ROWS_AT_ONCE] for name, array in arrays.items()}
+
+
+def _safetensors_columns(path: Path) -> dict[str, Input]:
+    with _opened(path) as file:
+        found: dict[str, Input] = {}
+        for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
+            part = file.get_slice(name)
+            found[name] = _column(path, name, _NAMES.get(str(part.get_dtype()), "?"), part.get_shape())
+    return found
+
+
+def _safetensors(path: Path, columns: Columns) -> Iterator[dict[str, torch.Tensor]]:
+    with _opened(path) as file:
+        _missing(path, columns, file.keys())
+        parts = {name: file.get_slice(name) for name in columns}
+        count = _same_rows(path, {name: part.get_shape()[0] for name, part in parts.items()})
+        for at in range(0, count, _ROWS_AT_ONCE):
+            yield {name: part[at : min(count, at + _ROWS_AT_ONCE)] for name, part in parts.items()}
+
+
+def _opened(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt", backend="pread")
+    except SafetensorError as error:
+        raise _unreadable(path, error) from error
+
+
+def _parquet_columns(path: Path) -> dict[str, Input]:
+    for group in _parquet(path, None):
+        return {name: _column(path, name, str(v.dtype).removeprefix("torch."), v.shape) for name, v in group.items()}
+    raise ConfigError(f"{path}: expected rows, found none")
+
+
+def _parquet(path: Path, columns: Columns | None) -> Iterator[dict[str, torch.Tensor]]:
+    """Columns of numbers, or of lists of as many numbers in each row."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(f"{path}: reading Parquet needs pyarrow: pip install 'lading[data]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = list(file.schema_arrow.names)
+            _missing(path, columns or {}, names)
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=list(columns or names)):
+                yield {name: _from_arrow(path, name, batch.column(name)) for name in (columns or names)}
+    except pyarrow.ArrowException as error:
+        raise _unreadable(path, error) from error
+
+
+def _from_arrow(path: Path, name: str, values: Any) -> torch.Tensor:
+    rows = len(values)
+    while hasattr(values, "flatten") and "list" in str(values.type):
+        values = values.flatten()
+    if values.null_count:
+        raise ConfigError(f"{path}: expected a value in every row of {name!r}, found {values.null_count} without")
+    flat = np.array(values.to_numpy(zero_copy_only=False))  # one of our own, as torch wants to write
+    if flat.dtype == object or len(flat) % max(1, rows):
+        raise ConfigError(f"{path}: expected as many numbers in every row of {name!r}")
+    return torch.from_numpy(flat).view(rows, -1) if len(flat) != rows else torch.from_numpy(flat)
+
+
+def _column(path: Path, name: str, dtype: str, shape: Any) -> Input:
+    if len(shape) < 1:
+        raise ConfigError(f"{path}: expected one row a sample in {name!r}, found a single number")
+    return parse_input(f"{path}: {name}", " ".join([dtype, *map(str, shape[1:])]))

@@ -2,6 +2,9 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
+# Processes that the files of tests are shared among: 0 runs them one after another, auto takes one a core.
+WORKERS ?= 0
+PYTEST := pytest -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 BIN := .venv/bin
 STAMP := .venv/.lading-installed
 
@@ -21,14 +24,14 @@ demo: venv
 	$(BIN)/lading demo $(DEMO_ARGS)
 
 test: venv
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m $(PYTEST) $(PYTEST_ARGS)
 
 check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m $(PYTEST) $(PYTEST_ARGS)
 
 format: venv
 	$(BIN)/ruff format .

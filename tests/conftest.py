@@ -1,9 +1,11 @@
-"""Settings of every test: the same examples in every run, however slow the machine."""
+"""Settings of every test: the same examples in every run, however slow the machine; long files first."""
 
 from __future__ import annotations
 
+import os
 import signal
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("lading", deadline=None, derandomize=True, max_examples=50)
@@ -11,3 +13,11 @@ settings.load_profile("lading")
 
 # A background shell ignores Ctrl-C for the tests and all they start; the tests of Ctrl-C need it back.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one core each
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs come first: where several processes share the work, the last files should be short ones."""
+    items.sort(key=lambda item: len(item.path.parts))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import _pickle
 import dataclasses
 import json
 import os
+import pickle
+import subprocess
+import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,8 +36,8 @@ from tests.fuzz import damaged_bytes, damaged_document
 from tests.runs import write_run
 
 T = TypeVar("T")
-FUZZ = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
-FEW = settings(FUZZ, max_examples=30)
+FUZZ = settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+FEW = settings(FUZZ, max_examples=20)
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +49,65 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path.parent / "out"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **_: object) -> None:
+class Watch:
+    """Refuses, while it is on, to start a program and to unpickle anything."""
+
+    #: What Python audits when a program is started, and when a pickle names what it wants to have or call.
+    EVENTS = frozenset({"os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class"})
+
+    def __init__(self) -> None:
+        self.on = False
+        self.seen: list[str] = []
+
+    def refuse(self, *args: object, **_: object) -> None:
+        self.seen.append(str(args))
         raise AssertionError(f"executed {args}")
 
-    monkeypatch.setattr(os, "system", refuse)
-    monkeypatch.setattr("subprocess.Popen.__init__", refuse)
-    monkeypatch.setattr("pickle._Unpickler.load", refuse)
+    def audit(self, event: str, args: tuple[object, ...]) -> None:
+        if self.on and event in self.EVENTS:
+            self.refuse(event, *args)
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    made = Watch()
+    sys.addaudithook(made.audit)  # for good, as Python has it; off but for the tests here
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_executed(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("load", "loads", "Unpickler", "_load", "_loads", "_Unpickler"):
+        monkeypatch.setattr(pickle, name, watch.refuse)
+    monkeypatch.setattr(torch, "load", watch.refuse)
+    watch.on = True
+    yield
+    watch.on = False
+    assert watch.seen == []  # nor was it tried and the refusal caught
+
+
+CALL = pickle.dumps(os.getcwd)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: pickle.loads(CALL),
+        lambda: pickle.load(BytesIO(CALL)),
+        lambda: pickle.Unpickler(BytesIO(CALL)).load(),
+        lambda: _pickle.loads(CALL),
+        lambda: torch.load(BytesIO(CALL)),
+        lambda: os.system("true"),
+        lambda: subprocess.run(["true"], check=True),
+    ],
+    ids=["loads", "load", "Unpickler", "C", "torch.load", "system", "subprocess"],
+)
+def test_the_watch_sees_what_is_executed(watch: Watch, out: Path, run: Callable[[], object]) -> None:
+    """A reader that unpickles, or starts something, fails the tests below."""
+    with pytest.raises(AssertionError, match="executed"):
+        check(out / "plan.json", CALL, run)
+    assert len(watch.seen) == 1
+    watch.seen.clear()
 
 
 def check(file: Path, changed: bytes, read: Callable[[], object]) -> None:

@@ -304,6 +304,8 @@ def layouts() -> Iterator[tuple[str, tuple[Any, ...], torch.Tensor]]:
     yield "aten.clone.default", (wide,), torch.empty(4, 3, 3)
     yield "aten.native_layer_norm.default", (wide, (3,), torch.randn(3), None, 1e-5), torch.empty(4, 3, 3)
     yield "aten.embedding.default", (torch.randn(9, 4), torch.tensor([[1, 8], [3, 1]]).t()), torch.empty(2, 2, 4)
+    grad, cut = torch.randn(2, 3, 4), torch.tensor([[1, 8, 3, 0], [3, 1, 1, 0]])[:, :-1]
+    yield "aten.embedding_dense_backward.default", (grad, cut, 9, -1, False), torch.empty(9, 4)
     yield "aten.slice_backward.default", (wide, (4, 9, 3), 1, 2, 8, 2), torch.empty(4, 9, 3)
     yield "aten.index_put.default", (wide, (None, torch.tensor([2, 0])), wide[:, :2], True), torch.empty(4, 3, 3)
     yield "aten.mul.Tensor", (wide.bfloat16(), 0.3), torch.empty(4, 3, 3, dtype=torch.bfloat16)
@@ -335,6 +337,13 @@ def test_padding_row_of_an_embedding_gets_no_gradient() -> None:
     assert torch.equal(tensors[-1], torch.ops.aten.embedding_dense_backward.default(*values))
     assert not tensors[-1][2].any()
     assert tensors[-1][0].any()
+
+
+def test_cut_indices_of_an_embedding_take_no_table_of_scratch() -> None:
+    indices = torch.zeros(2, 5, dtype=torch.int64)[:, :-1]
+    values = (torch.randn(2, 4, 8), indices, 100, -1, False)
+    op, tensors = op_of("aten.embedding_dense_backward.default", values, (torch.empty(100, 8),))
+    assert bind(op, tensors.__getitem__).scratch_bytes == 8 * 8
 
 
 def test_literals_reach_the_kernel() -> None:

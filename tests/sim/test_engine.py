@@ -87,6 +87,37 @@ def test_the_write_that_lasts_longer_speeds_up() -> None:
     assert spans(timeline)[1] == (4.0, 11.0)
 
 
+def test_operations_slow_in_proportion_to_the_rates_beside_them() -> None:
+    """A read alone makes them 1.5 times as long. At mixed rates it takes half of that, and the write 80 / 200 of 0.4.
+
+    The STEP: 1 s, then 3 s at 1.5, ends at 5.5, and its write begins to move at 6.5. The 4 s beside: 2/3 s done by
+    then, 10/3 s at 1.41, ends at 11.2, before the write does at 11.5.
+    """
+    build = GraphBuilder()
+    r, w = build.storage("r", 1000, Role.PARAMETER), build.storage("w", 400, Role.PARAMETER)
+    x, out = (build.storage(name, 64, Role.ACTIVATION) for name in ("x", "out"))
+    build.op([], [], [w], kind=OpKind.STEP)
+    build.op([], [x])
+    build.op([r, x], [out])
+    p = ProgramBuilder(build.graph(), {r: "disk", w: DEVICE}, {"disk": [r, w]})
+    p.run(0)
+    p.store(w, "disk")
+    p.load(r, "disk")
+    p.run(1)
+    p.run(2)
+    for storage in (r, x, out):
+        p.free(storage)
+    program = p.program()
+    verify(program)
+    toy = machine()
+    tiers = tuple(replace(t, read_slowdown=0.5, write_slowdown=0.4) if t.name == "disk" else t for t in toy.tiers)
+    found = spans(simulate(program, replace(toy, tiers=tiers), op_seconds=[4.0, 4.0, 1.0]))
+    assert found[0] == pytest.approx((0.0, 5.5))
+    assert found[1] == pytest.approx((5.5, 11.5))
+    assert found[3] == pytest.approx((5.5, 11.2))
+    assert found[4] == pytest.approx((13.5, 14.5))
+
+
 def test_two_tiers_share_nothing() -> None:
     program = two_weights(1000, 400, tiers=("disk", "host"))
     timeline = simulate(program, machine(), op_seconds=[4.0, 2.0])

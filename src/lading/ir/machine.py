@@ -116,7 +116,8 @@ class Tier:
     """Memory behind the device: "host" (only when the device has its own memory) or "disk".
 
     Rates are what one direction reaches alone; ``mixed_*`` what each reaches while the other runs.
-    ``compute_slowdown`` is by how much longer an operation of the device takes while this tier is busy (0.1: 10%).
+    ``read_slowdown`` and ``write_slowdown``: by how much longer an operation of the device takes while this tier reads,
+    or writes, alone (0.1: 10%); at a lower rate it is so much less, for each byte takes its time.
     """
 
     name: str
@@ -126,11 +127,13 @@ class Tier:
     mixed_read_bytes_per_s: float
     mixed_write_bytes_per_s: float
     latency_s: float
-    compute_slowdown: float = 0.0
+    read_slowdown: float = 0.0
+    write_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.compute_slowdown < 0:
-            raise ConfigError(f"tier {self.name}: compute_slowdown must be >= 0, got {self.compute_slowdown}")
+        for key in ("read_slowdown", "write_slowdown"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"tier {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         if self.name not in TIERS[1:]:
             raise ConfigError(f"a tier is one of {TIERS[1:]}, got {self.name!r}")
         for key in dataclasses.fields(self)[1:6]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from lading.runtime.arena import Arena
-from lading.runtime.resident import PeakMeter, resident_bytes
+from lading.runtime.resident import PeakMeter
 from lading.runtime.tiers import DiskTier, MemoryTier, Tier
 
 Call = Callable[[], object]
@@ -181,11 +181,7 @@ class HostMeter(PeakMeter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sample: Callable[[], int] | None = resident_bytes
-
-    def now_bytes(self) -> int:
-        """See Meter."""
-        return resident_bytes()
+        self.sample: Callable[[], int] | None = self.now_bytes
 
     def beside_bytes(self) -> int:
         """See Meter: the resident set is all."""

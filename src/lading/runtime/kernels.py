@@ -92,7 +92,7 @@ def bind(
     placed = all(out is not None for out in call.outs) and not op.mutates
     direct = _DIRECT.get(op.name) if kind == "cpu" or op.name not in _CPU_DIRECT else None
     if placed and len(call.outs) == 1 and direct is not None and (run := direct(call)):
-        return Kernel(run)
+        return Kernel(run, bytes_of([t for t in inputs if not t.is_contiguous()]) if op.name in _FLATTENING else 0)
     if placed and (name := out_overload(op.name, kind)) is not None:
         dropped = bytes_of(call.outs) if len(call.outs) > 1 else 0  # where it is recomputed for one of its results
         return Kernel(_into(call, name), out_bytes(label, inputs) + dropped)
@@ -334,9 +334,12 @@ def _relu(call: _Call) -> Call:
 
 def _embedding(call: _Call) -> Call | None:
     weight, indices, out = call.args[0], call.args[1], call.out
-    if not (indices.is_contiguous() and out.is_contiguous()):
+    if not out.is_contiguous():
         return None
-    return partial(torch.index_select, weight, 0, indices.view(-1), out=out.view(-1, weight.shape[1]))
+    rows = out.view(-1, weight.shape[1])
+    if indices.is_contiguous():
+        return partial(torch.index_select, weight, 0, indices.view(-1), out=rows)
+    return lambda: torch.index_select(weight, 0, indices.reshape(-1), out=rows)
 
 
 def _embedding_backward(call: _Call) -> Call | None:
@@ -344,9 +347,11 @@ def _embedding_backward(call: _Call) -> Call | None:
     grad, indices, out = call.get("grad_output"), call.get("indices"), call.out
     if call.get("scale_grad_by_freq") or out.dtype not in (torch.float32, torch.float64):
         return None
-    if not (grad.is_contiguous() and indices.is_contiguous() and out.is_contiguous()):
+    if not (grad.is_contiguous() and out.is_contiguous()):
         return None
-    calls = [out.zero_, partial(out.index_add_, 0, indices.view(-1), grad.view(-1, out.shape[1]))]
+    added = grad.view(-1, out.shape[1])
+    add = partial(out.index_add_, 0, indices.view(-1), added) if indices.is_contiguous() else None
+    calls = [out.zero_, add or (lambda: out.index_add_(0, indices.reshape(-1), added))]
     if (padding := call.get("padding_idx")) >= 0:
         calls.append(out[padding].zero_)
     return _sequence(*calls)
@@ -407,6 +412,8 @@ _DIRECT: dict[str, Callable[[_Call], Call | None]] = {
 
 #: Direct forms that a GPU's functional kernel does not work like: it sorts the rows it adds.
 _CPU_DIRECT = frozenset({"aten.embedding_dense_backward.default"})
+#: Direct forms that make their indices one dense row of numbers first.
+_FLATTENING = frozenset({"aten.embedding.default", "aten.embedding_dense_backward.default"})
 
 
 def _adamw(op: Op, view: View, kind: str, optimizer: AdamWSettings | None, rate: Rate | None) -> Kernel:

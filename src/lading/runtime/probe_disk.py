@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from lading.errors import StorageError
 from lading.ir.machine import Tier
@@ -42,7 +42,7 @@ def probe_disk(folder: Path, seconds: float, work: Work = None, file_bytes: int 
     """Measure the disk under ``folder`` with a temporary file, which is removed whatever happens.
 
     Args:
-        work: What the device does meanwhile, for transfers run beside compute; its slowdown becomes the tier's.
+        work: What the device does meanwhile, for transfers run beside compute; how much it slows becomes the tier's.
 
     Raises:
         StorageError: the folder is missing, read-only or without ``file_bytes`` of space; says what to change.
@@ -142,14 +142,14 @@ def _measure(file: _File, seconds: float, free: int, work: Work) -> DiskProbe:
     rates: dict[str, list[float]] = {key: [] for key in ("read", "write", "mixed_read", "mixed_write")}
     slice_s = min(0.5, max(0.05, seconds / 20))
     end = time.monotonic() + seconds
-    quiet: list[float] = []
-    busy: list[float] = []
+    times: dict[str, list[float]] = {key: [] for key in ("idle", "read", "write")}
+    _times(work, slice_s / 2)
     rounds = 0
     while rounds < 1 or (time.monotonic() + 3.5 * slice_s < end and rounds < 15):
-        quiet += _times(work, slice_s / 2)
-        rates["write"].append(_run(file, slice_s, work, write=True)[1])
-        rates["read"].append(_run(file, slice_s, work, read=True)[0])
-        both = _run(file, slice_s, work, busy, read=True, write=True)
+        times["idle"] += _times(work, slice_s / 2)
+        rates["write"].append(_run(file, slice_s, work, times["write"], write=True)[1])
+        rates["read"].append(_run(file, slice_s, work, times["read"], read=True)[0])
+        both = _run(file, slice_s, work, read=True, write=True)
         rates["mixed_read"].append(both[0])
         rates["mixed_write"].append(both[1])
         rounds += 1
@@ -162,12 +162,18 @@ def _measure(file: _File, seconds: float, free: int, work: Work) -> DiskProbe:
         mixed_read_bytes_per_s=min(best["mixed_read"], best["read"]),
         mixed_write_bytes_per_s=min(best["mixed_write"], best["write"]),
         latency_s=_latency(file, work),
-        compute_slowdown=max(0.0, round(median(busy) / median(quiet) - 1.0, 3)) if quiet and busy else 0.0,
+        read_slowdown=_slowdown(times["read"], times["idle"]),
+        write_slowdown=_slowdown(times["write"], times["idle"]),
     )
     note = (
         "" if file.direct else "assumption: no O_DIRECT in this folder; buffered transfers with fsync measured instead"
     )
     return DiskProbe(tier, rounds, note)
+
+
+def _slowdown(busy: list[float], idle: list[float]) -> float:
+    """How much longer on average: a step adds up its operations."""
+    return max(0.0, round(fmean(busy) / fmean(idle) - 1.0, 3)) if busy and idle else 0.0
 
 
 def _times(work: Work, seconds: float) -> list[float]:

@@ -41,6 +41,24 @@ def trim() -> bool:
     return True
 
 
+class ResidentSet:
+    """The resident set read often: its file stays open, for opening it takes five times as long as reading it."""
+
+    def __init__(self) -> None:
+        self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE")
+
+    def now_bytes(self) -> int:
+        """As ``resident_bytes``."""
+        return int(os.pread(self._file, 256, 0).split()[1]) * self._page_bytes
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
 class PeakMeter:
     """Highest resident set since the last reset.
 
@@ -53,7 +71,7 @@ class PeakMeter:
 
     def __init__(self, *, period_s: float = 2e-3) -> None:
         self.exact = _reset_kernel_mark()
-        self._peak = 0
+        self._resident, self._peak = ResidentSet(), 0
         self._stop = threading.Event()
         self._period_s = period_s
         self._thread = None if self.exact else threading.Thread(target=self._sample, name="lading-peak", daemon=True)
@@ -66,6 +84,10 @@ class PeakMeter:
         if self.exact:
             _reset_kernel_mark()
 
+    def now_bytes(self) -> int:
+        """The resident set now; until closed."""
+        return self._resident.now_bytes()
+
     def peak_bytes(self) -> int:
         """Highest resident set since the last reset, bytes."""
         if self.exact:
@@ -74,10 +96,11 @@ class PeakMeter:
         return self._peak
 
     def close(self) -> None:
-        """Stop sampling."""
+        """Stop sampling; may be called twice."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        self._resident.close()
 
     def _sample(self) -> None:
         while not self._stop.wait(self._period_s):

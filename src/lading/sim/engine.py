@@ -1,9 +1,10 @@
 """Engine: runs a Program on a model of a Machine and writes down what would happen when.
 
 Every stream takes its actions in order; an action starts when its stream is free and all it waits for has ended.
-Operations last what the cost model says. A move waits for the tier's latency and then transfers its bytes; while a
-tier's two directions transfer at once each gets its mixed rate, so what remains of a transfer is timed again whenever
-the other direction starts or stops. Same Program, same Machine: same Timeline, to the bit.
+Operations last what the cost model says, and longer while a tier transfers, in proportion to its rate. A move waits for
+the tier's latency and then transfers its bytes; while a tier's two directions transfer at once each gets its mixed
+rate, so what remains of a transfer is timed again whenever the other direction starts or stops. Same Program, same
+Machine: same Timeline, to the bit.
 """
 
 from __future__ import annotations
@@ -128,9 +129,11 @@ class _Costs:
             )
         return tier
 
-    def slowdown(self, tier: str) -> float:
-        """By how much longer an operation takes while the tier is busy."""
-        return self._tiers[tier].compute_slowdown
+    def slowdowns(self, action: Action) -> tuple[float, float]:
+        """By how much longer an operation takes beside a MOVE alone on its tier, and while the other direction runs."""
+        tier, (alone, shared) = self.tier(action), self.rates(action)
+        most = tier.read_slowdown if action.target == _DEVICE else tier.write_slowdown
+        return most, most * shared / alone
 
     def rates(self, action: Action) -> tuple[float, float]:
         """Bytes/s of a MOVE on a tier alone, and while the other direction transfers."""
@@ -147,11 +150,15 @@ def _on_tier(action: Action) -> bool:
 
 @dataclass(slots=True)
 class _Transfer:
-    """A move past its latency: what remained at ``since_s``, and the ticket of its latest expected end."""
+    """A move past its latency: what remained at ``since_s``, and the ticket of its latest expected end.
+
+    ``rates`` and ``slowdowns``: alone, and while the other direction of its tier runs.
+    """
 
     action: int
     remaining_bytes: float
     rates: tuple[float, float]
+    slowdowns: tuple[float, float]
     since_s: float
     rate: float
     ticket: int = -1
@@ -241,7 +248,8 @@ class _Engine:
         """How much longer an operation takes beside the transfers of this moment."""
         if not self._transfers:
             return 0.0
-        return sum(self._costs.slowdown(tier) for tier in {tier for tier, _ in self._transfers})
+        running = self._transfers
+        return sum(moving.slowdowns[(tier, not read) in running] for (tier, read), moving in running.items())
 
     def _expect_work(self, work: _Work) -> None:
         work.ticket = self._push(self._now_s + work.remaining_s * (1.0 + work.slowdown), work.action)
@@ -278,7 +286,8 @@ class _Engine:
         tier, read = self._costs.tier(action).name, action.target == _DEVICE
         other = self._transfers.get((tier, not read))
         rates = self._costs.rates(action)
-        transfer = _Transfer(action_id, self._costs.size_bytes(action), rates, self._now_s, rates[other is not None])
+        size, slowdowns = self._costs.size_bytes(action), self._costs.slowdowns(action)
+        transfer = _Transfer(action_id, size, rates, slowdowns, self._now_s, rates[other is not None])
         self._transfers[tier, read] = transfer
         self._expect(transfer)
         if other is not None:

@@ -14,7 +14,7 @@ from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import PERSISTENT
 from lading.ir.program import Program, slot_bytes
 
-LINE = 64
+LINE, PAGE = 64, 4096
 Event = tuple[str, int]
 Cell = tuple[object, int]
 
@@ -54,14 +54,15 @@ class Execution:
                 self._set(line, (storage, 0))
         homes = self._homes(resident)
         for storage, home in homes.items():
-            self._set((home, storage), (storage, 0))
+            for page in self._slot(home, storage):
+                self._set(page, (storage, 0))
         self._run_events()
         if self.table != resident:
             raise Fault(f"device holds {self.table} at the end")
         for storage in resident:
             self._expect(self._lines(storage), self.final[storage], f"end value of {storage}")
         for storage, home in homes.items():
-            self._expect([(home, storage)], self.final[storage], f"home of {storage}")
+            self._expect(self._slot(home, storage), self.final[storage], f"home of {storage}")
         if sorted(self.ran) != list(range(len(self.graph.ops))):
             raise Fault("an op did not run exactly once")
         for storage in map(self.graph.storage_of, self.graph.losses):
@@ -100,6 +101,11 @@ class Execution:
                 del running[action.stream]
                 ended.add(index)
                 self._end(action)
+
+    def _slot(self, tier: str, storage: int) -> list[object]:
+        """Pages of a lower tier; slots may overlap."""
+        first = dict(self.program.slots.get(tier, ()))[storage] // PAGE
+        return [(tier, first + i) for i in range(-(-self.graph.storages[storage].size_bytes // PAGE))]
 
     def _lines(self, storage: int) -> list[object]:
         if storage not in self.table:
@@ -149,6 +155,10 @@ class Execution:
     def _start(self, action: Action) -> None:
         if action.kind is ActionKind.FREE:
             assert action.storage is not None
+            if action.source != "device":
+                for page in self._slot(action.source, action.storage):
+                    self._set(page, "poison")
+                return
             for line in self._lines(action.storage):
                 self._set(line, "poison")
                 del self.owner[line]  # type: ignore[arg-type]
@@ -167,11 +177,12 @@ class Execution:
             self._write(action, self._lines(storage), tag)
             return
         if action.target == "device":
-            source: list[object] = [(action.source, storage)]
+            source = self._slot(action.source, storage)
             self._own(*action.places[0])
             target = self._lines(storage)
         else:
-            source, target = self._lines(storage), [(action.target, storage)]
+            source = self._lines(storage)
+            target = self._slot(action.target, storage) if action.target != CALLER else []
         tag = self._tag_in(source)
         if tag[0] != storage:  # type: ignore[index]
             raise Fault(f"action {action.id} moves {tag}")
@@ -184,6 +195,9 @@ class Execution:
     def _start_op(self, action: Action) -> None:
         assert action.op is not None
         op = self.graph.ops[action.op]
+        if action.op in self.graph.hosted:
+            self._start_on_host(action, action.op)
+            return
         mutated = {self.graph.storage_of(t) for t in op.mutates}
         for storage, tag in self.read_tags[action.op].items():
             if storage in mutated:
@@ -201,6 +215,16 @@ class Execution:
             self.ran.append(action.op)
         elif op.random or op.mutates or action.op not in self.ran:
             raise Fault(f"action {action.id} cannot be repeated")
+
+    def _start_on_host(self, action: Action, op: int) -> None:
+        for storage, tag in self.read_tags[op].items():
+            if storage in self.write_tags[op]:
+                self._expect(self._slot("host", storage), tag, f"action {action.id}")
+            else:
+                self._read(action, self._slot("host", storage), tag)
+        for storage, tag in self.write_tags[op].items():
+            self._write(action, self._slot("host", storage), tag)
+        self.ran.append(op)
 
     def _end(self, action: Action) -> None:
         for cell, seen in self.reading.pop(action.id, []):

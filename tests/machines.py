@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lading.ir.machine import Device, Machine, Tier
+import dataclasses
+
+from lading.ir.machine import Device, HostDevice, Machine, Tier
 
 
 def small_machine(*, disk: bool = True, overhead_bytes: int = 0) -> Machine:
@@ -27,3 +29,17 @@ def small_machine(*, disk: bool = True, overhead_bytes: int = 0) -> Machine:
         latency_s=1e-4,
     )
     return Machine(name="test", date="2026-11-20", source="made up", device=device, tiers=(tier,) if disk else ())
+
+
+def machine_with_host(*, host_bytes_per_s: float = 2e9, elements_per_s: float = 5e8) -> Machine:
+    """The same as a device with memory of its own, a 1 GB/s host whose processors compute, and the disk."""
+    small = small_machine()
+    host = dataclasses.replace(small.tiers[0], name="host", latency_s=1e-5)
+    processors = HostDevice(
+        name="host",
+        num_threads=8,
+        memory_bandwidth_bytes_per_s=host_bytes_per_s,
+        optimizer_elements_per_s=elements_per_s,
+    )
+    device = dataclasses.replace(small.device, kind="cuda")
+    return dataclasses.replace(small, device=device, tiers=(host, *small.tiers), host_device=processors)

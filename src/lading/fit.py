@@ -153,6 +153,7 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
         needs=needs,
         allowed=allowed,
         time=tried.time,
+        host_saves_s=tried.sketch.host_saves_s,
         assumptions=(*case.assumptions, *_not_searched(captured.graph), *tried.sketch.assumptions),
         error=error,
         changes=() if error is None else tuple(_changes(case, captured, tried, over)),
@@ -271,7 +272,8 @@ def _for_budget(
     run = dataclasses.replace(run, memory=dataclasses.replace(run.memory, budget=budget))
     if search and _is_searched(captured.graph):
         prepared = plan_run(run, machine, captured)
-        sketch = Sketch(prepared.program, prepared.predicted, prepared.plan.assumptions)
+        plan = prepared.plan
+        sketch = Sketch(prepared.program, prepared.predicted, plan.assumptions, plan.settings["host_saves_s"])
     else:
         sketch = sketch_run(run, machine, captured)
     return _Tried(sketch, _with_checkpoints(sketch, case), step_time(sketch.program, sketch.predicted))

@@ -26,7 +26,7 @@ from lading.cost.access import base_name, op_bytes, walk
 from lading.errors import ConfigError
 from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Ref, StepGraph, Tensor
-from lading.ir.machine import PACKED_COLUMNS, Curve, Device
+from lading.ir.machine import PACKED_COLUMNS, Curve, Device, Machine
 from lading.ir.opkinds import kind_of
 
 #: Suffix of a rate that holds when the innermost dim of an operand is not its contiguous one.
@@ -71,6 +71,44 @@ def fused_costs(graph: StepGraph, device: Device) -> list[float]:
             launch = device.op_overhead_s if index == run.start else 0.0
             costs[index] = launch + max(0.0, costs[index] - device.op_overhead_s) * share
     return costs
+
+
+def placed_costs(graph: StepGraph, machine: Machine, *, fused: bool = False) -> list[float]:
+    """Seconds of each operation where it runs: on the device (``fused_costs`` there), or on the host if hosted.
+
+    Raises:
+        ConfigError: as ``op_costs``, or operations are to run on a host of which nothing is known.
+    """
+    costs = (fused_costs if fused else op_costs)(graph, machine.device)
+    if graph.hosted:
+        host = host_processors(machine)
+        for index in graph.hosted:
+            costs[index] = op_seconds(graph, graph.ops[index], host)
+    return costs
+
+
+def host_processors(machine: Machine) -> Device:
+    """The processors beside the device, to be costed as one: bandwidth, and the least time of an operation as there.
+
+    Raises:
+        ConfigError: the machine says nothing of them, or has no memory of the host to work in.
+    """
+    host, tier = machine.host_device, machine.tier("host")
+    if host is None or tier is None:
+        raise ConfigError(
+            f"expected a [host_device] and a tier 'host' to run operations on the host, {machine.name} lacks one; "
+            "add it to the machine file, or plan again"
+        )
+    return Device(
+        name=host.name,
+        kind="cpu",
+        memory_bytes=tier.capacity_bytes,
+        memory_bandwidth_bytes_per_s=host.memory_bandwidth_bytes_per_s,
+        op_overhead_s=machine.device.op_overhead_s,
+        peak_flops_per_s={},
+        optimizer_elements_per_s=host.optimizer_elements_per_s,
+        num_threads=host.num_threads,
+    )
 
 
 def op_seconds(graph: StepGraph, op: Op, device: Device) -> float:

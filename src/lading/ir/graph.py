@@ -206,7 +206,8 @@ class StepGraph:
     first is what is trained. ``inputs`` holds the batch leaves by path, one tuple per micro-batch. ``accumulation`` is
     the number of micro-batches of a step; what is trained is already divided by it. ``deferred`` are the operations
     that end the step before (see ``lading.ir.defer``), and ``carried`` the storages they take from it: an operation of
-    the step creates each anew, later.
+    the step creates each anew, later. ``hosted`` are the operations that run on the host's processors, on operands in
+    the host's memory (see ``lading.ir.hosting``).
     """
 
     storages: tuple[Storage, ...]
@@ -222,6 +223,7 @@ class StepGraph:
     accumulation: int = 1
     deferred: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()
+    hosted: tuple[int, ...] = ()
 
     @property
     def flops(self) -> int:
@@ -236,6 +238,16 @@ class StepGraph:
     def persistent(self) -> frozenset[int]:
         """Storages that hold a value from one step to the next."""
         return frozenset(i for i, s in enumerate(self.storages) if s.role in PERSISTENT) | set(self.carried)
+
+    @cached_property
+    def on_host(self) -> frozenset[int]:
+        """``hosted`` as a set."""
+        return frozenset(self.hosted)
+
+    @cached_property
+    def host_storages(self) -> frozenset[int]:
+        """Storages that an operation on the host reads or writes."""
+        return frozenset(s for i in self.hosted for s in (*self.op_reads[i], *self.op_writes[i]))
 
     def bytes_of_role(self, role: Role) -> int:
         """Sum of the storages of one role, bytes."""
@@ -264,7 +276,8 @@ class StepGraph:
         """Hash of structure (not of weights): equal for two captures of the same model and batch shape."""
         digest = hashlib.sha256()
         parts = (self.storages, self.tensors, self.ops, self.parameters, self.buffers, self.inputs, self.losses)
-        for part in (*parts, (self.accumulation,), self.deferred, self.carried, self.loss_names[1:]):
+        own = (self.accumulation,), self.deferred, self.carried, self.loss_names[1:], self.hosted
+        for part in (*parts, *own):
             for item in part:
                 digest.update(repr(item).encode())
                 if isinstance(item, Storage) and item.data is not None:

@@ -66,7 +66,8 @@ class Plan:
         graph_fingerprint, machine_fingerprint, host_id: What the plan was made for; it is refused for any other.
         budgets: Bytes allowed per tier.
         settings: Knobs of the lowering that reproduce ``program_fingerprint`` exactly; and ``compile``: 1.0 to fuse.
-        lower_bound_s: No plan within the budgets takes less, as modelled.
+        lower_bound_s: No plan within the budgets, with the same operations on the host, takes less, as modelled.
+        hosted: Operations that run on the host's processors, as numbered in the step with its updates deferred.
         bytes_by_role: Bytes of each role at the predicted peak.
         machine: The whole machine, as its TOML would say it.
         run: The configuration of the run, when the plan was made from one.
@@ -89,6 +90,7 @@ class Plan:
     assumptions: tuple[str, ...]
     machine: dict[str, Any]
     run: dict[str, Any] | None = None
+    hosted: tuple[int, ...] = ()
     format: int = PLAN_FORMAT
 
     @property

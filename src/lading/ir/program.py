@@ -4,6 +4,7 @@ Streams are in-order queues. Nothing orders two streams but ``waits``. Streams o
 
     compute      operations, in program order
     <tier>_read  moves from a tier to the device      <tier>_write  moves from the device to a tier
+    host_compute operations that the host's processors run where the host tier holds their operands
 
 One step starts when every action of the step before has ended.
 """
@@ -18,6 +19,7 @@ from lading.ir.action import Action, ActionKind
 from lading.ir.graph import StepGraph
 
 COMPUTE_STREAM = "compute"
+HOST_STREAM = "host_compute"
 #: Alignment of every storage that may be moved, so that its bytes go by O_DIRECT and DMA.
 PAGE_BYTES = 4096
 #: Alignment of smaller storages.

@@ -6,7 +6,7 @@ from lading.errors import ProgramError
 from lading.ir.machine import TIERS
 from lading.ir.program import LINE_BYTES, PAGE_BYTES, Program, slot_bytes
 
-DEVICE, LOWER_TIERS = TIERS[0], TIERS[1:]
+DEVICE, HOST, LOWER_TIERS = TIERS[0], TIERS[1], TIERS[1:]
 
 
 def home_tiers(program: Program) -> dict[int, str]:
@@ -83,12 +83,17 @@ def _check_ids(program: Program, what: str, pairs: tuple[tuple[int, int], ...]) 
 
 
 def _check_slots(program: Program, tier: str, slots: tuple[tuple[int, int], ...]) -> None:
-    end, owner = 0, -1
+    end, owner, shared_end = 0, -1, 0
+    staged = program.graph.host_storages - program.graph.persistent if tier == HOST else frozenset[int]()
     for storage, offset in sorted(slots, key=lambda pair: pair[1]):
         if offset < 0 or offset % PAGE_BYTES:
             raise ProgramError(
                 f"expected slot offsets in whole pages of {PAGE_BYTES} B, found storage {storage} at {offset} of {tier}"
             )
-        if offset < end:
+        if offset < (end if storage in staged else max(end, shared_end)):
             raise ProgramError(f"slots of storages {owner} and {storage} overlap in {tier} at {offset}; move one")
-        end, owner = offset + slot_bytes(program.graph.storages[storage].size_bytes), storage
+        behind = offset + slot_bytes(program.graph.storages[storage].size_bytes)
+        if storage in staged:  # those that are on the host only to be worked on may follow each other in one place
+            shared_end = max(shared_end, behind)
+        else:
+            end, owner = behind, storage

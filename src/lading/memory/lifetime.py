@@ -69,8 +69,8 @@ def _available_until(graph: StepGraph, uses: Sequence[Sequence[int]], mutated: S
     for storage, positions in enumerate(uses):
         if until[storage] != FOREVER:
             until[storage] = positions[-1] if positions else -1
-    for op, reads, writes in zip(graph.ops, graph.op_reads, graph.op_writes, strict=True):
-        if not is_pure(op) or any(mutated[s] for s in reads):
+    for index, (op, reads, writes) in enumerate(zip(graph.ops, graph.op_reads, graph.op_writes, strict=True)):
+        if not is_pure(op) or index in graph.on_host or any(mutated[s] for s in reads):
             continue
         reach = min((until[s] for s in reads), default=FOREVER)
         for storage in writes:
@@ -91,13 +91,21 @@ def gaps(graph: StepGraph, lives: Lifetimes) -> list[Gap]:
     return found
 
 
+def beside_host(graph: StepGraph, gap: Gap) -> bool:
+    """Whether the storage must be on the host at an end of the gap: then it is there over all of it."""
+    return gap.start in graph.on_host or gap.end in graph.on_host
+
+
 def can_recompute(graph: StepGraph, lives: Lifetimes, gap: Gap) -> bool:
     """Whether the storage may be dropped over the gap and computed again at its end.
 
-    Nothing is recomputed for an optimizer step: the steps before it have changed what that would read.
+    Nothing is recomputed for an optimizer step: the steps before it have changed what that would read. Nor is what the
+    host made: the device would not give the same bits.
     """
     producer = lives.producer[gap.storage]
     if producer is None or gap.wraps or lives.mutated[gap.storage] or not is_pure(graph.ops[producer]):
+        return False
+    if producer in graph.on_host or beside_host(graph, gap):
         return False
     if graph.ops[gap.end].phase is Phase.OPTIMIZER:
         return False

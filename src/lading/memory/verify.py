@@ -10,19 +10,19 @@ execution. FREE counts as a write, so it comes after all uses, and what is place
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from lading.errors import ProgramError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import Op, OpKind, Role, StepGraph
-from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
-from lading.memory.layout import DEVICE, LOWER_TIERS, alignment_of, check_layout, home_tiers
+from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, Program, slot_bytes
+from lading.memory.layout import DEVICE, HOST, LOWER_TIERS, alignment_of, check_layout, home_tiers
 from lading.memory.occupancy import Occupancy, Residency
 from lading.memory.order import START, Order, Uses
 
 _RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
-_STREAMS = (COMPUTE_STREAM, *(f"{tier}_{way}" for tier in LOWER_TIERS for way in ("read", "write")))
+_STREAMS = (COMPUTE_STREAM, HOST_STREAM, *(f"{tier}_{way}" for tier in LOWER_TIERS for way in ("read", "write")))
 
 
 def verify(program: Program) -> None:
@@ -38,10 +38,10 @@ def verify(program: Program) -> None:
 
 @dataclass(slots=True)
 class _Copy:
-    """What a lower tier's slot holds, and which action wrote it."""
+    """What a lower tier's slot holds, and who used it."""
 
     version: int
-    written: int = START
+    uses: Uses = field(default_factory=Uses)
 
 
 def _versions(graph: StepGraph) -> tuple[list[dict[int, int]], list[dict[int, int]], list[int]]:
@@ -73,7 +73,9 @@ class _Verifier:
         self.last: dict[int, Residency] = {}
         self.homes = home_tiers(program)
         self.copies = {(home, s): _Copy(0) for s, home in self.homes.items() if home != DEVICE}
-        self.slots = {tier: {s for s, _ in slots} for tier, slots in program.slots.items()}
+        self.slots = {tier: dict(slots) for tier, slots in program.slots.items()}
+        self.host = Occupancy()
+        self.on_host: dict[int, Residency] = {}
         self.reads, self.writes, self.final = _versions(self.graph)
         self.version = [0] * len(self.graph.storages)
         self.done: dict[int, int] = {}
@@ -86,6 +88,9 @@ class _Verifier:
             if why := self._misplaced(residency):
                 raise ProgramError(f"`resident`: {why}")
             self.live[storage] = self.last[storage] = residency
+        for storage, home in self.homes.items():
+            if home == HOST:
+                self._take_slot(None, storage)
         for position, action in enumerate(self.program.actions):
             self._check_form(position, action)
             self.order.append(action)
@@ -126,8 +131,9 @@ class _Verifier:
             _fail(action, f"expected an op in 0..{len(self.graph.ops) - 1}, got {action.op}")
         if action.storage is not None or action.source or action.target:
             _fail(action, "expected no storage=, from= or to= on an action that runs an op; remove them")
-        if action.stream != COMPUTE_STREAM:
-            _fail(action, f"expected stream {COMPUTE_STREAM!r} for an op, got {action.stream!r}")
+        stream = HOST_STREAM if action.op in self.graph.on_host else COMPUTE_STREAM
+        if action.stream != stream:
+            _fail(action, f"expected stream {stream!r} for an op, got {action.stream!r}")
 
     def _check_storage_form(self, action: Action) -> None:
         if action.op is not None:
@@ -135,8 +141,12 @@ class _Verifier:
         if action.storage is None or not 0 <= action.storage < len(self.graph.storages):
             _fail(action, f"expected a storage in 0..{len(self.graph.storages) - 1}, got {action.storage}")
         if action.kind is ActionKind.FREE:
-            if action.source != DEVICE or action.target:
-                _fail(action, f"expected from={DEVICE} and no to= on a FREE; slots of other tiers are never freed")
+            staged = action.source == HOST and action.storage in self.graph.host_storages - self.graph.persistent
+            if not (action.source == DEVICE or staged) or action.target:
+                _fail(
+                    action,
+                    f"expected from={DEVICE} and no to= on a FREE; other tiers keep what no op on the host works on",
+                )
         else:
             self._check_route(action)
         placed = [s for s, _ in action.places]
@@ -220,6 +230,9 @@ class _Verifier:
         if index in self.done:
             _fail(action, f"op {index} already ran in action {self.done[index]}; use RECOMPUTE or drop one")
         self.done[index] = action.id
+        if index in self.graph.on_host:
+            self._compute_on_host(action, index)
+            return
         for storage, version in self.reads[index].items():
             self._read(action, storage, version)
         mutated = {self.graph.storage_of(t) for t in op.mutates}
@@ -237,6 +250,61 @@ class _Verifier:
                 self._place(action, storage, offsets[storage], version)
             self.version[storage] = version
 
+    def _compute_on_host(self, action: Action, index: int) -> None:
+        self._check_places(action, [])
+        for storage, version in self.reads[index].items():
+            copy = self._copy(action, HOST, storage)
+            if (racing := self.order.read(copy.uses, action.id)) is not None:
+                _fail(action, f"reads the host copy that action {racing} may still be writing; wait for it")
+            if copy.version != version:
+                _fail(
+                    action,
+                    f"expected {self._name(storage)} on the host after {version} writes, found it after {copy.version}",
+                )
+        for storage, version in self.writes[index].items():
+            if self.version[storage] != version - 1:
+                _fail(action, f"expected {version - 1} writes of {self._name(storage)}, found {self.version[storage]}")
+            self._write_copy(action, HOST, storage, version)
+            self.version[storage] = version
+
+    def _copy(self, action: Action, tier: str, storage: int) -> _Copy:
+        copy = self.copies.get((tier, storage))
+        if copy is None:
+            _fail(action, f"expected a copy of {self._name(storage)} in {tier}, found none; store it before")
+        return copy
+
+    def _write_copy(self, action: Action, tier: str, storage: int, version: int) -> None:
+        """Give the slot of a lower tier a value."""
+        if storage not in self.slots.get(tier, ()):
+            _fail(action, f"expected a slot for {self._name(storage)} in {tier}, found none; add one to `slots`")
+        if tier == HOST and storage not in self.on_host:
+            self._take_slot(action, storage)
+        copy = self.copies.setdefault((tier, storage), _Copy(version))
+        if (racing := self.order.write(copy.uses, action.id)) is not None:
+            _fail(action, f"overwrites the {tier} copy that action {racing} may still be using; wait for it")
+        copy.version = version
+
+    def _take_slot(self, action: Action | None, storage: int) -> None:
+        """A storage comes to lie in its slot of the host, where others may have been."""
+        placed = START if action is None else action.id
+        residency = Residency(storage, self.slots[HOST][storage], version=0, placed=placed)
+        size = -(-self.graph.storages[storage].size_bytes // PAGE_BYTES) * PAGE_BYTES
+        for other in self.host.place(residency, size):
+            if action is not None and (other.freed is None or not self.order.before(other.freed, placed)):
+                _fail(
+                    action,
+                    f"the host slot of {self._name(storage)} overlaps that of {self._name(other.storage)}, whose FREE "
+                    f"({other.freed}) need not have ended; wait for it, or move the slot",
+                )
+        self.on_host[storage] = residency
+
+    def _free_on_host(self, action: Action, storage: int) -> None:
+        copy = self._copy(action, HOST, storage)
+        if (racing := self.order.write(copy.uses, action.id)) is not None:
+            _fail(action, f"frees the host copy that action {racing} may still be using; wait for it")
+        self.on_host.pop(storage).freed = action.id
+        del self.copies[HOST, storage]
+
     def _mutate(self, action: Action, storage: int, version: int) -> None:
         residency = self.live[storage]
         if (racing := self.order.write(residency.uses, action.id)) is not None:
@@ -247,6 +315,8 @@ class _Verifier:
 
     def _recompute(self, action: Action) -> None:
         index, op = self._op(action)
+        if index in self.graph.on_host:
+            _fail(action, f"op {index} ({op.name}) runs on the host, which gives other bits; keep its output")
         if op.mutates or op.random:
             why = "random" if op.random else "writes in place"
             _fail(
@@ -306,13 +376,9 @@ class _Verifier:
         self.losses_due.discard(storage)
 
     def _load(self, action: Action, storage: int) -> None:
-        copy = self.copies.get((action.source, storage))
-        if copy is None:
-            _fail(action, f"expected a copy of {self._name(storage)} in {action.source}, found none; store it before")
-        if not self.order.before(copy.written, action.id):
-            _fail(
-                action, f"reads the {action.source} copy that action {copy.written} may still be writing; wait for it"
-            )
+        copy = self._copy(action, action.source, storage)
+        if (racing := self.order.read(copy.uses, action.id)) is not None:
+            _fail(action, f"reads the {action.source} copy that action {racing} may still be writing; wait for it")
         if copy.version != self.version[storage]:
             _fail(
                 action,
@@ -322,17 +388,15 @@ class _Verifier:
         self._place(action, storage, action.places[0][1], copy.version)
 
     def _store(self, action: Action, storage: int) -> None:
-        if storage not in self.slots.get(action.target, ()):
-            _fail(
-                action, f"expected a slot for {self._name(storage)} in {action.target}, found none; add one to `slots`"
-            )
         residency = self._read(action, storage)
-        # No race with an earlier load of this slot: what is stored was placed after that load's residency was freed.
-        self.copies[action.target, storage] = _Copy(residency.version, action.id)
+        self._write_copy(action, action.target, storage, residency.version)
 
     def _free(self, action: Action) -> None:
         storage = action.storage
         assert storage is not None
+        if action.source == HOST:
+            self._free_on_host(action, storage)
+            return
         past = self.last.get(storage)
         if past is not None and past.freed is not None:
             _fail(action, f"{self._name(storage)} was already freed by action {past.freed}; drop one FREE")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lading import __version__
-from lading.cost.compute import fused_costs, missing_rates, op_costs, packed_columns
+from lading.cost.compute import fused_costs, missing_rates, op_costs, packed_columns, placed_costs
 from lading.errors import ConfigError, PlanInfeasible, ProgramError
 from lading.ir.action import ActionKind
 from lading.ir.defer import updates
@@ -26,13 +26,14 @@ from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.verify import verify
+from lading.planner.hosting import hosted_step
 from lading.planner.lower import Costs
-from lading.planner.orders import Ordered, best_order, deferred_step, smallest_order_bytes
+from lading.planner.orders import Ordered, best_order, deferred_step, ordered_with_host, smallest_order_bytes
 from lading.planner.policies import Policy, checkpoint_every_block, keep_all
 from lading.planner.residency import MOST_RETIMED, Found, Step, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.sim.engine import simulate, stall_s
-from lading.units import format_bytes, parse_bytes, share_or_bytes
+from lading.units import format_bytes, format_seconds, parse_bytes, share_or_bytes
 
 _POLICIES: dict[str, Policy] = {
     "keep-all": keep_all,
@@ -110,6 +111,8 @@ def make_plan(
     step = dataclasses.replace(free, budgets=budgets)
     rows, fitting = _plain_policies(step, free, keep_all_bytes, policies)
     chosen = _chosen(step, policy, rows, fitting)
+    if policy == "residency":
+        chosen = ordered_with_host(chosen)
     found = chosen.found
     verify(found.program)
     if policy == "residency":
@@ -151,7 +154,13 @@ def _plan(
         policy=asked.policy,
         budgets=asked.budgets,
         choices=_choices(chosen.step.lives, found.choices),
-        settings={**settings, "deferred": chosen.deferred, "retimed": found.retimed},
+        settings={
+            **settings,
+            "deferred": chosen.deferred,
+            "retimed": found.retimed,
+            "host_saves_s": _saved_s(found),
+        },
+        hosted=chosen.step.graph.hosted,
         step_s=found.timeline.duration_s,
         lower_bound_s=chosen.bound_s,
         peak_bytes={"device": program.peak_bytes, **lower},
@@ -163,13 +172,22 @@ def _plan(
     )
 
 
+def _saved_s(found: Found) -> float:
+    return max(0.0, found.device_s - found.step_s)
+
+
 @dataclass(frozen=True)
 class Sketch:
-    """A plan made without a search, for a step that a search would take too long for: verified like any other."""
+    """A plan made without a search, for a step that a search would take too long for: verified like any other.
+
+    Attributes:
+        host_saves_s: By how much running operations on the host makes the step shorter.
+    """
 
     program: Program
     predicted: Timeline
     assumptions: tuple[str, ...]
+    host_saves_s: float = 0.0
 
 
 @_collector_paused()
@@ -194,7 +212,7 @@ def sketch_plan(
     budgets = _budgets(machine, share_or_bytes(budget, whole_bytes), disk_budget)
     _check_device(machine, budgets["device"])
     found = streaming(dataclasses.replace(free, budgets=budgets))
-    return Sketch(found.program, found.timeline, _assumptions(graph, machine, workspace_bytes))
+    return Sketch(found.program, found.timeline, _assumptions(graph, machine, workspace_bytes), _saved_s(found))
 
 
 @_collector_paused()
@@ -209,6 +227,7 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     lives = lifetimes(graph)
     costs = _costs(graph, machine, workspace_bytes, fused=plan.compiled)
     step = deferred_step(Step(graph, lives, machine, costs, plan.budgets), _deferred(plan, graph))
+    step = hosted_step(step, plan.hosted)
     _check_choices(plan.choices, step, "the plan")
     retimed = min(max(0, int(plan.settings.get("retimed", 0))), MOST_RETIMED)
     lowered = step.lower({(c.storage, c.start): c.option for c in plan.choices}, retimed)
@@ -236,8 +255,7 @@ def _costs(graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int], *
 
 def predict(plan: Plan, program: Program, machine: Machine) -> Timeline:
     """What one step of a plan's Program does on the machine, as it was planned."""
-    costs = (fused_costs if plan.compiled else op_costs)(program.graph, machine.device)
-    return simulate(program, machine, op_seconds=costs)
+    return simulate(program, machine, op_seconds=placed_costs(program.graph, machine, fused=plan.compiled))
 
 
 def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
@@ -351,7 +369,15 @@ def _row(name: str, found: Found) -> PolicyRow:
         recompute_s=recompute,
         stall_s=stall_s(timeline, program),
         moved_bytes=dict(moved),
+        note=_hosting(found),
     )
+
+
+def _hosting(found: Found) -> str:
+    """What runs on the host, in words; "" where nothing does."""
+    count = len(found.step.graph.hosted)
+    saved = f": saves {format_seconds(_saved_s(found))} a step" if found.device_s else ""
+    return f"{count} operations, updates mostly, on the host's processors{saved}" if count else ""
 
 
 def _choices(lives: Lifetimes, choices: dict[tuple[int, int], Option]) -> tuple[Choice, ...]:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.program import COMPUTE_STREAM, slot_sizes
+from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, slot_sizes
 from lading.planner.emit import Emission, Item
 from lading.planner.schedule import Stretched
 
 
-def connect(graph: StepGraph, emission: Emission, stretched: Stretched, offsets: Sequence[int]) -> tuple[Action, ...]:
-    """The actions of an emission whose residency ``i`` lies at ``offsets[i]``."""
-    writer = _Writer(graph, emission, stretched, offsets)
+def connect(
+    graph: StepGraph,
+    emission: Emission,
+    stretched: Stretched,
+    offsets: Sequence[int],
+    host_slots: Mapping[int, int] | None = None,
+) -> tuple[Action, ...]:
+    """The actions of an emission whose residency ``i`` lies at ``offsets[i]``, and what is staged in its slot."""
+    writer = _Writer(graph, emission, stretched, offsets, host_slots or {})
     writer.write()
     return tuple(writer.actions)
 
@@ -58,7 +64,14 @@ class _Writer:
     action that freed it. Waits are added only across streams and only when no earlier wait covers them.
     """
 
-    def __init__(self, graph: StepGraph, emission: Emission, stretched: Stretched, offsets: Sequence[int]) -> None:
+    def __init__(
+        self,
+        graph: StepGraph,
+        emission: Emission,
+        stretched: Stretched,
+        offsets: Sequence[int],
+        host_slots: Mapping[int, int],
+    ) -> None:
         self.graph, self.emission = graph, emission
         self.actions: list[Action] = []
         self.known: dict[tuple[str, str], int] = {}
@@ -66,7 +79,9 @@ class _Writer:
         self.touched: dict[int, int] = {}
         self.written: dict[int, int] = {}  # storage -> the action that wrote its tier copy
         self.gone: dict[int, int] = {}  # storage -> the FREE that ended its last stay
-        self.freed = _Freed()
+        self.fetched: dict[int, int] = {}  # storage -> the last move that reads its tier copy
+        self.worked: dict[int, int] = {}  # storage -> the last operation on the host that reads or writes its copy
+        self.freed, self.freed_on_host, self.host_slots = _Freed(), _Freed(), host_slots
         self.offsets, self.sizes = offsets, slot_sizes(graph)
         count = len(emission.items)
         self.arrivals: list[list[int]] = [[] for _ in range(count)]
@@ -115,7 +130,7 @@ class _Writer:
         waits = [*self._take(index), *self._last_stay(stay.storage)]
         if stay.storage in self.written:
             waits.append(self.written[stay.storage])
-        self.ready[stay.storage] = self._add(
+        self.ready[stay.storage] = self.fetched[stay.storage] = self._add(
             ActionKind.MOVE,
             f"{stay.tier}_read",
             waits,
@@ -125,7 +140,32 @@ class _Writer:
             places=((stay.storage, self.offsets[index]),),
         )
 
+    def _run_on_host(self, index: int, op: int, kind: ActionKind) -> None:
+        reads, writes = self.graph.op_reads[op], self.graph.op_writes[op]
+        waits = [self.written[s] for s in (*reads, *writes) if s in self.written]
+        waits += [self.fetched[s] for s in writes if s in self.fetched]
+        waits += [wait for s in writes if s not in reads for wait in self._take_on_host(s)]
+        action = self._add(kind, HOST_STREAM, waits, op=op)
+        self.written.update(dict.fromkeys(writes, action))
+        self.worked.update(dict.fromkeys((*reads, *writes), action))
+        for storage in dict.fromkeys((*reads, *writes)):
+            if self.emission.staged.get(storage, (0, -1))[1] == index:
+                waits = [self.fetched[storage]] if storage in self.fetched else []
+                freed = self._add(ActionKind.FREE, HOST_STREAM, waits, storage=storage, source="host")
+                self.freed_on_host.give(*self._host_range(storage), freed)
+
+    def _host_range(self, storage: int) -> tuple[int, int]:
+        low = self.host_slots[storage]
+        return low, low + -(-self.sizes[storage] // PAGE_BYTES) * PAGE_BYTES
+
+    def _take_on_host(self, storage: int) -> list[int]:
+        """Claim the slot of what is staged; returns the FREE actions that gave it up."""
+        return self.freed_on_host.take(*self._host_range(storage)) if storage in self.emission.staged else []
+
     def _run(self, index: int, item: Item) -> None:
+        if item.op is not None and item.op in self.graph.on_host:
+            self._run_on_host(index, item.op, item.kind)
+            return
         made = self.makes[index]
         waits = [wait for stay in made for wait in self._take(stay)]
         waits += [wait for stay in made for wait in self._last_stay(self.emission.residencies[stay].storage)]
@@ -159,6 +199,9 @@ class _Writer:
         if stay.to_tier:
             stream = f"{stay.to_tier}_write"
             waits = [self.touched[stay.storage]] if stay.storage in self.touched else []
+            if stay.to_tier == "host":
+                waits += self._take_on_host(stay.storage)
+                waits += [self.worked[stay.storage]] if stay.storage in self.worked else []
             self.written[stay.storage] = self._add(
                 ActionKind.MOVE, stream, waits, storage=stay.storage, source="device", target=stay.to_tier
             )

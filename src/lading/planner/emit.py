@@ -2,6 +2,7 @@
 
 Walking the operations in order, each operation first gets its inputs back (moved in, or recomputed with whatever that
 needs), runs, and then every storage it touched is kept, dropped, moved out or freed as its next gap was decided.
+An operation on the host finds all it needs in the host tier: what it touches is there over the gaps on both sides.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from lading.ir.action import CALLER, ActionKind
 from lading.ir.graph import OpKind, Role, StepGraph
 from lading.ir.plan import Option
-from lading.memory.lifetime import Lifetimes
+from lading.memory.lifetime import Lifetimes, beside_host, gaps
 
 #: (storage, position of the use that opens the gap) -> what to do over the gap. KEEP where missing.
 Choices = Mapping[tuple[int, int], Option]
@@ -39,6 +40,7 @@ class Residency:
         tier: Lower tier it comes from ("" when an item creates it or it is there at the start).
         to_tier: Lower tier it is written to when it ends ("" when it just ends).
         initial, final: Whether it is there at the start, or stays at the end of the step.
+        since: The first item at which the tier has what is fetched, as far as the host makes it.
     """
 
     storage: int
@@ -48,19 +50,28 @@ class Residency:
     to_tier: str = ""
     initial: bool = False
     final: bool = False
+    since: int = 0
 
 
 @dataclass(slots=True)
 class Emission:
-    """Items in compute order and every residency."""
+    """Items in compute order and every residency.
+
+    Attributes:
+        tiers: The lower tier of each storage that is ever in one.
+        staged: What is on the host only to be worked on there: the item after which it comes, or that makes it, and the
+            last item that uses it.
+    """
 
     items: list[Item] = field(default_factory=lambda: [])
     residencies: list[Residency] = field(default_factory=lambda: [])
     tiers: dict[int, str] = field(default_factory=lambda: {})
+    staged: dict[int, tuple[int, int]] = field(default_factory=lambda: {})
 
 
 def emit(graph: StepGraph, lives: Lifetimes, choices: Choices) -> Emission:
     """Emit the step; optimizer steps are delayed behind recomputations that still read the old value."""
+    choices = _with_host(graph, lives, choices)
     order = list(range(len(graph.ops)))
     for _ in range(len(graph.ops)):
         walker = _Walker(graph, lives, choices, order)
@@ -69,6 +80,16 @@ def emit(graph: StepGraph, lives: Lifetimes, choices: Choices) -> Emission:
             return walker.out
         order = _delay(order, walker.late)
     raise AssertionError("optimizer steps can always be delayed to the end")
+
+
+def _with_host(graph: StepGraph, lives: Lifetimes, choices: Choices) -> Choices:
+    """The choices with what operations on the host imply: what they touch is in no tier but the host's."""
+    if not graph.hosted:
+        return choices
+    touched = graph.host_storages
+    implied = {(gap.storage, gap.start): Option.HOST for gap in gaps(graph, lives) if beside_host(graph, gap)}
+    near = {key: Option.HOST if key[0] in touched and o in _TIER else o for key, o in choices.items()}
+    return {**near, **implied}
 
 
 def _delay(order: Sequence[int], late: Mapping[int, int]) -> list[int]:
@@ -107,6 +128,8 @@ class _Walker:
         self.transient: set[int] = set()
         self.stepped: dict[int, list[int]] = {}  # storage -> the updates that already changed it
         self.late: dict[int, int] = {}
+        self.sent: dict[int, int] = {}  # storage -> the item after which it went to the host, or that made it there
+        self.made: dict[int, int] = {}  # storage -> the first item after the host wrote it
         self.losses = {graph.storage_of(t) for t in graph.losses}
         self.rank = _inverse(order)
         self.places = _places(lives, order, self.rank)
@@ -115,6 +138,9 @@ class _Walker:
         self._start()
         for op_index in self.order:
             op = self.graph.ops[op_index]
+            if op_index in self.graph.on_host:
+                self._run_on_host(op_index)
+                continue
             for storage in self.graph.op_reads[op_index]:
                 self._ensure(storage, op_index)
             kind = ActionKind.STEP if op.kind is OpKind.STEP else ActionKind.COMPUTE
@@ -129,6 +155,26 @@ class _Walker:
         for storage, stay in self.live.items():
             stay.final = True
             self._end(storage, keep=True)
+
+    def _run_on_host(self, op_index: int) -> None:
+        op, item = self.graph.ops[op_index], len(self.out.items)
+        for storage in self.graph.op_reads[op_index]:
+            if storage in self.live:  # brought back meanwhile, to recompute something
+                self._send(storage, "host")
+        missing = [s for s in self.graph.op_reads[op_index] if self.away.get(s) != "host"]
+        assert not missing, f"storages {missing} of op {op_index}, which runs on the host, are not there"
+        self._item(Item(ActionKind.STEP if op.kind is OpKind.STEP else ActionKind.COMPUTE, op=op_index))
+        for storage in self.graph.op_writes[op_index]:
+            self.away[storage] = self.out.tiers[storage] = "host"
+            self.copies[storage] = {"host"}
+            self.made[storage] = item + 1
+            self.sent.setdefault(storage, item)
+            if op.kind is OpKind.STEP:
+                self.stepped.setdefault(storage, []).append(op_index)
+        for storage in dict.fromkeys((*self.graph.op_reads[op_index], *self.graph.op_writes[op_index])):
+            if storage not in self.graph.persistent and self._next_use(storage, op_index) is None:
+                del self.away[storage]
+                self.out.staged[storage] = self.sent[storage], item
 
     def _start(self) -> None:
         """Persistent storages begin where the gap over the step's boundary leaves them."""
@@ -151,7 +197,7 @@ class _Walker:
         if storage in self.live:
             return
         first = len(self.out.items) - (0 if tier else 1)
-        self.live[storage] = Residency(storage, first, tier=tier)
+        self.live[storage] = Residency(storage, first, tier=tier, since=self.made.get(storage, 0))
         self.out.residencies.append(self.live[storage])
 
     def _end(self, storage: int, *, keep: bool = False) -> None:
@@ -242,12 +288,17 @@ class _Walker:
         option = self.choices.get((storage, op_index), Option.KEEP)
         if option is Option.KEEP:
             return
+        if option is Option.RECOMPUTE:
+            self._end(storage)
+        else:
+            self._send(storage, _TIER[option])
+
+    def _send(self, storage: int, tier: str) -> None:
         stay = self.live[storage]
         self._end(storage)
-        if option is not Option.RECOMPUTE:
-            tier = _TIER[option]
-            if tier not in self.copies.setdefault(storage, set()):
-                stay.to_tier = tier
-                self.copies[storage].add(tier)
-            self.away[storage] = tier
-            self.out.tiers[storage] = tier
+        if tier not in self.copies.setdefault(storage, set()):
+            stay.to_tier = tier
+            self.copies[storage].add(tier)
+            self.sent.setdefault(storage, stay.last)
+        self.away[storage] = tier
+        self.out.tiers[storage] = tier

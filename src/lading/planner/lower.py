@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from lading.ir.graph import StepGraph
 from lading.ir.machine import PACKED_COLUMNS, Machine
 from lading.ir.plan import Option
-from lading.ir.program import Program, slot_sizes
+from lading.ir.program import PAGE_BYTES, Program, slot_sizes
 from lading.memory.arena import Item as ArenaItem
 from lading.memory.arena import Packing, pack
 from lading.memory.lifetime import Lifetimes
@@ -145,7 +147,7 @@ def _one_tier(choices: Choices) -> Choices:
 
 def _item_seconds(graph: StepGraph, machine: Machine, costs: Costs, item: Item) -> float:
     if item.op is not None:
-        return costs.op_seconds[item.op]
+        return 0.0 if item.op in graph.on_host else costs.op_seconds[item.op]
     assert item.storage is not None
     return graph.storages[item.storage].size_bytes / machine.device.memory_bandwidth_bytes_per_s
 
@@ -182,26 +184,63 @@ def _program(
 ) -> Program:
     packing, owners = packed
     offsets = [packing.offsets[owner] for owner in owners]
+    seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
+    slots = _tier_slots(graph, emission, lambda: _staged(graph, emission, costs, seconds), budgets)
     return Program(
         graph=graph,
-        actions=connect(graph, emission, stretched, offsets),
+        actions=connect(graph, emission, stretched, offsets, dict(slots.get("host", ()))),
         arena_bytes=packing.size_bytes,
         workspace_bytes=max(costs.workspace_bytes, default=0),
         resident=tuple(
             (r.storage, offset) for r, offset in zip(emission.residencies, offsets, strict=True) if r.initial
         ),
-        slots=_tier_slots(graph, emission),
+        slots=slots,
         budgets=budgets,
         overhead_bytes=overhead_bytes(machine, costs),
     )
 
 
-def _tier_slots(graph: StepGraph, emission: Emission) -> dict[str, tuple[tuple[int, int], ...]]:
-    """A place in its lower tier for every storage that is ever there, one after another."""
+def _tier_slots(
+    graph: StepGraph, emission: Emission, staged: Callable[[], _Staged], budgets: Mapping[str, int]
+) -> dict[str, tuple[tuple[int, int], ...]]:
+    """A place in its lower tier for every storage that is ever there, one after another; behind them what is staged."""
     sizes = slot_sizes(graph)
     slots: dict[str, list[tuple[int, int]]] = {}
     ends: dict[str, int] = {}
     for storage, tier in sorted(emission.tiers.items()):
+        if storage in emission.staged:
+            continue
         slots.setdefault(tier, []).append((storage, ends.get(tier, 0)))
-        ends[tier] = ends.get(tier, 0) + sizes[storage]
+        ends[tier] = ends.get(tier, 0) + -(-sizes[storage] // PAGE_BYTES) * PAGE_BYTES
+    if emission.staged:
+        end = ends.get("host", 0)
+        made = staged()
+        packing = pack(made.lasting, budgets["host"] - end)
+        if packing.size_bytes > budgets["host"] - end:
+            packing = pack(made.least, budgets["host"] - end)
+        slots.setdefault("host", []).extend(
+            (storage, end + offset) for storage, offset in zip(emission.staged, packing.offsets, strict=True)
+        )
     return {tier: tuple(rows) for tier, rows in slots.items()}
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """What is staged on the host, in whole pages: until the host should have used it, and until it must have."""
+
+    lasting: list[ArenaItem]
+    least: list[ArenaItem]
+
+
+def _staged(graph: StepGraph, emission: Emission, costs: Costs, seconds: Sequence[float]) -> _Staged:
+    """The host takes its operations in order, each when it is free; items that last ``seconds`` go on meanwhile."""
+    start = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])
+    free_s, ended = 0.0, [0] * len(emission.items)
+    for index, item in enumerate(emission.items):
+        if item.op is not None and item.op in graph.on_host:
+            free_s = max(free_s, float(start[index])) + costs.op_seconds[item.op]
+            ended[index] = min(int(np.searchsorted(start, free_s, side="left")), len(emission.items) - 1)
+    pages = {s: -(-graph.storages[s].size_bytes // PAGE_BYTES) * PAGE_BYTES for s in emission.staged}
+    least = [ArenaItem(pages[s], (span,)) for s, span in emission.staged.items()]
+    lasting = [ArenaItem(pages[s], ((first, max(last, ended[last])),)) for s, (first, last) in emission.staged.items()]
+    return _Staged(lasting, least)

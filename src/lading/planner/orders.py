@@ -16,8 +16,9 @@ from itertools import chain
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.defer import defer, updates
 from lading.ir.graph import Phase
-from lading.memory.lifetime import lifetimes
+from lading.memory.lifetime import beside_host, gaps, lifetimes
 from lading.planner.greedy import evicting
+from lading.planner.hosting import with_host
 from lading.planner.lower import Costs
 from lading.planner.residency import (
     Found,
@@ -48,7 +49,7 @@ class Ordered:
     Attributes:
         deferred: How many updates are deferred, the last ones of the step.
         step: The step in that order.
-        bound_s: No plan in any of the orders takes less; 0 where none is known.
+        bound_s: No plan in any of the orders takes less, every operation where it is; 0 where none is known.
     """
 
     deferred: int
@@ -99,6 +100,26 @@ def best_order(step: Step, others: Iterable[Found]) -> Ordered:
     if not good_enough(found, bound_s):
         bound_s = _sharper(step, bound_s)
     return Ordered(count, found.step, found, bound_s)
+
+
+def ordered_with_host(chosen: Ordered) -> Ordered:
+    """The best plan over the orders, or a faster one with operations on the host; its bound is for the same places."""
+    retimed = chosen.found.retimed
+
+    def plan(step: Step) -> Found | None:
+        forced = {(gap.storage, gap.start) for gap in gaps(step.graph, step.lives) if beside_host(step.graph, gap)}
+        choices = {key: option for key, option in chosen.found.choices.items() if key not in forced}
+        program = step.lower(choices, retimed).program
+        return None if program is None else Found(choices, program, step, retimed)
+
+    found = with_host(chosen.found, plan)
+    if found is chosen.found:
+        return chosen
+    search = Search(found.step, [found])
+    search.advance()
+    assert search.best is not None, "the plan it started with"
+    best = dataclasses.replace(search.best, device_s=found.device_s)
+    return dataclasses.replace(chosen, step=best.step, found=best, bound_s=lower_bound_s(best.step))
 
 
 def _finished(searches: Sequence[tuple[int, Search]], bound_s: float) -> tuple[int, Found]:

@@ -36,7 +36,7 @@ from lading.ir.graph import Phase, StepGraph
 from lading.ir.machine import Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import slot_bytes
-from lading.memory.lifetime import Gap, Lifetimes, can_recompute, gaps, is_movable
+from lading.memory.lifetime import Gap, Lifetimes, beside_host, can_recompute, gaps, is_movable
 from lading.planner.lower import Costs
 
 
@@ -123,6 +123,9 @@ def build(
     clock = np.concatenate([[0.0], np.cumsum(costs.op_seconds)])
     tier_options = tuple(Option(t.name) for t in machine.tiers)
     for gap in gaps(graph, lives):
+        if beside_host(graph, gap):  # nothing to choose, and no room on the device
+            chosen.add((gap.storage, gap.start))
+            continue
         size = slot_bytes(graph.storages[gap.storage].size_bytes)
         inner = gap.wraps or gap.end - gap.start > 1
         if size < min_bytes and inner and every:
@@ -144,7 +147,7 @@ def build(
         left.add(version)
         candidates.append(Candidate(gap, size, options, own, sum(again_s), held, version))
         chosen.add((gap.storage, gap.start))
-    seconds = np.asarray(costs.op_seconds)
+    seconds = np.asarray([0.0 if op in graph.on_host else took for op, took in enumerate(costs.op_seconds)])
     return Problem(len(graph.ops), tuple(candidates), _base(graph, lives, chosen), seconds, machine.tiers)
 
 
@@ -159,7 +162,8 @@ def _base(graph: StepGraph, lives: Lifetimes, chosen: set[tuple[int, int]]) -> n
     for storage, positions in enumerate(lives.uses):
         size = slot_bytes(graph.storages[storage].size_bytes)
         for use in positions:
-            add(size, use, use)
+            if use not in graph.on_host:
+                add(size, use, use)
         if not positions and storage in graph.persistent:
             add(size, 0, len(graph.ops) - 1)
     for gap in gaps(graph, lives):

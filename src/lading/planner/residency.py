@@ -22,7 +22,7 @@ from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
-from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program
+from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
 from lading.planner.aims import Aim, aims, believed
@@ -123,13 +123,14 @@ class Step:
 class Found:
     """Choices that fit, with what they lead to; times are predicted when they are asked for.
 
-    ``retimed`` as of ``Step.lower``.
+    ``retimed`` as of ``Step.lower``; ``device_s``: the step with nothing on the host, where something is; else 0.
     """
 
     choices: dict[tuple[int, int], Option]
     program: Program
     step: Step
     retimed: int = 0
+    device_s: float = 0.0
 
     @cached_property
     def step_s(self) -> float:
@@ -144,8 +145,9 @@ class Found:
     @property
     def waits(self) -> bool:
         """Whether more than a little of the step is not spent on operations."""
-        seconds = self.step.costs.op_seconds
-        return self.step_s > (1 + _WAITING) * sum(seconds[a.op] for a in self.program.actions if a.op is not None)
+        seconds, actions = self.step.costs.op_seconds, self.program.actions
+        computed = sum(seconds[a.op] for a in actions if a.op is not None and a.stream == COMPUTE_STREAM)
+        return self.step_s > (1 + _WAITING) * computed
 
 
 def _item_seconds(program: Program, timeline: Timeline) -> list[float]:
@@ -153,7 +155,12 @@ def _item_seconds(program: Program, timeline: Timeline) -> list[float]:
     starts = [0.0] * len(program.actions)
     for event in timeline.events:
         starts[event.action] = event.start_s
-    begin = [starts[a.id] for a in program.actions if a.stream == COMPUTE_STREAM and a.kind is not ActionKind.FREE]
+    items = [a for a in program.actions if a.stream in (COMPUTE_STREAM, HOST_STREAM) and a.kind is not ActionKind.FREE]
+    begin, following = [0.0] * len(items), timeline.duration_s
+    for index in range(len(items) - 1, -1, -1):  # what the host does takes no time of the others
+        if items[index].stream == COMPUTE_STREAM:
+            following = starts[items[index].id]
+        begin[index] = following
     return [after - start for start, after in zip(begin, [*begin[1:], timeline.duration_s], strict=True)]
 
 
@@ -297,7 +304,9 @@ def _problem(step: Step, *, every: bool = False, moving: bool = False, across: b
         step.graph, step.lives, step.machine, step.costs, smallest, every=every, moving=moving, across=across
     )
     folding = None if every else fold(step.graph, problem.candidates, _CLASSES)
-    return dataclasses.replace(problem, capacity_bytes=step.budgets, folding=folding)
+    taken = sum(slot_bytes(step.graph.storages[s].size_bytes) for s in step.graph.host_storages)
+    capacity = {t: size - (taken if t == "host" else 0) for t, size in step.budgets.items()}
+    return dataclasses.replace(problem, capacity_bytes=capacity, folding=folding)
 
 
 def _candidates(step: Step, every: Relaxations) -> Iterable[Found]:

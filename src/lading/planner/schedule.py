@@ -109,6 +109,8 @@ class _Stretcher:
         """Whether the fetch of a stay may begin in the step before."""
         indices = self.of_storage[self.stays[index].storage]
         first, last = self.stays[indices[0]], self.stays[indices[-1]]
+        if first.storage in self.graph.host_storages:  # the host works on the copy, which is then its home
+            return False
         if index != indices[0] or last.to_tier != first.tier:
             return False
         made_anew = len(indices) > 1 and not self.stays[indices[1]].tier
@@ -118,6 +120,8 @@ class _Stretcher:
         """Whether the write-back of a stay may end in the next step."""
         indices = self.of_storage[self.stays[index].storage]
         stay, first = self.stays[index], self.stays[indices[0]]
+        if stay.storage in self.graph.host_storages:
+            return False
         return index == indices[-1] and stay.storage in self.graph.persistent and first.tier == stay.to_tier
 
     def write_backs(self) -> None:
@@ -173,6 +177,7 @@ class _Stretcher:
         for indices in self.of_storage.values():
             for before, index in zip((indices[-1], *indices), indices, strict=False):
                 left[index] = self.last[before] + 1 - (self.count if index == indices[0] else 0)
+                left[index] = max(left[index], self.stays[index].since)
         return left
 
     def _extend(self, index: int, low: int, high: int) -> int:

@@ -7,6 +7,7 @@ simulated and verified like any plan. Where the device then has room to spare, w
 
 ``moving`` is its sister without recomputation, ZeRO-Infinity's placement alone: a few lowerings, so a search has its
 plans as candidates too. Where transfers hide under compute they leave little to search for.
+Updates whose states are in the host's memory run there as far as that makes the step shorter (``planner.hosting``).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from lading.errors import PlanInfeasible
 from lading.ir.graph import PERSISTENT, Role
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
-from lading.memory.lifetime import Gap, gaps, is_movable
+from lading.memory.lifetime import Gap, beside_host, gaps, is_movable
 from lading.memory.verify import verify
+from lading.planner.hosting import with_host
 from lading.planner.lower import Lowered
 from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, Step, infeasible
@@ -38,6 +40,8 @@ _TRIES = 12
 _WHILES, _FEW_OPS, _MANY_OPS = (10, _LEAST_OPS, 160), 1500, 2500
 #: Least bytes that it moves: on a small step a small storage counts.
 _LEAST_MOVED_SHARE = 1 / 4000
+#: Share of the host's memory left to gradients on their way to the host's processors, two of the largest at least.
+_STAGED = 0.05
 
 _Choices = dict[tuple[int, int], Option]
 
@@ -48,6 +52,20 @@ def streaming(step: Step) -> Found:
     Raises:
         PlanInfeasible: it does not fit; the error's smallest budget is one that it was lowered for.
     """
+    best = with_host(_streamed(step), _fitting)
+    verify(best.program)
+    return best
+
+
+def _fitting(step: Step) -> Found | None:
+    try:
+        return _streamed(step)
+    except PlanInfeasible:
+        return None
+
+
+def _streamed(step: Step) -> Found:
+    """The plan of a step whose operations have their places."""
     found = [made for choices in _plainer(step) if (made := _found(step, choices)) is not None]
     if not found:
         recomputed = checkpoint_every_block(step.graph, step.lives)
@@ -61,9 +79,7 @@ def streaming(step: Step) -> Found:
         if room > _LEAST_GAIN * sum(_size(step, storage) for storage in away):
             kept = _found(step, _placed(step, recomputed, away, room))
             found += [] if kept is None else [kept]
-    best = min(found, key=lambda made: made.step_s)
-    verify(best.program)
-    return best
+    return min(found, key=lambda made: made.step_s)
 
 
 def moving(step: Step) -> Iterator[Found]:
@@ -98,7 +114,8 @@ def _plainer(step: Step) -> Iterable[_Choices]:
 
 def _outlives(step: Step) -> int:
     """Bytes that are on the device all the time when nothing leaves it."""
-    wrapping = {gap.storage for gap in gaps(step.graph, step.lives) if gap.wraps}
+    graph = step.graph
+    wrapping = {gap.storage for gap in gaps(graph, step.lives) if gap.wraps and not beside_host(graph, gap)}
     return sum(_size(step, storage) for storage in wrapping)
 
 
@@ -118,6 +135,8 @@ def _leaving(
     away: dict[int, list[Gap]] = {}
     num_ops = len(step.graph.ops)
     for gap in gaps(step.graph, step.lives):
+        if beside_host(step.graph, gap):
+            continue
         length = gap.end - gap.start + (num_ops if gap.wraps else 0)
         movable = _size(step, gap.storage) >= least_bytes and is_movable(step.graph, gap.storage, PAGE_BYTES)
         if movable and length >= least_ops and (gap.storage, gap.start) not in recomputed:
@@ -129,6 +148,8 @@ def _placed(step: Step, recomputed: _Choices, away: dict[int, list[Gap]], room_b
     """Choices: what comes back most often stays while there is room, then goes to the nearest tier that has some."""
     choices = dict(recomputed)
     left = {tier.name: step.budgets[tier.name] for tier in step.machine.tiers if step.budgets[tier.name]}
+    if step.graph.hosted:
+        left["host"] -= _worked_on(step)
     for storage in sorted(away, key=lambda storage: (-len(away[storage]), _size(step, storage), storage)):
         size = _size(step, storage)
         if size <= room_bytes:
@@ -138,10 +159,21 @@ def _placed(step: Step, recomputed: _Choices, away: dict[int, list[Gap]], room_b
         tier = next((name for name in names if size <= left[name]), names[-1] if names else None)
         if tier is None:
             continue
-        left[tier] -= size
+        if storage in step.graph.host_storages:
+            tier = "host"  # where it has its place
+        else:
+            left[tier] -= size
         for gap in away[storage]:
             choices[storage, gap.start] = Option(tier)
     return choices
+
+
+def _worked_on(step: Step) -> int:
+    """Bytes of the host's memory for what its processors work on."""
+    graph = step.graph
+    passing = [_size(step, s) for s in graph.host_storages - graph.persistent]
+    staged = min(sum(passing), max(2 * max(passing, default=0), int(_STAGED * step.budgets["host"])))
+    return sum(_size(step, s) for s in graph.host_storages & graph.persistent) + staged
 
 
 def _infeasible(step: Step, choices: _Choices, lowered: Lowered) -> PlanInfeasible:

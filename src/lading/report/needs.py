@@ -10,9 +10,9 @@ from lading.errors import PlanInfeasible
 from lading.ir.action import ActionKind
 from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.machine import TIERS
-from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
+from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program, slot_bytes
 from lading.ir.timeline import Timeline
-from lading.memory.layout import DEVICE, home_tiers
+from lading.memory.layout import DEVICE, HOST, home_tiers
 from lading.units import format_bytes, format_seconds
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer state"
@@ -73,8 +73,7 @@ def step_needs(program: Program, predicted: Timeline, tiers: Sequence[str]) -> N
     row_of = rows_of(program.graph)
     columns = {DEVICE: _at_peak(program, predicted, row_of)}
     for tier in tiers:
-        there = (storage for storage, _ in program.slots.get(tier, ()))
-        columns[tier] = _sum(program.graph, row_of, Counter(there))
+        columns[tier] = _in_slots(program, tier, row_of)
     taken = {DEVICE: program.peak_bytes, **{tier: program.tier_bytes(tier) for tier in tiers}}
     for tier, column in columns.items():  # the process, scratch inside kernels, and gaps between tensors
         column[WORKSPACE] = taken[tier] - sum(column.values())
@@ -113,6 +112,18 @@ def _at_peak(program: Program, predicted: Timeline, row_of: Sequence[str]) -> Co
     return _sum(program.graph, row_of, there)
 
 
+def _in_slots(program: Program, tier: str, row_of: Sequence[str]) -> Counter[str]:
+    """Bytes of each row in a lower tier; what is there only to be worked on shares its places (gradients, mostly)."""
+    graph, slots = program.graph, dict(program.slots.get(tier, ()))
+    passing = slots.keys() & (graph.host_storages - graph.persistent) if tier == HOST else set[int]()
+    rows = _sum(graph, row_of, Counter(slots.keys() - passing))
+    if passing:
+        ends = [slots[storage] + slot_bytes(graph.storages[storage].size_bytes) for storage in passing]
+        largest = max(passing, key=lambda storage: (graph.storages[storage].size_bytes, storage))
+        rows[row_of[largest]] += max(ends) - min(slots[storage] for storage in passing)
+    return rows
+
+
 def _sum(graph: StepGraph, row_of: Sequence[str], there: Counter[int]) -> Counter[str]:
     rows: Counter[str] = Counter()
     for storage, count in there.items():
@@ -126,7 +137,8 @@ class StepTime:
     """Seconds of a predicted step.
 
     Attributes:
-        compute_s: What operations take, ``recompute_s`` of them for the second time.
+        compute_s: What operations of the device take, ``recompute_s`` of them for the second time.
+        host_s: What operations take on the host's processors, which run beside it.
         transfer_s: For each stream of transfers, how long it is busy.
         exposed_s: Time in which nothing computes.
     """
@@ -136,6 +148,7 @@ class StepTime:
     recompute_s: float
     transfer_s: dict[str, float]
     exposed_s: float
+    host_s: float = 0.0
 
 
 def step_time(program: Program, predicted: Timeline) -> StepTime:
@@ -147,7 +160,7 @@ def step_time(program: Program, predicted: Timeline) -> StepTime:
         busy[action.stream] = busy.get(action.stream, 0.0) + seconds[action.id]
         if action.kind is ActionKind.RECOMPUTE:
             again += seconds[action.id]
-    compute = busy.pop(COMPUTE_STREAM, 0.0)
+    compute, host = busy.pop(COMPUTE_STREAM, 0.0), busy.pop(HOST_STREAM, 0.0)
     step = predicted.duration_s
     return StepTime(
         step_s=step,
@@ -155,6 +168,7 @@ def step_time(program: Program, predicted: Timeline) -> StepTime:
         recompute_s=again,
         transfer_s=busy,
         exposed_s=max(0.0, step - compute),
+        host_s=host,
     )
 
 
@@ -180,6 +194,7 @@ class FitResult:
         allowed: Bytes each tier has; a tier that the machine lacks is not there.
         error: Why it does not fit; the table is then that of the nearest plan. None if it fits.
         changes: What would make it fit, the cheapest first.
+        host_saves_s: By how much operations on the host make the step shorter.
     """
 
     title: str
@@ -190,6 +205,7 @@ class FitResult:
     assumptions: tuple[str, ...] = ()
     error: PlanInfeasible | None = None
     changes: tuple[Change, ...] = ()
+    host_saves_s: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -204,6 +220,11 @@ class FitResult:
             f"({format_seconds(self.time.recompute_s)} of it again), transfers {moved or 'none'}, "
             f"exposed {format_seconds(self.time.exposed_s)}"
         )
+        if self.time.host_s:
+            lines.append(
+                f"updates on the host's processors: {format_seconds(self.time.host_s)} beside the device, "
+                f"saves {format_seconds(self.host_saves_s)} a step"
+            )
         lines += [f"assumption: {text.replace('assumption: ', '', 1)}" for text in self.assumptions]
         if self.error is None:
             return "\n".join([*lines, f"FITS {self.machine}, predicted step {format_seconds(self.step_s)}"])

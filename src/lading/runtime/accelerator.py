@@ -15,12 +15,14 @@ from typing import Any, Protocol
 import torch
 
 from lading.errors import ConfigError
+from lading.ir.program import HOST_STREAM
 from lading.runtime.arena import Arena
 from lading.runtime.device import Batches, Call, Lane, Mark, Memory, Meter, Stamp
 from lading.runtime.tiers import PIECE_BYTES, DiskTier, MemoryTier, Tier
 
-#: Streams whose thread waits for the device and then for the disk, so that what they issued has ended.
-_BLOCKING = "disk"
+_DISK = "disk"
+#: Streams whose thread waits for the device, and then for the disk or its own work, so that what it did has ended.
+_BLOCKING = (f"{_DISK}_read", f"{_DISK}_write", HOST_STREAM)
 
 
 class Event(Protocol):
@@ -275,7 +277,7 @@ class AcceleratorDevice:
 
     def tier(self, name: str, size_bytes: int, folder: Path) -> Tier:
         """See Device."""
-        if name != _BLOCKING:
+        if name != _DISK:
             return MemoryTier(self.host(size_bytes))
         disk = DiskTier(folder, size_bytes)
         try:
@@ -286,8 +288,7 @@ class AcceleratorDevice:
 
     def lane(self, stream: str) -> Lane:
         """See Device."""
-        blocking = stream.startswith(_BLOCKING)
-        lane = BlockingLane(self._api, self._clock) if blocking else AsyncLane(self._api)
+        lane = BlockingLane(self._api, self._clock) if stream in _BLOCKING else AsyncLane(self._api)
         self._lanes.append(lane)
         return lane
 

@@ -19,9 +19,9 @@ from lading.runtime.fuse import Fused
 from lading.runtime.kernels import AdamWSettings, Rate, bind
 from lading.runtime.regions import Region, Site
 from lading.runtime.streams import Entry, Jitter
-from lading.runtime.tiers import Tier
+from lading.runtime.tiers import MemoryTier, Tier
 
-DEVICE = "device"
+DEVICE, HOST = "device", "host"
 _POISON = 0xFF  # NaN in every float format, -1 in every integer
 _OPERATIONS = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
 
@@ -105,7 +105,7 @@ class Binder:
         self.program, self.graph = program, program.graph
         self.device, self.arena = place.device, place.arena
         self.tiers, self.caller = place.tiers, place.caller
-        self.bind_op, self.rates = partial(bind, kind=place.device.kind, optimizer=optimizer), rates
+        self.optimizer, self.rates = optimizer, rates
         self.deferred = frozenset(self.graph.deferred)
         self.poison, self.jitter = poison, jitter
         self.slots = {tier: dict(slots) for tier, slots in program.slots.items()}
@@ -143,6 +143,16 @@ class Binder:
         offset = self.where.get(t.storage)
         return None if offset is None else self._view_at(Site(tensor, offset))
 
+    def host_view(self, tensor: int) -> torch.Tensor | None:
+        """A graph tensor in its slot of the host tier; None if it has none."""
+        t = self.graph.tensors[tensor]
+        offset, tier = self.slots.get(HOST, {}).get(t.storage), self.tiers.get(HOST)
+        if offset is None:
+            return None
+        if not isinstance(tier, MemoryTier):
+            raise ProgramError(f"expected the host tier in memory to work there, found {type(tier).__name__}")
+        return view_of(tier.bytes_at(offset, self.graph.storages[t.storage].size_bytes), t)
+
     def _view_at(self, place: Site) -> torch.Tensor:
         if place not in self._views:
             t = self.graph.tensors[place.tensor]
@@ -167,7 +177,13 @@ class Binder:
             if action.op is None:
                 raise ProgramError(f"a {action.kind.value} needs an operation")
             rate = self.rates.before if action.op in self.deferred else self.rates.now
-            kernel = self.bind_op(self.graph.ops[action.op], self.view, rate=rate)
+            if action.op in self.graph.on_host:  # the CPU's kernel, whose scratch is not the device's
+                return bind(
+                    self.graph.ops[action.op], self.host_view, kind="cpu", optimizer=self.optimizer, rate=rate
+                ).run
+            kernel = bind(
+                self.graph.ops[action.op], self.view, kind=self.device.kind, optimizer=self.optimizer, rate=rate
+            )
             self.scratch[action.id] = kernel.scratch_bytes
             return kernel.run
         if action.storage is None or action.kind not in (ActionKind.MOVE, ActionKind.FREE):
@@ -175,10 +191,17 @@ class Binder:
                 f"expected COMPUTE, RECOMPUTE, STEP, or MOVE or FREE of a storage, found {action.kind.value}"
             )
         if action.kind is ActionKind.FREE:
-            if action.source != DEVICE or not self.poison:
+            if not self.poison:
                 return None
+            if action.source == HOST:
+                return self._spoil_on_host(action.storage)
             return partial(self._storage_bytes(action.storage, self.where[action.storage]).fill_, _POISON)
         return self._move(action.storage, action.source, action.target)
+
+    def _spoil_on_host(self, storage: int) -> Call | None:
+        tier, size_bytes = self.tiers[HOST], self.graph.storages[storage].size_bytes
+        assert isinstance(tier, MemoryTier), "what is freed there was worked on there"
+        return partial(tier.bytes_at(self.slots[HOST][storage], size_bytes).fill_, _POISON)
 
     def _move(self, storage: int, source: str, target: str) -> Call:
         if source == CALLER:

@@ -60,6 +60,10 @@ class MemoryTier:
     def __init__(self, memory: HostBytes) -> None:
         self._memory = memory
 
+    def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """uint8[size_bytes] at ``offset``, without a copy: what the host's processors work on."""
+        return self._memory.bytes_at(offset, size_bytes)
+
     def read(self, offset: int, into: torch.Tensor) -> None:
         """See Tier; a copy that lets other threads run."""
         into.copy_(self._memory.bytes_at(offset, len(into)), non_blocking=True)

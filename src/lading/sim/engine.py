@@ -5,6 +5,9 @@ Operations last what the cost model says, and longer while a tier transfers, in 
 the tier's latency and then transfers its bytes; while a tier's two directions transfer at once each gets its mixed
 rate, so what remains of a transfer is timed again whenever the other direction starts or stops. Same Program, same
 Machine: same Timeline, to the bit.
+
+Operations on the host run beside the device's, slower by as much as the transfers of the moment take of the memory
+they share: a byte moved counts against the host's memory bandwidth, two where a disk's go through the host to a device.
 """
 
 from __future__ import annotations
@@ -13,15 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from lading.cost.compute import op_costs
+from lading.cost.compute import placed_costs
 from lading.errors import SimulationError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.machine import Machine, Tier
-from lading.ir.program import COMPUTE_STREAM, Program
+from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 
-_DEVICE = "device"
+_DEVICE, _HOST = "device", "host"
 _RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
 
 
@@ -30,7 +33,7 @@ def simulate(program: Program, machine: Machine, *, op_seconds: Sequence[float] 
 
     Args:
         program: Verified (see ``lading.memory.verify``).
-        op_seconds: Seconds of each operation of the graph; by default what ``op_costs`` says of the machine's device.
+        op_seconds: Seconds of each operation of the graph; by default what ``placed_costs`` says of the machine.
     Returns:
         A "predicted" timeline with an event for every action (of no length for a FREE), one memory sample for each
         change of the device's bytes, by role, and one for each lower tier, whose slots are taken throughout.
@@ -88,7 +91,7 @@ class _Costs:
         self._machine = machine
         self._tiers = {tier.name: tier for tier in machine.tiers}
         self._storages = program.graph.storages
-        self._ops = op_costs(program.graph, machine.device) if op_seconds is None else op_seconds
+        self._ops = placed_costs(program.graph, machine) if op_seconds is None else op_seconds
         if len(self._ops) != len(program.graph.ops):
             raise SimulationError(f"expected {len(program.graph.ops)} op_seconds, one an op, got {len(self._ops)}")
         if bad := [i for i, seconds in enumerate(self._ops) if not 0 <= seconds < float("inf")]:
@@ -134,6 +137,13 @@ class _Costs:
         tier, (alone, shared) = self.tier(action), self.rates(action)
         most = tier.read_slowdown if action.target == _DEVICE else tier.write_slowdown
         return most, most * shared / alone
+
+    def host_share(self, tier: str) -> float:
+        """What a byte/s moved from or to a tier takes of the host's memory, as a share of all it can do."""
+        host = self._machine.host_device
+        if host is None:
+            return 0.0
+        return (1 if tier == _HOST else 2) / host.memory_bandwidth_bytes_per_s
 
     def rates(self, action: Action) -> tuple[float, float]:
         """Bytes/s of a MOVE on a tier alone, and while the other direction transfers."""
@@ -183,7 +193,8 @@ class _Engine:
         self._costs = costs
         self._actions = program.actions
         self._streams = program.streams
-        self._compute = self._streams.index(COMPUTE_STREAM) if COMPUTE_STREAM in self._streams else -1
+        self._host = self._streams.index(HOST_STREAM) if HOST_STREAM in self._streams else -1
+        self._computing = {i for i, stream in enumerate(self._streams) if stream in (COMPUTE_STREAM, HOST_STREAM)}
         number = {stream: index for index, stream in enumerate(self._streams)}
         self._stream_of = [number[action.stream] for action in self._actions]
         self._queues: list[list[int]] = [[] for _ in self._streams]
@@ -199,7 +210,7 @@ class _Engine:
         self._ends: list[float | None] = [None] * len(self._actions)
         self._latency: set[int] = set()
         self._transfers: dict[tuple[str, bool], _Transfer] = {}
-        self._work: _Work | None = None
+        self._work: dict[int, _Work] = {}  # by stream
 
     def run(self) -> float:
         """Run to the end; returns when the last action ended."""
@@ -237,39 +248,45 @@ class _Engine:
             self._ends[action.id] = self._now_s
             return
         self._busy[stream] = True
-        if stream == self._compute:
-            self._work = _Work(action.id, self._costs.fixed_s(action), self._now_s, self._slowdown())
-            self._expect_work(self._work)
+        if stream in self._computing:
+            work = _Work(action.id, self._costs.fixed_s(action), self._now_s, self._slowdown(stream))
+            self._work[stream] = work
+            self._expect_work(work)
             return
         self._latency.add(action.id)
         self._push(self._now_s + self._costs.fixed_s(action), action.id)
 
-    def _slowdown(self) -> float:
+    def _slowdown(self, stream: int) -> float:
         """How much longer an operation takes beside the transfers of this moment."""
         if not self._transfers:
             return 0.0
         running = self._transfers
+        if stream == self._host:
+            return sum(moving.rate * self._costs.host_share(tier) for (tier, _), moving in running.items())
         return sum(moving.slowdowns[(tier, not read) in running] for (tier, read), moving in running.items())
 
     def _expect_work(self, work: _Work) -> None:
         work.ticket = self._push(self._now_s + work.remaining_s * (1.0 + work.slowdown), work.action)
 
     def _retime_work(self) -> None:
-        """The set of transfers has changed: the operation under way gets faster or slower."""
-        work, slowdown = self._work, self._slowdown()
-        if work is None or work.slowdown == slowdown:
-            return
-        done_s = (self._now_s - work.since_s) / (1.0 + work.slowdown)
-        work.remaining_s, work.since_s, work.slowdown = max(0.0, work.remaining_s - done_s), self._now_s, slowdown
-        self._expect_work(work)
+        """The set of transfers has changed: the operations under way get faster or slower."""
+        for stream, work in self._work.items():
+            slowdown = self._slowdown(stream)
+            if work.slowdown == slowdown:
+                continue
+            done_s = (self._now_s - work.since_s) / (1.0 + work.slowdown)
+            work.remaining_s, work.since_s, work.slowdown = max(0.0, work.remaining_s - done_s), self._now_s, slowdown
+            self._expect_work(work)
 
     def _has_ended(self, action: int, ticket: int) -> bool:
         """Whether this expectation still holds: what was timed again since ends another time."""
-        if self._stream_of[action] != self._compute:
+        stream = self._stream_of[action]
+        if stream not in self._computing:
             return self._end_transfer(self._actions[action], ticket)
-        if self._work is None or self._work.ticket != ticket:
+        work = self._work.get(stream)
+        if work is None or work.ticket != ticket:
             return False
-        self._work = None
+        del self._work[stream]
         return True
 
     def _push(self, time_s: float, action: int) -> int:

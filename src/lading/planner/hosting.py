@@ -1,0 +1,193 @@
+"""Where operations run: on the device, or on the host's processors where the host's memory holds their operands.
+
+Hosting a group (``lading.ir.hosting``) spares the moves of its states and costs the host ``h`` seconds, which pass
+beside the device's but in the order of the step. Moves and host both draw on the host's memory, so the best share of
+the groups is seldom all of them: with share ``f`` on the host, a first guess balances
+
+    max(read_s - f * saved_read_s, write_s - f * saved_write_s, f * host_s, compute_s)
+
+over ``f`` in eighths (``_shares``), and shares next to it are planned as long as the simulated step gets shorter. The
+groups hosted are spread evenly over the step (``_spread``). The plan that hosts nothing is a candidate, so hosting
+never makes a step slower as simulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from lading.cost.compute import host_processors, op_seconds
+from lading.ir.action import ActionKind
+from lading.ir.hosting import hosted, light_groups
+from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
+from lading.memory.lifetime import lifetimes
+from lading.planner.residency import Found, Step
+
+_HOST = "host"
+_PARTS = 8
+#: Shares of the groups that are planned at most, the first guess included.
+_TRIES = 4
+#: Less of the step than this is not worth another plan.
+_LEAST_GAIN = 0.01
+
+
+def hosted_step(step: Step, ops: Iterable[int]) -> Step:
+    """The step with these operations on the host.
+
+    Raises:
+        ConfigError: an operation may not run there, or the machine says nothing of its host.
+    """
+    chosen = tuple(sorted(ops))
+    if not chosen:
+        return step
+    graph, host = hosted(step.graph, chosen), host_processors(step.machine)
+    seconds, scratch = list(step.costs.op_seconds), list(step.costs.workspace_bytes)
+    for op in chosen:
+        seconds[op], scratch[op] = op_seconds(graph, graph.ops[op], host), 0
+    costs = dataclasses.replace(step.costs, op_seconds=tuple(seconds), workspace_bytes=tuple(scratch))
+    return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
+
+
+def with_host(found: Found, plan: Callable[[Step], Found | None]) -> Found:
+    """``found``, or a faster plan of the same step with operations on the host.
+
+    Args:
+        found: A plan that hosts nothing.
+        plan: Plans a step that hosts some; None where that does not fit.
+    """
+    machine = found.step.machine
+    if machine.host_device is None or machine.tier(_HOST) is None or machine.device.kind == "cpu":
+        return found
+    best, known = found, 0
+    for sums in (False, True):
+        groups = _groups(found, sums=sums)
+        count = sum(len(group.ops) for group in groups)
+        if count != known and _spared_s(found, groups) > _LEAST_GAIN * found.step_s:
+            best = min(best, _best_share(found, groups, plan), key=lambda made: made.step_s)
+        known = count
+    return best if best is found else dataclasses.replace(best, device_s=found.step_s)
+
+
+def _spared_s(found: Found, groups: Sequence[_Group]) -> float:
+    """Seconds of transfers that hosting all of the groups spares."""
+    read_s, write_s = _transfers_s(found, groups)
+    return read_s + write_s
+
+
+def _transfers_s(found: Found, groups: Sequence[_Group]) -> tuple[float, float]:
+    tier = found.step.machine.tier(_HOST)
+    assert tier is not None
+    read, write = sum(group.read_bytes for group in groups), sum(group.write_bytes for group in groups)
+    return read / tier.mixed_read_bytes_per_s, write / tier.mixed_write_bytes_per_s
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Operations hosted together, what the host takes for them, and the bytes up and down that this spares."""
+
+    ops: tuple[int, ...]
+    host_s: float
+    read_bytes: int
+    write_bytes: int
+
+
+def _groups(found: Found, *, sums: bool = False) -> list[_Group]:
+    """Groups whose operands are not on disk, and of which less is moved when they are hosted."""
+    step, program = found.step, found.program
+    graph, host = step.graph, host_processors(step.machine)
+    far = {storage for tier, slots in program.slots.items() if tier != _HOST for storage, _ in slots}
+    up, down = _moved(program)
+    seconds: dict[object, float] = {}
+    rows: list[_Group] = []
+    for ops in light_groups(graph, sums=sums):
+        touched = {s for i in ops for s in (*graph.op_reads[i], *graph.op_writes[i])}
+        if touched & far:
+            continue
+        inside = set(ops)
+        used = {s for s in touched if set(step.lives.uses[s]) <= inside}
+        sent = sum(slot_bytes(graph.storages[s].size_bytes) for s in touched - used - graph.persistent)
+        read = sum(up.get(s, 0) for s in used)
+        write = sum(down.get(s, 0) for s in used) - sent
+        total_s = 0.0
+        for op in map(graph.ops.__getitem__, ops):
+            key = (op.name, op.kind, tuple(graph.tensors[t].shape for t in (*op.inputs, *op.mutates)))
+            if key not in seconds:
+                seconds[key] = op_seconds(graph, op, host)
+            total_s += seconds[key]
+        if read + write > 0:
+            rows.append(_Group(ops, total_s, read, write))
+    return rows
+
+
+def _moved(program: Program) -> tuple[dict[int, int], dict[int, int]]:
+    """Bytes of each storage that come from the host and that go there."""
+    up: dict[int, int] = {}
+    down: dict[int, int] = {}
+    for action in program.actions:
+        if action.kind is not ActionKind.MOVE or action.storage is None or _HOST not in (action.source, action.target):
+            continue
+        way = up if action.source == _HOST else down
+        way[action.storage] = way.get(action.storage, 0) + program.graph.storages[action.storage].size_bytes
+    return up, down
+
+
+def _best_share(found: Found, groups: Sequence[_Group], plan: Callable[[Step], Found | None]) -> Found:
+    """The fastest plan of a few shares of the groups, from the first guess on in the direction that gains."""
+    first = _shares(found, groups)
+    best, tried = found, {0}
+
+    def attempt(part: int) -> bool:
+        nonlocal best
+        tried.add(part)
+        made = plan(hosted_step(found.step, (i for group in _spread(groups, part) for i in group.ops)))
+        if made is None or made.step_s >= best.step_s:
+            return False
+        gained = made.step_s < (1 - _LEAST_GAIN) * best.step_s
+        best = made
+        return gained
+
+    part, way = first, 1
+    attempt(first)
+    while len(tried) <= _TRIES:
+        following = part + way
+        if 0 < following <= _PARTS and following not in tried and attempt(following):
+            part = following
+        elif way == 1:
+            part, way = first, -1
+            if first - 1 in tried or first <= 1:
+                break
+        else:
+            break
+    return best
+
+
+def _shares(found: Found, groups: Sequence[_Group]) -> int:
+    """The eighths of the groups that balance the streams, 1 at least."""
+    timeline, actions = found.timeline, found.program.actions
+    busy: dict[str, float] = {}
+    for event in timeline.events:
+        stream = actions[event.action].stream
+        busy[stream] = busy.get(stream, 0.0) + event.end_s - event.start_s
+    read, write = _transfers_s(found, groups)
+    host = sum(group.host_s for group in groups)
+
+    def longest(part: int) -> float:
+        share = part / _PARTS
+        up = busy.get(f"{_HOST}_read", 0.0) - share * read
+        down = busy.get(f"{_HOST}_write", 0.0) - share * write
+        return max(up, down, share * host, busy.get(COMPUTE_STREAM, 0.0))
+
+    return min(range(1, _PARTS + 1), key=lambda part: (longest(part), part))
+
+
+def _spread(groups: Sequence[_Group], part: int) -> list[_Group]:
+    """``part`` eighths of the groups, by what they take of the host, evenly over the step."""
+    wanted, taken = 0.0, 0.0
+    chosen: list[_Group] = []
+    for group in groups:
+        wanted += group.host_s * part / _PARTS
+        if taken + group.host_s / 2 <= wanted:
+            chosen.append(group)
+            taken += group.host_s
+    return chosen

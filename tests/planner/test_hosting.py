@@ -1,0 +1,91 @@
+"""Operations on the host: chosen where the simulated step gets shorter, and nowhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.machines import machine_with_host, small_machine
+from tests.planner.steps import NO_LIMIT, captured, needs, within
+
+from lading.cost.compute import host_processors, op_seconds, placed_costs
+from lading.errors import ConfigError
+from lading.ir.hosting import light_groups
+from lading.ir.plan import Plan
+from lading.ir.program import HOST_STREAM
+from lading.memory.verify import verify
+from lading.planner.api import make_plan, make_program
+from lading.planner.hosting import hosted_step, with_host
+from lading.planner.residency import Step
+from lading.planner.streaming import streaming
+from lading.report.needs import step_needs
+from lading.sim.engine import simulate
+
+
+def step(**host: float) -> Step:
+    """Everything but what one operation touches is on the host."""
+    whole = captured("llama", machine=machine_with_host(**host), num_layers=2, dim=256, vocab_size=4000)
+    return within(whole, int(0.72 * needs(whole, {})))
+
+
+def test_hosting_shortens_a_step_that_waits_for_its_states() -> None:
+    fast = step(host_bytes_per_s=2e10)
+    found = streaming(fast)
+    graph = found.step.graph
+    assert graph.hosted
+    assert found.device_s > 1.05 * found.step_s
+    verify(found.program)
+    timeline = simulate(found.program, fast.machine)
+    assert timeline.duration_s == found.step_s, "costs are those of the place"
+    rows = step_needs(found.program, timeline, ["host", "disk"])
+    assert all(size >= 0 for row in rows.rows.values() for size in row.values())
+
+
+def test_transfers_slow_the_host() -> None:
+    """Gradients come down at 1 GB/s while the host, which has 2 GB/s, updates: up to half as long again."""
+    whole = step()
+    ops = [op for group in light_groups(whole.graph) for op in group]
+    made = within(hosted_step(whole, ops), NO_LIMIT)
+    program = made.lower({}).program
+    assert program is not None
+    alone = placed_costs(made.graph, made.machine)
+    spans = {e.action: e.end_s - e.start_s for e in simulate(program, made.machine).events if e.stream == HOST_STREAM}
+    slower = [spans[a.id] / alone[a.op] for a in program.actions if a.id in spans and a.op is not None]
+    assert len(slower) == len(ops)
+    assert min(slower) == pytest.approx(1.0)
+    assert 1.2 < max(slower) < 1.5 + 1e-6
+
+
+def test_a_slow_host_is_left_alone() -> None:
+    slow = step(host_bytes_per_s=2e7, elements_per_s=1e5)
+    found = streaming(slow)
+    assert not found.step.graph.hosted
+    assert found.device_s == 0.0
+
+
+def test_machines_without_processors_of_a_host() -> None:
+    fast = step(host_bytes_per_s=2e10)
+    bare = dataclasses.replace(fast, machine=dataclasses.replace(fast.machine, host_device=None))
+    found = streaming(bare)
+    assert with_host(found, lambda _: None) is found
+    with pytest.raises(ConfigError, match="expected a \\[host_device\\]"):
+        host_processors(small_machine())
+    hosted = hosted_step(fast, streaming(fast).step.graph.hosted)
+    op = hosted.graph.hosted[0]
+    assert hosted.costs.op_seconds[op] == op_seconds(fast.graph, fast.graph.ops[op], host_processors(fast.machine))
+
+
+@pytest.mark.slow
+def test_a_plan_remembers_what_is_hosted(tmp_path: object) -> None:
+    fast = step(host_bytes_per_s=2e10)
+    machine = fast.machine
+    planned = make_plan(fast.graph, machine, budget=fast.budgets["device"])
+    assert planned.plan.hosted == planned.graph.hosted != ()
+    assert planned.plan.settings["host_saves_s"] > 0
+    assert "saves" in planned.plan.policies[-1].note
+    planned.plan.save(tmp_path / "plan.json")  # type: ignore[operator]
+    plan = Plan.load(tmp_path / "plan.json")  # type: ignore[operator]
+    assert make_program(plan, fast.graph, machine).fingerprint == planned.program.fingerprint
+    bad = dataclasses.replace(plan, hosted=(0,))
+    with pytest.raises(ConfigError, match="got operation 0"):
+        make_program(bad, fast.graph, machine)

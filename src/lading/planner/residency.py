@@ -22,7 +22,7 @@ from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
-from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, Program, slot_bytes
+from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
 from lading.planner.aims import Aim, aims, believed
@@ -34,7 +34,7 @@ from lading.planner.improve import improve, tries
 from lading.planner.linear import Relaxation, solve
 from lading.planner.lower import Costs, Lowered, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import Problem, Relaxed, build
-from lading.planner.schedule import base_profile
+from lading.planner.schedule import base_profile, item_seconds
 from lading.sim.engine import simulate, step_seconds
 from lading.units import format_bytes
 
@@ -86,13 +86,13 @@ class Step:
                 return dataclasses.replace(lowered, program=None)
             if program is None or retimed == 0:
                 return lowered
-            seconds, retimed = _item_seconds(program, self.simulate(program)), retimed - 1
+            seconds, retimed = item_seconds(program, self.simulate(program)), retimed - 1
 
     def retimed(self, found: Found, most: int) -> Found:
         """The fastest that scheduling the transfers again, up to ``most`` times in all, makes of it where it waits."""
         best = last = found
         while last.waits and last.retimed < most and len(self.graph.ops) <= _RETIMED_OPS:
-            seconds = _item_seconds(last.program, last.timeline)
+            seconds = item_seconds(last.program, last.timeline)
             again = lower(
                 self.graph, self.lives, self.machine, self.costs, found.choices, self.budgets, item_seconds=seconds
             ).program
@@ -148,20 +148,6 @@ class Found:
         seconds, actions = self.step.costs.op_seconds, self.program.actions
         computed = sum(seconds[a.op] for a in actions if a.op is not None and a.stream == COMPUTE_STREAM)
         return self.step_s > (1 + _WAITING) * computed
-
-
-def _item_seconds(program: Program, timeline: Timeline) -> list[float]:
-    """From the start of each item to that of the next; items are what the compute stream does but FREE."""
-    starts = [0.0] * len(program.actions)
-    for event in timeline.events:
-        starts[event.action] = event.start_s
-    items = [a for a in program.actions if a.stream in (COMPUTE_STREAM, HOST_STREAM) and a.kind is not ActionKind.FREE]
-    begin, following = [0.0] * len(items), timeline.duration_s
-    for index in range(len(items) - 1, -1, -1):  # what the host does takes no time of the others
-        if items[index].stream == COMPUTE_STREAM:
-            following = starts[items[index].id]
-        begin[index] = following
-    return [after - start for start, after in zip(begin, [*begin[1:], timeline.duration_s], strict=True)]
 
 
 def good_enough(found: Found, bound_s: float) -> bool:

@@ -330,10 +330,10 @@ def _with_checkpoints(sketch: Sketch, case: _Case) -> Needs:
     lower = {tier: needs.step[tier] for tier in tiers}
     kept = run.checkpoint.keep * _state_bytes(program.graph) if run.checkpoint.every_steps else 0
     beside = DEVICE if case.machine.device.kind == "cpu" or "host" not in tiers else "host"
-    save = {DEVICE: program.arena_bytes + program.overhead_bytes, **lower} if kept else {}
+    save = {DEVICE: program.arena_bytes + program.overhead_bytes + program.save_bytes, **lower} if kept else {}
     resume = {DEVICE: _at_home_bytes(program) + program.overhead_bytes, **lower}
     resume[beside] += _largest_bytes(program.graph)
-    if kept:
+    if kept and not program.save_bytes:  # the buffers are not the device's
         save[beside] += CHUNK_BYTES
     if "disk" in tiers:
         resume["disk"] += kept

@@ -14,10 +14,11 @@ from lading.capture.initial import Deferred, defer
 from lading.capture.trace import capture
 from lading.catalog.load import load_machine, machine_from_dict, save_machine
 from lading.catalog.models import resolved
+from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict, run_to_dict
 from lading.errors import ConfigError
 from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine
+from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.retarget import retarget
@@ -28,12 +29,13 @@ from lading.models.dit import DitConfig
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model, model_class
 from lading.models.tasks import LOSSES
-from lading.planner.api import Sketch, make_plan, make_program, predict, sketch_plan
+from lading.planner.api import SAVE_BYTES, Sketch, make_plan, make_program, predict, sketch_plan
 from lading.planner.policies import Policy
 from lading.runtime import data
 from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
 from lading.runtime.cuda import Cuda
 from lading.runtime.data import Dataset, LatentDataset, TextDataset
+from lading.runtime.executor import BOUNCE_BYTES, named_tensors
 from lading.runtime.host import host_id
 from lading.runtime.kernels import workspace_of
 from lading.runtime.probe import probe
@@ -108,6 +110,7 @@ def plan(
             "master_weights": float(master_weights),
             **_recorded(scratch, machine),
             "compile": float(compile),
+            SAVE_BYTES: float(_save_bytes(step, machine)),
         },
         workspace_bytes=scratch,
     )
@@ -156,6 +159,22 @@ def _recorded(scratch: Sequence[int], machine: Machine) -> dict[str, float]:
     return {} if machine.device.kind == "cpu" else {_SCRATCH: float(max(scratch, default=0))}
 
 
+def _save_bytes(graph: StepGraph, machine: Machine) -> int:
+    """What ``Trainer.save`` takes of a CPU: a block to write, a bounce buffer, and what it cannot read piece by piece.
+
+    On another device the buffers lie on the host.
+    """
+    if machine.device.kind != "cpu":
+        return 0
+    sized = ((view, graph.storages[storage].size_bytes) for storage, view in named_tensors(graph).items())
+    loose = [size for view, size in sized if not (view.is_row_major and view.spans(size))]
+    return CHUNK_BYTES + max(BOUNCE_BYTES, 2 * max(loose, default=0))
+
+
+def _run_save_bytes(run: RunConfig, graph: StepGraph, machine: Machine) -> int:
+    return _save_bytes(graph, machine) if run.checkpoint.every_steps else 0
+
+
 @dataclass(frozen=True)
 class CapturedRun:
     """The step of a run, which any number of plans can be made for.
@@ -194,6 +213,7 @@ def plan_run(run: RunConfig, machine: Machine | None = None, step: CapturedRun |
             "master_weights": float(_has_masters(run)),
             "compile": float(run.optimization.compile),
             **_recorded(scratch, machine),
+            SAVE_BYTES: float(_run_save_bytes(run, graph, machine)),
         },
         workspace_bytes=scratch,
         run=run_to_dict(run),
@@ -209,6 +229,7 @@ def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Sketch:
         budget=run.memory.budget,
         disk_budget=run.memory.disk_budget_bytes(0),
         workspace_bytes=_scratch(step.graph, machine),
+        save_bytes=_run_save_bytes(run, step.graph, machine),
     )
 
 
@@ -451,7 +472,7 @@ def machine_of(run: RunConfig) -> Machine:
     path = Path.home() / ".cache" / "lading" / name
     if path.is_file():
         machine = load_machine(path)
-        if machine.host_id == host_id():
+        if machine.host_id == host_id() and KERNEL_BYTES in machine.sources:
             return machine
     return probe_to(path, folder, threads=run.num_threads, device="cpu")
 

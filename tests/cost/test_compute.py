@@ -11,10 +11,18 @@ from hypothesis import strategies as st
 
 from lading.catalog.load import load_machine
 from lading.cost.access import op_bytes, walk
-from lading.cost.compute import attention_flops, fused_costs, missing_rates, op_costs, op_seconds, packed_columns
+from lading.cost.compute import (
+    attention_flops,
+    compiled_products,
+    fused_costs,
+    missing_rates,
+    op_costs,
+    op_seconds,
+    packed_columns,
+)
 from lading.errors import ConfigError
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, Role, StepGraph, Storage, Tensor
-from lading.ir.machine import Curve, Device
+from lading.ir.machine import PACKED_COLUMNS, Curve, Device
 from lading.ir.opkinds import kind_of
 
 CPU, H100 = load_machine("cpu").device, load_machine("h100").device
@@ -265,8 +273,10 @@ def test_sixteen_bits_take_their_own_rates_or_say_what_they_take() -> None:
 
 
 def test_memory_for_packing_grows_with_each_wider_product() -> None:
-    assert packed_columns(mm(8, 8, 64, repeat=3)) == 64 + 512
-    assert packed_columns(mm(8, 8, 100_000)) == 8192 + 512
+    assert packed_columns(mm(8, 512, 64, repeat=3)) == 64 + 200
+    assert packed_columns(mm(8, 512, 100_000)) == PACKED_COLUMNS + 200
+    assert packed_columns(mm(8, 256, 100)) == 200  # not deep: two thirds
+    assert packed_columns(mm(8, 512, 64, dtype="bfloat16")) == 0
     narrow = graph("aten.add.Tensor", [tensor(8)], [tensor(8)])
     assert packed_columns(narrow) == 0
 
@@ -297,3 +307,18 @@ def test_a_run_that_is_compiled_reads_and_writes_only_what_crosses_its_border() 
     assert fused[0] == pytest.approx(1e-3 + size / 1e9)  # its result is never written
     assert fused[1] == pytest.approx(size / 1e9)  # x is there already, and the call was made
     assert fused[2] == alone[2]
+
+
+def test_code_is_compiled_once_for_each_distinct_product_of_16_bit_numbers() -> None:
+    assert compiled_products(mm(8, 8, 64)) == 0
+    assert compiled_products(mm(8, 8, 64, dtype="bfloat16", repeat=3)) == 1
+    straight, turned = tensor(8, 8, dtype="bfloat16"), tensor(8, 8, dtype="bfloat16", stride=(1, 8))
+    once = graph("aten.mm.default", [straight, straight], [straight])
+    other = graph("aten.mm.default", [straight, turned], [straight])
+    both = dataclasses.replace(
+        once,
+        storages=(*once.storages, *other.storages),
+        tensors=(*once.tensors, *(dataclasses.replace(t, storage=t.storage + 3) for t in other.tensors)),
+        ops=(*once.ops, dataclasses.replace(other.ops[0], args=(Ref(3), Ref(4)), inputs=(3, 4), outputs=(5,))),
+    )
+    assert compiled_products(both) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -14,9 +15,10 @@ from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program, slot_bytes
 from lading.memory.lifetime import gaps, is_movable
 from lading.memory.verify import verify
-from lading.planner.lower import fixed_bytes
+from lading.planner.lower import fixed_bytes, overhead_bytes
 from lading.planner.policies import checkpoint_every_block, keep_all
 from lading.planner.residency import Step
+from lading.units import MiB
 
 Choices = dict[tuple[int, int], Option]
 
@@ -119,3 +121,26 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     assert lowered.program is None
     assert lowered.arena_bytes - lowered.excess_bytes == device - fixed
     assert 0 <= lowered.peak_item < len(lowered.emission.items)
+
+
+def test_memory_beside_the_arena_is_what_a_step_or_saving_takes_whichever_is_more() -> None:
+    step = captured("llama")
+    kept, large = (replace(step.costs, workspace_bytes=(size,) * len(step.graph.ops)) for size in (5000, 5 * MiB))
+    plain = fixed_bytes(step.machine, large)
+    little, much = (replace(large, save_bytes=size) for size in (5 * MiB - 1, 5 * MiB + 1000))
+    assert fixed_bytes(step.machine, little) == plain
+    assert fixed_bytes(step.machine, much) == plain + 1000
+    # Small scratch stays with the process while it saves.
+    assert fixed_bytes(step.machine, replace(kept, save_bytes=7000)) == fixed_bytes(step.machine, kept) + 7000
+    wide = replace(step, costs=much)
+    program = check(within(wide, needs(wide, {})), {})
+    assert program is not None
+    assert program.peak_bytes == program.step_bytes + 1000
+
+
+def test_code_compiled_for_16_bit_products_is_memory_of_the_process() -> None:
+    step = captured("llama")
+    machine = replace(step.machine, device=replace(step.machine.device, kernel_bytes=1000))
+    plain = overhead_bytes(machine, step.costs)
+    grown = [overhead_bytes(machine, replace(step.costs, compiled=count)) - plain for count in (1, 2, 12)]
+    assert grown == [6000, 7000, 17_000]  # the library's own code first

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Most bytes of a tensor in memory at once, while reading or writing.
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 1 << 20
 
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",

@@ -34,6 +34,8 @@ STRIDED = ".strided"
 #: Pieces of memory (two dims that are regular in every operand) that an operation can go through a second.
 RUNS = "runs"
 _LOW = frozenset({"bfloat16", "float16"})
+#: Of what BLAS packs for a product (``packed_columns``): its rows as columns, and the depth up to which it packs less.
+_PACKED_ROWS, _SHALLOW = 200, 256
 #: Suffix of a class's rate that holds for its operations in backward.
 BACKWARD = "_backward"
 
@@ -139,14 +141,30 @@ def _runs_seconds(graph: StepGraph, op: Op, device: Device) -> float:
 def packed_columns(graph: StepGraph) -> int:
     """Columns of products for which BLAS keeps memory: it takes more whenever a product is wider than all before it.
 
-    Each also packs some rows, about as much as 512 columns. Beyond ``PACKED_COLUMNS`` a product is packed in parts.
+    Each also packs some rows, about as much as 200 columns. Beyond ``PACKED_COLUMNS`` a product is packed in parts, and
+    one that is not deep is packed less deep. Products of 16-bit numbers are not packed there.
     """
     total, widest = 0, 0
     for op in graph.ops:
-        columns = min(_product(graph, op).n, PACKED_COLUMNS) if op.kind is OpKind.MATMUL else 0
+        if op.kind is not OpKind.MATMUL or _low_dtype(graph, op):
+            continue
+        product = _product(graph, op)
+        columns = min(product.n, PACKED_COLUMNS) + _PACKED_ROWS
+        if product.k <= _SHALLOW:
+            columns = columns * 2 // 3
         if columns > widest:
-            widest, total = columns, total + columns + 512
+            widest, total = columns, total + columns
     return total
+
+
+def compiled_products(graph: StepGraph) -> int:
+    """Distinct products of 16-bit numbers, for each of which oneDNN compiles code and keeps it."""
+    found: set[object] = set()
+    for op in graph.ops:
+        if op.kind is OpKind.MATMUL and _low_dtype(graph, op):
+            operands = [graph.tensors[t] for t in _operands(op)]
+            found.add((op.name, tuple((t.dtype, t.shape, t.stride) for t in operands)))
+    return len(found)
 
 
 def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:

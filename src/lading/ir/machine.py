@@ -14,8 +14,10 @@ from math import exp, log
 
 from lading.errors import ConfigError
 
-#: Columns of a product beyond which BLAS packs no more of it at once.
-PACKED_COLUMNS = 8192
+#: Columns of a product beyond which BLAS packs no more of it at once. Measured: MKL of torch 2.13, 512 deep.
+PACKED_COLUMNS = 6400
+#: Key of a source that machine files written before this number was measured lack.
+KERNEL_BYTES = "device.kernel_bytes"
 TIERS = ("device", "host", "disk")
 DEVICE_KINDS = ("cpu", "cuda", "mps")
 
@@ -62,6 +64,8 @@ class Device:
         op_overhead_s: Least time of one operation, launch included.
         overhead_bytes: Memory a running process needs on top of its tensors (thread stacks, kernel scratch, code).
         packing_bytes: Memory that BLAS keeps once it has packed a product of ``PACKED_COLUMNS`` columns.
+        kernel_bytes: Memory that a CPU's library keeps for each distinct product of 16-bit numbers: the code it
+            compiled.
         product_efficiency: Share of the peak a product reaches against its FLOP; measured or assumed.
         skinny_dim: Dimension of a product at which half of that share is lost (m / (m + skinny_dim)).
         rates: For each cost class, bytes/s (FLOP/s for attention) against size.
@@ -78,6 +82,7 @@ class Device:
     num_threads: int = 0
     overhead_bytes: int = 0
     packing_bytes: int = 0
+    kernel_bytes: int = 0
     skinny_dim: float = 0.0
     product_efficiency: Curve | None = None
     rates: dict[str, Curve] = field(default_factory=lambda: {})

@@ -50,6 +50,7 @@ class Program:
         slots: For each lower tier, (storage, offset) of every storage that is ever there; offsets are whole pages.
         budgets: Bytes allowed in each tier; the device's covers arena, workspace and overhead.
         overhead_bytes: What the running process needs besides.
+        save_bytes: What saving takes between two steps beside arena and overhead; 0 where nothing is saved.
     """
 
     graph: StepGraph
@@ -60,11 +61,17 @@ class Program:
     slots: dict[str, tuple[tuple[int, int], ...]]
     budgets: dict[str, int]
     overhead_bytes: int = 0
+    save_bytes: int = 0
+
+    @property
+    def step_bytes(self) -> int:
+        """Predicted device peak of a step: arena, workspace and overhead."""
+        return self.arena_bytes + self.workspace_bytes + self.overhead_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted device peak: arena, workspace and overhead."""
-        return self.arena_bytes + self.workspace_bytes + self.overhead_bytes
+        """Predicted device peak, of a step or of saving after it."""
+        return max(self.step_bytes, self.arena_bytes + self.overhead_bytes + self.save_bytes)
 
     def tier_bytes(self, tier: str) -> int:
         """Bytes of a lower tier's file or arena."""

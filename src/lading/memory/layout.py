@@ -44,9 +44,9 @@ def check_layout(program: Program) -> None:
     """
     if unknown := program.slots.keys() - set(LOWER_TIERS):
         raise ProgramError(f"expected slots in tiers among {LOWER_TIERS}, found {sorted(unknown)}; rename them")
-    if min(program.arena_bytes, program.workspace_bytes, program.overhead_bytes) < 0:
+    if min(program.arena_bytes, program.workspace_bytes, program.overhead_bytes, program.save_bytes) < 0:
         raise ProgramError(
-            "expected arena_bytes, workspace_bytes and overhead_bytes >= 0, found a negative one; fix it"
+            "expected arena_bytes, workspace_bytes, overhead_bytes and save_bytes >= 0, found a negative one; fix it"
         )
     _check_budget(program, DEVICE, program.peak_bytes)
     for tier, slots in program.slots.items():

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lading import __version__
-from lading.cost.compute import fused_costs, missing_rates, op_costs, packed_columns, placed_costs
+from lading.cost.compute import compiled_products, fused_costs, missing_rates, op_costs, packed_columns, placed_costs
 from lading.errors import ConfigError, PlanInfeasible, ProgramError
 from lading.ir.action import ActionKind
 from lading.ir.defer import updates
 from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine
+from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Option, Plan, PolicyRow
 from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.timeline import Timeline
@@ -40,6 +40,8 @@ _POLICIES: dict[str, Policy] = {
     "checkpoint-every-block": checkpoint_every_block,
 }
 POLICIES = (*_POLICIES, "residency")
+#: Setting of a plan: what saving takes of the device beside arena and overhead.
+SAVE_BYTES = "save_bytes"
 _NO_LIMIT = 1 << 60
 
 
@@ -90,7 +92,7 @@ def make_plan(
         budget: Device bytes ("256MB"), or a share ("50%") of what keep-all needs.
         disk_budget: Bytes allowed on disk; None allows the tier's capacity.
         policy: One of POLICIES, or a function of your own, which is compared with them under its name.
-        expansion: Settings that ``graph`` was expanded with; recorded.
+        expansion: Settings that ``graph`` was expanded with, and SAVE_BYTES, what saving takes; recorded.
         workspace_bytes: Scratch of each operation outside its tensors; () where unknown, which becomes an assumption.
         run: Configuration to record in the plan.
 
@@ -100,8 +102,9 @@ def make_plan(
     """
     policy, policies = _named(policy)
     lives = lifetimes(graph)
-    fused = bool((expansion or {}).get("compile", 0.0))
-    costs = _costs(graph, machine, workspace_bytes, fused=fused)
+    given = expansion or {}
+    saves, fused = given.get(SAVE_BYTES, 0.0), bool(given.get("compile", 0.0))
+    costs = _costs(graph, machine, workspace_bytes, saves, fused=fused)
     limits = _budgets(machine, _NO_LIMIT, disk_budget)
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
     free = Step(graph, lives, usable, costs, limits)
@@ -117,7 +120,7 @@ def make_plan(
     verify(found.program)
     if policy == "residency":
         rows.append(_row(policy, found))
-    settings = {"keep_all_bytes": float(keep_all_bytes), **(expansion or {})}
+    settings = {"keep_all_bytes": float(keep_all_bytes), **given}
     assumptions = _assumptions(graph, machine, workspace_bytes, fused=fused)
     asked = _Asked(graph, machine, policy, budgets, run)
     plan = _plan(asked, chosen, tuple(rows), settings, assumptions)
@@ -198,14 +201,15 @@ def sketch_plan(
     budget: str | int,
     disk_budget: str | int | None = None,
     workspace_bytes: Sequence[int] = (),
+    save_bytes: int = 0,
 ) -> Sketch:
-    """A plan by ``lading.planner.streaming``; the arguments are those of ``make_plan``.
+    """A plan by ``lading.planner.streaming``; the arguments are those of ``make_plan``, ``save_bytes`` its setting.
 
     Raises:
         PlanInfeasible: it does not fit; ``make_plan`` may find one that does.
         ConfigError: unknown budget or dtype.
     """
-    costs = Costs(tuple(op_costs(graph, machine.device)), tuple(workspace_bytes) or (0,) * len(graph.ops))
+    costs = _costs(graph, machine, workspace_bytes, save_bytes, fused=False)
     free = Step(graph, lifetimes(graph), machine, costs, _budgets(machine, _NO_LIMIT, disk_budget))
     is_share = isinstance(budget, str) and "%" in budget
     whole_bytes = free.needs({}) if is_share else 0
@@ -225,7 +229,8 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     """
     check_made_for(plan, graph, machine)
     lives = lifetimes(graph)
-    costs = _costs(graph, machine, workspace_bytes, fused=plan.compiled)
+    saves = plan.settings.get(SAVE_BYTES, 0.0)
+    costs = _costs(graph, machine, workspace_bytes, saves, fused=plan.compiled)
     step = deferred_step(Step(graph, lives, machine, costs, plan.budgets), _deferred(plan, graph))
     step = hosted_step(step, plan.hosted)
     _check_choices(plan.choices, step, "the plan")
@@ -247,10 +252,16 @@ def _deferred(plan: Plan, graph: StepGraph) -> int:
     return int(count)
 
 
-def _costs(graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int], *, fused: bool) -> Costs:
-    scratch = tuple(workspace_bytes) or (0,) * len(graph.ops)
-    seconds = (fused_costs if fused else op_costs)(graph, machine.device)
-    return Costs(tuple(seconds), scratch, packed_columns(graph))
+def _costs(
+    graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int], save_bytes: float, *, fused: bool
+) -> Costs:
+    return Costs(
+        op_seconds=tuple((fused_costs if fused else op_costs)(graph, machine.device)),
+        workspace_bytes=tuple(workspace_bytes) or (0,) * len(graph.ops),
+        columns=packed_columns(graph),
+        compiled=compiled_products(graph),
+        save_bytes=max(0, int(save_bytes)),
+    )
 
 
 def predict(plan: Plan, program: Program, machine: Machine) -> Timeline:
@@ -401,6 +412,11 @@ def _assumptions(
     if fused:
         found.append("compiled regions take the share of their operations' time that their own reads and writes are")
     found += [f"{key}: {text}" for key, text in machine.sources.items() if text.startswith("assumption")]
+    if machine.device.kind == "cpu" and KERNEL_BYTES not in machine.sources and compiled_products(graph):
+        found.append(
+            f"{KERNEL_BYTES} is not known: code compiled for 16-bit products is taken as "
+            f"{format_bytes(machine.device.kernel_bytes)} for each; measure it with: lading probe"
+        )
     if not workspace_bytes:
         found.append("scratch memory inside operations is taken as 0: the kernels of this device are not known here")
     elif machine.device.kind != "cpu" and not machine.host_id:

@@ -27,11 +27,15 @@ class Costs:
         op_seconds: Time of each operation.
         workspace_bytes: Scratch of each operation outside the arena.
         columns: Of products that BLAS keeps memory for (``lading.cost.compute.packed_columns``).
+        compiled: Products that a CPU's library compiles code for (``lading.cost.compute.compiled_products``).
+        save_bytes: What saving between two steps takes of the device beside what lies there.
     """
 
     op_seconds: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     columns: int = 0
+    compiled: int = 0
+    save_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,13 @@ _NO_LIMIT = 1 << 60
 #: Lower tiers, nearest first.
 _LOWER = (Option.HOST, Option.DISK)
 #: What the executor holds on the host for one operation: its actions, their calls and the views they work on.
-#: Measured: 3.7 MB for 1053 operations (3147 actions) of a Llama at a 30% budget, torch 2.13.
-_BYTES_PER_OP = 4096
-#: The allocator keeps temporaries up to a size (``lading.runtime.resident.reuse_pages``), of which several lie side by
-#: side. Measured: 1 to 5 MiB on GPT, Llama and DiT of 7 to 375 MiB of tensors, torch 2.13 (benchmarks/predictions).
-_LARGEST_KEPT_BYTES = 4 << 20
-_KEPT_SIZES, _KEPT_BYTES = 4, 5 << 20
+#: Measured: 0.76 MiB for 422 operations of a mixture of experts, 1.37 for 725 of a Llama, torch 2.13.
+_BYTES_PER_OP = 2048
+#: The first 16-bit product brings in the library's own code, as much as it keeps for this many. Measured: 3.3 MiB.
+_LIBRARY_KERNELS = 5
+#: The allocator keeps temporaries up to a size (``lading.runtime.resident.reuse_pages``); those of different sizes come
+#: to lie side by side. Measured: up to 5 MiB in all, torch 2.13 (benchmarks/predictions).
+_LARGEST_KEPT_BYTES, _KEPT_BYTES = 4 << 20, 5 << 20
 
 
 def overhead_bytes(machine: Machine, costs: Costs) -> int:
@@ -74,14 +79,21 @@ def overhead_bytes(machine: Machine, costs: Costs) -> int:
         return device.overhead_bytes
     calls = _BYTES_PER_OP * len(costs.op_seconds)
     packing = device.packing_bytes * costs.columns // PACKED_COLUMNS
-    kept = [size for size in costs.workspace_bytes if size <= _LARGEST_KEPT_BYTES]
-    allocator = min(_KEPT_BYTES, _KEPT_SIZES * max(kept, default=0))
-    return device.overhead_bytes + packing + calls + allocator
+    others = set(costs.workspace_bytes) - {max(costs.workspace_bytes, default=0)}  # the largest is the workspace
+    allocator = min(_KEPT_BYTES, sum(size for size in others if size < _LARGEST_KEPT_BYTES))
+    compiled = device.kernel_bytes * (costs.compiled + _LIBRARY_KERNELS) if costs.compiled else 0
+    return device.overhead_bytes + packing + compiled + calls + allocator
 
 
 def fixed_bytes(machine: Machine, costs: Costs) -> int:
     """Bytes of the device's budget that are not the arena's."""
-    return overhead_bytes(machine, costs) + max(costs.workspace_bytes, default=0)
+    return overhead_bytes(machine, costs) + max(_saving_bytes(costs), *costs.workspace_bytes, 0)
+
+
+def _saving_bytes(costs: Costs) -> int:
+    """What is beside arena and overhead while saving: its buffers, and the step's largest scratch if that is kept."""
+    scratch = max(costs.workspace_bytes, default=0)
+    return costs.save_bytes + (scratch if scratch < _LARGEST_KEPT_BYTES else 0) if costs.save_bytes else 0
 
 
 def lower(
@@ -197,6 +209,7 @@ def _program(
         slots=slots,
         budgets=budgets,
         overhead_bytes=overhead_bytes(machine, costs),
+        save_bytes=_saving_bytes(costs),
     )
 
 

@@ -19,7 +19,6 @@ from lading.ir.graph import Phase
 from lading.memory.lifetime import beside_host, gaps, lifetimes
 from lading.planner.greedy import evicting
 from lading.planner.hosting import with_host
-from lading.planner.lower import Costs
 from lading.planner.residency import (
     Found,
     Search,
@@ -64,7 +63,11 @@ def deferred_step(step: Step, count: int) -> Step:
         return step
     graph, order = defer(step.graph, count)
     seconds, scratch = step.costs.op_seconds, step.costs.workspace_bytes
-    costs = Costs(tuple(seconds[i] for i in order), tuple(scratch[i] for i in order), step.costs.columns)
+    costs = dataclasses.replace(
+        step.costs,
+        op_seconds=tuple(seconds[i] for i in order),
+        workspace_bytes=tuple(scratch[i] for i in order),
+    )
     return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
 
 

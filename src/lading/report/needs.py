@@ -74,7 +74,7 @@ def step_needs(program: Program, predicted: Timeline, tiers: Sequence[str]) -> N
     columns = {DEVICE: _at_peak(program, predicted, row_of)}
     for tier in tiers:
         columns[tier] = _in_slots(program, tier, row_of)
-    taken = {DEVICE: program.peak_bytes, **{tier: program.tier_bytes(tier) for tier in tiers}}
+    taken = {DEVICE: program.step_bytes, **{tier: program.tier_bytes(tier) for tier in tiers}}
     for tier, column in columns.items():  # the process, scratch inside kernels, and gaps between tensors
         column[WORKSPACE] = taken[tier] - sum(column.values())
     return Needs(rows={row: {tier: columns[tier][row] for tier in columns} for row in ROWS}, step=taken)

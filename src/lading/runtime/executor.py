@@ -20,7 +20,7 @@ import torch
 
 from lading.errors import ConfigError, LadingError, ProgramError, StorageError
 from lading.ir.action import CALLER
-from lading.ir.graph import DTYPE_BYTES, Tensor
+from lading.ir.graph import DTYPE_BYTES, StepGraph, Tensor
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.layout import DEVICE, home_tiers
@@ -35,7 +35,8 @@ from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped
 from lading.runtime.tiers import Tier
 from lading.units import MiB
 
-_BOUNCE_BYTES = 4 * MiB
+#: Most of a storage that passes between a lower tier and the caller at once.
+BOUNCE_BYTES = MiB
 
 
 class Executor:
@@ -98,7 +99,7 @@ class Executor:
             self._gate = Gate(len(self._bound.streams))
             self._workers = _Workers(self._bound.streams, self._run_stream)
             stack.callback(self._workers.close)
-            self._views = _named_tensors(program)
+            self._views = named_tensors(program.graph)
             self._write_constants()
             self._cleanup = stack.pop_all()
 
@@ -108,7 +109,7 @@ class Executor:
         self._baseline = self._meter.now_bytes()
         self._arena = self._device.arena(self.program.arena_bytes)
         stack.callback(self._arena.close)
-        self._bounce = Arena(_BOUNCE_BYTES)
+        self._bounce = Arena(BOUNCE_BYTES)
         stack.callback(self._bounce.close)
         self._open_losses(stack)
         self.tiers: dict[str, Tier] = {}
@@ -204,8 +205,8 @@ class Executor:
             self._device_bytes(storage).copy_(source)
             return
         start = dict(self.program.slots[home])[storage]
-        for offset in range(0, source.numel(), _BOUNCE_BYTES):
-            piece = source[offset : offset + _BOUNCE_BYTES]
+        for offset in range(0, source.numel(), BOUNCE_BYTES):
+            piece = source[offset : offset + BOUNCE_BYTES]
             self._bounce.bytes_at(0, piece.numel()).copy_(piece)
             self.tiers[home].write(start + offset, self._bounce.bytes_at(0, piece.numel()))
 
@@ -222,8 +223,8 @@ class Executor:
             result.copy_(self._device_bytes(storage))
         else:
             start = dict(self.program.slots[home])[storage]
-            for offset in range(0, result.numel(), _BOUNCE_BYTES):
-                piece = result[offset : offset + _BOUNCE_BYTES]
+            for offset in range(0, result.numel(), BOUNCE_BYTES):
+                piece = result[offset : offset + BOUNCE_BYTES]
                 self.tiers[home].read(start + offset, self._bounce.bytes_at(0, piece.numel()))
                 piece.copy_(self._bounce.bytes_at(0, piece.numel()))
         return view_of(result, self._views[storage]) if storage in self._views else result
@@ -243,8 +244,8 @@ class Executor:
             whole = self.read_storage(storage).contiguous().flatten().view(torch.uint8)
             yield whole.numpy().data
             return
-        for offset in range(0, size, _BOUNCE_BYTES):
-            count = min(_BOUNCE_BYTES, size - offset)
+        for offset in range(0, size, BOUNCE_BYTES):
+            count = min(BOUNCE_BYTES, size - offset)
             if home == DEVICE:
                 piece = self._device_bytes(storage)[offset : offset + count]
             else:
@@ -440,9 +441,8 @@ def _actions_of(program: Program, *, updates: bool) -> frozenset[int]:
     )
 
 
-def _named_tensors(program: Program) -> dict[int, Tensor]:
+def named_tensors(graph: StepGraph) -> dict[int, Tensor]:
     """The tensor by which each parameter, buffer and state is known, by storage."""
-    graph = program.graph
     ids = [p.tensor for p in graph.parameters] + [t for _, t in graph.buffers]
     ids += [part for state in graph.states for part in state.parts]
     return {graph.tensors[t].storage: graph.tensors[t] for t in ids}

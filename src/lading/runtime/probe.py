@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from lading.errors import ConfigError, StorageError
-from lading.ir.machine import Curve, Device, Machine, Tier
+from lading.ir.machine import KERNEL_BYTES, Curve, Device, Machine, Tier
 from lading.ir.program import PAGE_BYTES
 from lading.runtime.cuda import CudaMeter, check_available
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
@@ -87,6 +87,7 @@ def probe(
     }
     sources["device.overhead_bytes"] = f"measured {today}: {_OVERHEAD[target.type]}"
     sources["device.packing_bytes"] = f"measured {today}: growth of a fresh process over one wide product"
+    sources[KERNEL_BYTES] = f"measured {today}: mean growth of a fresh process over distinct bfloat16 products"
     sources["device.memory_bytes"] = "the operating system"
     if host is not None:
         sources["tiers.host"] = how
@@ -147,7 +148,7 @@ def _probe_device(target: torch.device, seconds: float, threads: int, say: Progr
     say(f"products: {fit.peak / 1e9:.1f} GFLOP/s at best, fitted within {100 * fit.mean_error:.0f}% on average")
     rates = _rates(rated, times[end:], overhead)
     update = rates["step"]
-    grown, packing = scratch_bytes(threads) if target.type == "cpu" else (_gpu_overhead_bytes(), 0)
+    grown, packing, compiled = scratch_bytes(threads) if target.type == "cpu" else (_gpu_overhead_bytes(), 0, 0)
     found = Device(
         name=_device_name(target),
         kind=target.type,
@@ -159,6 +160,7 @@ def _probe_device(target: torch.device, seconds: float, threads: int, say: Progr
         num_threads=threads,
         overhead_bytes=grown,
         packing_bytes=packing,
+        kernel_bytes=compiled,
         skinny_dim=_round(fit.skinny_dim),
         product_efficiency=_rounded(fit.efficiency),
         rates=rates,
@@ -283,8 +285,8 @@ def _seconds_of(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def scratch_bytes(threads: int) -> tuple[int, int]:
-    """Memory a process needs on top of its tensors, and to pack products: growth of a fresh one over some kernels.
+def scratch_bytes(threads: int) -> tuple[int, int, int]:
+    """Memory a process needs on top of its tensors, to pack products, and for each distinct 16-bit product.
 
     Raises:
         StorageError: the child process failed; its last words are in the message.
@@ -295,5 +297,5 @@ def scratch_bytes(threads: int) -> tuple[int, int]:
     except (subprocess.SubprocessError, OSError) as error:
         words = str(getattr(error, "stderr", "") or "")[-500:]
         raise StorageError(f"cannot measure the process overhead with {' '.join(command)}: {error} {words}") from error
-    grown, packing = map(int, done.stdout.split())
-    return grown, packing
+    grown, packing, compiled = map(int, done.stdout.split())
+    return grown, packing, compiled

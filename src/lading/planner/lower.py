@@ -65,8 +65,8 @@ _LOWER = (Option.HOST, Option.DISK)
 #: What the executor holds on the host for one operation: its actions, their calls and the views they work on.
 #: Measured: 0.76 MiB for 422 operations of a mixture of experts, 1.37 for 725 of a Llama, torch 2.13.
 _BYTES_PER_OP = 2048
-#: The first 16-bit product brings in the library's own code, as much as it keeps for this many. Measured: 3.3 MiB.
-_LIBRARY_KERNELS = 5
+#: The first 16-bit product brings in the library's own code, as much as it keeps for this many. Measured: 4 MiB.
+_LIBRARY_KERNELS = 8
 #: The allocator keeps temporaries up to a size (``lading.runtime.resident.reuse_pages``); those of different sizes come
 #: to lie side by side. Measured: up to 5 MiB in all, torch 2.13 (benchmarks/predictions).
 _LARGEST_KEPT_BYTES, _KEPT_BYTES = 4 << 20, 5 << 20

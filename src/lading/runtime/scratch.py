@@ -48,11 +48,15 @@ def inner_bytes(operation: str, inputs: Sequence[torch.Tensor], outputs: Sequenc
     match operation:
         case "_scaled_dot_product_flash_attention_for_cpu":
             rows, columns, width = _attention_tile(inputs)
-            return loose * _is_half(inputs) + threads * (rows * columns + 2 * rows + rows * width) * 4
+            # In 16 bits k and v may be packed, and a tile is rounded.
+            narrow = bytes_of(inputs[1:3]) + threads * rows * columns * 2 if _is_half(inputs) else 0
+            return narrow + threads * (rows * columns + 2 * rows + rows * width) * 4
         case "_scaled_dot_product_flash_attention_for_cpu_backward":
             rows, columns, width = _attention_tile(inputs[1:])
             grad = 0 if inputs[0].transpose(1, 2).is_contiguous() else bytes_of(inputs[:1]) + 64
-            return grad + loose * _is_half(inputs) + threads * (2 * rows * columns + rows + 64) * 4
+            product = rows * -(-columns // 128) * 128 * 8  # what oneDNN takes for one
+            narrow = threads * (2 * rows * columns * 2 + product) if _is_half(inputs) else 0
+            return grad + narrow + threads * (2 * rows * columns + rows + 64) * 4
         case "native_layer_norm_backward":
             return loose + threads * 8 * inputs[1].shape[-1] + 4096
         case "convolution" | "convolution_backward":

@@ -81,10 +81,10 @@ def test_checkpoints_count(run: RunConfig) -> None:
 def test_what_does_not_fit_shows_what_would(run: RunConfig, tmp_path: Path) -> None:
     roomy = fit_run(run, Hardware(machine=machine(tmp_path, 1 << 30)))
     assert roomy.error is None
-    tight = fit_run(run, Hardware(machine=machine(tmp_path, roomy.needs.step["device"] // 8)))
+    tight = fit_run(run, Hardware(machine=machine(tmp_path, roomy.needs.total["device"] // 8)))
     assert tight.error is not None
     assert tight.error.missing_bytes > 0
-    assert sums(tight)["device"] <= tight.error.smallest_budget_bytes < roomy.needs.step["device"]
+    assert sums(tight)["device"] <= tight.error.smallest_budget_bytes < roomy.needs.total["device"]
     assert sums(tight)["disk"] > 0
     assert tight.step_s > roomy.step_s
     assert tight.time.exposed_s > 0

@@ -3,7 +3,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 # Processes that the files of tests are shared among: 0 runs them one after another, auto takes one a core.
-WORKERS ?= 0
+WORKERS ?= auto
 PYTEST := pytest -n $(WORKERS) --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 BIN := .venv/bin
 STAMP := .venv/.lading-installed

@@ -80,6 +80,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
     """
     if isinstance(what, RunConfig):
         check_logging(what.logging)
+        _newest(what, Path(what.out), None, resume=resume)  # refuses before it plans; asked again below
     prepared = plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what, to_run=True)
     run, out = prepared.run, Path(prepared.run.out)
     check_available(prepared.machine.device.kind)
@@ -168,8 +169,8 @@ def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes
     )
 
 
-def _newest(run: RunConfig, out: Path, data: Dataset, *, resume: bool) -> Checkpoint | None:
-    """The checkpoint to go on from; None starts afresh."""
+def _newest(run: RunConfig, out: Path, data: Dataset | None, *, resume: bool) -> Checkpoint | None:
+    """The checkpoint to go on from; None starts afresh. Without ``data`` it is not compared."""
     path = latest_checkpoint(out / "checkpoints")
     if path is None:
         return None
@@ -178,22 +179,25 @@ def _newest(run: RunConfig, out: Path, data: Dataset, *, resume: bool) -> Checkp
             f"{out} holds checkpoints of an earlier run (newest {path.name}); give --resume, or another out"
         )
     checkpoint, now = open_checkpoint(path), _meta(run, data)
-    keys = sorted(now.keys() | checkpoint.meta.keys())
+    keys = (now.keys() | checkpoint.meta.keys()) - (set[str]() if data is not None else {"data.source"})
     changed = [
-        f"{k} (was {checkpoint.meta.get(k)!r}, is {now.get(k)!r})" for k in keys if checkpoint.meta.get(k) != now.get(k)
+        f"{k} (was {checkpoint.meta.get(k)!r}, is {now.get(k)!r})"
+        for k in sorted(keys)
+        if checkpoint.meta.get(k) != now.get(k)
     ]
     if changed:
         raise ConfigError(f"{path} was saved with another {', '.join(changed)}; set it back, or use another out folder")
     return checkpoint
 
 
-def _meta(run: RunConfig, data: Dataset) -> dict[str, Any]:
+def _meta(run: RunConfig, data: Dataset | None) -> dict[str, Any]:
     """What must not change between a run and its resumption, by dotted key: all that the losses depend on."""
     config = run_to_dict(run)
     kept = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
     if run.optimization.schedule == "constant":
         del kept["optimization.steps"]  # only a schedule looks ahead
-    return {**kept, "data.source": f"content {data.fingerprint}", "threads": run.num_threads}
+    source = f"content {data.fingerprint}" if data is not None else ""
+    return {**kept, "data.source": source, "threads": run.num_threads}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""A tier of your own: where tensors wait while the device does not need them.
+"""A tier of your own in place of the disk: where tensors wait while the device does not need them.
 
     python examples/own_tier.py
 
 A tier is two things. For the planner and the simulator it is an entry ``[[tiers]]`` of the machine file: capacity,
 rates, latency. For the executor it is an object with ``read``, ``write`` and ``close``. Here a disk tier that
-compresses what it is given: slow, but it needs no disk, and what comes back is what went in, so the numbers stay.
+compresses what it is given: slow, but it needs no disk, and what comes back is what went in, so the numbers stay. It
+takes the name of a tier there is, and is handed over in Python: `lading train` has the usual ones.
 
 Where to look: src/lading/runtime/tiers.py (the tiers there are), src/lading/runtime/device.py (who makes them).
 """

@@ -116,6 +116,23 @@ def test_a_fake_tensor_that_is_not_registered() -> None:
     assert "register_buffer" in message
 
 
+@pytest.mark.parametrize("onednn", [True, False])
+def test_a_recurrent_layer_needs_its_plain_kernels(onednn: bool) -> None:
+    def forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.backends.mkldnn.flags(enabled=onednn, allow_tf32=None):  # type: ignore[no-untyped-call]
+            out = module.layer(x)[0]  # type: ignore[operator]
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    if onednn:
+        message = refusal(forward, layer=nn.LSTM(4, 4))
+        assert "mkldnn_rnn_layer" in message
+        assert "mkldnn.flags(enabled=False)" in message
+    else:
+        graph = capture(Outer(forward, layer=nn.LSTM(4, 4)), {"x": torch.ones(3, 4)}, squares)
+        assert any(op.name == "aten.mm.default" or "addmm" in op.name for op in graph.ops)
+
+
 def test_a_plain_attribute_is_a_constant() -> None:
     graph = capture(Outer(lambda m, x: x * m.scale, scale=torch.arange(4.0)), {"x": torch.ones(3, 4)}, squares)  # type: ignore[operator]
     held = [s.data for s in graph.storages if s.data is not None]

@@ -59,7 +59,11 @@ _ADVICE = {
     "as the plan decides what is recomputed",
     "sparse": "its result is sparse or a lazy conjugate; use dense real arithmetic "
     "(cos and sin for rotations, Embedding(sparse=False))",
+    "opaque": "it hands its backward a workspace of its own making; run its module under "
+    "torch.backends.mkldnn.flags(enabled=False)",
 }
+#: Kernels whose results under autograd are not those without it.
+_OPAQUE = frozenset({"aten::mkldnn_rnn_layer"})
 
 
 class Tracer(TorchDispatchMode):
@@ -234,6 +238,8 @@ class Tracer(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: Any, out: Any, read: list[torch.Tensor], mutated: list[torch.Tensor]
     ) -> None:
         module = self._module()
+        if func._schema.name in _OPAQUE:
+            raise CaptureError(self._refusal(func, _ADVICE["opaque"]))
         if self.phase is Phase.FORWARD:
             newest = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
             self._node_modules.setdefault(newest, module)

@@ -116,10 +116,9 @@ def make_plan(
     chosen = _chosen(step, policy, rows, fitting)
     if policy == "residency":
         chosen = ordered_with_host(chosen)
+        rows.append(_row(policy, chosen.found))
     found = chosen.found
     verify(found.program)
-    if policy == "residency":
-        rows.append(_row(policy, found))
     settings = {"keep_all_bytes": float(keep_all_bytes), **given}
     assumptions = _assumptions(graph, machine, workspace_bytes, fused=fused)
     asked = _Asked(graph, machine, policy, budgets, run)
@@ -412,6 +411,11 @@ def _assumptions(
     if fused:
         found.append("compiled regions take the share of their operations' time that their own reads and writes are")
     found += [f"{key}: {text}" for key, text in machine.sources.items() if text.startswith("assumption")]
+    found += [
+        f"operations are not slowed by transfers of the {tier.name}: give its read_slowdown and write_slowdown"
+        for tier in machine.tiers
+        if not (machine.host_id or tier.read_slowdown or tier.write_slowdown)
+    ]
     if machine.device.kind == "cpu" and KERNEL_BYTES not in machine.sources and compiled_products(graph):
         found.append(
             f"{KERNEL_BYTES} is not known: code compiled for 16-bit products is taken as "

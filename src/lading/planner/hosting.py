@@ -8,7 +8,8 @@ the groups is seldom all of them: with share ``f`` on the host, a first guess ba
 
 over ``f`` in eighths (``_shares``), and shares next to it are planned as long as the simulated step gets shorter. The
 groups hosted are spread evenly over the step (``_spread``). The plan that hosts nothing is a candidate, so hosting
-never makes a step slower as simulated.
+never makes a step slower as simulated. In a large step nothing is tried where another tier's transfers take longer than
+the host's (``_waits_for_another``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _HOST = "host"
 _PARTS = 8
 #: Shares of the groups that are planned at most, the first guess included.
 _TRIES = 4
+#: Larger steps are only tried where the host's transfers are what takes longest.
+_MANY_OPS = 4000
 #: Less of the step than this is not worth another plan.
 _LEAST_GAIN = 0.01
 
@@ -59,6 +62,8 @@ def with_host(found: Found, plan: Callable[[Step], Found | None]) -> Found:
     machine = found.step.machine
     if machine.host_device is None or machine.tier(_HOST) is None or machine.device.kind == "cpu":
         return found
+    if len(found.step.graph.ops) > _MANY_OPS and _waits_for_another(found):
+        return found
     best, known = found, 0
     for sums in (False, True):
         groups = _groups(found, sums=sums)
@@ -71,8 +76,25 @@ def with_host(found: Found, plan: Callable[[Step], Found | None]) -> Found:
 
 def _spared_s(found: Found, groups: Sequence[_Group]) -> float:
     """Seconds of transfers that hosting all of the groups spares."""
-    read_s, write_s = _transfers_s(found, groups)
-    return read_s + write_s
+    return sum(_transfers_s(found, groups))
+
+
+def _waits_for_another(found: Found) -> bool:
+    """Whether transfers of another tier take longer than the host's."""
+    busy = _busy_s(found)
+    ours = max(busy.pop(f"{_HOST}_{way}", 0.0) for way in ("read", "write"))
+    busy.pop(COMPUTE_STREAM, None)
+    return ours < max(busy.values(), default=0.0)
+
+
+def _busy_s(found: Found) -> dict[str, float]:
+    """Seconds that each stream is busy."""
+    actions = found.program.actions
+    busy: dict[str, float] = {}
+    for event in found.timeline.events:
+        stream = actions[event.action].stream
+        busy[stream] = busy.get(stream, 0.0) + event.end_s - event.start_s
+    return busy
 
 
 def _transfers_s(found: Found, groups: Sequence[_Group]) -> tuple[float, float]:
@@ -164,11 +186,7 @@ def _best_share(found: Found, groups: Sequence[_Group], plan: Callable[[Step], F
 
 def _shares(found: Found, groups: Sequence[_Group]) -> int:
     """The eighths of the groups that balance the streams, 1 at least."""
-    timeline, actions = found.timeline, found.program.actions
-    busy: dict[str, float] = {}
-    for event in timeline.events:
-        stream = actions[event.action].stream
-        busy[stream] = busy.get(stream, 0.0) + event.end_s - event.start_s
+    busy = _busy_s(found)
     read, write = _transfers_s(found, groups)
     host = sum(group.host_s for group in groups)
 

@@ -1,4 +1,7 @@
-"""Lowering: choices -> a Program with every address and every wait fixed."""
+"""Lowering: choices -> a Program with every address and every wait fixed: ``emit``, ``stretch``, ``pack``, ``connect``.
+
+Also what the process takes besides tensors (``overhead_bytes``).
+"""
 
 from __future__ import annotations
 

@@ -118,19 +118,16 @@ def build(
     candidates: list[Candidate] = []
     items = block_items(graph.ops)
     enters = _block_entries(graph, items)
-    chosen: set[tuple[int, int]] = set()
+    chosen: set[tuple[int, int]] = set()  # and what is never on the device
     left: set[tuple[int, int] | None] = {(storage, 0) for storage in graph.persistent}  # versions that left before
     clock = np.concatenate([[0.0], np.cumsum(costs.op_seconds)])
     tier_options = tuple(Option(t.name) for t in machine.tiers)
     for gap in gaps(graph, lives):
-        if beside_host(graph, gap):  # nothing to choose, and no room on the device
-            chosen.add((gap.storage, gap.start))
-            continue
         size = slot_bytes(graph.storages[gap.storage].size_bytes)
-        inner = gap.wraps or gap.end - gap.start > 1
-        if size < min_bytes and inner and every:
+        inner, hosted = gap.wraps or gap.end - gap.start > 1, beside_host(graph, gap)
+        if hosted or (size < min_bytes and inner and every):
             chosen.add((gap.storage, gap.start))
-        if size < min_bytes or not inner:
+        if hosted or size < min_bytes or not inner:
             continue
         again = _recomputed(graph, lives, gap, items, every=every, across=across)
         movable = is_movable(graph, gap.storage, min_bytes)

@@ -189,7 +189,9 @@ class HostMeter(PeakMeter):
 
 
 class HostDevice:
-    """The CPU: memory is the process's own, every stream is a thread.
+    """The CPU as the device: memory is the process's own, every stream is a thread.
+
+    Not ``lading.ir.machine.HostDevice``, which is the processors beside another device.
 
     Args:
         clock: Seconds, monotone.

@@ -25,7 +25,7 @@ from lading.runtime.cuda import CudaMeter, check_available
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
 from lading.runtime.kernels import Call
 from lading.runtime.probe_cases import Case, Pool, Stopwatch, bind_call, low_cases, rate_cases, runs_case
-from lading.runtime.probe_disk import probe_disk
+from lading.runtime.probe_disk import DiskProbe, probe_disk
 from lading.runtime.probe_products import (
     Product,
     attention_cases,
@@ -81,17 +81,6 @@ def probe(
     trim()
     today = datetime.date.today().isoformat()
     how = f"measured {today}, lower quartile of up to {rounds} samples, {used} threads, torch {torch.__version__}"
-    sources = {
-        "device": how,
-        "tiers.disk": f"measured {today}, median of {disk.rounds} rounds. {disk.note}".rstrip(". "),
-    }
-    sources["device.overhead_bytes"] = f"measured {today}: {_OVERHEAD[target.type]}"
-    sources["device.packing_bytes"] = f"measured {today}: growth of a fresh process over one wide product"
-    sources[KERNEL_BYTES] = f"measured {today}: mean growth of a fresh process over distinct bfloat16 products"
-    sources["device.memory_bytes"] = "the operating system"
-    if host is not None:
-        sources["tiers.host"] = how
-        sources["tiers.host.capacity_bytes"] = f"{_HOST_SHARE:.0%} of the memory that the process may have"
     if disk.note:
         say(disk.note)
     return Machine(
@@ -101,8 +90,25 @@ def probe(
         device=measured,
         tiers=(disk.tier,) if host is None else (host, disk.tier),
         host_id=host_id(),
-        sources=sources,
+        sources=_sources(target, how, today, disk, host is not None),
     )
+
+
+def _sources(target: torch.device, how: str, today: str, disk: DiskProbe, with_host: bool) -> dict[str, str]:
+    """How each number came about."""
+    host = {
+        "tiers.host": how,
+        "tiers.host.capacity_bytes": f"{_HOST_SHARE:.0%} of the memory that the process may have",
+    }
+    return {
+        "device": how,
+        "tiers.disk": f"measured {today}, median of {disk.rounds} rounds. {disk.note}".rstrip(". "),
+        "device.overhead_bytes": f"measured {today}: {_OVERHEAD[target.type]}",
+        "device.packing_bytes": f"measured {today}: growth of a fresh process over one wide product",
+        KERNEL_BYTES: f"measured {today}: mean growth of a fresh process over distinct bfloat16 products",
+        "device.memory_bytes": "the operating system",
+        **(host if with_host else {}),
+    }
 
 
 def _block() -> Callable[[], object]:

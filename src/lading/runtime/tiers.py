@@ -1,4 +1,7 @@
-"""Tiers: the memory behind the device. A tier differs from another only in this file."""
+"""Tiers: the memory behind the device, as objects that read, write and close.
+
+Which tier a name gets is said by ``Device.tier`` (``lading.runtime.device``, ``lading.runtime.accelerator``).
+"""
 
 from __future__ import annotations
 

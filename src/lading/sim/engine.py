@@ -1,10 +1,11 @@
 """Engine: runs a Program on a model of a Machine and writes down what would happen when.
 
 Every stream takes its actions in order; an action starts when its stream is free and all it waits for has ended.
-Operations last what the cost model says, and longer while a tier transfers, in proportion to its rate. A move waits for
-the tier's latency and then transfers its bytes; while a tier's two directions transfer at once each gets its mixed
-rate, so what remains of a transfer is timed again whenever the other direction starts or stops. Same Program, same
-Machine: same Timeline, to the bit.
+Operations last what the cost model says, and longer while a tier transfers, in proportion to its rate
+(``read_slowdown`` and ``write_slowdown`` of ``lading.ir.machine.Tier``). A move waits for the tier's latency and then
+transfers its bytes; while a tier's two directions transfer at once each gets its mixed rate, so what remains of a
+transfer is timed again whenever the other direction starts or stops. Same Program, same Machine: same Timeline, to the
+bit.
 
 Operations on the host run beside the device's, slower by as much as the transfers of the moment take of the memory
 they share: a byte moved counts against the host's memory bandwidth, two where a disk's go through the host to a device.

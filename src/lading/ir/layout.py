@@ -1,0 +1,156 @@
+"""Layout: how a training step is spread over devices; prints and parses as ``dp64,tp8,cp2,pp16,mb1,gb2048``."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+
+from lading.errors import ConfigError
+
+PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
+RECOMPUTES = ("none", "selective", "full")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe-v")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A layout of ``tp * cp * pp * dp`` devices.
+
+    Attributes:
+        dp: Replicas that see different data.
+        tp, cp, pp: Ways of tensor, context and pipeline parallel.
+        ep: Ways over which experts are spread, inside dp * cp (and tp, where experts are not cut: ``etp`` 1).
+        etp: Ways an expert itself is cut; 0 means as ``tp``.
+        vpp: Model chunks of a pipeline rank.
+        sp: Sequence parallel: norms and dropouts are cut over tp ranks along the tokens.
+        zero: 0 replicas, 1 optimizer states cut, 2 gradients too, 3 parameters too (FSDP).
+        shard: Ranks over which ``zero`` cuts; 0 means all of dp * cp. Smaller is hybrid (HSDP).
+        cp_comm: How keys and values meet: "ring", "all_gather" or "all_to_all" (over heads).
+        micro_batch: Sequences of a micro-batch of one replica.
+        global_batch: Sequences of a step.
+        schedule: Order of a pipeline's micro-batches.
+        recompute: "none", "selective" (attention's core), or "full".
+        recompute_layers: With "full", how many layers of a chunk of a rank are recomputed; -1 all.
+        recompute_modules: With "selective", parts of a block recomputed instead of attention's core, by module name.
+        precision: Of the products; states and reductions have their own rules in the software stack.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int = 0
+    vpp: int = 1
+    sp: bool = False
+    zero: int = 0
+    shard: int = 0
+    cp_comm: str = "ring"
+    micro_batch: int = 1
+    global_batch: int = 0
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    recompute_layers: int = -1
+    recompute_modules: tuple[str, ...] = ()
+    precision: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for key in ("dp", "tp", "cp", "pp", "ep", "vpp", "micro_batch"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"layout: {key} must be >= 1, got {getattr(self, key)}")
+        for key, allowed in (("precision", PRECISIONS), ("recompute", RECOMPUTES), ("schedule", SCHEDULES)):
+            if getattr(self, key) not in allowed:
+                raise ConfigError(f"layout: {key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
+        if self.zero not in (0, 1, 2, 3):
+            raise ConfigError(f"layout: zero must be 0, 1, 2 or 3, got {self.zero}")
+        if self.global_batch and self.global_batch % (self.dp * self.micro_batch):
+            raise ConfigError(
+                f"layout: a global batch of {self.global_batch} is no multiple of dp {self.dp} x micro-batch "
+                f"{self.micro_batch}"
+            )
+        if (self.dp * self.cp * self.tp) % (self.ep * (self.expert_tp)):
+            raise ConfigError(
+                f"layout: experts cut {self.ep} x {self.expert_tp} ways do not divide dp {self.dp} x cp {self.cp} x "
+                f"tp {self.tp}"
+            )
+
+    @property
+    def devices(self) -> int:
+        """Devices in all."""
+        return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        """Ways an expert is cut."""
+        return self.etp or self.tp
+
+    @property
+    def micro_batches(self) -> int:
+        """Of each replica in a step."""
+        return max(1, self.global_batch // (self.dp * self.micro_batch))
+
+    @property
+    def sharding_ranks(self) -> int:
+        """Ranks over which ``zero`` cuts states."""
+        return self.shard or self.dp * self.cp
+
+    def __str__(self) -> str:
+        texts = [
+            _text(f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        ]
+        return ",".join(texts) or "dp1"
+
+
+_SHORT = {"micro_batch": "mb", "global_batch": "gb"}
+_LONG = {short: name for name, short in _SHORT.items()}
+_COUNTS = ("dp", "tp", "cp", "pp", "ep", "etp", "vpp", "zero", "shard", "mb", "gb")
+
+
+def _text(name: str, value: bool | int | str | tuple[str, ...]) -> str:
+    if name == "sp":
+        return "sp"
+    if name in ("precision", "schedule"):
+        return str(value)
+    if name == "recompute":
+        return f"recompute={value}"
+    if name in ("cp_comm", "recompute_layers", "recompute_modules"):
+        return f"{name}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
+    return f"{_SHORT.get(name, name)}{value}"
+
+
+def parse_layout(text: str) -> Layout:
+    """The layout that ``str`` gives; a part is ``tp8``, ``sp``, a precision, a schedule, or ``key=value``.
+
+    Raises:
+        ConfigError: a part is not known, or the layout cannot be.
+    """
+    found: dict[str, object] = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        found.update(_part(part))
+    return Layout(**found)  # pyright: ignore[reportArgumentType]
+
+
+def _part(part: str) -> dict[str, object]:
+    if part == "sp":
+        return {"sp": True}
+    if part in PRECISIONS:
+        return {"precision": part}
+    if part in SCHEDULES:
+        return {"schedule": part}
+    if "=" in part:
+        key, value = part.split("=", 1)
+        if key == "recompute_layers" and re.fullmatch(r"-?\d+", value):
+            return {key: int(value)}
+        if key == "recompute_modules":
+            return {key: tuple(value.split("+"))}
+        if key in ("recompute", "cp_comm"):
+            return {key: value}
+    match = re.fullmatch(r"([a-z]+)(\d+)", part)
+    if match and match[1] in _COUNTS:
+        return {_LONG.get(match[1], match[1]): int(match[2])}
+    known = [*_COUNTS, "sp", *PRECISIONS, *SCHEDULES, "recompute=", "cp_comm=", "recompute_layers="]
+    near = difflib.get_close_matches(part.rstrip("0123456789"), known, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"layout: expected parts such as tp8, pp4, sp, bf16, recompute=full, got {part!r}{hint}")

@@ -1,0 +1,98 @@
+"""ModelTable: what the distinct blocks of a model compute, with symbols for sizes, so that one capture serves them all.
+
+A model is a list of segments (what is before the blocks, each distinct block with how often it stands, what is after
+them), and a segment is the operations of its forward, loss and backward in the order of a captured StepGraph, on
+tensors whose dims are ``Size``s. Symbols ``b`` (sequences of a micro-batch) and ``s`` (tokens of a sequence) are in
+every table; a table of the catalog has symbols for the model's own sizes too (width, heads, vocabulary, ...).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lading.ir.graph import OpKind, Phase, Role
+from lading.ir.sizes import Size
+
+
+@dataclass(frozen=True, slots=True)
+class TableTensor:
+    """A view of a storage.
+
+    Attributes:
+        storage: Tensors with the same number share memory; the storage's bytes are those of its largest tensor.
+        dims: Length of each dim.
+        role: Of the storage.
+        name: Qualified parameter name within the segment, or "".
+    """
+
+    storage: int
+    dtype: str
+    dims: tuple[Size, ...]
+    role: Role
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TableOp:
+    """An operation; ``inputs`` and ``outputs`` are tensors of the segment. Views are operations too (kind None).
+
+    Attributes:
+        name: Overload, such as ``"aten.mm.default"``.
+        kind: Cost class; None for an operation that moves nothing (a view).
+        settings: Arguments that are not tensors and matter to what it costs or how it can be cut: ``dim``, ``dims``
+            (a permutation), ``is_causal``, ``window``, ``reduces`` (dims summed away), ``sizes`` of a split.
+        mutates: Tensors written in place.
+    """
+
+    name: str
+    kind: OpKind | None
+    phase: Phase
+    module: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    settings: tuple[tuple[str, object], ...] = ()
+    mutates: tuple[int, ...] = ()
+    random: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One distinct block, or what is before or after the blocks.
+
+    Attributes:
+        enters: Activations of the segment before it, in forward.
+        leaves: Activations that the segment after it takes.
+        enters_back: Gradients of ``leaves``, given by the segment after it, in backward.
+        leaves_back: Gradients of ``enters``.
+        gradients: For each parameter tensor, the tensor of its gradient; None if it gets none.
+        saved: Tensors that eager autograd keeps from forward to backward, parameters and ``enters`` included.
+    """
+
+    name: str
+    tensors: tuple[TableTensor, ...]
+    ops: tuple[TableOp, ...]
+    enters: tuple[int, ...]
+    leaves: tuple[int, ...]
+    enters_back: tuple[int, ...]
+    leaves_back: tuple[int, ...]
+    gradients: tuple[tuple[int, int | None], ...]
+    saved: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """A model: ``segments`` in the order of forward, each so many times in a row.
+
+    Attributes:
+        symbols: Value of each symbol but ``b`` and ``s``.
+        counts: How often each segment stands.
+        tied: Pairs of (segment, parameter name) that are one parameter: an embedding and its head.
+        source: Where it comes from, in words.
+    """
+
+    name: str
+    segments: tuple[Segment, ...]
+    counts: tuple[int, ...]
+    symbols: dict[str, int]
+    tied: tuple[tuple[tuple[int, str], tuple[int, str]], ...] = ()
+    source: str = ""

@@ -1,0 +1,118 @@
+"""Work: what one rank does for one segment under a layout, in numbers: kernels and collectives, not yet in seconds.
+
+Between a ModelTable, which knows no layout, and costs, which know no model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from lading.ir.graph import OpKind, Role
+
+
+class Stage(StrEnum):
+    """Part of a micro-batch that a kernel belongs to: pipelines may put the last two at different times."""
+
+    FORWARD = "forward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """``groups`` products of (m, k) by (k, n); ``accumulates``: added to what the output holds (a gradient in fp32)."""
+
+    m: int
+    n: int
+    k: int
+    groups: int = 1
+    accumulates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Fused attention of ``batch`` sequences; ``window`` tokens back at most if not 0."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    query_tokens: int
+    key_tokens: int
+    qk_dim: int
+    v_dim: int
+    causal: bool
+    backward: bool
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Communication of the ranks of one group.
+
+    Attributes:
+        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send".
+        axis: Axis of the layout whose ranks take part: "tp", "cp", "ep", "dp", "pp", ...
+        size_bytes: Of the whole tensor: what each rank holds before a reduction, after an all-gather; for an
+            all-to-all what one rank sends in all, its own part included; for a send what is sent.
+    """
+
+    op: str
+    axis: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """What one rank has of a tensor; tensors with one ``storage`` share memory."""
+
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    role: Role
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One operation of one rank.
+
+    Attributes:
+        kind: Cost class; None for a collective.
+        detail: What the costs of its class need beside bytes.
+        bytes_read, bytes_written: Of each operand once, as an operation alone.
+        inputs, outputs: Local tensors of the RankSegment.
+    """
+
+    name: str
+    kind: OpKind | None
+    stage: Stage
+    module: str
+    dtype: str
+    bytes_read: int
+    bytes_written: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    detail: Product | Attention | Collective | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankSegment:
+    """A segment as one rank of a layout runs it.
+
+    Attributes:
+        kernels: In order: forward (loss included), then backward; views are left out, collectives are in their place.
+        enters, leaves: Local activations on its borders: what a pipeline sends, what checkpointing keeps.
+        saved: Local tensors kept from forward to backward when nothing is recomputed.
+        parameter_elements: Of this rank, by name of the axes over which they are still replicated ("dp" for those of
+            every data-parallel rank, "dp/ep" for an expert's, whose data-parallel group is smaller).
+    """
+
+    name: str
+    kernels: tuple[Kernel, ...]
+    tensors: tuple[LocalTensor, ...]
+    enters: tuple[int, ...]
+    leaves: tuple[int, ...]
+    saved: tuple[int, ...]
+    parameter_elements: dict[str, int] = field(default_factory=lambda: {})

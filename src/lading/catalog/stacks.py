@@ -1,0 +1,39 @@
+"""Software stacks by name: physical settings as data with a source each; one that has not been seen gets the default."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from functools import cache
+from pathlib import Path
+
+from lading.errors import ConfigError
+from lading.ir.stack import Stack
+
+_FOLDER = Path(__file__).parent / "stacks"
+DEFAULT = "default"
+
+
+def stack_names() -> tuple[str, ...]:
+    """Names of the catalog's stacks, sorted."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
+
+
+@cache
+def stack_by_name(name: str) -> Stack:
+    """A stack of the catalog, or one described by a TOML file.
+
+    Raises:
+        ConfigError: no such stack, or a key or value of the file is wrong.
+    """
+    path = _FOLDER / f"{name}.toml" if name in stack_names() else Path(name)
+    if not path.is_file():
+        raise ConfigError(f"expected a software stack ({', '.join(stack_names())}) or a TOML file, got {name!r}")
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: expected TOML, got: {error}") from error
+    known = {field.name for field in dataclasses.fields(Stack)}
+    if unknown := sorted(set(data) - known):
+        raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known))}")
+    return Stack(**{"name": path.stem, **data})

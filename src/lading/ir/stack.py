@@ -1,0 +1,78 @@
+"""Stack: the software that runs a layout: what is fused, launched, overlapped and kept in which dtype.
+
+The same layout runs at different speeds on Megatron of 2021 and on FSDP under torch.compile; the stack says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lading.errors import ConfigError
+
+FUSIONS = ("eager", "fused", "compiled")
+ATTENTIONS = ("unfused", "flash1", "flash2", "flash3", "cudnn")
+DISPATCHERS = ("alltoall", "allgather", "deepep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """A software stack.
+
+    Attributes:
+        fusion: What is fused: nothing ("eager"), what Megatron and Transformer Engine have kernels for ("fused"), or
+            all between products ("compiled").
+        attention: Kernel of attention; "unfused" is two products and a softmax.
+        launch_s: Seconds the host takes to launch one kernel, framework included.
+        cuda_graphs: Kernels are replayed, not launched.
+        gradient_dtype: In which gradients are accumulated and reduced.
+        gather_dtype: In which cut parameters are gathered; "" means that of the products.
+        master_weights: Whether a copy of the parameters in fp32 is kept beside them.
+        parameters_dtype: Of the parameters themselves: "float32" where autocast casts them in every use.
+        overlap_grad_reduce, overlap_param_gather: Run beside computing.
+        bucket_bytes: Gradients that are reduced at once.
+        hidden: By axis ("tp", "cp", "ep", "pp"), the share of the collectives inside a block that runs beside
+            computing; 0 where not given.
+        dispatcher: How tokens reach experts.
+        imbalance: Tokens of the busiest expert's rank, over the mean.
+        in_situ: By device architecture ("" for the rest): time of a running step's kernels over that of the same
+            kernels alone (clocks, cold caches).
+        step_s: Seconds of a step besides: data, logging, host work of the optimizer.
+        megatron_order: Interleaved pipelines warm up as Megatron's do, not as torch's.
+        sources: Where each setting comes from, by key.
+    """
+
+    name: str
+    title: str
+    fusion: str = "fused"
+    attention: str = "flash2"
+    launch_s: float = 6e-6
+    cuda_graphs: bool = False
+    gradient_dtype: str = "float32"
+    gather_dtype: str = ""
+    master_weights: bool = True
+    parameters_dtype: str = ""
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    bucket_bytes: int = 200_000_000
+    hidden: dict[str, float] = field(default_factory=lambda: {})
+    dispatcher: str = "alltoall"
+    imbalance: float = 1.0
+    in_situ: dict[str, float] = field(default_factory=lambda: {})
+    step_s: float = 0.0
+    megatron_order: bool = False
+    sources: dict[str, str] = field(default_factory=lambda: {})
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("fusion", FUSIONS), ("attention", ATTENTIONS), ("dispatcher", DISPATCHERS)):
+            if getattr(self, key) not in allowed:
+                found = getattr(self, key)
+                raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(allowed)}, got {found!r}")
+        for key in ("launch_s", "step_s"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
+        if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):
+            raise ConfigError(f"stack {self.name}: imbalance must be >= 1 and each of hidden in [0, 1]")
+
+    def in_situ_on(self, architecture: str) -> float:
+        """Factor for a device's architecture."""
+        return self.in_situ.get(architecture, self.in_situ.get("", 1.0))

@@ -86,13 +86,15 @@ class Case:
         return f"{self.model} {self.kind} {self.threads}"
 
     def side(self, folder: Path, kind: str = "lading") -> Side:
-        """A side of this case; its plan, made once, lies in the folder."""
+        """A side of this case; its plan, made once, lies in the folder, and what it swaps in one of its own."""
+        own = folder / kind
+        own.mkdir(exist_ok=True)
         return Side(
             kind=kind,
             **MODELS[self.model],
             threads=self.threads,
             machine=str(machine_file(folder, self.threads)),
-            folder=str(folder),
+            folder=str(own),
             budget=self.kind if "%" in self.kind else "100%",
             plan=str(folder / f"{self.model}-{self.kind.rstrip('%')}-{kind}-{self.threads}.json"),
         )

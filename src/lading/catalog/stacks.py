@@ -1,4 +1,4 @@
-"""Software stacks by name: physical settings as data with a source each; one that has not been seen gets the default."""
+"""Software stacks by name, as data with a source for each setting; one that has not been seen gets the default."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import tomllib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from lading.errors import ConfigError
 from lading.ir.stack import Stack
@@ -30,10 +31,11 @@ def stack_by_name(name: str) -> Stack:
     if not path.is_file():
         raise ConfigError(f"expected a software stack ({', '.join(stack_names())}) or a TOML file, got {name!r}")
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: expected TOML, got: {error}") from error
     known = {field.name for field in dataclasses.fields(Stack)}
     if unknown := sorted(set(data) - known):
         raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known))}")
-    return Stack(**{"name": path.stem, **data})
+    settings: dict[str, Any] = {"name": path.stem, **data}
+    return Stack(**settings)

@@ -29,6 +29,11 @@ class Product:
     groups: int = 1
     accumulates: bool = False
 
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts as two."""
+        return 2 * self.groups * self.m * self.n * self.k
+
 
 @dataclass(frozen=True, slots=True)
 class Attention:
@@ -44,6 +49,20 @@ class Attention:
     causal: bool
     backward: bool
     window: int = 0
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of a query and a key that meet, of one head of one sequence."""
+        queries, keys = self.query_tokens, self.key_tokens
+        if self.window and self.window < keys:
+            return float(queries * self.window - (self.window**2 / 2 if self.causal else 0))
+        return queries * keys / 2 if self.causal and queries == keys else float(queries * keys)
+
+    @property
+    def flops(self) -> float:
+        """Done by the kernel: two products forward; backward, which computes the scores again, five."""
+        width = 3 * self.qk_dim + 2 * self.v_dim if self.backward else self.qk_dim + self.v_dim
+        return 2 * self.batch * self.heads * self.pairs * width
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +114,11 @@ class Kernel:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     detail: Product | Attention | Collective | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of a product or of attention; 0 for the rest."""
+        return self.detail.flops if isinstance(self.detail, Product | Attention) else 0.0
 
 
 @dataclass(frozen=True, slots=True)

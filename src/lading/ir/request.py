@@ -1,0 +1,158 @@
+"""Request and Prediction: what is asked of a simulated training step, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lading.errors import ConfigError
+from lading.ir.layout import Layout
+from lading.ir.stack import Stack
+
+TASKS = ("pretrain", "sft", "lora", "qlora")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A model by the family of its blocks and its sizes.
+
+    Attributes:
+        family: Of tables in the catalog: "gpt", "llama", "moe", "mla-moe", "nemotron", "dit", "wan", "mamba2", ...
+        symbols: Sizes by the tables' names: h, f, n, k, d, v, e, a, g, fs, qr, kr, dn, dr, dv; "window" for tokens that
+            a windowed attention sees; "latent" for the width experts work in, if not h; ms, mh, md, mg for the state,
+            heads, head size and groups of a state-space block.
+        blocks: Runs of equal blocks from first to last: ("block", 32), or ("dense", 3), ("moe", 58), or kinds of a
+            hybrid ("mamba", "attention", "mlp", "moe"); "window" and "full" where attention alternates.
+        tied: Embedding and head are one parameter.
+        predict_ahead: Extra blocks with a head each that predict further tokens (MTP).
+        parameters: As the source prints, 0 if it does not: to check against, never to compute with.
+    """
+
+    family: str
+    symbols: Mapping[str, int]
+    blocks: tuple[tuple[str, int], ...]
+    tied: bool = False
+    predict_ahead: int = 0
+    parameters: float = 0.0
+
+    @property
+    def layers(self) -> int:
+        """Blocks in all."""
+        return sum(count for _, count in self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A training step to be simulated.
+
+    Attributes:
+        name: Of the request, for messages.
+        seq_len: Tokens of a sequence.
+        machine: Name in the catalog.
+        network: What links nodes, in the source's words; "" for what the machine has by itself.
+        ranks_per_node: Devices of one host; 0 for what the machine has.
+        stack: Software, the request's own settings included.
+        task: "pretrain", "sft", "lora" (frozen weights: no gradients of weights, a tiny optimizer) or "qlora" (frozen
+            weights of 4 bits, too).
+        lora_rank: Rank of the adapters, for "lora" and "qlora".
+        trains_embeddings: Embedding and head are trained in full beside the adapters.
+        packed_tokens: Mean tokens that attend to each other in a packed sequence; 0 where all do.
+        dropout: Probability; 0 where there is none.
+        alibi: Attention adds a bias by distance (unfused kernels read it).
+        linear_dtype: How fp8 matrices are scaled: "delayed", "tensorwise", "rowwise", "block"; "" for the default.
+        high_precision_layers: Blocks kept in 16 bits though ``layout.precision`` is lower.
+        optimizer: "adamw" or "sgd".
+        offload: What lies in host memory: "", "parameters", "optimizer" or "activations".
+        offload_layers: Blocks whose activations are moved, for "activations"; 0 for all.
+        experts_overlap: All-to-alls of experts run beside another micro-batch's computing.
+        async_tp: Tensor-parallel collectives are cut into pieces that run beside the products.
+        schedule_detail: Of the schedule, as the source calls it: "ZB-2p", ...
+        embedding_is_layer: Pipeline stages count embedding and head as one layer each when they are balanced.
+        edge_layers_fewer: Blocks that the first and last stage have fewer than the others, each.
+        assumed: What the source does not say and was taken for granted.
+    """
+
+    name: str
+    model: Architecture
+    seq_len: int
+    machine: str
+    layout: Layout
+    stack: Stack
+    network: str = ""
+    ranks_per_node: int = 0
+    task: str = "pretrain"
+    lora_rank: int = 0
+    trains_embeddings: bool = False
+    packed_tokens: int = 0
+    dropout: float = 0.0
+    alibi: bool = False
+    linear_dtype: str = ""
+    high_precision_layers: int = 0
+    optimizer: str = "adamw"
+    offload: str = ""
+    offload_layers: int = 0
+    experts_overlap: bool = False
+    async_tp: bool = False
+    schedule_detail: str = ""
+    embedding_is_layer: bool = False
+    edge_layers_fewer: int = 0
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ConfigError(f"request {self.name}: task must be one of {', '.join(TASKS)}, got {self.task!r}")
+        if self.seq_len < 1:
+            raise ConfigError(f"request {self.name}: seq_len must be >= 1, got {self.seq_len}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.layout.micro_batches * self.layout.micro_batch * self.layout.dp * self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a simulated step takes.
+
+    Attributes:
+        step_s: Seconds of a step.
+        low_s, high_s: Interval that the measured time is said to lie in.
+        peak_bytes: Largest sum of live tensors on any rank, as an allocator counts it; 0 if not predicted.
+        low_bytes, high_bytes: Interval of it; ``fits`` goes by the upper end.
+        reserved_bytes: What the allocator holds at its peak, slack included; 0 if not predicted.
+        fits: Whether ``high_bytes`` and what the process needs besides fit the device.
+        residual: Factor for the software stack that ``step_s`` contains: what no cause explains yet, fitted on rows.
+        shares: Named shares of the step.
+        assumed: What was taken for granted on the way.
+    """
+
+    step_s: float
+    low_s: float
+    high_s: float
+    peak_bytes: int = 0
+    low_bytes: int = 0
+    high_bytes: int = 0
+    reserved_bytes: int = 0
+    fits: bool = True
+    residual: float = 1.0
+    shares: Mapping[str, float] = field(default_factory=lambda: {})
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low_s <= self.step_s <= self.high_s < float("inf"):
+            raise ConfigError(
+                f"prediction: expected 0 < low_s <= step_s <= high_s, got {self.low_s}, {self.step_s}, {self.high_s}"
+            )
+
+
+class Predictor(Protocol):
+    """Whatever can answer a request."""
+
+    def predict(self, request: Request) -> Prediction:
+        """The step's time and memory.
+
+        Raises:
+            LadingError: the request cannot be simulated; the message says why.
+        """
+        ...

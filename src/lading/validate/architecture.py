@@ -1,0 +1,170 @@
+"""A row's model as a family of blocks with sizes: decided by its structure, never by its name alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import groupby
+from typing import Any
+
+from lading.errors import ConfigError
+from lading.ir.request import Architecture
+
+_HYBRID = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+_MLA = {"qr": r"q_lora *(\d+)", "kr": r"kv_lora *(\d+)", "dn": r"qk_nope *(\d+)", "dr": r"qk_rope *(\d+)"}
+#: Taken where a source gives no vocabulary: GPT-2's, padded as Megatron does.
+_VOCABULARY = 51200
+#: Taken where a diffusion transformer attends to text of untold length or width: T5's, as Wan and NeMo use it.
+_TEXT_TOKENS = 512
+_TEXT_WIDTH = 4096
+
+
+def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int) -> tuple[Architecture, list[str]]:
+    """The architecture of a row's model, and what was taken for granted.
+
+    Args:
+        model: The row's fields.
+        notes: Of the row, in which dropout, ALiBi and the like are told.
+        pad_vocabulary_to: The vocabulary is rounded up to a multiple of this.
+
+    Raises:
+        ConfigError: a size that the structure needs is missing or does not go with the others.
+    """
+    assumed: list[str] = []
+    for name in ("layers", "hidden", "heads", "seq_len"):
+        if not model.get(name):
+            raise ConfigError(f"model.{name}: expected a number above 0, got {model.get(name)}")
+    symbols = _attention(model) | _vocabulary(model, pad_vocabulary_to, assumed)
+    text = f"{model.get('note', '')} {model.get('attention', '')} {model.get('arch', '')} {notes}"
+    symbols["f"] = int(model.get("ffn_hidden") or _default_ffn(model, assumed))
+    if model.get("experts"):
+        symbols |= _experts(model)
+    if "mamba_heads" in model or "mamba" in text.lower():
+        symbols |= _state_space(model)
+    if window := re.search(r"sliding[- ]window *\(?(\d+)", text):
+        symbols["window"] = int(window[1])
+    if model.get("kind") == "dit" and _is_cross(text):
+        symbols |= _conditioning(model, text, assumed)
+    architecture = Architecture(
+        family=_family(model, text),
+        symbols=symbols,
+        blocks=_blocks(model, text),
+        tied=bool(model.get("tied_embeddings", False)),
+        predict_ahead=int(model.get("mtp_layers") or 0),
+        parameters=float(model.get("params_b") or 0) * 1e9,
+    )
+    if "mtp_layers" in model and not model["mtp_layers"] and "mtp" in text.lower():
+        assumed.append("no multi-token prediction, as the row's mtp_layers says")
+    return architecture, assumed
+
+
+def _family(model: Mapping[str, Any], text: str) -> str:
+    lowered = text.lower()
+    if "mamba_heads" in model or "mamba" in lowered:
+        return "mamba2"
+    if model.get("kind") == "dit":
+        return "wan" if _is_cross(text) else "dit"
+    if "mla" in str(model.get("attention", "")).lower().split() or "kv_lora" in lowered:
+        return "mla-moe"
+    if model.get("experts"):
+        return "moe"
+    if model.get("gated_mlp", False):
+        return "llama"
+    if model.get("kv_heads", model["heads"]) != model["heads"] or "squared relu" in lowered:
+        return "nemotron"
+    return "gpt"
+
+
+def _is_cross(text: str) -> bool:
+    return bool(re.search(r"cross[- ]attention", text.lower()))
+
+
+def _attention(model: Mapping[str, Any]) -> dict[str, int]:
+    hidden, heads = int(model["hidden"]), int(model["heads"])
+    kv_heads = int(model.get("kv_heads") or heads)
+    found = {"h": hidden, "n": heads, "k": kv_heads, "d": int(model.get("head_dim") or hidden // heads)}
+    text = str(model.get("attention", ""))
+    if "kv_lora" not in text:
+        if "head_dim" not in model and hidden % heads:
+            raise ConfigError(f"model: expected hidden a multiple of heads, or a head_dim, got {hidden} and {heads}")
+        return found
+    for name, pattern in _MLA.items():
+        match = re.search(pattern, text.replace("no q_lora", ""))
+        if match is None and name != "qr":
+            raise ConfigError(f"model.attention: expected {name} (such as qk_nope128) for MLA, got {text!r}")
+        found[name] = int(match[1]) if match else 0
+    value = re.search(r"\bv *(\d+)", text)
+    found["dv"] = int(value[1]) if value else found["dn"]
+    return found
+
+
+def _vocabulary(model: Mapping[str, Any], pad_to: int, assumed: list[str]) -> dict[str, int]:
+    if model.get("kind") == "dit":
+        return {}
+    vocabulary = int(model.get("vocab") or 0)
+    if not vocabulary:
+        assumed.append(f"a vocabulary of {_VOCABULARY}")
+        return {"v": _VOCABULARY}
+    padded = -(-vocabulary // pad_to) * pad_to
+    if padded != vocabulary:
+        assumed.append(f"the vocabulary of {vocabulary} padded to {padded}, a multiple of {pad_to}")
+    return {"v": padded}
+
+
+def _default_ffn(model: Mapping[str, Any], assumed: list[str]) -> int:
+    width = int(model.get("moe_ffn_hidden") or 4 * int(model["hidden"]))
+    assumed.append(f"an MLP {width} wide")
+    return width
+
+
+def _experts(model: Mapping[str, Any]) -> dict[str, int]:
+    experts, active = int(model["experts"]), int(model.get("topk") or 0)
+    if not 0 < active <= experts:
+        raise ConfigError(f"model.topk: expected 1 to {experts} experts for each token, got {active}")
+    found = {"e": experts, "a": active, "g": int(model.get("moe_ffn_hidden") or model.get("ffn_hidden") or 0)}
+    if not found["g"]:
+        raise ConfigError("model.moe_ffn_hidden: expected the width of an expert, got none")
+    found["fs"] = int(model.get("shared_expert_ffn") or 0)
+    if model.get("moe_latent_size"):
+        found["latent"] = int(model["moe_latent_size"])
+    return found
+
+
+def _state_space(model: Mapping[str, Any]) -> dict[str, int]:
+    names = {"mh": "mamba_heads", "md": "mamba_head_dim", "ms": "mamba_state", "mg": "mamba_groups"}
+    missing = [field for field in names.values() if not model.get(field)]
+    if missing:
+        raise ConfigError(f"model: expected {', '.join(missing)} for state-space blocks, got none")
+    return {symbol: int(model[field]) for symbol, field in names.items()}
+
+
+def _conditioning(model: Mapping[str, Any], text: str, assumed: list[str]) -> dict[str, int]:
+    width = re.search(r"cross[- ]attention emb(?:edding)?s? *(\d+)", text)
+    found = {"t": int(model.get("text_len") or _TEXT_TOKENS), "c": int(width[1]) if width else _TEXT_WIDTH}
+    if "text_len" not in model:
+        assumed.append(f"text of {found['t']} tokens")
+    if width is None:
+        assumed.append(f"text features {found['c']} wide")
+    return found
+
+
+def _blocks(model: Mapping[str, Any], text: str) -> tuple[tuple[str, int], ...]:
+    layers = int(model["layers"])
+    if pattern := re.search(r"pattern ([M*E-]{4,})", text):
+        kinds = [_HYBRID[c] for c in pattern[1]]
+        if len(kinds) != layers:
+            raise ConfigError(f"model.arch: expected a pattern of {layers} layers, got {len(kinds)}")
+        return _runs(kinds)
+    if not model.get("experts"):
+        return (("block", layers),)
+    moe = ["window", "full"] if re.search(r"alternating *sliding", text) else ["moe"]
+    if re.search(r"every other layer", text.lower()):
+        moe = ["dense", "moe"]
+    dense = int(model.get("first_dense_layers") or 0)
+    if dense > layers:
+        raise ConfigError(f"model.first_dense_layers: expected at most {layers}, got {dense}")
+    return _runs(["dense"] * dense + [moe[i % len(moe)] for i in range(layers - dense)])
+
+
+def _runs(kinds: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    return tuple((kind, len(list(group))) for kind, group in groupby(kinds))

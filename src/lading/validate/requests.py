@@ -1,0 +1,308 @@
+"""Rows to requests: what is stated is taken, what is not is assumed and said, what cannot be is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from lading.catalog.stacks import DEFAULT, stack_by_name, stack_names
+from lading.errors import ConfigError
+from lading.ir.layout import PRECISIONS, Layout
+from lading.ir.request import Request
+from lading.ir.stack import Stack
+from lading.validate.architecture import architecture_of
+from lading.validate.rows import Row
+from lading.validate.words import machine_of, stack_rule_of
+
+#: Megatron pads a vocabulary to a multiple of this times the tensor-parallel ways (--make-vocab-size-divisible-by).
+_MEGATRON_PADDING = 128
+_SCHEDULES = {"gpipe": "gpipe", "afab": "gpipe", "zb": "zero-bubble", "zero": "zero-bubble", "dualpipe": "dualpipe-v"}
+_TASKS = (("q-lora", "qlora"), ("qlora", "qlora"), ("lora", "lora"), ("sft", "sft"), ("full", "sft"), ("finet", "sft"))
+_RECIPES = (("delayed", "delayed"), ("row", "rowwise"), ("tensor", "tensorwise"), ("cs", "tensorwise"))
+
+
+def request_of(row: Row) -> Request:
+    """What to simulate for a row.
+
+    Raises:
+        ConfigError: the row lacks something that cannot be assumed, or its layout cannot be.
+    """
+    text = said(row)
+    machine, assumed = machine_of(str(row.hardware.get("gpu", "")))
+    stack = _stack(row, text, assumed)
+    padding = _MEGATRON_PADDING * int(row.layout["tp"]) if stack.name.startswith(("megatron", "nemo")) else 1
+    model, taken = architecture_of(row.model, text, padding)
+    assumed += taken
+    layout = _layout(row, text, stack, assumed)
+    task = _task(row)
+    request = Request(
+        name=row.id,
+        model=model,
+        seq_len=int(row.model["seq_len"]),
+        machine=machine,
+        network=_network(row, assumed),
+        ranks_per_node=int(row.hardware.get("gpus_per_node") or 0),
+        layout=layout,
+        stack=stack,
+        task=task,
+        lora_rank=_rank(row, assumed) if task in ("lora", "qlora") else 0,
+        trains_embeddings="(emb)" in str(row.layout.get("task", "")),
+        packed_tokens=_packed(text, assumed),
+        dropout=_dropout(stack, text, assumed),
+        alibi="alibi" in text.lower(),
+        **_extras(row, text, model.layers),
+    )
+    return dataclasses.replace(request, assumed=tuple(assumed))
+
+
+def said(row: Row) -> str:
+    """All that a row says in words."""
+    compiled = row.layout.get("compile")
+    parts = (row.family, row.source, row.layout.get("framework", ""), row.model.get("note", ""), row.notes)
+    return " | ".join([*map(str, parts), f"compile={'true' if compiled else 'false'}"])
+
+
+def _stack(row: Row, text: str, assumed: list[str]) -> Stack:
+    rule = stack_rule_of(text)
+    name = rule.stack if rule else DEFAULT
+    if rule is None:
+        assumed.append("a software stack that has not been seen: the default")
+    elif name not in stack_names():
+        near = max(stack_names(), key=lambda other: (len(_common(other, name)), other))
+        assumed.append(f"software stack {name} as {near}: no data of its own")
+        name = near
+    return dataclasses.replace(stack_by_name(name), **_stack_settings(row, text, stack_by_name(name)))
+
+
+def _common(left: str, right: str) -> str:
+    return left[: next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), len(left))]
+
+
+def _stack_settings(row: Row, text: str, stack: Stack) -> dict[str, Any]:
+    """Settings of the stack that the row's words replace."""
+    found: dict[str, Any] = {}
+    lowered = text.lower()
+    if (graphs := _cuda_graphs(text)) is not None:
+        found["cuda_graphs"] = graphs
+    if "no gradient bucketing" in lowered or "no comm overlap" in lowered:
+        found["overlap_grad_reduce"] = False
+    if "no comm overlap" in lowered:
+        found |= {"overlap_param_gather": False, "hidden": {}}
+    if "hybridep" in lowered or "deepep" in lowered:
+        found["dispatcher"] = "deepep"
+    elif "alltoall dispatcher" in lowered:
+        found["dispatcher"] = "alltoall"
+    if "fp32 grad accumulation" in lowered or "fp32 gradient accumulation" in lowered:
+        found["gradient_dtype"] = "float32"
+    elif "bf16 gradient sync" in lowered:
+        found["gradient_dtype"] = "bfloat16"
+    if row.layout.get("ep_comm_overlap") or "moe a2a overlap" in lowered:
+        found["hidden"] = {**stack.hidden, "ep": max(stack.hidden.get("ep", 0.0), 0.5)}
+    elif "ep overlap off" in lowered:
+        found["hidden"] = {**stack.hidden, "ep": 0.0}
+    return found
+
+
+def _cuda_graphs(text: str) -> bool | None:
+    """Whether most kernels are replayed: graphs of the router alone leave the rest to be launched. None: not told."""
+    if found := re.search(r"CUDA graphs ([^;.]*)", text):
+        scope = found[1]
+        return not scope.startswith("transformer_engine") or "attn" in scope or "mlp" in scope
+    if re.search(r"CUDA graphs", text):
+        return True
+    return False if "perf preset" in text and "No exactly matching" not in text else None
+
+
+def _task(row: Row) -> str:
+    words = str(row.layout.get("task", "")).lower()
+    return next((task for word, task in _TASKS if word in words), "pretrain")
+
+
+def _rank(row: Row, assumed: list[str]) -> int:
+    """Of the adapters; NeMo's and PEFT's recipes for large models take 16 or 32 where none is printed."""
+    if found := re.search(r"\br *=? *(\d+)", str(row.layout.get("task", ""))):
+        return int(found[1])
+    assumed.append("adapters of rank 16")
+    return 16
+
+
+def _packed(text: str, assumed: list[str]) -> int:
+    """Mean length of what attends to itself in a packed sequence: SQuAD's examples are about 160 tokens long."""
+    if not re.search(r"pack", text, re.IGNORECASE) or "squad" not in text.lower():
+        return 0
+    assumed.append("packed SQuAD: examples of 160 tokens attend to themselves only")
+    return 160
+
+
+def _dropout(stack: Stack, text: str, assumed: list[str]) -> float:
+    if found := re.search(r"dropout (0\.\d+)", text):
+        return float(found[1])
+    if stack.name in ("megatron-2021", "megatron-2022") or "vtrain" in text.lower():
+        assumed.append("dropout 0.1, Megatron-LM's default of those years")
+        return 0.1
+    return 0.0
+
+
+def _network(row: Row, assumed: list[str]) -> str:
+    words = str(row.hardware.get("inter_node_link") or "")
+    if words.lower().startswith("n/a"):
+        return ""
+    if not words and row.hardware["gpus"] > row.hardware.get("gpus_per_node", 8):
+        assumed.append("the machine's own network: none is stated")
+    return words
+
+
+def _layout(row: Row, text: str, stack: Stack, assumed: list[str]) -> Layout:
+    stated = row.layout
+    degrees = {name: int(stated.get(name) or 1) for name in ("dp", "tp", "cp", "pp", "ep", "vpp")}
+    product = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
+    if product != row.hardware["gpus"]:
+        raise ConfigError(f"layout: expected dp*tp*cp*pp to be the {row.hardware['gpus']} GPUs, got {product}")
+    micro_batch, global_batch = _batches(row, degrees["dp"], assumed)
+    mode, layers, modules = _recompute(row, text, assumed)
+    degrees["vpp"] = _chunks(row, degrees, text, assumed)
+    return Layout(
+        **degrees,
+        etp=_expert_tp(stated, degrees, assumed),
+        sp=_sequence_parallel(stated, degrees["tp"], stack, assumed),
+        zero=int(stated.get("zero_stage") or 0),
+        shard=_shard(stated, degrees),
+        cp_comm={"a2a": "all_to_all", "all_gather": "all_gather"}.get(str(stated.get("cp_comm", "")), "ring"),
+        micro_batch=micro_batch,
+        global_batch=global_batch,
+        schedule=_schedule(stated, degrees["vpp"]),
+        recompute=mode,
+        recompute_layers=layers,
+        recompute_modules=modules,
+        precision=_precision(stated, assumed),
+    )
+
+
+def _batches(row: Row, dp: int, assumed: list[str]) -> tuple[int, int]:
+    stated = row.layout
+    micro_batch = int(stated.get("micro_batch") or 0)
+    if not micro_batch:
+        micro_batch = 1
+        assumed.append("a micro-batch of 1")
+    global_batch = int(stated.get("global_batch") or 0)
+    if not global_batch:
+        global_batch = dp * micro_batch
+        assumed.append(f"a global batch of {global_batch}: one micro-batch for each replica")
+    return micro_batch, global_batch
+
+
+def _chunks(row: Row, degrees: dict[str, int], text: str, assumed: list[str]) -> int:
+    if "vpp" in row.layout or degrees["pp"] == 1:
+        return degrees["vpp"]
+    if re.search(r"interleaved 1f1b", text.lower()):
+        per_rank = max(1, int(row.model["layers"]) // degrees["pp"])
+        assumed.append(f"two layers in a chunk of the interleaved pipeline: {max(1, per_rank // 2)} chunks")
+        return max(1, per_rank // 2)
+    assumed.append("a pipeline without interleaving")
+    return 1
+
+
+def _expert_tp(stated: Any, degrees: dict[str, int], assumed: list[str]) -> int:
+    if degrees["ep"] == 1 or stated.get("etp"):
+        return int(stated.get("etp") or 0)
+    ranks = degrees["dp"] * degrees["cp"] * degrees["tp"]
+    if ranks % (degrees["ep"] * degrees["tp"]) == 0:
+        return 0
+    assumed.append("experts are not cut further (etp 1)")
+    return 1
+
+
+def _sequence_parallel(stated: Any, tp: int, stack: Stack, assumed: list[str]) -> bool:
+    if "seq_parallel" in stated:
+        return bool(stated["seq_parallel"]) and tp > 1
+    if tp > 1:
+        wide = stack.name.startswith(("megatron-bridge", "megatron-core", "nemo", "torchtitan"))
+        assumed.append(f"tensor parallel {'with' if wide else 'without'} sequence parallel")
+        return wide
+    return False
+
+
+def _shard(stated: Any, degrees: dict[str, int]) -> int:
+    """Ranks that share states, 0 for all: sources count dp alone, or dp and cp together."""
+    width = int(stated.get("fsdp") or 0)
+    return 0 if width in (0, degrees["dp"], degrees["dp"] * degrees["cp"]) else width
+
+
+def _schedule(stated: Any, chunks: int) -> str:
+    words = str(stated.get("pp_schedule", "")).lower()
+    named = next((schedule for word, schedule in _SCHEDULES.items() if words.startswith(word)), None)
+    return named or ("interleaved" if chunks > 1 else "1f1b")
+
+
+def _precision(stated: Any, assumed: list[str]) -> str:
+    words = str(stated.get("precision", "")).lower()
+    if words in PRECISIONS:
+        return words
+    for name in ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32"):
+        if name in words:
+            assumed.append(f"precision {words!r} as {name}")
+            return name
+    assumed.append(f"bf16: the precision {words!r} is not known" if words else "bf16: no precision is stated")
+    return "bf16"
+
+
+def _recompute(row: Row, text: str, assumed: list[str]) -> tuple[str, int, tuple[str, ...]]:
+    """Mode, layers (-1 all) and modules."""
+    mode = str(row.layout.get("activation_checkpointing", "")).lower()
+    detail = str(row.layout.get("ac_detail", "")).strip()
+    if not mode:
+        if detail != "no":
+            assumed.append("no activation recompute: none is stated")
+        return "none", -1, ()
+    if mode not in ("none", "selective", "full"):
+        raise ConfigError(f"layout.activation_checkpointing: expected none, selective or full, got {mode!r}")
+    if mode == "full" and (part := re.search(r"(?:recompute|checkpoint)\w* (\d+) of \d+ layers", text)):
+        return "full", int(part[1]), ()
+    if mode != "selective":
+        return mode, -1, ()
+    named = re.search(r"[Ss]elective recompute (?:modules|of) ([\w,]+)", text)
+    if named or (detail and " " not in detail and detail not in ("selective", "full", "no")):
+        modules = (named[1] if named else detail).split(",")
+        return "selective", -1, () if modules == ["core_attn"] else tuple(modules)
+    if re.search(r"per-op|selective op|=\"op\"|torchtitan", text):
+        return "selective", -1, ("every-other-product",)
+    if (share := _recomputed_share(row)) is not None:
+        assumed.append(f"{share:.0%} of the layers recomputed in full: printed HFU over MFU")
+        return "full", round(share * row.model["layers"]), ()
+    return "selective", -1, ()
+
+
+def _recomputed_share(row: Row) -> float | None:
+    """Of layers, by what hardware FLOP exceed the model's: a forward is a third of a step."""
+    mfu, hfu = row.measured.get("mfu"), row.measured.get("hfu")
+    if not mfu or not hfu or row.layout.get("zero_stage") != 3:
+        return None
+    return min(1.0, max(0.0, 3 * (hfu / mfu - 1)))
+
+
+def _extras(row: Row, text: str, layers: int) -> dict[str, Any]:
+    """The rest: what few sources tell."""
+    stated = row.layout
+    detail = f"{stated.get('precision_detail', '')} {text}".lower()
+    found: dict[str, Any] = {
+        "async_tp": bool(stated.get("async_tp", False)),
+        "embedding_is_layer": bool(stated.get("embedding_as_layer", False)),
+        "optimizer": "sgd" if str(stated.get("optimizer", "")).lower() == "sgd" else "adamw",
+        "schedule_detail": str(stated.get("pp_schedule", "")),
+        "experts_overlap": bool(stated.get("ep_comm_overlap")) or "moe a2a overlap" in text.lower(),
+    }
+    if stated.get("precision") == "fp8":
+        words = str(stated.get("precision_detail", "")).lower()
+        found["linear_dtype"] = next((recipe for word, recipe in _RECIPES if word in words), "")
+    if share := re.search(r"last (\d+)% of (?:decoder )?layers bf16", detail):
+        found["high_precision_layers"] = -(-int(share[1]) * layers // 100)
+    if "one transformer layer fewer" in detail:
+        found["edge_layers_fewer"] = 1
+    offload = str(stated.get("offload", "none")).lower()
+    if offload != "none":
+        found["offload"] = next((part for part in ("param", "activation", "optim") if part in offload), "optim")
+        found["offload"] = {"param": "parameters", "activation": "activations", "optim": "optimizer"}[found["offload"]]
+    if moved := re.search(r"activation[- ]offload\w* (?:of |for )?(\d+) layers", text):
+        found |= {"offload": "activations", "offload_layers": int(moved[1])}
+    return found

@@ -1,0 +1,232 @@
+"""Rows: published measurements in JSON lines, read and checked; ``benchmarks/validation/README.md`` has the fields."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from lading.errors import ConfigError
+
+TIERS = ("A", "B", "C")
+_NUMBER = (int, float)
+_TEXT = (str,)
+_FLAG = (bool,)
+
+#: Per part, the type of each known field; the first ones of a part must be there (their value may be null).
+_FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
+    "model": {
+        **dict.fromkeys(("layers", "hidden", "heads", "seq_len"), _NUMBER),
+        **dict.fromkeys(("name", "kind", "arch", "attention", "note"), _TEXT),
+        **dict.fromkeys(("ffn_hidden", "kv_heads", "head_dim", "vocab", "experts", "topk", "params_b"), _NUMBER),
+        **dict.fromkeys(("moe_ffn_hidden", "shared_expert_ffn", "first_dense_layers", "moe_latent_size"), _NUMBER),
+        **dict.fromkeys(("active_params_b", "mtp_layers", "window", "text_len"), _NUMBER),
+        **dict.fromkeys(("mamba_heads", "mamba_head_dim", "mamba_state", "mamba_groups"), _NUMBER),
+        **dict.fromkeys(("gated_mlp", "tied_embeddings"), _FLAG),
+    },
+    "hardware": {
+        "gpu": _TEXT,
+        "gpus": _NUMBER,
+        "gpus_per_node": _NUMBER,
+        **dict.fromkeys(("intra_node_link", "inter_node_link", "gpu_family"), _TEXT),
+    },
+    "layout": {
+        **dict.fromkeys(("dp", "tp", "pp"), _NUMBER),
+        **dict.fromkeys(("cp", "ep", "etp", "vpp", "fsdp", "zero_stage", "micro_batch", "global_batch"), _NUMBER),
+        **dict.fromkeys(("n_microbatches", "grad_accum"), _NUMBER),
+        **dict.fromkeys(("activation_checkpointing", "ac_detail", "precision", "precision_detail", "offload"), _TEXT),
+        **dict.fromkeys(("framework", "pp_schedule", "task", "cp_comm", "sharding", "optimizer"), _TEXT),
+        **dict.fromkeys(("seq_parallel", "compile", "async_tp", "ep_comm_overlap", "embedding_as_layer"), _FLAG),
+    },
+    "measured": {
+        **dict.fromkeys(("iteration_s", "tokens_per_s_per_gpu", "peak_memory_gib"), _NUMBER),
+        **dict.fromkeys(("tflops_per_gpu", "mfu", "hfu", "nvidia_smi_memory_gb", "memory_as_printed_gb"), _NUMBER),
+        **dict.fromkeys(("flop_convention", "memory_kind"), _TEXT),
+    },
+}
+_REQUIRED = {
+    "model": ("layers", "hidden", "heads", "seq_len"),
+    "hardware": ("gpu", "gpus"),
+    "layout": ("dp", "tp", "pp"),
+    "measured": (),
+}
+_TOP: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("id", "source", "source_family", "config_key", "tier", "notes", "derived"), _TEXT),
+    **dict.fromkeys(("verified", "complete"), _FLAG),
+    "qc": (dict,),
+}
+#: Beyond these a value is in another unit than the field's name says.
+_LARGEST = {"peak_memory_gib": 4096.0, "nvidia_smi_memory_gb": 4096.0, "iteration_s": 1e5, "tokens_per_s_per_gpu": 1e9}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured configuration.
+
+    Attributes:
+        family: The source; errors are averaged over these.
+        key: Equal for repeats of one configuration.
+        tier: "A" all is stated, "B" something was inferred, "C" something material is missing.
+        model, hardware, layout, measured: Fields as in the file, null ones left out.
+        line: In the file.
+    """
+
+    id: str
+    source: str
+    family: str
+    key: str
+    tier: str
+    notes: str
+    model: Mapping[str, Any]
+    hardware: Mapping[str, Any]
+    layout: Mapping[str, Any]
+    measured: Mapping[str, Any]
+    line: int
+
+    @property
+    def step_s(self) -> float | None:
+        """Measured seconds of a step: printed, or from tokens/s and the batch; None if neither is known."""
+        if "iteration_s" in self.measured:
+            return float(self.measured["iteration_s"])
+        rate = self.measured.get("tokens_per_s_per_gpu")
+        batch = self.layout.get("global_batch")
+        if rate and batch:
+            return batch * self.model["seq_len"] / (rate * self.hardware["gpus"])
+        return None
+
+
+def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[str]]:
+    """Rows of files of JSON lines, and notes on fields that are not known and were not used.
+
+    Raises:
+        ConfigError: a file cannot be read, or a line is not JSON, lacks a field, or has a value of the wrong type or
+            unit; names file and line.
+    """
+    rows: list[Row] = []
+    unknown: dict[str, str] = {}
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: expected a text file with a JSON object per line: {error}") from error
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                rows.append(_row(line, number, f"{path}:{number}", unknown))
+    if not rows:
+        raise ConfigError(f"expected measurements, got no line in {', '.join(map(str, paths)) or 'no file'}")
+    _unique(rows)
+    return rows, [f"field {field} is not known and was not used (first at {place})" for field, place in unknown.items()]
+
+
+def _unique(rows: list[Row]) -> None:
+    seen: dict[str, int] = {}
+    for row in rows:
+        if row.id in seen:
+            raise ConfigError(f"line {row.line}: expected an id of its own, got {row.id!r} as in line {seen[row.id]}")
+        seen[row.id] = row.line
+
+
+def _row(line: str, number: int, place: str, unknown: dict[str, str]) -> Row:
+    try:
+        data: object = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: expected a JSON object, got: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{place}: expected a JSON object, got {type(data).__name__}")
+    found = cast("dict[str, Any]", data)
+    for name in ("id", *_FIELDS):
+        if name not in found:
+            raise ConfigError(f"{place}: missing field {name!r}{_near(name, found)}")
+    parts = {name: _part(name, found[name], place, unknown) for name in _FIELDS}
+    top = _checked({k: v for k, v in found.items() if k not in _FIELDS}, _TOP, "", place, unknown)
+    tier = str(top.get("tier", "A"))
+    if tier not in TIERS:
+        raise ConfigError(f"{place}: tier: expected A, B or C, got {tier!r}")
+    family = top.get("source_family") or _family_of(str(top["id"]))
+    row = Row(
+        id=str(top["id"]),
+        source=str(top.get("source", "")),
+        family=str(family),
+        key=str(top.get("config_key") or _key(parts)),
+        tier=tier,
+        notes=str(top.get("notes", "")),
+        line=number,
+        **parts,
+    )
+    _units(row, place)
+    return row
+
+
+def _family_of(name: str) -> str:
+    """The source of a row that does not name it: its id without the number."""
+    return name.rstrip("0123456789").rstrip("-_.") or name
+
+
+def _key(parts: Mapping[str, Mapping[str, Any]]) -> str:
+    text = json.dumps({name: parts[name] for name in ("model", "hardware", "layout")}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _part(name: str, value: object, place: str, unknown: dict[str, str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{place}: {name}: expected an object, got {type(value).__name__}")
+    fields = cast("dict[str, Any]", value)
+    for required in _REQUIRED[name]:
+        if required not in fields:
+            raise ConfigError(f"{place}: missing field {name}.{required}{_near(required, fields)}")
+    return _checked(fields, _FIELDS[name], f"{name}.", place, unknown)
+
+
+def _checked(
+    fields: Mapping[str, Any], known: Mapping[str, tuple[type, ...]], prefix: str, place: str, unknown: dict[str, str]
+) -> dict[str, Any]:
+    """Fields that are not null, each of its type; a field of no known name is noted, a misspelled one is an error."""
+    for name, value in fields.items():
+        if name not in known:
+            near = [n for n in difflib.get_close_matches(name, known, 1, 0.9) if n not in fields]
+            if near:
+                raise ConfigError(f"{place}: unknown field {prefix}{name}; did you mean {prefix}{near[0]}?")
+            unknown.setdefault(f"{prefix}{name}", place)
+        elif value is not None and not _is(value, known[name]):
+            expected = " or ".join(t.__name__ for t in known[name])
+            raise ConfigError(f"{place}: {prefix}{name}: expected {expected}, got {type(value).__name__} {value!r:.60}")
+    return {name: value for name, value in fields.items() if value is not None and name in known}
+
+
+def _is(value: object, types: tuple[type, ...]) -> bool:
+    if isinstance(value, bool):
+        return bool in types
+    return isinstance(value, types) and not (isinstance(value, float) and math.isnan(value))
+
+
+def _near(name: str, fields: Mapping[str, Any]) -> str:
+    found = difflib.get_close_matches(name, list(fields), 1)
+    return f"; did you mean {found[0]!r} to be it?" if found else ""
+
+
+def _units(row: Row, place: str) -> None:
+    for name, largest in _LARGEST.items():
+        value = row.measured.get(name)
+        if value is not None and not 0 < value <= largest:
+            raise ConfigError(
+                f"{place}: measured.{name}: expected a positive number in the unit that its name ends on, got {value}"
+            )
+    for part, names in (("model", _FIELDS["model"]), ("layout", _FIELDS["layout"]), ("hardware", ("gpus",))):
+        for name in names:
+            value = getattr(row, part).get(name)
+            if isinstance(value, _NUMBER) and not isinstance(value, bool) and value < 0:
+                raise ConfigError(f"{place}: {part}.{name}: expected a number >= 0, got {value}")
+    rate, batch = row.measured.get("tokens_per_s_per_gpu"), row.layout.get("global_batch")
+    if rate and batch and "iteration_s" in row.measured and row.model.get("seq_len"):
+        implied = batch * row.model["seq_len"] / (rate * row.hardware["gpus"])
+        ratio = row.measured["iteration_s"] / implied
+        if any(abs(ratio / wrong - 1) < 0.05 for wrong in (1e3, 1e-3, 1e6)):
+            raise ConfigError(
+                f"{place}: measured.iteration_s: expected seconds, about {implied:.4g} by tokens_per_s_per_gpu, got "
+                f"{row.measured['iteration_s']}: milliseconds?"
+            )

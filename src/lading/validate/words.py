@@ -1,0 +1,103 @@
+"""Words of sources: which catalog machine a GPU's name means, and which software stack a source ran on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lading.catalog.load import machine_names
+from lading.errors import ConfigError
+
+#: (words, catalog machine, what is taken for granted); the first that fits counts.
+_MACHINES: tuple[tuple[str, str, str], ...] = (
+    (r"a800.*pcie|a800.*40", "a100-40gb", "A800: an A100 with NVLink of 400 GB/s; computes as it"),
+    (r"a800", "a100", "A800: an A100 with NVLink of 400 GB/s; computes as it"),
+    (r"a100.*pcie|pcie.*a100", "a100-pcie", ""),
+    (r"a100.*40|40 ?g.*a100", "a100-40gb", ""),
+    (r"a100", "a100", ""),
+    (r"gh200", "h200", "GH200: its GPU is taken for an H200"),
+    (r"gb300", "gb300", ""),
+    (r"gb200", "gb200", ""),
+    (r"b300", "b300", ""),
+    (r"b200|b100|sm ?100", "b200", ""),
+    (r"h200", "h200", ""),
+    (r"h100.*(96|hbm2e|500 ?w)", "h100-96gb", ""),
+    (r"h100.*(pcie|nvl)|(pcie|nvl).*h100", "h100-pcie", ""),
+    (r"h100", "h100", ""),
+    (r"h800", "h100", "H800: an H100 with NVLink of 400 GB/s; computes as it"),
+    (r"mi300x", "mi300x", ""),
+    (r"v100.*16", "v100-16gb", ""),
+    (r"v100", "v100-32gb", ""),
+    (r"rtx ?6000 ?ada|6000 ada", "rtx6000ada", ""),
+    (r"a6000", "rtxa6000", ""),
+    (r"l40s", "l40s", ""),
+    (r"\bl4\b", "l4", ""),
+    (r"\bt4\b", "t4", ""),
+    (r"3090", "rtx3090", ""),
+    (r"4090", "rtx4090", ""),
+    (r"5090", "rtx5090", ""),
+)
+
+
+def machine_of(gpu: str) -> tuple[str, list[str]]:
+    """Catalog machine that a source's words for its GPU mean, and what is taken for granted by it.
+
+    Raises:
+        ConfigError: no machine of the catalog is meant.
+    """
+    words = re.sub(r"[-_/]", " ", gpu.lower())
+    for pattern, name, assumed in _MACHINES:
+        if not re.search(pattern, words):
+            continue
+        if name not in machine_names():
+            raise ConfigError(f"expected a GPU whose machine is in the catalog, got {gpu!r}: it has no {name!r} yet")
+        return name, [assumed] if assumed else []
+    plain = re.sub(r"[^a-z0-9]", "", words)
+    named = [name for name in machine_names() if re.sub(r"[^a-z0-9]", "", name) in plain]
+    if named:
+        return max(named, key=len), []
+    raise ConfigError(f"expected a GPU of the catalog's machines ({', '.join(machine_names())}), got {gpu!r}")
+
+
+@dataclass(frozen=True)
+class StackRule:
+    """Words by which a source's software stack is known.
+
+    Attributes:
+        pattern: Searched in what the row says of its source, framework and notes, in lower case.
+        stack: Name in the catalog.
+        evidence: Why this is the stack.
+    """
+
+    pattern: str
+    stack: str
+    evidence: str
+
+
+#: In order: names of a publication first, then names of frameworks, newest first.
+STACK_RULES: tuple[StackRule, ...] = (
+    StackRule(r"simumax", "megatron-core", "notes: Megatron-LM 23e00ed0, TE 2.11, no overlap of communication"),
+    StackRule(r"llm-foundry|composer|mosaic", "fsdp1", "llm-foundry's scripts/train/benchmarking: Composer with FSDP1"),
+    StackRule(r"torchtitan.*compile=true", "torchtitan-compile", "torchtitan with --training.compile"),
+    StackRule(r"torchtitan", "torchtitan-eager", "torchtitan, compile not set"),
+    StackRule(r"maxtext|\bjax\b|\bxla\b", "torchtitan-compile", "MaxText (JAX, XLA): all between products is compiled"),
+    StackRule(r"megatron-bridge|mbridge", "megatron-bridge", "Megatron-Core of 2025-26 with Transformer Engine"),
+    StackRule(r"dgxc|nemo", "nemo", "NeMo launcher: Megatron-Core with Transformer Engine"),
+    StackRule(r"megatron-deepspeed|bigscience|vtrain", "megatron-deepspeed", "Megatron-DeepSpeed of 2022"),
+    StackRule(r"2104\.04473|sc'21.*ptd|sc'21", "megatron-2021", "Narayanan et al. 2021"),
+    StackRule(r"2205\.05198|korthikanti", "megatron-2022", "Korthikanti et al. 2022"),
+    StackRule(r"deepspeed", "megatron-deepspeed", "DeepSpeed"),
+    StackRule(r"megatron-core|megatron core|mcore|transformer engine", "megatron-bridge", "Megatron-Core"),
+    StackRule(r"megatron.*(2104\.|2105\.|2021)", "megatron-2021", "Megatron-LM of 2021"),
+    StackRule(r"megascale|zero bubble|2401\.10241|megatron.*(2023|2024)", "megatron-2023", "Megatron-LM of 2023"),
+    StackRule(r"megatron", "megatron-2022", "Megatron-LM, year not told"),
+    StackRule(r"fms-fsdp|fsdp.*compile=true|compile=true.*fsdp", "torchtitan-compile", "FSDP with torch.compile"),
+    StackRule(r"fsdp", "fsdp1", "FSDP in eager mode"),
+    StackRule(r"hugging ?face|transformers|\bpeft\b|\btrl\b|qwen.*finetun|finetune", "hf-transformers", "HF Trainer"),
+)
+
+
+def stack_rule_of(text: str) -> StackRule | None:
+    """The first rule whose words are in ``text``; None if no stack is known by them."""
+    lowered = text.lower()
+    return next((rule for rule in STACK_RULES if re.search(rule.pattern, lowered)), None)

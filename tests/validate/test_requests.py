@@ -1,0 +1,157 @@
+"""Requests: what a row states is what is simulated, what it does not state is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lading.errors import ConfigError
+from lading.ir.request import Request
+from lading.validate.requests import request_of
+from lading.validate.rows import read_rows
+from lading.validate.words import machine_of, stack_rule_of
+from tests.validate.test_rows import FILES, changed
+
+ROWS = {row.id: row for row in read_rows(FILES)[0]}
+
+
+def of(name: str) -> Request:
+    return request_of(ROWS[name])
+
+
+def test_published_rows_are_requests() -> None:
+    """All but those whose machine is not in the catalog, and they are few."""
+    without = 0
+    for row in ROWS.values():
+        try:
+            request = request_of(row)
+        except ConfigError as error:
+            assert "whose machine is in the catalog" in str(error)  # noqa: PT017
+            without += 1
+            continue
+        assert request.layout.devices == row.hardware["gpus"]
+        assert request.tokens == request.layout.global_batch * row.model["seq_len"]
+        assert request.model.layers == row.model["layers"]
+    assert without <= 0.03 * len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("row", "family", "stack", "machine"),
+    [
+        ("megatron-sc21-T1-1.7B", "gpt", "megatron-2021", "a100"),
+        ("korthikanti22-T5-22B-full", "gpt", "megatron-2022", "a100"),
+        ("tt2412-002", "llama", "torchtitan-compile", "h100-96gb"),
+        ("tt2408-003", "llama", "torchtitan-eager", "a100"),
+        ("mbridge26.08-pretrain-002", "mla-moe", "megatron-bridge", "gb200"),
+        ("mbridge26.08-pretrain-016", "mamba2", "megatron-bridge", "gb200"),
+        ("nemo2407-002", "gpt", "nemo", "h100"),
+        ("dgxc2501-001", "moe", "nemo", "h100"),
+        ("dgxc2505-031", "nemotron", "nemo", "h100"),
+        ("bloom-001", "gpt", "megatron-deepspeed", "a100"),
+        ("vtrain-single-001", "gpt", "megatron-deepspeed", "a100"),
+        ("qwen-finetune-003", "llama", "hf-transformers", "a100"),
+        ("nemo-dit-001", "wan", "nemo", "h100"),
+    ],
+)
+def test_structure_words_and_source_decide(row: str, family: str, stack: str, machine: str) -> None:
+    request = of(row)
+    assert (request.model.family, request.stack.name, request.machine) == (family, stack, machine)
+
+
+def test_sizes_of_latent_attention_and_of_blocks() -> None:
+    model = of("mbridge26.08-pretrain-002").model
+    expected = {"qr": 1536, "kr": 512, "dn": 128, "dr": 64, "dv": 128, "e": 256, "a": 8, "g": 2048, "fs": 2048}
+    assert {name: model.symbols[name] for name in expected} == expected
+    assert model.blocks == (("dense", 3), ("moe", 58))
+    assert model.predict_ahead == 1
+    assert of("mbridge-skills-001").model.symbols["qr"] == 0
+    sliding = of("mbridge26.08-pretrain-006").model
+    assert sliding.symbols["window"] == 128
+    assert sliding.blocks[:2] == (("window", 1), ("full", 1))
+    assert of("dgxc2505-022").model.blocks[:2] == (("dense", 1), ("moe", 1))
+    hybrid = of("mbridge26.08-pretrain-016").model
+    assert hybrid.layers == 88
+    assert {kind for kind, _ in hybrid.blocks} == {"mamba", "attention", "moe"}
+
+
+def test_what_notes_say_of_recomputing() -> None:
+    assert of("mbridge26.08-pretrain-002").layout.recompute_modules == ("mla_up_proj",)
+    assert of("korthikanti22-T5-22B-full").layout.recompute == "full"
+    assert of("tt2412-002").layout.recompute_modules == ("every-other-product",)
+    share = of("fms-fsdp-004").layout
+    assert (share.recompute, share.recompute_layers) == ("full", 8)
+
+
+def test_what_notes_say_of_the_stack() -> None:
+    assert of("mbridge26.08-pretrain-002").stack.cuda_graphs
+    assert of("mbridge26.08-pretrain-002").stack.dispatcher == "deepep"
+    assert not of("mbridge26.04-pretrain-024").stack.cuda_graphs, "graphs of the router alone"
+    assert not of("vtrain-multi-005").stack.overlap_grad_reduce
+    assert of("bloom-094").stack.gradient_dtype == "float32"
+    assert of("bloom-094").embedding_is_layer
+    assert of("tt2412-017").layout.shard == 0, "dp 2 and cp 4 share states"
+    assert of("fms-fsdp-001").layout.shard == 8
+
+
+def test_tasks() -> None:
+    lora = of("qwen-finetune-003")
+    assert (lora.task, lora.lora_rank, lora.trains_embeddings) == ("lora", 64, False)
+    assert of("mbridge26.06-sft-004").task == "sft"
+    assert {of(name).task for name in ROWS if name.startswith("qwen")} == {"lora", "qlora", "sft"}
+
+
+def test_rows_of_no_known_source_get_the_default_and_say_so(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(changed(layout={"precision": "bf16 mixed"}, hardware={"gpu": "NVIDIA H800 80GB"}))
+    request = request_of(read_rows([file])[0][0])
+    assert request.stack.name == "default"
+    assert request.machine == "h100"
+    text = "; ".join(request.assumed)
+    assert "has not been seen" in text
+    assert "H800" in text
+    assert "'bf16 mixed' as bf16" in text
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"hardware": {"gpu": "Gaudi 3"}}, "expected a GPU of the catalog"),
+        ({"hardware": {"gpus": 3}}, r"expected dp\*tp\*cp\*pp to be the 3 GPUs, got 2"),
+        ({"model": {"heads": 3}}, "expected hidden a multiple of heads"),
+        ({"model": {"seq_len": None}}, "model.seq_len: expected a number above 0"),
+        ({"model": {"experts": 8}}, "model.topk: expected 1 to 8 experts"),
+        ({"layout": {"activation_checkpointing": "some"}}, "expected none, selective or full, got 'some'"),
+    ],
+)
+def test_rows_that_cannot_be_say_why(tmp_path: Path, parts: dict[str, Any], message: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(changed(**parts))
+    with pytest.raises(ConfigError, match=message):
+        request_of(read_rows([file])[0][0])
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie"),
+        ("A100 SXM4 40 GB", "a100-40gb"),
+        ("H100 SXM 96GB HBM2e (94/95GB, lower TDP)", "h100-96gb"),
+        ("H100 NVL 94GB", "h100-pcie"),
+        ("Blackwell SM100 (~184 GiB, GB200/B200-class; exact SKU not stated)", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("Tesla V100 32GB", "v100-32gb"),
+        ("GeForce RTX 4090", "rtx4090"),
+    ],
+)
+def test_words_of_gpus(words: str, name: str) -> None:
+    assert machine_of(words)[0] == name
+
+
+def test_words_of_stacks_are_tried_in_order() -> None:
+    assert stack_rule_of("a note about nothing") is None
+    found = stack_rule_of(json.dumps({"source": "torchtitan docs", "note": "compile=true"}))
+    assert found is not None
+    assert found.stack == "torchtitan-compile"

@@ -11,7 +11,7 @@ from lading.errors import ConfigError
 
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 RECOMPUTES = ("none", "selective", "full")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "dualpipe-v")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe-v")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@
     [shares.product]                size (FLOP) and rate as shares of product_best; also attention, attention_backward
     [shares.rates.copy]             size (bytes) and rate as shares of the memory bandwidth, for each cost class
 
-What a file says itself wins over what it extends and over shares: tables are merged, tiers by their name. A number it
-replaces loses the source it had, so that the file has to name its own.
+What a file says itself wins over what it extends and over shares: tables are merged, tiers and links by their name. A
+number it replaces loses the source it had, so that the file has to name its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from lading.errors import ConfigError
 
 Table = dict[str, Any]
 
+#: Arrays of tables whose entries are told apart by their name.
+_NAMED = ("tiers", "links")
 #: Bytes that AdamW reads and writes for an element, all in fp32: four read, three written.
 _ADAMW_BYTES = 28
 _CURVES = ("product", "attention", "attention_backward")
@@ -67,8 +69,8 @@ def _overlaid(base: Table, child: Table) -> Table:
     result = dict(base)
     for key, value in child.items():
         old: Any = result.get(key)
-        if key == "tiers" and _all_tables(old) and _all_tables(value):
-            result[key] = _tiers(old, value)
+        if key in _NAMED and _all_tables(old) and _all_tables(value):
+            result[key] = _by_name(old, value)
         elif isinstance(old, dict) and isinstance(value, dict) and "size" not in value:
             result[key] = _overlaid(cast(Table, old), cast(Table, value))
         else:
@@ -80,23 +82,23 @@ def _all_tables(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, dict) for item in cast("list[object]", value))
 
 
-def _tiers(base: list[Table], child: list[Table]) -> list[Table]:
-    """Tiers by name, in the base's order; new ones come last."""
-    tiers = {tier.get("name"): tier for tier in base}
-    for tier in child:
-        tiers[tier.get("name")] = {**tiers.get(tier.get("name"), {}), **tier}
-    return list(tiers.values())
+def _by_name(base: list[Table], child: list[Table]) -> list[Table]:
+    """Tables by name, in the base's order; new ones come last."""
+    found = {table.get("name"): table for table in base}
+    for table in child:
+        found[table.get("name")] = {**found.get(table.get("name"), {}), **table}
+    return list(found.values())
 
 
 def _keys(table: Table, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of every value, tiers by their name."""
+    """Dotted keys of every value, tiers and links by their name."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield prefix + key
             yield from _keys(cast(Table, value), f"{prefix}{key}.")
-        elif key == "tiers" and _all_tables(value):
-            for tier in cast("list[Table]", value):
-                yield from (f"tiers.{tier.get('name')}.{name}" for name in tier)
+        elif key in _NAMED and _all_tables(value):
+            for item in cast("list[Table]", value):
+                yield from (f"{key}.{item.get('name')}.{name}" for name in item)
         else:
             yield prefix + key
 

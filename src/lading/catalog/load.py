@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from lading.catalog.inherit import resolve
 from lading.errors import ConfigError, StorageError
-from lading.ir.machine import Curve, Device, HostDevice, Machine, Tier
+from lading.ir.machine import Curve, Device, HostDevice, Link, Machine, Tier
 
 _FOLDER = Path(__file__).parent / "machines"
 _BASES = Path(__file__).parent / "bases"
@@ -123,6 +123,8 @@ def _number_keys(machine: Machine) -> Iterator[str]:
         yield from (f"host_device.{f.name}" for f in dataclasses.fields(HostDevice) if f.name != "name")
     for tier in machine.tiers:
         yield from (f"tiers.{tier.name}.{f.name}" for f in dataclasses.fields(Tier) if f.name != "name")
+    for link in machine.links:
+        yield from (f"links.{link.name}.{f.name}" for f in dataclasses.fields(Link) if f.name not in ("name", "kind"))
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -219,6 +221,10 @@ def _tier(value: object, where: str, origin: str) -> Tier:
     return _build(Tier, value, where, origin)
 
 
+def _link(value: object, where: str, origin: str) -> Link:
+    return _build(Link, value, where, origin)
+
+
 _READERS: dict[str, Callable[[object, str, str], Any]] = {
     "str": _str,
     "int": _int,
@@ -231,6 +237,7 @@ _READERS: dict[str, Callable[[object, str, str], Any]] = {
     "dict[str, Curve]": _dict_of(_curve),
     "tuple[float, ...]": _tuple_of(_float),
     "tuple[Tier, ...]": _tuple_of(_tier),
+    "tuple[Link, ...]": _tuple_of(_link),
 }
 
 

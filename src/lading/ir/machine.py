@@ -20,6 +20,7 @@ PACKED_COLUMNS = 6400
 KERNEL_BYTES = "device.kernel_bytes"
 TIERS = ("device", "host", "disk")
 DEVICE_KINDS = ("cpu", "cuda", "mps")
+LINK_KINDS = ("nvswitch", "mesh", "pcie", "infiniband", "ethernet", "omnipath")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,10 +148,54 @@ class Tier:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins devices: those of one domain (NVLink, PCIe), or all domains (a network).
+
+    Attributes:
+        name: "nvlink", "pcie", "network", ...
+        kind: "nvswitch": any pair at full rate; "mesh": a rank has a port to each other rank of the domain, so that a
+            part of them has a part of the rate; "pcie"; the others are networks.
+        ranks: Devices of one domain; 0: all there are.
+        bandwidth_bytes_per_s: Each direction, by the data sheet: of one device, or of one NIC where ``nics`` > 0.
+        efficiency: Share of it that a long ring of all ranks reaches (bus bandwidth of nccl-tests).
+        latency_s: Of a hop of a few bytes.
+        nics: NICs that ``nic_ranks`` devices of one node share; 0: not a network.
+        nic_ranks: Devices of one node.
+        reduces: Share of the bandwidth at which the switch itself adds what ranks send (NVLink SHARP): bytes of an
+            all-reduce per second over the bandwidth, for very many ranks; 0: it does not.
+    """
+
+    name: str
+    kind: str
+    ranks: int
+    bandwidth_bytes_per_s: float
+    efficiency: float
+    latency_s: float
+    nics: int = 0
+    nic_ranks: int = 0
+    reduces: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in LINK_KINDS:
+            raise ConfigError(f"link {self.name}: kind must be one of {', '.join(LINK_KINDS)}, got {self.kind!r}")
+        if self.bandwidth_bytes_per_s <= 0 or not 0 < self.efficiency <= 1 or self.latency_s < 0:
+            raise ConfigError(
+                f"link {self.name}: expected a positive bandwidth, an efficiency in (0, 1] and a latency >= 0, got "
+                f"{self.bandwidth_bytes_per_s}, {self.efficiency} and {self.latency_s}"
+            )
+        if self.ranks < 0 or self.nics < 0 or bool(self.nics) != bool(self.nic_ranks) or self.nic_ranks < 0:
+            raise ConfigError(
+                f"link {self.name}: expected ranks >= 0 and both of nics and nic_ranks or neither, got {self.ranks}, "
+                f"{self.nics} and {self.nic_ranks}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """A host: one device and the tiers behind it, nearest first.
 
     Attributes:
+        links: What joins this device to others of its kind, nearest first; () where nothing is known.
         host_device: What the host computes with; None where the device is the host's CPU, or nothing is known of it.
         host_id: What identifies the host a probe ran on (CPU model, cores, memory); "" for a catalog entry.
         sources: Where each number comes from, by key.
@@ -161,6 +206,7 @@ class Machine:
     source: str
     device: Device
     tiers: tuple[Tier, ...] = ()
+    links: tuple[Link, ...] = ()
     host_device: HostDevice | None = None
     host_id: str = ""
     sources: dict[str, str] = field(default_factory=lambda: {})

@@ -1,0 +1,305 @@
+"""Seconds of a collective: what NCCL's algorithms take on a machine's links, the fastest of those it would consider.
+
+[Note: time of a collective]
+An algorithm takes ``latency + size * rate + fill(size)``. Latency: a launch, and one wait per hop of its longest path.
+Rate: what the narrowest link carries for each byte of the tensor: a ring of n ranks sends every byte 2 (n-1) / n times
+for an all-reduce, half of that for a gather or a scatter, over each link between neighbours; a tree twice over each;
+a switch that adds takes it once. Fill: chunks are sent through a pipeline; the best chunk makes the time of filling it
+2 sqrt(size * rate * depth), at most a largest chunk's. Protocols trade hops against bandwidth: LL sends a flag with
+every four bytes (half the rate, short hops), LL128 with every 120, Simple none (long hops).
+Structure, hops and launches are those of NCCL's own tuning model (NVIDIA/nccl src/graph/tuning.cc @5067397c); what it
+does not know (fill, what NVSwitch reaches, all-to-all) is fitted in benchmarks/calibrate/collectives.py.
+
+[Note: levels]
+The nearest link joins the ranks of a domain, the network joins domains. A ring that leaves a domain is as fast as the
+slower of the link and of all NICs its ranks have there ([Note: who shares a NIC]).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, log2, sqrt
+
+from lading.cost.topology import Group
+from lading.errors import ConfigError
+from lading.ir.machine import Link, Machine
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Constants of a communication library; seconds and shares.
+
+    Attributes:
+        launch_ring, launch_tree: Base latency by protocol (LL, LL128, Simple).
+        ring_hop, tree_hop, pcie_hop, ring_net_hop, tree_net_hop: Seconds of a hop by protocol, inside a domain (of
+            NVLink, of PCIe) and between domains.
+        link_hop_s, pcie_hop_s, network_hop_s: Latency of a link for which those hold; a slower one adds the difference.
+        share, tree_share: Of the bandwidth that each protocol has.
+        ll_cap: Highest rate of LL, as a share of the nearest link's bandwidth, within a domain and across.
+        nvls_s, nvls_tree_s: Latency of an all-reduce in the switch; of each hop of the tree between such.
+        nvls_ranks: Ranks from which the switch is used.
+        nvls_loss: Ranks of the switch's bandwidth lost to the ranks' own sends.
+        net_overhead_s: Least time of a hop inside a node when the ring leaves it (a proxy posts every send).
+        ring_plateau: Factor on a ring's latency across nodes with the Simple protocol.
+        depth_s: By algorithm: hops in flight times the cost of a chunk ([Note: time of a collective]).
+        fill_bytes: Bytes in flight at which filling the pipeline takes no longer.
+        p2p_s: Launch of sends and receives. ``peer_s``: each further peer of an all-to-all, by medium.
+        p2p_share: Of a ring's bandwidth that pairwise sends reach, by medium.
+        congestion: Share of a network's rate lost each time the domains double beyond two.
+    """
+
+    launch_ring: tuple[float, float, float] = (6.6e-6, 14e-6, 8.4e-6)
+    launch_tree: tuple[float, float, float] = (6.8e-6, 14e-6, 8.4e-6)
+    ring_hop: tuple[float, float, float] = (0.6e-6, 1.9e-6, 3.4e-6)
+    tree_hop: tuple[float, float, float] = (0.6e-6, 1.25e-6, 4.0e-6)
+    ring_net_hop: tuple[float, float, float] = (2.7e-6, 4.0e-6, 14e-6)
+    tree_net_hop: tuple[float, float, float] = (5.0e-6, 8.5e-6, 14e-6)
+    pcie_hop: tuple[float, float, float] = (1.0e-6, 2.5e-6, 5.7e-6)
+    link_hop_s: float = 0.6e-6
+    pcie_hop_s: float = 1.0e-6
+    network_hop_s: float = 2.7e-6
+    share: tuple[float, float, float] = (0.5, 0.92, 1.0)
+    tree_share: tuple[float, float, float] = (0.26, 0.78, 0.92)
+    ll_cap: tuple[float, float] = (0.31, 0.07)
+    nvls_s: float = 25e-6
+    nvls_tree_s: float = 20.9e-6
+    nvls_ranks: int = 5
+    nvls_loss: float = 0.55
+    net_overhead_s: float = 1.0e-6
+    ring_plateau: float = 1.4
+    depth_s: tuple[float, float, float] = (12e-6, 12e-6, 6e-6)
+    fill_bytes: float = 40e6
+    p2p_s: float = 14e-6
+    peer_s: tuple[float, float] = (0.5e-6, 1.5e-6)
+    p2p_share: tuple[float, float] = (0.95, 0.85)
+    congestion: float = 0.01
+
+
+NCCL = Tuning()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One algorithm's time against size ([Note: time of a collective])."""
+
+    algorithm: str
+    latency_s: float
+    rate_s: float
+    depth_s: float = 0.0
+    fill_bytes: float = 0.0
+
+    def at(self, size_bytes: float) -> float:
+        """Seconds."""
+        seconds = self.latency_s + size_bytes * self.rate_s
+        if self.depth_s and size_bytes:
+            best = 2 * sqrt(size_bytes * self.rate_s * self.depth_s)
+            most = self.fill_bytes * self.rate_s
+            seconds += best * most / (best + most)
+        return seconds
+
+
+def collective_s(op: str, size_bytes: float, group: Group, machine: Machine, *, nvls: bool = True) -> float:
+    """Seconds of a collective with nothing else on the links but the groups beside it.
+
+    Args:
+        op: One of ``OPS``.
+        size_bytes: As ``lading.ir.work.Collective.size_bytes``: the whole tensor; for an all-to-all what one rank sends
+            in all, its own part included; for a send what is sent.
+        group: From ``lading.cost.topology.group_of``.
+        machine: Its ``links`` are used.
+        nvls: Whether NVSwitch may add for an all-reduce (NCCL since 2.17; not before Hopper).
+
+    Returns:
+        Seconds; 0.0 for one rank.
+
+    Raises:
+        ConfigError: unknown ``op``, a negative size, or the machine lacks a link that the group needs.
+
+    Example:
+        ``collective_s("all_reduce", 1 << 30, group_of(parse_layout("tp8"), "tp", m), m)`` with ``m =
+        load_machine("h100")`` gives 0.0041.
+    """
+    if size_bytes < 0:
+        raise ConfigError(f"collective {op}: expected a size >= 0, got {size_bytes}")
+    if group.ranks == 1:
+        return 0.0
+    return min(line.at(size_bytes) for line in lines(op, group, machine.links, nvls))
+
+
+def algorithm(op: str, size_bytes: float, group: Group, machine: Machine, *, nvls: bool = True) -> str:
+    """Name of the algorithm that ``collective_s`` takes, such as "ring LL128"."""
+    if group.ranks == 1:
+        return "none"
+    return min(lines(op, group, machine.links, nvls), key=lambda line: line.at(size_bytes)).algorithm
+
+
+@lru_cache(maxsize=4096)
+def lines(op: str, group: Group, links: tuple[Link, ...], nvls: bool = True, tuning: Tuning = NCCL) -> tuple[Line, ...]:
+    """Times against size of all algorithms that ``op`` may use; the fastest counts."""
+    if op not in OPS:
+        raise ConfigError(f"collective: expected one of {', '.join(OPS)}, got {op!r}")
+    if not links:
+        raise ConfigError("collective: the machine has no links; add [[links]] to its file")
+    paths = _Paths.of(group, links, tuning)
+    if op == "all_to_all":
+        return (_all_to_all(paths),)
+    if op == "send":
+        return (_send(paths),)
+    found = [_ring(op, paths, protocol) for protocol in range(3)]
+    if op == "all_reduce":
+        found += [_tree(paths, protocol) for protocol in range(3)]
+        if nvls and links[0].reduces and group.domain_ranks >= tuning.nvls_ranks:
+            found.append(_nvls(paths))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """What a group has of the links.
+
+    Attributes:
+        link_rate, net_rate: Bytes/s each direction that a rank has in its domain, and that all its ranks of a domain
+            have to other domains, both as reached.
+    """
+
+    group: Group
+    link: Link
+    tuning: Tuning
+    link_rate: float
+    net_rate: float
+    link_extra_s: float
+    net_extra_s: float
+
+    @staticmethod
+    def of(group: Group, links: tuple[Link, ...], tuning: Tuning) -> _Paths:
+        near = links[0]
+        inside, net_rate, extra = group.domain_ranks, 0.0, 0.0
+        part = (inside - 1) / (near.ranks - 1) if near.kind == "mesh" and near.ranks > 1 and inside > 1 else 1.0
+        if group.domains > 1:
+            net = next((link for link in links[1:] if link.nics), None)
+            if net is None:
+                names = ", ".join(link.name for link in links)
+                raise ConfigError(
+                    f"a group of {group.ranks} ranks spans {group.domains} domains of {near.name}, and the machine has "
+                    f"no network (links: {names}): add one with lading.catalog.network.with_network"
+                )
+            lost = (1 - tuning.congestion) ** max(0.0, log2(group.domains) - 1)
+            net_rate = inside * nic_share(net, group.busy) * net.efficiency * lost
+            extra = net.latency_s - tuning.network_hop_s
+        known = tuning.pcie_hop_s if near.kind == "pcie" else tuning.link_hop_s
+        rate = near.bandwidth_bytes_per_s * near.efficiency * part
+        return _Paths(group, near, tuning, rate, net_rate, near.latency_s - known, extra)
+
+    @property
+    def bus_rate(self) -> float:
+        """Bytes/s of a ring over all ranks."""
+        if self.group.domains == 1:
+            return self.link_rate
+        return self.net_rate if self.group.domain_ranks == 1 else min(self.link_rate, self.net_rate)
+
+    def capped(self, rate: float, protocol: int) -> float:
+        """LL is limited by what a GPU can poll."""
+        cap = self.tuning.ll_cap[self.group.domains > 1] * self.link.bandwidth_bytes_per_s
+        return min(rate, cap) if protocol == 0 else rate
+
+    def hop(self, protocol: int, *, tree: bool) -> float:
+        """Seconds of a hop inside a domain."""
+        hops = self.tuning.tree_hop if tree else self.tuning.ring_hop
+        return (self.tuning.pcie_hop if self.link.kind == "pcie" else hops)[protocol] + self.link_extra_s
+
+    def net_hop(self, protocol: int, *, tree: bool) -> float:
+        """Seconds of a hop between domains; alone in its domain a rank waits for it in full."""
+        full = tree or self.group.domain_ranks == 1
+        hops = self.tuning.tree_net_hop if full else self.tuning.ring_net_hop
+        return hops[protocol] + self.net_extra_s
+
+
+def nic_share(network: Link, busy: int) -> float:
+    """Bytes/s each direction that one rank has of its node's NICs while ``busy`` ranks of the node send (0: all)."""
+    users = busy or network.nic_ranks
+    own = ceil(network.nics / network.nic_ranks)
+    return network.bandwidth_bytes_per_s * min(own, network.nics / users)
+
+
+_NAMES = ("LL", "LL128", "Simple")
+
+
+def _ring(op: str, paths: _Paths, protocol: int) -> Line:
+    group, tuning = paths.group, paths.tuning
+    passes = 2 if op == "all_reduce" else 1
+    steps, outside = passes * (group.ranks - 1), 0
+    inner = paths.hop(protocol, tree=False)
+    if group.domains > 1:
+        outside = min(steps, passes * (group.domains if op == "broadcast" else group.domains - 1))
+        inner = max(inner, tuning.net_overhead_s * (3 if protocol == 2 else 1))
+    latency = (steps - outside) * inner + outside * paths.net_hop(protocol, tree=False)
+    if group.domains > 1 and protocol == 2 and op == "all_reduce":
+        latency *= tuning.ring_plateau
+    rate = paths.capped(paths.bus_rate * tuning.share[protocol], protocol)
+    travels = 1.0 if op == "broadcast" else steps / group.ranks
+    return Line(
+        f"ring {_NAMES[protocol]}",
+        tuning.launch_ring[protocol] + latency,
+        travels / rate,
+        tuning.depth_s[0],
+        tuning.fill_bytes,
+    )
+
+
+def _tree(paths: _Paths, protocol: int) -> Line:
+    """A chain in each domain, two binary trees between domains: half of the bytes goes up and down each."""
+    group, tuning = paths.group, paths.tuning
+    latency = 2 * (group.domain_ranks - 1) * paths.hop(protocol, tree=True)
+    rate = paths.link_rate if group.domain_ranks > 1 else float("inf")
+    if group.domains > 1:
+        latency += 2 * log2(group.domains) * paths.net_hop(protocol, tree=True)
+        rate = min(rate, paths.net_rate * (2 if group.domains == 2 else 1))
+    rate = paths.capped(rate * tuning.tree_share[protocol], protocol)
+    return Line(
+        f"tree {_NAMES[protocol]}",
+        tuning.launch_tree[protocol] + latency,
+        2 / rate,
+        tuning.depth_s[1],
+        tuning.fill_bytes,
+    )
+
+
+def _nvls(paths: _Paths) -> Line:
+    """The switch of each domain adds; between domains a tree."""
+    group, tuning, link = paths.group, paths.tuning, paths.link
+    latency = tuning.nvls_s
+    own = (group.domain_ranks - tuning.nvls_loss) / group.domain_ranks
+    rate = link.reduces * link.bandwidth_bytes_per_s * own
+    name = "NVLS"
+    if group.domains > 1:
+        latency += 2 * log2(group.domains) * (tuning.nvls_tree_s + paths.net_extra_s)
+        rate = min(rate, paths.net_rate / (1 if group.domains == 2 else 2))
+        name = "NVLS tree"
+    return Line(name, latency, 1 / rate, tuning.depth_s[2], tuning.fill_bytes)
+
+
+def _all_to_all(paths: _Paths) -> Line:
+    """Pairwise sends, those inside a domain beside those that leave it."""
+    group, tuning = paths.group, paths.tuning
+    near, far = group.domain_ranks - 1, group.ranks - group.domain_ranks
+    latency = tuning.p2p_s + near * tuning.peer_s[0] + far * tuning.peer_s[1]
+    rate = near / group.ranks / (paths.link_rate * tuning.p2p_share[0])
+    if far:
+        latency += paths.net_hop(2, tree=True)
+        each = paths.net_rate / group.domain_ranks * tuning.p2p_share[1]
+        rate = max(rate, far / group.ranks / each)
+    elif near:
+        latency += paths.hop(2, tree=False)
+    return Line("pairwise", latency, rate, tuning.depth_s[0], tuning.fill_bytes)
+
+
+def _send(paths: _Paths) -> Line:
+    group, tuning = paths.group, paths.tuning
+    if group.domains > 1:
+        rate = paths.net_rate / group.domain_ranks * tuning.p2p_share[1]
+        return Line("send", tuning.p2p_s + paths.net_hop(2, tree=True), 1 / rate, tuning.depth_s[0], tuning.fill_bytes)
+    rate = paths.link_rate * tuning.p2p_share[0]
+    return Line("send", tuning.p2p_s + paths.hop(2, tree=False), 1 / rate, tuning.depth_s[0], tuning.fill_bytes)

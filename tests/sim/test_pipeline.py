@@ -224,4 +224,4 @@ def test_bounds_of_many_layouts_are_those_of_each() -> None:
         used = forward[row, :stages]
         seconds = PipelineSeconds(forward=used, backward=2 * used, send_forward=send[row], send_backward=send[row])
         assert found[row] == pytest.approx(lower_bound_s(plan, seconds))
-        assert found[row] <= simulate_pipeline(plan, seconds).makespan_s
+        assert found[row] <= simulate_pipeline(plan, seconds).makespan_s * (1 + TINY)

@@ -136,6 +136,11 @@ def algorithm(op: str, size_bytes: float, group: Group, machine: Machine, *, nvl
     return min(lines(op, group, machine.links, nvls), key=lambda line: line.at(size_bytes)).algorithm
 
 
+def bus_rate(group: Group, machine: Machine) -> float:
+    """Bytes/s each direction that a rank of a long ring sends, as reached; ``inf`` for one rank."""
+    return float("inf") if group.ranks == 1 else _Paths.of(group, machine.links, NCCL).bus_rate
+
+
 @lru_cache(maxsize=4096)
 def lines(op: str, group: Group, links: tuple[Link, ...], nvls: bool = True, tuning: Tuning = NCCL) -> tuple[Line, ...]:
     """Times against size of all algorithms that ``op`` may use; the fastest counts."""

@@ -45,6 +45,7 @@ class Timeline:
         resident: (seconds, bytes) samples of the process's resident set above its start; measured runs only.
         labels: Text for each action id, for people.
         peak_bytes: Highest device memory; for a measured run, the resident peak above the process's start.
+        flows: Pairs of actions: what the first sends, the second takes.
     """
 
     source: str
@@ -53,6 +54,7 @@ class Timeline:
     labels: dict[int, str] = field(default_factory=lambda: {})
     resident: tuple[tuple[float, int], ...] = ()
     peak_bytes: int = 0
+    flows: tuple[tuple[int, int], ...] = ()
 
     @property
     def duration_s(self) -> float:
@@ -76,6 +78,7 @@ class Timeline:
             memory=tuple((s.time_s, s.tier, s.bytes_by_role) for s in self.memory),
             labels=tuple(self.labels.items()),
             resident=self.resident,
+            flows=self.flows,
         )
         path.write_text(json.dumps(vars(saved)))
 
@@ -95,6 +98,7 @@ class Timeline:
             labels={int(key): label for key, label in saved.labels},
             resident=saved.resident,
             peak_bytes=saved.peak_bytes,
+            flows=saved.flows,
         )
 
 
@@ -108,3 +112,4 @@ class _Saved:
     memory: tuple[tuple[float, str, dict[str, int]], ...]
     labels: tuple[tuple[int, str], ...]
     resident: tuple[tuple[float, int], ...]
+    flows: tuple[tuple[int, int], ...]

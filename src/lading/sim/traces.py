@@ -1,0 +1,109 @@
+"""Traces: what a pipeline does, as a Timeline of the ranks that are worth looking at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isnan
+
+import numpy as np
+import numpy.typing as npt
+
+from lading.errors import ConfigError
+from lading.ir.graph import Role
+from lading.ir.timeline import Event, MemorySample, Timeline
+from lading.sim.pipeline import Floats, PipelineRun
+from lading.sim.schedules import Work
+
+COMPUTE, SEND_DOWN, SEND_UP = "compute", "send to the next stage", "send to the stage before"
+
+
+def pipeline_timeline(
+    run: PipelineRun, *, ranks: Sequence[int] | None = None, saved_bytes: npt.ArrayLike | None = None
+) -> Timeline:
+    """Events of some ranks of a pipeline, with a flow from each send to the action that takes what it brings.
+
+    Args:
+        ranks: Pipeline ranks to show; all by default.
+        saved_bytes: What a micro-batch of each stage keeps from forward to backward: gives memory over time, with a
+            tier for each rank.
+    Returns:
+        A "predicted" timeline; ``rank_class`` of an event is its pipeline rank, and action ids are the same whichever
+        ranks are shown.
+    Raises:
+        ConfigError: a rank that the pipeline has not.
+    """
+    plan = run.schedule
+    shown = list(range(plan.ranks)) if ranks is None else sorted(set(ranks))
+    if bad := [rank for rank in shown if not 0 <= rank < plan.ranks]:
+        raise ConfigError(f"expected pipeline ranks from 0 to {plan.ranks - 1}, got {bad}")
+    bounds: list[int] = np.cumsum([0, *(len(order) for order in plan.orders)]).tolist()
+    events: list[Event] = []
+    labels: dict[int, str] = {}
+    takers: dict[tuple[bool, int, int], int] = {}
+    sends: list[tuple[int, tuple[bool, int, int]]] = []
+    for rank in shown:
+        _Rank(run, rank, bounds).write(events, labels, takers, sends)
+    events.sort(key=lambda event: event.start_s)
+    flows = tuple((send, takers[taker]) for send, taker in sends if taker in takers)
+    memory = () if saved_bytes is None else _memory(run, shown, np.asarray(saved_bytes, np.float64))
+    peak = max((sample.total_bytes for sample in memory), default=0)
+    return Timeline("predicted", tuple(events), memory, labels, peak_bytes=peak, flows=flows)
+
+
+class _Rank:
+    """One rank being written: the id of an action is its place among those of all ranks, of its send so much more."""
+
+    def __init__(self, run: PipelineRun, rank: int, bounds: Sequence[int]) -> None:
+        self._run, self._rank, self._bounds = run, rank, bounds
+
+    def write(
+        self,
+        events: list[Event],
+        labels: dict[int, str],
+        takers: dict[tuple[bool, int, int], int],
+        sends: list[tuple[int, tuple[bool, int, int]]],
+    ) -> None:
+        run, rank = self._run, self._rank
+        plan, first, total = run.schedule, self._bounds[rank], self._bounds[-1]
+        stages = plan.stages_of(rank)
+        times = (run.start_s[rank], run.end_s[rank], run.sent_s[rank], run.arrived_s[rank])
+        columns: list[list[float]] = np.stack(times, axis=1).tolist()
+        rows: list[list[int]] = plan.orders[rank].tolist()
+        for action, ((work, chunk, micro_batch, joint), (start, end, sent, arrived)) in enumerate(
+            zip(rows, columns, strict=True), first
+        ):
+            forward, stage = work == Work.FORWARD, stages[chunk]
+            name = f"{_NAMES[work]} of micro-batch {micro_batch}, stage {stage}"
+            labels[action] = f"{name}, with the next" if joint else name
+            events.append(Event(rank, COMPUTE, action, start, end))
+            if work != Work.BACKWARD_WEIGHT:
+                takers[forward, stage, micro_batch] = action
+            if not isnan(sent):
+                labels[total + action] = f"send {name}"
+                events.append(Event(rank, SEND_DOWN if forward else SEND_UP, total + action, sent, arrived))
+                sends.append((total + action, (forward, stage + (1 if forward else -1), micro_batch)))
+
+
+_NAMES = ("forward", "backward", "input gradient", "weight gradient")
+
+
+def _memory(run: PipelineRun, shown: Sequence[int], saved_bytes: Floats) -> tuple[MemorySample, ...]:
+    """A staircase for each rank: what unfinished micro-batches keep."""
+    plan = run.schedule
+    whole = np.broadcast_to(saved_bytes, (plan.stages,))
+    samples: list[MemorySample] = []
+    for rank in shown:
+        order = plan.orders[rank]
+        sizes = whole[np.array(plan.stages_of(rank))[order[:, 1]]]
+        begins = order[:, 0] == Work.FORWARD
+        ends = (order[:, 0] == Work.BACKWARD) | (order[:, 0] == Work.BACKWARD_WEIGHT)
+        times = np.concatenate([run.start_s[rank][begins], run.end_s[rank][ends]])
+        steps = np.concatenate([sizes[begins], -sizes[ends]])
+        by_time = np.lexsort((steps, times))
+        held: list[float] = np.cumsum(steps[by_time]).tolist()
+        moments: list[float] = times[by_time].tolist()
+        samples.extend(
+            MemorySample(at, f"rank {rank}", {Role.ACTIVATION.value: round(size)})
+            for at, size in zip(moments, held, strict=True)
+        )
+    return tuple(samples)

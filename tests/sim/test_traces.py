@@ -1,0 +1,96 @@
+"""Timelines of pipelines: all there is, arrows where something is sent, and what Perfetto reads back."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
+
+from lading.errors import ConfigError
+from lading.ir.timeline import Timeline
+from lading.report.perfetto import write_trace
+from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
+from lading.sim.schedules import alive_peaks, schedule
+from lading.sim.traces import COMPUTE, SEND_DOWN, SEND_UP, pipeline_timeline
+
+SECONDS = PipelineSeconds(forward=1, backward=2, send_forward=0.25, send_backward=0.125)
+
+
+def test_every_action_and_send_is_there_with_its_times() -> None:
+    run = simulate_pipeline(schedule("1f1b", 3, 1, 4), SECONDS)
+    timeline = pipeline_timeline(run)
+    assert timeline.duration_s == run.makespan_s
+    for rank in range(3):
+        mine = [e for e in timeline.events if e.rank_class == rank]
+        computed = sorted((e for e in mine if e.stream == COMPUTE), key=lambda e: e.action)
+        assert [e.start_s for e in computed] == run.start_s[rank].tolist()
+        assert sum(e.stream == SEND_DOWN for e in mine) == (4 if rank < 2 else 0)
+        assert sum(e.stream == SEND_UP for e in mine) == (4 if rank > 0 else 0)
+    assert len(timeline.events) == 3 * 8 + 4 * 4
+    assert "forward of micro-batch 0, stage 2" in timeline.labels.values()
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved", "zero-bubble", "zbv"])
+def test_flows_join_a_send_and_what_takes_it(kind: str) -> None:
+    chunks = {"interleaved": 2, "zbv": 2}.get(kind, 1)
+    seconds = PipelineSeconds(
+        forward=1, backward=2, backward_input=1, backward_weight=1, send_forward=0.25, send_backward=0.125
+    )
+    plan = schedule(kind, 4, chunks, 8)
+    timeline = pipeline_timeline(simulate_pipeline(plan, seconds))
+    events = {e.action: e for e in timeline.events}
+    hops = sum(plan.rank_of(s) != plan.rank_of(s + 1) for s in range(plan.stages - 1))
+    assert len(timeline.flows) == 2 * 8 * hops
+    for send, taker in timeline.flows:
+        assert events[send].end_s <= events[taker].start_s + 1e-12
+        words = timeline.labels[send].split(), timeline.labels[taker].split()
+        assert abs(int(words[0][-1]) - int(words[1][-1])) == 1
+        assert words[0][words[0].index("micro-batch") + 1] == words[1][words[1].index("micro-batch") + 1]
+
+
+def test_some_ranks_keep_their_ids_and_the_flows_between_them() -> None:
+    run = simulate_pipeline(schedule("1f1b", 4, 1, 4), SECONDS)
+    whole, some = pipeline_timeline(run), pipeline_timeline(run, ranks=[0, 1])
+    assert set(some.flows) < set(whole.flows)
+    assert len(some.flows) == 8
+    assert [e for e in whole.events if e.rank_class < 2] == list(some.events)
+    with pytest.raises(ConfigError, match="from 0 to 3"):
+        pipeline_timeline(run, ranks=[4])
+
+
+def test_memory_over_time_peaks_where_the_schedule_says() -> None:
+    run = simulate_pipeline(schedule("interleaved", 4, 2, 8), SECONDS)
+    sizes = np.arange(1, 9) * 1000
+    timeline = pipeline_timeline(run, saved_bytes=sizes)
+    peaks = alive_peaks(run.schedule, sizes)
+    assert [timeline.peak_of_tier(f"rank {r}") for r in range(4)] == peaks.tolist()
+    assert timeline.peak_bytes == peaks.max()
+
+
+def test_perfetto_reads_the_arrows(tmp_path: Path) -> None:
+    timeline = pipeline_timeline(simulate_pipeline(schedule("1f1b", 2, 1, 3), SECONDS))
+    timeline.save(tmp_path / "timeline.json")
+    assert Timeline.load(tmp_path / "timeline.json") == timeline
+    write_trace(tmp_path / "trace", [timeline, timeline])
+    trace = Trace()
+    trace.ParseFromString((tmp_path / "trace").read_bytes())
+    events = [p.track_event for p in trace.packet if p.HasField("track_event")]
+    leaving, ending = ([i for e in events for i in getattr(e, f)] for f in ("flow_ids", "terminating_flow_ids"))
+    assert sorted(leaving) == sorted(ending)
+    assert len(set(leaving)) == len(leaving) == 2 * len(timeline.flows) == 12
+    names = [p.track_descriptor.thread.thread_name for p in trace.packet if p.track_descriptor.HasField("thread")]
+    assert names[:2] == ["rank class 0 compute", f"rank class 0 {SEND_DOWN}"]
+
+
+def test_a_large_pipeline_is_simulated_and_drawn_within_a_second(tmp_path: Path) -> None:
+    # Llama 3 405B on 16,384 devices: 16 ranks of 8 chunks; what is of one replica is of all.
+    began = time.process_time()
+    run = simulate_pipeline(schedule("interleaved", 16, 8, 128), SECONDS)
+    timeline = pipeline_timeline(run)
+    write_trace(tmp_path / "trace", [timeline])
+    took_s = time.process_time() - began
+    assert len(timeline.events) > 60000
+    assert took_s < 3.0

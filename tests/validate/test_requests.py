@@ -115,6 +115,33 @@ def test_rows_of_no_known_source_get_the_default_and_say_so(tmp_path: Path) -> N
     assert "'bf16 mixed' as bf16" in text
 
 
+def test_what_published_recipes_set_and_tables_do_not_print(tmp_path: Path) -> None:
+    model = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336}
+    layout = {
+        "dp": 8,
+        "fsdp": 8,
+        "zero_stage": 3,
+        "precision": "fp8",
+        "precision_detail": "FP8-CS",
+        "global_batch": 128,
+    }
+    parts: dict[str, Any] = {"model": model, "layout": layout, "hardware": {"gpus": 8}}
+    file = tmp_path / "rows.jsonl"
+    file.write_text(changed(source="Megatron-Bridge docs/performance-summary.md", **parts))
+    request = request_of(read_rows([file])[0][0])
+    assert (request.layout.recompute, request.layout.recompute_layers) == ("full", 5)
+    assert request.high_precision_layers == 2, "current scaling keeps the first and the last layer in 16 bits"
+    assert request.stack.gather_dtype == "float8_e4m3fn"
+    assert any("recompute_num_layers" in text for text in request.assumed)
+    model |= {"layers": 80, "hidden": 8192, "heads": 64, "ffn_hidden": 28672}
+    parts["hardware"] = {"gpus": 8, "gpu": "GB200 (192GB)"}
+    file.write_text(changed(source="Megatron-Bridge docs/performance-summary.md", **parts))
+    request = request_of(read_rows([file])[0][0])
+    assert (request.offload, request.offload_layers) == ("activations", 40)
+    file.write_text(changed(source="torchtitan docs/performance.md", **parts))
+    assert request_of(read_rows([file])[0][0]).offload == "", "another stack, another recipe"
+
+
 @pytest.mark.parametrize(
     ("parts", "message"),
     [

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import tyro
 
+from lading.cli.clusters import Validate
 from lading.cli.commands import Command, Demo, Doctor, Export, Fit, Plan, Probe, Report, Simulate, Train
 from lading.errors import BudgetExceeded, CaptureError, ConfigError, LadingError, PlanInfeasible, StorageError
 
@@ -22,6 +23,7 @@ AnyCommand = (
     Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Simulate, tyro.conf.subcommand("simulate")]
+    | Annotated[Validate, tyro.conf.subcommand("validate")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Report, tyro.conf.subcommand("report")]
     | Annotated[Export, tyro.conf.subcommand("export")]

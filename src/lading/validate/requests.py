@@ -12,11 +12,14 @@ from lading.ir.layout import PRECISIONS, Layout
 from lading.ir.request import Request
 from lading.ir.stack import Stack
 from lading.validate.architecture import architecture_of
+from lading.validate.recipes import high_precision_layers, recipe_of, stack_settings
 from lading.validate.rows import Row
 from lading.validate.words import machine_of, stack_rule_of
 
 #: Megatron pads a vocabulary to a multiple of this times the tensor-parallel ways (--make-vocab-size-divisible-by).
 _MEGATRON_PADDING = 128
+#: Megatron-LM's arguments default to dropout 0.1; BLOOM's tr11-176B-ml.slurm does not set it either.
+_DROPOUT_STACKS = ("megatron-2021", "megatron-2022", "megatron-2023", "megatron-deepspeed")
 _SCHEDULES = {"gpipe": "gpipe", "afab": "gpipe", "zb": "zero-bubble", "zero": "zero-bubble", "dualpipe": "dualpipe-v"}
 _TASKS = (("q-lora", "qlora"), ("qlora", "qlora"), ("lora", "lora"), ("sft", "sft"), ("full", "sft"), ("finet", "sft"))
 _RECIPES = (("delayed", "delayed"), ("row", "rowwise"), ("tensor", "tensorwise"), ("cs", "tensorwise"))
@@ -53,7 +56,25 @@ def request_of(row: Row) -> Request:
         alibi="alibi" in text.lower(),
         **_extras(row, text, model.layers),
     )
-    return dataclasses.replace(request, assumed=tuple(assumed))
+    return dataclasses.replace(_as_published(request, assumed), assumed=tuple(assumed))
+
+
+def _as_published(request: Request, assumed: list[str]) -> Request:
+    """With what the recipe it was made with sets and the table does not print."""
+    layout, stack = request.layout, request.stack
+    kept = request.high_precision_layers or high_precision_layers(stack.name, layout.precision, request.linear_dtype)
+    request = dataclasses.replace(
+        request,
+        stack=dataclasses.replace(stack, **stack_settings(stack.name, layout.precision)),
+        high_precision_layers=kept,
+    )
+    recipe = recipe_of(stack.name, request.machine, request.model, layout)
+    if recipe is None or layout.recompute != "none":
+        return request
+    assumed.append(recipe.evidence)
+    of_layout = {name: value for name, value in recipe.settings.items() if hasattr(layout, name)}
+    rest = {name: value for name, value in recipe.settings.items() if name not in of_layout}
+    return dataclasses.replace(request, layout=dataclasses.replace(layout, **of_layout), **rest)
 
 
 def said(row: Row) -> str:
@@ -138,7 +159,7 @@ def _packed(text: str, assumed: list[str]) -> int:
 def _dropout(stack: Stack, text: str, assumed: list[str]) -> float:
     if found := re.search(r"dropout (0\.\d+)", text):
         return float(found[1])
-    if stack.name in ("megatron-2021", "megatron-2022") or "vtrain" in text.lower():
+    if stack.name in _DROPOUT_STACKS:
         assumed.append("dropout 0.1, Megatron-LM's default of those years")
         return 0.1
     return 0.0

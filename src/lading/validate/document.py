@@ -1,0 +1,82 @@
+"""The scores as one document: what ``lading validate --json`` writes and the terminal shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lading.units import GiB
+from lading.validate.order import noise, order
+from lading.validate.protocols import anchored, left_out
+from lading.validate.scoring import (
+    MEMORY_KINDS,
+    Outcome,
+    Pair,
+    breakdown,
+    memory_pairs,
+    step_pairs,
+    summary,
+    worst,
+)
+
+
+def document_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """All scores; fractions, not percent.
+
+    ``step_time`` and ``memory`` (allocated bytes) are of tier A, one row for each configuration; ``step_time_anchored``
+    knows one run of each software stack, ``step_time_left_out`` only what other families say of it.
+    """
+    steps = step_pairs(outcomes)
+    scaled, anchors = anchored(steps)
+    memory = memory_pairs(outcomes)
+    return {
+        "rows": len(outcomes),
+        "rows_skipped": sum(outcome.prediction is None for outcome in outcomes),
+        "skipped": [{"id": o.row.id, "reason": o.reason} for o in outcomes if o.prediction is None],
+        "step_time": summary(steps),
+        "memory": summary(memory),
+        "step_time_anchored": {**summary(scaled), "anchors": {name: list(found) for name, found in anchors.items()}},
+        "step_time_left_out": summary(left_out(steps)),
+        "step_time_tier_b": summary(step_pairs(outcomes, "B")),
+        "memory_by_kind": {kind: summary(memory_pairs(outcomes, kind)) for kind in MEMORY_KINDS},
+        "memory_above_interval": [_brief(pair) for pair in memory if pair.measured > pair.high],
+        "ran_but_said_not_to_fit": [o.row.id for o in outcomes if o.prediction is not None and not o.prediction.fits],
+        "by": breakdown(steps),
+        "order": order(steps),
+        "order_any_batch": order(steps, any_batch=True),
+        "noise": noise(outcome.row for outcome in outcomes),
+        "worst": [_brief(pair) for pair in worst(steps)],
+        "worst_memory": [_brief(pair, GiB) for pair in worst(memory, 5)],
+    }
+
+
+def _brief(pair: Pair, unit: float = 1.0) -> dict[str, Any]:
+    request = pair.outcome.request
+    assert request is not None
+    return {
+        "id": pair.outcome.row.id,
+        "error": pair.error,
+        "measured": pair.measured / unit,
+        "predicted": pair.predicted / unit,
+        "machine": request.machine,
+        "stack": request.stack.name,
+        "layout": str(request.layout),
+    }
+
+
+def predictions_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Every row with what was measured and predicted, and what was assumed: for a closer look."""
+    found: list[dict[str, Any]] = []
+    for outcome in outcomes:
+        row, prediction, request = outcome.row, outcome.prediction, outcome.request
+        line: dict[str, Any] = {"id": row.id, "family": row.family, "tier": row.tier, "measured_s": row.step_s}
+        if request is not None:
+            line |= {"machine": request.machine, "stack": request.stack.name, "layout": str(request.layout)}
+        if prediction is None:
+            line["reason"] = outcome.reason
+        else:
+            line |= {"step_s": prediction.step_s, "low_s": prediction.low_s, "high_s": prediction.high_s}
+            line |= {"peak_bytes": prediction.peak_bytes, "shares": dict(prediction.shares)}
+            line["assumed"] = [*(request.assumed if request else ()), *prediction.assumed]
+        found.append(line)
+    return found

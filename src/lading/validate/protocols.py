@@ -1,0 +1,103 @@
+"""Protocols: what is left of the error when one run of each software stack is known, and when a source is not.
+
+A prediction may contain a factor for its software stack that was fitted on rows (``Prediction.residual``). Both
+protocols take it out first, so that nothing of the scored rows is in what they are scored against.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from lading.validate.scoring import Pair, grouped
+
+
+def anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, tuple[str, float]]]:
+    """Pairs scaled by what one row of their software stack says, that row left out; and each stack's anchor and factor.
+
+    A stack of one row keeps its prediction. Which row is the anchor depends on requests alone.
+    """
+    scaled: list[Pair] = []
+    factors: dict[str, tuple[str, float]] = {}
+    for stack, group in sorted(grouped(_without_residual(pairs), _stack).items()):
+        if len(group) < 2:
+            scaled += group
+            continue
+        anchor = anchor_of(group)
+        factor = anchor.measured / anchor.predicted
+        factors[stack] = (anchor.outcome.row.id, factor)
+        scaled += [_scaled(pair, factor) for pair in group if pair is not anchor]
+    return scaled, factors
+
+
+def anchor_of(group: Sequence[Pair]) -> Pair:
+    """The row nearest to all others of its stack: of the most usual machine and precision, and of middling size."""
+    points = np.array([_features(pair) for pair in group])
+    kinds = [_kind(pair) for pair in group]
+    spread = points.std(axis=0)
+    points = points / np.where(spread > 0, spread, 1.0)
+    distances = [
+        float(np.sum(np.linalg.norm(points - point, axis=1)) + 2 * sum(kind != other for other in kinds))
+        for point, kind in zip(points, kinds, strict=True)
+    ]
+    nearest = min(range(len(group)), key=lambda i: (round(distances[i], 9), group[i].outcome.row.id))
+    return group[nearest]
+
+
+def left_out(pairs: Sequence[Pair]) -> list[Pair]:
+    """Pairs scaled by what all other families say: those of the same stack, where there are any; else nothing."""
+    plain = _without_residual(pairs)
+    by_stack = grouped(plain, _stack)
+    scaled: list[Pair] = []
+    for pair in plain:
+        others = [p for p in by_stack[_stack(pair)] if p.outcome.row.family != pair.outcome.row.family]
+        scaled.append(_scaled(pair, _factor(others)))
+    return scaled
+
+
+def _factor(others: Iterable[Pair]) -> float:
+    """Median of measured over predicted, each family of equal weight; 1 without any."""
+    families = grouped(others, lambda pair: pair.outcome.row.family)
+    if not families:
+        return 1.0
+    logs = [float(np.median([math.log(p.measured / p.predicted) for p in group])) for group in families.values()]
+    return math.exp(float(np.mean(logs)))
+
+
+def _without_residual(pairs: Iterable[Pair]) -> list[Pair]:
+    return [_scaled(pair, 1 / pair.outcome.prediction.residual) if pair.outcome.prediction else pair for pair in pairs]
+
+
+def _scaled(pair: Pair, factor: float) -> Pair:
+    return dataclasses.replace(pair, predicted=pair.predicted * factor, low=pair.low * factor, high=pair.high * factor)
+
+
+def _stack(pair: Pair) -> str:
+    assert pair.outcome.request is not None
+    return pair.outcome.request.stack.name
+
+
+def _kind(pair: Pair) -> tuple[str, str, str]:
+    request = pair.outcome.request
+    assert request is not None
+    return request.machine, request.layout.precision, request.model.family
+
+
+def _features(pair: Pair) -> tuple[float, ...]:
+    """Sizes in powers of two: devices, width, depth, tokens of a device, ways within the model."""
+    request = pair.outcome.request
+    assert request is not None
+    layout = request.layout
+    sizes = (
+        layout.devices,
+        request.model.symbols["h"],
+        request.model.layers,
+        request.tokens / layout.devices,
+        request.seq_len,
+        layout.tp,
+        layout.pp,
+    )
+    return tuple(math.log2(size) for size in sizes)

@@ -1,0 +1,244 @@
+"""Scores: predictions against measurements, averaged over sources, by the rules of ``benchmarks/validation``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lading.errors import LadingError
+from lading.ir.request import Prediction, Predictor, Request
+from lading.units import GiB
+from lading.validate.requests import request_of
+from lading.validate.rows import Row
+
+#: What nvidia-smi counts beside what the allocator reserved: the context and the libraries' kernels (README, "Traps").
+CONTEXT_BYTES = 1.3e9
+MEMORY_KINDS = ("allocated", "reserved", "nvidia-smi")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row with what was predicted for it, or the reason why nothing was."""
+
+    row: Row
+    request: Request | None = None
+    prediction: Prediction | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A measured and a predicted value of a row, with the interval said to hold the measured one."""
+
+    outcome: Outcome
+    measured: float
+    predicted: float
+    low: float
+    high: float
+
+    @property
+    def error(self) -> float:
+        """Signed, as a fraction of what was measured."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def held(self) -> bool:
+        """Whether the measured value lies in the interval."""
+        return self.low <= self.measured <= self.high
+
+
+def outcomes_of(rows: Iterable[Row], predictor: Predictor) -> list[Outcome]:
+    """Every row with its prediction; a row that cannot be simulated keeps the reason, a fault of ours included."""
+    return [_outcome(row, predictor) for row in rows]
+
+
+def _outcome(row: Row, predictor: Predictor) -> Outcome:
+    request = None
+    try:
+        request = request_of(row)
+        return Outcome(row, request, predictor.predict(request))
+    except LadingError as error:
+        return Outcome(row, request, reason=str(error))
+    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+        return Outcome(row, request, reason=f"a fault inside Lading: {type(error).__name__}: {error}")
+
+
+def newest(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """One outcome for each configuration: of repeats the newest, by the dates and releases its source names."""
+    kept: dict[str, Outcome] = {}
+    for outcome in outcomes:
+        other = kept.get(outcome.row.key)
+        if other is None or _age(outcome.row) >= _age(other.row):
+            kept[outcome.row.key] = outcome
+    return list(kept.values())
+
+
+def _age(row: Row) -> tuple[int, int, int]:
+    """Year, month and day of a row's source, as far as it tells: later is newer."""
+    dates = [(int(y), int(m), int(d or 0)) for y, m, d in re.findall(r"\b(20\d\d)-(\d\d)(?:-(\d\d))?\b", row.source)]
+    releases = re.findall(r"(?:release |\bv|NeMo |container )(\d\d)\.(\d\d)\b", row.source)
+    dates += [(2000 + int(y), int(m), 0) for y, m in releases]
+    year, month, day = max(dates, default=(0, 0, 0))
+    if told := re.search(r"date (\d\d)-(\d\d)", row.notes):
+        month, day = int(told[1]), int(told[2])
+    return year, month, day
+
+
+def step_pairs(outcomes: Iterable[Outcome], tier: str = "A") -> list[Pair]:
+    """Seconds of a step, one pair for each configuration of the tier."""
+    chosen = [o for o in outcomes if o.row.tier == tier and o.prediction is not None and o.row.step_s is not None]
+    return [_step_pair(outcome) for outcome in newest(chosen)]
+
+
+def _step_pair(outcome: Outcome) -> Pair:
+    prediction, measured = outcome.prediction, outcome.row.step_s
+    assert prediction is not None
+    assert measured is not None
+    return Pair(outcome, measured, prediction.step_s, prediction.low_s, prediction.high_s)
+
+
+def memory_kind(row: Row) -> str:
+    """What a row's figure of memory counts: one of MEMORY_KINDS, or "" if it has none or does not tell."""
+    if "peak_memory_gib" in row.measured:
+        words = str(row.measured.get("memory_kind", "")).lower()
+        return next((kind for kind in ("reserved", "allocated") if kind in words), "")
+    return "nvidia-smi" if "nvidia_smi_memory_gb" in row.measured else ""
+
+
+def memory_pairs(outcomes: Iterable[Outcome], kind: str = "allocated", tier: str = "A") -> list[Pair]:
+    """Bytes on the fullest rank, measured as ``kind``, one pair for each configuration of the tier."""
+    chosen = [
+        o
+        for o in outcomes
+        if o.row.tier == tier and memory_kind(o.row) == kind and o.prediction is not None and _bytes(o.prediction, kind)
+    ]
+    return [_memory_pair(outcome, kind) for outcome in newest(chosen)]
+
+
+def _bytes(prediction: Prediction, kind: str) -> float:
+    """Predicted bytes as ``kind`` counts them; 0 if they were not predicted."""
+    if kind == "allocated":
+        return prediction.peak_bytes
+    reserved = prediction.reserved_bytes
+    return reserved + CONTEXT_BYTES if reserved and kind == "nvidia-smi" else reserved
+
+
+def _memory_pair(outcome: Outcome, kind: str) -> Pair:
+    prediction, measured = outcome.prediction, outcome.row.measured
+    assert prediction is not None
+    found = measured["nvidia_smi_memory_gb"] if kind == "nvidia-smi" else measured["peak_memory_gib"]
+    predicted = _bytes(prediction, kind)
+    beside = predicted - prediction.peak_bytes
+    low = (prediction.low_bytes or prediction.peak_bytes) + beside
+    high = (prediction.high_bytes or prediction.peak_bytes) + beside
+    return Pair(outcome, found * GiB, predicted, low, high)
+
+
+def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Errors as fractions: macro-averaged over families, median and 90th percentile over rows; None without rows."""
+    families = grouped(pairs, lambda pair: pair.outcome.row.family)
+    details = {name: figures(group) for name, group in sorted(families.items())}
+    absolute = [abs(pair.error) for pair in pairs]
+    return {
+        "rows": len(pairs),
+        "macro_abs_error": _mean([d["abs_error"] for d in details.values()]),
+        "median": float(np.median(absolute)) if absolute else None,
+        "p90": float(np.percentile(absolute, 90)) if absolute else None,
+        "bias": _mean([d["bias"] for d in details.values()]),
+        "coverage": _mean([d["coverage"] for d in details.values()]),
+        "families": {name: d["abs_error"] for name, d in details.items()},
+        "family_details": details,
+    }
+
+
+def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Of one group: rows, mean absolute error, bias, median, 90th percentile, largest error and coverage."""
+    errors = np.array([pair.error for pair in pairs])
+    absolute = np.abs(errors)
+    return {
+        "rows": len(pairs),
+        "abs_error": float(absolute.mean()),
+        "bias": float(errors.mean()),
+        "median": float(np.median(absolute)),
+        "p90": float(np.percentile(absolute, 90)),
+        "max": float(absolute.max()),
+        "coverage": float(np.mean([pair.held for pair in pairs])),
+    }
+
+
+def grouped(pairs: Iterable[Pair], by: Callable[[Pair], str]) -> dict[str, list[Pair]]:
+    """Pairs by a label."""
+    groups: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(by(pair), []).append(pair)
+    return groups
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _device(pair: Pair) -> str:
+    return pair.outcome.request.machine if pair.outcome.request else ""
+
+
+def _kind(pair: Pair) -> str:
+    request = pair.outcome.request
+    assert request is not None
+    family = request.model.family
+    return {"mamba2": "hybrid", "moe": "MoE", "mla-moe": "MoE", "dit": "DiT", "wan": "DiT"}.get(family, "dense")
+
+
+def _recompute(pair: Pair) -> str:
+    return pair.outcome.request.layout.recompute if pair.outcome.request else ""
+
+
+def _precision(pair: Pair) -> str:
+    return pair.outcome.request.layout.precision if pair.outcome.request else ""
+
+
+def _stack(pair: Pair) -> str:
+    return pair.outcome.request.stack.name if pair.outcome.request else ""
+
+
+def _task(pair: Pair) -> str:
+    return pair.outcome.request.task if pair.outcome.request else ""
+
+
+def _parallelism(pair: Pair) -> str:
+    """The axes that are used, such as "dp+tp+pp"."""
+    request = pair.outcome.request
+    assert request is not None
+    layout = request.layout
+    data = "fsdp" if layout.zero == 3 else "dp"
+    names = {data: layout.dp, "tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep}
+    return "+".join(name for name, ways in names.items() if ways > 1) or "one device"
+
+
+#: How pairs are broken down, by title.
+BREAKDOWNS: Mapping[str, Callable[[Pair], str]] = {
+    "device": _device,
+    "kind": _kind,
+    "recompute": _recompute,
+    "precision": _precision,
+    "parallelism": _parallelism,
+    "stack": _stack,
+    "task": _task,
+}
+
+
+def breakdown(pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
+    """Figures by device, kind of model, recomputing, precision, parallelism, stack and task."""
+    return {
+        title: {label: figures(group) for label, group in sorted(grouped(pairs, by).items())}
+        for title, by in BREAKDOWNS.items()
+    }
+
+
+def worst(pairs: Sequence[Pair], count: int = 10) -> list[Pair]:
+    """The pairs of largest error, largest first."""
+    return sorted(pairs, key=lambda pair: (-abs(pair.error), pair.outcome.row.id))[:count]

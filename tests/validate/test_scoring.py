@@ -1,0 +1,228 @@
+"""Scores are what the rules say: by hand on small cases, and whole on the published rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lading.cli.main import main
+from lading.errors import ConfigError
+from lading.ir.request import Prediction, Request
+from lading.units import GiB
+from lading.validate.constant import ConstantEfficiency, forward_flop_of_token
+from lading.validate.document import document_of, predictions_of
+from lading.validate.order import kendall_tau, noise, order, regret
+from lading.validate.protocols import anchor_of, anchored, left_out
+from lading.validate.rows import Row, read_rows
+from lading.validate.scoring import Pair, memory_pairs, outcomes_of, step_pairs, summary, worst
+from tests.validate.test_rows import FILES, changed
+
+ROWS = {row.id: row for row in read_rows(FILES[:1])[0]}
+SINGLE = list(read_rows(FILES[1:])[0])
+
+
+class Told:
+    """Predicts what it is told by row; others cannot be simulated."""
+
+    def __init__(self, seconds: Mapping[str, float], **more: Any) -> None:
+        self.seconds = seconds
+        self.more = more
+
+    def predict(self, request: Request) -> Prediction:
+        if request.name not in self.seconds:
+            raise ConfigError("not told")
+        step_s = self.seconds[request.name]
+        return Prediction(step_s=step_s, low_s=0.9 * step_s, high_s=1.1 * step_s, **self.more)
+
+
+def rows_of(tmp_path: Path, *lines: str) -> list[Row]:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(lines))
+    return read_rows([file])[0]
+
+
+def timed(name: str, seconds: float, **more: Any) -> str:
+    measured = {"iteration_s": seconds, "tokens_per_s_per_gpu": None}
+    return changed(id=name, measured=measured, **{"config_key": name, "source_family": "mine", **more})
+
+
+def pairs_of(tmp_path: Path, predicted: Mapping[str, float], *lines: str) -> list[Pair]:
+    return step_pairs(outcomes_of(rows_of(tmp_path, *lines), Told(predicted)))
+
+
+def test_the_average_is_over_families_first(tmp_path: Path) -> None:
+    lines = [timed(f"a{i}", 1.0, source_family="many") for i in range(3)] + [timed("b", 2.0, source_family="few")]
+    found = summary(pairs_of(tmp_path, {"a0": 1.1, "a1": 1.1, "a2": 0.9, "b": 1.0}, *lines))
+    assert found["families"] == pytest.approx({"many": 0.1, "few": 0.5})
+    assert found["macro_abs_error"] == pytest.approx(0.3)
+    assert found["bias"] == pytest.approx((0.1 / 3 - 0.5) / 2)
+    assert found["median"] == pytest.approx(0.1)
+    assert found["p90"] == pytest.approx(0.1 + 0.4 * 0.7)
+    assert found["coverage"] == pytest.approx((2 / 3 + 0) / 2)
+
+
+def test_the_interval_holds_what_lies_in_it(tmp_path: Path) -> None:
+    lines = [timed("a", 1.0), timed("b", 1.0)]
+    found = summary(pairs_of(tmp_path, {"a": 1.05, "b": 1.5}, *lines))
+    assert found["coverage"] == 0.5
+
+
+def test_tier_a_alone_is_scored_and_skipped_rows_are_counted(tmp_path: Path) -> None:
+    lines = [timed("a", 1.0), timed("b", 1.0, tier="B"), timed("c", 1.0, tier="C"), timed("d", 1.0)]
+    outcomes = outcomes_of(rows_of(tmp_path, *lines), Told({"a": 1.0, "b": 2.0, "c": 3.0}))
+    document = document_of(outcomes)
+    assert (document["rows"], document["rows_skipped"]) == (4, 1)
+    assert document["skipped"] == [{"id": "d", "reason": "not told"}]
+    assert document["step_time"]["rows"] == 1
+    assert document["step_time_tier_b"]["macro_abs_error"] == 1.0
+    assert predictions_of(outcomes)[3]["reason"] == "not told"
+
+
+def test_of_repeats_the_newest_is_scored(tmp_path: Path) -> None:
+    lines = [
+        timed("new", 2.0, config_key="k", source="Summary, release 26.06 container"),
+        timed("old", 1.0, config_key="k", source="Summary, release 25.11 container"),
+    ]
+    (pair,) = pairs_of(tmp_path, {"new": 2.0, "old": 2.0}, *lines)
+    assert pair.outcome.row.id == "new"
+    kept = {pair.outcome.row.id for pair in step_pairs(outcomes_of(ROWS.values(), ConstantEfficiency()))}
+    assert "mbridge26.08-pretrain-002" in kept
+    assert not {"mbridge26.06-pretrain-010", "mbridge26.04-pretrain-015"} & kept
+
+
+def test_memory_is_compared_like_with_like() -> None:
+    told = Told(dict.fromkeys(ROWS, 1.0), peak_bytes=60 * GiB, low_bytes=58 * GiB, high_bytes=62 * GiB)
+    outcomes = outcomes_of(ROWS.values(), told)
+    allocated = memory_pairs(outcomes)
+    assert {pair.outcome.row.family for pair in allocated} == {"simumax-b200", "mbridge-skills"}
+    llama = next(pair for pair in allocated if pair.outcome.row.id.endswith("llama3_70b_tp2_pp1_dp4_l12_mbc4_cef"))
+    assert llama.error == pytest.approx(60 / llama.outcome.row.measured["peak_memory_gib"] - 1)
+    assert llama.held
+    assert memory_pairs(outcomes, "reserved") == [], "nothing reserved was predicted"
+    outcomes = outcomes_of(ROWS.values(), Told(told.seconds, peak_bytes=60 * GiB, reserved_bytes=64 * GiB))
+    reserved = memory_pairs(outcomes, "reserved")
+    assert {pair.outcome.row.family for pair in reserved} == {"torchtitan"}
+    assert reserved[0].predicted == 64 * GiB
+    assert {pair.outcome.row.family for pair in memory_pairs(outcomes, "nvidia-smi")} == {"bloom-tuning"}
+
+
+def test_a_fault_of_the_predictor_is_a_row_with_a_reason(tmp_path: Path) -> None:
+    class Faulty:
+        def predict(self, request: Request) -> Prediction:
+            raise ZeroDivisionError(request.name)
+
+    (outcome,) = outcomes_of(rows_of(tmp_path, timed("a", 1.0)), Faulty())
+    assert outcome.reason == "a fault inside Lading: ZeroDivisionError: a"
+
+
+def test_regret_and_tau(tmp_path: Path) -> None:
+    lines = [timed("a", 1.0), timed("b", 2.0), timed("c", 3.0)]
+    same = pairs_of(tmp_path, {"a": 10.0, "b": 20.0, "c": 30.0}, *lines)
+    assert (regret(same), kendall_tau(same)) == (0.0, 1.0)
+    reverse = pairs_of(tmp_path, {"a": 3.0, "b": 2.0, "c": 1.0}, *lines)
+    assert (regret(reverse), kendall_tau(reverse)) == (2.0, -1.0)
+    ties = pairs_of(tmp_path, {"a": 1.0, "b": 1.0, "c": 1.0}, *lines)
+    assert kendall_tau(ties) == 0.0
+    mixed = pairs_of(tmp_path, {"a": 2.0, "b": 1.0, "c": 3.0}, *lines)
+    assert kendall_tau(mixed) == pytest.approx(1 / 3)
+    assert order(mixed)["mine"] == {
+        "groups": 1,
+        "rows": 3,
+        "mean_regret": pytest.approx(1.0),
+        "max_regret": pytest.approx(1.0),
+        "kendall_tau": pytest.approx(1 / 3),
+    }
+
+
+def test_groups_share_model_machine_and_batch(tmp_path: Path) -> None:
+    lines = [timed("a", 1.0), timed("b", 2.0), timed("c", 3.0, layout={"global_batch": 8})]
+    pairs = pairs_of(tmp_path, {"a": 1.0, "b": 2.0, "c": 3.0}, *lines)
+    assert order(pairs) == {}
+    assert order(pairs, any_batch=True)["mine"]["rows"] == 3
+
+
+def test_noise_is_of_rows_that_are_equal_in_all_they_state(tmp_path: Path) -> None:
+    lines = [timed("a", 1.0, config_key="k"), timed("b", 1.21, config_key="k"), timed("c", 5.0)]
+    other = timed("d", 9.0, config_key="k", layout={"ac_detail": "mlp"})
+    found = noise(rows_of(tmp_path, *lines, other))
+    assert found["configurations"] == 1
+    assert found["median"] == pytest.approx(0.21)
+    assert found["floor"] == pytest.approx((0.1 + 1 - 1 / 1.1) / 2)
+    assert noise([])["median"] is None
+    published = noise(ROWS.values())
+    assert published["configurations"] > 20
+    assert 0.04 < published["median"] < 0.08
+
+
+def test_an_anchor_takes_out_what_a_stack_has_in_common() -> None:
+    rows = [row for row in ROWS.values() if row.family in ("korthikanti22", "simumax-b200", "vtrain-multi")]
+    off = {"korthikanti22": 0.5, "simumax-b200": 0.8, "vtrain-multi": 1.5}
+    pairs = step_pairs(outcomes_of(rows, Told({row.id: off[row.family] * (row.step_s or 0) for row in rows})))
+    assert summary(pairs)["macro_abs_error"] == pytest.approx((0.5 + 0.2 + 0.5) / 3)
+    scaled, anchors = anchored(pairs)
+    assert set(anchors) == {"megatron-2022", "megatron-core", "megatron-deepspeed"}
+    assert len(scaled) == len(pairs) - 3, "an anchor is not scored"
+    assert summary(scaled)["macro_abs_error"] == pytest.approx(0, abs=1e-9)
+    assert {name for name, _ in anchors.values()}.isdisjoint(pair.outcome.row.id for pair in scaled)
+
+
+def test_which_row_is_the_anchor_does_not_depend_on_what_was_measured() -> None:
+    pairs = step_pairs(outcomes_of(SINGLE[:40], ConstantEfficiency()))
+    other = [dataclasses.replace(pair, measured=7.0, predicted=1.0) for pair in reversed(pairs)]
+    assert anchor_of(pairs).outcome.row.id == anchor_of(other).outcome.row.id
+
+
+def test_left_out_takes_nothing_of_the_family_itself(tmp_path: Path) -> None:
+    lines = [timed("a", 1.0, source_family="one"), timed("b", 1.0, source_family="two")]
+    pairs = pairs_of(tmp_path, {"a": 0.5, "b": 0.8}, *lines)
+    assert [pair.predicted for pair in left_out(pairs)] == pytest.approx([0.5 / 0.8, 0.8 / 0.5])
+
+
+def test_what_was_fitted_for_a_stack_is_taken_out_by_the_protocols(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, timed("a", 1.0))
+    pairs = step_pairs(outcomes_of(rows, Told({"a": 1.2}, residual=1.2)))
+    assert left_out(pairs)[0].predicted == pytest.approx(1.0)
+
+
+def test_the_constant_reference_counts_flop_as_the_papers_do() -> None:
+    """GPT-3 175B of Korthikanti et al.: 24 b s h^2 (1 + s/6h + v/12lh) per layer of a forward, attention whole."""
+    row = ROWS["korthikanti22-T5-175B-full"]
+    outcome = outcomes_of([row], ConstantEfficiency())[0]
+    assert outcome.request is not None
+    h, s, layers, v = 12288, 2048, 96, 51200
+    formula = 24 * layers * h * h * (1 + s / (6 * h) + v / (12 * layers * h))
+    whole = forward_flop_of_token(outcome.request.model, 2 * s)
+    assert whole == pytest.approx(formula, rel=0.002)
+
+
+def test_worst_rows_come_first(tmp_path: Path) -> None:
+    pairs = pairs_of(tmp_path, {"a": 1.1, "b": 0.5, "c": 1.2}, *(timed(name, 1.0) for name in "abc"))
+    assert [pair.outcome.row.id for pair in worst(pairs, 2)] == ["b", "c"]
+
+
+def test_the_command_writes_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, rows = tmp_path / "scores.json", tmp_path / "rows.jsonl"
+    files = [str(path) for path in FILES[:1]]
+    assert main(["validate", *files, "--predictor", "constant", "--json", str(out), "--rows", str(rows)]) == 0
+    document = json.loads(out.read_text())
+    keys = {"macro_abs_error", "median", "p90", "bias", "coverage", "families"}
+    assert keys <= document["step_time"].keys()
+    assert keys <= document["memory"].keys()
+    assert document["rows"] == len(ROWS) == len(rows.read_text().splitlines())
+    assert document["rows_skipped"] <= 0.06 * len(ROWS)
+    shown = capsys.readouterr().out
+    assert "korthikanti22" in shown
+    assert "Kendall's tau" in shown
+    assert "not simulated" in shown or not document["rows_skipped"]
+
+
+def test_a_corrupt_file_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(timed("a", 1.0) + "\n{broken\n")
+    assert main(["validate", str(file)]) == 2
+    assert "rows.jsonl:2: expected a JSON object" in capsys.readouterr().err

@@ -48,7 +48,7 @@ def capture(
     Raises:
         CaptureError: an operation cannot be captured; says which, in which module, and what to do.
     """
-    mode = _fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     once = partial(_once, mode, model, batch, loss, accumulation)
     graph, left = once()
     if left.labels:
@@ -68,23 +68,23 @@ def _once(
     """One capture, from what an earlier step left; and what this one leaves."""
     tracer = Tracer()
     with mode:
-        fakes = _fake_copies(model)
-        inputs, fake_batch = _fake_batch(batch)
+        fakes = fake_copies(model)
+        inputs, faked = fake_batch(batch)
     tracer.declare(fakes, inputs, dict(input_leaves(batch)))
     with (
         left_as_it_was(model, before, seen) as left,
         branches_of_eager(),
         mode,
         tracer,
-        _module_paths(model, tracer),
+        module_paths(model, tracer),
     ):
-        losses = _call(model, fakes, fake_batch, partial(_forward_backward, loss, tracer, accumulation, fakes))
+        losses = call_on(model, fakes, faked, partial(forward_backward, loss, tracer, accumulation, fakes))
     for place in [place for place, kept in left.tensors.items() if tracer.is_constant(kept)]:
         del left.tensors[place], left.labels[place]  # a table that the next step would make again
     return tracer.graph(fakes, inputs, losses), left
 
 
-def _forward_backward(
+def forward_backward(
     loss: Any, tracer: Tracer, accumulation: int, fakes: Mapping[str, torch.Tensor], model: torch.nn.Module, batch: Any
 ) -> dict[str, torch.Tensor]:
     """What is traced; gives the loss and its terms by name.
@@ -140,14 +140,21 @@ class _Step(torch.nn.Module):
         return self.loss(self.model, batch)
 
 
-def _call(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor], batch: Any, loss: Any) -> dict[str, torch.Tensor]:
+def call_on(
+    model: torch.nn.Module, fakes: Mapping[str, torch.Tensor], batch: Any, loss: Any, *, tied: bool = True
+) -> dict[str, torch.Tensor]:
+    """``loss(model, batch)`` with the model's parameters and buffers exchanged for ``fakes``.
+
+    Args:
+        tied: Parameters with several names have one tensor.
+    """
     named = {f"model.{name}": tensor for name, tensor in fakes.items()}
     step = _Step(model, loss)
     step.training = model.training  # train() would also switch submodules that are in another mode on purpose
-    return torch.func.functional_call(step, named, (batch,))
+    return torch.func.functional_call(step, named, (batch,), tie_weights=tied)
 
 
-def _fake_mode_of(model: torch.nn.Module) -> FakeTensorMode | None:
+def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode | None:
     """The mode of a model that was built from fake tensors, so that its tensors can be used as they are."""
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, FakeTensor):
@@ -156,15 +163,16 @@ def _fake_mode_of(model: torch.nn.Module) -> FakeTensorMode | None:
     return None
 
 
-def _fake_copies(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Fresh fake CPU tensors for every parameter and buffer, tied ones shared, by every name."""
-    made: dict[int, torch.Tensor] = {}
+def fake_copies(model: torch.nn.Module, *, tied: bool = True) -> dict[str, torch.Tensor]:
+    """Fresh fake CPU tensors for every parameter and buffer by every name; tied ones are shared if ``tied``."""
+    made: dict[int | str, torch.Tensor] = {}
     fakes: dict[str, torch.Tensor] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
-        if id(tensor) not in made:
-            made[id(tensor)] = _fake_like(name, tensor)
-        fakes[name] = made[id(tensor)]
+        key = id(tensor) if tied else name
+        if key not in made:
+            made[key] = _fake_like(name, tensor)
+        fakes[name] = made[key]
     return fakes
 
 
@@ -178,7 +186,8 @@ def _fake_like(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return fake
 
 
-def _fake_batch(batch: Any) -> tuple[list[tuple[str, torch.Tensor]], Any]:
+def fake_batch(batch: Any) -> tuple[list[tuple[str, torch.Tensor]], Any]:
+    """Fake tensors of a batch by name, and the batch made of them."""
     inputs: list[tuple[str, torch.Tensor]] = []
 
     def visit(name: str, leaf: torch.Tensor) -> torch.Tensor:
@@ -197,7 +206,7 @@ def _fake_leaf(leaf: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _module_paths(model: torch.nn.Module, tracer: Tracer) -> Iterator[None]:
+def module_paths(model: torch.nn.Module, tracer: Tracer) -> Iterator[None]:
     """Keep ``tracer.modules`` the stack of module paths whose forward is running."""
 
     def leave(*_: Any) -> None:

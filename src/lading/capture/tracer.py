@@ -71,11 +71,13 @@ class Tracer(TorchDispatchMode):
 
     Args:
         outside: What runs when no module's forward does, for messages.
+        views: Takes each view as (number of operations before it, the view as an operation); None drops them.
     """
 
-    def __init__(self, outside: str = "the loss") -> None:
+    def __init__(self, outside: str = "the loss", views: list[tuple[int, Op]] | None = None) -> None:
         super().__init__()
         self.outside = outside
+        self.views = views
         self.phase = Phase.FORWARD
         self.modules: list[str] = []
         self.failed_in = ""  # the module in which an error arose, for messages
@@ -250,10 +252,16 @@ class Tracer(TorchDispatchMode):
         for t in made:
             self._check_dense(func, t)
         new = [t for t in made if t.untyped_storage()._cdata not in self._storage_ids]
-        if not new and not mutated and func is not _ASSERT:
-            return  # a view: derived again from its storage wherever that lies
+        is_view = not new and not mutated and func is not _ASSERT
+        if is_view and self.views is None:
+            return  # derived again from its storage wherever that lies
         call = (tuple(map(self._encode, args)), tuple((k, self._encode(v)) for k, v in sorted(kwargs.items())))
         inputs = tuple(dict.fromkeys(map(self.tensor_id, read)))
+        if is_view:
+            ids = tuple(map(self.tensor_id, made))
+            view = Op(str(func), self._phase(), *call, inputs, ids, ids, (), module, OpKind.COPY)
+            self.views.append((len(self.ops), view))  # pyright: ignore[reportOptionalMemberAccess]
+            return
         is_random = _is_random(func, args, kwargs)
         if is_random and self.phase is Phase.BACKWARD:
             raise CaptureError(self._refusal(func, _ADVICE["again"]))

@@ -1,4 +1,4 @@
-"""Size: a whole number that depends on others by name, such as ``2*b*s + h``: a polynomial with integer coefficients.
+"""Size: a whole number that depends on others by name, such as ``2*b*s + h``: a polynomial with whole coefficients.
 
 Values may be ints or numpy arrays of int64: one evaluation serves one layout, or ten thousand.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from math import gcd
 from typing import Any
 
 from lading.errors import ConfigError
@@ -18,13 +20,17 @@ Monomial = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Sum of ``coefficient * product of symbol**power``; ``terms`` are sorted, without zeros."""
+    """Sum of ``coefficient * product of symbol**power``, by ``divisor``; ``terms`` are sorted, without zeros.
+
+    The divisor is 1 but for sizes such as half a head, ``d/2``, which rotary positions turn.
+    """
 
     terms: tuple[tuple[Monomial, int], ...]
+    divisor: int = 1
 
     @staticmethod
     def of(value: int | str | Size) -> Size:
-        """A constant, a symbol, or a text such as ``"2*b*s**2 + 3"``.
+        """A constant, a symbol, or a text such as ``"2*b*s**2 + 3"`` or ``"n*d/2"``.
 
         Raises:
             ConfigError: the text is not a sum of products.
@@ -34,10 +40,21 @@ class Size:
         return _sum([((), value)]) if isinstance(value, int) else _parse(value)
 
     def __add__(self, other: Size | int) -> Size:
-        return _sum([*self.terms, *Size.of(other).terms])
+        right = Size.of(other)
+        terms = (
+            *((monomial, c * right.divisor) for monomial, c in self.terms),
+            *((monomial, c * self.divisor) for monomial, c in right.terms),
+        )
+        return _sum(terms, self.divisor * right.divisor)
 
     def __mul__(self, other: Size | int) -> Size:
-        return _sum((_product(left, right), a * b) for left, a in self.terms for right, b in Size.of(other).terms)
+        right = Size.of(other)
+        terms = ((_product(m, n), a * b) for m, a in self.terms for n, b in right.terms)
+        return _sum(terms, self.divisor * right.divisor)
+
+    def over(self, divisor: int) -> Size:
+        """This by a whole number."""
+        return _sum(self.terms, self.divisor * divisor)
 
     @property
     def symbols(self) -> frozenset[str]:
@@ -48,7 +65,7 @@ class Size:
         """The number for these values: an int, or an array if a value is one.
 
         Raises:
-            ConfigError: a symbol has no value.
+            ConfigError: a symbol has no value, or the result is not whole.
         """
         total: Any = 0
         for monomial, coefficient in self.terms:
@@ -58,17 +75,26 @@ class Size:
                     raise ConfigError(f"expected a value of {name!r} in {self}, got only {', '.join(sorted(values))}")
                 product = product * values[name] ** power
             total = total + product
-        return total
+        if self.divisor == 1:
+            return total
+        rest: Any = total % self.divisor
+        if rest.any() if hasattr(rest, "any") else rest:
+            given = ", ".join(f"{name}={values[name]}" for name in sorted(self.symbols))
+            raise ConfigError(f"expected sizes for which {self} is whole, got {given}; use even sizes")
+        return total // self.divisor
 
     def __str__(self) -> str:
-        return " + ".join(_text(monomial, coefficient) for monomial, coefficient in self.terms) or "0"
+        """As ``of`` takes it."""
+        over = "" if self.divisor == 1 else f"/{self.divisor}"
+        return " + ".join(_text(monomial, coefficient) + over for monomial, coefficient in self.terms) or "0"
 
 
-def _sum(terms: Iterable[tuple[Monomial, int]]) -> Size:
+def _sum(terms: Iterable[tuple[Monomial, int]], divisor: int = 1) -> Size:
     found: dict[Monomial, int] = {}
     for monomial, coefficient in terms:
         found[monomial] = found.get(monomial, 0) + coefficient
-    return Size(tuple(sorted((monomial, c) for monomial, c in found.items() if c)))
+    common = gcd(divisor, *found.values())
+    return Size(tuple(sorted((m, c // common) for m, c in found.items() if c)), divisor // common)
 
 
 def _product(left: Monomial, right: Monomial) -> Monomial:
@@ -85,13 +111,17 @@ def _text(monomial: Monomial, coefficient: int) -> str:
     return "*".join(factors)
 
 
+@cache
 def _parse(text: str) -> Size:
     total = Size(())
     for term in text.replace(" ", "").replace("-", "+-").split("+"):
         if not term:
             continue
-        product = _sum([((), -1 if term.startswith("-") else 1)])
-        for factor in re.split(r"(?<!\*)\*(?!\*)", term.lstrip("-")):
+        above, _, below = term.lstrip("-").partition("/")
+        if below and not re.fullmatch(r"[1-9]\d*", below):
+            raise ConfigError(f"expected a whole number after '/', got {below!r} in {text!r}")
+        product = _sum([((), -1 if term.startswith("-") else 1)], int(below or 1))
+        for factor in re.split(r"(?<!\*)\*(?!\*)", above):
             product = product * _factor(factor, text)
         total = total + product
     return total

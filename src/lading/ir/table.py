@@ -23,6 +23,7 @@ class TableTensor:
         dims: Length of each dim.
         role: Of the storage.
         name: Qualified parameter name within the segment, or "".
+        repeats: Dims along which the same elements are read again and again (stride 0): they take no memory.
     """
 
     storage: int
@@ -30,6 +31,15 @@ class TableTensor:
     dims: tuple[Size, ...]
     role: Role
     name: str = ""
+    repeats: tuple[int, ...] = ()
+
+    @property
+    def elements(self) -> Size:
+        """Elements in memory: each once, however often it is repeated."""
+        total = Size.of(1)
+        for dim, length in enumerate(self.dims):
+            total = total if dim in self.repeats else total * length
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +49,13 @@ class TableOp:
     Attributes:
         name: Overload, such as ``"aten.mm.default"``.
         kind: Cost class; None for an operation that moves nothing (a view).
-        settings: Arguments that are not tensors and matter to what it costs or how it can be cut: ``dim``, ``dims``
-            (a permutation), ``is_causal``, ``window``, ``reduces`` (dims summed away), ``sizes`` of a split.
+        settings: Arguments that are not tensors and matter to what it costs or how it can be cut. Dims are counted from
+            0, lengths are Sizes. Of views: ``groups``, pairs of (input dims, output dims) that hold the same elements
+            in order (view, squeeze, expand); ``dims``, the input dim of each output dim (permute, transpose, t);
+            ``expands``, output dims that are repeated; ``dim`` with ``start`` (slice, select) or ``sizes`` (split,
+            unbind). Of others: ``dim`` (cat, stack, softmax, topk, gather, ...), ``reduces`` with ``keepdim`` (sum,
+            mean, ...), ``normalizes`` (dims of the input that a norm is over), ``indexes`` (dims that index tensors
+            stand for), ``is_causal``, ``window``, ``p`` (dropout).
         mutates: Tensors written in place.
     """
 
@@ -61,9 +76,10 @@ class Segment:
 
     Attributes:
         enters: Activations of the segment before it, in forward.
-        leaves: Activations that the segment after it takes.
-        enters_back: Gradients of ``leaves``, given by the segment after it, in backward.
-        leaves_back: Gradients of ``enters``.
+        leaves: Activations that the segment after it takes; as many, in the same order, as that one's ``enters``. One
+            that only passes through is in both.
+        enters_back: Gradients of ``leaves``, given by the segment after it, in backward; none for a leaf without.
+        leaves_back: Gradients of ``enters``, in the order of the ``enters_back`` of the segment before.
         gradients: For each parameter tensor, the tensor of its gradient; None if it gets none.
         saved: Tensors that eager autograd keeps from forward to backward, parameters and ``enters`` included.
     """

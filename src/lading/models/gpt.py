@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lading.errors import ConfigError
-from lading.models.common import DecoderConfig, check_tokens, init_normal
+from lading.models.common import DecoderConfig, check_positive_int, check_tokens, init_normal
 from lading.models.loss import next_byte_loss
 
 
@@ -22,33 +22,49 @@ class GptConfig(DecoderConfig):
     """Sizes of a GPT.
 
     Attributes:
+        head_size: Width of one head; None means ``dim / num_heads``.
+        hidden_dim: Width inside the MLP; None means four times ``dim``.
         dropout: Probability with which embeddings and sublayer outputs are zeroed in training, in [0, 1).
         tied: The head is the token embedding.
     Raises:
         ConfigError: a size or the probability is out of range.
     """
 
+    head_size: int | None = None
+    hidden_dim: int | None = None
     dropout: float = 0.0
     tied: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_positive_int("head_size", self.head_dim)
+        check_positive_int("hidden_dim", self.mlp_dim)
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout must be in [0, 1), got {self.dropout!r}")
 
+    @property
+    def head_dim(self) -> int:
+        """Width of one head, resolved."""
+        return super().head_dim if self.head_size is None else self.head_size
+
+    @property
+    def mlp_dim(self) -> int:
+        """Width inside the MLP, resolved."""
+        return 4 * self.dim if self.hidden_dim is None else self.hidden_dim
+
 
 class GptBlock(nn.Module):
-    """Attention and a four times wider MLP, each normalised before and added to the stream after."""
+    """Attention and a wider MLP, each normalised before and added to the stream after."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.attn_norm = nn.LayerNorm(config.dim)
-        self.qkv = nn.Linear(config.dim, 3 * config.dim)
-        self.attn_out = nn.Linear(config.dim, config.dim)
+        self.qkv = nn.Linear(config.dim, 3 * config.num_heads * config.head_dim)
+        self.attn_out = nn.Linear(config.num_heads * config.head_dim, config.dim)
         self.mlp_norm = nn.LayerNorm(config.dim)
-        self.mlp_in = nn.Linear(config.dim, 4 * config.dim)
-        self.mlp_out = nn.Linear(4 * config.dim, config.dim)
+        self.mlp_in = nn.Linear(config.dim, config.mlp_dim)
+        self.mlp_out = nn.Linear(config.mlp_dim, config.dim)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,125 @@
+"""Which polynomial in named sizes a number is, given what it was for several values of them.
+
+A single product of sizes is tried first, then a sum of two, then every sum of products without powers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import cached_property
+from itertools import combinations_with_replacement
+from math import lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lading.ir.sizes import Monomial, Size
+
+#: Factors of a product at most.
+_DEGREE = 4
+#: Factors of each product in a sum of two.
+_SUM_DEGREE = 3
+#: Divisors of a coefficient: half a head is turned by rotary positions.
+_DIVISORS = (1, 2)
+
+
+class Identifier:
+    """Finds sizes.
+
+    Args:
+        values: Value of each symbol, one mapping for each observation; the symbols should vary independently.
+        largest: Coefficients are at most this; None means any (where the model's own sizes are numbers).
+    """
+
+    def __init__(self, values: Sequence[Mapping[str, int]], largest: int | None) -> None:
+        self.values = list(values)
+        self.largest = largest
+        self.names = sorted(self.values[0])
+        self._found: dict[tuple[int, ...], Size | None] = {}
+
+    def size(self, observed: Sequence[int]) -> Size | None:
+        """The polynomial with these values; None if there is none of a simple form."""
+        key = tuple(observed)
+        if key not in self._found:
+            self._found[key] = self._search(np.array(observed, dtype=np.int64))
+        return self._found[key]
+
+    def _search(self, observed: NDArray[np.int64]) -> Size | None:
+        if (observed == observed[0]).all():
+            return Size.of(int(observed[0]))
+        found = self._product(observed)
+        if found is None:
+            found = self._sum(observed)
+        return found if found is not None else self._multilinear(observed)
+
+    @cached_property
+    def _monomials(self) -> tuple[list[Monomial], NDArray[np.int64]]:
+        """Every product, lowest degree first, and its value in each observation."""
+        names: list[Monomial] = []
+        for degree in range(_DEGREE + 1):
+            for chosen in combinations_with_replacement(self.names, degree):
+                names.append(tuple((n, chosen.count(n)) for n in dict.fromkeys(chosen)))
+        rows = [[_value(m, at) for at in self.values] for m in names]
+        return names, np.array(rows, dtype=np.int64)
+
+    def _product(self, observed: NDArray[np.int64]) -> Size | None:
+        names, rows = self._monomials
+        for divisor in _DIVISORS:
+            first = observed[0] * divisor // rows[:, 0]
+            good = (first[:, None] * rows == observed * divisor).all(axis=1) & (first > 0)
+            for index in np.flatnonzero(good):
+                if self._allowed(int(first[index])):
+                    return _size([(names[index], Fraction(int(first[index]), divisor))])
+        return None
+
+    def _allowed(self, coefficient: int) -> bool:
+        return self.largest is None or abs(coefficient) <= self.largest
+
+    def _sum(self, observed: NDArray[np.int64]) -> Size | None:
+        """``p*x + q*y`` of two products: solved in two observations, checked in the others."""
+        names, rows = self._monomials
+        count = sum(sum(power for _, power in m) <= _SUM_DEGREE for m in names)
+        wide = rows[:count].astype(float)
+        left, right = np.triu_indices(count, 1)
+        a, b, c, d = wide[left, 0], wide[right, 0], wide[left, 1], wide[right, 1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            p = np.rint((observed[0] * d - b * observed[1]) / (a * d - b * c))
+            q = np.rint((a * observed[1] - observed[0] * c) / (a * d - b * c))
+        fit = np.isfinite(p) & np.isfinite(q)
+        p, q = np.where(fit, p, 0), np.where(fit, q, 0)
+        for k in range(len(self.values)):
+            fit &= p * wide[left, k] + q * wide[right, k] == observed[k]
+        for index in np.flatnonzero(fit):
+            coefficients = int(p[index]), int(q[index])
+            if all(coefficients) and all(map(self._allowed, coefficients)):
+                pair = names[left[index]], names[right[index]]
+                return _size([(m, Fraction(c)) for m, c in zip(pair, coefficients, strict=True)])
+        return None
+
+    def _multilinear(self, observed: NDArray[np.int64]) -> Size | None:
+        """Sum of all products without powers, where there are enough observations to tell."""
+        names, rows = self._monomials
+        chosen = [i for i, m in enumerate(names) if all(power == 1 for _, power in m)]
+        if len(chosen) > len(self.values):
+            return None
+        solution = np.linalg.lstsq(rows[chosen].T.astype(float), observed.astype(float), rcond=None)[0]
+        whole = np.rint(solution).astype(np.int64)
+        if not (whole @ rows[chosen] == observed).all() or not all(map(self._allowed, map(int, whole))):
+            return None
+        return _size([(names[i], Fraction(int(c))) for i, c in zip(chosen, whole, strict=True)])
+
+
+def _value(monomial: Monomial, values: Mapping[str, int]) -> int:
+    product = 1
+    for name, power in monomial:
+        product *= values[name] ** power
+    return product
+
+
+def _size(terms: Sequence[tuple[Monomial, Fraction]]) -> Size:
+    divisor = lcm(*(c.denominator for _, c in terms))
+    total = Size(())
+    for monomial, coefficient in terms:
+        total = total + Size(((monomial, int(coefficient * divisor)),))
+    return total.over(divisor)

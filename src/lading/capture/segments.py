@@ -1,0 +1,310 @@
+"""Segments of a captured step: what is before the blocks, each block, what is after them; forward and backward each.
+
+Sizes are numbers here; ``lading.capture.table`` finds how they depend on those of the batch and the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from lading.capture.settings import settings_of
+from lading.errors import CaptureError
+from lading.ir.fold import block_items
+from lading.ir.graph import Op, OpKind, Parameter, Phase, Role, StepGraph
+from lading.ir.sizes import Size
+from lading.ir.table import ModelTable, Segment, TableOp, TableTensor
+
+_PRODUCTS = (OpKind.MATMUL, OpKind.CONVOLUTION)
+_CROSSING = (Role.ACTIVATION, Role.GRADIENT)
+#: Norms whose second and third results are statistics: fp32 on a GPU, whatever the CPU keeps them in.
+_STATISTICS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.default"})
+
+
+def table_at_sizes(
+    graph: StepGraph, views: list[tuple[int, Op]], tied: Sequence[tuple[str, str]], name: str
+) -> ModelTable:
+    """The table of one capture: every size a number.
+
+    Args:
+        views: As ``Tracer`` gives them.
+        tied: Pairs of parameters that are one, by name.
+    Raises:
+        CaptureError: the blocks do not run one after another.
+    """
+    return _Cutter(graph, views).table(tied, name)
+
+
+class _Cutter:
+    """Cuts one graph into segments.
+
+    Attributes:
+        ops: Operations and views in order.
+        places: Segment of each operation.
+        items: Block that each segment is an occurrence of; "" for what is between blocks.
+    """
+
+    def __init__(self, graph: StepGraph, views: list[tuple[int, Op]]) -> None:
+        self.graph = graph
+        self.ops, self.is_view = _merged(graph, views)
+        items = _blocks(self.ops)
+        self.items, self.places = _placed(self.ops, items)
+        self.producers: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            for t in op.outputs:
+                self.producers.setdefault(t, index)
+        self.fp32 = {op.outputs[i] for op in self.ops if op.name in _STATISTICS for i in (1, 2) if i < len(op.outputs)}
+        self.forward = [op.phase is not Phase.BACKWARD for op in self.ops]
+
+    def table(self, tied: Sequence[tuple[str, str]], name: str) -> ModelTable:
+        """The segments, equal ones in a row as one with its count."""
+        count = len(self.items)
+        leaves = [self._crossing(border, forward=True) for border in range(count - 1)]
+        back = [self._crossing(border, forward=False) for border in range(count - 1)]
+        back = [self._as_leaves(grads, acts) for grads, acts in zip(back, leaves, strict=True)]
+        segments: list[Segment] = []
+        counts: list[int] = []
+        homes: dict[str, tuple[int, str]] = {}
+        for at in range(count):
+            borders = (
+                leaves[at - 1] if at else [],
+                leaves[at] if at < count - 1 else [],
+                back[at] if at < count - 1 else [],
+                back[at - 1] if at else [],
+            )
+            segment = self._segment(at, borders)
+            if segments and segments[-1] == segment:
+                counts[-1] += 1
+            else:
+                segments.append(segment)
+                counts.append(1)
+            for parameter in self.graph.parameters:
+                local = _local(parameter.names[0], self.items[at])
+                if any(t.name == local and t.role is Role.PARAMETER for t in segment.tensors):
+                    homes[parameter.names[0]] = (len(segments) - 1, local)
+        pairs = tuple((homes[a], homes[b]) for a, b in tied if a in homes and b in homes)
+        return ModelTable(name, _uniquely_named(segments), tuple(counts), {}, pairs)
+
+    def _crossing(self, border: int, *, forward: bool) -> list[int]:
+        """Tensors made on one side of a border and taken on the other, those that live longest first."""
+        side = (lambda place: place <= border) if forward else (lambda place: place > border)
+        reach: dict[int, int] = {}
+        for index, op in enumerate(self.ops):
+            if self.forward[index] is not forward or side(self.places[index]):
+                continue
+            for t in op.inputs:
+                made = self.producers.get(t)
+                if made is None or self.forward[made] is not forward or not side(self.places[made]):
+                    continue
+                if self._role(t) in _CROSSING:
+                    reach[t] = max(reach.get(t, 0), abs(self.places[index] - self.places[made]))
+        return sorted(reach, key=lambda t: (-reach[t], self.producers[t]))
+
+    def _as_leaves(self, grads: list[int], leaves: list[int]) -> list[int]:
+        """Gradients in the order of the activations that they are of; the shapes are equal."""
+        rest, ordered = list(grads), list[int]()
+        for leaf in leaves:
+            shape = self.graph.tensors[leaf].shape
+            found = next((g for g in rest if self.graph.tensors[g].shape == shape), None)
+            if found is not None:
+                rest.remove(found)
+                ordered.append(found)
+        return [*ordered, *rest]
+
+    def _role(self, tensor: int) -> Role:
+        return self.graph.storages[self.graph.storage_of(tensor)].role
+
+    def _segment(self, at: int, borders: tuple[list[int], list[int], list[int], list[int]]) -> Segment:
+        enters, leaves, enters_back, leaves_back = borders
+        chosen = [i for i, place in enumerate(self.places) if place == at]
+        ids = _Numbers(self, self.items[at])
+        ids.add(enters)
+        parameters = self._parameters(at, chosen)
+        for i in chosen:
+            ids.add((*self.ops[i].inputs, *self.ops[i].outputs, *self.ops[i].mutates))
+        ids.add([*leaves, *enters_back, *leaves_back])
+        gradients = [(p.tensor, p.gradient) for p in parameters]
+        ids.add(t for pair in gradients for t in pair if t is not None)
+        ids.complete()
+        ops = tuple(self._op(i, ids) for i in chosen)
+        return Segment(
+            name=self.items[at].rpartition(".")[0] if self.items[at] else "before" if at == 0 else "after",
+            tensors=ids.tensors(),
+            ops=ops,
+            enters=ids.of(enters),
+            leaves=ids.of(leaves),
+            enters_back=ids.of(enters_back),
+            leaves_back=ids.of(leaves_back),
+            gradients=tuple((ids.of([p])[0], None if g is None else ids.of([g])[0]) for p, g in gradients),
+            saved=ids.of(self._saved(chosen)),
+        )
+
+    def _parameters(self, at: int, chosen: list[int]) -> list[Parameter]:
+        """Parameters that the segment's operations use; those that none uses are the first segment's."""
+        used = {self.graph.storage_of(t) for i in chosen for t in self.ops[i].inputs}
+        every = {self.graph.storage_of(t) for op in self.ops for t in op.inputs}
+        return [
+            p
+            for p in self.graph.parameters
+            if self.graph.storage_of(p.tensor) in used or (at == 0 and self.graph.storage_of(p.tensor) not in every)
+        ]
+
+    def _saved(self, chosen: list[int]) -> list[int]:
+        """Tensors of the forward that the backward takes."""
+        made: set[int] = set()
+        saved: dict[int, None] = {}
+        for i in chosen:
+            if self.forward[i]:
+                continue
+            for t in self.ops[i].inputs:
+                first = self.producers.get(t)
+                if t not in made and (first is None or self.forward[first]):
+                    saved[t] = None
+            made.update(self.ops[i].outputs)
+        return list(saved)
+
+    def _op(self, index: int, ids: _Numbers) -> TableOp:
+        op = self.ops[index]
+        return TableOp(
+            name=op.name.replace("lading.", "aten.", 1),
+            kind=None if self.is_view[index] else op.kind,
+            phase=op.phase,
+            module=_local(op.module, ids.item),
+            inputs=ids.of(op.inputs),
+            outputs=ids.of(op.outputs),
+            settings=settings_of(op, self.graph.tensors),
+            mutates=ids.of(op.mutates),
+            random=op.random,
+        )
+
+
+class _Numbers:
+    """Numbers of tensors and storages within a segment, in order of appearance."""
+
+    def __init__(self, cutter: _Cutter, item: str) -> None:
+        self.cutter, self.item = cutter, item
+        self._ids: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+
+    def add(self, tensors: Iterable[int]) -> None:
+        for t in tensors:
+            self._ids.setdefault(t, len(self._ids))
+            self._storages.setdefault(self.cutter.graph.storage_of(t), len(self._storages))
+
+    def of(self, tensors: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._ids[t] for t in tensors)
+
+    def complete(self) -> None:
+        """Of each storage a tensor that is all of it."""
+        graph = self.cutter.graph
+        largest: dict[int, int] = {}
+        for t in self._ids:
+            storage = graph.storage_of(t)
+            largest[storage] = max(largest.get(storage, 0), graph.tensors[t].touched_bytes)
+        for storage, size in largest.items():
+            if size < graph.storages[storage].size_bytes:
+                of_storage = [t for t, tensor in enumerate(graph.tensors) if tensor.storage == storage]
+                self.add([max(of_storage, key=lambda t: graph.tensors[t].touched_bytes)])
+
+    def tensors(self) -> tuple[TableTensor, ...]:
+        graph = self.cutter.graph
+        names = {p.tensor: _local(p.names[0], self.item) for p in graph.parameters}
+        names.update({t: _local(name, self.item) for name, t in (*graph.buffers, *graph.inputs[0])})
+        made: list[TableTensor] = []
+        for t in self._ids:
+            tensor, role = graph.tensors[t], self.cutter._role(t)
+            made.append(
+                TableTensor(
+                    storage=self._storages[tensor.storage],
+                    dtype="float32" if t in self.cutter.fp32 else tensor.dtype,
+                    dims=tuple(map(Size.of, tensor.shape)),
+                    role=role,
+                    name=names.get(t, ""),
+                    repeats=tuple(
+                        d for d, (n, s) in enumerate(zip(tensor.shape, tensor.stride, strict=True)) if n > 1 and s == 0
+                    ),
+                )
+            )
+        return tuple(made)
+
+
+def _merged(graph: StepGraph, views: list[tuple[int, Op]]) -> tuple[list[Op], list[bool]]:
+    """Operations and views in order; views that nobody takes, or that change nothing, are left out."""
+    rows: list[tuple[Op, bool]] = []
+    rest = iter([*views, (len(graph.ops) + 1, None)])
+    position, view = next(rest)
+    for index, op in enumerate(graph.ops):
+        while view is not None and position <= index:
+            rows.append((view, True))
+            position, view = next(rest)
+        rows.append((op, False))
+    needed = {p.gradient for p in graph.parameters} | set(graph.losses)
+    kept: list[tuple[Op, bool]] = []
+    for op, is_view in reversed(rows):
+        outputs = tuple(t for t in op.outputs if t not in op.inputs)
+        if is_view and not needed & set(outputs):
+            continue
+        needed.update(op.inputs)
+        kept.append((op, is_view))
+    kept.reverse()
+    return [op for op, _ in kept], [is_view for _, is_view in kept]
+
+
+def _blocks(ops: Sequence[Op]) -> list[str]:
+    """The block each operation belongs to: an item of a module list that has attention or at least two products."""
+    items = block_items(ops)
+    products: dict[str, int] = {}
+    for op, item in zip(ops, items, strict=True):
+        if op.phase is Phase.FORWARD:
+            weight = 2 if op.kind is OpKind.ATTENTION else 1 if op.kind in _PRODUCTS else 0
+            products[item] = products.get(item, 0) + weight
+    return [item if products.get(item, 0) >= 2 else "" for item in items]
+
+
+def _placed(ops: Sequence[Op], items: list[str]) -> tuple[list[str], list[int]]:
+    """The items of the segments in the order of forward, and the segment of each operation."""
+    kinds = [(op.phase is Phase.BACKWARD, item) for op, item in zip(ops, items, strict=True)]
+    runs = [(back, item, len(list(group))) for (back, item), group in groupby(kinds)]
+    order = [item for back, item, _ in runs if not back]
+    places: list[int] = []
+    at, forward = len(order) - 1, 0
+    for index, (back, item, length) in enumerate(runs):
+        if not back:
+            places.extend([forward] * length)
+            forward += 1
+            continue
+        following = [name for _, name, _ in runs[index + 1 :] if name]
+        at = _backward_place(order, at, item, following[0] if following else "")
+        places.extend([at] * length)
+    return order, places
+
+
+def _backward_place(order: list[str], at: int, item: str, following: str) -> int:
+    """Segment of a run of backward: ``at`` is that of the run before it, ``following`` the next block's item."""
+    if item:
+        places = [p for p in range(at, -1, -1) if order[p] == item]
+        if not places:
+            raise CaptureError(
+                f"expected blocks that run one after another, but the backward of {item!r} runs after that of "
+                f"{order[at] or 'what is outside the blocks'!r}, which stands before it in forward"
+            )
+        return places[0]
+    until = max((p for p in range(at) if order[p] == following), default=-1) if following else -1
+    return next((p for p in range(at, until, -1) if not order[p]), at)
+
+
+def _local(name: str, item: str) -> str:
+    """A module's or parameter's name within a block."""
+    if item and (name == item or name.startswith(item + ".")):
+        return name[len(item) + 1 :]
+    return name
+
+
+def _uniquely_named(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    seen: dict[str, int] = {}
+    made: list[Segment] = []
+    for segment in segments:
+        number = seen[segment.name] = seen.get(segment.name, 0) + 1
+        made.append(dataclasses.replace(segment, name=f"{segment.name}.{number}") if number > 1 else segment)
+    return tuple(made)

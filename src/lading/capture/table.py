@@ -1,0 +1,198 @@
+"""Model tables by capture: a model is captured at several sizes, and each length found as a polynomial in them.
+
+``module_table`` does so for any module, in the sizes of the batch; ``table_over`` for a family of models whose own
+sizes vary too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lading.capture.batches import input_leaves, map_batch
+from lading.capture.fused import Whole
+from lading.capture.identify import Identifier
+from lading.capture.segments import table_at_sizes
+from lading.capture.settings import number_settings, with_numbers
+from lading.capture.state import branches_of_eager, left_as_it_was
+from lading.capture.trace import call_on, fake_batch, fake_copies, fake_mode_of, forward_backward, module_paths
+from lading.capture.tracer import Tracer
+from lading.errors import CaptureError
+from lading.ir.graph import Op, StepGraph
+from lading.ir.sizes import Size
+from lading.ir.table import ModelTable, Segment
+
+Loss = Callable[[torch.nn.Module, Any], Any]
+#: A model and a batch of certain sizes.
+Make = Callable[[Mapping[str, int]], tuple[torch.nn.Module, Any]]
+
+
+def traced(
+    model: torch.nn.Module, batch: Any, loss: Loss
+) -> tuple[StepGraph, list[tuple[int, Op]], list[tuple[str, str]]]:
+    """A step with its views, norms and dropouts whole and tied parameters apart.
+
+    Returns:
+        The graph, its views as ``Tracer`` gives them, and the pairs of parameters that are tied.
+    """
+    mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
+    views: list[tuple[int, Op]] = []
+    tracer = Tracer(views=views)
+    with mode:
+        fakes = fake_copies(model, tied=False)
+        inputs, faked = fake_batch(batch)
+    tracer.declare(fakes, inputs, dict(input_leaves(batch)))
+    with (
+        left_as_it_was(model, None, None),
+        branches_of_eager(),
+        mode,
+        tracer,
+        module_paths(model, tracer),
+        Whole(),
+    ):
+        losses = call_on(model, fakes, faked, partial(forward_backward, loss, tracer, 1, fakes), tied=False)
+    return tracer.graph(fakes, inputs, losses), views, _tied_pairs(model)
+
+
+def _tied_pairs(model: torch.nn.Module) -> list[tuple[str, str]]:
+    first: dict[int, str] = {}
+    pairs: list[tuple[str, str]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            pairs.append((first[id(parameter)], name))
+        first.setdefault(id(parameter), name)
+    return pairs
+
+
+def captured_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "") -> ModelTable:
+    """The table of a model at the sizes it has: no symbols.
+
+    Raises:
+        CaptureError: it cannot be captured, or its blocks do not run one after another.
+    """
+    return table_at_sizes(*traced(model, batch, loss), name)
+
+
+def module_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "") -> ModelTable:
+    """The table of any module in the symbols ``b`` (sequences) and ``s`` (tokens).
+
+    Args:
+        batch: A tree of tensors, or ``batch(b, s)`` that makes one. Of a tree, ``b`` is the length of the first dim of
+            the first tensor and ``s`` that of its second; dims of other tensors that are as long vary with them.
+        loss: As ``lading.capture`` takes it.
+    Raises:
+        CaptureError: other sizes give other operations; says which.
+    """
+    make_batch: Callable[[int, int], Any] = batch if callable(batch) else _resizing(batch)
+    sizes = [{"b": b, "s": s} for b, s in ((3, 16), (5, 16), (3, 48), (5, 48), (7, 32))]
+    return table_over(sizes, lambda at: (model, make_batch(at["b"], at["s"])), loss, name)
+
+
+def _resizing(batch: Any) -> Callable[[int, int], Any]:
+    """Makes batches like one, of other lengths."""
+    leaves = [leaf for _, leaf in input_leaves(batch)]
+    first = leaves[0].shape
+    if len(first) < 1:
+        raise CaptureError("expected a batch whose first tensor has a dim for its sequences, got a scalar")
+    tokens = first[1] if len(first) > 1 else None
+    if tokens == first[0]:
+        raise CaptureError(
+            f"expected a batch with another number of sequences than of tokens, to tell them apart, got {first[0]} of "
+            "both; take another batch size"
+        )
+
+    def make(b: int, s: int) -> Any:
+        def visit(_: str, leaf: torch.Tensor) -> torch.Tensor:
+            shape = [b if n == first[0] else s if n == tokens else n for n in leaf.shape]
+            return torch.zeros(shape, dtype=leaf.dtype, device="meta" if leaf.is_meta else leaf.device)
+
+        return map_batch(batch, visit)
+
+    return make
+
+
+def table_over(
+    sizes: Sequence[Mapping[str, int]], make: Make, loss: Loss, name: str, largest: int | None = None
+) -> ModelTable:
+    """One table from captures at several sizes.
+
+    Args:
+        sizes: Values of the symbols; the last are not fitted but checked.
+        make: The model and a batch of such sizes.
+        largest: Coefficients are at most this; None means any.
+    Raises:
+        CaptureError: the captures differ by more than lengths, or a length is no polynomial; says where.
+    """
+    tables = [captured_table(*make(at), loss, name) for at in sizes]
+    for table, at in zip(tables[1:], sizes[1:], strict=True):
+        _check_alike(tables[0], table, f"at {_said(sizes[0])} and at {_said(at)}")
+    identifier = Identifier(sizes[:-1], largest)
+    segments = tuple(
+        _unified([table.segments[i] for table in tables], identifier, sizes[-1]) for i in range(len(tables[0].segments))
+    )
+    return dataclasses.replace(tables[0], segments=segments)
+
+
+def _said(at: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in at.items())
+
+
+def _check_alike(left: ModelTable, right: ModelTable, where: str) -> None:
+    """Raise unless two tables differ in lengths only."""
+    if left.counts != right.counts or left.tied != right.tied:
+        raise CaptureError(f"{left.name or 'the model'} has blocks {left.counts} and {right.counts} {where}")
+    for a, b in zip(left.segments, right.segments, strict=True):
+        for one, other in zip(a.ops, b.ops, strict=False):
+            if _no_numbers(one) != _no_numbers(other):
+                raise CaptureError(
+                    f"{one.name} in {a.name}.{one.module} is {other.name} in {other.module} {where}; a table needs the "
+                    "same operations at every size"
+                )
+        same = [dataclasses.replace(s, ops=(), tensors=tuple(_no_dims(t) for t in s.tensors)) for s in (a, b)]
+        if len(a.ops) != len(b.ops) or same[0] != same[1]:
+            raise CaptureError(
+                f"segment {a.name!r} has {len(a.ops)} operations on {len(a.tensors)} tensors and {len(b.ops)} on "
+                f"{len(b.tensors)} {where}; a table needs the same at every size"
+            )
+
+
+def _no_numbers(op: Any) -> Any:
+    return dataclasses.replace(op, settings=with_numbers(op.settings, [Size(())] * len(number_settings(op.settings))))
+
+
+def _no_dims(tensor: Any) -> Any:
+    return dataclasses.replace(tensor, dims=(Size(()),) * len(tensor.dims))
+
+
+def _unified(segments: Sequence[Segment], identifier: Identifier, check: Mapping[str, int]) -> Segment:
+    """One segment with polynomials for the lengths of several."""
+
+    def find(lengths: Sequence[Size], what: str) -> Size:
+        numbers = [int(length.at({})) for length in lengths]
+        found = identifier.size(numbers[:-1])
+        if found is None or found.at(check) != numbers[-1]:
+            tried = f", found {found}, which gives {found.at(check)} for the last" if found is not None else ""
+            raise CaptureError(
+                f"{what} in segment {segments[0].name!r} is {numbers} long at the sizes captured: no simple "
+                f"polynomial in {', '.join(identifier.names)}{tried}"
+            )
+        return found
+
+    tensors = tuple(
+        dataclasses.replace(
+            same[0],
+            dims=tuple(find([t.dims[d] for t in same], f"dim {d} of tensor {i}") for d in range(len(same[0].dims))),
+        )
+        for i, same in enumerate(zip(*(s.tensors for s in segments), strict=True))
+    )
+    ops = []
+    for same in zip(*(s.ops for s in segments), strict=True):
+        numbers = [number_settings(op.settings) for op in same]
+        found = [find(list(column), f"a setting of {same[0].name}") for column in zip(*numbers, strict=True)]
+        ops.append(dataclasses.replace(same[0], settings=with_numbers(same[0].settings, found)))
+    return dataclasses.replace(segments[0], tensors=tensors, ops=tuple(ops))

@@ -1,0 +1,256 @@
+"""Model tables of families, stored as data in tables/, and the table of a model by its name or its sizes.
+
+A file holds one family's segments with its sizes as symbols, as ``lading.testing.families`` captured them. Tensors are
+rows ``[storage, dtype, dims, role, name, repeats]``, operations ``[name, kind, phase, module, inputs, outputs,
+settings, mutates, random]``; dims are written ``"b,s,3*d*n"``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from lading.catalog.models import named_model
+from lading.errors import ConfigError
+from lading.ir.graph import OpKind, Phase, Role
+from lading.ir.sizes import Size
+from lading.ir.table import ModelTable, Segment, TableOp, TableTensor
+
+TABLES = Path(__file__).parent / "tables"
+_ROLES = {role.value[:3]: role for role in Role}
+_PHASES = {phase.value[:3]: phase for phase in Phase}
+#: Fields of a Segment that are tensors by number.
+_ENDS = ("enters", "leaves", "enters_back", "leaves_back", "saved")
+#: Meaning of the symbols, for messages.
+SYMBOLS = {
+    "b": "sequences of a micro-batch",
+    "s": "tokens of a sequence",
+    "h": "width",
+    "f": "hidden width of the MLP",
+    "n": "attention heads",
+    "k": "key-value heads",
+    "d": "width of a head",
+    "v": "vocabulary",
+}
+
+Tied = tuple[tuple[tuple[int, str], tuple[int, str]], ...]
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A family.
+
+    Attributes:
+        counts: How often each segment stands, as Sizes in ``layers`` and the like.
+        symbols: Every symbol of its sizes.
+    """
+
+    name: str
+    segments: tuple[Segment, ...]
+    counts: tuple[str, ...]
+    tied: Tied
+    symbols: tuple[str, ...]
+    source: str
+
+
+def table_families() -> tuple[str, ...]:
+    """Names of the families, sorted."""
+    return tuple(sorted(path.stem for path in TABLES.glob("*.json")))
+
+
+def family_table(family: str, *, layers: int, tied: bool | None = None, name: str = "", **symbols: int) -> ModelTable:
+    """The table of a model of a family.
+
+    Args:
+        layers: Blocks.
+        tied: The head is the embedding; None means as the family is by nature.
+        name: Of the model.
+        symbols: Sizes by their letters (see ``SYMBOLS``), but ``b`` and ``s``, which stay open. Where they are not
+            given ``k`` is as ``n``, ``d`` is ``h / n`` and ``f`` is ``4 * h``.
+    Raises:
+        ConfigError: no such family, or a size is missing, unknown or not positive.
+    """
+    stored = stored_table(family)
+    counts = {"layers": layers}
+    values = _resolved(family, stored, symbols)
+    keeps = stored.tied if (family.startswith("gpt") if tied is None else tied) else ()
+    return ModelTable(
+        name=name or family,
+        segments=stored.segments,
+        counts=tuple(Size.of(text).at(counts) for text in stored.counts),
+        symbols=values,
+        tied=keeps,
+        source=stored.source,
+    )
+
+
+#: Symbol of each size of a catalog model.
+_FIELDS = {
+    "dim": "h",
+    "num_heads": "n",
+    "num_kv_heads": "k",
+    "head_size": "d",
+    "hidden_dim": "f",
+    "vocab_size": "v",
+    "num_experts": "e",
+    "num_active": "a",
+}
+
+
+def model_table(name: str) -> ModelTable:
+    """The table of a model of the catalog, such as ``"llama3-405b"``.
+
+    Raises:
+        ConfigError: no such model, or its structure has no family of tables.
+    """
+    model = named_model(name)
+    if model.model not in table_families():
+        raise ConfigError(
+            f"{name}: expected a model of a family with a table ({', '.join(table_families())}), got {model.model!r}"
+        )
+    known = stored_table(model.model).symbols
+    sizes = {_FIELDS[key]: int(size) for key, size in model.sizes.items() if _FIELDS.get(key) in known}
+    tied = bool(model.sizes["tied"]) if "tied" in model.sizes else None
+    return family_table(model.model, layers=int(model.sizes["num_layers"]), tied=tied, name=name, **sizes)
+
+
+def _resolved(family: str, stored: StoredTable, given: Mapping[str, int]) -> dict[str, int]:
+    wanted = [name for name in stored.symbols if name not in ("b", "s")]
+    unknown = sorted(set(given) - set(wanted))
+    values = dict(given)
+    if "h" in given and "n" in given and given["n"]:
+        values.setdefault("k", given["n"])
+        if given["h"] % given["n"] == 0:
+            values.setdefault("d", given["h"] // given["n"])
+        values.setdefault("f", 4 * given["h"])
+    missing = [name for name in wanted if name not in values]
+    if unknown or missing:
+        said = ", ".join(f"{name} ({SYMBOLS.get(name, 'size')})" for name in wanted)
+        wrong = [f"no {', '.join(missing)}"] if missing else []
+        wrong += [f"{', '.join(unknown)} too"] if unknown else []
+        raise ConfigError(f"sizes of {family!r}: expected {said}; got {' and '.join(wrong)}")
+    for name in wanted:
+        if values[name] < 1:
+            raise ConfigError(f"sizes of {family!r}: expected {name} of at least 1, got {values[name]!r}")
+    return {name: values[name] for name in wanted}
+
+
+@cache
+def stored_table(family: str) -> StoredTable:
+    """A family's table as it lies in the catalog.
+
+    Raises:
+        ConfigError: there is none; the nearest name is given.
+    """
+    if family not in table_families():
+        near = difflib.get_close_matches(family, table_families(), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"expected a family among {', '.join(table_families())}, got {family!r}{hint}")
+    return read_table((TABLES / f"{family}.json").read_text(encoding="utf-8"))
+
+
+def write_table(table: StoredTable) -> str:
+    """A family as JSON, one tensor or operation in a line."""
+    head: dict[str, Any] = {
+        "name": table.name,
+        "source": table.source,
+        "symbols": " ".join(table.symbols),
+        "counts": list(table.counts),
+        "tied": table.tied,
+    }
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+    segments = ",\n".join(map(_write_segment, table.segments))
+    return "{" + ",\n".join(lines) + ',\n"segments": [\n' + segments + "\n]}\n"
+
+
+def _write_segment(segment: Segment) -> str:
+    lines = [f'"name": {json.dumps(segment.name)}']
+    lines += [f'"{end}": {json.dumps(getattr(segment, end))}' for end in _ENDS]
+    lines.append(f'"gradients": {json.dumps(segment.gradients)}')
+    for key, rows in (
+        ("tensors", [_tensor_row(t) for t in segment.tensors]),
+        ("ops", [_op_row(op) for op in segment.ops]),
+    ):
+        text = ",\n  ".join(json.dumps(row) for row in rows)
+        lines.append(f'"{key}": [\n  {text}\n]')
+    return "{" + ",\n".join(lines) + "}"
+
+
+def _tensor_row(tensor: TableTensor) -> list[Any]:
+    dims = ",".join(map(str, tensor.dims)).replace(" ", "")
+    row = [tensor.storage, tensor.dtype, dims, tensor.role.value[:3], tensor.name, list(tensor.repeats)]
+    return _trimmed(row)
+
+
+def _op_row(op: TableOp) -> list[Any]:
+    kind = op.kind.value if op.kind is not None else None
+    settings = {key: _write_setting(value) for key, value in op.settings}
+    row = [op.name, kind, op.phase.value[:3], op.module, list(op.inputs), list(op.outputs)]
+    return _trimmed([*row, settings, list(op.mutates), op.random])
+
+
+def _trimmed(row: list[Any]) -> list[Any]:
+    """Without what is empty at its end."""
+    while row and row[-1] in ("", [], {}, False):
+        row.pop()
+    return row
+
+
+def _write_setting(value: object) -> Any:
+    if isinstance(value, Size):
+        return {"size": str(value)}
+    return [_write_setting(item) for item in cast("tuple[object, ...]", value)] if isinstance(value, tuple) else value
+
+
+def read_table(text: str) -> StoredTable:
+    """A family from its JSON."""
+    data: dict[str, Any] = json.loads(text)
+    tied = tuple(((a, b), (c, d)) for (a, b), (c, d) in data["tied"])
+    segments = tuple(map(_read_segment, data["segments"]))
+    symbols = tuple(data["symbols"].split())
+    return StoredTable(data["name"], segments, tuple(data["counts"]), tied, symbols, data["source"])
+
+
+def _read_segment(data: Mapping[str, Any]) -> Segment:
+    ends: dict[str, Any] = {end: tuple(data[end]) for end in _ENDS}
+    gradients = tuple((parameter, gradient) for parameter, gradient in data["gradients"])
+    tensors, ops = tuple(map(_read_tensor, data["tensors"])), tuple(map(_read_op, data["ops"]))
+    return Segment(name=data["name"], tensors=tensors, ops=ops, gradients=gradients, **ends)
+
+
+@cache
+def _dims(text: str) -> tuple[Size, ...]:
+    return tuple(map(Size.of, text.split(","))) if text else ()
+
+
+def _read_tensor(row: Sequence[Any]) -> TableTensor:
+    defaults: tuple[Any, ...] = ("", [])
+    storage, dtype, dims, role, name, repeats = (*row, *defaults[len(row) - 4 :])
+    return TableTensor(storage, dtype, _dims(dims), _ROLES[role], name, tuple(repeats))
+
+
+def _read_op(row: Sequence[Any]) -> TableOp:
+    defaults: tuple[Any, ...] = ("", [], [], {}, [], False)
+    name, kind, phase, module, inputs, outputs, settings, mutates, random = (*row, *defaults[len(row) - 3 :])
+    return TableOp(
+        name=name,
+        kind=None if kind is None else OpKind(kind),
+        phase=_PHASES[phase],
+        module=module,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        settings=tuple((key, _read_setting(value)) for key, value in settings.items()),
+        mutates=tuple(mutates),
+        random=random,
+    )
+
+
+def _read_setting(value: Any) -> object:
+    if isinstance(value, dict):
+        return Size.of(cast("dict[str, str]", value)["size"])
+    return tuple(map(_read_setting, cast("list[Any]", value))) if isinstance(value, list) else value

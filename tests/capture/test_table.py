@@ -1,0 +1,178 @@
+"""Tables against captures: the same lengths, FLOP and bytes at sizes that were never fitted."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lading.capture.table import captured_table, module_table, traced
+from lading.catalog.tables import family_table, read_table, stored_table, table_families, write_table
+from lading.errors import CaptureError, ConfigError
+from lading.ir.graph import DTYPE_BYTES, OpKind, Role
+from lading.ir.sizes import Size
+from lading.ir.table import ModelTable, Segment, TableOp
+from lading.models.loss import next_byte_loss
+from lading.models.registry import build_model
+from lading.testing.families import FAMILIES, build_at, sizes_of
+
+
+def _shapes(segment: Segment, sizes: dict[str, int]) -> list[tuple[int, ...]]:
+    return [tuple(d.at(sizes) for d in t.dims) for t in segment.tensors]
+
+
+def _bytes(segment: Segment, op: TableOp, sizes: dict[str, int]) -> tuple[int, int]:
+    """Read and written, each operand once."""
+
+    def size(index: int) -> int:
+        tensor = segment.tensors[index]
+        return int(tensor.elements.at(sizes)) * DTYPE_BYTES[tensor.dtype]
+
+    return sum(map(size, op.inputs)), sum(map(size, dict.fromkeys((*op.outputs, *op.mutates))))
+
+
+def _flops(shapes: list[tuple[int, ...]], op: TableOp) -> int:
+    ins, out = [shapes[i] for i in op.inputs], [shapes[i] for i in op.outputs]
+    if op.kind is OpKind.ATTENTION:
+        q, k, v = ins[1:4] if "backward" in op.name else ins[:3]
+        scores, values = 2 * prod(q) * k[-2], 2 * prod(q[:-1]) * k[-2] * v[-1]
+        return 3 * scores + 2 * values if "backward" in op.name else scores + values
+    if op.kind is OpKind.MATMUL:
+        left = ins[1] if "addmm" in op.name else ins[0]
+        return 2 * prod(out[0]) * left[-1]
+    return 0
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_stored_table_is_what_a_new_capture_gives(family: str) -> None:
+    at = sizes_of(FAMILIES[family], 9)[-1]  # the table was fitted at the first
+    found = captured_table(*build_at(family, at), FAMILIES[family].loss, family)
+    stored = stored_table(family)
+    assert len(found.segments) == len(stored.segments)
+    for mine, theirs in zip(stored.segments, found.segments, strict=True):
+        assert [(op.name, op.inputs, op.outputs, op.module) for op in mine.ops] == [
+            (op.name, op.inputs, op.outputs, op.module) for op in theirs.ops
+        ]
+        assert _shapes(mine, at) == _shapes(theirs, {})
+        assert [(t.storage, t.dtype, t.role, t.name) for t in mine.tensors] == [
+            (t.storage, t.dtype, t.role, t.name) for t in theirs.tensors
+        ]
+        assert (mine.saved, mine.gradients, mine.enters, mine.leaves) == (
+            theirs.saved, theirs.gradients, theirs.enters, theirs.leaves,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_flop_and_bytes_are_those_of_the_graph(family: str) -> None:
+    at = sizes_of(FAMILIES[family], 9)[-1]
+    model, batch = build_at(family, at)
+    graph, _, _ = traced(model, batch, FAMILIES[family].loss)
+    stored = stored_table(family)
+    counts = [Size.of(text).at(FAMILIES[family].layers) for text in stored.counts]
+    flops = read = written = 0
+    for segment, count in zip(stored.segments, counts, strict=True):
+        shapes = _shapes(segment, at)
+        for op in segment.ops:
+            if op.kind is None:
+                continue
+            flops += count * _flops(shapes, op)
+            sizes = _bytes(segment, op, at)
+            read, written = read + count * sizes[0], written + count * sizes[1]
+    assert flops == graph.flops
+    statistics = _widened(stored, counts, at)  # layer norm's are fp32 on a GPU, bf16 on the CPU
+    assert read == sum(op.bytes_read for op in graph.ops) + statistics[0]
+    assert written == sum(op.bytes_written for op in graph.ops) + statistics[1]
+
+
+def _widened(stored: Any, counts: list[int], at: dict[str, int]) -> tuple[int, int]:
+    """Bytes that layer norms' statistics take more in a table than on the CPU."""
+    read = written = 0
+    for segment, count in zip(stored.segments, counts, strict=True):
+        for op in segment.ops:
+            if op.name.startswith("aten.native_layer_norm"):
+                tensors = op.inputs[2:4] if "backward" in op.name else op.outputs[1:3]
+                more = 2 * count * sum(segment.tensors[t].elements.at(at) for t in tensors)
+                read, written = (read + more, written) if "backward" in op.name else (read, written + more)
+    return read, written
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_a_table_says_of_its_tensors_holds(family: str) -> None:
+    stored = stored_table(family)
+    assert read_table(write_table(stored)) == stored
+    for before, after in zip(stored.segments, stored.segments[1:], strict=False):
+        dims = [[s.tensors[t].dims for t in ends] for s, ends in ((before, before.leaves), (after, after.enters))]
+        assert dims[0] == dims[1]
+        back = [
+            [s.tensors[t].dims for t in ends] for s, ends in ((before, before.enters_back), (after, after.leaves_back))
+        ]
+        assert back[0] == back[1]
+    for segment in stored.segments:
+        made = {t for op in segment.ops for t in op.outputs} | set(segment.enters) | set(segment.enters_back)
+        for op in segment.ops:
+            for t in op.inputs:
+                assert t in made or segment.tensors[t].role in (Role.PARAMETER, Role.BUFFER, Role.INPUT, Role.CONSTANT)
+        parameters = [t for t in segment.tensors if t.role is Role.PARAMETER and t.name]
+        assert len(segment.gradients) == len(parameters)
+        for parameter, gradient in segment.gradients:
+            assert gradient is not None
+            assert segment.tensors[gradient].dims == segment.tensors[parameter].dims
+
+
+def _dims(segment: Segment, tensors: tuple[int, ...]) -> list[tuple[Size, ...]]:
+    return [segment.tensors[t].dims for t in tensors]
+
+
+def _parameters(table: ModelTable) -> int:
+    sizes = {**table.symbols, "s": 1, "b": 1}
+    return sum(
+        count * sum(int(segment.tensors[p].elements.at(sizes)) for p, _ in segment.gradients)
+        for segment, count in zip(table.segments, table.counts, strict=True)
+    )
+
+
+def test_a_module_has_a_table_in_its_batch() -> None:
+    with torch.device("meta"):
+        model = build_model("gpt", num_layers=3, dim=30, num_heads=6, max_seq_len=64)
+    tokens = torch.zeros(4, 21, dtype=torch.int64, device="meta")
+    table = module_table(model, {"tokens": tokens}, next_byte_loss, "own")
+    assert table.counts == (1, 3, 1)
+    assert [str(d) for d in table.segments[1].tensors[table.segments[1].enters[0]].dims] == ["b", "-1 + s", "30"]
+    assert table.tied == (((0, "tokens.weight"), (2, "head.weight")),)
+    assert _parameters(table) == sum(p.numel() for p in model.parameters()) + model.head.weight.numel()
+
+
+class _Halves(nn.Module):
+    """Takes another way for long inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return y.relu() if x.shape[1] < 40 else y.tanh()
+
+
+def test_other_operations_at_other_sizes_are_refused() -> None:
+    with pytest.raises(CaptureError, match=r"relu.*tanh"):
+        module_table(_Halves(), lambda b, s: torch.zeros(b, s, 4), lambda m, x: m(x).sum())
+
+
+def test_a_length_that_is_no_polynomial_is_refused() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x[:, : int(x.shape[1] ** 0.5)]).sum()
+
+    with pytest.raises(CaptureError, match="polynomial"):
+        module_table(nn.Linear(4, 4), lambda b, s: torch.zeros(b, s, 4), loss)
+
+
+def test_missing_sizes_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"v \(vocabulary\).*no v"):
+        family_table("gpt", layers=2, h=64, n=4)
+    with pytest.raises(ConfigError, match="did you mean 'llama'"):
+        family_table("lama", layers=2)
+    assert set(table_families()) == set(FAMILIES)

@@ -71,7 +71,7 @@ class Collective:
 
     Attributes:
         op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send".
-        axis: Axis of the layout whose ranks take part: "tp", "cp", "ep", "dp", "pp", ...
+        axis: Axis of the layout whose ranks take part: "tp", "cp", "ep", "etp" (tp ranks that share an expert), "dp", "pp".
         size_bytes: Of the whole tensor: what each rank holds before a reduction, after an all-gather; for an
             all-to-all what one rank sends in all, its own part included; for a send what is sent.
     """
@@ -131,6 +131,8 @@ class RankSegment:
         saved: Local tensors kept from forward to backward when nothing is recomputed.
         parameter_elements: Of this rank, by name of the axes over which they are still replicated ("dp" for those of
             every data-parallel rank, "dp/ep" for an expert's, whose data-parallel group is smaller).
+        summed_elements: Of those, elements of which each tp rank has a part of the gradient's sum: what is whole on
+            all of them but worked on cut tokens or heads (norms with sequence parallel).
     """
 
     name: str
@@ -140,3 +142,4 @@ class RankSegment:
     leaves: tuple[int, ...]
     saved: tuple[int, ...]
     parameter_elements: dict[str, int] = field(default_factory=lambda: {})
+    summed_elements: int = 0

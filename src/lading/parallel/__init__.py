@@ -1,0 +1,1 @@
+"""From a table and a layout to what each rank runs."""

@@ -1,0 +1,153 @@
+"""Choose: which atoms of a segment are cut over which axis of a layout.
+
+A weight whose input is whole is cut by columns: along the outermost atom of its result that nothing needs whole and
+that a later product contracts, or a loss over the vocabulary exchanges (heads before head size; within each part of a
+fused product). The product that contracts a cut atom is then cut by rows without a choice of its own. An embedding of
+tokens is cut by its vocabulary, experts by their number and within. What enters and leaves a segment is whole, but for
+its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from lading.ir.graph import OpKind, Phase, Role
+from lading.ir.table import TableOp
+from lading.parallel.lineage import Lineage, base_name, product_operands, setting
+
+TENSOR, EXPERT_TENSOR, EXPERT, CONTEXT = "tp", "etp", "ep", "cp"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What of a layout decides how a segment is cut; degrees do not, beyond being more than 1.
+
+    Attributes:
+        tp, cp, ep, etp: Whether the axis has more than one rank (``etp`` cuts an expert itself).
+        sp: Tokens are cut over tp ranks wherever nothing else is.
+        cp_comm: "ring", "all_gather" or "all_to_all".
+        regather: Backward gathers tokens again for gradients of weights instead of keeping what forward gathered.
+    """
+
+    tp: bool = False
+    cp: bool = False
+    ep: bool = False
+    etp: bool = False
+    sp: bool = False
+    cp_comm: str = "ring"
+    regather: bool = True
+
+
+@dataclass
+class Choice:
+    """Axis of each cut atom; ``kv`` are heads of keys that fewer query heads share, ``words`` vocabularies.
+
+    ``experts`` are numbers of experts, cut or not; ``heads`` are query heads.
+    """
+
+    axis: dict[int, str] = field(default_factory=lambda: {})
+    kv: set[int] = field(default_factory=set[int])
+    words: set[int] = field(default_factory=set[int])
+    experts: set[int] = field(default_factory=set[int])
+    heads: set[int] = field(default_factory=set[int])
+
+
+def is_token(found: Lineage, atom: int) -> bool:
+    """Whether an atom runs over the tokens of a sequence (or of all sequences)."""
+    return "s" in found.atoms.size(atom).symbols
+
+
+def choose(found: Lineage, axes: Axes) -> Choice:
+    """Walk forward once."""
+    choice, segment = Choice(), found.segment
+    borders = (*segment.enters, *segment.leaves)
+    border = {leaf for tensor in borders for leaf in found.leaves(tensor)}
+    ends = _ends(found, choice)
+    parameters = {t.storage for t in segment.tensors if t.role is Role.PARAMETER}
+    for op in segment.ops:
+        if op.phase is Phase.BACKWARD:
+            continue
+        if op.kind is OpKind.MATMUL:
+            _choose_product(found, op, axes, choice, (border, ends, parameters))
+        elif base_name(op.name) == "embedding" and axes.tp:
+            _choose_embedding(found, op, choice, border)
+    return choice
+
+
+def _choose_embedding(found: Lineage, op: TableOp, choice: Choice, border: set[int]) -> None:
+    weight, index = op.inputs[:2]
+    words = found.atoms.leaves(found.dims[weight][0])
+    if any(is_token(found, leaf) for leaf in found.leaves(index)) and not border & set(words) and len(words) == 1:
+        choice.axis[words[0]] = TENSOR
+        choice.words.add(words[0])
+
+
+def _ends(found: Lineage, choice: Choice) -> set[int]:
+    """Atoms that are contracted with a weight, exchanged by a loss, or shared heads of attention."""
+    ends: set[int] = set()
+    segment = found.segment
+    parameters = {t.storage for t in segment.tensors if t.role is Role.PARAMETER}
+    for op in segment.ops:
+        if op.phase is Phase.BACKWARD:
+            continue
+        if op.kind is OpKind.MATMUL:
+            for place in product_operands(op, [len(found.dims[t]) for t in op.inputs]):
+                if segment.tensors[op.inputs[place]].storage in parameters:
+                    result = set(found.leaves(op.outputs[0]))
+                    ends.update(leaf for leaf in found.leaves(op.inputs[place]) if leaf not in result)
+        elif op.kind is OpKind.ATTENTION:
+            queries, keys = (found.atoms.leaves(found.dims[t][1]) for t in op.inputs[:2])
+            ends.update(keys)
+            choice.kv.update(set(keys) - set(queries))
+            choice.heads.update(queries)
+        elif base_name(op.name) == "_log_softmax":
+            words = found.atoms.leaves(found.dims[op.outputs[0]][cast(int, setting(op, "dim"))])
+            ends.update(words)
+            choice.words.update(words)
+    return ends
+
+
+def _choose_product(
+    found: Lineage, op: TableOp, axes: Axes, choice: Choice, known: tuple[set[int], set[int], set[int]]
+) -> None:
+    border, ends, parameters = known
+    places = product_operands(op, [len(found.dims[t]) for t in op.inputs])
+    weights = [op.inputs[p] for p in places if found.segment.tensors[op.inputs[p]].storage in parameters]
+    if len(weights) != 1:
+        return
+    weight, grouped = weights[0], base_name(op.name) == "_grouped_mm"
+    if grouped:
+        group = found.atoms.leaves(found.dims[weight][0])
+        choice.experts.update(group)
+        if axes.ep:
+            choice.axis.update(dict.fromkeys(group[:1], EXPERT))
+    axis = EXPERT_TENSOR if grouped else TENSOR
+    if not (axes.etp if grouped else axes.tp):
+        return
+    taken = {leaf for leaf, on in choice.axis.items() if on == axis}
+    if taken & {*found.leaves(weight), *found.leaves(op.outputs[0])}:
+        return
+    result = set(found.leaves(op.outputs[0]))
+    for leaf in found.leaves(weight):
+        if leaf in result and (cut := _cuttable(found, leaf, border, ends)):
+            choice.axis.update(dict.fromkeys(cut, axis))
+            return
+
+
+def _cuttable(found: Lineage, leaf: int, border: set[int], ends: set[int]) -> list[int]:
+    """The atom, or one in each of its parts; none if it has to stay whole."""
+    if found.atoms.is_whole(leaf) or leaf in border or is_token(found, leaf):
+        return []
+    parts = found.atoms.parts(leaf)
+    if not parts:
+        return [leaf] if leaf in ends else []
+    chosen: list[int] = []
+    for part in parts:
+        first: list[int] = []
+        for atom in found.atoms.leaves(part):
+            first = first or _cuttable(found, atom, border, ends)
+        if not first:
+            return []
+        chosen.extend(first)
+    return chosen

@@ -1,0 +1,457 @@
+"""Cut: a segment as one rank of a layout runs it, still without numbers: which collectives stand where.
+
+Each activation is whole, cut along an atom (heads, columns, vocabulary), or, with sequence parallel, cut along its
+tokens. An operation on cut atoms needs the tokens of its other inputs whole: they are gathered. A result in which a
+cut atom is summed away is a partial sum: it is reduced, or scattered to tokens, where the first operation needs it that
+is not linear. Backward goes by the same rules, as gradients have the atoms of what they are gradients of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from lading.ir.graph import OpKind, Phase, Role
+from lading.ir.sizes import Size
+from lading.ir.table import Segment, TableOp
+from lading.ir.work import Stage
+from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, Choice, choose, is_token
+from lading.parallel.lineage import PRODUCTS, Lineage, base_name, lineage, product_operands
+from lading.parallel.shapes import Lengths
+from lading.parallel.specs import CutKernel, CutParameter, CutSegment, CutTensor, Spec
+
+#: A partial sum may pass through these: the sum of results is the result of sums.
+_LINEAR = frozenset(["add", "sub", "neg", "clone", "cat", "mul", "div"])
+_FREE = frozenset({Role.PARAMETER, Role.BUFFER, Role.INPUT, Role.CONSTANT})
+
+
+class _Itself:
+    """A segment by identity: comparing two takes longer than cutting needs to be fast."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+    def __hash__(self) -> int:
+        return id(self.segment)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.segment is self.segment
+
+
+def cut(segment: Segment, axes: Axes) -> CutSegment:
+    """Cut a segment over the axes that have more than one rank; done once for each segment and axes.
+
+    Raises:
+        ConfigError: an operation cannot be cut this way; names it.
+    """
+    return _cut(_Itself(segment), axes)
+
+
+@lru_cache(maxsize=4096)
+def _cut(itself: _Itself, axes: Axes) -> CutSegment:
+    return _Cutter(itself.segment, axes).run()
+
+
+@dataclass(slots=True)
+class _State:
+    """Where a storage's value is: ``tag`` of its present copy, how it is cut, and over which axis it is a partial sum.
+
+    ``slot`` is the operation that made it; what is ``free`` every rank can make whole or in part by itself.
+    """
+
+    tag: str = ""
+    scattered: bool = False
+    away: bool = False
+    partial: str = ""
+    slot: int = -1
+    tensor: int = -1
+    free: bool = False
+
+
+@dataclass
+class _Cutter:
+    segment: Segment
+    axes: Axes
+    found: Lineage = field(init=False)
+    choice: Choice = field(init=False)
+    lengths: Lengths = field(init=False)
+    tensors: list[CutTensor] = field(default_factory=lambda: [])
+    slots: list[list[CutKernel]] = field(default_factory=lambda: [])
+    states: dict[int, _State] = field(default_factory=lambda: {})
+    summed: set[int] = field(default_factory=set[int])
+
+    def __post_init__(self) -> None:
+        self.found = lineage(self.segment)
+        self.choice = choose(self.found, self.axes)
+        self.lengths = Lengths(self.found, self.choice, self.axes.cp)
+        self._local: dict[tuple[int, str, bool], int] = {}
+        self._storages: dict[tuple[int, str], int] = {}
+        self._copies: dict[tuple[int, str, bool], str] = {}
+        self._to_inputs = _leading_to(self.segment)
+        self._gradients = {self.segment.tensors[g].storage for _, g in self.segment.gradients if g is not None}
+        self._makers = _makers(self.segment)
+
+    def run(self) -> CutSegment:
+        segment, sp = self.segment, self.axes.sp
+        for tensor in (*segment.enters, *segment.enters_back):
+            self._state(tensor).scattered = sp and self._has_tokens(tensor)
+        for index, op in enumerate(segment.ops):
+            self.slots.append([])
+            if op.kind is not None:
+                self._run(index, op)
+        self.slots.append([])
+        leaves = tuple(self._border(tensor) for tensor in (*segment.leaves, *segment.leaves_back))
+        enters = tuple(self.local(tensor) for tensor in segment.enters)
+        return CutSegment(
+            name=segment.name,
+            lengths=tuple(self.lengths.lengths),
+            tensors=tuple(self.tensors),
+            kernels=_staged([kernel for slot in self.slots for kernel in slot], self.tensors),
+            enters=enters,
+            leaves=leaves[: len(segment.leaves)],
+            saved=self._saved(),
+            parameters=self._parameters(),
+        )
+
+    def _border(self, tensor: int) -> int:
+        """What leaves has its tokens cut with sequence parallel, and is no partial sum."""
+        return self.want(tensor, len(self.segment.ops), scattered=self.axes.sp)
+
+    # What is known of a tensor.
+
+    def _cut_axes(self, tensor: int) -> set[str]:
+        found = {self.choice.axis.get(leaf, "") for leaf in self._atoms_of(tensor)} - {""}
+        return found
+
+    def _atoms_of(self, tensor: int) -> set[int]:
+        """Its atoms, those within parts too."""
+        found: set[int] = set()
+        todo = list(self.found.leaves(tensor))
+        while todo:
+            leaf = todo.pop()
+            found.add(leaf)
+            for part in self.found.atoms.parts(leaf):
+                todo.extend(self.found.atoms.leaves(part))
+        return found
+
+    def _has_tokens(self, tensor: int) -> bool:
+        return any(is_token(self.found, leaf) for leaf in self._atoms_of(tensor))
+
+    def _state(self, tensor: int) -> _State:
+        return self.states.setdefault(self.segment.tensors[tensor].storage, _State())
+
+    def _is_free(self, tensor: int) -> bool:
+        return self.segment.tensors[tensor].role in _FREE or self._state(tensor).free
+
+    def _ranks_cut(self, tensor: int) -> bool:
+        """Cut over the ranks that would cut its tokens."""
+        return bool(self._cut_axes(tensor) & {TENSOR, EXPERT_TENSOR})
+
+    # Local tensors.
+
+    def local(self, tensor: int) -> int:
+        """The present copy of a tensor."""
+        state = self._state(tensor)
+        return self._place(tensor, state.tag, state.scattered and self._has_tokens(tensor))
+
+    def _place(self, tensor: int, tag: str, scattered: bool) -> int:
+        key = (tensor, tag, scattered)
+        if key not in self._local:
+            mine = self.segment.tensors[tensor]
+            persistent = mine.role is Role.PARAMETER and self._makers.get(mine.storage, tensor) == tensor
+            dims = self.lengths.of(tensor, scattered=scattered, persistent=persistent)
+            storage = self._storages.setdefault((mine.storage, tag), len(self._storages))
+            repeats = tuple(getattr(mine, "repeats", ()))
+            self._local[key] = len(self.tensors)
+            self.tensors.append(CutTensor(storage, mine.dtype, dims, mine.role, mine.name, repeats))
+        return self._local[key]
+
+    def _new(self, dtype: str, dims: tuple[int, ...], role: Role) -> int:
+        """A local tensor that the segment does not have: statistics that ranks exchange."""
+        key = (-1 - len(self.tensors), "")
+        self.tensors.append(CutTensor(self._storages.setdefault(key, len(self._storages)), dtype, dims, role, "", ()))
+        return len(self.tensors) - 1
+
+    # Collectives.
+
+    def want(self, tensor: int, slot: int, *, scattered: bool | None = None, stage: Stage = Stage.FORWARD) -> int:
+        """The copy of a tensor that an operation needs, after a collective if it is not there yet.
+
+        Args:
+            slot: The operation that needs it.
+            scattered: Tokens cut, or whole; None as it is.
+        """
+        self._settle(tensor)
+        state = self._state(tensor)
+        if not self._has_tokens(tensor) or self._ranks_cut(tensor) or scattered is None:
+            return self.local(tensor)
+        if self._is_free(tensor):
+            return self._place(tensor, state.tag, scattered)
+        if state.scattered and not scattered:
+            return self._gathered(tensor, slot, stage)
+        return self._place(tensor, state.tag, scattered)
+
+    def _whole_view(self, tensor: int) -> int:
+        """The tensor that made the storage, if this is a view of all of it; otherwise the tensor itself."""
+        maker = self._makers.get(self.segment.tensors[tensor].storage, tensor)
+        same = _product(self.segment.tensors[maker].dims) == _product(self.segment.tensors[tensor].dims)
+        return maker if same else tensor
+
+    def _gathered(self, tensor: int, slot: int, stage: Stage) -> int:
+        state, whole = self._state(tensor), self._whole_view(tensor)
+        again = stage is not Stage.FORWARD and self.axes.regather
+        key = (whole, state.tag, again)
+        if key not in self._copies:
+            tag = f"{state.tag}gathered{whole}{'again' if again else ''}"
+            self._copies[key] = tag
+            axis = EXPERT_TENSOR if state.away else TENSOR
+            source, made = self._place(whole, state.tag, True), self._place(whole, tag, False)
+            self._collect(slot, "all_gather", axis, source, made, made, stage)
+        return self._place(tensor, self._copies[key], False)
+
+    def _collect(self, slot: int, op: str, axis: str, source: int, made: int, size: int, stage: Stage) -> None:
+        """``size`` is the tensor whose bytes the collective has."""
+        module = self.segment.ops[min(slot, len(self.segment.ops) - 1)].module
+        spec = Spec("collective", (size,), op=op, axis=axis)
+        self.slots[slot].append(
+            CutKernel(op, None, stage, module, self.tensors[size].dtype, (source,), (made,), (), spec)
+        )
+
+    def _settle(self, tensor: int) -> None:
+        """Reduce a partial sum, right behind the operation that made it."""
+        state = self._state(tensor)
+        if not state.partial:
+            return
+        axis, maker = state.partial, state.tensor
+        source = self._place(maker, state.tag, False)
+        state.partial, state.tag = "", f"{state.tag}reduced"
+        state.scattered = self.axes.sp and self._has_tokens(maker)
+        made = self._place(maker, state.tag, state.scattered)
+        op = "reduce_scatter" if state.scattered else "all_reduce"
+        stage = self._stage(state.slot, self.segment.ops[state.slot])
+        self._collect(state.slot, op, axis, source, made, source, stage)
+
+    def _stage(self, slot: int, op: TableOp) -> Stage:
+        if op.phase is not Phase.BACKWARD:
+            return Stage.FORWARD
+        return Stage.BACKWARD_INPUT if slot in self._to_inputs else Stage.BACKWARD_WEIGHT
+
+    # Operations.
+
+    def _run(self, slot: int, op: TableOp) -> None:
+        stage = self._stage(slot, op)
+        if self._stays_partial(slot, op):
+            return
+        for tensor in op.inputs:
+            self._settle(tensor)
+        away = self._travel(slot, op, stage)
+        tensors = (*op.inputs, *op.outputs, *op.mutates)
+        cut_op = any(self._ranks_cut(tensor) for tensor in tensors)
+        scattered = not cut_op and self._goes_scattered(op)
+        inputs = tuple(self.want(t, slot, scattered=scattered, stage=stage) for t in op.inputs)
+        for tensor in op.outputs:
+            self._made(tensor, slot, scattered, away)
+            self._state(tensor).free = self._makes_free(op)
+        if base_name(op.name) == "_log_softmax" and self._exchanges(op):
+            self._exchange(slot, op, inputs[0], 2)
+        self._emit(slot, op, stage, inputs)
+        if base_name(op.name) == "nll_loss_forward" and cut_op:
+            return self._exchange(slot, op, inputs[0], 1)
+        for tensor in (*op.outputs, *op.mutates):
+            self._mark(tensor, op, stage, scattered)
+        return None
+
+    def _makes_free(self, op: TableOp) -> bool:
+        return all(self._is_free(t) and self.segment.tensors[t].role is not Role.PARAMETER for t in op.inputs)
+
+    def _made(self, tensor: int, slot: int, scattered: bool, away: bool) -> None:
+        self.states[self.segment.tensors[tensor].storage] = _State(
+            scattered=scattered and self._has_tokens(tensor), away=away, slot=slot, tensor=tensor
+        )
+
+    def _mark(self, tensor: int, op: TableOp, stage: Stage, scattered: bool) -> None:
+        """Whether a result is each rank's part of a sum."""
+        if self._ranks_cut(tensor):
+            return
+        storage, tokens = self.segment.tensors[tensor].storage, self._has_tokens(tensor)
+        partial = TENSOR if scattered and not tokens else self._lost(op, tensor)
+        inherited = any(self.segment.tensors[t].storage in self.summed for t in op.inputs)
+        if not partial and not inherited:
+            return
+        if storage in self._gradients or (stage is Stage.BACKWARD_WEIGHT and not tokens):
+            self.summed.add(storage)  # with the other gradients of parameters, at the end of the step
+        elif partial:
+            self._state(tensor).partial = partial
+
+    def _lost(self, op: TableOp, tensor: int) -> str:
+        """Axis whose cut atoms an input has and the result does not."""
+        after = self._atoms_of(tensor)
+        for source in op.inputs:
+            for atom in self._atoms_of(source) - after:
+                if self.choice.axis.get(atom, EXPERT) != EXPERT:
+                    return self.choice.axis[atom]
+        return ""
+
+    def _goes_scattered(self, op: TableOp) -> bool:
+        """With sequence parallel an operation on no cut atom works on cut tokens, unless a value it needs is whole."""
+        if not self.axes.sp:
+            return False
+        tensors = [t for t in op.inputs if self._has_tokens(t)]
+        if not tensors:
+            return any(self._has_tokens(t) for t in op.outputs)
+        if any(self._state(t).scattered for t in tensors if not self._is_free(t)):
+            return True
+        return all(self._is_free(t) for t in tensors)
+
+    def _stays_partial(self, slot: int, op: TableOp) -> bool:
+        """Run a linear operation on partial sums; only where all its inputs are."""
+        base = base_name(op.name)
+        states = [self._state(t) for t in op.inputs]
+        if base not in _LINEAR or op.mutates or not states or not all(s.partial for s in states):
+            return False
+        if len({s.partial for s in states}) > 1 or (base in ("mul", "div") and len(states) > 1):
+            return False
+        inputs = tuple(self._place(t, self._state(t).tag, False) for t in op.inputs)
+        for tensor in op.outputs:
+            self._made(tensor, slot, False, states[0].away)
+            self._state(tensor).partial = states[0].partial
+        self._emit(slot, op, self._stage(slot, op), inputs)
+        return True
+
+    def _exchanges(self, op: TableOp) -> bool:
+        return bool({leaf for leaf in self.choice.words if leaf in self.choice.axis} & self._atoms_of(op.outputs[0]))
+
+    def _exchange(self, slot: int, op: TableOp, source: int, times: int) -> None:
+        """All-reduces of one number a token: maximum and sum of scores, or the target's score."""
+        rows = tuple(
+            place
+            for place, dim in zip(self.tensors[source].dims, self.found.dims[op.inputs[0]], strict=True)
+            if not any(leaf in self.choice.axis for leaf in self.found.atoms.leaves(dim))
+        )
+        for _ in range(times):
+            made = self._new(self.tensors[source].dtype, rows, Role.ACTIVATION)
+            self._collect(slot, "all_reduce", TENSOR, source, made, made, Stage.FORWARD)
+
+    def _travel(self, slot: int, op: TableOp, stage: Stage) -> bool:
+        """Experts on other ranks: rows go there before a grouped product and come back before the tokens' order."""
+        rows = self._rows(op)
+        if not self.choice.experts or not self.axes.ep:
+            return False
+        grouped = base_name(op.name) == "_grouped_mm"
+        stays = all(rows & self._atoms_of(t) for t in op.outputs) if rows else False
+        away = grouped or (stays and any(self._state(t).away for t in op.inputs))
+        for tensor in op.inputs:
+            state = self._state(tensor)
+            if self._is_free(tensor) or not self._has_tokens(tensor) or state.away == away or not rows:
+                continue
+            if not rows & self._atoms_of(tensor):
+                continue
+            self._move(tensor, slot, away, stage)
+        return away
+
+    def _rows(self, op: TableOp) -> set[int]:
+        return self._routed & {atom for t in op.inputs for atom in self._atoms_of(t)}
+
+    @cached_property
+    def _routed(self) -> set[int]:
+        """Atoms of the rows of grouped products."""
+        found: set[int] = set()
+        for op in self.segment.ops:
+            if base_name(op.name) == "_grouped_mm" and op.phase is not Phase.BACKWARD:
+                found.update(self.found.atoms.leaves(self.found.dims[op.inputs[0]][0]))
+        return found
+
+    def _move(self, tensor: int, slot: int, away: bool, stage: Stage) -> None:
+        state, whole = self._state(tensor), self._whole_view(tensor)
+        scattered = state.scattered
+        source = self._place(whole, state.tag, scattered)
+        state.tag, state.away = f"{state.tag}{'sent' if away else 'back'}", away
+        made = self._place(whole, state.tag, scattered)
+        self._collect(slot, "all_to_all", EXPERT, source, made, source, stage)
+
+    def _emit(self, slot: int, op: TableOp, stage: Stage, inputs: tuple[int, ...]) -> None:
+        outputs = tuple(self.local(t) for t in op.outputs)
+        mutates = tuple(self.local(t) for t in op.mutates)
+        spec = self._spec(op, inputs, outputs)
+        made = next((self.tensors[t].dtype for t in (*outputs, *mutates)), "float32")
+        dtype = self.tensors[spec.tensors[0]].dtype if spec and spec.form != "collective" else made
+        kernel = CutKernel(op.name, op.kind, stage, op.module, dtype, inputs, outputs, mutates, spec, op.settings)
+        self.slots[slot].append(kernel)
+
+    def _spec(self, op: TableOp, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Spec | None:
+        base = base_name(op.name)
+        if op.kind is OpKind.ATTENTION:
+            first = 1 if "backward" in op.name else 0
+            return Spec("attention", inputs[first : first + 3], axis=CONTEXT if self.axes.cp else "")
+        if op.kind is not OpKind.MATMUL or base not in PRODUCTS:
+            return None
+        places = product_operands(op, [len(self.tensors[t].dims) for t in inputs])
+        form = {"_grouped_mm": "grouped", "linear": "linear"}.get(base, "product")
+        return Spec(form, (*(inputs[p] for p in places), outputs[0]))
+
+    # What is left at the end.
+
+    def _saved(self) -> tuple[int, ...]:
+        """One local tensor of each storage that forward makes, or is given, and backward reads."""
+        kernels = [kernel for slot in self.slots for kernel in slot]
+        before = {self.tensors[self.local(t)].storage for t in self.segment.enters}
+        for kernel in kernels:
+            if kernel.stage is Stage.FORWARD:
+                before.update(self.tensors[t].storage for t in (*kernel.inputs, *kernel.outputs, *kernel.mutates))
+        found: dict[int, int] = {}
+        for kernel in kernels:
+            for t in kernel.inputs if kernel.stage is not Stage.FORWARD else ():
+                mine = self.tensors[t]
+                if mine.storage in before and mine.role in (Role.ACTIVATION, Role.INPUT, Role.WORKSPACE):
+                    found.setdefault(mine.storage, t)
+        return tuple(found.values())
+
+    def _parameters(self) -> tuple[CutParameter, ...]:
+        """Each parameter once; heads that stand on more than one rank have gradients to be summed as well."""
+        found: list[CutParameter] = []
+        for tensor, gradient in self.segment.gradients:
+            leaves = self._atoms_of(tensor)
+            summed = gradient is not None and self.segment.tensors[gradient].storage in self.summed
+            is_expert = bool(leaves & self.choice.experts)
+            found.append(CutParameter(self._place(tensor, "", False), is_expert, summed, gradient is not None))
+        return tuple(found)
+
+
+def _product(dims: tuple[Size, ...]) -> Size:
+    total = Size.of(1)
+    for size in dims:
+        total = total * size
+    return total
+
+
+def _staged(kernels: list[CutKernel], tensors: list[CutTensor]) -> tuple[CutKernel, ...]:
+    """A collective that gradients of activations wait for belongs to them, whoever asked first."""
+    awaited = {tensors[t].storage for k in kernels if k.stage is Stage.BACKWARD_INPUT for t in k.inputs}
+    return tuple(
+        dataclasses.replace(k, stage=Stage.BACKWARD_INPUT)
+        if k.stage is Stage.BACKWARD_WEIGHT and k.kind is None and tensors[k.outputs[0]].storage in awaited
+        else k
+        for k in kernels
+    )
+
+
+def _makers(segment: Segment) -> dict[int, int]:
+    """Of each storage the tensor that is not a view: an operation's result, or what was there before."""
+    views = {t for op in segment.ops if op.kind is None for t in op.outputs}
+    found: dict[int, int] = {}
+    for index, tensor in enumerate(segment.tensors):
+        if index not in views:
+            found.setdefault(tensor.storage, index)
+    return found
+
+
+def _leading_to(segment: Segment) -> frozenset[int]:
+    """Operations of backward on whose results the gradients of what entered depend."""
+    needed, found = set(segment.leaves_back), set[int]()
+    for index in range(len(segment.ops) - 1, -1, -1):
+        op = segment.ops[index]
+        if op.phase is Phase.BACKWARD and needed & {*op.outputs, *op.mutates}:
+            needed.update(op.inputs)
+            found.add(index)
+    return frozenset(found)

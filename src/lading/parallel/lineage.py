@@ -1,0 +1,414 @@
+"""Lineage: which dims of a segment's tensors run along each other, by rules per class of operation.
+
+The rules hold for backward as for forward: a gradient gets the dims of what it is the gradient of because the
+operations that make it say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from lading.errors import ConfigError
+from lading.ir.graph import OpKind, Phase
+from lading.ir.sizes import Size
+from lading.ir.table import Segment, TableOp
+from lading.parallel.atoms import ONE, Atoms
+
+Dim = tuple[int, ...]
+Dims = tuple[Dim, ...]
+
+SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"})
+NORMS = frozenset(
+    ["native_layer_norm", "_fused_rms_norm", "native_layer_norm_backward", "_fused_rms_norm_backward", "rms_norm"]
+)
+_VIEWS = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "_reshape_alias",
+        "unsqueeze",
+        "squeeze",
+        "flatten",
+        "unflatten",
+        "alias",
+        "detach",
+    ]
+)
+PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm"])
+
+
+@dataclass
+class Lineage:
+    """Dims of every tensor of a segment, in atoms; ``unknown`` are operations of which nothing is known."""
+
+    segment: Segment
+    atoms: Atoms
+    dims: list[Dims]
+    unknown: list[str]
+
+    def leaves(self, tensor: int) -> tuple[int, ...]:
+        """Atoms of all its dims."""
+        return tuple(leaf for dim in self.dims[tensor] for leaf in self.atoms.leaves(dim))
+
+
+def base_name(name: str) -> str:
+    """``aten.mm.default`` -> ``mm``; an in-place form counts as the plain one."""
+    parts = name.split(".")
+    base = parts[1] if len(parts) > 1 else parts[0]
+    return base if base.startswith("_") and base.rstrip("_") == "" else base.rstrip("_")
+
+
+def setting(op: TableOp, key: str) -> object:
+    """A setting, None if it has none of this name."""
+    return next((value for name, value in op.settings if name == key), None)
+
+
+def lineage(segment: Segment) -> Lineage:
+    """Follow the dims through all operations of a segment.
+
+    Raises:
+        ConfigError: an operation lacks a setting that says how its dims go on.
+    """
+    atoms = Atoms()
+    dims = [tuple(atoms.new(size) for size in tensor.dims) for tensor in segment.tensors]
+    found = Lineage(segment, atoms, dims, [])
+    for op in segment.ops:
+        _relate(found, op)
+    pairs = [(t, g) for t, g in segment.gradients if g is not None]
+    for groups in ((segment.leaves, segment.enters_back), (segment.enters, segment.leaves_back)):
+        if len(groups[0]) == len(groups[1]):
+            pairs.extend(zip(*groups, strict=True))
+    for tensor, gradient in pairs:
+        if segment.tensors[tensor].dims == segment.tensors[gradient].dims:
+            _same(found, tensor, gradient)
+    return found
+
+
+def _relate(found: Lineage, op: TableOp) -> None:
+    base = base_name(op.name)
+    if op.kind is OpKind.ATTENTION:
+        return _attention(found, op)
+    rule = _RULES.get(base)
+    if rule is None and base in PRODUCTS:
+        rule = _product
+    if rule is None and (base in SOFTMAXES or base.removesuffix("_backward_data") in SOFTMAXES):
+        rule = _softmax
+    if rule is None and base in NORMS:
+        rule = _norm
+    if rule is None and setting(op, "groups") is not None:
+        rule = _regroup
+    if rule is None and setting(op, "reduces") is not None:
+        rule = _reduce
+    (rule or _pointwise)(found, op)
+
+
+def _same(found: Lineage, left: int, right: int) -> None:
+    for a, b in zip(found.dims[left], found.dims[right], strict=True):
+        found.atoms.align(a, b)
+
+
+def _opaque(found: Lineage, op: TableOp) -> None:
+    """Nothing is known: every dim but those of tokens stays whole."""
+    for tensor in (*op.inputs, *op.outputs):
+        for dim in found.dims[tensor]:
+            found.atoms.keep_whole(dim)
+    if op.inputs:
+        found.unknown.append(op.name)
+
+
+def _pointwise(found: Lineage, op: TableOp) -> None:
+    """Inputs broadcast to the shape of the outputs."""
+    shapes = {found.segment.tensors[t].dims for t in op.outputs}
+    tensors = (*op.outputs, *op.mutates, *op.inputs)
+    shape = max((found.segment.tensors[t].dims for t in tensors), key=len, default=())
+    if any(len(s) != len(shape) for s in shapes) or not all(_broadcasts(found, t, shape) for t in tensors):
+        return _opaque(found, op)
+    frame: list[Dim] = [()] * len(shape)
+    for tensor in tensors:
+        dims = found.dims[tensor]
+        for place, dim in enumerate(dims, len(shape) - len(dims)):
+            if dim and frame[place]:
+                found.atoms.align(frame[place], dim)
+            frame[place] = frame[place] or dim
+
+
+def _broadcasts(found: Lineage, tensor: int, shape: tuple[Size, ...]) -> bool:
+    dims = found.segment.tensors[tensor].dims
+    return all(
+        mine in (ONE, other) or other == ONE for mine, other in zip(reversed(dims), reversed(shape), strict=False)
+    )
+
+
+def _flat(found: Lineage, tensor: int, places: tuple[int, ...]) -> Dim:
+    return tuple(atom for place in places for atom in found.dims[tensor][place])
+
+
+def _regroup(found: Lineage, op: TableOp) -> None:
+    groups = cast("tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]", _needed(op, "groups"))
+    expands = cast("tuple[int, ...]", setting(op, "expands") or ())
+    for before, after in groups:
+        if not set(after) & set(expands):
+            found.atoms.align(_flat(found, op.inputs[0], before), _flat(found, op.outputs[0], after))
+
+
+def _permute(found: Lineage, op: TableOp) -> None:
+    for place, source in enumerate(cast("tuple[int, ...]", _needed(op, "dims"))):
+        found.atoms.align(found.dims[op.outputs[0]][place], found.dims[op.inputs[0]][source])
+
+
+def _needed(op: TableOp, key: str) -> object:
+    value = setting(op, key)
+    if value is None:
+        raise ConfigError(f"expected setting {key!r} of {op.name} in {op.module!r}, got {dict(op.settings)}")
+    return value
+
+
+def _others_along(found: Lineage, left: int, right: int, dim: int, *, dropped: bool = False) -> None:
+    """All dims but ``dim`` run along each other; with ``dropped`` the right one does not have ``dim``."""
+    mine = [d for place, d in enumerate(found.dims[left]) if place != dim]
+    other = [d for place, d in enumerate(found.dims[right]) if dropped or place != dim]
+    for a, b in zip(mine, other, strict=True):
+        found.atoms.align(a, b)
+
+
+def _cut(found: Lineage, op: TableOp) -> None:
+    """Slice, select and their backwards: a dim of another length is another dim, and its source stays whole."""
+    dim, (source,), (result,) = cast(int, _needed(op, "dim")), op.inputs[:1], op.outputs[:1]
+    ranks = len(found.dims[source]), len(found.dims[result])
+    if ranks[0] != ranks[1]:
+        long, short = (source, result) if ranks[0] > ranks[1] else (result, source)
+        _others_along(found, long, short, dim, dropped=True)
+        return found.atoms.keep_whole(found.dims[long][dim])
+    _others_along(found, source, result, dim)
+    if found.segment.tensors[source].dims[dim] == found.segment.tensors[result].dims[dim]:
+        return found.atoms.align(found.dims[source][dim], found.dims[result][dim])
+    for tensor in (source, result):
+        found.atoms.keep_whole(found.dims[tensor][dim])
+
+
+def _split(found: Lineage, op: TableOp) -> None:
+    dim = cast(int, _needed(op, "dim"))
+    whole, dropped = op.inputs[0], len(found.dims[op.outputs[0]]) < len(found.dims[op.inputs[0]])
+    for part in op.outputs:
+        _others_along(found, whole, part, dim, dropped=dropped)
+    if dropped:
+        return found.atoms.keep_whole(found.dims[whole][dim])
+    _one_after_another(found, whole, op.outputs, dim)
+
+
+def _cat(found: Lineage, op: TableOp) -> None:
+    dim = cast(int, _needed(op, "dim"))
+    for part in op.inputs:
+        _others_along(found, op.outputs[0], part, dim)
+    _one_after_another(found, op.outputs[0], op.inputs, dim)
+
+
+def _stack(found: Lineage, op: TableOp) -> None:
+    dim = cast(int, _needed(op, "dim"))
+    for part in op.inputs:
+        _others_along(found, op.outputs[0], part, dim, dropped=True)
+    found.atoms.keep_whole(found.dims[op.outputs[0]][dim])
+
+
+def _one_after_another(found: Lineage, whole: int, parts: tuple[int, ...], dim: int) -> None:
+    sizes = {found.segment.tensors[part].dims[dim] for part in parts}
+    dims = tuple(found.dims[part][dim] for part in parts)
+    if len(parts) == 1:
+        found.atoms.align(found.dims[whole][dim], dims[0])
+    elif len(sizes) == 1:
+        for other in dims[1:]:
+            found.atoms.align(dims[0], other)
+        count = found.atoms.new(Size.of(len(parts)))
+        found.atoms.keep_whole(count)
+        found.atoms.align(found.dims[whole][dim], (*count, *dims[0]))
+    else:
+        found.atoms.split_unevenly(found.dims[whole][dim], dims)
+
+
+def _reduce(found: Lineage, op: TableOp) -> None:
+    """Sums along dims; in forward a dim that is reduced stays whole (normalisation by hand, pooling)."""
+    reduces = cast("tuple[int, ...]", _needed(op, "reduces"))
+    source = found.dims[op.inputs[0]]
+    kept = [dim for place, dim in enumerate(source) if place not in reduces]
+    for result in op.outputs:
+        dims = found.dims[result]
+        if len(dims) == len(source):
+            dims = tuple(dim for place, dim in enumerate(dims) if place not in reduces)
+        for a, b in zip(kept, dims, strict=True):
+            found.atoms.align(a, b)
+    if op.phase is Phase.FORWARD:
+        for place in reduces:
+            found.atoms.keep_whole(source[place])
+
+
+def _softmax(found: Lineage, op: TableOp) -> None:
+    _pointwise(found, op)
+    if base_name(op.name).startswith("_log_softmax"):
+        return  # over the vocabulary: ranks exchange maxima and sums
+    found.atoms.keep_whole(found.dims[op.outputs[0]][cast(int, _needed(op, "dim"))])
+
+
+def _norm(found: Lineage, op: TableOp) -> None:
+    """Results like the input; statistics have its outer dims, weights its normalised ones."""
+    over = cast("tuple[int, ...]", _needed(op, "normalizes"))
+    frame = found.dims[op.inputs[0]]
+    for tensor in (*op.inputs[1:], *op.outputs):
+        dims = found.dims[tensor]
+        if len(dims) == len(frame):
+            pairs = list(zip(frame, dims, strict=True))
+        else:
+            pairs = list(zip([frame[place] for place in over], dims, strict=True))
+        for a, b in pairs:
+            if a and b:
+                found.atoms.align(a, b)
+    for place in over:
+        found.atoms.keep_whole(frame[place])
+
+
+def product_operands(op: TableOp, ranks: list[int]) -> tuple[int, int]:
+    """Places among the inputs of the two factors; ``ranks`` are of the inputs."""
+    base = base_name(op.name)
+    if base in ("addmm", "baddbmm"):
+        return (1, 2) if len(ranks) > 2 else (0, 0)
+    return (0, 1) if len(ranks) > 1 else (0, 0)
+
+
+def _product(found: Lineage, op: TableOp) -> None:
+    base, tensors = base_name(op.name), op.inputs
+    first, second = product_operands(op, [len(found.dims[t]) for t in tensors])
+    a, b, c = found.dims[tensors[first]], found.dims[tensors[second]], found.dims[op.outputs[0]]
+    align = found.atoms.align
+    if base == "linear":
+        align(a[-1], b[1])
+        align(c[-1], b[0])
+        for mine, other in zip(a[:-1], c[:-1], strict=True):
+            align(mine, other)
+        for bias in tensors[2:]:
+            align(found.dims[bias][0], c[-1])
+        return None
+    if base == "_grouped_mm":
+        return _grouped(found, a, b, c)
+    align(a[-1], b[-2])
+    align(a[-2], c[-2])
+    align(b[-1], c[-1])
+    if len(c) == 3:
+        align(a[0], c[0])
+        align(b[0], c[0])
+    if first:
+        bias = found.dims[tensors[0]]
+        for mine, other in zip(reversed(bias), reversed(c), strict=False):
+            if mine and other:
+                align(mine, other)
+    return None
+
+
+def _grouped(found: Lineage, a: Dims, b: Dims, c: Dims) -> None:
+    """Rows by expert: (R, k) by (e, k, n) -> (R, n), or (k, R) by (R, n) -> (e, k, n)."""
+    align = found.atoms.align
+    if len(b) == 3:
+        align(a[-1], b[1])
+        align(b[2], c[-1])
+        align(a[-2], c[-2])
+    else:
+        align(a[-1], b[-2])
+        align(a[-2], c[-2])
+        align(b[-1], c[-1])
+
+
+def _attention(found: Lineage, op: TableOp) -> None:
+    """(B, N, S, H) each; queries along the result, keys along values; the head size stays whole."""
+    backward = "backward" in op.name
+    q, k, v = (found.dims[t] for t in op.inputs[1 if backward else 0 :][:3])
+    like_query = [*op.outputs[:1], *(op.inputs[:1] if backward else ())]
+    align = found.atoms.align
+    for other in (k, v):
+        align(q[0], other[0])
+    align(k[1], v[1])
+    align(k[2], v[2])
+    align(q[3], k[3])
+    for dims in (q, k, v):
+        found.atoms.keep_whole(dims[3])
+    if backward:
+        for made, source in zip(op.outputs[:3], (q, k, v), strict=False):
+            for a, b in zip(found.dims[made], source, strict=True):
+                align(a, b)
+        like_query = [op.inputs[0]]
+        rest = op.inputs[4:]
+    else:
+        rest = op.outputs[1:]
+    for tensor in like_query:
+        dims = found.dims[tensor]
+        for a, b in zip(dims[:3], q[:3], strict=True):
+            align(a, b)
+        align(dims[3], v[3])
+    _attention_rest(found, rest, (q, v))
+
+
+def _attention_rest(found: Lineage, rest: tuple[int, ...], frames: tuple[Dims, Dims]) -> None:
+    """The result as backward reads it, (B, N, S, H), and the log of the sum of each row, (B, N, S)."""
+    q, v = frames
+    for tensor in rest:
+        dims, sizes = found.dims[tensor], found.segment.tensors[tensor].dims
+        if len(dims) < 3:
+            continue
+        for a, b in zip(dims[:3], q[:3], strict=True):
+            if a and b and found.segment.tensors[tensor].dims:
+                found.atoms.align(a, b)
+        if len(sizes) == 4:
+            found.atoms.align(dims[3], v[3])
+
+
+def _embedding(found: Lineage, op: TableOp) -> None:
+    weight, index = (found.dims[t] for t in op.inputs[:2])
+    out = found.dims[op.outputs[0]]
+    for a, b in zip((*index, weight[1]), out, strict=True):
+        found.atoms.align(a, b)
+
+
+def _embedding_backward(found: Lineage, op: TableOp) -> None:
+    grad, index = (found.dims[t] for t in op.inputs[:2])
+    made = found.dims[op.outputs[0]]
+    for a, b in zip(grad, (*index, made[1]), strict=True):
+        found.atoms.align(a, b)
+
+
+def _nll(found: Lineage, op: TableOp) -> None:
+    """Scores (T, V) and targets (T)."""
+    frames = [found.dims[t] for t in (*op.inputs, *op.outputs) if len(found.dims[t]) == 2]
+    targets = [found.dims[t] for t in (*op.inputs, *op.outputs) if len(found.dims[t]) == 1]
+    for frame in frames[1:]:
+        for a, b in zip(frames[0], frame, strict=True):
+            found.atoms.align(a, b)
+    for target in targets:
+        if target[0] and found.atoms.size(target[0][0]) == found.atoms.size(frames[0][0][0]):
+            found.atoms.align(frames[0][0], target[0])
+
+
+def _sort(found: Lineage, op: TableOp) -> None:
+    """Along one dim the order changes, or some are chosen; the other dims run on."""
+    dim, source = cast(int, setting(op, "dim") or 0), op.inputs[0]
+    for result in op.outputs:
+        if len(found.dims[result]) == len(found.dims[source]):
+            _others_along(found, source, result, dim)
+            found.atoms.keep_whole(found.dims[result][dim])
+    found.atoms.keep_whole(found.dims[source][dim])
+    for result in op.outputs[1:]:
+        _same(found, op.outputs[0], result)
+
+
+_RULES: dict[str, Callable[[Lineage, TableOp], None]] = {
+    **dict.fromkeys(_VIEWS, _regroup),
+    **dict.fromkeys(("expand",), _regroup),
+    **dict.fromkeys(("t", "transpose", "permute", "numpy_T", "mT", "movedim", "swapaxes"), _permute),
+    **dict.fromkeys(("slice", "select", "narrow", "slice_backward", "select_backward"), _cut),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind", "tensor_split"), _split),
+    "cat": _cat,
+    "stack": _stack,
+    "embedding": _embedding,
+    "embedding_dense_backward": _embedding_backward,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss_backward"), _nll),
+    **dict.fromkeys(("topk", "sort", "argsort"), _sort),
+}

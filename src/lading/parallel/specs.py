@@ -1,0 +1,85 @@
+"""Specs: a segment cut over the axes of a layout, without numbers; ``ranks`` fills them in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lading.ir.graph import OpKind, Role
+from lading.ir.work import Stage
+from lading.parallel.shapes import Length
+
+
+@dataclass(frozen=True, slots=True)
+class CutTensor:
+    """Local tensor; ``dims`` are places among the segment's lengths, ``repeats`` dims that take no memory."""
+
+    storage: int
+    dtype: str
+    dims: tuple[int, ...]
+    role: Role
+    name: str
+    repeats: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What an operation's cost needs beside bytes.
+
+    Attributes:
+        form: "product", "linear", "grouped", "attention" or "collective".
+        tensors: Local tensors: both factors and the result; query, key and value; or the one whose bytes are sent.
+        op: Of a collective.
+        axis: Of a collective, or "cp" for attention whose tokens are cut.
+    """
+
+    form: str
+    tensors: tuple[int, ...]
+    op: str = ""
+    axis: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CutKernel:
+    """As ``lading.ir.work.Kernel``; ``mutates`` are local tensors written in place."""
+
+    name: str
+    kind: OpKind | None
+    stage: Stage
+    module: str
+    dtype: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    mutates: tuple[int, ...] = ()
+    spec: Spec | None = None
+    settings: tuple[tuple[str, object], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CutParameter:
+    """A parameter of a rank.
+
+    Attributes:
+        tensor: Local tensor.
+        is_expert: One of many experts.
+        summed: Each tp rank has a part of its gradient's sum.
+        trained: It gets a gradient.
+    """
+
+    tensor: int
+    is_expert: bool
+    summed: bool
+    trained: bool
+
+
+@dataclass(frozen=True, eq=False)
+class CutSegment:
+    """A segment of one rank in lengths; ``saved`` are kept from forward to backward."""
+
+    name: str
+    lengths: tuple[Length, ...]
+    tensors: tuple[CutTensor, ...]
+    kernels: tuple[CutKernel, ...]
+    enters: tuple[int, ...]
+    leaves: tuple[int, ...]
+    saved: tuple[int, ...]
+    parameters: tuple[CutParameter, ...]

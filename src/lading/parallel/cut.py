@@ -103,6 +103,7 @@ class _Cutter:
         self.slots.append([])
         leaves = tuple(self._border(tensor) for tensor in (*segment.leaves, *segment.leaves_back))
         enters = tuple(self.local(tensor) for tensor in segment.enters)
+        parameters, saved = self._parameters(), self._saved()  # they may name tensors that no kernel does
         return CutSegment(
             name=segment.name,
             lengths=tuple(self.lengths.lengths),
@@ -110,8 +111,8 @@ class _Cutter:
             kernels=_staged([kernel for slot in self.slots for kernel in slot], self.tensors),
             enters=enters,
             leaves=leaves[: len(segment.leaves)],
-            saved=self._saved(),
-            parameters=self._parameters(),
+            saved=saved,
+            parameters=parameters,
         )
 
     def _border(self, tensor: int) -> int:

@@ -147,7 +147,7 @@ def check(lengths: tuple[Length, ...], sizes: Mapping[str, int], degrees: Mappin
     Raises:
         ConfigError: names the rule, what was found and the nearest degree that can be.
     """
-    for factors in {length.factors for length in lengths if length.factors}:
+    for factors in dict.fromkeys(length.factors for length in lengths if length.factors):
         tokens = [factor for factor in factors if factor.rule == TOKENS]
         if tokens:
             _check(

@@ -1,0 +1,73 @@
+"""Score a peer, or the constant reference, on published measurements, by the rules that Lading is scored by.
+
+python benchmarks/simulator/peers/run.py calculon --folder ../calculon --out benchmarks/simulator/peers/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from drive_calculon import Calculon
+from drive_llm_analysis import LlmAnalysis
+from drive_simumax import SimuMax
+
+from lading.ir.request import Predictor
+from lading.validate.constant import ConstantEfficiency
+from lading.validate.document import document_of
+from lading.validate.rows import read_rows
+from lading.validate.scoring import outcomes_of
+from lading.validate.show import show
+
+ROWS = Path(__file__).parents[2] / "validation"
+FILES = [ROWS / "measurements.jsonl", ROWS / "measurements_vtrain_single_node.jsonl"]
+PEERS = ("calculon", "llm-analysis", "simumax", "constant")
+
+
+def predictor_of(arguments: argparse.Namespace) -> Predictor:
+    """The peer that was asked for."""
+    if arguments.peer == "calculon":
+        return Calculon(arguments.folder)
+    if arguments.peer == "simumax":
+        return SimuMax(arguments.folder)
+    if arguments.peer == "llm-analysis":
+        return LlmAnalysis(arguments.efficiency)
+    return ConstantEfficiency()
+
+
+def trimmed(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with reasons counted instead of rows named, so that results stay short."""
+    reasons = Counter(skipped["reason"] for skipped in document["skipped"])
+    kept = ("rows", "rows_skipped", "step_time", "step_time_tier_b", "memory", "order", "order_any_batch", "worst")
+    return {"skipped": dict(reasons.most_common()), **{name: document[name] for name in kept}}
+
+
+def main() -> None:
+    """Print the scores; write them if a folder is given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("files", nargs="*", type=Path, default=FILES, help="measurements (default: all)")
+    parser.add_argument("--folder", type=Path, help="checkout of calculon or simumax")
+    parser.add_argument("--efficiency", type=float, default=0.5, help="of llm-analysis")
+    parser.add_argument("--out", type=Path, help="folder for results")
+    arguments = parser.parse_args()
+    if arguments.peer in ("calculon", "simumax") and not (arguments.folder and arguments.folder.is_dir()):
+        parser.error(f"--folder: expected a checkout of {arguments.peer}, got {arguments.folder}")
+    rows, notes = read_rows(arguments.files)
+    document = document_of(outcomes_of(rows, predictor_of(arguments)))
+    show(document, notes, Console(width=150, highlight=False))
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / f"{arguments.peer}.json").write_text(json.dumps(trimmed(document), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -152,7 +152,8 @@ MEASURED = [
     ("h200", "all_reduce", 8, 1 << 33, 365.6, False),
     ("h200", "all_gather", 8, 1 << 34, 361.4, True),
     ("h200", "all_reduce", 6, 1 << 33, 435.6, True),
-    ("b200", "all_reduce", 8, 1 << 33, 838.0, True),
+    ("b200", "all_reduce", 8, 1 << 30, 723.34, True),
+    ("b200", "all_reduce", 8, 1 << 33, 682.2, False),
     ("mi300x", "all_reduce", 8, 1 << 32, 312.9, True),
 ]
 

@@ -5,8 +5,9 @@ An algorithm takes ``latency + size * rate + fill(size)``. Latency: a launch, an
 Rate: what the narrowest link carries for each byte of the tensor: a ring of n ranks sends every byte 2 (n-1) / n times
 for an all-reduce, half of that for a gather or a scatter, over each link between neighbours; a tree twice over each;
 a switch that adds takes it once. Fill: chunks are sent through a pipeline; the best chunk makes the time of filling it
-2 sqrt(size * rate * depth), at most a largest chunk's. Protocols trade hops against bandwidth: LL sends a flag with
-every four bytes (half the rate, short hops), LL128 with every 120, Simple none (long hops).
+2 sqrt(size * rate * depth) with the rate inside a domain, at most a largest chunk's. Protocols trade hops against
+bandwidth: LL sends a flag with every four bytes (half the rate, short hops), LL128 with every 120, Simple none (long
+hops).
 Structure, hops and launches are those of NCCL's own tuning model (NVIDIA/nccl src/graph/tuning.cc @5067397c); what it
 does not know (fill, what NVSwitch reaches, all-to-all) is fitted in benchmarks/calibrate/collectives.py.
 
@@ -42,10 +43,12 @@ class Tuning:
         nvls_s, nvls_tree_s: Latency of an all-reduce in the switch; of each hop of the tree between such.
         nvls_ranks: Ranks from which the switch is used.
         nvls_loss: Ranks of the switch's bandwidth lost to the ranks' own sends.
+        nvls_tree_share: Of the switch's rate, what is left where a tree joins domains.
         net_overhead_s: Least time of a hop inside a node when the ring leaves it (a proxy posts every send).
         ring_plateau: Factor on a ring's latency across nodes with the Simple protocol.
         depth_s: By algorithm: hops in flight times the cost of a chunk ([Note: time of a collective]).
         fill_bytes: Bytes in flight at which filling the pipeline takes no longer.
+        fills: How much of that each protocol has: LL and LL128 send small chunks.
         p2p_s: Launch of sends and receives. ``peer_s``: each further peer of an all-to-all, by medium.
         p2p_share: Of a ring's bandwidth that pairwise sends reach, by medium.
         congestion: Share of a network's rate lost each time the domains double beyond two.
@@ -63,19 +66,21 @@ class Tuning:
     network_hop_s: float = 2.7e-6
     share: tuple[float, float, float] = (0.5, 0.92, 1.0)
     tree_share: tuple[float, float, float] = (0.26, 0.78, 0.92)
-    ll_cap: tuple[float, float] = (0.31, 0.07)
-    nvls_s: float = 25e-6
+    ll_cap: tuple[float, float] = (0.096, 0.07)
+    nvls_s: float = 17e-6
     nvls_tree_s: float = 20.9e-6
     nvls_ranks: int = 5
     nvls_loss: float = 0.55
+    nvls_tree_share: float = 0.87
     net_overhead_s: float = 1.0e-6
     ring_plateau: float = 1.4
-    depth_s: tuple[float, float, float] = (12e-6, 12e-6, 6e-6)
-    fill_bytes: float = 40e6
-    p2p_s: float = 14e-6
-    peer_s: tuple[float, float] = (0.5e-6, 1.5e-6)
-    p2p_share: tuple[float, float] = (0.95, 0.85)
-    congestion: float = 0.01
+    depth_s: tuple[float, float, float] = (9.8e-6, 10.9e-6, 10.4e-6)
+    fill_bytes: float = 45e6
+    fills: tuple[float, float, float] = (0.0, 0.51, 1.0)
+    p2p_s: float = 5e-6
+    peer_s: tuple[float, float] = (0.3e-6, 0.6e-6)
+    p2p_share: tuple[float, float] = (0.92, 0.95)
+    congestion: float = 0.005
 
 
 NCCL = Tuning()
@@ -88,6 +93,7 @@ class Line:
     algorithm: str
     latency_s: float
     rate_s: float
+    fill_rate_s: float = 0.0
     depth_s: float = 0.0
     fill_bytes: float = 0.0
 
@@ -95,9 +101,8 @@ class Line:
         """Seconds."""
         seconds = self.latency_s + size_bytes * self.rate_s
         if self.depth_s and size_bytes:
-            best = 2 * sqrt(size_bytes * self.rate_s * self.depth_s)
-            most = self.fill_bytes * self.rate_s
-            seconds += best * most / (best + most)
+            best = 2 * sqrt(size_bytes * self.fill_rate_s * self.depth_s)
+            seconds += 1 / (1 / best + 1 / (self.fill_bytes * self.fill_rate_s))
         return seconds
 
 
@@ -249,9 +254,14 @@ def _ring(op: str, paths: _Paths, protocol: int) -> Line:
         f"ring {_NAMES[protocol]}",
         tuning.launch_ring[protocol] + latency,
         travels / rate,
-        tuning.depth_s[0],
+        travels / paths.link_rate,
+        tuning.depth_s[0] * tuning.fills[protocol],
         tuning.fill_bytes,
     )
+
+
+#: Bytes that the busiest domain of two binary trees sends: twice the tensor, less where there are few domains.
+_TREE_GAIN = {2: 2.0, 3: 4 / 3}
 
 
 def _tree(paths: _Paths, protocol: int) -> Line:
@@ -261,13 +271,14 @@ def _tree(paths: _Paths, protocol: int) -> Line:
     rate = paths.link_rate if group.domain_ranks > 1 else float("inf")
     if group.domains > 1:
         latency += 2 * log2(group.domains) * paths.net_hop(protocol, tree=True)
-        rate = min(rate, paths.net_rate * (2 if group.domains == 2 else 1))
+        rate = min(rate, paths.net_rate * _TREE_GAIN.get(group.domains, 1.0))
     rate = paths.capped(rate * tuning.tree_share[protocol], protocol)
     return Line(
         f"tree {_NAMES[protocol]}",
         tuning.launch_tree[protocol] + latency,
         2 / rate,
-        tuning.depth_s[1],
+        2 / paths.link_rate,
+        tuning.depth_s[1] * tuning.fills[protocol],
         tuning.fill_bytes,
     )
 
@@ -277,13 +288,14 @@ def _nvls(paths: _Paths) -> Line:
     group, tuning, link = paths.group, paths.tuning, paths.link
     latency = tuning.nvls_s
     own = (group.domain_ranks - tuning.nvls_loss) / group.domain_ranks
-    rate = link.reduces * link.bandwidth_bytes_per_s * own
-    name = "NVLS"
+    inner = link.reduces * link.bandwidth_bytes_per_s * own
+    rate, name = inner, "NVLS"
     if group.domains > 1:
         latency += 2 * log2(group.domains) * (tuning.nvls_tree_s + paths.net_extra_s)
-        rate = min(rate, paths.net_rate / (1 if group.domains == 2 else 2))
+        rate = min(inner * tuning.nvls_tree_share, paths.net_rate * _TREE_GAIN.get(group.domains, 1.0) / 2)
         name = "NVLS tree"
-    return Line(name, latency, 1 / rate, tuning.depth_s[2], tuning.fill_bytes)
+    wide = group.domain_ranks / 8
+    return Line(name, latency, 1 / rate, 1 / inner, tuning.depth_s[2] * wide, tuning.fill_bytes * wide)
 
 
 def _all_to_all(paths: _Paths) -> Line:
@@ -298,13 +310,13 @@ def _all_to_all(paths: _Paths) -> Line:
         rate = max(rate, far / group.ranks / each)
     elif near:
         latency += paths.hop(2, tree=False)
-    return Line("pairwise", latency, rate, tuning.depth_s[0], tuning.fill_bytes)
+    return Line("pairwise", latency, rate)
 
 
 def _send(paths: _Paths) -> Line:
     group, tuning = paths.group, paths.tuning
+    rate, latency = paths.link_rate * tuning.p2p_share[0], tuning.p2p_s + paths.hop(2, tree=False)
     if group.domains > 1:
         rate = paths.net_rate / group.domain_ranks * tuning.p2p_share[1]
-        return Line("send", tuning.p2p_s + paths.net_hop(2, tree=True), 1 / rate, tuning.depth_s[0], tuning.fill_bytes)
-    rate = paths.link_rate * tuning.p2p_share[0]
-    return Line("send", tuning.p2p_s + paths.hop(2, tree=False), 1 / rate, tuning.depth_s[0], tuning.fill_bytes)
+        latency = tuning.p2p_s + paths.net_hop(2, tree=True)
+    return Line("send", latency, 1 / rate)

@@ -182,3 +182,28 @@ def test_words_of_stacks_are_tried_in_order() -> None:
     found = stack_rule_of(json.dumps({"source": "torchtitan docs", "note": "compile=true"}))
     assert found is not None
     assert found.stack == "torchtitan-compile"
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected", "said"),
+    [
+        ({"layout": {"dp": None}}, {"dp": 2}, "dp 2: what the other ways leave"),
+        ({"layout": {"micro_batch": None, "grad_accum": 2}}, {"micro_batch": 1, "global_batch": 4}, "micro-batch of 1"),
+        ({"layout": {"global_batch": None, "n_microbatches": 3}}, {"global_batch": 6}, "3 micro-batches"),
+        ({"layout": {"global_batch": 5}}, {"global_batch": 6}, "instead of 5"),
+        ({"layout": {"fsdp": 2}}, {"zero": 3, "shard": 0}, "as under ZeRO-3"),
+        ({"layout": {"precision": "FP8-MX"}}, {"precision": "mxfp8"}, "'fp8-mx' as mxfp8"),
+        ({"layout": {"precision": None}}, {"precision": "bf16"}, "no precision is stated"),
+        ({"layout": {"dp": 1, "pp": 2, "vpp": None}}, {"vpp": 1, "schedule": "1f1b"}, "without interleaving"),
+        ({"layout": {"dp": 1, "pp": 2, "vpp": 2}}, {"vpp": 2, "schedule": "interleaved"}, ""),
+        ({"layout": {"dp": 1, "tp": 2}}, {"sp": False}, "without sequence parallel"),
+    ],
+)
+def test_what_is_not_stated_is_assumed_and_said(
+    tmp_path: Path, parts: dict[str, Any], expected: dict[str, Any], said: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(changed(**{"measured": {"tokens_per_s_per_gpu": None}, **parts}))
+    request = request_of(read_rows([file])[0][0])
+    assert {name: getattr(request.layout, name) for name in expected} == expected
+    assert said in "; ".join(request.assumed)

@@ -43,7 +43,7 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
         symbols |= _state_space(model)
     if window := re.search(r"sliding[- ]window *\(?(\d+)", text):
         symbols["window"] = int(window[1])
-    if model.get("kind") == "dit" and _is_cross(text):
+    if _is_diffusion(model) and _is_cross(text):
         symbols |= _conditioning(model, text, assumed)
     architecture = Architecture(
         family=_family(model, text),
@@ -62,7 +62,7 @@ def _family(model: Mapping[str, Any], text: str) -> str:
     lowered = text.lower()
     if "mamba_heads" in model or "mamba" in lowered:
         return "mamba2"
-    if model.get("kind") == "dit":
+    if _is_diffusion(model):
         return "wan" if _is_cross(text) else "dit"
     if "mla" in str(model.get("attention", "")).lower().split() or "kv_lora" in lowered:
         return "mla-moe"
@@ -73,6 +73,10 @@ def _family(model: Mapping[str, Any], text: str) -> str:
     if model.get("kv_heads", model["heads"]) != model["heads"] or "squared relu" in lowered:
         return "nemotron"
     return "gpt"
+
+
+def _is_diffusion(model: Mapping[str, Any]) -> bool:
+    return bool(re.search(r"\bdit\b|diffusion", str(model.get("kind", "")).lower()))
 
 
 def _is_cross(text: str) -> bool:
@@ -99,7 +103,7 @@ def _attention(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _vocabulary(model: Mapping[str, Any], pad_to: int, assumed: list[str]) -> dict[str, int]:
-    if model.get("kind") == "dit":
+    if _is_diffusion(model):
         return {}
     vocabulary = int(model.get("vocab") or 0)
     if not vocabulary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from lading.catalog.stacks import DEFAULT, stack_by_name, stack_names
@@ -21,6 +22,11 @@ _MEGATRON_PADDING = 128
 #: Megatron-LM's arguments default to dropout 0.1; BLOOM's tr11-176B-ml.slurm does not set it either.
 _DROPOUT_STACKS = ("megatron-2021", "megatron-2022", "megatron-2023", "megatron-deepspeed")
 _SCHEDULES = {"gpipe": "gpipe", "afab": "gpipe", "zb": "zero-bubble", "zero": "zero-bubble", "dualpipe": "dualpipe-v"}
+_PRECISION_WORDS = (
+    *(("nvfp4", "nvfp4"), ("fp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("fp8_mx", "mxfp8")),
+    *(("fp8", "fp8"), ("float8", "fp8"), ("bf16", "bf16"), ("bfloat16", "bf16"), ("fp16", "fp16")),
+    *(("float16", "fp16"), ("half", "fp16"), ("tf32", "fp32"), ("fp32", "fp32"), ("float32", "fp32")),
+)
 _TASKS = (("q-lora", "qlora"), ("qlora", "qlora"), ("lora", "lora"), ("sft", "sft"), ("full", "sft"), ("finet", "sft"))
 _RECIPES = (("delayed", "delayed"), ("row", "rowwise"), ("tensor", "tensorwise"), ("cs", "tensorwise"))
 
@@ -34,7 +40,7 @@ def request_of(row: Row) -> Request:
     text = said(row)
     machine, assumed = machine_of(str(row.hardware.get("gpu", "")))
     stack = _stack(row, text, assumed)
-    padding = _MEGATRON_PADDING * int(row.layout["tp"]) if stack.name.startswith(("megatron", "nemo")) else 1
+    padding = _MEGATRON_PADDING * int(row.layout.get("tp") or 1) if stack.name.startswith(("megatron", "nemo")) else 1
     model, taken = architecture_of(row.model, text, padding)
     assumed += taken
     layout = _layout(row, text, stack, assumed)
@@ -177,8 +183,12 @@ def _network(row: Row, assumed: list[str]) -> str:
 def _layout(row: Row, text: str, stack: Stack, assumed: list[str]) -> Layout:
     stated = row.layout
     degrees = {name: int(stated.get(name) or 1) for name in ("dp", "tp", "cp", "pp", "ep", "vpp")}
-    product = degrees["dp"] * degrees["tp"] * degrees["cp"] * degrees["pp"]
-    if product != row.hardware["gpus"]:
+    inside = degrees["tp"] * degrees["cp"] * degrees["pp"]
+    if "dp" not in stated and row.hardware["gpus"] % inside == 0:
+        degrees["dp"] = row.hardware["gpus"] // inside
+        assumed.append(f"dp {degrees['dp']}: what the other ways leave of the GPUs")
+    if degrees["dp"] * inside != row.hardware["gpus"]:
+        product = degrees["dp"] * inside
         raise ConfigError(f"layout: expected dp*tp*cp*pp to be the {row.hardware['gpus']} GPUs, got {product}")
     micro_batch, global_batch = _batches(row, degrees["dp"], assumed)
     mode, layers, modules = _recompute(row, text, assumed)
@@ -187,7 +197,7 @@ def _layout(row: Row, text: str, stack: Stack, assumed: list[str]) -> Layout:
         **degrees,
         etp=_expert_tp(stated, degrees, assumed),
         sp=_sequence_parallel(stated, degrees["tp"], stack, assumed),
-        zero=int(stated.get("zero_stage") or 0),
+        zero=_zero(stated, assumed),
         shard=_shard(stated, degrees),
         cp_comm={"a2a": "all_to_all", "all_gather": "all_gather"}.get(str(stated.get("cp_comm", "")), "ring"),
         micro_batch=micro_batch,
@@ -200,17 +210,28 @@ def _layout(row: Row, text: str, stack: Stack, assumed: list[str]) -> Layout:
     )
 
 
+def _zero(stated: Mapping[str, Any], assumed: list[str]) -> int:
+    if "zero_stage" not in stated and int(stated.get("fsdp") or 0) > 1:
+        assumed.append("fsdp: parameters are sharded, as under ZeRO-3")
+        return 3
+    return int(stated.get("zero_stage") or 0)
+
+
 def _batches(row: Row, dp: int, assumed: list[str]) -> tuple[int, int]:
+    """Sequences of a micro-batch of a replica, and of a step."""
     stated = row.layout
-    micro_batch = int(stated.get("micro_batch") or 0)
+    micro_batch, global_batch = int(stated.get("micro_batch") or 0), int(stated.get("global_batch") or 0)
+    steps = int(stated.get("n_microbatches") or stated.get("grad_accum") or 0)
     if not micro_batch:
-        micro_batch = 1
-        assumed.append("a micro-batch of 1")
-    global_batch = int(stated.get("global_batch") or 0)
+        micro_batch = max(1, global_batch // (dp * steps)) if steps and global_batch else 1
+        assumed.append(f"a micro-batch of {micro_batch}")
     if not global_batch:
-        global_batch = dp * micro_batch
-        assumed.append(f"a global batch of {global_batch}: one micro-batch for each replica")
-    return micro_batch, global_batch
+        global_batch = dp * micro_batch * max(1, steps)
+        assumed.append(f"a global batch of {global_batch}: {max(1, steps)} micro-batches for each replica")
+    whole = -(-global_batch // (dp * micro_batch)) * dp * micro_batch
+    if whole != global_batch:
+        assumed.append(f"a global batch of {whole}, the next multiple of dp x micro-batch, instead of {global_batch}")
+    return micro_batch, whole
 
 
 def _chunks(row: Row, degrees: dict[str, int], text: str, assumed: list[str]) -> int:
@@ -224,7 +245,7 @@ def _chunks(row: Row, degrees: dict[str, int], text: str, assumed: list[str]) ->
     return 1
 
 
-def _expert_tp(stated: Any, degrees: dict[str, int], assumed: list[str]) -> int:
+def _expert_tp(stated: Mapping[str, Any], degrees: dict[str, int], assumed: list[str]) -> int:
     if degrees["ep"] == 1 or stated.get("etp"):
         return int(stated.get("etp") or 0)
     ranks = degrees["dp"] * degrees["cp"] * degrees["tp"]
@@ -234,7 +255,7 @@ def _expert_tp(stated: Any, degrees: dict[str, int], assumed: list[str]) -> int:
     return 1
 
 
-def _sequence_parallel(stated: Any, tp: int, stack: Stack, assumed: list[str]) -> bool:
+def _sequence_parallel(stated: Mapping[str, Any], tp: int, stack: Stack, assumed: list[str]) -> bool:
     if "seq_parallel" in stated:
         return bool(stated["seq_parallel"]) and tp > 1
     if tp > 1:
@@ -244,24 +265,24 @@ def _sequence_parallel(stated: Any, tp: int, stack: Stack, assumed: list[str]) -
     return False
 
 
-def _shard(stated: Any, degrees: dict[str, int]) -> int:
+def _shard(stated: Mapping[str, Any], degrees: dict[str, int]) -> int:
     """Ranks that share states, 0 for all: sources count dp alone, or dp and cp together."""
     width = int(stated.get("fsdp") or 0)
     return 0 if width in (0, degrees["dp"], degrees["dp"] * degrees["cp"]) else width
 
 
-def _schedule(stated: Any, chunks: int) -> str:
+def _schedule(stated: Mapping[str, Any], chunks: int) -> str:
     words = str(stated.get("pp_schedule", "")).lower()
     named = next((schedule for word, schedule in _SCHEDULES.items() if words.startswith(word)), None)
     return named or ("interleaved" if chunks > 1 else "1f1b")
 
 
-def _precision(stated: Any, assumed: list[str]) -> str:
+def _precision(stated: Mapping[str, Any], assumed: list[str]) -> str:
     words = str(stated.get("precision", "")).lower()
     if words in PRECISIONS:
         return words
-    for name in ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32"):
-        if name in words:
+    for word, name in _PRECISION_WORDS:
+        if word in words:
             assumed.append(f"precision {words!r} as {name}")
             return name
     assumed.append(f"bf16: the precision {words!r} is not known" if words else "bf16: no precision is stated")

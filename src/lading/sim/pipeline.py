@@ -137,8 +137,8 @@ def simulate_pipeline(plan: Schedule, seconds: PipelineSeconds, *, overlap: bool
     Raises:
         SimulationError: seconds that the schedule needs are missing or negative, or its orders wait for each other.
     """
-    entries = _entries(plan, seconds)
-    starts, ends, leaves, arrived = _times(entries, overlap)
+    entries = entries_of(plan, seconds)
+    starts, ends, leaves, arrived = time_entries(entries, overlap)
     late = np.flatnonzero(np.isnan(ends))
     if len(late):
         first = int(late[0])
@@ -159,7 +159,7 @@ def simulate_pipeline(plan: Schedule, seconds: PipelineSeconds, *, overlap: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entries:
+class Entries:
     """Actions of all ranks, rank after rank, as the loop that times them takes them.
 
     What is handed over has a slot: stage and micro-batch, forward then backward, and one more that is always there.
@@ -185,7 +185,7 @@ class _Entries:
     joint: Bools
 
 
-def _entries(plan: Schedule, seconds: PipelineSeconds) -> _Entries:
+def entries_of(plan: Schedule, seconds: PipelineSeconds) -> Entries:
     stages, count = plan.stages, plan.micro_batches
     bounds: Ints = np.cumsum([0, *(len(order) for order in plan.orders)])
     rank = np.repeat(np.arange(plan.ranks), np.diff(bounds))
@@ -212,10 +212,10 @@ def _entries(plan: Schedule, seconds: PipelineSeconds) -> _Entries:
     also[pairs] = np.roll(needs, -1)[pairs]
     lasts[pairs] = seconds.joint * (lasts + np.roll(lasts, -1))[pairs]
     lasts[np.flatnonzero(pairs) + 1] = 0.0
-    return _Entries(bounds.tolist(), lasts, needs, also, posts, sends, links, sending, pairs)
+    return Entries(bounds.tolist(), lasts, needs, also, posts, sends, links, sending, pairs)
 
 
-def _times(entries: _Entries, overlap: bool) -> tuple[Floats, Floats, Floats, Floats]:
+def time_entries(entries: Entries, overlap: bool) -> tuple[Floats, Floats, Floats, Floats]:
     """Start and end of each entry, when its send leaves, and when each slot is filled; nan for what never happens.
 
     Every rank runs as far as it can, and again when what it waits for has been sent. About 0.4 us an action.

@@ -11,10 +11,12 @@ import numpy.typing as npt
 from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.timeline import Event, MemorySample, Timeline
+from lading.sim.cluster import ClusterRun
 from lading.sim.pipeline import Floats, PipelineRun
 from lading.sim.schedules import Work
 
-COMPUTE, SEND_DOWN, SEND_UP = "compute", "send to the next stage", "send to the stage before"
+COMPUTE, COLLECTIVE = "compute", "collective"
+SEND_DOWN, SEND_UP = "send to the next stage", "send to the stage before"
 
 
 def pipeline_timeline(
@@ -82,6 +84,29 @@ class _Rank:
                 labels[total + action] = f"send {name}"
                 events.append(Event(rank, SEND_DOWN if forward else SEND_UP, total + action, sent, arrived))
                 sends.append((total + action, (forward, stage + (1 if forward else -1), micro_batch)))
+
+
+def cluster_timeline(run: ClusterRun) -> Timeline:
+    """Events of the watched ranks of a cluster, all steps one after the other.
+
+    Returns:
+        A "predicted" timeline; ``rank_class`` of an event is its rank, and labels name its action.
+    """
+    plan, events, labels = run.job.plan, list[Event](), dict[int, str]()
+    bounds: list[int] = np.cumsum([0, *(len(order) for order in plan.orders)]).tolist()
+    for rank, rows in run.watched.items():
+        place = rank // (run.job.replicas * run.job.group)
+        order: list[list[int]] = plan.orders[place].tolist()
+        before = (-1.0, -1.0)
+        found: list[list[float]] = rows.tolist()
+        for start, end, action, stretch in found:
+            work, chunk, micro_batch, _ = order[int(action) - bounds[place]]
+            stream = COLLECTIVE if (action, stretch) == before else COMPUTE
+            before = (action, stretch)
+            labels[int(action)] = f"{_NAMES[work]} of micro-batch {micro_batch}, stage {plan.stage(place, chunk)}"
+            events.append(Event(rank, stream, int(action), start, end))
+    events.sort(key=lambda event: event.start_s)
+    return Timeline("predicted", tuple(events), (), labels)
 
 
 _NAMES = ("forward", "backward", "input gradient", "weight gradient")

@@ -81,10 +81,10 @@ def _numbers(cut_segment: CutSegment, lengths: list[int], layout: Layout) -> tup
         shape = tuple([lengths[place] for place in t.dims])
         width = DTYPE_BYTES[t.dtype]
         elements = prod(shape)
-        tensors.append(LocalTensor(t.storage, t.dtype, shape, elements * width, t.role, t.name))
         if t.repeats:
             elements = prod(length for dim, length in enumerate(shape) if dim not in t.repeats)
         touched.append(elements * width)
+        tensors.append(LocalTensor(t.storage, t.dtype, shape, elements * width, t.role, t.name))
     kernels: list[Kernel] = []
     for k in cut_segment.kernels:
         kernel = _kernel(k, tensors, touched)

@@ -1,0 +1,164 @@
+"""Memory of a rank's segment: what stays from forward to backward, and the most that is there while it runs.
+
+Parameters, their gradients, optimizer states and communication buffers are counted elsewhere: they are a step's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lading.errors import ConfigError
+from lading.ir.graph import OpKind, Role
+from lading.ir.work import RankSegment, Stage
+from lading.parallel.recompute import POINTWISE, Flow, Recomputed
+
+#: What a compiler makes again in backward from what is kept, as it costs no product and no random draw.
+_CHEAP = POINTWISE | {OpKind.NORM, OpKind.COPY, OpKind.SOFTMAX}
+
+
+@dataclass(frozen=True)
+class SegmentMemory:
+    """Bytes of one micro-batch in one segment.
+
+    Attributes:
+        saved: Kept from forward to backward; what enters the segment is in it if backward needs it.
+        forward_peak: Most at once while forward runs, with what enters and what is kept.
+        backward_peak: Most at once while backward (and recompute) runs, with all that was kept and the gradient that
+            enters; a weight's gradient counts while it is made.
+    """
+
+    saved: int
+    forward_peak: int
+    backward_peak: int
+
+
+def saved_bytes(segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager") -> int:
+    """Bytes kept from forward to backward of one micro-batch.
+
+    Args:
+        recompute: What is kept and run again; None for all that backward reads.
+        fusion: "eager"; "fused": chains of pointwise operations are one kernel that makes their inner results again;
+            "compiled": all that can be made again without a product is.
+    """
+    flow = Flow(segment)
+    return sum(_sizes(segment)[s] for s in kept_storages(flow, recompute, fusion))
+
+
+def segment_memory(segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager") -> SegmentMemory:
+    """What is kept and the peaks; arguments as ``saved_bytes``."""
+    flow, sizes = Flow(segment), _sizes(segment)
+    kept = kept_storages(flow, recompute, fusion)
+    inner = _inner(flow, fusion)
+    again = recompute.kernels if recompute else ()
+    enters, leaves = set(flow.storages(segment.enters)), set(flow.storages(segment.leaves))
+    backward = [p for p, kernel in enumerate(segment.kernels) if kernel.stage is not Stage.FORWARD]
+    coming = _coming(flow, backward)
+    return SegmentMemory(
+        saved=sum(sizes[s] for s in kept),
+        forward_peak=_peak(flow, flow.forward, enters, kept | leaves, inner),
+        backward_peak=_peak(flow, [*again, *backward], kept | coming, set(), inner),
+    )
+
+
+def _coming(flow: Flow, backward: list[int]) -> set[int]:
+    """Gradients of what leaves: read in backward, made by nobody."""
+    read = {s for p in backward for s in flow.storages(flow.segment.kernels[p].inputs)}
+    gradients = {t.storage for t in flow.segment.tensors if t.role is Role.GRADIENT}
+    return {s for s in read & gradients if s not in flow.makers}
+
+
+def _sizes(segment: RankSegment) -> dict[int, int]:
+    sizes: dict[int, int] = {}
+    for tensor in segment.tensors:
+        sizes[tensor.storage] = max(sizes.get(tensor.storage, 0), tensor.size_bytes)
+    return sizes
+
+
+def kept_storages(flow: Flow, recompute: Recomputed | None, fusion: str) -> set[int]:
+    """Storages kept from forward to backward.
+
+    Raises:
+        ConfigError: no such fusion.
+    """
+    if fusion not in ("eager", "fused", "compiled"):
+        raise ConfigError(f"fusion: expected eager, fused or compiled, got {fusion!r}")
+    kept = set(flow.storages(recompute.saved if recompute else flow.segment.saved))
+    if fusion == "fused":
+        return kept - _inner(flow, fusion)
+    if fusion == "compiled":
+        return _cheapest(flow, kept)
+    return kept
+
+
+def _inner(flow: Flow, fusion: str) -> set[int]:
+    """Storages inside chains of pointwise operations, which exist in registers only."""
+    if fusion == "eager":
+        return set()
+    kernels, found = flow.segment.kernels, set[int]()
+    borders = set(flow.storages((*flow.segment.enters, *flow.segment.leaves)))
+    for storage, makers in flow.makers.items():
+        stage = kernels[makers[0]].stage
+        users = [
+            u for u in flow.users.get(storage, ()) if (kernels[u].stage is Stage.FORWARD) == (stage is Stage.FORWARD)
+        ]
+        chain = [kernels[p].kind in POINTWISE for p in (*makers, *users)]
+        if users and all(chain) and storage not in borders:
+            found.add(storage)
+    return found
+
+
+def _cheapest(flow: Flow, kept: set[int]) -> set[int]:
+    """In the order of forward, leave out what follows cheaply from what is kept, or from what is smaller.
+
+    A compiler finds the smallest cut; this finds the same for chains, and for what costs little to make again.
+    """
+    sizes, borders = _sizes(flow.segment), set(flow.storages(flow.segment.enters))
+    found = set(kept)
+    sources: dict[int, frozenset[int]] = {}  # of what is cheap to make: the storages it takes
+    for place in flow.forward:
+        kernel = flow.segment.kernels[place]
+        if kernel.kind not in _CHEAP:
+            continue
+        inputs = [s for s in flow.storages(kernel.inputs) if s in flow.activations and s not in borders]
+        needs = frozenset(n for s in inputs for n in ((s,) if s in found else sources.get(s, (s,))))
+        for storage in flow.storages(kernel.outputs):
+            sources[storage] = needs
+            new = needs - found
+            if storage in kept and not _is_statistic(flow, place, storage) and _gains(sizes, storage, new):
+                found = (found - {storage}) | new
+    return found
+
+
+def _gains(sizes: dict[int, int], storage: int, instead: frozenset[int]) -> bool:
+    return sum(sizes[s] for s in instead) < sizes[storage]
+
+
+def _is_statistic(flow: Flow, place: int, storage: int) -> bool:
+    """Mean and deviation of a norm stay: they are small, and the rest follows from them without a reduction."""
+    kernel = flow.segment.kernels[place]
+    return kernel.kind is OpKind.NORM and storage != flow.storages(kernel.outputs)[0]
+
+
+def _peak(flow: Flow, places: list[int], start: set[int], stay: set[int], inner: set[int]) -> int:
+    """Most bytes at once while kernels run in order; a storage goes after its last use unless it stays."""
+    sizes = _sizes(flow.segment)
+    fixed = {t.storage for t in flow.segment.tensors} - flow.activations
+    last: dict[int, int] = {}
+    for step, place in enumerate(places):
+        kernel = flow.segment.kernels[place]
+        for storage in flow.storages((*kernel.inputs, *kernel.outputs)):
+            last[storage] = step
+    live = {s for s in start if s not in fixed}
+    now = peak = sum(sizes[s] for s in live)
+    for step, place in enumerate(places):
+        kernel = flow.segment.kernels[place]
+        for storage in flow.storages(kernel.outputs):
+            if storage not in live and storage not in fixed and storage not in inner:
+                live.add(storage)
+                now += sizes[storage]
+        peak = max(peak, now)
+        for storage in flow.storages((*kernel.inputs, *kernel.outputs)):
+            if last[storage] == step and storage in live and storage not in stay:
+                live.discard(storage)
+                now -= sizes[storage]
+    return peak

@@ -207,3 +207,18 @@ def test_what_is_not_stated_is_assumed_and_said(
     request = request_of(read_rows([file])[0][0])
     assert {name: getattr(request.layout, name) for name in expected} == expected
     assert said in "; ".join(request.assumed)
+
+
+def test_what_the_files_of_a_source_set_for_its_rows() -> None:
+    small, large = of("mosaic-075").stack, next(of(n) for n, r in ROWS.items() if r.family.startswith("mosaic") and
+        r.hardware["gpus"] >= 128 and "H100" in r.hardware["gpu"]).stack  # fmt: skip
+    assert (small.attention, small.gradient_dtype) == ("flash1", "bfloat16")
+    assert (large.attention, large.gradient_dtype) == ("flash2", "float32")
+    assert of("dgxc2501-001").stack.hidden["tp"] == 0.0
+    assert of("dgxc2501-001").stack.hidden["cp"] > 0, "the rest of the stack stays"
+    rows = {name: request_of(row) for name, row in ROWS.items() if name.startswith("dgxc2501")}
+    large_nemotron = [r for r in rows.values() if r.model.family == "nemotron" and r.layout.pp > 1]
+    assert large_nemotron
+    assert all(r.stack.hidden["pp"] == 0.0 for r in large_nemotron)
+    assert of("tt2412-006").stack.gather_dtype == "float8_e4m3fn"
+    assert of("tt2506async-011").stack.gather_dtype == "", "scales by rows are not gathered in fp8"

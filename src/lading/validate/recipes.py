@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from lading.ir.layout import Layout
-from lading.ir.request import Architecture
+from lading.ir.request import Architecture, Request
 
 _BRIDGE = "NVIDIA-NeMo/Megatron-Bridge scripts/performance/configs/llama/llama3_workload_base_configs.py"
 
@@ -77,15 +80,81 @@ def recipe_of(stack: str, machine: str, model: Architecture, layout: Layout) -> 
     )
 
 
-def stack_settings(stack: str, precision: str) -> dict[str, Any]:
-    """Settings of a stack that follow from the precision.
+@dataclass(frozen=True)
+class Fact:
+    """Settings of a software stack that a source's own files give for some of its rows.
 
-    Megatron-Bridge's fp8 recipes gather parameters in fp8, but NVFP4's in 16 bits
-    (src/megatron/bridge/training/mixed_precision.py: fp8_param_gather, fp4_param).
+    Attributes:
+        pattern: Found in what the row says, in lower case.
+        applies: Whether a request is one of them.
+        settings: Fields of Stack; ``hidden`` is added to the stack's.
+        evidence: Where they are written.
     """
-    if stack == "megatron-bridge" and precision in ("fp8", "mxfp8"):
-        return {"gather_dtype": "float8_e4m3fn"}
-    return {}
+
+    pattern: str
+    applies: Callable[[Request], bool]
+    settings: dict[str, Any]
+    evidence: str
+
+
+def _large(request: Request) -> bool:
+    return request.machine == "h100" and request.layout.devices >= 128
+
+
+FACTS: tuple[Fact, ...] = (
+    Fact(
+        r"llm-foundry",
+        lambda request: not _large(request),
+        {"attention": "flash1", "gradient_dtype": "bfloat16"},
+        "llm-foundry scripts/train/benchmarking/submit_benchmarks.py: attn_impl triton, flash-attn 1.0.7; composer "
+        "0.12 to 0.16.3 reduce in the low precision (get_mixed_precision)",
+    ),
+    Fact(
+        r"llm-foundry",
+        _large,
+        {"attention": "flash2", "gradient_dtype": "float32"},
+        "llm-foundry 5e85bd62 (2024-01) for the tables of 128 devices and more: flash-attn 2.4.2; composer since "
+        "0.16.4 reduces in fp32 (get_mixed_precision)",
+    ),
+    Fact(
+        r"dgxc.*v25\.01",
+        lambda request: "e" in request.model.symbols,
+        {"hidden": {"tp": 0.0}},
+        "dgxc-benchmarking v25.01.1 grok1/grok1_314b.yaml: ub_tp_comm_overlap false",
+    ),
+    Fact(
+        r"dgxc.*v25\.01",
+        lambda request: request.model.family == "nemotron" and request.layout.pp > 1,
+        {"hidden": {"tp": 0.0, "pp": 0.0}},
+        "dgxc-benchmarking v25.01.1 nemotron/nemotron4-340b-synth.yaml: ub_tp_comm_overlap and overlap_p2p_comm false",
+    ),
+    Fact(
+        r"megatron-bridge|mbridge",
+        lambda request: request.layout.precision in ("fp8", "mxfp8"),
+        {"gather_dtype": "float8_e4m3fn"},
+        "Megatron-Bridge src/megatron/bridge/training/mixed_precision.py: fp8_param_gather",
+    ),
+    Fact(
+        r"torchtitan",
+        lambda request: request.layout.precision == "fp8" and request.linear_dtype != "rowwise",
+        {"gather_dtype": "float8_e4m3fn"},
+        "torchtitan benchmarks: enable_fsdp_float8_all_gather with tensorwise scaling",
+    ),
+)
+
+
+def with_facts(request: Request, text: str) -> tuple[Request, list[str]]:
+    """The request with what its source's own files set, and the evidence."""
+    lowered = text.lower()
+    evidence: list[str] = []
+    for fact in FACTS:
+        if re.search(fact.pattern, lowered) and fact.applies(request):
+            settings = dict(fact.settings)
+            if "hidden" in settings:
+                settings["hidden"] = {**request.stack.hidden, **settings["hidden"]}
+            request = dataclasses.replace(request, stack=dataclasses.replace(request.stack, **settings))
+            evidence.append(fact.evidence)
+    return request, evidence
 
 
 def high_precision_layers(stack: str, precision: str, scaling: str) -> int:

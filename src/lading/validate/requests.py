@@ -13,7 +13,7 @@ from lading.ir.layout import PRECISIONS, Layout
 from lading.ir.request import Request
 from lading.ir.stack import Stack
 from lading.validate.architecture import architecture_of
-from lading.validate.recipes import high_precision_layers, recipe_of, stack_settings
+from lading.validate.recipes import high_precision_layers, recipe_of, with_facts
 from lading.validate.rows import Row
 from lading.validate.words import machine_of, stack_rule_of
 
@@ -62,18 +62,15 @@ def request_of(row: Row) -> Request:
         alibi="alibi" in text.lower(),
         **_extras(row, text, model.layers),
     )
-    return dataclasses.replace(_as_published(request, assumed), assumed=tuple(assumed))
+    return dataclasses.replace(_as_published(request, text, assumed), assumed=tuple(assumed))
 
 
-def _as_published(request: Request, assumed: list[str]) -> Request:
+def _as_published(request: Request, text: str, assumed: list[str]) -> Request:
     """With what the recipe it was made with sets and the table does not print."""
     layout, stack = request.layout, request.stack
     kept = request.high_precision_layers or high_precision_layers(stack.name, layout.precision, request.linear_dtype)
-    request = dataclasses.replace(
-        request,
-        stack=dataclasses.replace(stack, **stack_settings(stack.name, layout.precision)),
-        high_precision_layers=kept,
-    )
+    request, evidence = with_facts(dataclasses.replace(request, high_precision_layers=kept), text)
+    assumed += evidence
     recipe = recipe_of(stack.name, request.machine, request.model, layout)
     if recipe is None or layout.recompute != "none":
         return request

@@ -62,11 +62,15 @@ def main() -> None:
     if arguments.peer in ("calculon", "simumax") and not (arguments.folder and arguments.folder.is_dir()):
         parser.error(f"--folder: expected a checkout of {arguments.peer}, got {arguments.folder}")
     rows, notes = read_rows(arguments.files)
-    document = document_of(outcomes_of(rows, predictor_of(arguments)))
+    outcomes = outcomes_of(rows, predictor_of(arguments))
+    document = document_of(outcomes)
     show(document, notes, Console(width=150, highlight=False))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{arguments.peer}.json").write_text(json.dumps(trimmed(document), indent=1) + "\n")
+        found = [(outcome.row.id, outcome.prediction.step_s) for outcome in outcomes if outcome.prediction is not None]
+        lines = (json.dumps({"id": name, "step_s": float(f"{step_s:.6g}")}) + "\n" for name, step_s in found)
+        (arguments.out / f"{arguments.peer}.rows.jsonl").write_text("".join(lines))
 
 
 if __name__ == "__main__":

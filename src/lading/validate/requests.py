@@ -38,6 +38,8 @@ def request_of(row: Row) -> Request:
         ConfigError: the row lacks something that cannot be assumed, or its layout cannot be.
     """
     text = said(row)
+    if not row.hardware.get("gpus"):
+        raise ConfigError(f"hardware.gpus: expected a number above 0, got {row.hardware.get('gpus')}")
     machine, assumed = machine_of(str(row.hardware.get("gpu", "")))
     stack = _stack(row, text, assumed)
     padding = _MEGATRON_PADDING * int(row.layout.get("tp") or 1) if stack.name.startswith(("megatron", "nemo")) else 1

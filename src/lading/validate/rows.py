@@ -93,11 +93,14 @@ class Row:
         """Measured seconds of a step: printed, or from tokens/s and the batch; None if neither is known."""
         if "iteration_s" in self.measured:
             return float(self.measured["iteration_s"])
-        rate = self.measured.get("tokens_per_s_per_gpu")
-        batch = self.layout.get("global_batch")
-        if rate and batch:
-            return batch * self.model["seq_len"] / (rate * self.hardware["gpus"])
-        return None
+        return self.implied_step_s
+
+    @property
+    def implied_step_s(self) -> float | None:
+        """Seconds of a step by tokens/s, the batch and the devices; None if one of them is not known."""
+        rate, devices = self.measured.get("tokens_per_s_per_gpu"), self.hardware.get("gpus")
+        batch, tokens = self.layout.get("global_batch"), self.model.get("seq_len")
+        return batch * tokens / (rate * devices) if rate and devices and batch and tokens else None
 
 
 def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[str]]:
@@ -221,9 +224,8 @@ def _units(row: Row, place: str) -> None:
             value = getattr(row, part).get(name)
             if isinstance(value, _NUMBER) and not isinstance(value, bool) and value < 0:
                 raise ConfigError(f"{place}: {part}.{name}: expected a number >= 0, got {value}")
-    rate, batch = row.measured.get("tokens_per_s_per_gpu"), row.layout.get("global_batch")
-    if rate and batch and "iteration_s" in row.measured and row.model.get("seq_len"):
-        implied = batch * row.model["seq_len"] / (rate * row.hardware["gpus"])
+    implied = row.implied_step_s
+    if implied is not None and "iteration_s" in row.measured:
         ratio = row.measured["iteration_s"] / implied
         if any(abs(ratio / wrong - 1) < 0.05 for wrong in (1e3, 1e-3, 1e6)):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -9,15 +10,28 @@ import pytest
 import torch
 from torch import nn
 
-from lading.capture.table import captured_table, module_table, traced
+from lading.capture.segments import table_at_sizes
+from lading.capture.table import module_table, traced
 from lading.catalog.tables import family_table, read_table, stored_table, table_families, write_table
 from lading.errors import CaptureError, ConfigError
-from lading.ir.graph import DTYPE_BYTES, OpKind, Role
+from lading.ir.graph import DTYPE_BYTES, OpKind, Role, StepGraph
 from lading.ir.sizes import Size
 from lading.ir.table import ModelTable, Segment, TableOp
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.testing.families import FAMILIES, build_at, sizes_of
+
+#: Captured in every run of the tests; the others in slow ones.
+_FAST = ("gpt", "gpt-dropout", "llama", "moe-shared", "mla-moe")
+_EVERY = [name if name in _FAST else pytest.param(name, marks=pytest.mark.slow) for name in sorted(FAMILIES)]
+
+
+@cache
+def _captured(family: str) -> tuple[dict[str, int], StepGraph, ModelTable]:
+    """A family at sizes that its table was not fitted to."""
+    at = sizes_of(FAMILIES[family], 9)[-1]
+    graph, views, tied = traced(*build_at(family, at), FAMILIES[family].loss)
+    return at, graph, table_at_sizes(graph, views, tied, family)
 
 
 def _shapes(segment: Segment, sizes: dict[str, int]) -> list[tuple[int, ...]]:
@@ -41,15 +55,15 @@ def _flops(shapes: list[tuple[int, ...]], op: TableOp) -> int:
         scores, values = 2 * prod(q) * k[-2], 2 * prod(q[:-1]) * k[-2] * v[-1]
         return 3 * scores + 2 * values if "backward" in op.name else scores + values
     if op.kind is OpKind.MATMUL:
-        left = ins[1] if "addmm" in op.name else ins[0]
-        return 2 * prod(out[0]) * left[-1]
+        left = ins[1] if "addmm" in op.name or "baddbmm" in op.name else ins[0]
+        rows = out[0][1:] if "grouped" in op.name and len(ins[1]) == 2 else out[0]  # each group has its own tokens
+        return 2 * prod(rows) * left[-1]
     return 0
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", _EVERY)
 def test_a_stored_table_is_what_a_new_capture_gives(family: str) -> None:
-    at = sizes_of(FAMILIES[family], 9)[-1]  # the table was fitted at the first
-    found = captured_table(*build_at(family, at), FAMILIES[family].loss, family)
+    at, _, found = _captured(family)
     stored = stored_table(family)
     assert len(found.segments) == len(stored.segments)
     for mine, theirs in zip(stored.segments, found.segments, strict=True):
@@ -65,11 +79,9 @@ def test_a_stored_table_is_what_a_new_capture_gives(family: str) -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", _EVERY)
 def test_flop_and_bytes_are_those_of_the_graph(family: str) -> None:
-    at = sizes_of(FAMILIES[family], 9)[-1]
-    model, batch = build_at(family, at)
-    graph, _, _ = traced(model, batch, FAMILIES[family].loss)
+    at, graph, _ = _captured(family)
     stored = stored_table(family)
     counts = [Size.of(text).at(FAMILIES[family].layers) for text in stored.counts]
     flops = read = written = 0

@@ -9,6 +9,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 _ATEN = torch.ops.aten
 
+#: Attention that torch's own table does not have: the CPU's, and that of tables (``lading.capture.fused``).
+_FORWARD = frozenset(
+    {"aten::_scaled_dot_product_flash_attention_for_cpu", "lading::_scaled_dot_product_flash_attention"}
+)
+_BACKWARD = frozenset(f"{name}_backward" for name in _FORWARD)
+
 
 def op_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """FLOP of ``func(*args, **kwargs)``; 0 for operations that are not products or attention.
@@ -16,9 +22,9 @@ def op_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     Attention counts the full square of scores, causal or not, as torch's counter does.
     """
     packet = func.overloadpacket
-    if packet is _ATEN._scaled_dot_product_flash_attention_for_cpu:
+    if func._schema.name in _FORWARD:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if packet is _ATEN._scaled_dot_product_flash_attention_for_cpu_backward:
+    if func._schema.name in _BACKWARD:
         return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
     if packet is getattr(_ATEN, "_grouped_mm", None):
         rows, inner = args[0].shape[-2:]

@@ -1,7 +1,8 @@
 """Operations that are one kernel on a GPU but several on the CPU, kept whole while a table is captured.
 
 A StepGraph says what the processor at hand would run; a table is what any accelerator runs, and torch has one kernel
-there for RMS norm and for dropout. Attention is whole on fake CPU tensors already.
+there for RMS norm and for dropout. Attention is whole on fake CPU tensors already, but where values are not as wide
+as keys.
 """
 
 from __future__ import annotations
@@ -60,6 +61,63 @@ def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
 torch.library.register_autograd("lading::_fused_rms_norm", _backward, setup_context=_keep)
 
 
+@torch.library.custom_op("lading::_scaled_dot_product_flash_attention", mutates_args=())
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with values of any width, and the log-sums that backward needs."""
+    raise NotImplementedError("this operation has shapes only")
+
+
+@_attention.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, length = q.shape[:3]
+    out = q.new_empty((batch, length, heads, v.shape[-1])).transpose(1, 2)  # as flash attention lays it out
+    return out, q.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+@torch.library.custom_op("lading::_scaled_dot_product_flash_attention_backward", mutates_args=())
+def _attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values."""
+    raise NotImplementedError("this operation has shapes only")
+
+
+@_attention_backward.register_fake
+def _(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    like = [x.new_empty([x.shape[i] for i in (0, 2, 1, 3)]).transpose(1, 2) for x in (q, k, v)]
+    return like[0], like[1], like[2]
+
+
+def _keep_attention(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.is_causal = inputs[3]
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.set_materialize_grads(False)
+
+
+def _attention_gradients(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    kept = ctx.saved_tensors
+    return (*torch.ops.lading._scaled_dot_product_flash_attention_backward(grad, *kept, ctx.is_causal), None)
+
+
+torch.library.register_autograd(
+    "lading::_scaled_dot_product_flash_attention", _attention_gradients, setup_context=_keep_attention
+)
+
+
 def _whole_rms_norm(x: torch.Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
     return torch.ops.lading._fused_rms_norm(x, list(shape), weight)[0]
 
@@ -68,8 +126,15 @@ def _whole_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inpla
     return torch.native_dropout(x, p, True)[0] if training and 0 < p < 1 and prod(x.shape) else x
 
 
+def _wider_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether an attention is of keys and values of unlike width, with neither mask nor dropout."""
+    masked = args[0] if args else kwargs.get("attn_mask")
+    dropped = args[1] if len(args) > 1 else kwargs.get("dropout_p", 0.0)
+    return q.shape[-1] != v.shape[-1] and masked is None and not dropped
+
+
 class Whole(TorchFunctionMode):
-    """Within it, RMS norms and dropouts are one operation each."""
+    """Within it, norms, dropouts and attentions are one operation each."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,6 +142,9 @@ class Whole(TorchFunctionMode):
             return _whole_rms_norm(*args, **_renamed(kwargs))
         if func in (F.dropout, torch.dropout):
             return _whole_dropout(*args, **_renamed(kwargs))
+        if func is F.scaled_dot_product_attention and len(args) >= 3 and _wider_keys(*args, **kwargs):
+            is_causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
+            return torch.ops.lading._scaled_dot_product_flash_attention(*args[:3], is_causal)[0]
         return func(*args, **kwargs)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
-from itertools import combinations_with_replacement
+from itertools import combinations, combinations_with_replacement
 from math import lcm
 
 import numpy as np
@@ -77,24 +77,36 @@ class Identifier:
         return self.largest is None or abs(coefficient) <= self.largest
 
     def _sum(self, observed: NDArray[np.int64]) -> Size | None:
-        """``p*x + q*y`` of two products: solved in two observations, checked in the others."""
+        """``p*x + q*y`` of two products, those of low degree first."""
+        names, _ = self._monomials
+        for degree in range(1, _SUM_DEGREE + 1):
+            count = sum(sum(power for _, power in m) <= degree for m in names)
+            left, right = np.triu_indices(count, 1)
+            for at in combinations(range(len(self.values)), 2):
+                found = self._solved(observed, at, left, right)
+                if found is not None:
+                    return found
+        return None
+
+    def _solved(
+        self, observed: NDArray[np.int64], at: tuple[int, int], left: NDArray[np.intp], right: NDArray[np.intp]
+    ) -> Size | None:
+        """The sum whose coefficients two observations give, if the others agree."""
         names, rows = self._monomials
-        count = sum(sum(power for _, power in m) <= _SUM_DEGREE for m in names)
-        wide = rows[:count].astype(float)
-        left, right = np.triu_indices(count, 1)
-        a, b, c, d = wide[left, 0], wide[right, 0], wide[left, 1], wide[right, 1]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            p = np.rint((observed[0] * d - b * observed[1]) / (a * d - b * c))
-            q = np.rint((a * observed[1] - observed[0] * c) / (a * d - b * c))
-        fit = np.isfinite(p) & np.isfinite(q)
-        p, q = np.where(fit, p, 0), np.where(fit, q, 0)
-        for k in range(len(self.values)):
-            fit &= p * wide[left, k] + q * wide[right, k] == observed[k]
-        for index in np.flatnonzero(fit):
-            coefficients = int(p[index]), int(q[index])
-            if all(coefficients) and all(map(self._allowed, coefficients)):
-                pair = names[left[index]], names[right[index]]
-                return _size([(m, Fraction(c)) for m, c in zip(pair, coefficients, strict=True)])
+        (first, second), wide = at, rows.astype(float)
+        a, b, c, d = wide[left, first], wide[right, first], wide[left, second], wide[right, second]
+        ahead, behind = float(observed[first]), float(observed[second])
+        determinant = a * d - b * c
+        safe = np.where(determinant == 0, 1.0, determinant)
+        p, q = np.rint((ahead * d - b * behind) / safe), np.rint((a * behind - ahead * c) / safe)
+        fit = (determinant != 0) & (p != 0) & (q != 0)
+        if self.largest is not None:
+            fit &= (abs(p) <= self.largest) & (abs(q) <= self.largest)
+        chosen = np.flatnonzero(fit)
+        agrees = p[chosen, None] * wide[left[chosen]] + q[chosen, None] * wide[right[chosen]] == observed
+        for index in chosen[agrees.all(axis=1)]:
+            pair = names[left[index]], names[right[index]]
+            return _size([(m, Fraction(int(c))) for m, c in zip(pair, (p[index], q[index]), strict=True)])
         return None
 
     def _multilinear(self, observed: NDArray[np.int64]) -> Size | None:

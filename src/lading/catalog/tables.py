@@ -36,6 +36,15 @@ SYMBOLS = {
     "k": "key-value heads",
     "d": "width of a head",
     "v": "vocabulary",
+    "e": "experts",
+    "a": "experts of a token",
+    "g": "hidden width of an expert",
+    "fs": "hidden width of the shared expert",
+    "qr": "rank of the queries",
+    "kr": "rank of keys and values",
+    "dn": "width of a head without position",
+    "dr": "width of a head with position",
+    "dv": "width of a head's values",
 }
 
 Tied = tuple[tuple[tuple[int, str], tuple[int, str]], ...]
@@ -63,11 +72,20 @@ def table_families() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in TABLES.glob("*.json")))
 
 
-def family_table(family: str, *, layers: int, tied: bool | None = None, name: str = "", **symbols: int) -> ModelTable:
+def family_table(
+    family: str,
+    *,
+    layers: int,
+    dense_layers: int | None = None,
+    tied: bool | None = None,
+    name: str = "",
+    **symbols: int,
+) -> ModelTable:
     """The table of a model of a family.
 
     Args:
         layers: Blocks.
+        dense_layers: First blocks of them that have an MLP in the place of experts; for families that know such.
         tied: The head is the embedding; None means as the family is by nature.
         name: Of the model.
         symbols: Sizes by their letters (see ``SYMBOLS``), but ``b`` and ``s``, which stay open. Where they are not
@@ -76,7 +94,11 @@ def family_table(family: str, *, layers: int, tied: bool | None = None, name: st
         ConfigError: no such family, or a size is missing, unknown or not positive.
     """
     stored = stored_table(family)
-    counts = {"layers": layers}
+    counts = {"layers": layers, "dense_layers": dense_layers or 0}
+    if layers < max(1, counts["dense_layers"]) or counts["dense_layers"] < 0:
+        raise ConfigError(f"{name or family}: expected layers of at least dense_layers and 1, got {counts}")
+    if dense_layers and not any("dense_layers" in text for text in stored.counts):
+        raise ConfigError(f"{name or family}: family {family!r} has one kind of block, got dense_layers={dense_layers}")
     values = _resolved(family, stored, symbols)
     keeps = stored.tied if (family.startswith("gpt") if tied is None else tied) else ()
     return ModelTable(

@@ -104,10 +104,11 @@ class Rope(nn.Module):
     cos_TH: torch.Tensor
     sin_TH: torch.Tensor
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, width: int | None = None) -> None:
+        """``width`` of what is turned; None means all of a head."""
         super().__init__()
         self.theta = config.rope_theta
-        shape = (config.max_seq_len, config.head_dim)
+        shape = (config.max_seq_len, width or config.head_dim)
         self.register_buffer("cos_TH", torch.empty(shape), persistent=False)
         self.register_buffer("sin_TH", torch.empty(shape), persistent=False)
         self.init_tables()

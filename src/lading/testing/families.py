@@ -20,8 +20,10 @@ from lading.capture.table import table_over
 from lading.catalog.tables import TABLES, StoredTable, write_table
 from lading.errors import CaptureError
 from lading.ir.sizes import Size
+from lading.models.decoder import PartsConfig, PartsDecoder
 from lading.models.gpt import GPT, GptConfig
 from lading.models.llama import Llama, LlamaConfig
+from lading.models.unfused import UnfusedConfig, UnfusedGPT
 
 Sizes = Mapping[str, int]
 
@@ -64,8 +66,23 @@ def _gpt(at: Sizes) -> nn.Module:
     return GPT(GptConfig(**_decoder(at), hidden_dim=at["f"]))
 
 
+def _dropping(at: Sizes) -> nn.Module:
+    return UnfusedGPT(UnfusedConfig(**_decoder(at), hidden_dim=at["f"], dropout=0.1))
+
+
+def _bloom(at: Sizes) -> nn.Module:
+    return UnfusedGPT(UnfusedConfig(**_decoder(at), hidden_dim=at["f"], dropout=0.1, alibi=True))
+
+
 def _llama(at: Sizes) -> nn.Module:
     return Llama(LlamaConfig(**_decoder(at), num_kv_heads=at["k"], hidden_dim=at["f"], tied=True))
+
+
+def _parts(at: Sizes, **parts: Any) -> nn.Module:
+    """A decoder of parts: heads that are grouped or plain, an MLP, experts, as far as there are sizes for them."""
+    sizes = {field: at[symbol] for field, symbol in _PART_SIZES.items() if symbol in at}
+    base = {**_decoder({"d": 2, **at}), "num_layers": parts.pop("num_layers", 2)}
+    return PartsDecoder(PartsConfig(**base, **sizes, **{"tied": True, **parts}))
 
 
 def _decoder(at: Sizes) -> dict[str, Any]:
@@ -73,11 +90,35 @@ def _decoder(at: Sizes) -> dict[str, Any]:
     return {**sizes, "dim": at["h"], "num_heads": at["n"], "head_size": at["d"]}
 
 
+_PART_SIZES = {
+    "num_kv_heads": "k",
+    "hidden_dim": "f",
+    "num_experts": "e",
+    "num_active": "a",
+    "expert_dim": "g",
+    "shared_dim": "fs",
+    "query_rank": "qr",
+    "latent_rank": "kr",
+    "nope_size": "dn",
+    "rope_size": "dr",
+    "value_size": "dv",
+}
 _TOKENS = {"b": (3, 5, 7), "s": (34, 38, 46, 58), "v": (211, 223, 227, 229)}
 _HEADS = {"n": (8, 16, 24), "d": (26, 22, 62, 74), "h": (7 * 48, 11 * 48, 13 * 48)}
 _GROUPED = {**_HEADS, "k": (2, 4, 8)}
 _MLP = {"f": (83, 89, 97, 101)}
+_EXPERTS = {"e": (6, 9, 10, 14), "a": (2, 3, 4), "g": (8 * 19, 8 * 23, 8 * 29)}
+_SHARED = {"fs": (103, 107, 109)}
+_LATENT = {
+    "h": (7 * 48, 11 * 48, 13 * 48),
+    "n": (8, 16, 24),
+    "kr": (113, 127, 131),
+    "dn": (17, 41, 43),
+    "dr": (62, 82, 86),
+    "dv": (47, 53, 61),
+}
 _ONE_BLOCK = ("1", "layers", "1")
+_DENSE_FIRST = ("1", "dense_layers", "layers - dense_layers", "1")
 
 FAMILIES: dict[str, Family] = {
     "gpt": Family(
@@ -86,20 +127,93 @@ FAMILIES: dict[str, Family] = {
         _ONE_BLOCK,
         "models/gpt.py: Radford et al. 2019 (GPT-2), with fused attention and no dropout",
     ),
+    "gpt-dropout": Family(
+        _dropping,
+        {**_TOKENS, **_HEADS, **_MLP},
+        _ONE_BLOCK,
+        "models/unfused.py: attention in parts, dropout 0.1 of its weights and of what joins the stream; Megatron-LM's "
+        "defaults for pretrain_gpt.py in 2021 and 2022",
+    ),
+    "gpt-unfused": Family(
+        _bloom,
+        {**_TOKENS, **_HEADS, **_MLP},
+        _ONE_BLOCK,
+        "models/unfused.py: as gpt-dropout, with ALiBi and a norm of the embeddings; BLOOM's "
+        "train/tr11-176B-ml/tr11-176B-ml.slurm sets --position-embedding-type alibi and --embed-layernorm and leaves "
+        "dropout at Megatron's default",
+    ),
     "llama": Family(
         _llama,
         {**_TOKENS, **_GROUPED, **_MLP},
         _ONE_BLOCK,
         "models/llama.py: Touvron et al. 2023 (Llama), grouped-query attention and SwiGLU",
     ),
+    "llama-fused": Family(
+        _parts,
+        {**_TOKENS, **_GROUPED, **_MLP},
+        _ONE_BLOCK,
+        "models/decoder.py: llama with one product for queries, keys and values and one for gate and value, as "
+        "Megatron-Core lays it out",
+    ),
+    "qwen3": Family(
+        partial(_parts, qk_norm=True),
+        {**_TOKENS, **_GROUPED, **_MLP},
+        _ONE_BLOCK,
+        "models/decoder.py: llama-fused with norms of queries and keys, Yang et al. 2025 (Qwen3)",
+    ),
+    "nemotron": Family(
+        partial(_parts, norm="layer", norm_bias=True, mlp="relu2"),
+        {**_TOKENS, **_GROUPED, **_MLP},
+        _ONE_BLOCK,
+        "models/decoder.py: Parmar et al. 2024 (Nemotron-4): LayerNorm, squared ReLU, no gate, grouped-query attention",
+    ),
+    "mpt": Family(
+        partial(_parts, norm="layer", mlp="gelu", rotary=False),
+        {**_TOKENS, **_HEADS, **_MLP},
+        _ONE_BLOCK,
+        "models/decoder.py: MosaicML 2023 (MPT): no biases, fused attention that adds ALiBi itself",
+    ),
+    "moe": Family(
+        partial(_parts, parts=("attention", "experts")),
+        {**_TOKENS, **_GROUPED, **_EXPERTS},
+        _ONE_BLOCK,
+        "models/decoder.py: Jiang et al. 2024 (Mixtral), tokens dispatched to experts in grouped products",
+    ),
+    "qwen3-moe": Family(
+        partial(_parts, parts=("attention", "experts"), qk_norm=True),
+        {**_TOKENS, **_GROUPED, **_EXPERTS},
+        _ONE_BLOCK,
+        "models/decoder.py: moe with norms of queries and keys, Yang et al. 2025 (Qwen3)",
+    ),
+    "moe-shared": Family(
+        partial(_parts, parts=("attention", "experts"), dense_layers=2, num_layers=4),
+        {**_TOKENS, **_GROUPED, **_MLP, **_EXPERTS, **_SHARED},
+        _DENSE_FIRST,
+        "models/decoder.py: moe with an expert that every token uses and first blocks without experts",
+        layers={"layers": 4, "dense_layers": 2},
+    ),
+    "mla-moe": Family(
+        partial(_parts, parts=("attention", "experts"), dense_layers=2, num_layers=4, sigmoid_router=True),
+        {**_TOKENS, **_LATENT, "qr": (137, 139, 149), **_MLP, **_EXPERTS, **_SHARED},
+        _DENSE_FIRST,
+        "models/decoder.py: DeepSeek-AI 2024 (DeepSeek-V2, V3): latent attention, shared expert, first blocks dense",
+        layers={"layers": 4, "dense_layers": 2},
+    ),
+    "mla-moe-lite": Family(
+        partial(_parts, parts=("attention", "experts"), dense_layers=2, num_layers=4, sigmoid_router=True),
+        {**_TOKENS, **_LATENT, **_MLP, **_EXPERTS, **_SHARED},
+        _DENSE_FIRST,
+        "models/decoder.py: mla-moe without a rank of the queries (DeepSeek-V2-Lite, Moonlight)",
+        layers={"layers": 4, "dense_layers": 2},
+    ),
 }
 
 
-def captured_family(name: str, observations: int = 7) -> StoredTable:
+def captured_family(name: str, observations: int = 8) -> StoredTable:
     """A family's table, captured.
 
     Args:
-        observations: Sizes to capture at; the last is checked, not fitted.
+        observations: Sizes to capture at; the last are checked, not fitted.
     Raises:
         CaptureError: a length is no simple polynomial of the sizes.
     """
@@ -124,14 +238,12 @@ def build_at(name: str, at: Sizes) -> tuple[nn.Module, Any]:
 
 
 def sizes_of(family: Family, count: int) -> list[dict[str, int]]:
-    """So many choices of values, each symbol's varying on its own; the same every time."""
-    draw = random.Random(0)
-    chosen: list[dict[str, int]] = []
-    while len(chosen) < count:
-        at = {name: draw.choice(values) for name, values in sorted(family.options.items())}
-        if at not in chosen and all(at["n"] % at[k] == 0 for k in ("k",) if k in at):
-            chosen.append(at)
-    return chosen
+    """So many choices of values, the same every time; each symbol goes through all of its values, in its own order."""
+    columns: dict[str, list[int]] = {}
+    for name, values in sorted(family.options.items()):
+        draw = random.Random(name)
+        columns[name] = [value for _ in range(count) for value in draw.sample(values, len(values))][:count]
+    return [{name: column[i] for name, column in columns.items()} for i in range(count)]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Fit what NCCL's own tuning model does not know to nccl-tests sweeps, and predict others that no fit saw.
+"""Fit what NCCL's own tuning model does not know to sweeps of nccl-tests, and predict others that no fit saw.
 
     python -m benchmarks.calibrate.collectives [--data FILE]
 
@@ -35,7 +35,7 @@ _TRAVELS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to
 _PRIORS = {
     "nvls_s": (25e-6, 0.7),
     "ll_cap": (0.31, 0.7),
-    "depth_ring": (10e-6, 0.7),
+    "depth_ring": (4e-6, 0.7),
     "depth_tree": (10e-6, 0.7),
     "depth_nvls": (10e-6, 0.7),
     "fill_bytes": (40e6, 0.7),
@@ -55,7 +55,13 @@ _MACHINES = (
     ("B200", "b200", None),
     ("MI300X", "mi300x", None),
 )
-_GENERATIONS = {"Ampere": ("a100",), "Hopper": ("h100", "h200"), "Blackwell": ("b200",), "CDNA 3": ("mi300x",)}
+_GENERATIONS = {
+    "Volta": ("v100-32gb",),
+    "Ampere": ("a100",),
+    "Hopper": ("h100", "h200"),
+    "Blackwell": ("b200",),
+    "CDNA 3": ("mi300x",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,25 +124,33 @@ def published_sweeps(used: bool) -> list[Sweep]:
     Args:
         used: Those that a constant was set from, or those that none was.
     """
+    entries = json.loads((_HERE / "published_collectives.json").read_text())
+    return [sweep for entry in entries if used == ("used" in entry) for sweep in _entry_sweeps(entry)]
+
+
+def vtrain_sweeps() -> list[Sweep]:
+    """All-reduces of 2 to 8 A100 and V100 of one node, from vTrain's look-up tables."""
+    entries = json.loads((_HERE / "vtrain_collectives.json").read_text())
+    return [sweep for entry in entries for sweep in _entry_sweeps(entry)]
+
+
+def _entry_sweeps(entry: dict[str, Any]) -> list[Sweep]:
+    machine = with_network(load_machine(entry["machine"]), entry.get("network"))
     found: list[Sweep] = []
-    for entry in json.loads((_HERE / "published_collectives.json").read_text()):
-        if used != ("used" in entry):
-            continue
-        machine = with_network(load_machine(entry["machine"]), entry.get("network"))
-        for ranks in dict.fromkeys(row[0] for row in entry["rows"]):
-            rows = [row for row in entry["rows"] if row[0] == ranks]
-            found.append(
-                Sweep(
-                    name=f"{entry['source'][:60]} x{ranks} {entry['op']}",
-                    op=entry["op"],
-                    machine=machine,
-                    group=group_of_ranks(ranks, machine, entry.get("apart", 1)),
-                    nvls=True,
-                    tool_s=0.0,
-                    sizes=tuple(float(row[1]) for row in rows),
-                    seconds=tuple(row[2] * 1e-6 for row in rows),
-                )
+    for ranks in dict.fromkeys(row[0] for row in entry["rows"]):
+        rows = [row for row in entry["rows"] if row[0] == ranks]
+        found.append(
+            Sweep(
+                name=f"{entry['source'][:60]} x{ranks} {entry['op']}",
+                op=entry["op"],
+                machine=machine,
+                group=group_of_ranks(ranks, machine, entry.get("apart", 1)),
+                nvls=True,
+                tool_s=0.0,
+                sizes=tuple(float(row[1]) for row in rows),
+                seconds=tuple(row[2] * 1e-6 for row in rows),
             )
+        )
     return found
 
 
@@ -185,7 +199,7 @@ def main() -> None:
     """Fit, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=_DATA)
-    sweeps = measured_sweeps(parser.parse_args().data)
+    sweeps = [*measured_sweeps(parser.parse_args().data), *vtrain_sweeps()]
     fitted = [sweep for sweep in sweeps if sweep.group.domains == 1]
     values = fit(fitted)
     for name, value in zip(_PRIORS, values, strict=True):

@@ -66,7 +66,7 @@ class Tuning:
     network_hop_s: float = 2.7e-6
     share: tuple[float, float, float] = (0.5, 0.92, 1.0)
     tree_share: tuple[float, float, float] = (0.26, 0.78, 0.92)
-    ll_cap: tuple[float, float] = (0.096, 0.07)
+    ll_cap: tuple[float, float] = (0.097, 0.07)
     nvls_s: float = 17e-6
     nvls_tree_s: float = 20.9e-6
     nvls_ranks: int = 5
@@ -74,12 +74,12 @@ class Tuning:
     nvls_tree_share: float = 0.87
     net_overhead_s: float = 1.0e-6
     ring_plateau: float = 1.4
-    depth_s: tuple[float, float, float] = (9.8e-6, 10.9e-6, 10.4e-6)
-    fill_bytes: float = 45e6
-    fills: tuple[float, float, float] = (0.0, 0.51, 1.0)
+    depth_s: tuple[float, float, float] = (4.8e-6, 10.3e-6, 10.5e-6)
+    fill_bytes: float = 41e6
+    fills: tuple[float, float, float] = (0.0, 0.5, 1.0)
     p2p_s: float = 5e-6
     peer_s: tuple[float, float] = (0.3e-6, 0.6e-6)
-    p2p_share: tuple[float, float] = (0.92, 0.95)
+    p2p_share: tuple[float, float] = (0.9, 0.95)
     congestion: float = 0.005
 
 
@@ -187,7 +187,6 @@ class _Paths:
     def of(group: Group, links: tuple[Link, ...], tuning: Tuning) -> _Paths:
         near = links[0]
         inside, net_rate, extra = group.domain_ranks, 0.0, 0.0
-        part = (inside - 1) / (near.ranks - 1) if near.kind == "mesh" and near.ranks > 1 and inside > 1 else 1.0
         if group.domains > 1:
             net = next((link for link in links[1:] if link.nics), None)
             if net is None:
@@ -200,7 +199,7 @@ class _Paths:
             net_rate = inside * nic_share(net, group.busy) * net.efficiency * lost
             extra = net.latency_s - tuning.network_hop_s
         known = tuning.pcie_hop_s if near.kind == "pcie" else tuning.link_hop_s
-        rate = near.bandwidth_bytes_per_s * near.efficiency * part
+        rate = near.reached(inside)
         return _Paths(group, near, tuning, rate, net_rate, near.latency_s - known, extra)
 
     @property
@@ -218,7 +217,15 @@ class _Paths:
     def hop(self, protocol: int, *, tree: bool) -> float:
         """Seconds of a hop inside a domain."""
         hops = self.tuning.tree_hop if tree else self.tuning.ring_hop
-        return (self.tuning.pcie_hop if self.link.kind == "pcie" else hops)[protocol] + self.link_extra_s
+        own = (self.tuning.pcie_hop if self.link.kind == "pcie" else hops)[protocol]
+        return own if protocol == 2 else own + self.link_extra_s
+
+    def depth(self, algorithm: int, protocol: int, rate: float) -> float:
+        """``Line.depth_s``: links that are slower than what a GPU's kernels move hide the filling."""
+        if self.link.kind != "nvswitch":
+            return 0.0
+        slower = min(1.0, rate / self.link_rate)
+        return self.tuning.depth_s[algorithm] * self.tuning.fills[protocol] * slower
 
     def net_hop(self, protocol: int, *, tree: bool) -> float:
         """Seconds of a hop between domains; alone in its domain a rank waits for it in full."""
@@ -255,7 +262,7 @@ def _ring(op: str, paths: _Paths, protocol: int) -> Line:
         tuning.launch_ring[protocol] + latency,
         travels / rate,
         travels / paths.link_rate,
-        tuning.depth_s[0] * tuning.fills[protocol],
+        paths.depth(0, protocol, paths.bus_rate),
         tuning.fill_bytes,
     )
 
@@ -272,13 +279,14 @@ def _tree(paths: _Paths, protocol: int) -> Line:
     if group.domains > 1:
         latency += 2 * log2(group.domains) * paths.net_hop(protocol, tree=True)
         rate = min(rate, paths.net_rate * _TREE_GAIN.get(group.domains, 1.0))
+    depth = paths.depth(1, protocol, rate)
     rate = paths.capped(rate * tuning.tree_share[protocol], protocol)
     return Line(
         f"tree {_NAMES[protocol]}",
         tuning.launch_tree[protocol] + latency,
         2 / rate,
         2 / paths.link_rate,
-        tuning.depth_s[1] * tuning.fills[protocol],
+        depth,
         tuning.fill_bytes,
     )
 

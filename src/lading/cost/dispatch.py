@@ -66,7 +66,7 @@ def _deepep(token_bytes: float, active: int, group: Group, machine: Machine, mos
         raise ConfigError(f"machine {machine.name} has no links: add [[links]] to its file")
     near: Link = machine.links[0]
     net = next((link for link in machine.links if link.nics), None)
-    seconds = token_bytes * _places(group.ranks, active) / (near.bandwidth_bytes_per_s * near.efficiency * _NEAR)
+    seconds = token_bytes * _places(group.ranks, active) / (near.reached(group.domain_ranks) * _NEAR)
     if group.domains > 1:
         if net is None:
             raise ConfigError(f"a group of {group.domains} domains needs a network, machine {machine.name} has none")

@@ -153,11 +153,12 @@ class Link:
 
     Attributes:
         name: "nvlink", "pcie", "network", ...
-        kind: "nvswitch": any pair at full rate; "mesh": a rank has a port to each other rank of the domain, so that a
+        kind: "nvswitch": any pair at full rate; "mesh": a rank has ports to each other rank of the domain, so that a
             part of them has a part of the rate; "pcie"; the others are networks.
         ranks: Devices of one domain; 0: all there are.
         bandwidth_bytes_per_s: Each direction, by the data sheet: of one device, or of one NIC where ``nics`` > 0.
         efficiency: Share of it that a long ring of all ranks reaches (bus bandwidth of nccl-tests).
+        fewer: The same for 2, 3, ... ranks of a domain, as far as known; else ``efficiency``, in a mesh by ports.
         latency_s: Of a hop of a few bytes.
         nics: NICs that ``nic_ranks`` devices of one node share; 0: not a network.
         nic_ranks: Devices of one node.
@@ -174,6 +175,16 @@ class Link:
     nics: int = 0
     nic_ranks: int = 0
     reduces: float = 0.0
+    fewer: tuple[float, ...] = ()
+
+    def reached(self, ranks: int) -> float:
+        """Bytes/s each direction that a rank of a long ring of ``ranks`` of a domain reaches."""
+        share = self.efficiency
+        if 2 <= ranks < len(self.fewer) + 2:
+            share = self.fewer[ranks - 2]
+        elif self.kind == "mesh" and 1 < ranks < self.ranks:
+            share *= (ranks - 1) / (self.ranks - 1)
+        return self.bandwidth_bytes_per_s * share
 
     def __post_init__(self) -> None:
         if self.kind not in LINK_KINDS:
@@ -183,6 +194,8 @@ class Link:
                 f"link {self.name}: expected a positive bandwidth, an efficiency in (0, 1] and a latency >= 0, got "
                 f"{self.bandwidth_bytes_per_s}, {self.efficiency} and {self.latency_s}"
             )
+        if any(not 0 < share <= 1 for share in self.fewer):
+            raise ConfigError(f"link {self.name}: expected each share of fewer in (0, 1], got {self.fewer}")
         if self.ranks < 0 or self.nics < 0 or bool(self.nics) != bool(self.nic_ranks) or self.nic_ranks < 0:
             raise ConfigError(
                 f"link {self.name}: expected ranks >= 0 and both of nics and nic_ranks or neither, got {self.ranks}, "

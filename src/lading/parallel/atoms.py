@@ -110,7 +110,10 @@ class Atoms:
                     continue
                 rest = self.new(quotient)
                 factors = (short[place], *rest) if first else (*rest, short[place])
-                self._atoms[long[place]].factors = factors
+                atom = self._atoms[long[place]]
+                atom.factors = factors
+                if atom.whole:
+                    self.keep_whole(factors)
                 return True
         return False
 

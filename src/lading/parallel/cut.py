@@ -12,6 +12,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
+from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Phase, Role
 from lading.ir.sizes import Size
 from lading.ir.table import Segment, TableOp
@@ -84,6 +85,11 @@ class _Cutter:
     def __post_init__(self) -> None:
         self.found = lineage(self.segment)
         self.choice = choose(self.found, self.axes)
+        if self.choice.experts and self.axes.tp and not (self.axes.etp or self.axes.sp):
+            raise ConfigError(
+                f"segment {self.segment.name!r}: experts that are not cut (etp1) need the tokens of tp ranks to differ; "
+                "expected sp, or etp as tp, got neither"
+            )
         self.lengths = Lengths(self.found, self.choice, self.axes.cp)
         self._local: dict[tuple[int, str, bool], int] = {}
         self._storages: dict[tuple[int, str], int] = {}
@@ -94,6 +100,7 @@ class _Cutter:
 
     def run(self) -> CutSegment:
         segment, sp = self.segment, self.axes.sp
+        self._check_known()
         for tensor in (*segment.enters, *segment.enters_back):
             self._state(tensor).scattered = sp and self._has_tokens(tensor)
         for index, op in enumerate(segment.ops):
@@ -114,6 +121,14 @@ class _Cutter:
             saved=saved,
             parameters=parameters,
         )
+
+    def _check_known(self) -> None:
+        for op in self.found.unknown if self.axes.cp or self.axes.sp else ():
+            if any(self._has_tokens(t) for t in (*op.inputs, *op.outputs)):
+                raise ConfigError(
+                    f"segment {self.segment.name!r}: expected operations that are known to cut along tokens, got "
+                    f"{op.name} in {op.module!r}; use a layout without cp and sp"
+                )
 
     def _border(self, tensor: int) -> int:
         """What leaves has its tokens cut with sequence parallel, and is no partial sum."""
@@ -273,7 +288,9 @@ class _Cutter:
 
     def _mark(self, tensor: int, op: TableOp, stage: Stage, scattered: bool) -> None:
         """Whether a result is each rank's part of a sum."""
-        if self._ranks_cut(tensor):
+        if self._ranks_cut(tensor) or not self.segment.tensors[tensor].dtype.startswith(("float", "bfloat")):
+            return
+        if base_name(op.name).startswith("new_"):
             return
         storage, tokens = self.segment.tensors[tensor].storage, self._has_tokens(tensor)
         partial = TENSOR if scattered and not tokens else self._lost(op, tensor)

@@ -47,7 +47,7 @@ class Lineage:
     segment: Segment
     atoms: Atoms
     dims: list[Dims]
-    unknown: list[str]
+    unknown: list[TableOp]
 
     def leaves(self, tensor: int) -> tuple[int, ...]:
         """Atoms of all its dims."""
@@ -116,7 +116,7 @@ def _opaque(found: Lineage, op: TableOp) -> None:
         for dim in found.dims[tensor]:
             found.atoms.keep_whole(dim)
     if op.inputs:
-        found.unknown.append(op.name)
+        found.unknown.append(op)
 
 
 def _pointwise(found: Lineage, op: TableOp) -> None:
@@ -399,12 +399,84 @@ def _sort(found: Lineage, op: TableOp) -> None:
         _same(found, op.outputs[0], result)
 
 
+def _repeat(found: Lineage, op: TableOp) -> None:
+    """The same again and again: dims of one length run on, the others are new."""
+    sizes, made = (found.segment.tensors[t].dims for t in (op.inputs[0], op.outputs[0]))
+    for place in range(1, min(len(sizes), len(made)) + 1):
+        if sizes[-place] == made[-place]:
+            found.atoms.align(found.dims[op.inputs[0]][-place], found.dims[op.outputs[0]][-place])
+
+
+def _new(found: Lineage, op: TableOp) -> None:
+    """Only the dtype is that of the input."""
+
+
+def _cumulate(found: Lineage, op: TableOp) -> None:
+    _pointwise(found, op)
+    found.atoms.keep_whole(found.dims[op.outputs[0]][cast(int, _needed(op, "dim"))])
+
+
+def _look_up(found: Lineage, op: TableOp) -> None:
+    """Rows by number: the dims of the numbers stand in the place of those they look up."""
+    source, *numbers = op.inputs
+    places = cast("tuple[int, ...]", setting(op, "indexes") or (setting(op, "dim") or 0,))
+    _rows(found, source, op.outputs[0], tuple(numbers[: len(places)]), places)
+
+
+def _put(found: Lineage, op: TableOp) -> None:
+    """Rows written or added by number; the result is like the first input."""
+    target, *numbers = op.inputs
+    _same(found, target, op.outputs[0])
+    places = cast("tuple[int, ...]", setting(op, "indexes") or (setting(op, "dim") or 0,))
+    _rows(found, target, numbers[-1], tuple(numbers[: len(places)]), places)
+
+
+def _rows(found: Lineage, table: int, rows: int, numbers: tuple[int, ...], places: tuple[int, ...]) -> None:
+    """``rows`` are those of ``table`` that ``numbers`` say, along ``places``."""
+    whole, dims, first = found.dims[table], found.dims[rows], places[0]
+    for place in places:
+        found.atoms.keep_whole(whole[place])
+    frame = max((found.dims[t] for t in numbers), key=len)
+    rest = whole[first + len(places) :]
+    expected = (*whole[:first], *frame, *rest)
+    if places != tuple(range(first, first + len(places))) or len(expected) != len(dims):
+        for dim in (*whole, *dims):
+            found.atoms.keep_whole(dim)
+        return
+    for a, b in zip(expected, dims, strict=True):
+        if a and b:
+            found.atoms.align(a, b)
+
+
+def _along(found: Lineage, op: TableOp) -> None:
+    """Gather and scatter along one dim: the others run on where they are as long."""
+    dim, source, result = cast(int, _needed(op, "dim")), op.inputs[0], op.outputs[0]
+    numbers = op.inputs[1] if len(op.inputs) > 1 else source
+    if base_name(op.name) == "gather":
+        _same(found, numbers, result)
+    else:
+        _same(found, source, result)
+        for values in op.inputs[2:]:
+            _same(found, numbers, values)
+    sizes = found.segment.tensors[source].dims, found.segment.tensors[numbers].dims
+    for place, (a, b) in enumerate(zip(found.dims[source], found.dims[numbers], strict=True)):
+        if place != dim and sizes[0][place] == sizes[1][place]:
+            found.atoms.align(a, b)
+    found.atoms.keep_whole(found.dims[source][dim])
+
+
 _RULES: dict[str, Callable[[Lineage, TableOp], None]] = {
     **dict.fromkeys(_VIEWS, _regroup),
     **dict.fromkeys(("expand",), _regroup),
     **dict.fromkeys(("t", "transpose", "permute", "numpy_T", "mT", "movedim", "swapaxes"), _permute),
     **dict.fromkeys(("slice", "select", "narrow", "slice_backward", "select_backward"), _cut),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind", "tensor_split"), _split),
+    **dict.fromkeys(("repeat", "tile", "repeat_interleave"), _repeat),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _new),
+    **dict.fromkeys(("index", "index_select", "_unsafe_index"), _look_up),
+    **dict.fromkeys(("index_add", "index_put", "index_copy", "_unsafe_index_put"), _put),
+    **dict.fromkeys(("gather", "scatter", "scatter_add"), _along),
+    **dict.fromkeys(("cumsum", "cumprod"), _cumulate),
     "cat": _cat,
     "stack": _stack,
     "embedding": _embedding,

@@ -136,5 +136,5 @@ def _elements(
         places = cut_segment.tensors[parameter.tensor].dims
         factors = [factor for place in places for factor in cut_segment.lengths[place].factors]
         shared = any(f.rule == SHARED_HEADS and f.atom.at(values) < degrees[f.axis] for f in factors)
-        summed += count * (parameter.summed or shared)
+        summed += count * ((parameter.summed or shared) and not parameter.is_expert)
     return elements, summed

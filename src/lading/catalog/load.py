@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from lading.catalog.inherit import resolve
 from lading.errors import ConfigError, StorageError
-from lading.ir.machine import Curve, Device, HostDevice, Link, Machine, Tier
+from lading.ir.machine import Curve, Device, Gpu, HostDevice, Link, Machine, Tier
 
 _FOLDER = Path(__file__).parent / "machines"
 _BASES = Path(__file__).parent / "bases"
@@ -119,6 +119,8 @@ def _number_keys(machine: Machine) -> Iterator[str]:
             yield from (f"device.{field.name}.{key}" for key in cast("dict[str, Any]", value))
         elif isinstance(value, (int, float, Curve)):
             yield f"device.{field.name}"
+    if device.gpu is not None:
+        yield from (f"device.gpu.{f.name}" for f in dataclasses.fields(Gpu) if f.name != "architecture")
     if machine.host_device is not None:
         yield from (f"host_device.{f.name}" for f in dataclasses.fields(HostDevice) if f.name != "name")
     for tier in machine.tiers:
@@ -217,6 +219,10 @@ def _optional_host(value: object, where: str, origin: str) -> HostDevice | None:
     return None if value is None else _build(HostDevice, value, where, origin)
 
 
+def _optional_gpu(value: object, where: str, origin: str) -> Gpu | None:
+    return None if value is None else _build(Gpu, value, where, origin)
+
+
 def _tier(value: object, where: str, origin: str) -> Tier:
     return _build(Tier, value, where, origin)
 
@@ -232,6 +238,7 @@ _READERS: dict[str, Callable[[object, str, str], Any]] = {
     "Device": _device,
     "Curve | None": _optional_curve,
     "HostDevice | None": _optional_host,
+    "Gpu | None": _optional_gpu,
     "dict[str, str]": _dict_of(_str),
     "dict[str, float]": _dict_of(_float),
     "dict[str, Curve]": _dict_of(_curve),

@@ -53,6 +53,37 @@ class Curve:
         return exp(log(self.rate[right - 1]) * (1 - share) + log(self.rate[right]) * share)
 
 
+#: Generations of GPUs whose kernels have fitted rates (``lading.catalog.kernels``).
+ARCHITECTURES = ("ampere", "hopper", "blackwell")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """What only a GPU has, for costs of kernels by their shape.
+
+    Attributes:
+        architecture: Whose kernels run on it.
+        num_sms: Streaming multiprocessors.
+        l2_bytes: Last level of cache.
+        power_w: What the board may draw.
+        speed: How fast products and attention run beside the part their rates were fitted on, each against its own
+            peak: 1 for that part, less for one with less power.
+    """
+
+    architecture: str
+    num_sms: int
+    l2_bytes: int
+    power_w: float
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise ConfigError(f"gpu architecture must be one of {', '.join(ARCHITECTURES)}, got {self.architecture!r}")
+        for key in ("num_sms", "l2_bytes", "power_w", "speed"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"device.gpu.{key} must be positive, got {getattr(self, key)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """What computes.
@@ -71,6 +102,7 @@ class Device:
         skinny_dim: Dimension of a product at which half of that share is lost (m / (m + skinny_dim)).
         rates: For each cost class, bytes/s (FLOP/s for attention) against size.
         optimizer_elements_per_s: AdamW elements per second.
+        gpu: What costs of kernels by shape need; None where no such costs are known.
     """
 
     name: str
@@ -87,6 +119,7 @@ class Device:
     skinny_dim: float = 0.0
     product_efficiency: Curve | None = None
     rates: dict[str, Curve] = field(default_factory=lambda: {})
+    gpu: Gpu | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in DEVICE_KINDS:

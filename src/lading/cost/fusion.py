@@ -1,0 +1,246 @@
+"""What a software stack fuses: kernels of a segment as they are launched, with the bytes they still move.
+
+Products, attention, collectives, gathers and sorts are as captured. Between them, operations that only move bytes are
+put into groups that are one kernel each. What a group makes and nobody outside reads is never written, and what several
+of its operations read is read once.
+
+    eager      every operation is a kernel
+    fused      those of one module that feed each other (a norm, a SwiGLU, a rotary embedding, a masked softmax, a
+               loss), dropout with the addition behind it, and casts with what they feed: as Megatron and Apex have
+    compiled   all that feed each other or read the same tensor, as Inductor does; sums over tokens are kernels apart
+
+Unfused attention is products and a softmax with dropout over the whole square of scores, masked or not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+from lading.errors import ConfigError
+from lading.ir.graph import PERSISTENT, OpKind, Role
+from lading.ir.stack import FUSIONS
+from lading.ir.work import Attention, Kernel, LocalTensor, Product, RankSegment, Stage
+
+#: Kinds that may be parts of a group, the one that a group is named after first.
+_FUSIBLE = (
+    OpKind.NORM, OpKind.SOFTMAX, OpKind.REDUCTION, OpKind.RANDOM, OpKind.TRANSCENDENTAL, OpKind.ELEMENTWISE,
+    OpKind.COPY,
+)  # fmt: skip
+#: Tensors smaller than this are no reason to fuse what reads them (scalars, weights of norms).
+_SMALL_BYTES = 1 << 16
+
+
+def fuse(segment: RankSegment, level: str, attention: str = "flash2") -> tuple[Kernel, ...]:
+    """The kernels that a stack launches for a segment, in order, stages apart.
+
+    Args:
+        level: "eager", "fused" or "compiled".
+        attention: Kernel of attention; "unfused" attention is taken apart into products and softmax.
+    Raises:
+        ConfigError: no such level.
+    """
+    if level not in FUSIONS:
+        raise ConfigError(f"fusion must be one of {', '.join(FUSIONS)}, got {level!r}")
+    kernels = segment.kernels
+    if level != "eager":
+        kernels = tuple(_fused(segment, level))
+    if attention != "unfused":
+        return kernels
+    return tuple(part for kernel in kernels for part in (unfused(kernel) if _is_attention(kernel) else (kernel,)))
+
+
+def _is_attention(kernel: Kernel) -> bool:
+    return isinstance(kernel.detail, Attention)
+
+
+def _fused(segment: RankSegment, level: str) -> Iterator[Kernel]:
+    """Kernels in order, each group in the place of its first operation."""
+    kernels = segment.kernels
+    group_of: dict[int, list[int]] = {}
+    for stage in Stage:
+        for run in _runs(kernels, stage):
+            for group in _groups(segment, run, level):
+                for index in group:
+                    group_of[index] = group
+    readers = _readers(kernels)
+    for index, kernel in enumerate(kernels):
+        group = group_of.get(index, [index])
+        if len(group) == 1:
+            yield kernel
+        elif group[0] == index:
+            yield _merged(segment, group, readers)
+
+
+def _runs(kernels: Sequence[Kernel], stage: Stage) -> Iterator[list[int]]:
+    """Longest runs of a stage's operations that may be fused; kernels of other stages do not end one."""
+    run: list[int] = []
+    for index, kernel in enumerate(kernels):
+        if kernel.stage is not stage:
+            continue
+        if kernel.kind in _FUSIBLE:
+            run.append(index)
+        elif run:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _groups(segment: RankSegment, run: Sequence[int], level: str) -> list[list[int]]:
+    """Operations of a run that become one kernel, by what they share."""
+    parent = {index: index for index in run}
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            index = parent[index]
+        return index
+
+    touched: dict[int, list[int]] = defaultdict(list)
+    for index in run:
+        kernel = segment.kernels[index]
+        if level == "compiled" and _sums_tokens(segment, kernel):
+            continue
+        made = {segment.tensors[t].storage for t in kernel.outputs}
+        for storage, size in _storages(segment, (*kernel.inputs, *kernel.outputs)).items():
+            if size < _SMALL_BYTES and storage not in made:
+                continue
+            for other in touched[storage]:
+                if level == "compiled" or _one_kernel(segment, other, index, storage):
+                    low, high = sorted((root(other), root(index)))
+                    parent[high] = low
+            touched[storage].append(index)
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index in run:
+        groups[root(index)].append(index)
+    return list(groups.values())
+
+
+def _one_kernel(segment: RankSegment, first: int, second: int, storage: int) -> bool:
+    """Whether libraries have one kernel for two operations that touch a storage, in this order."""
+    one, two = segment.kernels[first], segment.kernels[second]
+    feeds = any(segment.tensors[t].storage == storage for t in one.outputs)
+    if one.module == two.module:
+        return feeds or one.kind is not OpKind.REDUCTION
+    if not feeds:
+        return False
+    return one.kind is OpKind.COPY or (one.kind is OpKind.RANDOM and two.kind is OpKind.ELEMENTWISE)
+
+
+def _sums_tokens(segment: RankSegment, kernel: Kernel) -> bool:
+    """Whether a reduction adds up all but the last dim, as gradients of biases and of norms' weights are."""
+    if kernel.kind is not OpKind.REDUCTION or not kernel.outputs:
+        return False
+    largest = max((segment.tensors[t] for t in kernel.inputs), key=lambda t: t.size_bytes, default=None)
+    if largest is None or len(largest.shape) < 2:
+        return False
+    outputs = prod(segment.tensors[kernel.outputs[0]].shape)
+    return outputs == largest.shape[-1] and prod(largest.shape) > outputs > 1
+
+
+def _storages(segment: RankSegment, tensors: Iterable[int]) -> dict[int, int]:
+    """Bytes touched of each storage: distinct views of one add up."""
+    sizes: dict[int, int] = defaultdict(int)
+    for tensor in dict.fromkeys(tensors):
+        view = segment.tensors[tensor]
+        sizes[view.storage] += view.size_bytes
+    return sizes
+
+
+def _readers(kernels: Sequence[Kernel]) -> dict[int, set[int]]:
+    """Kernels that read each tensor."""
+    readers: dict[int, set[int]] = defaultdict(set)
+    for index, kernel in enumerate(kernels):
+        for tensor in kernel.inputs:
+            readers[tensor].add(index)
+    return readers
+
+
+def _merged(segment: RankSegment, group: Sequence[int], readers: dict[int, set[int]]) -> Kernel:
+    """One kernel in place of a group: it reads what comes from outside and writes what is needed outside."""
+    members = [segment.kernels[index] for index in group]
+    inside = {segment.tensors[t].storage for kernel in members for t in kernel.outputs}
+    by_storage: dict[int, set[int]] = defaultdict(set)
+    for tensor, indices in readers.items():
+        by_storage[segment.tensors[tensor].storage] |= indices
+    kept = {segment.tensors[t].storage for t in (*segment.leaves, *segment.saved)}
+    inputs = [t for k in members for t in k.inputs if segment.tensors[t].storage not in inside]
+    outputs = [t for k in members for t in k.outputs if _needed(segment.tensors[t], by_storage, set(group), kept)]
+    whole = {storage: max(t.size_bytes for t in segment.tensors if t.storage == storage)
+             for storage in {segment.tensors[t].storage for t in (*inputs, *outputs)}}  # fmt: skip
+    read = sum(min(size, whole[storage]) for storage, size in _storages(segment, inputs).items())
+    written = sum(min(size, whole[storage]) for storage, size in _storages(segment, outputs).items())
+    kind = min((k.kind for k in members if k.kind is not None), key=_FUSIBLE.index)
+    largest = max(members, key=lambda k: k.bytes_read + k.bytes_written)
+    return replace(
+        largest,
+        name=f"fused.{'.'.join(dict.fromkeys(_base(k.name) for k in members))}",
+        kind=_norm_like(members, kind),
+        bytes_read=read,
+        bytes_written=written,
+        inputs=tuple(dict.fromkeys(inputs)),
+        outputs=tuple(dict.fromkeys(outputs)),
+        detail=None,
+    )
+
+
+def _needed(tensor: LocalTensor, readers: dict[int, set[int]], group: set[int], kept: set[int]) -> bool:
+    """Whether somebody outside the group reads a tensor it makes; what nobody reads at all leaves the segment."""
+    reading = readers.get(tensor.storage, set())
+    outlives = tensor.role in PERSISTENT or tensor.role is Role.GRADIENT
+    return bool(reading - group) or not reading or tensor.storage in kept or outlives
+
+
+def _norm_like(members: Sequence[Kernel], kind: OpKind) -> OpKind:
+    """A norm written in operations is a norm: a mean along rows and a reciprocal root, and backward of them."""
+    names = {_base(kernel.name) for kernel in members}
+    forward = kind is OpKind.REDUCTION and "rsqrt" in names
+    backward = kind is OpKind.REDUCTION and members[0].stage is not Stage.FORWARD and "pow" in names
+    return OpKind.NORM if forward or backward else kind
+
+
+def _base(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def unfused(kernel: Kernel) -> tuple[Kernel, ...]:
+    """The kernels of attention that is not fused: products of every head, and passes over the square of scores.
+
+    Forward the scores are scaled, masked and normalized in one pass and dropped out in a second, whose mask takes a
+    byte; backward goes the same way back.
+    """
+    attention = kernel.detail
+    assert isinstance(attention, Attention)
+    groups = attention.batch * attention.heads
+    queries, keys = attention.query_tokens, attention.key_tokens
+    scores = groups * queries * keys
+
+    def product(m: int, n: int, k: int) -> Kernel:
+        moved = 2 * groups
+        detail = Product(m, n, k, groups)
+        return replace(kernel, name="unfused.bmm", kind=OpKind.MATMUL, detail=detail,
+                       bytes_read=moved * k * (m + n), bytes_written=moved * m * n)  # fmt: skip
+
+    def over_scores(name: str, kind: OpKind, read: int, written: int) -> Kernel:
+        return replace(
+            kernel, name=name, kind=kind, detail=None, bytes_read=scores * read, bytes_written=scores * written
+        )
+
+    if not attention.backward:
+        return (
+            product(queries, keys, attention.qk_dim),
+            over_scores("unfused.softmax", OpKind.SOFTMAX, 2, 2),
+            over_scores("unfused.dropout", OpKind.RANDOM, 2, 3),
+            product(queries, attention.v_dim, keys),
+        )
+    return (
+        product(keys, attention.v_dim, queries),
+        product(queries, keys, attention.v_dim),
+        over_scores("unfused.dropout_backward", OpKind.ELEMENTWISE, 3, 2),
+        over_scores("unfused.softmax_backward", OpKind.SOFTMAX, 4, 2),
+        product(queries, attention.qk_dim, keys),
+        product(keys, attention.qk_dim, queries),
+    )

@@ -1,0 +1,124 @@
+"""Seconds of one rank's kernels on a device under a software stack.
+
+    kernels = fuse(segment, stack.fusion, stack.attention)            lading.cost.fusion
+    seconds = [kernel_s(kernel, device, stack, layout.precision) for kernel in kernels]
+
+Products and attention go by shape (``lading.cost.product``, ``lading.cost.attention``), the rest by bytes. Launches are
+not in here: who adds up a stretch of kernels compares with what the host needs to issue them.
+
+[Note: memory]
+Moving bytes takes ``class * (fixed_s + bytes / (share * bandwidth))``, where the class says how much longer such a
+kernel takes than a copy. Where all bytes fit the part of the last cache that still holds what the kernel before wrote,
+they move ``cache_speed`` times as fast; half as much as that part is half there.
+"""
+
+from __future__ import annotations
+
+from lading.catalog.kernels import kernel_rates
+from lading.cost.attention import attention_s
+from lading.cost.fusion import unfused
+from lading.cost.product import LOW_PRECISIONS, OPERAND_BYTES, groups_launch_s, product_s, quantize_bytes
+from lading.errors import ConfigError
+from lading.ir.graph import OpKind
+from lading.ir.machine import Device
+from lading.ir.stack import Stack
+from lading.ir.work import Attention, Collective, Kernel, Product, Stage
+
+#: Dtypes whose products may run in a lower precision.
+_HALF = ("bfloat16", "float16")
+
+
+def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") -> float:
+    """Seconds of a kernel in a running step, without its launch.
+
+    Args:
+        precision: Of 16-bit products: "fp8", "mxfp8" or "nvfp4" for those that run in it (casts of their operands are
+            counted with them), anything else for their own dtype.
+    Raises:
+        ConfigError: a collective, or the device lacks a peak or a kernel.
+    """
+    detail = kernel.detail
+    if isinstance(detail, Collective):
+        raise ConfigError(f"expected a kernel that computes, got the collective {detail.op}: see cost.collective")
+    if isinstance(detail, Attention):
+        if stack.attention == "unfused":
+            return sum(kernel_s(part, device, stack, precision) for part in unfused(kernel))
+        return attention_s(detail, kernel.dtype, device, stack.attention)
+    if isinstance(detail, Product):
+        return _product_s(kernel, detail, device, stack, precision)
+    return memory_s(kernel.bytes_read + kernel.bytes_written, memory_class(kernel, stack.fusion), device)
+
+
+def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> float:
+    """A product, the cast of its operands, and the host where it launches groups one by one."""
+    low = precision in LOW_PRECISIONS and kernel.dtype in _HALF and not kernel.name.startswith("unfused.")
+    used = precision if low else kernel.dtype
+    wide = product.accumulates and stack.gradient_dtype == "float32"
+    out = 4.0 if wide or OPERAND_BYTES.get(used, 2.0) >= 4 else 2.0
+    seconds = product_s(product, used, device, out_bytes=out)
+    if product.groups > 1 and stack.fusion == "fused" and not stack.cuda_graphs and "bmm" not in kernel.name:
+        seconds = max(seconds, groups_launch_s(product, device))
+    # Weights are cast once a step, and what a weight's gradient is made of was cast for the products before it.
+    if low and kernel.stage is not Stage.BACKWARD_WEIGHT:
+        moved = quantize_bytes(float(product.groups * product.m * product.k), precision)
+        seconds += memory_s(moved, "elementwise.fused", device)
+    return seconds
+
+
+def memory_class(kernel: Kernel, fusion: str) -> str:
+    """Key of the class of a kernel that only moves bytes: its kind, backward norms apart, other kernels where fused."""
+    kind = (kernel.kind or OpKind.COPY).value
+    if kernel.kind is OpKind.NORM and kernel.stage is not Stage.FORWARD:
+        kind = "norm_backward"
+    return kind if fusion == "eager" else f"{kind}.fused"
+
+
+def memory_s(size_bytes: float, kind: str, device: Device) -> float:
+    """Seconds of moving bytes in one kernel, read and written ones together, launch not included.
+
+    Args:
+        kind: Class of the kernel, such as "norm", "norm_backward.fused" or "copy".
+    Raises:
+        ConfigError: nothing is known of the device's kernels or of its rate of this class.
+    Source: constants fitted in benchmarks/calibrate/memory.py; [Note: memory].
+    """
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    if device.gpu is None:
+        rate = device.rates.get(kind.removesuffix(".fused"))
+        return size_bytes / (rate.at(size_bytes) if rate and size_bytes else bandwidth)
+    rates = kernel_rates(device.gpu.architecture).memory
+    known = rates.classes
+    factor = known.get(kind, known.get(kind.removesuffix(".fused"), 1.0) if not kind.startswith("norm") else 1.0)
+    room = rates.cache_share * device.gpu.l2_bytes
+    cached = 1 / (1 + (size_bytes / room) ** 2)
+    moved = size_bytes * (1 - cached + cached / rates.cache_speed)
+    return factor * (rates.fixed_s + moved / (rates.share * bandwidth))
+
+
+def step_s(elements: float, bytes_per_element: float, device: Device, kernels: int = 1) -> float:
+    """Seconds of an optimizer's step over ``elements`` parameters in fused kernels over many tensors.
+
+    Args:
+        bytes_per_element: Read and written of each (``adam_bytes``).
+        kernels: In which it is launched.
+    """
+    return sum(memory_s(elements * bytes_per_element / kernels, "step", device) for _ in range(kernels))
+
+
+def adam_bytes(stack: Stack) -> float:
+    """Bytes of Adam for each parameter: gradient read; both moments and the fp32 value read and written; 16-bit copy.
+
+    The value is the master where the stack keeps one, whose 16-bit copy is written too, else the parameter itself.
+    """
+    gradient = 4.0 if stack.gradient_dtype == "float32" else 2.0
+    if stack.master_weights:
+        return gradient + 8 * 3 + 2
+    own = 8.0 if stack.parameters_dtype == "float32" else 4.0
+    moments = 2 * own
+    return gradient + moments + own
+
+
+def clip_s(elements: float, stack: Stack, device: Device) -> float:
+    """Seconds of the gradients' norm (read) and of scaling them (read and written)."""
+    size = elements * (4.0 if stack.gradient_dtype == "float32" else 2.0)
+    return memory_s(size, "reduction", device) + memory_s(2 * size, "elementwise", device)

@@ -1,0 +1,162 @@
+"""Seconds of matrix products on a GPU by their shape.
+
+[Note: product]
+The output is cut in tiles of ``bm`` by ``bn``, each made by one multiprocessor in a loop over k; a product takes as
+many waves as it has tiles for every multiprocessor. With T tiles, S parts of k, P multiprocessors and w = T S / P,
+
+    waves   = (1 - wave_share) max(w, 1) + wave_share ceil(w)
+    compute = waves * 2 bm bn (k / S + prologue_k) * (1 + operand_columns (1/bm + 1/bn)) / (peak * reach / P)
+    memory  = bytes of operands and output / (memory_share * bandwidth)
+    seconds = (compute^4 + memory^4)^(1/4) + fixed_s
+
+the least over the library's tiles and S in 1, 2, 4, 8 (with S > 1 partial sums in fp32 are written and read again). A
+part ``epilogue_share`` of the output's bytes is not under computing. Adding to what the output holds reads it once
+more.
+
+A board at its power limit runs slower: at most ``flops_per_joule * power`` FLOP/s. A single product measured on a cool
+device may be done before that; in a running step it is so all the time, which is what is assumed unless told otherwise.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from lading.catalog.kernels import KernelRates, ProductRates, kernel_rates
+from lading.errors import ConfigError
+from lading.ir.machine import Device, Gpu
+from lading.ir.work import Product
+
+#: Bytes of an operand's element by precision: block scales (one byte for 32 or 16 elements) included.
+OPERAND_BYTES = {
+    "float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp32": 4.0, "bf16": 2.0, "fp16": 2.0,
+    "fp8": 1.0, "float8_e4m3fn": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16,
+}  # fmt: skip
+#: Key of ``peak_flops_per_s`` by precision.
+_PEAK = {
+    "fp32": "float32", "bf16": "bfloat16", "fp16": "float16",
+    "fp8": "float8_e4m3fn", "mxfp8": "float8_e4m3fn", "nvfp4": "float4_e2m1fn_x2",
+}  # fmt: skip
+#: Operands that are made from 16-bit tensors by a kernel of their own.
+LOW_PRECISIONS = ("fp8", "mxfp8", "nvfp4")
+_SPLITS = (1, 2, 4, 8)
+#: Exponent of the smooth maximum of computing and moving bytes.
+_SMOOTH = 4.0
+#: Output elements of 16 bits, and of sums in fp32.
+_OUT_BYTES, _SUM_BYTES = 2.0, 4.0
+
+
+def peak_flops(device: Device, precision: str) -> float:
+    """Dense peak for operands of a precision or dtype, FLOP/s.
+
+    Raises:
+        ConfigError: the device has none.
+    """
+    key = _PEAK.get(precision, precision)
+    if key not in device.peak_flops_per_s:
+        known = ", ".join(sorted(device.peak_flops_per_s))
+        raise ConfigError(
+            f"a product in {precision} needs device.peak_flops_per_s.{key}, {device.name} has only {known}; "
+            "add it to the machine file or choose another precision"
+        )
+    return device.peak_flops_per_s[key]
+
+
+def product_s(
+    product: Product, precision: str, device: Device, *, out_bytes: float = 0.0, sustained: float = 1.0
+) -> float:
+    """Seconds of a product, or of ``groups`` of them in one kernel, alone on the device, launch not included.
+
+    Args:
+        precision: Of the operands: a dtype, or "fp8", "mxfp8", "nvfp4" (whose cast is ``quantize_bytes``).
+        out_bytes: Of an element of the output; 0: four where it accumulates, else two (four from fp32 operands).
+        sustained: How much of the slowdown at the power limit applies: 1 in a running step, 0 on a cool device.
+    Raises:
+        ConfigError: the device has no peak for the precision, or nothing is known of its kernels.
+    Source: constants fitted in benchmarks/calibrate/products.py; [Note: product].
+    """
+    peak, gpu = peak_flops(device, precision), device.gpu
+    if gpu is None:
+        return _by_curve(product, peak, device)
+    rates = kernel_rates(gpu.architecture)
+    operand = OPERAND_BYTES.get(precision, _OUT_BYTES)
+    element = out_bytes or (_SUM_BYTES if product.accumulates or operand >= _SUM_BYTES else _OUT_BYTES)
+    slow = 1 + sustained * (power_slowdown(gpu, rates, precision, peak) - 1)
+    return _seconds(product, (operand, element), peak * gpu.speed / slow, device, rates.product)
+
+
+def groups_launch_s(product: Product, device: Device) -> float:
+    """Seconds the host needs to launch a grouped product group by group, as Transformer Engine does; 0 for one product.
+
+    Raises:
+        ConfigError: nothing is known of the device's kernels.
+    """
+    if product.groups == 1 or device.gpu is None:
+        return 0.0
+    return product.groups * kernel_rates(device.gpu.architecture).product.group_s
+
+
+def power_slowdown(gpu: Gpu, rates: KernelRates, precision: str, peak: float) -> float:
+    """How many times longer than at full clock products take at the power limit, >= 1."""
+    joule = rates.product.flops_per_joule.get(_operand_class(precision))
+    if joule is None:
+        return 1.0
+    return max(1.0, peak * gpu.speed * rates.product.reach / (joule * gpu.power_w))
+
+
+def quantize_bytes(elements: float, precision: str, *, amax: bool = True) -> float:
+    """Bytes moved to make operands of a low precision from 16-bit ones: along rows and along columns, for both uses.
+
+    Args:
+        amax: The largest value is looked for first, which reads all once more; not with block scales of mxfp8.
+    """
+    if precision not in LOW_PRECISIONS:
+        return 0.0
+    reads = 4.0 if amax and precision != "mxfp8" else 2.0
+    return elements * (reads + 2 * OPERAND_BYTES[precision])
+
+
+def _operand_class(precision: str) -> str:
+    key = _PEAK.get(precision, precision)
+    return "bfloat16" if key == "float16" else key
+
+
+def _seconds(
+    product: Product, element_bytes: tuple[float, float], peak: float, device: Device, rates: ProductRates
+) -> float:
+    operand, element = element_bytes
+    assert device.gpu is not None
+    grouped = product.groups > 1
+    reach = rates.reach * (rates.group_reach if grouped else 1.0)
+    bandwidth = device.memory_bandwidth_bytes_per_s * rates.memory_share
+    outputs = float(product.groups * product.m * product.n)
+    written = outputs * element * (2.0 if product.accumulates else 1.0)
+    reads = operand * product.groups * product.k * (product.m + product.n)
+    compute = min(
+        _tiled(product, tile, splits, rates, device.gpu.num_sms) / (peak * reach)
+        + ((splits + 1) * _SUM_BYTES * outputs / bandwidth if splits > 1 else 0.0)
+        for tile in rates.tiles
+        for splits in _SPLITS
+        if splits == 1 or (product.k >= 2048 * splits and not grouped)
+    )
+    compute += rates.epilogue_share * written / bandwidth
+    memory = (reads + written) / bandwidth
+    return (compute**_SMOOTH + memory**_SMOOTH) ** (1 / _SMOOTH) + rates.fixed_s
+
+
+def _tiled(product: Product, tile: tuple[int, int], splits: int, rates: ProductRates, num_sms: int) -> float:
+    """FLOP that the device could have done in the time the tiles take."""
+    rows, columns = tile
+    tiles = product.groups * ceil(product.m / rows) * ceil(product.n / columns) * splits
+    waves = tiles / num_sms
+    waves = (1 - rates.wave_share) * max(waves, 1.0) + rates.wave_share * ceil(waves)
+    loads = 1 + rates.operand_columns * (1 / rows + 1 / columns)
+    return waves * num_sms * 2.0 * rows * columns * (product.k / splits + rates.prologue_k) * loads
+
+
+def _by_curve(product: Product, peak: float, device: Device) -> float:
+    """Where an architecture has not been fitted: a share of the peak by FLOP and by each dim, as for one device."""
+    each = 2.0 * product.m * product.n * product.k
+    share = device.product_efficiency.at(each) if device.product_efficiency else 1.0
+    for dim in (product.m, product.n, product.k):
+        share *= dim / (dim + device.skinny_dim)
+    return product.groups * each / (peak * share)

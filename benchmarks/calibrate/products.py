@@ -196,7 +196,7 @@ def hopper(ampere: ProductRates, blackwell: ProductRates) -> ProductRates:
     found = [Shape(Product(m, n, k), 2.0, 2e-12 * m * n * k / rate) for m, n, k, rate, _ in _HOPPER]
     spread = [sigma for *_, sigma in _HOPPER]
 
-    free = {"reach": 0.95, "joule": 1.2e12, "operand_columns": base.operand_columns, "fixed_s": base.fixed_s}
+    free = {"reach": 0.95, "joule": 1.2e12, "operand_columns": base.operand_columns}
     start = np.log(list(free.values()))
 
     def of(point: np.ndarray) -> ProductRates:
@@ -207,7 +207,7 @@ def hopper(ampere: ProductRates, blackwell: ProductRates) -> ProductRates:
         off = [
             np.log(at_limit(s, of(point), device) / s.seconds) / sigma for s, sigma in zip(found, spread, strict=True)
         ]
-        return np.array([*off, *((point - start) / np.array([0.05, 0.05, 0.5, 0.2]))])
+        return np.array([*off, *((point - start) / np.array([0.05, 0.05, 0.5]))])
 
     best = least_squares(residuals, start, loss="soft_l1", diff_step=1e-3)
     rates = of(best.x)

@@ -57,76 +57,111 @@ def _is_attention(kernel: Kernel) -> bool:
 
 
 def _fused(segment: RankSegment, level: str) -> Iterator[Kernel]:
-    """Kernels in order, each group in the place of its first operation."""
+    """Kernels with groups in place of what is fused, in an order in which each finds what it reads."""
+    flow = _Flow(segment)
     kernels = segment.kernels
-    group_of: dict[int, list[int]] = {}
-    for stage in Stage:
-        for run in _runs(kernels, stage):
-            for group in _groups(segment, run, level):
-                for index in group:
-                    group_of[index] = group
-    readers = _readers(kernels)
+    runs = _runs(kernels)
+    apart = {i for i, kernel in enumerate(kernels) if level == "compiled" and _sums_tokens(segment, kernel)}
+    last_reader: dict[int, int] = {}
     for index, kernel in enumerate(kernels):
-        group = group_of.get(index, [index])
-        if len(group) == 1:
-            yield kernel
-        elif group[0] == index:
-            yield _merged(segment, group, readers)
-
-
-def _runs(kernels: Sequence[Kernel], stage: Stage) -> Iterator[list[int]]:
-    """Longest runs of a stage's operations that may be fused; kernels of other stages do not end one."""
-    run: list[int] = []
-    for index, kernel in enumerate(kernels):
-        if kernel.stage is not stage:
+        if kernel.kind not in _FUSIBLE or index in apart:
             continue
-        if kernel.kind in _FUSIBLE:
-            run.append(index)
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
-
-
-def _groups(segment: RankSegment, run: Sequence[int], level: str) -> list[list[int]]:
-    """Operations of a run that become one kernel, by what they share."""
-    parent = {index: index for index in run}
-
-    def root(index: int) -> int:
-        while parent[index] != index:
-            index = parent[index]
-        return index
-
-    touched: dict[int, list[int]] = defaultdict(list)
-    for index in run:
-        kernel = segment.kernels[index]
-        if level == "compiled" and _sums_tokens(segment, kernel):
-            continue
-        made = {segment.tensors[t].storage for t in kernel.outputs}
-        for storage, size in _storages(segment, (*kernel.inputs, *kernel.outputs)).items():
-            if size < _SMALL_BYTES and storage not in made:
+        for maker in sorted(flow.makers[index], reverse=True):
+            if maker in apart or kernels[maker].kind not in _FUSIBLE:
                 continue
-            for other in touched[storage]:
-                if level == "compiled" or _one_kernel(segment, other, index, storage):
-                    low, high = sorted((root(other), root(index)))
-                    parent[high] = low
-            touched[storage].append(index)
-    groups: dict[int, list[int]] = defaultdict(list)
-    for index in run:
-        groups[root(index)].append(index)
-    return list(groups.values())
+            if level == "compiled" or _one_kernel(kernels[maker], kernel):
+                flow.join(maker, index)
+        for storage, size in _storages(segment, kernel.inputs).items():
+            other = last_reader.get(storage)
+            last_reader[storage] = index
+            if other is None or size < _SMALL_BYTES or runs[other] != runs[index]:
+                continue
+            if level == "compiled" or kernels[other].module == kernel.module:
+                flow.join(other, index)
+    readers = _readers(segment)
+    for group in flow.order():
+        yield kernels[group[0]] if len(group) == 1 else _merged(segment, group, readers)
 
 
-def _one_kernel(segment: RankSegment, first: int, second: int, storage: int) -> bool:
-    """Whether libraries have one kernel for two operations that touch a storage, in this order."""
-    one, two = segment.kernels[first], segment.kernels[second]
-    feeds = any(segment.tensors[t].storage == storage for t in one.outputs)
-    if one.module == two.module:
-        return feeds or one.kind is not OpKind.REDUCTION
-    if not feeds:
+class _Flow:
+    """Which kernels need which, while groups of them become one."""
+
+    def __init__(self, segment: RankSegment) -> None:
+        self.kernels = segment.kernels
+        self.makers: list[set[int]] = []
+        made_by: dict[int, int] = {}
+        for index, kernel in enumerate(self.kernels):
+            read = {segment.tensors[t].storage for t in kernel.inputs}
+            self.makers.append({made_by[storage] for storage in read if storage in made_by})
+            made_by.update((segment.tensors[t].storage, index) for t in kernel.outputs)
+        count = len(self.kernels)
+        self._group = [1 << index for index in range(count)]
+        self._before = [0] * count
+        self._behind = [0] * count
+        for index in range(count):
+            for maker in self.makers[index]:
+                self._before[index] |= self._before[maker] | 1 << maker
+        for index in reversed(range(count)):
+            for maker in self.makers[index]:
+                self._behind[maker] |= self._behind[index] | 1 << index
+
+    def join(self, first: int, second: int) -> None:
+        """Make one group of those of two kernels, unless something else stands between them or the stages differ."""
+        if self.kernels[first].stage is not self.kernels[second].stage:
+            return
+        both = self._group[first] | self._group[second]
+        before = (self._before[first] | self._before[second]) & ~both
+        behind = (self._behind[first] | self._behind[second]) & ~both
+        if before & behind:
+            return
+        for index in _bits(both):
+            self._group[index], self._before[index], self._behind[index] = both, before, behind
+        for index in _bits(before):
+            self._behind[index] |= behind | both
+        for index in _bits(behind):
+            self._before[index] |= before | both
+
+    def order(self) -> Iterator[list[int]]:
+        """Groups, earliest first, each after all that it needs."""
+        waiting = [index for index, group in enumerate(self._group) if group & -group == 1 << index]
+        done = 0
+        while waiting:
+            index = next(i for i in waiting if not self._before[i] & ~done)
+            waiting.remove(index)
+            done |= self._group[index]
+            yield list(_bits(self._group[index]))
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def _runs(kernels: Sequence[Kernel]) -> list[int]:
+    """Number of the run of each kernel: runs of a stage end at its products, attention and collectives."""
+    current: dict[Stage, int] = defaultdict(int)
+    runs: list[int] = []
+    for kernel in kernels:
+        if kernel.kind not in _FUSIBLE:
+            current[kernel.stage] += 1
+        runs.append(current[kernel.stage])
+    return runs
+
+
+def _one_kernel(one: Kernel, two: Kernel) -> bool:
+    """Whether libraries have one kernel for an operation and one that it feeds; a loss is as it is written."""
+    if OpKind.SOFTMAX in (one.kind, two.kind) and not _in_attention(one, two):
         return False
+    if one.module == two.module:
+        return True
     return one.kind is OpKind.COPY or (one.kind is OpKind.RANDOM and two.kind is OpKind.ELEMENTWISE)
+
+
+def _in_attention(one: Kernel, two: Kernel) -> bool:
+    """Softmax of scores, not of a loss: no log_softmax."""
+    return not any("log_softmax" in kernel.name or "nll" in kernel.name for kernel in (one, two))
 
 
 def _sums_tokens(segment: RankSegment, kernel: Kernel) -> bool:
@@ -149,12 +184,12 @@ def _storages(segment: RankSegment, tensors: Iterable[int]) -> dict[int, int]:
     return sizes
 
 
-def _readers(kernels: Sequence[Kernel]) -> dict[int, set[int]]:
-    """Kernels that read each tensor."""
+def _readers(segment: RankSegment) -> dict[int, set[int]]:
+    """Kernels that read each storage."""
     readers: dict[int, set[int]] = defaultdict(set)
-    for index, kernel in enumerate(kernels):
+    for index, kernel in enumerate(segment.kernels):
         for tensor in kernel.inputs:
-            readers[tensor].add(index)
+            readers[segment.tensors[tensor].storage].add(index)
     return readers
 
 
@@ -162,12 +197,9 @@ def _merged(segment: RankSegment, group: Sequence[int], readers: dict[int, set[i
     """One kernel in place of a group: it reads what comes from outside and writes what is needed outside."""
     members = [segment.kernels[index] for index in group]
     inside = {segment.tensors[t].storage for kernel in members for t in kernel.outputs}
-    by_storage: dict[int, set[int]] = defaultdict(set)
-    for tensor, indices in readers.items():
-        by_storage[segment.tensors[tensor].storage] |= indices
     kept = {segment.tensors[t].storage for t in (*segment.leaves, *segment.saved)}
     inputs = [t for k in members for t in k.inputs if segment.tensors[t].storage not in inside]
-    outputs = [t for k in members for t in k.outputs if _needed(segment.tensors[t], by_storage, set(group), kept)]
+    outputs = [t for k in members for t in k.outputs if _needed(segment.tensors[t], readers, set(group), kept)]
     whole = {storage: max(t.size_bytes for t in segment.tensors if t.storage == storage)
              for storage in {segment.tensors[t].storage for t in (*inputs, *outputs)}}  # fmt: skip
     read = sum(min(size, whole[storage]) for storage, size in _storages(segment, inputs).items())

@@ -14,6 +14,8 @@ they move ``cache_speed`` times as fast; half as much as that part is half there
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lading.catalog.kernels import kernel_rates
 from lading.cost.attention import attention_s
 from lading.cost.fusion import unfused
@@ -51,6 +53,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
 
 def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> float:
     """A product, the cast of its operands, and the host where it launches groups one by one."""
+    if stack.fusion == "fused" and kernel.stage is Stage.BACKWARD_WEIGHT:
+        product = replace(product, accumulates=True)  # Megatron's kernels add to the gradient's buffer themselves
     low = precision in LOW_PRECISIONS and kernel.dtype in _HALF and not kernel.name.startswith("unfused.")
     used = precision if low else kernel.dtype
     wide = product.accumulates and stack.gradient_dtype == "float32"
@@ -84,7 +88,8 @@ def memory_s(size_bytes: float, kind: str, device: Device) -> float:
     """
     bandwidth = device.memory_bandwidth_bytes_per_s
     if device.gpu is None:
-        rate = device.rates.get(kind.removesuffix(".fused"))
+        own = kind.removesuffix(".fused")
+        rate = device.rates.get(own, device.rates.get(own.removesuffix("_backward")))
         return size_bytes / (rate.at(size_bytes) if rate and size_bytes else bandwidth)
     rates = kernel_rates(device.gpu.architecture).memory
     known = rates.classes

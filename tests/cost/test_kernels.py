@@ -1,0 +1,217 @@
+"""Seconds of kernels on GPUs: against published measurements, limits that must hold, and bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from lading.catalog.kernels import kernel_rates
+from lading.catalog.load import load_machine
+from lading.catalog.stacks import stack_by_name
+from lading.cost.attention import attention_s
+from lading.cost.kernels import adam_bytes, clip_s, kernel_s, memory_s, step_s
+from lading.cost.product import groups_launch_s, peak_flops, product_s, quantize_bytes
+from lading.errors import ConfigError
+from lading.ir.graph import OpKind
+from lading.ir.machine import ARCHITECTURES
+from lading.ir.work import Attention, Collective, Kernel, Product, Stage
+
+ROOT = Path(__file__).parents[2] / "benchmarks"
+GPUS = ("a100", "a100-40gb", "a100-pcie", "h100", "h100-96gb", "h200", "b200", "gb200", "b300", "gb300")
+
+
+def device(name: str):
+    return load_machine(name).device
+
+
+def measured(kind: str, hardware: str) -> Iterator[tuple[dict[str, str], float, float]]:
+    """Shape, TFLOP/s and efficiency of measured operators."""
+    for line in (ROOT / "validation" / "operators_collectives.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["kind"] == kind and row["hardware"].startswith(hardware):
+            yield row["shape"], row["achieved_tflops"] * 1e12, row["efficiency"]
+
+
+def test_products_of_an_a100_are_as_measured():
+    off: list[float] = []
+    for shape, rate, _ in measured("matmul", "A100"):
+        product = Product(int(shape["m"]), int(shape["n"]), int(shape["k"]), accumulates=shape["accumulate"] == "True")
+        off.append(abs(product_s(product, "bfloat16", device("a100-pcie")) * rate / product.flops - 1))
+    assert median(off) < 0.02
+    assert sorted(off)[int(0.9 * len(off))] < 0.12
+
+
+def test_long_products_of_a_b200_are_as_measured():
+    off: list[float] = []
+    for shape, rate, _ in measured("matmul", "B200"):
+        product = Product(int(shape["m"]), int(shape["n"]), int(shape["k"]), accumulates=shape["accumulate"] == "True")
+        out = 4.0 if shape["out_dtype"] == "fp32" else 2.0
+        if product.flops / rate > 1e-3:
+            off.append(abs(product_s(product, "bf16", device("b200"), out_bytes=out) * rate / product.flops - 1))
+    assert len(off) > 200
+    assert median(off) < 0.03
+    assert sorted(off)[int(0.9 * len(off))] < 0.08
+
+
+def test_attention_is_as_published():
+    data = json.loads((ROOT / "calibrate" / "published_attention.json").read_text(encoding="utf-8"))
+    off: list[float] = []
+    for series in data["series"]:
+        if series["pass"] != "forward":
+            continue
+        for length, rate in zip(data["lengths"], series["tflops"], strict=True):
+            heads, dim = 2048 // series["dim"], series["dim"]
+            found = Attention(16384 // length, heads, heads, length, length, dim, dim, series["causal"], False)
+            seconds = attention_s(found, "bfloat16", device(series["machine"]), series["kernel"])
+            off.append(abs(seconds * rate * 1e12 / found.flops - 1))
+    assert len(off) == 18 * 6
+    assert median(off) < 0.03
+    assert max(off) < 0.2
+
+
+def test_attention_of_an_a100_that_no_figure_shows():
+    off: list[float] = []
+    for kind, backward in (("sdp_fwd", False), ("sdp_bwd", True)):
+        for shape, rate, _ in measured(kind, "A100"):
+            heads, keys = int(shape["head_num"]), int(shape["kv_head_num"])
+            dims = int(shape["qk_head_dim"]), int(shape["v_head_dim"])
+            found = Attention(1, heads, keys, 4096, 4096, *dims, True, backward)
+            full = (5 if backward else 2) * 4096**2 * heads * sum(dims)
+            off.append(abs(attention_s(found, "bfloat16", device("a100-pcie")) * rate / full - 1))
+    assert median(off) < 0.07
+
+
+def test_operations_that_move_bytes_are_as_published():
+    off: list[float] = []
+    for line in (ROOT / "calibrate" / "published_memory.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["class"] in ("elementwise.fused", "step") and row["bytes"] > 3e8:
+            found = memory_s(row["bytes"], row["class"], device(row["machine"]))
+            off.append(abs(found / row["seconds"] - 1))
+    assert len(off) > 4
+    assert max(off) < 0.06
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_no_product_beats_its_limits(name: str):
+    gpu = device(name)
+    for precision in ("bf16", "fp8", "mxfp8", "nvfp4"):
+        if name.startswith("a100") and precision != "bf16":
+            with pytest.raises(ConfigError, match="float"):
+                product_s(Product(8, 8, 8), precision, gpu)
+            continue
+        if name.startswith("h") and precision == "nvfp4":
+            continue
+        for shape in ((8192, 8192, 8192), (1, 8192, 8192), (4096, 128, 65536), (77, 33, 5)):
+            product = Product(*shape)
+            seconds = product_s(product, precision, gpu, sustained=0.0)
+            assert seconds >= product.flops / peak_flops(gpu, precision)
+            assert product_s(product, precision, gpu) >= seconds
+            least = {"bf16": 2.0, "fp8": 1.0, "mxfp8": 1.0, "nvfp4": 0.5}[precision]
+            moved = least * product.k * (product.m + product.n) + 2 * product.m * product.n
+            assert seconds >= moved / gpu.memory_bandwidth_bytes_per_s
+
+
+def test_products_grow_with_every_dim_and_group():
+    gpu = device("h100")
+    base = product_s(Product(4096, 4096, 4096), "bf16", gpu)
+    for product in (Product(8192, 4096, 4096), Product(4096, 8192, 4096), Product(4096, 4096, 8192)):
+        assert 1.8 < product_s(product, "bf16", gpu) / base < 2.2
+    assert product_s(Product(512, 4096, 4096, groups=8), "bf16", gpu) > base
+    assert product_s(Product(4096, 4096, 4096, accumulates=True), "bf16", gpu) > base
+    assert product_s(Product(4096, 4096, 4096), "fp8", gpu) < 0.7 * base
+
+
+def test_a_power_limit_slows_products_and_less_attention():
+    limited, full = device("h100-96gb"), device("h100")
+    product, attention = Product(8192, 8192, 8192), Attention(1, 32, 32, 8192, 8192, 128, 128, True, False)
+    slow = product_s(product, "bf16", limited) / product_s(product, "bf16", full)
+    assert 1.2 < slow < 1.45
+    assert 1 < attention_s(attention, "bfloat16", limited) / attention_s(attention, "bfloat16", full) < slow
+
+
+def test_attention_knows_mask_window_and_how_many_heads_fill_the_device():
+    gpu = device("h100")
+
+    def of(batch: int, heads: int, tokens: int, causal: bool, window: int = 0) -> float:
+        found = Attention(batch, heads, heads, tokens, tokens, 128, 128, causal, False, window)
+        return attention_s(found, "bfloat16", gpu, "flash3")
+
+    assert 0.5 < of(1, 32, 16384, True) / of(1, 32, 16384, False) < 0.6
+    assert of(1, 32, 16384, True, window=1024) < 0.3 * of(1, 32, 16384, True)
+    assert of(1, 2, 4096, True) > 2 * of(1, 32, 4096, True) / 16
+    assert of(8, 32, 4096, True) == pytest.approx(8 * of(1, 32, 4096, True), rel=0.15)
+
+
+def test_unknown_kernels_and_devices_are_named():
+    attention = Attention(1, 8, 8, 512, 512, 64, 64, True, False)
+    with pytest.raises(ConfigError, match="'unfused' attention is"):
+        attention_s(attention, "bfloat16", device("h100"), "unfused")
+    with pytest.raises(ConfigError, match="expected an architecture"):
+        kernel_rates("volta")
+    send = Kernel("send", None, Stage.FORWARD, "", "bfloat16", 0, 0, (), (), Collective("send", "pp", 8))
+    with pytest.raises(ConfigError, match="the collective send"):
+        kernel_s(send, device("h100"), stack_by_name("default"))
+
+
+def test_devices_without_fitted_kernels_go_by_their_own_rates():
+    for name in ("v100-32gb", "mi300x", "rtx4090", "cpu-server"):
+        gpu = device(name)
+        dtype = "float32" if name == "cpu-server" else "float16"
+        product = Product(4096, 4096, 4096)
+        assert product_s(product, dtype, gpu) > product.flops / gpu.peak_flops_per_s[dtype]
+        assert attention_s(Attention(1, 8, 8, 2048, 2048, 64, 64, True, True), dtype, gpu) > 0
+        assert memory_s(1e8, "norm_backward.fused", gpu) > 1e8 / gpu.memory_bandwidth_bytes_per_s
+
+
+def kernel(detail: Product | None, stage: Stage = Stage.FORWARD, name: str = "aten.mm.default") -> Kernel:
+    kind = OpKind.MATMUL if detail else OpKind.NORM
+    return Kernel(name, kind, stage, "", "bfloat16", 10**8, 10**8, (), (), detail)
+
+
+def test_stacks_change_what_a_kernel_takes():
+    gpu = device("h100")
+    eager, fused, compiled = (stack_by_name(n) for n in ("torchtitan-eager", "megatron-core", "torchtitan-compile"))
+    norm, back = kernel(None), kernel(None, Stage.BACKWARD_INPUT)
+    assert kernel_s(norm, gpu, eager) > kernel_s(norm, gpu, fused) == kernel_s(norm, gpu, compiled)
+    assert kernel_s(back, gpu, fused) > kernel_s(norm, gpu, fused)
+    weight = kernel(Product(4096, 4096, 4096), Stage.BACKWARD_WEIGHT)
+    assert kernel_s(weight, gpu, fused) > kernel_s(weight, gpu, compiled)
+    experts = kernel(Product(16, 1024, 1024, groups=64))
+    assert kernel_s(experts, gpu, fused) == groups_launch_s(Product(16, 1024, 1024, groups=64), gpu)
+    assert kernel_s(experts, gpu, compiled) < kernel_s(experts, gpu, fused)
+
+
+def test_low_precision_counts_the_casts():
+    gpu, stack = device("h100"), stack_by_name("nemo")
+    product = Product(8192, 8192, 8192)
+    forward, weight = kernel(product), kernel(product, Stage.BACKWARD_WEIGHT)
+    moved = quantize_bytes(8192 * 8192, "fp8")
+    assert moved == 8192 * 8192 * 6
+    assert kernel_s(forward, gpu, stack, "fp8") == pytest.approx(
+        product_s(product, "fp8", gpu) + memory_s(moved, "elementwise.fused", gpu)
+    )
+    assert kernel_s(weight, gpu, stack, "fp8") == product_s(
+        Product(8192, 8192, 8192, accumulates=True), "fp8", gpu, out_bytes=2.0
+    )
+    assert quantize_bytes(1.0, "bf16") == 0
+
+
+def test_optimizer_and_clipping_by_bytes():
+    assert adam_bytes(stack_by_name("megatron-core")) == 4 + 24 + 2
+    assert adam_bytes(stack_by_name("torchtitan-compile")) == 28
+    gpu = device("a100")
+    assert step_s(1e9, 28, gpu) == pytest.approx(28e9 / (0.82 * 2.039e12), rel=0.01)
+    assert clip_s(1e9, stack_by_name("megatron-core"), gpu) > 12e9 / 2.039e12
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_says_where_its_numbers_come_from(architecture: str):
+    rates = kernel_rates(architecture)
+    assert set(rates.sources) == {"product", "attention", "memory"}
+    assert 0 < rates.memory.share < 1
+    assert all(set(passes) == {"forward", "backward"} for passes in rates.attention.values())

@@ -104,7 +104,7 @@ def test_what_is_watched_adds_up() -> None:
         assert sum(e.stream == COLLECTIVE for e in mine) == 8 * 4
         by_start = sorted(mine, key=lambda e: (e.start_s, e.end_s))
         assert all(b.start_s >= a.end_s - 1e-12 for a, b in pairwise(by_start))
-    assert timeline.labels[0] == "forward of micro-batch 0, stage 0"
+    assert timeline.labels[0] == "forward of micro-batch 0, chunk 0"
     assert run.waiting.min() > 0
 
 

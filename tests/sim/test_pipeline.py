@@ -206,6 +206,20 @@ def test_unequal_stages_are_paced_by_the_slowest() -> None:
     assert run.makespan_s == lower_bound_s(plan, PipelineSeconds(forward=[1, 1, 1, 1.5], backward=[2, 2, 2, 3]))
 
 
+def test_reductions_follow_each_other_on_a_rank() -> None:
+    run = simulate_pipeline(schedule("interleaved", 2, 2, 4), PipelineSeconds(forward=1, backward=2))
+    ready = run.gradients_ready_s
+    assert ready[2] < ready[0]
+    for seconds in (0.5, 20.0):
+        start, end = run.reductions(seconds)
+        assert end - start == pytest.approx(np.full(4, seconds))
+        assert (start >= ready).all()
+        assert start[0] == max(ready[0], end[2])
+        assert start[1] == max(ready[1], end[3])
+    start, end = run.reductions([0.0, 0.0, 3.0, 0.0])
+    assert start[0] == max(ready[0], ready[2] + 3.0)
+
+
 def test_a_large_pipeline_is_quick() -> None:
     seconds = PipelineSeconds(forward=1, backward=2, send_forward=0.01, send_backward=0.01)
     began = time.process_time()

@@ -117,6 +117,24 @@ class PipelineRun:
             np.maximum.at(ready, stages, self.end_s[rank][last])
         return ready
 
+    def reductions(self, seconds: npt.ArrayLike) -> tuple[Floats, Floats]:
+        """When each stage's gradients are reduced, if that runs beside computing: one after the other on a rank, in
+        the order in which they are ready.
+
+        Args:
+            seconds: Of a stage's reduction; a number, or one a stage.
+        Returns:
+            Start and end by stage. What of it is exposed on a rank: the last end, less the rank's last ``end_s``.
+        """
+        lasts = np.broadcast_to(np.asarray(seconds, np.float64), (self.schedule.stages,))
+        start, end = self.gradients_ready_s.copy(), np.zeros(self.schedule.stages)
+        free = np.zeros(self.schedule.ranks)
+        for stage in np.argsort(self.gradients_ready_s, kind="stable").tolist():
+            rank = self.schedule.rank_of(stage)
+            start[stage] = max(start[stage], free[rank])
+            end[stage] = free[rank] = start[stage] + lasts[stage]
+        return start, end
+
     def alive(self, rank: int) -> tuple[Floats, Ints]:
         """(seconds, micro-batches under way, counted by chunk) of a rank: a step after each start and end."""
         order = self.schedule.orders[rank]

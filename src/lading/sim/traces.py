@@ -43,8 +43,9 @@ def pipeline_timeline(
     labels: dict[int, str] = {}
     takers: dict[tuple[bool, int, int], int] = {}
     sends: list[tuple[int, tuple[bool, int, int]]] = []
+    names: dict[tuple[int, int, int, int], tuple[str, str]] = {}
     for rank in shown:
-        _Rank(run, rank, bounds).write(events, labels, takers, sends)
+        _Rank(run, rank, bounds, names).write(events, labels, takers, sends)
     events.sort(key=lambda event: event.start_s)
     flows = tuple((send, takers[taker]) for send, taker in sends if taker in takers)
     memory = () if saved_bytes is None else _memory(run, shown, np.asarray(saved_bytes, np.float64))
@@ -55,8 +56,14 @@ def pipeline_timeline(
 class _Rank:
     """One rank being written: the id of an action is its place among those of all ranks, of its send so much more."""
 
-    def __init__(self, run: PipelineRun, rank: int, bounds: Sequence[int]) -> None:
-        self._run, self._rank, self._bounds = run, rank, bounds
+    def __init__(
+        self,
+        run: PipelineRun,
+        rank: int,
+        bounds: Sequence[int],
+        names: dict[tuple[int, int, int, int], tuple[str, str]],
+    ) -> None:
+        self._run, self._rank, self._bounds, self._names = run, rank, bounds, names
 
     def write(
         self,
@@ -69,21 +76,30 @@ class _Rank:
         plan, first, total = run.schedule, self._bounds[rank], self._bounds[-1]
         stages = plan.stages_of(rank)
         times = (run.start_s[rank], run.end_s[rank], run.sent_s[rank], run.arrived_s[rank])
-        columns: list[list[float]] = np.stack(times, axis=1).tolist()
-        rows: list[list[int]] = plan.orders[rank].tolist()
-        for action, ((work, chunk, micro_batch, joint), (start, end, sent, arrived)) in enumerate(
-            zip(rows, columns, strict=True), first
+        starts, ends, leaves, arrivals = (column.tolist() for column in times)
+        rows: list[tuple[int, int, int, int]] = list(map(tuple, plan.orders[rank].tolist()))
+        for action, (row, start, end, sent, arrived) in enumerate(
+            zip(rows, starts, ends, leaves, arrivals, strict=True), first
         ):
-            forward, stage = work == Work.FORWARD, stages[chunk]
-            name = f"{_NAMES[work]} of micro-batch {micro_batch}, stage {stage}"
-            labels[action] = f"{name}, with the next" if joint else name
+            work, chunk, micro_batch, _ = row
+            if (names := self._names.get(row)) is None:
+                names = self._names[row] = _names(row)
+            labels[action] = names[0]
             events.append(Event(rank, COMPUTE, action, start, end))
             if work != Work.BACKWARD_WEIGHT:
-                takers[forward, stage, micro_batch] = action
+                takers[work == Work.FORWARD, stages[chunk], micro_batch] = action
             if not isnan(sent):
-                labels[total + action] = f"send {name}"
+                labels[total + action] = names[1]
+                forward = work == Work.FORWARD
                 events.append(Event(rank, SEND_DOWN if forward else SEND_UP, total + action, sent, arrived))
-                sends.append((total + action, (forward, stage + (1 if forward else -1), micro_batch)))
+                sends.append((total + action, (forward, stages[chunk] + (1 if forward else -1), micro_batch)))
+
+
+def _names(row: tuple[int, int, int, int]) -> tuple[str, str]:
+    """What an action and its send are called, on any rank."""
+    work, chunk, micro_batch, joint = row
+    name = f"{_NAMES[work]} of micro-batch {micro_batch}, chunk {chunk}"
+    return f"{name}, with the next" if joint else name, f"send {name}"
 
 
 def cluster_timeline(run: ClusterRun) -> Timeline:
@@ -100,10 +116,10 @@ def cluster_timeline(run: ClusterRun) -> Timeline:
         before = (-1.0, -1.0)
         found: list[list[float]] = rows.tolist()
         for start, end, action, stretch in found:
-            work, chunk, micro_batch, _ = order[int(action) - bounds[place]]
             stream = COLLECTIVE if (action, stretch) == before else COMPUTE
             before = (action, stretch)
-            labels[int(action)] = f"{_NAMES[work]} of micro-batch {micro_batch}, stage {plan.stage(place, chunk)}"
+            work, chunk, micro_batch, _ = order[int(action) - bounds[place]]
+            labels[int(action)] = _names((work, chunk, micro_batch, 0))[0]
             events.append(Event(rank, stream, int(action), start, end))
     events.sort(key=lambda event: event.start_s)
     return Timeline("predicted", tuple(events), (), labels)

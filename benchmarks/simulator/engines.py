@@ -1,0 +1,104 @@
+"""The same pipeline on three engines: Lading's loop over orders, a heap of events, and simpy's processes.
+
+Each takes the same actions and gives the same times; what differs is how the next event is found.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import Any
+
+from lading.sim.pipeline import Entries, PipelineSeconds, entries_of, simulate_pipeline
+from lading.sim.schedules import Schedule
+
+
+def lading_s(plan: Schedule, seconds: PipelineSeconds) -> float:
+    """Makespan by ``simulate_pipeline``, every action's and send's times kept."""
+    return simulate_pipeline(plan, seconds).makespan_s
+
+
+class _Lists:
+    """Actions as plain lists, so that no engine pays for reading arrays."""
+
+    def __init__(self, entries: Entries) -> None:
+        self.bounds = entries.bounds
+        self.lasts: list[float] = entries.lasts.tolist()
+        self.needs: list[int] = entries.needs.tolist()
+        self.posts: list[int] = entries.posts.tolist()
+        self.sends: list[float] = entries.sends.tolist()
+        self.links: list[int] = entries.links.tolist()
+        self.nothing = max(*self.needs, *self.posts)
+
+
+def heap_s(plan: Schedule, seconds: PipelineSeconds) -> float:
+    """Makespan by a heap of (time, serial, what, number): the end of an action, or an arrival."""
+    jobs = _Lists(entries_of(plan, seconds))
+    at, stop = list(jobs.bounds[:-1]), jobs.bounds[1:]
+    here, waits, link_free = {jobs.nothing}, dict[int, int](), [0.0] * (3 * plan.ranks)
+    heap: list[tuple[float, int, int, int]] = []
+    starts, ends, serial, now = [0.0] * jobs.bounds[-1], [0.0] * jobs.bounds[-1], 0, 0.0
+
+    def begin(rank: int) -> None:
+        nonlocal serial
+        index = at[rank]
+        if index == stop[rank]:
+            return
+        if jobs.needs[index] not in here:
+            waits[jobs.needs[index]] = rank
+            return
+        serial += 1
+        starts[index] = now
+        heappush(heap, (now + jobs.lasts[index], serial, rank, -1))
+
+    for rank in range(plan.ranks):
+        begin(rank)
+    while heap:
+        now, _, rank, slot = heappop(heap)
+        if slot >= 0:
+            here.add(slot)
+            if slot in waits:
+                begin(waits.pop(slot))
+            continue
+        index = at[rank]
+        ends[index] = now
+        at[rank] += 1
+        if jobs.posts[index] != jobs.nothing:
+            link = jobs.links[index]
+            link_free[link] = max(link_free[link], now) + jobs.sends[index]
+            serial += 1
+            heappush(heap, (link_free[link], serial, -1, jobs.posts[index]))
+        begin(rank)
+    return max(ends)
+
+
+def simpy_s(plan: Schedule, seconds: PipelineSeconds) -> float:
+    """Makespan by simpy: a process a rank, an event for each input, a process for each send."""
+    import simpy
+
+    jobs = _Lists(entries_of(plan, seconds))
+    env: Any = simpy.Environment()
+    arrived = [env.event() for _ in range(jobs.nothing)]
+    link_free, ends = [0.0] * (3 * plan.ranks), [0.0] * plan.ranks
+
+    def send(index: int) -> Any:
+        link = jobs.links[index]
+        link_free[link] = max(link_free[link], env.now) + jobs.sends[index]
+        yield env.timeout(link_free[link] - env.now)
+        arrived[jobs.posts[index]].succeed()
+
+    def run(rank: int) -> Any:
+        for index in range(jobs.bounds[rank], jobs.bounds[rank + 1]):
+            if jobs.needs[index] != jobs.nothing:
+                yield arrived[jobs.needs[index]]
+            yield env.timeout(jobs.lasts[index])
+            if jobs.posts[index] != jobs.nothing:
+                env.process(send(index))
+        ends[rank] = env.now
+
+    for rank in range(plan.ranks):
+        env.process(run(rank))
+    env.run()
+    return max(ends)
+
+
+ENGINES = {"lading": lading_s, "heap": heap_s, "simpy": simpy_s}

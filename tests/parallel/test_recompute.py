@@ -43,6 +43,28 @@ def test_activations_of_a_layer_without_dropout():
     assert saved_bytes(layer(layout="tp4,sp")) == 32 * SBH // 4 + statistics(4) + sums // 4
 
 
+def test_activations_of_a_layer_with_dropout_and_unfused_attention():
+    """The formulas of the paper's table 2 to the byte, but for the norms' statistics."""
+    pairs = 5 * N * S * S * B
+    for family in ("gpt-unfused", "gpt-dropout"):
+        assert saved_bytes(layer(family)) == 34 * SBH + pairs + statistics()
+        assert saved_bytes(layer(family, "tp4")) == 10 * SBH + (24 * SBH + pairs) // 4 + statistics()
+        assert saved_bytes(layer(family, "tp4,sp")) == (34 * SBH + pairs) // 4 + statistics(4)
+        cut = layer(family, "tp4,sp")
+        again = recomputed(cut, "selective")
+        slopes = 2 * B * N * S // 4 if family == "gpt-unfused" else 0  # ALiBi's, which the core takes
+        assert saved_bytes(cut, again) == 34 * SBH // 4 + statistics(4) + slopes
+        assert flops(cut, again.kernels) * 4 == 4 * B * S * S * H  # the scores and the values: 4 b s^2 h
+
+
+def test_products_of_a_layer_with_unfused_attention():
+    """72 b s h^2 (1 + s / 6h), as the paper counts."""
+    for family in ("gpt-unfused", "gpt-dropout"):
+        assert flops(layer(family)) == 72 * B * S * H * H + 12 * B * S * S * H
+    with pytest.raises(ConfigError, match=r"context parallel needs fused attention, got aten.b"):
+        layer("gpt-unfused", "cp2")
+
+
 def test_full_recompute_keeps_what_enters():
     for layout, share in (("dp1", 1), ("tp4", 1), ("tp4,sp", 4)):
         segment = layer(layout=layout)

@@ -1,4 +1,4 @@
-"""The same model cut by torch's own ``parallelize_module`` under a fake process group: same products, same collectives."""
+"""The same model cut by torch's ``parallelize_module`` under a fake process group: same products and collectives."""
 
 from collections.abc import Iterator
 from math import prod

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Phase, Role
 from lading.ir.sizes import Size
-from lading.ir.table import Segment, TableOp
+from lading.ir.table import Segment, TableOp, TableTensor
 from lading.ir.work import Stage
 from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, Choice, choose, is_token
 from lading.parallel.lineage import PRODUCTS, Lineage, base_name, lineage, product_operands
@@ -87,7 +87,7 @@ class _Cutter:
         self.choice = choose(self.found, self.axes)
         if self.choice.experts and self.axes.tp and not (self.axes.etp or self.axes.sp):
             raise ConfigError(
-                f"segment {self.segment.name!r}: experts that are not cut (etp1) need the tokens of tp ranks to differ; "
+                f"segment {self.segment.name!r}: experts that are not cut (etp1) need tp ranks of different tokens; "
                 "expected sp, or etp as tp, got neither"
             )
         self.lengths = Lengths(self.found, self.choice, self.axes.cp)
@@ -123,6 +123,13 @@ class _Cutter:
         )
 
     def _check_known(self) -> None:
+        for op in self.segment.ops if self.axes.cp else ():
+            tensors = (*op.inputs, *op.outputs)
+            if op.kind is OpKind.MATMUL and any(len(self._token_dims(t)) > 1 for t in tensors):
+                raise ConfigError(
+                    f"segment {self.segment.name!r}: context parallel needs fused attention, got {op.name} on scores "
+                    "of all pairs of tokens; use a table with fused attention, or cp1"
+                )
         for op in self.found.unknown if self.axes.cp or self.axes.sp else ():
             if any(self._has_tokens(t) for t in (*op.inputs, *op.outputs)):
                 raise ConfigError(
@@ -151,6 +158,10 @@ class _Cutter:
                 todo.extend(self.found.atoms.leaves(part))
         return found
 
+    def _token_dims(self, tensor: int) -> list[int]:
+        dims = enumerate(self.found.dims[tensor])
+        return [p for p, dim in dims if any(is_token(self.found, leaf) for leaf in self.found.atoms.leaves(dim))]
+
     def _has_tokens(self, tensor: int) -> bool:
         return any(is_token(self.found, leaf) for leaf in self._atoms_of(tensor))
 
@@ -178,7 +189,7 @@ class _Cutter:
             persistent = mine.role is Role.PARAMETER and self._makers.get(mine.storage, tensor) == tensor
             dims = self.lengths.of(tensor, scattered=scattered, persistent=persistent)
             storage = self._storages.setdefault((mine.storage, tag), len(self._storages))
-            repeats = tuple(getattr(mine, "repeats", ()))
+            repeats = mine.repeats
             self._local[key] = len(self.tensors)
             self.tensors.append(CutTensor(storage, mine.dtype, dims, mine.role, mine.name, repeats))
         return self._local[key]
@@ -191,16 +202,16 @@ class _Cutter:
 
     # Collectives.
 
-    def want(self, tensor: int, slot: int, *, scattered: bool | None = None, stage: Stage = Stage.FORWARD) -> int:
+    def want(self, tensor: int, slot: int, *, scattered: bool, stage: Stage = Stage.FORWARD) -> int:
         """The copy of a tensor that an operation needs, after a collective if it is not there yet.
 
         Args:
             slot: The operation that needs it.
-            scattered: Tokens cut, or whole; None as it is.
+            scattered: Tokens cut, or whole.
         """
         self._settle(tensor)
         state = self._state(tensor)
-        if not self._has_tokens(tensor) or self._ranks_cut(tensor) or scattered is None:
+        if not self._has_tokens(tensor) or (self._ranks_cut(tensor) and not state.scattered):
             return self.local(tensor)
         if self._is_free(tensor):
             return self._place(tensor, state.tag, scattered)
@@ -211,7 +222,7 @@ class _Cutter:
     def _whole_view(self, tensor: int) -> int:
         """The tensor that made the storage, if this is a view of all of it; otherwise the tensor itself."""
         maker = self._makers.get(self.segment.tensors[tensor].storage, tensor)
-        same = _product(self.segment.tensors[maker].dims) == _product(self.segment.tensors[tensor].dims)
+        same = _elements(self.segment.tensors[maker]) == _elements(self.segment.tensors[tensor])
         return maker if same else tensor
 
     def _gathered(self, tensor: int, slot: int, stage: Stage) -> int:
@@ -436,10 +447,11 @@ class _Cutter:
         return tuple(found)
 
 
-def _product(dims: tuple[Size, ...]) -> Size:
+def _elements(tensor: TableTensor) -> Size:
+    """How many there are in memory."""
     total = Size.of(1)
-    for size in dims:
-        total = total * size
+    for dim, size in enumerate(tensor.dims):
+        total = total if dim in tensor.repeats else total * size
     return total
 
 

@@ -53,7 +53,8 @@ def test_activations_of_a_layer_with_dropout_and_unfused_attention():
         cut = layer(family, "tp4,sp")
         again = recomputed(cut, "selective")
         slopes = 2 * B * N * S // 4 if family == "gpt-unfused" else 0  # ALiBi's, which the core takes
-        assert saved_bytes(cut, again) == 34 * SBH // 4 + statistics(4) + slopes
+        mask = 0 if family == "gpt-unfused" else 2  # the number that masked scores get
+        assert saved_bytes(cut, again) == 34 * SBH // 4 + statistics(4) + slopes + mask
         assert flops(cut, again.kernels) * 4 == 4 * B * S * S * H  # the scores and the values: 4 b s^2 h
 
 
@@ -101,7 +102,10 @@ def test_selective_recompute_of_ring_attention_sends_again():
 def test_modules_by_name():
     segment = layer("llama", k=2, d=16, f=384)
     mlp = recomputed(segment, "selective", ["mlp"])
-    assert flops(segment, mlp.kernels) == 2 * 2 * B * S * H * 384  # the last product is read by nobody in backward
+    assert flops(segment, mlp.kernels) == 3 * 2 * B * S * H * 384
+    early = recomputed(segment, "selective", ["mlp"], early_stop=True)
+    assert flops(segment, early.kernels) == 2 * 2 * B * S * H * 384  # the last product is read by nobody in backward
+    assert early.saved == mlp.saved
     assert saved_bytes(segment) - saved_bytes(segment, mlp) == 4 * 2 * B * S * 384
     segment = layer()
     norms = recomputed(segment, "selective", ["layernorm"])

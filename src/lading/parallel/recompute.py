@@ -86,8 +86,8 @@ def recomputed(segment: RankSegment, mode: str, modules: Sequence[str] = (), *, 
         modules: With "selective", parts instead of attention's core: ``core_attn``, ``layernorm``, ``act`` (or
             ``moe_act``), ``mla_up_proj``, ``op`` (torchtitan's choice by operation: all but attention, scatters and
             every other product), or names of modules.
-        early_stop: With "full", stop as soon as all is there that backward reads, as torch's checkpoint does;
-            Megatron's runs the whole segment again.
+        early_stop: Stop as soon as all is there that backward reads, as torch's checkpoint does; Megatron's runs the
+            whole segment or part again.
 
     Raises:
         ConfigError: no such mode or module.
@@ -97,7 +97,7 @@ def recomputed(segment: RankSegment, mode: str, modules: Sequence[str] = (), *, 
         return Recomputed((), segment.saved)
     if mode == "full":
         kept = _given(flow)
-        places = _again(flow, set(flow.forward), kept) if early_stop else tuple(flow.forward)
+        places = _needed_again(flow, set(flow.forward), kept) if early_stop else tuple(flow.forward)
         return Recomputed(places, _tensors(flow, kept))
     if mode != "selective":
         raise ConfigError(f"recompute: expected none, selective or full, got {mode!r}")
@@ -111,7 +111,8 @@ def recomputed(segment: RankSegment, mode: str, modules: Sequence[str] = (), *, 
         again |= part
         dropped |= part if word in _DISCARDED else set()
     kept = {s for s in flow.needed if not _is_dropped(flow, s, again, dropped)}
-    return _selected(flow, again, kept)
+    found = _selected(flow, again, kept)
+    return found if early_stop or not again else Recomputed(_with_rings(flow, again), found.saved)
 
 
 def _is_dropped(flow: Flow, storage: int, again: set[int], dropped: set[int]) -> bool:
@@ -123,8 +124,8 @@ def _is_dropped(flow: Flow, storage: int, again: set[int], dropped: set[int]) ->
 
 
 def _selected(flow: Flow, again: set[int], kept: set[int]) -> Recomputed:
-    kept = kept | _missing(flow, again, kept)
-    return Recomputed(_again(flow, again, kept), _tensors(flow, kept))
+    kept = kept | _walk(flow, again, kept)[1]
+    return Recomputed(_needed_again(flow, again, kept), _tensors(flow, kept))
 
 
 def _given(flow: Flow) -> set[int]:
@@ -166,17 +167,14 @@ def _walk(flow: Flow, again: set[int], kept: set[int]) -> tuple[set[int], set[in
     return places, missing
 
 
-def _missing(flow: Flow, again: set[int], kept: set[int]) -> set[int]:
-    return _walk(flow, again, kept)[1]
+def _needed_again(flow: Flow, again: set[int], kept: set[int]) -> tuple[int, ...]:
+    return _with_rings(flow, _walk(flow, again, kept)[0])
 
 
-def _again(flow: Flow, again: set[int], kept: set[int]) -> tuple[int, ...]:
-    places, _ = _walk(flow, again, kept)
-    attentions = [p for p in places if isinstance(flow.segment.kernels[p].detail, Attention)]
-    if attentions:  # keys and values meet again
-        modules = {flow.segment.kernels[p].module for p in attentions}
-        places |= {p for p in flow.forward if _is_on(flow.segment.kernels[p], "cp", modules)}
-    return tuple(sorted(places))
+def _with_rings(flow: Flow, places: set[int]) -> tuple[int, ...]:
+    """In order, with the collectives by which keys and values meet again."""
+    modules = {flow.segment.kernels[p].module for p in places if isinstance(flow.segment.kernels[p].detail, Attention)}
+    return tuple(sorted(places | {p for p in flow.forward if _is_on(flow.segment.kernels[p], "cp", modules)}))
 
 
 def _is_on(kernel: Kernel, axis: str, modules: set[str]) -> bool:

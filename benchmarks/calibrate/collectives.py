@@ -33,16 +33,19 @@ _DATA = _HERE.parent / "validation" / "operators_collectives.jsonl"
 _TRAVELS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 #: What a constant should be about, and how far off (in logarithms) is no surprise.
 _PRIORS = {
-    "nvls_s": (25e-6, 0.7),
+    "nvls_s": (20e-6, 0.7),
     "ll_cap": (0.31, 0.7),
     "depth_ring": (4e-6, 0.7),
     "depth_tree": (10e-6, 0.7),
     "depth_nvls": (10e-6, 0.7),
+    "depth_nvls_tree": (20e-6, 0.7),
     "fill_bytes": (40e6, 0.7),
     "fill_ll128": (0.5, 0.5),
 }
 #: Seconds that all_reduce_bench.py adds to each call (torch's launch and a barrier); nccl-tests adds none.
 _TOOL_S = 20e-6
+#: Sweeps whose network is not known well enough.
+_LEFT_OUT = ("4 node", "32 ranks")
 #: A row that takes this many times as long as the next larger size is a cold start, not the collective.
 _COLD = 1.3
 #: Words of a sweep's hardware, the machine, and its network if it is another.
@@ -128,14 +131,14 @@ def published_sweeps(used: bool) -> list[Sweep]:
     return [sweep for entry in entries if used == ("used" in entry) for sweep in _entry_sweeps(entry)]
 
 
-def vtrain_sweeps() -> list[Sweep]:
-    """All-reduces of 2 to 8 A100 and V100 of one node, from vTrain's look-up tables."""
-    entries = json.loads((_HERE / "vtrain_collectives.json").read_text())
+def table_sweeps(name: str) -> list[Sweep]:
+    """Sweeps of a table beside this file: of A100 and V100 from vTrain, of B200 from acceptance tests."""
+    entries = json.loads((_HERE / name).read_text())
     return [sweep for entry in entries for sweep in _entry_sweeps(entry)]
 
 
 def _entry_sweeps(entry: dict[str, Any]) -> list[Sweep]:
-    machine = with_network(load_machine(entry["machine"]), entry.get("network"))
+    machine = _entry_machine(entry)
     found: list[Sweep] = []
     for ranks in dict.fromkeys(row[0] for row in entry["rows"]):
         rows = [row for row in entry["rows"] if row[0] == ranks]
@@ -154,6 +157,15 @@ def _entry_sweeps(entry: dict[str, Any]) -> list[Sweep]:
     return found
 
 
+def _entry_machine(entry: dict[str, Any]) -> Machine:
+    """The machine on the entry's network, with what its NICs were measured to reach and the ranks of its domains."""
+    machine = with_network(load_machine(entry["machine"]), entry.get("network"))
+    near, *rest = machine.links
+    near = dataclasses.replace(near, ranks=entry.get("domain", near.ranks))
+    rest = [dataclasses.replace(link, efficiency=entry.get("net_efficiency", link.efficiency)) for link in rest]
+    return dataclasses.replace(machine, links=(near, *rest))
+
+
 def tuning_of(values: Sequence[float]) -> Tuning:
     """NCCL's constants with the fitted ones, in the order of ``_PRIORS``."""
     value = dict(zip(_PRIORS, values, strict=True))
@@ -161,7 +173,7 @@ def tuning_of(values: Sequence[float]) -> Tuning:
         NCCL,
         nvls_s=value["nvls_s"],
         ll_cap=(value["ll_cap"], NCCL.ll_cap[1]),
-        depth_s=(value["depth_ring"], value["depth_tree"], value["depth_nvls"]),
+        depth_s=(value["depth_ring"], value["depth_tree"], value["depth_nvls"], value["depth_nvls_tree"]),
         fill_bytes=value["fill_bytes"],
         fills=(0.0, value["fill_ll128"], 1.0),
     )
@@ -199,13 +211,14 @@ def main() -> None:
     """Fit, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=_DATA)
-    sweeps = [*measured_sweeps(parser.parse_args().data), *vtrain_sweeps()]
-    fitted = [sweep for sweep in sweeps if sweep.group.domains == 1]
+    sweeps = [*measured_sweeps(parser.parse_args().data), *table_sweeps("vtrain_collectives.json")]
+    sweeps += table_sweeps("b200_collectives.json")
+    fitted = [sweep for sweep in sweeps if not sweep.name.startswith(_LEFT_OUT)]
     values = fit(fitted)
     for name, value in zip(_PRIORS, values, strict=True):
         print(f"{name:12s} {value:.3g}")
     print("\nsweeps, with these constants (the last two are in no fit)")
-    for sweep in [*fitted, *(sweep for sweep in sweeps if sweep.group.domains > 1)]:
+    for sweep in [*fitted, *(sweep for sweep in sweeps if sweep not in fitted)]:
         print(f"  {sweep.name:74s} {_said(sweep.errors(tuning_of(values)))}")
     print("\neach generation, fitted without it: all sizes; 1 MiB and more")
     for title, names in _GENERATIONS.items():

@@ -46,11 +46,15 @@ class Tuning:
         nvls_tree_share: Of the switch's rate, what is left where a tree joins domains.
         net_overhead_s: Least time of a hop inside a node when the ring leaves it (a proxy posts every send).
         ring_plateau: Factor on a ring's latency across nodes with the Simple protocol.
-        depth_s: By algorithm: hops in flight times the cost of a chunk ([Note: time of a collective]).
+        depth_s: By algorithm (ring, tree, switch, tree of switches): hops in flight times the cost of a chunk ([Note:
+            time of a collective]).
         fill_bytes: Bytes in flight at which filling the pipeline takes no longer.
         fills: How much of that each protocol has: LL and LL128 send small chunks.
         p2p_s: Launch of sends and receives. ``peer_s``: each further peer of an all-to-all, by medium.
-        p2p_share: Of a ring's bandwidth that pairwise sends reach, by medium.
+        all_to_all_share: Of a ring's bandwidth that pairwise sends reach, inside a domain; of the NICs' across domains
+            of several ranks, and of one each.
+        send_share: Of the same that one send reaches, inside and across.
+        send_channel: Bytes/s of one channel inside a domain, and the bytes up to which a send has one channel.
         congestion: Share of a network's rate lost each time the domains double beyond two.
     """
 
@@ -58,7 +62,7 @@ class Tuning:
     launch_tree: tuple[float, float, float] = (6.8e-6, 14e-6, 8.4e-6)
     ring_hop: tuple[float, float, float] = (0.6e-6, 1.9e-6, 3.4e-6)
     tree_hop: tuple[float, float, float] = (0.6e-6, 1.25e-6, 4.0e-6)
-    ring_net_hop: tuple[float, float, float] = (2.7e-6, 4.0e-6, 14e-6)
+    ring_net_hop: tuple[float, float, float] = (6.0e-6, 8.5e-6, 14e-6)
     tree_net_hop: tuple[float, float, float] = (5.0e-6, 8.5e-6, 14e-6)
     pcie_hop: tuple[float, float, float] = (1.0e-6, 2.5e-6, 5.7e-6)
     link_hop_s: float = 0.6e-6
@@ -66,20 +70,22 @@ class Tuning:
     network_hop_s: float = 2.7e-6
     share: tuple[float, float, float] = (0.5, 0.92, 1.0)
     tree_share: tuple[float, float, float] = (0.26, 0.78, 0.92)
-    ll_cap: tuple[float, float] = (0.097, 0.07)
-    nvls_s: float = 17e-6
+    ll_cap: tuple[float, float] = (0.165, 0.07)
+    nvls_s: float = 20.4e-6
     nvls_tree_s: float = 20.9e-6
     nvls_ranks: int = 5
     nvls_loss: float = 0.55
     nvls_tree_share: float = 0.87
     net_overhead_s: float = 1.0e-6
     ring_plateau: float = 1.4
-    depth_s: tuple[float, float, float] = (4.8e-6, 10.3e-6, 10.5e-6)
-    fill_bytes: float = 41e6
-    fills: tuple[float, float, float] = (0.0, 0.5, 1.0)
+    depth_s: tuple[float, float, float, float] = (4.75e-6, 12.6e-6, 11.5e-6, 20.8e-6)
+    fill_bytes: float = 49e6
+    fills: tuple[float, float, float] = (0.0, 0.56, 1.0)
     p2p_s: float = 5e-6
-    peer_s: tuple[float, float] = (0.3e-6, 0.6e-6)
-    p2p_share: tuple[float, float] = (0.9, 0.95)
+    peer_s: tuple[float, float] = (0.3e-6, 1.2e-6)
+    all_to_all_share: tuple[float, float, float] = (0.9, 0.55, 0.95)
+    send_share: tuple[float, float] = (0.95, 0.65)
+    send_channel: tuple[float, float] = (85e9, 64e6)
     congestion: float = 0.005
 
 
@@ -96,10 +102,16 @@ class Line:
     fill_rate_s: float = 0.0
     depth_s: float = 0.0
     fill_bytes: float = 0.0
+    slower_s: float = 0.0
+    slower_bytes: float = 0.0
 
     def at(self, size_bytes: float) -> float:
         """Seconds."""
         seconds = self.latency_s + size_bytes * self.rate_s
+        if self.slower_s:
+            first = min(size_bytes, self.slower_bytes)
+            rest = max(0.0, size_bytes - first) * self.rate_s
+            seconds += max(0.0, first * self.slower_s - rest)
         if self.depth_s and size_bytes:
             best = 2 * sqrt(size_bytes * self.fill_rate_s * self.depth_s)
             seconds += 1 / (1 / best + 1 / (self.fill_bytes * self.fill_rate_s))
@@ -250,7 +262,7 @@ def _ring(op: str, paths: _Paths, protocol: int) -> Line:
     steps, outside = passes * (group.ranks - 1), 0
     inner = paths.hop(protocol, tree=False)
     if group.domains > 1:
-        outside = min(steps, passes * (group.domains if op == "broadcast" else group.domains - 1))
+        outside = min(steps, passes * group.domains)
         inner = max(inner, tuning.net_overhead_s * (3 if protocol == 2 else 1))
     latency = (steps - outside) * inner + outside * paths.net_hop(protocol, tree=False)
     if group.domains > 1 and protocol == 2 and op == "all_reduce":
@@ -303,7 +315,10 @@ def _nvls(paths: _Paths) -> Line:
         rate = min(inner * tuning.nvls_tree_share, paths.net_rate * _TREE_GAIN.get(group.domains, 1.0) / 2)
         name = "NVLS tree"
     wide = group.domain_ranks / 8
-    return Line(name, latency, 1 / rate, 1 / inner, tuning.depth_s[2] * wide, tuning.fill_bytes * wide)
+    depth, fill_bytes = tuning.depth_s[2] * wide, tuning.fill_bytes * wide
+    if group.domains > 1:
+        depth, fill_bytes = tuning.depth_s[3], fill_bytes * 2
+    return Line(name, latency, 1 / rate, 1 / inner, depth, fill_bytes)
 
 
 def _all_to_all(paths: _Paths) -> Line:
@@ -311,20 +326,23 @@ def _all_to_all(paths: _Paths) -> Line:
     group, tuning = paths.group, paths.tuning
     near, far = group.domain_ranks - 1, group.ranks - group.domain_ranks
     latency = tuning.p2p_s + near * tuning.peer_s[0] + far * tuning.peer_s[1]
-    rate = near / group.ranks / (paths.link_rate * tuning.p2p_share[0])
+    rate = near / group.ranks / (paths.link_rate * tuning.all_to_all_share[0])
     if far:
         latency += paths.net_hop(2, tree=True)
-        each = paths.net_rate / group.domain_ranks * tuning.p2p_share[1]
-        rate = max(rate, far / group.ranks / each)
-    elif near:
-        latency += paths.hop(2, tree=False)
-    return Line("pairwise", latency, rate)
+        share = tuning.all_to_all_share[1 if near else 2]
+        rate = max(rate, far / group.ranks / (paths.net_rate / group.domain_ranks * share))
+        return Line("pairwise", latency, rate)
+    latency += paths.hop(2, tree=False)
+    return Line("pairwise", latency, rate, rate, paths.depth(0, 2, paths.link_rate), tuning.fill_bytes)
 
 
 def _send(paths: _Paths) -> Line:
+    """One channel sends up to so many bytes; larger sends take as many channels as there are such pieces."""
     group, tuning = paths.group, paths.tuning
-    rate, latency = paths.link_rate * tuning.p2p_share[0], tuning.p2p_s + paths.hop(2, tree=False)
     if group.domains > 1:
-        rate = paths.net_rate / group.domain_ranks * tuning.p2p_share[1]
-        latency = tuning.p2p_s + paths.net_hop(2, tree=True)
-    return Line("send", latency, 1 / rate)
+        rate = paths.net_rate / group.domain_ranks * tuning.send_share[1]
+        return Line("send", tuning.p2p_s + paths.net_hop(2, tree=True), 1 / rate)
+    rate = paths.link_rate * tuning.send_share[0]
+    channel, piece = tuning.send_channel
+    slower = max(0.0, 1 / channel - 1 / rate)
+    return Line("send", tuning.p2p_s + paths.hop(2, tree=False), 1 / rate, 0.0, 0.0, 0.0, slower, piece)

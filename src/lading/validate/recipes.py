@@ -87,7 +87,7 @@ class Fact:
     Attributes:
         pattern: Found in what the row says, in lower case.
         applies: Whether a request is one of them.
-        settings: Fields of Stack; ``hidden`` is added to the stack's.
+        settings: Fields of Stack, whose ``hidden`` is added to, and of Layout.
         evidence: Where they are written.
     """
 
@@ -140,6 +140,12 @@ FACTS: tuple[Fact, ...] = (
         {"gather_dtype": "float8_e4m3fn"},
         "torchtitan benchmarks: enable_fsdp_float8_all_gather with tensorwise scaling",
     ),
+    Fact(
+        r"torchtitan",
+        lambda request: request.layout.cp > 1,
+        {"cp_comm": "all_gather"},
+        "torchtitan 9dec370 config_manager.py: context_parallel_rotate_method defaults to allgather",
+    ),
 )
 
 
@@ -152,7 +158,12 @@ def with_facts(request: Request, text: str) -> tuple[Request, list[str]]:
             settings = dict(fact.settings)
             if "hidden" in settings:
                 settings["hidden"] = {**request.stack.hidden, **settings["hidden"]}
-            request = dataclasses.replace(request, stack=dataclasses.replace(request.stack, **settings))
+            of_layout = {name: settings.pop(name) for name in list(settings) if hasattr(request.layout, name)}
+            request = dataclasses.replace(
+                request,
+                stack=dataclasses.replace(request.stack, **settings),
+                layout=dataclasses.replace(request.layout, **of_layout),
+            )
             evidence.append(fact.evidence)
     return request, evidence
 

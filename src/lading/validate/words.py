@@ -84,6 +84,7 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"megatron-bridge|mbridge", "megatron-bridge", "Megatron-Core of 2025-26 with Transformer Engine"),
     StackRule(r"dgxc|nemo", "nemo", "NeMo launcher: Megatron-Core with Transformer Engine"),
     StackRule(r"megatron-deepspeed|bigscience|vtrain", "megatron-deepspeed", "Megatron-DeepSpeed of 2022"),
+    StackRule(r"deepspeed zero-3", "deepspeed-zero3", "DeepSpeed's ZeRO-3 without model parallelism"),
     StackRule(r"2104\.04473|sc'21.*ptd|sc'21", "megatron-2021", "Narayanan et al. 2021"),
     StackRule(r"2205\.05198|korthikanti", "megatron-2022", "Korthikanti et al. 2022"),
     StackRule(r"deepspeed", "megatron-deepspeed", "DeepSpeed"),

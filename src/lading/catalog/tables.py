@@ -45,6 +45,9 @@ SYMBOLS = {
     "dn": "width of a head without position",
     "dr": "width of a head with position",
     "dv": "width of a head's values",
+    "p": "numbers of a patch",
+    "t": "tokens of text",
+    "c": "width of the text",
 }
 
 Tied = tuple[tuple[tuple[int, str], tuple[int, str]], ...]

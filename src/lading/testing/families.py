@@ -23,6 +23,7 @@ from lading.ir.sizes import Size
 from lading.models.decoder import PartsConfig, PartsDecoder
 from lading.models.gpt import GPT, GptConfig
 from lading.models.llama import Llama, LlamaConfig
+from lading.models.patches import PatchConfig, PatchDiT, patch_loss
 from lading.models.unfused import UnfusedConfig, UnfusedGPT
 
 Sizes = Mapping[str, int]
@@ -62,8 +63,30 @@ class Family:
     layers: Mapping[str, int] = field(default_factory=lambda: {"layers": 2})
 
 
+def _patch_batch(at: Sizes) -> dict[str, torch.Tensor]:
+    shape = (at["b"], at["s"], at["p"])
+    text = (at["b"], at["t"], at["c"]) if "c" in at else None
+    told = torch.zeros(text) if text else torch.zeros(at["b"], dtype=torch.int64)
+    steps = torch.zeros(at["b"], dtype=torch.int64)
+    return {"patches": torch.zeros(shape), "targets": torch.zeros(shape), "steps": steps, "told": told}
+
+
+def _patches(at: Sizes, num_layers: int = 2) -> nn.Module:
+    sizes = {"dim": at["h"], "num_heads": at["n"], "head_size": at["d"], "hidden_dim": at["f"]}
+    told = {"text_dim": at["c"]} if "c" in at else {"num_labels": at["v"]}
+    return PatchDiT(PatchConfig(patch_dim=at["p"], num_patches=at["s"], num_layers=num_layers, **sizes, **told))
+
+
 def _gpt(at: Sizes) -> nn.Module:
     return GPT(GptConfig(**_decoder(at), hidden_dim=at["f"]))
+
+
+def _flash_dropping(at: Sizes) -> nn.Module:
+    return GPT(GptConfig(**_decoder(at), hidden_dim=at["f"], dropout=0.1))
+
+
+def _in_parts(at: Sizes) -> nn.Module:
+    return UnfusedGPT(UnfusedConfig(**_decoder(at), hidden_dim=at["f"]))
 
 
 def _dropping(at: Sizes) -> nn.Module:
@@ -117,6 +140,7 @@ _LATENT = {
     "dr": (62, 82, 86),
     "dv": (47, 53, 61),
 }
+_PATCHES = {"b": (3, 5, 7), "s": (34, 38, 46, 58), "p": (151, 157, 179), **_HEADS, **_MLP}
 _ONE_BLOCK = ("1", "layers", "1")
 _DENSE_FIRST = ("1", "dense_layers", "layers - dense_layers", "1")
 
@@ -133,6 +157,18 @@ FAMILIES: dict[str, Family] = {
         _ONE_BLOCK,
         "models/unfused.py: attention in parts, dropout 0.1 of its weights and of what joins the stream; Megatron-LM's "
         "defaults for pretrain_gpt.py in 2021 and 2022",
+    ),
+    "gpt-flash-dropout": Family(
+        _flash_dropping,
+        {**_TOKENS, **_HEADS, **_MLP},
+        _ONE_BLOCK,
+        "models/gpt.py: gpt with dropout 0.1 of what joins the stream; a fused attention drops weights inside",
+    ),
+    "gpt-parts": Family(
+        _in_parts,
+        {**_TOKENS, **_HEADS, **_MLP},
+        _ONE_BLOCK,
+        "models/unfused.py: attention in parts, no dropout",
     ),
     "gpt-unfused": Family(
         _bloom,
@@ -205,6 +241,23 @@ FAMILIES: dict[str, Family] = {
         _DENSE_FIRST,
         "models/decoder.py: mla-moe without a rank of the queries (DeepSeek-V2-Lite, Moonlight)",
         layers={"layers": 4, "dense_layers": 2},
+    ),
+    "dit": Family(
+        _patches,
+        {**_PATCHES, "v": (211, 223, 227, 229)},
+        _ONE_BLOCK,
+        "models/patches.py: Peebles and Xie 2023 (DiT, adaLN-Zero)",
+        batch=_patch_batch,
+        loss=patch_loss,
+    ),
+    "wan": Family(
+        partial(_patches, num_layers=3),
+        {**_PATCHES, "t": (19, 29, 31), "c": (163, 167, 173)},
+        ("1", "layers - 1", "1", "1"),  # the last block's backward is the first, and has no gradients of text to add to
+        "models/patches.py: Wan Team 2025 (Wan 2.1), text by cross-attention",
+        batch=_patch_batch,
+        loss=patch_loss,
+        layers={"layers": 3},
     ),
 }
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from lading.catalog.models import model_names, named_model
+from lading.catalog.tables import model_table
 from lading.errors import ConfigError
+from lading.ir.table import ModelTable
 from lading.models.registry import build_model
 
 #: Parameters in millions, from the papers and model cards; where rotary tables are no parameters.
@@ -20,11 +22,43 @@ MILLIONS = {
     "mistral-7b": 7248.0, "mixtral-8x7b": 46_702.8,
     "qwen3-0.6b": 596.0, "qwen3-1.7b": 1720.6, "qwen3-4b": 4022.5, "qwen3-8b": 8190.7, "qwen3-14b": 14_768.3,
     "qwen3-32b": 32_762.1,
+    "gpt-1t": 1_008_000,
+}  # fmt: skip
+#: The same of models that are simulated only.
+SIMULATED = {
+    "deepseek-v3": 671_026, "deepseek-v2": 235_741, "moonlight-16b": 15_960, "qwen3-30b-a3b": 30_532,
+    "qwen3-235b-a22b": 235_094, "nemotron4-15b": 15_600, "nemotron4-340b": 341_000, "mpt-7b": 6649, "mpt-30b": 29_960,
+    "bloom-176b": 176_247, "wan2.1-14b": 14_288,
 }  # fmt: skip
 
 
 def test_each_name_has_a_published_size() -> None:
-    assert set(model_names()) == set(MILLIONS)
+    assert set(model_names()) == {*MILLIONS, *SIMULATED}
+
+
+def _parameters(table: ModelTable, tokens: int) -> int:
+    tied = {second for _, second in table.tied}
+    sizes = {**table.symbols, "s": tokens}
+    return sum(
+        count * int(segment.tensors[p].elements.at(sizes))
+        for index, (segment, count) in enumerate(zip(table.segments, table.counts, strict=True))
+        for p, _ in segment.gradients
+        if (index, segment.tensors[p].name) not in tied
+    )
+
+
+@pytest.mark.parametrize("name", sorted({*MILLIONS, *SIMULATED}))
+def test_a_table_has_the_published_parameters(name: str) -> None:
+    published = {**MILLIONS, **SIMULATED}[name]
+    named = named_model(name)
+    total = _parameters(model_table(name), named.max_tokens) / 1e6
+    rounded = name.startswith(("dit", "gpt3", "gpt-1t", "nemotron"))
+    assert total == pytest.approx(published, rel=0.02 if rounded else 1e-3)
+
+
+def test_what_is_simulated_only_is_not_built() -> None:
+    with pytest.raises(ConfigError, match=r"deepseek-v3: expected a model that can be built \(.*llama3-8b"):
+        named_model("deepseek-v3").config(1024)
 
 
 @pytest.mark.parametrize("name", sorted(MILLIONS))
@@ -34,7 +68,7 @@ def test_a_model_is_as_large_as_published(name: str) -> None:
     with torch.device("meta"):
         model = build_model(config.name, **config.sizes)
     total = sum(p.numel() for p in model.parameters()) / 1e6
-    rounded = name.startswith(("dit", "gpt3"))  # their papers print round numbers
+    rounded = name.startswith(("dit", "gpt3", "gpt-1t"))  # their papers print round numbers
     assert total == pytest.approx(MILLIONS[name], rel=0.02 if rounded else 5e-4)
     assert named.source
     assert named.title

@@ -8,7 +8,15 @@ import torch
 from lading.errors import ConfigError
 from lading.models.patches import PatchConfig, PatchDiT, patch_loss
 
-_SIZES = {"patch_dim": 4, "num_patches": 6, "num_layers": 2, "dim": 16, "num_heads": 2, "head_size": 8, "hidden_dim": 24}
+_SIZES = {
+    "patch_dim": 4,
+    "num_patches": 6,
+    "num_layers": 2,
+    "dim": 16,
+    "num_heads": 2,
+    "head_size": 8,
+    "hidden_dim": 24,
+}
 
 
 @pytest.mark.parametrize("own", [{"num_labels": 5}, {"text_dim": 7}])
@@ -35,7 +43,7 @@ def test_the_sizes_of_wan_and_dit_give_their_parameters() -> None:
                                    hidden_dim=13824, text_dim=4096))  # fmt: skip
         dit = PatchDiT(PatchConfig(patch_dim=16, num_patches=256, num_layers=28, dim=1152, num_heads=16, head_size=72,
                                    hidden_dim=4608, num_labels=1001))  # fmt: skip
-    assert sum(p.numel() for p in wan.parameters()) == pytest.approx(14.29e9, rel=0.01)
+    assert sum(p.numel() for p in wan.parameters()) == pytest.approx(14.288e9, rel=1e-3)
     assert sum(p.numel() for p in dit.parameters()) == pytest.approx(675e6, rel=0.01)  # DiT-XL/2
 
 

@@ -1,8 +1,9 @@
-"""Models by name: sizes of well-known models for the reference models of ``lading.models``, as data with a source.
+"""Models by name: sizes of well-known models, as data with a source.
 
 A file in models/ holds ``name``, ``model`` (a key of ``lading.config.MODELS``), ``title``, ``source`` (of the sizes),
 optionally ``context`` (the longest sequence, where the model takes any) and ``assumption`` (how it differs from the
-original), and the table ``sizes``.
+original), and the table ``sizes``. A model that is simulated but not built here has ``family`` (of
+``lading.catalog.tables``) in the place of ``model``; its sizes go by the symbols of the family's table.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ class NamedModel:
     """A well-known model.
 
     Attributes:
-        model: Reference model that it is.
+        model: Reference model that it is; "" for one that is only simulated.
+        family: Of its table, where there is no reference model.
         title, source: What it is called, and where its sizes are from.
         context: Longest sequence in tokens; 0 where ``sizes`` say it, or where it has no meaning.
         assumption: How the reference model differs from the original; "" if it does not.
     """
 
     name: str
-    model: str
     title: str
     source: str
+    model: str = ""
+    family: str = ""
     context: int = 0
     assumption: str = ""
     sizes: dict[str, int | float | bool] = field(default_factory=lambda: {})
@@ -57,8 +60,13 @@ class NamedModel:
         """The model for sequences of so many tokens.
 
         Raises:
-            ConfigError: longer than it takes.
+            ConfigError: longer than it takes, or the model is only simulated.
         """
+        if not self.model:
+            known = [name for name in model_names() if named_model(name).model]
+            raise ConfigError(
+                f"{self.name}: expected a model that can be built ({', '.join(known)}); this one can be simulated only"
+            )
         if sequence_length > self.max_tokens:
             raise ConfigError(
                 f"{self.name}: expected a sequence of at most {self.max_tokens} tokens, got {sequence_length}"
@@ -101,6 +109,8 @@ def named_model(name: str) -> NamedModel:
         )
     data: dict[str, Any] = tomllib.loads((CATALOG_MODELS / f"{name}.toml").read_text(encoding="utf-8"))
     found = NamedModel(**data)
-    if found.name != name or found.model not in MODELS:
-        raise ConfigError(f"catalog/models/{name}.toml: expected this name and a model among {', '.join(MODELS)}")
+    if found.name != name or bool(found.family) == (found.model in MODELS):
+        raise ConfigError(
+            f"catalog/models/{name}.toml: expected this name, and a family or a model among {', '.join(MODELS)}"
+        )
     return found

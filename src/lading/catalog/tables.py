@@ -103,7 +103,7 @@ def family_table(
     if dense_layers and not any("dense_layers" in text for text in stored.counts):
         raise ConfigError(f"{name or family}: family {family!r} has one kind of block, got dense_layers={dense_layers}")
     values = _resolved(family, stored, symbols)
-    keeps = stored.tied if (family.startswith("gpt") if tied is None else tied) else ()
+    keeps = stored.tied if (family.startswith(("gpt", "mpt")) if tied is None else tied) else ()
     return ModelTable(
         name=name or family,
         segments=stored.segments,
@@ -131,17 +131,20 @@ def model_table(name: str) -> ModelTable:
     """The table of a model of the catalog, such as ``"llama3-405b"``.
 
     Raises:
-        ConfigError: no such model, or its structure has no family of tables.
+        ConfigError: no such model.
     """
     model = named_model(name)
-    if model.model not in table_families():
-        raise ConfigError(
-            f"{name}: expected a model of a family with a table ({', '.join(table_families())}), got {model.model!r}"
-        )
+    sizes = {key: int(size) for key, size in model.sizes.items()}
+    if model.family:
+        return family_table(model.family, name=name, **sizes)  # pyright: ignore[reportArgumentType]
+    layers, tied = sizes.pop("num_layers"), sizes.pop("tied", None)
+    if model.model == "dit":
+        sizes = {**sizes, "p": sizes["channels"] * sizes["patch_size"] ** 2, "v": sizes["num_classes"] + 1}
+    names = {**_FIELDS, "hidden_dim": "g"} if "num_experts" in sizes else _FIELDS
+    symbols = {names.get(key, key): size for key, size in sizes.items()}
     known = stored_table(model.model).symbols
-    sizes = {_FIELDS[key]: int(size) for key, size in model.sizes.items() if _FIELDS.get(key) in known}
-    tied = bool(model.sizes["tied"]) if "tied" in model.sizes else None
-    return family_table(model.model, layers=int(model.sizes["num_layers"]), tied=tied, name=name, **sizes)
+    given = {key: size for key, size in symbols.items() if key in known}
+    return family_table(model.model, layers=layers, tied=None if tied is None else bool(tied), name=name, **given)
 
 
 def _resolved(family: str, stored: StoredTable, given: Mapping[str, int]) -> dict[str, int]:

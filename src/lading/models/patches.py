@@ -150,17 +150,18 @@ class PatchDiT(nn.Module):
             self.text_in = nn.Linear(config.text_dim, config.dim)
             self.text_out = nn.Linear(config.dim, config.dim)
             self.shared_modulation = nn.Linear(config.dim, 6 * config.dim)
+            self.head_added = nn.Parameter(torch.empty(1, 2, config.dim))
             heads = LlamaConfig(
                 max_seq_len=config.num_patches, dim=config.head_size, num_heads=1, head_size=config.head_size
             )
             self.rope = Rope(heads)
         else:
             self.labels = nn.Embedding(config.num_labels, config.dim)
+            self.modulation = nn.Linear(config.dim, 2 * config.dim)
             self.rope = nn.Identity()
             self.register_buffer("positions_TD", torch.zeros(config.num_patches, config.dim), persistent=False)
         self.layers = nn.ModuleList(PatchBlock(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.dim, elementwise_affine=False, eps=1e-6)
-        self.modulation = nn.Linear(config.dim, 2 * config.dim)
         self.head = nn.Linear(config.dim, config.patch_dim)
         self.steps.init_tables()
         init_normal(self, config.num_layers, residual=("out.weight", "mlp_out.weight"))
@@ -176,7 +177,10 @@ class PatchDiT(nn.Module):
             condition = steps_BD = steps_BD + self.labels(told)
         for layer in self.layers:
             x_BTD = layer(x_BTD, condition, text_BLD, self.rope)
-        shift, scale = self.modulation(F.silu(steps_BD))[:, None].chunk(2, dim=-1)
+        if self.config.text_dim:
+            shift, scale = (self.head_added + steps_BD[:, None]).chunk(2, dim=1)
+        else:
+            shift, scale = self.modulation(F.silu(steps_BD))[:, None].chunk(2, dim=-1)
         return self.head(self.norm(x_BTD) * (1 + scale) + shift)
 
 

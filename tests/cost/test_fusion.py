@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import family_table
-from lading.cost.fusion import fuse, unfused
+from lading.cost.fusion import fuse, launched, unfused
 from lading.cost.kernels import kernel_s
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Role
@@ -118,6 +120,36 @@ def test_two_views_of_a_storage_are_read_once_each_and_no_more_than_all():
     kernels = (op("silu", TRANSCENDENTAL, (0,), (3,)), op("mul", ELEMENTWISE, (3, 1, 2), (3,)))
     (one,) = fuse(RankSegment("s", kernels, views, (0,), (3,), ()), "compiled")
     assert one.bytes_read == 2 * MB
+
+
+def test_what_backward_can_make_again_is_not_saved():
+    back = Stage.BACKWARD_INPUT
+    kernels = [
+        op("silu", TRANSCENDENTAL, (0,), (1,)),
+        op("mul", ELEMENTWISE, (1, 2), (3,)),
+        op("mm", OpKind.MATMUL, (3,), (4,)),
+        replace(op("mul", ELEMENTWISE, (5, 1), (6,)), stage=back),
+        replace(op("mul", ELEMENTWISE, (5, 2), (7,)), stage=back),
+        replace(op("silu_backward", TRANSCENDENTAL, (7, 0), (8,)), stage=back),
+    ]
+    forward, _, backward = fuse(segment(kernels, 9, (4,)), "fused")
+    assert (forward.bytes_read, forward.bytes_written) == (2 * MB, MB)
+    assert (backward.bytes_read, backward.bytes_written) == (3 * MB, 2 * MB)
+    kernels[4] = replace(kernels[4], inputs=(5, 9))  # gate alone is not enough
+    kernels[5] = replace(kernels[5], inputs=(7, 9))
+    forward, _, backward = fuse(segment(kernels, 10, (4,)), "fused")
+    assert forward.bytes_written == 2 * MB
+
+
+@pytest.mark.parametrize(("fused_loss", "per_logit"), [(False, 1.67), (True, 1.0)])
+def test_losses_by_stack(fused_loss: bool, per_logit: float):
+    kernels = [op("_log_softmax", OpKind.SOFTMAX, (0,), (1,)), op("nll_loss_forward", OpKind.SOFTMAX, (1,), (2,))]
+    found = fuse(segment(kernels, 3, (2,)), "fused", fused_loss=fused_loss)
+    assert len(found) == (1 if fused_loss else 2)
+    assert found[0].bytes_read == round(MB * per_logit)
+    assert launched(segment(kernels, 3, (2,)), stack_by_name("megatron-2021")) == fuse(
+        segment(kernels, 3, (2,)), "fused"
+    )
 
 
 def test_unknown_levels_are_an_error():

@@ -15,13 +15,13 @@ Unfused attention is products and a softmax with dropout over the whole square o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
 from lading.errors import ConfigError
 from lading.ir.graph import PERSISTENT, OpKind, Role
-from lading.ir.stack import FUSIONS
+from lading.ir.stack import FUSIONS, Stack
 from lading.ir.work import Attention, Kernel, LocalTensor, Product, RankSegment, Stage
 
 #: Kinds that may be parts of a group, the one that a group is named after first.
@@ -29,16 +29,30 @@ _FUSIBLE = (
     OpKind.NORM, OpKind.SOFTMAX, OpKind.REDUCTION, OpKind.RANDOM, OpKind.TRANSCENDENTAL, OpKind.ELEMENTWISE,
     OpKind.COPY,
 )  # fmt: skip
+#: Kinds whose results are computed again from what they were made of.
+_AGAIN = (OpKind.ELEMENTWISE, OpKind.TRANSCENDENTAL, OpKind.COPY)
+#: Bytes of Megatron's cross-entropy over those of log_softmax and nll_loss: 60 and 36 for a logit, both passes.
+#: Source: megatron_cross_entropy (unfused, 15.8 and 5.4 ms for 8192 x 131072 on H100), Liger-Kernel benchmark data
+#: @ead96b6.
+_LOSS_PASSES = 1.67
 #: Tensors smaller than this are no reason to fuse what reads them (scalars, weights of norms).
 _SMALL_BYTES = 1 << 16
 
 
-def fuse(segment: RankSegment, level: str, attention: str = "flash2") -> tuple[Kernel, ...]:
-    """The kernels that a stack launches for a segment, in order, stages apart.
+def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
+    """The kernels that a stack launches for a segment, in order: ``fuse`` by its settings."""
+    return fuse(segment, stack.fusion, stack.attention, fused_loss=stack.fused_loss)
+
+
+def fuse(
+    segment: RankSegment, level: str, attention: str = "flash2", *, fused_loss: bool = False
+) -> tuple[Kernel, ...]:
+    """The kernels of a segment at a level of fusion, in order, stages apart.
 
     Args:
         level: "eager", "fused" or "compiled".
         attention: Kernel of attention; "unfused" attention is taken apart into products and softmax.
+        fused_loss: Whether "fused" has one kernel for cross-entropy forward and one backward.
     Raises:
         ConfigError: no such level.
     """
@@ -46,7 +60,9 @@ def fuse(segment: RankSegment, level: str, attention: str = "flash2") -> tuple[K
         raise ConfigError(f"fusion must be one of {', '.join(FUSIONS)}, got {level!r}")
     kernels = segment.kernels
     if level != "eager":
-        kernels = tuple(_fused(segment, level))
+        kernels = tuple(_fused(segment, level, fused_loss))
+    if level == "fused" and not fused_loss:
+        kernels = tuple(_megatron_loss(kernel) for kernel in kernels)
     if attention != "unfused":
         return kernels
     return tuple(part for kernel in kernels for part in (unfused(kernel) if _is_attention(kernel) else (kernel,)))
@@ -56,7 +72,15 @@ def _is_attention(kernel: Kernel) -> bool:
     return isinstance(kernel.detail, Attention)
 
 
-def _fused(segment: RankSegment, level: str) -> Iterator[Kernel]:
+def _megatron_loss(kernel: Kernel) -> Kernel:
+    """Cross-entropy in Megatron's own passes over fp32 logits, which move more bytes than PyTorch's."""
+    if not _is_loss(kernel):
+        return kernel
+    read, written = (round(size * _LOSS_PASSES) for size in (kernel.bytes_read, kernel.bytes_written))
+    return replace(kernel, bytes_read=read, bytes_written=written)
+
+
+def _fused(segment: RankSegment, level: str, fused_loss: bool) -> Iterator[Kernel]:
     """Kernels with groups in place of what is fused, in an order in which each finds what it reads."""
     flow = _Flow(segment)
     kernels = segment.kernels
@@ -69,7 +93,7 @@ def _fused(segment: RankSegment, level: str) -> Iterator[Kernel]:
         for maker in sorted(flow.makers[index], reverse=True):
             if maker in apart or kernels[maker].kind not in _FUSIBLE:
                 continue
-            if level == "compiled" or _one_kernel(kernels[maker], kernel):
+            if level == "compiled" or _one_kernel(kernels[maker], kernel, fused_loss):
                 flow.join(maker, index)
         for storage, size in _storages(segment, kernel.inputs).items():
             other = last_reader.get(storage)
@@ -78,9 +102,9 @@ def _fused(segment: RankSegment, level: str) -> Iterator[Kernel]:
                 continue
             if level == "compiled" or kernels[other].module == kernel.module:
                 flow.join(other, index)
-    readers = _readers(segment)
-    for group in flow.order():
-        yield kernels[group[0]] if len(group) == 1 else _merged(segment, group, readers)
+    groups = list(flow.order())
+    moved = _Moved(segment, groups)
+    yield from (moved.kernel(group) for group in groups)
 
 
 class _Flow:
@@ -150,18 +174,18 @@ def _runs(kernels: Sequence[Kernel]) -> list[int]:
     return runs
 
 
-def _one_kernel(one: Kernel, two: Kernel) -> bool:
-    """Whether libraries have one kernel for an operation and one that it feeds; a loss is as it is written."""
-    if OpKind.SOFTMAX in (one.kind, two.kind) and not _in_attention(one, two):
+def _one_kernel(one: Kernel, two: Kernel, fused_loss: bool) -> bool:
+    """Whether libraries have one kernel for an operation and one that it feeds."""
+    if not fused_loss and (_is_loss(one) or _is_loss(two)):
         return False
     if one.module == two.module:
         return True
     return one.kind is OpKind.COPY or (one.kind is OpKind.RANDOM and two.kind is OpKind.ELEMENTWISE)
 
 
-def _in_attention(one: Kernel, two: Kernel) -> bool:
-    """Softmax of scores, not of a loss: no log_softmax."""
-    return not any("log_softmax" in kernel.name or "nll" in kernel.name for kernel in (one, two))
+def _is_loss(kernel: Kernel) -> bool:
+    """Cross-entropy's operations, not the softmax of scores."""
+    return "log_softmax" in kernel.name or "nll_loss" in kernel.name
 
 
 def _sums_tokens(segment: RankSegment, kernel: Kernel) -> bool:
@@ -184,45 +208,79 @@ def _storages(segment: RankSegment, tensors: Iterable[int]) -> dict[int, int]:
     return sizes
 
 
-def _readers(segment: RankSegment) -> dict[int, set[int]]:
-    """Kernels that read each storage."""
-    readers: dict[int, set[int]] = defaultdict(set)
-    for index, kernel in enumerate(segment.kernels):
-        for tensor in kernel.inputs:
-            readers[segment.tensors[tensor].storage].add(index)
-    return readers
+class _Moved:
+    """What groups of kernels read from and write to memory.
 
+    What forward makes within a group and only fused operations of backward read is not saved if they read all that it
+    was made of anyway: a SwiGLU's kernels keep gate and value, and compute the rest again.
+    """
 
-def _merged(segment: RankSegment, group: Sequence[int], readers: dict[int, set[int]]) -> Kernel:
-    """One kernel in place of a group: it reads what comes from outside and writes what is needed outside."""
-    members = [segment.kernels[index] for index in group]
-    inside = {segment.tensors[t].storage for kernel in members for t in kernel.outputs}
-    kept = {segment.tensors[t].storage for t in (*segment.leaves, *segment.saved)}
-    inputs = [t for k in members for t in k.inputs if segment.tensors[t].storage not in inside]
-    outputs = [t for k in members for t in k.outputs if _needed(segment.tensors[t], readers, set(group), kept)]
-    whole = {storage: max(t.size_bytes for t in segment.tensors if t.storage == storage)
-             for storage in {segment.tensors[t].storage for t in (*inputs, *outputs)}}  # fmt: skip
-    read = sum(min(size, whole[storage]) for storage, size in _storages(segment, inputs).items())
-    written = sum(min(size, whole[storage]) for storage, size in _storages(segment, outputs).items())
-    kind = min((k.kind for k in members if k.kind is not None), key=_FUSIBLE.index)
-    largest = max(members, key=lambda k: k.bytes_read + k.bytes_written)
-    return replace(
-        largest,
-        name=f"fused.{'.'.join(dict.fromkeys(_base(k.name) for k in members))}",
-        kind=_norm_like(members, kind),
-        bytes_read=read,
-        bytes_written=written,
-        inputs=tuple(dict.fromkeys(inputs)),
-        outputs=tuple(dict.fromkeys(outputs)),
-        detail=None,
-    )
+    def __init__(self, segment: RankSegment, groups: Sequence[Sequence[int]]) -> None:
+        self._segment = segment
+        self._leaves = {segment.tensors[t].storage for t in segment.leaves}
+        self._readers: dict[int, set[int]] = defaultdict(set)
+        for index, kernel in enumerate(segment.kernels):
+            for tensor in kernel.inputs:
+                self._readers[segment.tensors[tensor].storage].add(index)
+        self._whole: dict[int, int] = defaultdict(int)
+        for tensor in segment.tensors:
+            self._whole[tensor.storage] = max(self._whole[tensor.storage], tensor.size_bytes)
+        group_of = {index: group for group in groups for index in group}
+        self._again = {storage for group in groups if len(group) > 1 for storage in self._made_again(group, group_of)}
 
+    def kernel(self, group: Sequence[int]) -> Kernel:
+        """The one kernel in place of a group: it reads what comes from outside and writes what is needed outside."""
+        kernels, tensors = self._segment.kernels, self._segment.tensors
+        if len(group) == 1:
+            return kernels[group[0]]
+        members = [kernels[index] for index in group]
+        inputs = [t for t in self._inputs(group) if tensors[t].storage not in self._again]
+        outputs = [t for k in members for t in k.outputs if self._needed(tensors[t], set(group))]
+        kind = min((k.kind for k in members if k.kind is not None), key=_FUSIBLE.index)
+        largest = max(members, key=lambda k: k.bytes_read + k.bytes_written)
+        return replace(
+            largest,
+            name=f"fused.{'.'.join(dict.fromkeys(_base(k.name) for k in members))}",
+            kind=_norm_like(members, kind),
+            bytes_read=self._bytes(inputs),
+            bytes_written=self._bytes(outputs),
+            inputs=tuple(inputs),
+            outputs=tuple(dict.fromkeys(outputs)),
+            detail=None,
+        )
 
-def _needed(tensor: LocalTensor, readers: dict[int, set[int]], group: set[int], kept: set[int]) -> bool:
-    """Whether somebody outside the group reads a tensor it makes; what nobody reads at all leaves the segment."""
-    reading = readers.get(tensor.storage, set())
-    outlives = tensor.role in PERSISTENT or tensor.role is Role.GRADIENT
-    return bool(reading - group) or not reading or tensor.storage in kept or outlives
+    def _inputs(self, group: Sequence[int]) -> list[int]:
+        """Tensors a group reads that it does not make itself."""
+        kernels, tensors = self._segment.kernels, self._segment.tensors
+        inside = {tensors[t].storage for index in group for t in kernels[index].outputs}
+        read = (t for index in group for t in kernels[index].inputs)
+        return list(dict.fromkeys(t for t in read if tensors[t].storage not in inside))
+
+    def _bytes(self, tensors: Iterable[int]) -> int:
+        return sum(min(size, self._whole[s]) for s, size in _storages(self._segment, tensors).items())
+
+    def _needed(self, tensor: LocalTensor, group: set[int]) -> bool:
+        """Whether somebody outside reads a tensor of a group; what nobody reads at all leaves the segment."""
+        if tensor.storage in self._again:
+            return False
+        reading = self._readers.get(tensor.storage, set())
+        outlives = tensor.role in PERSISTENT or tensor.role is Role.GRADIENT
+        return bool(reading - group) or not reading or tensor.storage in self._leaves or outlives
+
+    def _made_again(self, group: Sequence[int], group_of: Mapping[int, Sequence[int]]) -> Iterator[int]:
+        """Storages that a group of forward need not write."""
+        kernels, tensors = self._segment.kernels, self._segment.tensors
+        if kernels[group[0]].stage is not Stage.FORWARD:
+            return
+        needs = {tensors[t].storage for t in self._inputs(group)}
+        for index in group:
+            for storage in {tensors[t].storage for t in kernels[index].outputs}:
+                outside = self._readers.get(storage, set()) - set(group)
+                fused = all(kernels[i].stage is not Stage.FORWARD and kernels[i].kind in _FUSIBLE for i in outside)
+                if not outside or not fused or storage in self._leaves or kernels[index].kind not in _AGAIN:
+                    continue
+                if all(needs <= {tensors[t].storage for t in self._inputs(group_of[i])} for i in outside):
+                    yield storage
 
 
 def _norm_like(members: Sequence[Kernel], kind: OpKind) -> OpKind:

@@ -14,7 +14,8 @@ part ``epilogue_share`` of the output's bytes is not under computing. Adding to 
 more.
 
 A board at its power limit runs slower: at most ``flops_per_joule * power`` FLOP/s. A single product measured on a cool
-device may be done before that; in a running step it is so all the time, which is what is assumed unless told otherwise.
+device may be done before that (it takes about 5 ms on a B200: flashinfer-ai/flashinfer#2899); in a running step it is
+so all the time, which is what is assumed unless told otherwise.
 """
 
 from __future__ import annotations
@@ -62,14 +63,21 @@ def peak_flops(device: Device, precision: str) -> float:
 
 
 def product_s(
-    product: Product, precision: str, device: Device, *, out_bytes: float = 0.0, sustained: float = 1.0
+    product: Product,
+    precision: str,
+    device: Device,
+    *,
+    out_bytes: float = 0.0,
+    sustained: float = 1.0,
+    power: float = 1.0,
 ) -> float:
     """Seconds of a product, or of ``groups`` of them in one kernel, alone on the device, launch not included.
 
     Args:
         precision: Of the operands: a dtype, or "fp8", "mxfp8", "nvfp4" (whose cast is ``quantize_bytes``).
         out_bytes: Of an element of the output; 0: four where it accumulates, else two (four from fp32 operands).
-        sustained: How much of the slowdown at the power limit applies: 1 in a running step, 0 on a cool device.
+        sustained: How much of the slowdown at the power limit applies: 1 for one after another, 0 on a cool device.
+        power: What the board may draw meanwhile, over its limit: more than 1 where what runs between draws less.
     Raises:
         ConfigError: the device has no peak for the precision, or nothing is known of its kernels.
     Source: constants fitted in benchmarks/calibrate/products.py; [Note: product].
@@ -80,7 +88,7 @@ def product_s(
     rates = kernel_rates(gpu.architecture)
     operand = OPERAND_BYTES.get(precision, _OUT_BYTES)
     element = out_bytes or (_SUM_BYTES if product.accumulates or operand >= _SUM_BYTES else _OUT_BYTES)
-    slow = 1 + sustained * (power_slowdown(gpu, rates, precision, peak) - 1)
+    slow = 1 + sustained * (power_slowdown(gpu, rates, precision, peak, power) - 1)
     return _seconds(product, (operand, element), peak * gpu.speed / slow, device, rates.product)
 
 
@@ -95,23 +103,23 @@ def groups_launch_s(product: Product, device: Device) -> float:
     return product.groups * kernel_rates(device.gpu.architecture).product.group_s
 
 
-def power_slowdown(gpu: Gpu, rates: KernelRates, precision: str, peak: float) -> float:
+def power_slowdown(gpu: Gpu, rates: KernelRates, precision: str, peak: float, power: float = 1.0) -> float:
     """How many times longer than at full clock products take at the power limit, >= 1."""
     joule = rates.product.flops_per_joule.get(_operand_class(precision))
     if joule is None:
         return 1.0
-    return max(1.0, peak * gpu.speed * rates.product.reach / (joule * gpu.power_w))
+    return max(1.0, peak * gpu.speed * rates.product.reach / (joule * gpu.power_w * power))
 
 
-def quantize_bytes(elements: float, precision: str, *, amax: bool = True) -> float:
+def quantize_bytes(elements: float, precision: str) -> float:
     """Bytes moved to make operands of a low precision from 16-bit ones: along rows and along columns, for both uses.
 
-    Args:
-        amax: The largest value is looked for first, which reads all once more; not with block scales of mxfp8.
+    Read once; twice for nvfp4, whose scale of the whole tensor is looked for first. fp8 takes last step's (delayed
+    scaling), mxfp8 has none.
     """
     if precision not in LOW_PRECISIONS:
         return 0.0
-    reads = 4.0 if amax and precision != "mxfp8" else 2.0
+    reads = 4.0 if precision == "nvfp4" else 2.0
     return elements * (reads + 2 * OPERAND_BYTES[precision])
 
 

@@ -23,6 +23,7 @@ class Stack:
             all between products ("compiled").
         attention: Kernel of attention; "unfused" is two products and a softmax.
         launch_s: Seconds the host takes to launch one kernel, framework included.
+        fused_loss: With "fused", cross-entropy is one kernel forward and one backward, not passes over fp32 logits.
         cuda_graphs: Kernels are replayed, not launched.
         gradient_dtype: In which gradients are accumulated and reduced.
         gather_dtype: In which cut parameters are gathered; "" means that of the products.
@@ -46,6 +47,7 @@ class Stack:
     fusion: str = "fused"
     attention: str = "flash2"
     launch_s: float = 6e-6
+    fused_loss: bool = False
     cuda_graphs: bool = False
     gradient_dtype: str = "float32"
     gather_dtype: str = ""

@@ -11,6 +11,7 @@ import dataclasses
 from lading.errors import ConfigError
 from lading.ir.layout import Layout
 from lading.ir.work import Attention, Collective, Kernel, LocalTensor
+from lading.parallel.choose import CONTEXT
 from lading.parallel.specs import CutKernel
 
 
@@ -24,7 +25,7 @@ def attention_kernels(k: CutKernel, kernel: Kernel, tensors: list[LocalTensor], 
     """
     assert k.spec is not None
     whole = _local_attention(k, tensors)
-    if layout.cp == 1 or not _crosses(k, tensors):
+    if k.spec.axis != CONTEXT:  # keys of a text beside are whole on every rank
         return [dataclasses.replace(kernel, detail=whole)]
     if layout.cp_comm == "ring":
         return _ring(kernel, whole, _bytes(k, tensors), layout.cp)
@@ -50,12 +51,6 @@ def _local_attention(k: CutKernel, tensors: list[LocalTensor]) -> Attention:
         backward="backward" in k.name,
         window=window if isinstance(window, int) else 0,
     )
-
-
-def _crosses(k: CutKernel, tensors: list[LocalTensor]) -> bool:
-    """Whether keys are cut along tokens as queries are: those of a text beside are whole on every rank."""
-    assert k.spec is not None
-    return tensors[k.spec.tensors[0]].shape[2] == tensors[k.spec.tensors[1]].shape[2]
 
 
 def _bytes(k: CutKernel, tensors: list[LocalTensor]) -> int:

@@ -64,6 +64,7 @@ def choose(found: Lineage, axes: Axes) -> Choice:
     borders = (*segment.enters, *segment.leaves)
     border = {leaf for tensor in borders for leaf in found.leaves(tensor)}
     ends = _ends(found, choice)
+    ends -= set(found.atoms.leaves(tuple(found.normed))) - choice.heads - choice.kv
     parameters = {t.storage for t in segment.tensors if t.role is Role.PARAMETER}
     for op in segment.ops:
         if op.phase is Phase.BACKWARD:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import cast
 
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Phase, Role
@@ -18,7 +19,7 @@ from lading.ir.sizes import Size
 from lading.ir.table import Segment, TableOp, TableTensor
 from lading.ir.work import Stage
 from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, Choice, choose, is_token
-from lading.parallel.lineage import PRODUCTS, Lineage, base_name, lineage, product_operands
+from lading.parallel.lineage import PRODUCTS, Lineage, base_name, lineage, product_operands, setting
 from lading.parallel.shapes import Lengths
 from lading.parallel.specs import CutKernel, CutParameter, CutSegment, CutTensor, Spec
 
@@ -282,12 +283,21 @@ class _Cutter:
             self._state(tensor).free = self._makes_free(op)
         if base_name(op.name) == "_log_softmax" and self._exchanges(op):
             self._exchange(slot, op, inputs[0], 2)
+        if op.kind is OpKind.NORM and self._norms_cut(op):
+            self._exchange(slot, op, inputs[0], 1)
         self._emit(slot, op, stage, inputs)
         if base_name(op.name) == "nll_loss_forward" and cut_op:
             return self._exchange(slot, op, inputs[0], 1)
-        for tensor in (*op.outputs, *op.mutates):
-            self._mark(tensor, op, stage, scattered)
+        if op.kind is not OpKind.NORM or not self._norms_cut(op):  # statistics were just summed
+            for tensor in (*op.outputs, *op.mutates):
+                self._mark(tensor, op, stage, scattered)
         return None
+
+    def _norms_cut(self, op: TableOp) -> bool:
+        """Whether a norm is over an atom that is cut: ranks exchange the sums of each token."""
+        frame = self.found.dims[op.inputs[0]]
+        places = cast("tuple[int, ...]", setting(op, "normalizes") or ())
+        return any(a in self.choice.axis for place in places for a in self.found.atoms.leaves(frame[place]))
 
     def _makes_free(self, op: TableOp) -> bool:
         return all(self._is_free(t) and self.segment.tensors[t].role is not Role.PARAMETER for t in op.inputs)
@@ -359,8 +369,8 @@ class _Cutter:
             if not any(leaf in self.choice.axis for leaf in self.found.atoms.leaves(dim))
         )
         for _ in range(times):
-            made = self._new(self.tensors[source].dtype, rows, Role.ACTIVATION)
-            self._collect(slot, "all_reduce", TENSOR, source, made, made, Stage.FORWARD)
+            made = self._new("float32", rows, Role.ACTIVATION)
+            self._collect(slot, "all_reduce", TENSOR, source, made, made, self._stage(slot, op))
 
     def _travel(self, slot: int, op: TableOp, stage: Stage) -> bool:
         """Experts on other ranks: rows go there before a grouped product and come back before the tokens' order."""
@@ -412,7 +422,9 @@ class _Cutter:
         base = base_name(op.name)
         if op.kind is OpKind.ATTENTION:
             first = 1 if "backward" in op.name else 0
-            return Spec("attention", inputs[first : first + 3], axis=CONTEXT if self.axes.cp else "")
+            key = self.found.atoms.leaves(self.found.dims[op.inputs[first + 1]][2])
+            crosses = self.axes.cp and any(is_token(self.found, leaf) for leaf in key)
+            return Spec("attention", inputs[first : first + 3], axis=CONTEXT if crosses else "")
         if op.kind is not OpKind.MATMUL or base not in PRODUCTS:
             return None
         places = product_operands(op, [len(self.tensors[t].dims) for t in inputs])

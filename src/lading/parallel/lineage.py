@@ -42,11 +42,15 @@ PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm"])
 
 @dataclass
 class Lineage:
-    """Dims of every tensor of a segment, in atoms; ``unknown`` are operations of which nothing is known."""
+    """Dims of every tensor of a segment, in atoms.
+
+    ``normed`` are atoms that norms are over; ``unknown`` are operations of which nothing is known.
+    """
 
     segment: Segment
     atoms: Atoms
     dims: list[Dims]
+    normed: set[int]
     unknown: list[TableOp]
 
     def leaves(self, tensor: int) -> tuple[int, ...]:
@@ -74,7 +78,7 @@ def lineage(segment: Segment) -> Lineage:
     """
     atoms = Atoms()
     dims = [tuple(atoms.new(size) for size in tensor.dims) for tensor in segment.tensors]
-    found = Lineage(segment, atoms, dims, [])
+    found = Lineage(segment, atoms, dims, set(), [])
     for op in segment.ops:
         _relate(found, op)
     pairs = [(t, g) for t, g in segment.gradients if g is not None]
@@ -120,8 +124,8 @@ def _opaque(found: Lineage, op: TableOp) -> None:
 
 
 def _pointwise(found: Lineage, op: TableOp) -> None:
-    """Inputs broadcast to the shape of the outputs."""
-    shapes = {found.segment.tensors[t].dims for t in op.outputs}
+    """Inputs broadcast to the shape of the outputs; a loss is one number."""
+    shapes = {found.segment.tensors[t].dims for t in op.outputs if found.segment.tensors[t].dims}
     tensors = (*op.outputs, *op.mutates, *op.inputs)
     shape = max((found.segment.tensors[t].dims for t in tensors), key=len, default=())
     if any(len(s) != len(shape) for s in shapes) or not all(_broadcasts(found, t, shape) for t in tensors):
@@ -264,8 +268,7 @@ def _norm(found: Lineage, op: TableOp) -> None:
         for a, b in pairs:
             if a and b:
                 found.atoms.align(a, b)
-    for place in over:
-        found.atoms.keep_whole(frame[place])
+    found.normed.update(leaf for place in over for leaf in frame[place])
 
 
 def product_operands(op: TableOp, ranks: list[int]) -> tuple[int, int]:

@@ -80,7 +80,7 @@ def test_sizes_of_latent_attention_and_of_blocks() -> None:
 def test_what_notes_say_of_recomputing() -> None:
     assert of("mbridge26.08-pretrain-002").layout.recompute_modules == ("mla_up_proj",)
     assert of("korthikanti22-T5-22B-full").layout.recompute == "full"
-    assert of("tt2412-002").layout.recompute_modules == ("every-other-product",)
+    assert of("tt2412-002").layout.recompute_modules == ("op",)
     share = of("fms-fsdp-004").layout
     assert (share.recompute, share.recompute_layers) == ("full", 8)
 

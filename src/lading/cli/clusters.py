@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from lading.errors import StorageError
+from lading.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from lading.cli.commands import Simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +33,15 @@ class Validate:
         arg(metavar="OUT.jsonl", help="Also write every row's prediction as a line of JSON.", help_behavior_hint=""),
     ] = None
     predictor: Annotated[
-        Literal["constant"],
-        arg(help="What predicts: constant is one share of the peak for all, a reference to beat."),
-    ] = "constant"
+        Literal["lading", "constant"],
+        arg(help="What predicts: Lading, or one share of the peak for all, a reference to beat."),
+    ] = "lading"
 
     def run(self) -> None:
         """Score; the exit code is 0 whatever the scores are."""
         from rich.console import Console
 
+        from lading.sim.simulate import Simulator
         from lading.validate.constant import ConstantEfficiency
         from lading.validate.document import document_of, predictions_of
         from lading.validate.rows import read_rows
@@ -45,7 +49,8 @@ class Validate:
         from lading.validate.show import show
 
         rows, notes = read_rows(self.files)
-        outcomes = outcomes_of(rows, ConstantEfficiency())
+        predictor = Simulator() if self.predictor == "lading" else ConstantEfficiency()
+        outcomes = outcomes_of(rows, predictor)
         document = document_of(outcomes)
         console = Console(width=None if Console().is_terminal else 150, highlight=False)
         show(document, notes, console)
@@ -53,6 +58,33 @@ class Validate:
             _write(self.json, json.dumps(document, indent=1) + "\n")
         if self.rows is not None:
             _write(self.rows, "".join(json.dumps(line) + "\n" for line in predictions_of(outcomes)))
+
+
+def simulate_cluster(asked: Simulate) -> None:
+    """Print what a step of a model takes on a cluster, and write its figures and trace if asked."""
+    from rich.console import Console
+
+    from lading.clusters import Question, print_cluster, request_of, summary
+    from lading.sim.simulate import simulate
+
+    if asked.model is None or asked.machine is None:
+        raise ConfigError("expected --machine next to --model")
+    if asked.overrides or asked.snapshot:
+        raise ConfigError("settings and --snapshot belong to a RUN.toml, got one next to --model")
+    question = Question(
+        model=asked.model,
+        machine=asked.machine,
+        layout=asked.layout or "",
+        devices=asked.devices or 0,
+        seq_len=asked.seq or 0,
+        stack=asked.stack,
+        network=asked.network or "",
+    )
+    request, table = request_of(question)
+    simulated = simulate(request, table)
+    print_cluster(simulated, Console(highlight=False), asked.price)
+    if asked.json is not None:
+        _write(asked.json, json.dumps(summary(simulated, asked.price), indent=1) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -145,18 +145,46 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Predict one step of a run or of a plan."""
+    """Predict one step of a run or of a plan, or of a model by name on a cluster."""
 
-    source: Annotated[Positional[Path], arg(metavar="RUN.toml|PLAN.json", help="A run, or a plan made before.")]
+    source: Annotated[
+        Positional[Path | None], _optional("[RUN.toml|PLAN.json]", "A run, or a plan made before; or give --model.")
+    ] = None
     overrides: Overrides = ()
     trace: TraceFile = None
     snapshot: SnapshotFile = None
+    model: Annotated[
+        str | None,
+        _optional("NAME", "llama3-405b, gpt3-175b, ...; module:function; or a Hugging Face configuration."),
+    ] = None
+    machine: Annotated[str | None, _optional("NAME|FILE", "With --model, what each device is.")] = None
+    devices: Annotated[
+        int | None, _optional("N", "With --model, how many; those beyond the layout's are replicas.")
+    ] = None
+    layout: Annotated[
+        str | None, _optional("LAYOUT", "With --model, such as tp8,cp2,pp16,vpp8,sp,zero1,mb1,gb2048,recompute=full.")
+    ] = None
+    seq: Annotated[int | None, _optional("N", "With --model, tokens of a sequence.")] = None
+    stack: Annotated[str, arg(metavar="NAME|FILE", help="With --model, the software stack.")] = "default"
+    network: Annotated[str | None, _optional("WORDS", 'With --model, what links nodes: "4x 200 Gb/s HDR", ...')] = None
+    price: Annotated[float | None, _optional("PRICE", "With --model, of a device for an hour.")] = None
+    json: Annotated[Path | None, _optional("FILE.json", "With --model, also write the figures.")] = None
 
     def run(self) -> None:
         """Print the predicted step, and write its trace and snapshot if asked."""
-        for path in (self.trace, self.snapshot):
+        if (self.source is None) == (self.model is None):
+            found = "neither" if self.model is None else "both"
+            raise ConfigError(f"expected RUN.toml, PLAN.json or --model NAME, got {found}")
+        for path in (self.trace, self.snapshot, self.json):
             if path:
                 _check_target(path)
+        if self.source is None:
+            from lading.cli.clusters import simulate_cluster
+
+            return simulate_cluster(self)
+        for name in ("machine", "devices", "layout", "seq", "network", "price", "json"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"--{name} belongs to --model, got it next to {self.source}")
         what = (_load_plan if self.source.suffix == ".json" else load_run)(self.source, self.overrides)
         from lading.prepare import plan_run, prepare_plan
 

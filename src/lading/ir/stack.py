@@ -39,6 +39,7 @@ class Stack:
             kernels alone (clocks, cold caches).
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
         megatron_order: Interleaved pipelines warm up as Megatron's do, not as torch's.
+        early_stop: Full recompute stops once all is there that backward reads, as torch's own does.
         sources: Where each setting comes from, by key.
     """
 
@@ -62,6 +63,7 @@ class Stack:
     in_situ: dict[str, float] = field(default_factory=lambda: {})
     step_s: float = 0.0
     megatron_order: bool = False
+    early_stop: bool = False
     sources: dict[str, str] = field(default_factory=lambda: {})
 
     def __post_init__(self) -> None:

@@ -71,7 +71,8 @@ class Collective:
 
     Attributes:
         op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send".
-        axis: Axis of the layout whose ranks take part: "tp", "cp", "ep", "etp" (tp ranks that share an expert), "dp", "pp".
+        axis: Axis of the layout whose ranks take part: "tp", "cp", "ep", "etp" (tp ranks that share an expert), "dp",
+            "pp".
         size_bytes: Of the whole tensor: what each rank holds before a reduction, after an all-gather; for an
             all-to-all what one rank sends in all, its own part included; for a send what is sent.
     """

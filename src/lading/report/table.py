@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def _table(title: str, *columns: str) -> Table:
+def figures_table(title: str, *columns: str) -> Table:
     """A table whose first column is text and whose others are figures."""
     from rich import box
     from rich.table import Table
@@ -36,7 +36,7 @@ def policy_table(plan: Plan) -> Table:
     """Every policy side by side, the chosen one marked; notes, the lower bound and the gap beneath."""
     from rich.markup import escape
 
-    table = _table("Policies", "policy", "step", "peak", "recompute", "stall", "moved")
+    table = figures_table("Policies", "policy", "step", "peak", "recompute", "stall", "moved")
     for row in plan.policies:
         chosen = row.policy == plan.policy
         _, step, *others = policy_cells(row)[:-2]
@@ -66,7 +66,7 @@ def policy_cells(row: PolicyRow) -> list[str]:
 
 def placement_table(plan: Plan, graph: StepGraph) -> Table:
     """Bytes of each role under each option."""
-    table = _table("What goes where between uses", "role", "total", *(option.value for option in Option))
+    table = figures_table("What goes where between uses", "role", "total", *(option.value for option in Option))
     for role, options in placement(plan, graph).items():
         total = sum(s.size_bytes for s in graph.storages if s.role == role)
         cells = [format_bytes(p.size_bytes) if p.size_bytes else "-" for p in options.values()]
@@ -82,7 +82,7 @@ def fit_table(peak_bytes: Mapping[str, int], budgets: Mapping[str, int], bytes_b
         budgets: Bytes allowed in each tier; a tier without one is shown as unlimited.
         bytes_by_role: Bytes of each role on the device at its peak.
     """
-    table = _table("Does it fit", "tier", "needed", "allowed", "used", "spare", "fits")
+    table = figures_table("Does it fit", "tier", "needed", "allowed", "used", "spare", "fits")
     for tier, needed in peak_bytes.items():
         if (allowed := budgets.get(tier)) is None:
             table.add_row(tier, format_bytes(needed), "unlimited", "-", "-", "yes")

@@ -32,7 +32,7 @@ class Prices(Protocol):
         """Of a collective among the ranks of its axis."""
         ...
 
-    def slowdown(self, axis: str) -> float:
+    def slowdown_beside(self, axis: str) -> float:
         """By how much longer computing takes while a collective of this axis runs beside it (0.1: 10%)."""
         ...
 
@@ -107,7 +107,7 @@ def span(part: Part, prices: Prices, stack: Stack) -> Span:
     device = sum(shares.values())
     for axis, seconds in part.comm_s.items():
         hidden = min(seconds * stack.hidden.get(axis, 0.0), device)
-        slowed = hidden * prices.slowdown(axis)
+        slowed = hidden * prices.slowdown_beside(axis)
         shares[f"{axis} communication"] = seconds - hidden + slowed
     seconds = sum(shares.values())
     host = 0.0 if stack.cuda_graphs else part.launches * stack.launch_s

@@ -307,7 +307,7 @@ def _recompute(row: Row, text: str, assumed: list[str]) -> tuple[str, int, tuple
         modules = (named[1] if named else detail).split(",")
         return "selective", -1, () if modules == ["core_attn"] else tuple(modules)
     if re.search(r"per-op|selective op|=\"op\"|torchtitan", text):
-        return "selective", -1, ("every-other-product",)
+        return "selective", -1, ("op",)
     if (share := _recomputed_share(row)) is not None:
         assumed.append(f"{share:.0%} of the layers recomputed in full: printed HFU over MFU")
         return "full", round(share * row.model["layers"]), ()

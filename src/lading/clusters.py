@@ -1,0 +1,177 @@
+"""A model by name on a cluster: the request, and its answer for the terminal and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from lading.catalog.load import load_machine
+from lading.catalog.models import model_names, named_model
+from lading.catalog.stacks import stack_by_name
+from lading.catalog.tables import model_table
+from lading.errors import ConfigError
+from lading.ir.layout import Layout, parse_layout
+from lading.ir.request import Architecture, Request
+from lading.ir.table import ModelTable
+from lading.report.table import figures_table
+from lading.sim.simulate import Simulated
+from lading.units import format_bytes, format_flops, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """What ``lading simulate --model`` is asked.
+
+    Attributes:
+        devices: 0 for what the layout says; else replicas are added or, if there are too few, it is refused.
+        seq_len: Tokens of a sequence; 0 for the catalog's.
+    """
+
+    model: str
+    machine: str
+    layout: str = ""
+    devices: int = 0
+    seq_len: int = 0
+    stack: str = "default"
+    network: str = ""
+
+
+def request_of(question: Question) -> tuple[Request, ModelTable]:
+    """The request and the table of its model.
+
+    Raises:
+        ConfigError: a name is not known, or devices and layout do not go together.
+    """
+    table, seq_len = _table(question)
+    load_machine(question.machine)
+    layout = _layout(question)
+    model = Architecture(family=table.name, symbols=table.symbols, blocks=(("block", sum(table.counts) - 2),))
+    request = Request(
+        name=question.model,
+        model=model,
+        seq_len=seq_len,
+        machine=question.machine,
+        layout=layout,
+        stack=stack_by_name(question.stack),
+        network=question.network,
+    )
+    return request, table
+
+
+def _table(question: Question) -> tuple[ModelTable, int]:
+    name = question.model
+    if name in model_names():
+        return model_table(name), question.seq_len or named_model(name).default_tokens
+    return _captured(question)
+
+
+def _captured(question: Question) -> tuple[ModelTable, int]:
+    """The table of a model that is in no catalog, captured; this imports torch."""
+    from lading.capture.initial import defer
+    from lading.capture.table import module_table
+    from lading.fit import run_of_model
+    from lading.prepare import build, example_batch, loss_of
+
+    run = run_of_model(question.model, question.seq_len or None)
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=3))
+    module = defer(lambda: build(run.model, "bf16")).model
+    table = module_table(module, example_batch(run), loss_of(run.model), question.model)
+    return table, run.data.sequence_length
+
+
+def _layout(question: Question) -> Layout:
+    """Replicas fill the devices; a step is one micro-batch of each unless it says more."""
+    layout = parse_layout(question.layout)
+    if question.devices and question.devices != layout.devices:
+        each = layout.devices // layout.dp
+        if question.devices % each or "dp" in {part.rstrip("0123456789") for part in question.layout.split(",")}:
+            raise ConfigError(
+                f"expected a layout of {question.devices} devices, {layout} takes {layout.devices} "
+                f"({each} for a replica); change --devices, or leave dp out"
+            )
+        batch = question.devices // each * layout.micro_batch
+        whole = layout.global_batch or batch * (2 * layout.pp if layout.pp > 1 else 1)
+        layout = dataclasses.replace(layout, dp=question.devices // each, global_batch=whole)
+    return layout
+
+
+def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[str, Any]:
+    """The figures by name; seconds, bytes, FLOP/s and shares.
+
+    Args:
+        price_per_hour: Of one device.
+    """
+    request, prediction = simulated.request, simulated.prediction
+    devices, tokens = request.layout.devices, request.tokens
+    rate = simulated.model_flops / prediction.step_s / devices
+    found: dict[str, Any] = {
+        "model": simulated.table.name,
+        "machine": simulated.machine.name,
+        "devices": devices,
+        "layout": str(request.layout),
+        "stack": request.stack.name,
+        "step_s": prediction.step_s,
+        "low_s": prediction.low_s,
+        "high_s": prediction.high_s,
+        "tokens_per_s": tokens / prediction.step_s,
+        "tokens_per_s_per_device": tokens / prediction.step_s / devices,
+        "model_flops_per_s_per_device": rate,
+        "mfu": rate / simulated.peak_flops_per_s,
+        "peak_bytes": prediction.peak_bytes,
+        "device_bytes": simulated.machine.device.memory_bytes,
+        "fits": prediction.fits,
+        "shares": dict(prediction.shares),
+        "memory": [{str(role): size for role, size in roles.items()} for roles in simulated.memory],
+        "assumptions": list(simulated.assumed),
+    }
+    if price_per_hour is not None:
+        found["price_per_billion_tokens"] = price_per_hour * devices * prediction.step_s / 3600 / tokens * 1e9
+    return found
+
+
+def print_cluster(simulated: Simulated, console: Console, price_per_hour: float | None = None) -> None:
+    """What the step takes, what its time goes to, memory by pipeline rank, and what was assumed."""
+    figures = summary(simulated, price_per_hour)
+    head = f"{figures['model']} on {figures['devices']} x {simulated.machine.device.name}"
+    console.print(head, style="bold", markup=False)
+    console.print(f"{figures['layout']}; software stack {figures['stack']}", markup=False)
+    low, high = format_seconds(figures["low_s"]), format_seconds(figures["high_s"])
+    console.print(f"step {format_seconds(figures['step_s'])} ({low} to {high})", style="bold", markup=False)
+    console.print(
+        f"{figures['tokens_per_s_per_device']:,.0f} tokens/s a device, {figures['tokens_per_s']:,.0f} in all; "
+        f"{format_flops(figures['model_flops_per_s_per_device'])}/s a device, {figures['mfu']:.1%} of its peak",
+        markup=False,
+    )
+    if price_per_hour is not None:
+        console.print(f"{figures['price_per_billion_tokens']:,.0f} for a billion tokens", markup=False)
+    console.print(_shares_table(simulated))
+    console.print(_memory_table(simulated))
+    verdict = "FITS" if figures["fits"] else "DOES NOT FIT"
+    needed, there = format_bytes(simulated.prediction.high_bytes), format_bytes(figures["device_bytes"])
+    console.print(f"{verdict}: up to {needed} of {there}", style="bold" if figures["fits"] else "bold red")
+    for number, sentence in enumerate(figures["assumptions"]):
+        console.print(f"{'Assumed' if not number else '       '} - {sentence}", markup=False, highlight=False)
+
+
+def _shares_table(simulated: Simulated) -> Any:
+    table = figures_table("What the slowest rank's step goes to", "cause", "seconds", "share")
+    step_s = simulated.step.step_s
+    for cause, seconds in sorted(simulated.step.shares_s.items(), key=lambda row: -row[1]):
+        if seconds >= step_s / 1000:
+            table.add_row(cause, format_seconds(seconds), f"{seconds / step_s:.1%}")
+    return table
+
+
+def _memory_table(simulated: Simulated) -> Any:
+    """First, last and fullest pipeline rank."""
+    memory = simulated.memory
+    totals = [sum(roles.values()) for roles in memory]
+    ranks = sorted({0, totals.index(max(totals)), len(memory) - 1})
+    table = figures_table("Memory of a device", "role", *(f"pipeline rank {rank}" for rank in ranks))
+    for role in memory[0]:
+        table.add_row(str(role), *(format_bytes(memory[rank][role]) for rank in ranks))
+    table.add_row("sum", *(format_bytes(totals[rank]) for rank in ranks), style="bold")
+    return table

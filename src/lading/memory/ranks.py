@@ -1,0 +1,77 @@
+"""Ranks: bytes on one rank of a cluster by role, at the moment when they are most.
+
+A rank holds its parameters, their gradients and the optimizer's states, cut as ``layout.zero`` says, and the
+activations of the micro-batches under way. Counted is what an allocator is asked for ("allocated"), without its slack
+and without what the device's library keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lading.ir.graph import DTYPE_BYTES, Role
+from lading.ir.layout import Layout
+from lading.ir.stack import Stack
+
+#: Adam's two moments, in fp32.
+_MOMENTS_BYTES = 8
+#: Of a parameter as products take it.
+_PRODUCT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank by role, when their sum is largest."""
+
+    by_role: dict[Role, int]
+
+    @property
+    def total(self) -> int:
+        """Sum."""
+        return sum(self.by_role.values())
+
+
+def replicas(axes: str, layout: Layout) -> int:
+    """Ranks that hold the same parameters: ``axes`` is "dp", or "dp/ep" for an expert's."""
+    ranks = layout.dp * layout.cp
+    return ranks * layout.tp // (layout.ep * layout.expert_tp) if axes.endswith("/ep") else ranks
+
+
+def shards(axes: str, layout: Layout) -> int:
+    """Ways in which the states of such parameters are cut."""
+    if layout.zero == 0:
+        return 1
+    return min(replicas(axes, layout), layout.shard or replicas(axes, layout))
+
+
+def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack, *, trained: bool = True) -> dict[Role, int]:
+    """Bytes of parameters, gradients and optimizer states of one rank.
+
+    Args:
+        elements: Parameters that the rank works with, by the axes over which they are replicated.
+        trained: False where weights are frozen: they have neither gradients nor states.
+    """
+    kept = DTYPE_BYTES.get(stack.parameters_dtype, _PRODUCT_BYTES[layout.precision])
+    gradient = DTYPE_BYTES[stack.gradient_dtype] if not stack.parameters_dtype else kept
+    states = _MOMENTS_BYTES + (4 if stack.master_weights else 0)
+    found = {Role.PARAMETER: 0.0, Role.GRADIENT: 0.0, Role.OPTIMIZER_STATE: 0.0}
+    for axes, number in elements.items():
+        ways = shards(axes, layout)
+        found[Role.PARAMETER] += number * kept / (ways if layout.zero == 3 else 1)
+        if trained:
+            found[Role.GRADIENT] += number * gradient / (ways if layout.zero >= 2 else 1)
+            found[Role.OPTIMIZER_STATE] += number * states / ways
+    return {role: int(size) for role, size in found.items()}
+
+
+def gathered_bytes(largest_units: Mapping[str, int], layout: Layout, stack: Stack) -> int:
+    """Parameters gathered at once, and the gradients not yet reduced, where parameters are cut.
+
+    Args:
+        largest_units: Elements of the two units that are gathered at the same time.
+    """
+    if layout.zero != 3:
+        return 0
+    width = DTYPE_BYTES.get(stack.gather_dtype, _PRODUCT_BYTES[layout.precision])
+    return sum(largest_units.values()) * width

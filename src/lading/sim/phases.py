@@ -1,0 +1,68 @@
+"""Phases: what one segment costs a rank in forward, in backward, and when it is recomputed; and what it keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lading.cost.fusion import fuse
+from lading.ir.stack import Stack
+from lading.ir.work import Kernel, RankSegment, Stage
+from lading.parallel.memory import segment_memory
+from lading.parallel.recompute import recomputed
+from lading.sim.parts import Part, Prices, part_of
+
+
+@dataclass(frozen=True)
+class Phases:
+    """One segment of one rank.
+
+    Attributes:
+        again: What is run again before backward.
+        backward_input, backward_weight: Gradients of activations and those of parameters.
+        saved_bytes: Kept from forward to backward by one micro-batch.
+        transient_bytes: Most that backward has alive besides, recomputed tensors included.
+        sent_bytes: Of the activations on its border: what a pipeline sends.
+        elements: Parameters by the axes over which they are replicated.
+    """
+
+    forward: Part
+    again: Part
+    backward_input: Part
+    backward_weight: Part
+    saved_bytes: int
+    transient_bytes: int
+    sent_bytes: int
+    elements: dict[str, int]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All that a micro-batch runs."""
+        return self.forward, self.again, self.backward_input, self.backward_weight
+
+
+def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Prices, stack: Stack) -> Phases:
+    """Sum up a segment.
+
+    Args:
+        mode, modules: What is recomputed (``lading.parallel.recompute.recomputed``).
+    """
+    kept = recomputed(segment, mode, modules, early_stop=stack.early_stop)
+    memory = segment_memory(segment, kept, stack.fusion)
+    again = dataclasses.replace(segment, kernels=tuple(segment.kernels[place] for place in kept.kernels))
+    launched = fuse(segment, stack.fusion, stack.attention)
+
+    def summed(kernels: Sequence[Kernel], stage: Stage) -> Part:
+        return part_of((k for k in kernels if k.stage is stage), prices)
+
+    return Phases(
+        forward=summed(launched, Stage.FORWARD),
+        again=summed(fuse(again, stack.fusion, stack.attention), Stage.FORWARD),
+        backward_input=summed(launched, Stage.BACKWARD_INPUT),
+        backward_weight=summed(launched, Stage.BACKWARD_WEIGHT),
+        saved_bytes=memory.saved,
+        transient_bytes=max(memory.forward_peak, memory.backward_peak) - memory.saved,
+        sent_bytes=sum(segment.tensors[t].size_bytes for t in segment.leaves),
+        elements=segment.parameter_elements,
+    )

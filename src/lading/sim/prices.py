@@ -1,0 +1,113 @@
+"""Prices: seconds of kernels, collectives and exchanges on one machine, under one stack and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from lading.cost.collective import collective_s
+from lading.cost.contention import contention
+from lading.cost.kernels import adam_bytes, clip_s, kernel_s, step_s
+from lading.cost.topology import Group, group_of
+from lading.ir.graph import DTYPE_BYTES
+from lading.ir.layout import Layout
+from lading.ir.machine import Machine
+from lading.ir.stack import Stack
+from lading.ir.work import Collective, Kernel
+from lading.memory.ranks import shards
+
+#: Architectures whose switches add (NVLink SHARP).
+_ADDING = ("hopper", "blackwell")
+
+
+class MachinePrices:
+    """``lading.sim.parts.Prices`` and ``lading.sim.step.Exchange`` of a machine that has links."""
+
+    def __init__(self, machine: Machine, layout: Layout, stack: Stack) -> None:
+        self.machine = machine
+        self.layout = layout
+        self.stack = stack
+        self._order = "tp-cp-dp-pp"
+
+    def kernel_s(self, kernel: Kernel) -> float:
+        """Of a kernel in a running step, without its launch."""
+        factor = self.stack.in_situ_on(self.architecture)
+        return factor * kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
+
+    def collective_s(self, collective: Collective) -> float:
+        """Of a collective among the ranks of its axis."""
+        return self._collective_s(collective.op, collective.size_bytes, collective.axis)
+
+    def slowdown_beside(self, axis: str) -> float:
+        """By how much longer computing takes while a collective of this axis runs beside it."""
+        op = "all_to_all" if axis == "ep" else "send" if axis in ("pp", "cp") else "all_gather"
+        return self._slowdown(op, axis)
+
+    def reduce_s(self, elements: Mapping[str, int]) -> float:
+        """Reduce the gradients of so many parameters, by the axes over which they are replicated."""
+        width = DTYPE_BYTES[self.stack.gradient_dtype]
+        return sum(self._reduced_s(axes, number * width) for axes, number in elements.items())
+
+    def gather_s(self, elements: Mapping[str, int]) -> float:
+        """Gather cut parameters; 0 where they are not."""
+        if self.layout.zero == 0:
+            return 0.0
+        return sum(
+            self._collective_s("all_gather", number * self._gathered_width, self._shard_axis(axes))
+            for axes, number in elements.items()
+        )
+
+    def send_s(self, size_bytes: int) -> float:
+        """Hand the activations on a stage's border to the next."""
+        return self._collective_s("send", size_bytes, "pp")
+
+    def optimizer_s(self, elements: Mapping[str, int]) -> float:
+        """Update what a rank keeps of them, clipping included."""
+        kept = sum(number / shards(axes, self.layout) for axes, number in elements.items())
+        device = self.machine.device
+        return step_s(kept, adam_bytes(self.stack), device) + clip_s(kept, self.stack, device)
+
+    @property
+    def slowdown(self) -> float:
+        """By how much longer computing takes while gradients are reduced or parameters gathered beside it."""
+        return self._slowdown("all_gather", "dp")
+
+    @cached_property
+    def architecture(self) -> str:
+        """Of the device's kernels; "" where nothing is known of them."""
+        gpu = self.machine.device.gpu
+        return gpu.architecture if gpu else ""
+
+    @property
+    def _gathered_width(self) -> int:
+        if self.stack.gather_dtype:
+            return DTYPE_BYTES[self.stack.gather_dtype]
+        return 4 if self.layout.precision == "fp32" else 2
+
+    def _shard_axis(self, axes: str) -> str:
+        return "shard" if self._hybrid and axes == "dp" else axes
+
+    @property
+    def _hybrid(self) -> bool:
+        return 0 < self.layout.shard < self.layout.dp * self.layout.cp
+
+    def _reduced_s(self, axes: str, size_bytes: int) -> float:
+        if self.layout.zero == 0:
+            return self._collective_s("all_reduce", size_bytes, axes)
+        seconds = self._collective_s("reduce_scatter", size_bytes, self._shard_axis(axes))
+        if self._hybrid and axes == "dp":
+            seconds += self._collective_s("all_reduce", size_bytes // self.layout.sharding_ranks, "replicate")
+        return seconds
+
+    def _collective_s(self, op: str, size_bytes: float, axis: str) -> float:
+        return collective_s(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
+
+    def _group(self, axis: str) -> Group:
+        return group_of(self.layout, axis, self.machine, self._order)
+
+    def _slowdown(self, op: str, axis: str) -> float:
+        group, gpu = self._group(axis), self.machine.device.gpu
+        if group.ranks == 1 or gpu is None:
+            return 0.0
+        nvls = self.architecture in _ADDING
+        return contention(op, group, self.machine, gpu.num_sms, nvls=nvls).slowdown

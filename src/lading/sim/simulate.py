@@ -1,0 +1,218 @@
+"""A Request, answered: its table cut for a rank, priced, put in order, and what it needs of memory.
+
+>>> simulate(request).step.step_s
+
+[Note: interval]
+What no cause explains differs from stack to stack; the interval of a prediction is the spread of the errors on
+published rows whose sources were left out of every fit (benchmarks/simulator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from lading.catalog.load import load_machine
+from lading.catalog.network import with_network
+from lading.catalog.tables import family_table, stored_table, table_families
+from lading.cost.product import peak_flops
+from lading.cost.siblings import merge_siblings
+from lading.errors import ConfigError
+from lading.ir.graph import Role
+from lading.ir.machine import Machine
+from lading.ir.request import Prediction, Request
+from lading.ir.table import ModelTable
+from lading.memory.ranks import gathered_bytes, state_bytes
+from lading.parallel.chunks import chunks
+from lading.parallel.ranks import rank_segment
+from lading.sim.phases import Phases, phases
+from lading.sim.prices import MachinePrices
+from lading.sim.schedules import alive_peaks, schedule_of
+from lading.sim.step import Run, Stage, Step, elements_of, pipeline_step, replicas_step, stage_of
+
+#: Half width of the interval, as a share: 90% of the errors on rows whose sources were left out of the fits.
+_SPREAD = 0.15
+_MEMORY_SPREAD = 0.05
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A step of a cluster.
+
+    Attributes:
+        memory: By pipeline rank: bytes by role when their sum is largest.
+    """
+
+    request: Request
+    machine: Machine
+    table: ModelTable
+    step: Step
+    memory: tuple[dict[Role, int], ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the rank that needs most."""
+        return max(sum(roles.values()) for roles in self.memory)
+
+    @property
+    def model_flops(self) -> float:
+        """Of products and attention of one step on all devices, nothing recomputed."""
+        return self.step.flops * self.request.layout.devices / self.request.layout.pp
+
+    @property
+    def peak_flops_per_s(self) -> float:
+        """Dense peak of the device in the layout's precision."""
+        return peak_flops(self.machine.device, self.request.layout.precision)
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """What was taken for granted."""
+        return self.prediction.assumed
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """The figures, with their intervals ([Note: interval])."""
+        step_s, peak = self.step.step_s, self.peak_bytes
+        high = int(peak * (1 + _MEMORY_SPREAD))
+        return Prediction(
+            step_s=step_s,
+            low_s=step_s * (1 - _SPREAD),
+            high_s=step_s * (1 + _SPREAD),
+            peak_bytes=peak,
+            low_bytes=int(peak * (1 - _MEMORY_SPREAD)),
+            high_bytes=high,
+            fits=high + self.machine.device.overhead_bytes <= self.machine.device.memory_bytes,
+            shares={name: seconds / step_s for name, seconds in self.step.shares_s.items()},
+            assumed=self.request.assumed,
+        )
+
+
+class Simulator:
+    """``lading.ir.request.Predictor`` by simulation."""
+
+    def predict(self, request: Request) -> Prediction:
+        """The step's time and memory."""
+        return simulate(request).prediction
+
+
+def simulate(request: Request, table: ModelTable | None = None) -> Simulated:
+    """Simulate one step.
+
+    Args:
+        table: Of a model that is in no catalog; None takes that of ``request.model``.
+    Raises:
+        ConfigError: the layout cannot be, or the model, machine or a constant is missing.
+    """
+    machine = load_machine(request.machine)
+    if request.network or request.ranks_per_node:
+        machine = with_network(machine, request.network or None, request.ranks_per_node)
+    table = table or table_of(request)
+    prices = MachinePrices(machine, request.layout, request.stack)
+    both = _segments(request, table, prices)
+    runs = _runs(request, table)
+    stages = [_stage(run, both, request, prices) for run in runs]
+    if request.layout.pp == 1 and request.layout.vpp == 1:
+        units = [_stage([(segment, 1)], both, request, prices) for segment, n in runs[0] for _ in range(n)]
+        step = replicas_step(stages[0], units, request.layout, request.stack, prices)
+    else:
+        step = pipeline_step(stages, request.layout, request.stack, prices, prices.send_s(both[0].sent_bytes))
+    return Simulated(request, machine, table, step, tuple(_memory(request, stages, step)))
+
+
+def table_of(request: Request) -> ModelTable:
+    """The table of a request's model: of its family, in the variant that the stack and the dropout need.
+
+    Raises:
+        ConfigError: no table of that family and variant.
+    """
+    model = request.model
+    family = _variant(model.family, request)
+    stored = stored_table(family)
+    symbols = {key: value for key, value in model.symbols.items() if key in stored.symbols}
+    return family_table(family, layers=model.layers, tied=model.tied, name=request.name, **symbols)
+
+
+def _variant(family: str, request: Request) -> str:
+    names = [family]
+    if request.stack.attention == "unfused":
+        names.insert(0, f"{family}-unfused")
+    elif request.dropout:
+        names.insert(0, f"{family}-dropout")
+    for name in names:
+        if name in table_families():
+            return name
+    raise ConfigError(f"{request.name}: expected a model of {', '.join(table_families())}, got {family!r}")
+
+
+def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> list[Phases]:
+    """Each segment as the layout recomputes it, then each as nothing is recomputed."""
+    layout, stack = request.layout, request.stack
+    sizes = {**table.symbols, "s": request.seq_len}
+    found: dict[bool, list[Phases]] = {True: [], False: []}
+    for segment in table.segments:
+        ranked = rank_segment(segment, sizes, layout)
+        if stack.fusion == "fused":
+            ranked = merge_siblings(ranked)
+        for again in (True, False):
+            mode = layout.recompute if again and segment.enters and segment.leaves else "none"
+            found[again].append(phases(ranked, mode, layout.recompute_modules, prices, stack))
+    return [*found[True], *found[False]]
+
+
+def _runs(request: Request, table: ModelTable) -> list[Run]:
+    """What each stage holds, in order of forward."""
+    layout = request.layout
+    ranks = chunks(table, layout, _uneven(request, sum(table.counts[1:-1])))
+    plan = schedule_of(layout, rules="megatron" if request.stack.megatron_order else "torch")
+    runs: dict[int, Run] = {}
+    for rank, held in enumerate(ranks):
+        runs.update(zip(plan.stages_of(rank), held, strict=True))
+    return [runs[stage] for stage in range(plan.stages)]
+
+
+def _uneven(request: Request, layers: int) -> tuple[int, ...]:
+    """Layers of each stage where the source says that the first and the last have fewer."""
+    stages, fewer = request.layout.pp * request.layout.vpp, request.edge_layers_fewer
+    if not fewer:
+        return ()
+    each = (layers + 2 * fewer) // stages
+    return (each - fewer, *(each for _ in range(stages - 2)), each - fewer)
+
+
+def _stage(run: Run, both: Sequence[Phases], request: Request, prices: MachinePrices) -> Stage:
+    """A chunk of the model, of whose layers the first ``recompute_layers`` are recomputed."""
+    left = request.layout.recompute_layers
+    if left < 0:
+        return stage_of(run, both, prices, request.stack)
+    parts: list[tuple[int, int]] = []
+    for segment, count in run:
+        again = min(count, left) if count > 1 else count
+        left -= again if count > 1 else 0
+        parts += [(segment, again), (segment + len(both) // 2, count - again)]
+    return stage_of([part for part in parts if part[1]], both, prices, request.stack)
+
+
+def _memory(request: Request, stages: Sequence[Stage], step: Step) -> list[dict[Role, int]]:
+    """Bytes of each pipeline rank by role when their sum is largest."""
+    layout, stack = request.layout, request.stack
+    if step.pipeline is None:
+        alive = [float(stages[0].saved_bytes + stages[0].transient_bytes)]
+        held = [[stages[0]]]
+    else:
+        plan = step.pipeline.schedule
+        saved = np.array([stage.saved_bytes for stage in stages])
+        spike = np.array([stage.transient_bytes for stage in stages])
+        alive = alive_peaks(plan, saved, saved, spike).tolist()
+        held = [[stages[s] for s in plan.stages_of(rank)] for rank in range(plan.ranks)]
+    found: list[dict[Role, int]] = []
+    for own, activations in zip(held, alive, strict=True):
+        elements = elements_of(own)
+        roles = state_bytes(elements, layout, stack, trained=request.task in ("pretrain", "sft"))
+        largest = max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))
+        roles[Role.WORKSPACE] = 2 * gathered_bytes(largest, layout, stack)
+        roles[Role.ACTIVATION] = int(activations)
+        found.append(roles)
+    return found

@@ -1,0 +1,259 @@
+"""One training step of a cluster: what a Request asks for, in seconds and bytes by cause.
+
+Segments are summed up ([Note: one stretch of kernels]), stages of them put into the order of the pipeline's schedule,
+and what data-parallel ranks exchange is laid beside or behind computing ([Note: units]); the optimizer follows. A step
+lasts as long as its slowest pipeline rank. ``Step`` keeps all of it, so that a report can say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from lading.ir.layout import Layout
+from lading.ir.stack import Stack
+from lading.sim.parts import Part, Prices, Span, span, total
+from lading.sim.phases import Phases
+from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
+from lading.sim.schedules import schedule_of
+from lading.sim.sharded import Unit, fully_sharded, reduced_beside
+
+#: Segments and how often each stands.
+Run = Sequence[tuple[int, int]]
+
+
+class Exchange(Protocol):
+    """Seconds of what data-parallel ranks exchange, and of the optimizer, on one machine under one stack and layout."""
+
+    def reduce_s(self, elements: Mapping[str, int]) -> float:
+        """Reduce the gradients of so many parameters, by the axes over which they are replicated."""
+        ...
+
+    def gather_s(self, elements: Mapping[str, int]) -> float:
+        """Gather cut parameters; 0 where they are not."""
+        ...
+
+    def optimizer_s(self, elements: Mapping[str, int]) -> float:
+        """Update what a rank keeps of them, clipping included."""
+        ...
+
+    @property
+    def slowdown(self) -> float:
+        """By how much longer computing takes while such an exchange runs beside it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A chunk of the model on one pipeline rank, for one micro-batch.
+
+    Attributes:
+        run: Its segments.
+        forward, backward_input, backward_weight: With what is recomputed in ``backward_input``.
+        elements: Parameters.
+    """
+
+    run: Run
+    forward: Span
+    again: Span
+    backward_input: Span
+    backward_weight: Span
+    elements: dict[str, int]
+    largest_unit: dict[str, int]
+    saved_bytes: int
+    transient_bytes: int
+    flops: float
+
+    @property
+    def backward_s(self) -> float:
+        """Both gradients, and what is recomputed for them."""
+        return self.again.seconds + self.backward_input.seconds + self.backward_weight.seconds
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step.
+
+    Attributes:
+        step_s: Seconds.
+        shares_s: Of the slowest rank, by cause; they add up to ``step_s``.
+        stages: By number in the order of forward.
+        pipeline: When each stage runs; None where the layout has no pipeline.
+        flops: Of products and attention done by all ranks of one data-parallel replica, recomputed ones too.
+    """
+
+    step_s: float
+    shares_s: dict[str, float]
+    stages: tuple[Stage, ...]
+    pipeline: PipelineRun | None
+    flops: float
+
+
+def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -> Stage:
+    """Sum up a chunk of the model."""
+
+    def summed(pick: str) -> Span:
+        parts: list[tuple[Part, float]] = [(getattr(phases[segment], pick), count) for segment, count in run]
+        return span(total(parts), prices, stack)
+
+    elements: dict[str, int] = {}
+    for segment, count in run:
+        for axes, number in phases[segment].elements.items():
+            elements[axes] = elements.get(axes, 0) + count * number
+    return Stage(
+        run,
+        summed("forward"),
+        summed("again"),
+        summed("backward_input"),
+        summed("backward_weight"),
+        elements,
+        largest_unit=max((phases[segment].elements for segment, _ in run), key=lambda unit: sum(unit.values())),
+        saved_bytes=sum(count * phases[segment].saved_bytes for segment, count in run),
+        transient_bytes=max(phases[segment].transient_bytes for segment, _ in run),
+        flops=sum(count * part.flops for segment, count in run for part in phases[segment].parts),
+    )
+
+
+def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: Stack, exchange: Exchange) -> Step:
+    """A step without a pipeline.
+
+    Args:
+        stage: All of the model.
+        units: Its segments, each as often as it stands, in the order of forward.
+    """
+    micro_batches = layout.micro_batches
+    if layout.zero == 3:
+        beside = fully_sharded([_unit(u, exchange) for u in units], exchange.slowdown)
+        compute = stage.forward.seconds + stage.backward_s
+        extra = {"data-parallel communication": (beside.seconds - compute) * micro_batches}
+    else:
+        extra = {
+            "data-parallel communication": _reduced(stage, units, stack, exchange)
+            + _gathered(stage, units, stack, exchange)
+        }
+    extra["optimizer"] = exchange.optimizer_s(stage.elements)
+    extra["host"] = stack.step_s
+    shares = _shares(stage, micro_batches, extra)
+    return Step(sum(shares.values()), shares, (stage,), None, _flops([stage]) * micro_batches)
+
+
+def _unit(stage: Stage, exchange: Exchange) -> Unit:
+    return Unit(
+        exchange.gather_s(stage.elements),
+        exchange.reduce_s(stage.elements),
+        stage.forward.seconds,
+        stage.backward_s,
+    )
+
+
+def _reduced(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
+    """Seconds by which reducing gradients makes the step longer."""
+    if not stack.overlap_grad_reduce:
+        return exchange.reduce_s(stage.elements)
+    again = list(reversed(units))
+    beside = reduced_beside(
+        [u.backward_s for u in again], [exchange.reduce_s(u.elements) for u in again], exchange.slowdown
+    )
+    return beside.seconds - stage.backward_s
+
+
+def _gathered(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
+    """Seconds by which gathering what the optimizer updated in parts makes the step longer."""
+    whole = exchange.gather_s(stage.elements)
+    if not stack.overlap_param_gather or not whole:
+        return whole
+    gathers = [exchange.gather_s(u.elements) for u in units]
+    beside = reduced_beside(
+        gathers, [u.forward.seconds for u in units], 0.0
+    )  # the network goes first, computing follows
+    slowed = min(whole, stage.forward.seconds) * exchange.slowdown
+    return beside.seconds - stage.forward.seconds + slowed
+
+
+def _shares(stage: Stage, times: float, extra: Mapping[str, float]) -> dict[str, float]:
+    """Seconds by cause of a rank that runs a stage so many times."""
+    shares: dict[str, float] = {}
+    for cause, part in (("", stage.forward), ("", stage.backward_input), ("", stage.backward_weight)):
+        for name, seconds in part.shares_s.items():
+            shares[cause + name] = shares.get(cause + name, 0.0) + seconds * times
+    shares["recomputing"] = stage.again.seconds * times
+    for name, seconds in extra.items():
+        shares[name] = shares.get(name, 0.0) + seconds
+    return shares
+
+
+def _flops(stages: Sequence[Stage]) -> float:
+    return sum(s.flops for s in stages)
+
+
+def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchange: Exchange, send_s: float) -> Step:
+    """A step of a pipeline.
+
+    Args:
+        stages: In the order of forward.
+        send_s: Seconds of what one hands to the next.
+    """
+    plan = schedule_of(layout, rules="megatron" if stack.megatron_order else "torch")
+    seconds = PipelineSeconds(
+        forward=np.array([s.forward.seconds for s in stages]),
+        backward=np.array([s.backward_s for s in stages]),
+        backward_input=np.array([s.again.seconds + s.backward_input.seconds for s in stages]),
+        backward_weight=np.array([s.backward_weight.seconds for s in stages]),
+        send_forward=send_s,
+        send_backward=send_s,
+    )
+    run = simulate_pipeline(plan, seconds, overlap=bool(stack.hidden.get("pp", 0.0)) or layout.vpp > 1)
+    ends = [_rank_end(run, rank, stages, stack, exchange) for rank in range(layout.pp)]
+    last = int(np.argmax(ends))
+    held = [stages[s] for s in run.schedule.stages_of(last)]
+    busy = float(run.busy_s[last])
+    after = ends[last] - run.makespan_s
+    gather = max(_rank_gather([stages[s] for s in plan.stages_of(rank)], stack, exchange) for rank in range(layout.pp))
+    extra = {
+        "bubble": run.makespan_s - busy,
+        "data-parallel communication": after + gather,
+        "optimizer": exchange.optimizer_s(elements_of(held)),
+        "host": stack.step_s,
+    }
+    shares: dict[str, float] = {}
+    for stage in held:
+        for name, value in _shares(stage, layout.micro_batches, {}).items():
+            shares[name] = shares.get(name, 0.0) + value
+    shares |= extra
+    return Step(sum(shares.values()), shares, tuple(stages), run, _flops(stages) * layout.micro_batches)
+
+
+def _rank_end(run: PipelineRun, rank: int, stages: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
+    """When a rank's gradients are reduced."""
+    held = run.schedule.stages_of(rank)
+    computed = float(run.end_s[rank][-1])
+    if not stack.overlap_grad_reduce:
+        return max(run.makespan_s, computed) + exchange.reduce_s(elements_of([stages[s] for s in held]))
+    network = 0.0
+    for stage in sorted(held, key=lambda s: float(run.gradients_ready_s[s])):
+        ready = float(run.gradients_ready_s[stage])
+        reduction = exchange.reduce_s(stages[stage].elements)
+        blocks = max(1.0, sum(count for _, count in stages[stage].run))
+        begin = max(network, ready - stages[stage].backward_s * (1 - 1 / blocks))
+        network = max(begin + reduction, ready + reduction / blocks)
+    return max(run.makespan_s, network)
+
+
+def _rank_gather(held: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
+    """Seconds for which a rank waits for updated parameters; beside computing, only for those of its first block."""
+    whole = exchange.gather_s(elements_of(held))
+    if not stack.overlap_param_gather:
+        return whole
+    return whole / max(1.0, sum(count for stage in held for _, count in stage.run))
+
+
+def elements_of(stages: Sequence[Stage]) -> dict[str, int]:
+    """Parameters of some stages, by the axes over which they are replicated."""
+    elements: dict[str, int] = {}
+    for stage in stages:
+        for axes, number in stage.elements.items():
+            elements[axes] = elements.get(axes, 0) + number
+    return elements

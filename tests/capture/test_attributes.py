@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.capture.parity import assert_equals_eager, squares
@@ -52,6 +55,49 @@ def _in_a_list(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x * len(self.calls)
 
 
+def _in_a_private_list(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self._calls.append(1)
+    return x * len(self._calls)
+
+
+def _in_a_list_of_a_table(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.kept["calls"].append(1)
+    return x * len(self.kept["calls"])
+
+
+def _until_a_list_is_empty(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if len(self.left) > 1:
+        self.left.pop()
+        x = x.relu()
+    return x
+
+
+def _until_a_name_is_gone(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.relu() if self.kept.pop("first", False) else x
+
+
+def _in_a_set(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.relu() if "seen" in self.kept else x
+    self.kept.add("seen")
+    return x
+
+
+def _in_an_array(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.count[0] += 1
+    return x * float(self.count[0])
+
+
+def _in_a_pair(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.pair = (self.pair[0] + 1, 2)
+    return x * self.pair[0]
+
+
+def _another_module(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.act(x)
+    self.act = torch.nn.ReLU()
+    return x
+
+
 class _State:
     """An object of the user's."""
 
@@ -75,6 +121,14 @@ def _in_an_object(self: Any, x: torch.Tensor) -> torch.Tensor:
         (_first_time, {"ready": False}, "'ready'"),
         (_in_a_list, {"calls": []}, "'calls"),
         (_in_an_object, {"state": _State()}, "'state.step'"),
+        (_in_a_private_list, {"_calls": []}, "'_calls"),
+        (_in_a_list_of_a_table, {"kept": {"calls": []}}, "'kept.calls"),
+        (_until_a_list_is_empty, {"left": [1, 1]}, "'left"),
+        (_until_a_name_is_gone, {"kept": {"first": True}}, "'kept.first'"),
+        (_in_a_set, {"kept": set()}, "'kept.seen'"),
+        (_in_an_array, {"count": np.zeros(1)}, "'count.0'"),
+        (_in_a_pair, {"pair": (0, 2)}, "'pair'"),
+        (_another_module, {"act": torch.nn.Tanh()}, "'act'"),
     ],
 )
 def test_a_step_that_changes_the_next_is_refused(forward: Any, attributes: dict[str, Any], named: str) -> None:
@@ -85,6 +139,9 @@ def test_a_step_that_changes_the_next_is_refused(forward: Any, attributes: dict[
     assert "register_buffer" in message
     for key, value in kept.items():
         found = getattr(model, key)
+        if isinstance(value, torch.nn.Module):
+            assert type(found) is type(value)
+            continue
         assert (vars(found) if isinstance(found, _State) else found) == (
             vars(value) if isinstance(value, _State) else value
         )
@@ -105,6 +162,27 @@ def test_the_next_step_reading_a_tensor_of_this_one_is_refused() -> None:
     assert "'memory" in refusal(around(remembered, memory=[]))
 
 
+@pytest.mark.parametrize("wrap", [lambda h: (h, 1), lambda h: [h], lambda h: {"h": (h,)}, SimpleNamespace])
+def test_so_is_a_state_inside_of_something(wrap: Callable[[torch.Tensor], Any]) -> None:
+    """As recurrent models keep it from call to call."""
+
+    def recurrent(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x if self.state is None else x + next(_tensors(self.state))
+        self.state = wrap(y.detach()) if wrap is not SimpleNamespace else SimpleNamespace(h=y.detach())
+        return y
+
+    assert "'state'" in refusal(around(recurrent, state=None))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else []
+        for inner in [*inside, *(vars(value).values() if isinstance(value, SimpleNamespace) else [])]:
+            yield from _tensors(inner)
+
+
 def _counted(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.step += 1
     self.share = self.step / 7
@@ -115,6 +193,18 @@ def _looked_at(self: Any, x: torch.Tensor) -> torch.Tensor:
     self.seen = x
     self.sizes.append(x.shape[0])
     return x
+
+
+def _looked_at_together(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.seen = {"x": (x, 3)}
+    self._sizes = [x.shape[0]]
+    return x
+
+
+def _tables(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if not self._tables:
+        self._tables.append((torch.arange(4.0), torch.ones(4)))
+    return x + self._tables[0][0] * self._tables[0][1]
 
 
 def _cached(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -129,6 +219,8 @@ def _cached(self: Any, x: torch.Tensor) -> torch.Tensor:
         (_counted, {"step": 0, "share": 0.0}),
         (_looked_at, {"seen": None, "sizes": []}),
         (_cached, {"table": None, "longest": 0}),
+        (_looked_at_together, {"seen": None, "_sizes": []}),
+        (_tables, {"_tables": []}),
     ],
 )
 def test_what_the_next_step_does_not_look_at_is_captured(forward: Any, attributes: dict[str, Any]) -> None:

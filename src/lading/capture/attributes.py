@@ -2,27 +2,38 @@
 
 A captured step is the same in every step, so a counter that decides what the next forward does, or a tensor that the
 next forward reads, would give other numbers than eager. Most models leave nothing. Where something is left, the step is
-captured once more as the next step would find the model, and the two captures are compared.
+captured once more as the next step would find the model, and the two captures are compared. What that cannot show is a
+decision that falls many steps later: numbers notice when they are compared, the length of a list does not.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Iterator
+import operator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lading.errors import CaptureError
 from lading.ir.graph import StepGraph
 
-_PLAIN = (int, float, bool, str, complex, type(None))
-_CONTAINERS = (list, dict, set, deque)
-#: Items of a container that are compared; its length always is.
+_PLAIN = (int, float, bool, str, complex, bytes, np.generic, type(None))
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+#: What ``torch.nn.Module`` keeps for itself.
+_OWN = frozenset(vars(torch.nn.Module()))
+#: Items of a list that are compared; its length always is.
 _COMPARED = 64
+_LENGTH = "length"
+#: How far containers and objects inside one another are followed.
+_DEEPEST = 3
+_GONE = object()
 _ADVICE = (
     "keep it in a buffer (register_buffer) and compute with it as a tensor, or leave it as it is while training "
     "(and capture again when it changes)"
@@ -47,9 +58,21 @@ class Table:
     before: Any
 
     def restore(self) -> None:
-        """Make the table what it was."""
-        self.held.clear()
-        (self.held.update if isinstance(self.held, (dict, set)) else self.held.extend)(self.before)
+        """Make the table what it was; one that was not touched, which others may share, stays untouched."""
+        held, before = self.held, self.before
+        if isinstance(held, np.ndarray):
+            held[...] = before
+        elif not _is_untouched(held, before):
+            held.clear()
+            (held.update if isinstance(held, (dict, set)) else held.extend)(before)
+
+
+def _is_untouched(held: Any, before: Any) -> bool:
+    if len(held) != len(before):
+        return False
+    if isinstance(held, dict):
+        return all(key in before and before[key] is value for key, value in held.items())
+    return held == before if isinstance(held, set) else all(map(operator.is_, held, before))
 
 
 @dataclass
@@ -58,13 +81,19 @@ class Left:
 
     Attributes:
         labels: Path of each attribute.
-        plain: New values of numbers, texts and flags that changed.
-        tensors: Tensors of the step that attributes now hold, which held none before.
+        plain: New values of numbers, texts and flags that changed, and of containers of such; ``_GONE`` for none; and
+            modules put in the place of others.
+        tensors: Tensors of the step that attributes now hold, which held none before; or what has some inside.
     """
 
     labels: dict[Place, str] = field(default_factory=lambda: {})
     plain: dict[Place, Any] = field(default_factory=lambda: {})
-    tensors: dict[Place, torch.Tensor] = field(default_factory=lambda: {})
+    tensors: dict[Place, Any] = field(default_factory=lambda: {})
+
+    def forget_steady(self, is_steady: Callable[[torch.Tensor], bool]) -> None:
+        """Leave out tensors whose values are the same in every step: tables that the next step would make again."""
+        for place in [p for p, kept in self.tensors.items() if all(map(is_steady, fakes_in(kept)))]:
+            del self.tensors[place], self.labels[place]
 
 
 def tables_of(model: torch.nn.Module) -> list[Table]:
@@ -72,13 +101,27 @@ def tables_of(model: torch.nn.Module) -> list[Table]:
     found: dict[int, Table] = {}
     for name, module in model.named_modules():
         _add(found, name, vars(module))
+        _add(found, name, vars(module)["_modules"])
         for key, value in list(vars(module).items()):
-            label = f"{name}.{key}".lstrip(".")
-            if type(value) in _CONTAINERS and not key.startswith("_"):
-                _add(found, label, value)
-            elif _is_plain_object(value):
-                _add(found, label, vars(value))
+            if key not in _OWN:
+                _walk(found, f"{name}.{key}".lstrip("."), value, _DEEPEST)
     return list(found.values())
+
+
+def _walk(found: dict[int, Table], label: str, value: Any, depth: int) -> None:
+    """The tables that a value is or holds."""
+    held = value if type(value) in _CONTAINERS or _is_array(value) else None
+    if held is None and _is_plain_object(value):
+        held = vars(value)
+    if held is not None:
+        if id(held) in found:
+            return
+        _add(found, label, held)
+    elif type(value) is not tuple:
+        return
+    if depth:
+        for key, inner in list(_items(value if held is None else held)):
+            _walk(found, f"{label}.{key}", inner, depth - 1)
 
 
 def _add(found: dict[int, Table], label: str, held: Any) -> None:
@@ -87,9 +130,38 @@ def _add(found: dict[int, Table], label: str, held: Any) -> None:
 
 def _is_plain_object(value: Any) -> bool:
     """An object of the user's that is no module, tensor, function or class."""
-    if isinstance(value, (torch.nn.Module, torch.Tensor, type)) or callable(value):
+    if isinstance(value, (torch.nn.Module, torch.Tensor, ModuleType)) or callable(value):
         return False
     return type(getattr(value, "__dict__", None)) is dict and not type(value).__module__.startswith("torch")
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+
+
+def fakes_in(value: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
+    """Tensors of a step that a value is or holds."""
+    if isinstance(value, FakeTensor):
+        yield value
+    elif depth:
+        inside: Iterable[Any] = ()
+        if isinstance(value, (tuple, list, set, deque)):
+            inside = value
+        elif isinstance(value, dict):
+            inside = value.values()
+        elif _is_plain_object(value):
+            inside = vars(value).values()
+        for inner in inside:
+            yield from fakes_in(inner, depth - 1)
+
+
+def _is_plain(value: Any, depth: int = _DEEPEST) -> bool:
+    """A number, a text or a flag, or a container of nothing else."""
+    if isinstance(value, _PLAIN) or (depth == _DEEPEST and _is_array(value)):
+        return True
+    if not depth or type(value) not in (tuple, *_CONTAINERS):
+        return False
+    return all(_is_plain(inner, depth - 1) for inner in (value.values() if isinstance(value, dict) else value))
 
 
 def left_in(tables: list[Table]) -> Left:
@@ -97,48 +169,77 @@ def left_in(tables: list[Table]) -> Left:
     left = Left()
     for table in tables:
         before, now = dict(_items(table.before)), dict(_items(table.held))
-        for key, value in now.items():
-            old, place = before.get(key), (id(table.held), key)
-            if isinstance(value, FakeTensor):
-                if value is not old and not isinstance(old, torch.Tensor):
-                    left.tensors[place] = value
-            elif not isinstance(value, _PLAIN) or value is old or (type(value) is type(old) and value == old):
-                continue
-            else:
+        for key in (*now, *(before.keys() - now.keys())):
+            value, old, place = now.get(key, _GONE), before.get(key), (id(table.held), key)
+            if value is old or (value is _GONE and not isinstance(table.held, (dict, set))):
+                continue  # a shorter list says so by its length
+            if next(fakes_in(value), None) is not None:
+                if isinstance(value, FakeTensor) and isinstance(old, torch.Tensor):
+                    continue
+                left.tensors[place] = value
+            elif _is_other(value, old):
                 left.plain[place] = value
+            else:
+                continue
             left.labels[place] = f"{table.label}.{key}".lstrip(".")
     return left
 
 
+def _is_other(value: Any, old: Any) -> bool:
+    """Whether a value that is not the one before may make another step of the next."""
+    if _is_array(value):
+        return not (isinstance(old, np.ndarray) and np.array_equal(value, old))
+    if value is _GONE or isinstance(value, torch.nn.Module):
+        return True
+    return _is_plain(value) and not (type(value) is type(old) and _is_plain(old) and bool(value == old))
+
+
 def _items(held: Any) -> Iterator[tuple[Any, Any]]:
+    """What is in a table by name; of a list or the like the length and the first items."""
     if isinstance(held, dict):
         yield from held.items()
-        return
-    yield "length", len(held)
-    if not isinstance(held, set):
-        yield from zip(range(_COMPARED), held, strict=False)
+    elif isinstance(held, set):
+        yield from ((item, True) for item in held)
+    elif isinstance(held, np.ndarray):
+        yield from enumerate(held.flat[:_COMPARED].tolist())
+    else:
+        yield _LENGTH, len(held)
+        yield from enumerate(islice(held, _COMPARED))
 
 
 def carry(tables: list[Table], left: Left, seen: set[str]) -> None:
     """Put into the tables what the step before left; numbers tell ``seen`` when something is decided by them."""
+    places: dict[int, list[Place]] = {}
+    for place in left.labels:
+        places.setdefault(place[0], []).append(place)
     for table in tables:
-        for key in dict(_items(table.held)).keys() | {k for at, k in left.labels if at == id(table.held)}:
-            place = (id(table.held), key)
+        for place in places.get(id(table.held), ()):
             if place in left.tensors:
-                _set(table.held, key, left.tensors[place])
-            elif place in left.plain:
-                _set(table.held, key, _watched(left.plain[place], left.labels[place], seen))
+                _set(table.held, place[1], left.tensors[place])
+            elif isinstance(table.held, np.ndarray):
+                table.held.flat[place[1]] = left.plain[place]
+            else:
+                _set(table.held, place[1], _watched(left.plain[place], left.labels[place], seen))
 
 
 def _set(held: Any, key: Any, value: Any) -> None:
-    """One attribute or item; a length follows from the items."""
+    """One attribute or item; a list grows by its items, but for those that are not compared."""
     if isinstance(held, dict):
-        held[key] = value
-    elif isinstance(key, int) and not isinstance(held, set):
-        if key < len(held):
-            held[key] = value
+        if value is _GONE:
+            held.pop(key, None)
         else:
-            held.append(value)
+            held[key] = value
+    elif isinstance(held, set):
+        (held.discard if value is _GONE else held.add)(key)
+    elif key == _LENGTH:
+        while len(held) > int.__index__(value):
+            held.pop()
+        while _COMPARED <= len(held) < int.__index__(value):
+            held.append(held[-1])
+    elif key < len(held):
+        held[key] = value
+    else:
+        held.append(value)
 
 
 def check_steady(graph: StepGraph, left: Left, again: Callable[[set[str]], tuple[StepGraph, Left]]) -> None:

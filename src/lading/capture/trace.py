@@ -79,8 +79,7 @@ def _once(
         module_paths(model, tracer),
     ):
         losses = call_on(model, fakes, faked, partial(forward_backward, loss, tracer, accumulation, fakes))
-    for place in [place for place, kept in left.tensors.items() if tracer.is_constant(kept)]:
-        del left.tensors[place], left.labels[place]  # a table that the next step would make again
+    left.forget_steady(tracer.is_constant)
     return tracer.graph(fakes, inputs, losses), left
 
 

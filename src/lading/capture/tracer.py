@@ -239,12 +239,10 @@ class Tracer(TorchDispatchMode):
     def _record(
         self, func: Any, args: Any, kwargs: Any, out: Any, read: list[torch.Tensor], mutated: list[torch.Tensor]
     ) -> None:
-        module = self._module()
         if func._schema.name in _OPAQUE:
             raise CaptureError(self._refusal(func, _ADVICE["opaque"]))
-        if self.phase is Phase.FORWARD:
-            newest = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
-            self._node_modules.setdefault(newest, module)
+        module = self._module()
+        self._remember(module)
         if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
             self._constant(out, args[0])
             return
@@ -293,6 +291,12 @@ class Tracer(TorchDispatchMode):
                 random=is_random,
             )
         )
+
+    def _remember(self, module: str) -> None:
+        """Which module the newest autograd node is of, for the operations of its backward."""
+        if self.phase is Phase.FORWARD:
+            newest = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
+            self._node_modules.setdefault(newest, module)
 
     def _functional(self, func: Any, args: Any, kwargs: Any, mutated: list[torch.Tensor]) -> Any:
         """The out-of-place form of an in-place operation on a whole temporary, so that it can be recomputed.

@@ -70,6 +70,22 @@ def test_a_file_says_its_own_columns(write: Any, tmp_path: Path) -> None:
     assert found == {"pixel_values": Input("float32", (3, 2, 2)), "labels": Input("int64")}
 
 
+def test_columns_in_another_order_are_the_same_columns(tmp_path: Path) -> None:
+    file, turned = npz(tmp_path, columns()), dict(reversed(SHAPES.items()))
+    made = [ArrayDataset(config(file, inputs=inputs), tmp_path / "run", seed=1) for inputs in (SHAPES, turned)]
+    first, second = (data.batch(0, 0) for data in made)
+    assert all(torch.equal(first[name], second[name]) for name in SHAPES)
+    assert made[0].fingerprint == made[1].fingerprint
+
+
+@pytest.mark.parametrize("rows", [[[1, 2, 3], [4]], [[1], None], [[1, None], [2, 3]], ["a", "b"]])
+def test_lists_of_other_lengths_and_gaps_are_refused(rows: list[Any], tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    __import__("pyarrow.parquet").parquet.write_table(arrow.table({"x": rows}), tmp_path / "data.parquet")
+    with pytest.raises(ConfigError, match="expected"):
+        ArrayDataset(config(tmp_path / "data.parquet"), tmp_path / "run", seed=1)
+
+
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     arrays = columns()
     first = ArrayDataset(config(npz(tmp_path, arrays)), tmp_path / "run", seed=1)
@@ -82,14 +98,42 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"labels": np.arange(ROWS - 1)}, "as many rows in each column"),
-        ({"labels": np.arange(ROWS) + 1}, f"below {ROWS} in 'labels', found 129 to {ROWS}"),
+        ({"labels": np.arange(ROWS) + 1}, f"from 0 to {ROWS - 1} in 'labels', found 129 to {ROWS}"),
         ({"labels": np.arange(ROWS, dtype=np.float32)}, "expected int64 in 'labels', found torch.float32"),
         ({"pixel_values": np.zeros((ROWS, 5), dtype=np.float32)}, r"rows of \(3, 2, 2\) in 'pixel_values'"),
+        ({"pixel_values": np.zeros((ROWS, 2, 2, 3), dtype=np.float32)}, r"found \(2, 2, 3\)"),  # channels last
+        ({"labels": np.array(3)}, "as many rows in each column"),
+        ({"labels": np.array(["a"] * ROWS)}, "expected arrays as npz"),
+        ({"labels": np.zeros(ROWS, dtype="datetime64[s]")}, "expected arrays as npz"),
     ],
 )
 def test_other_arrays_are_refused(change: dict[str, np.ndarray], said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         ArrayDataset(config(npz(tmp_path, columns() | change), inputs=SHAPES), tmp_path / "run", seed=1)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("uint8", 255), ("int8", 127), ("bool", 1)])
+def test_integers_that_would_wrap_are_refused(dtype: str, most: int, tmp_path: Path) -> None:
+    for last in (most, most + 1):
+        labels = np.zeros(ROWS, dtype=np.int64)
+        labels[-1] = last
+        settings = config(npz(tmp_path, {"labels": labels}), inputs={"labels": dtype})
+        if last > most:
+            with pytest.raises(ConfigError, match=f"to {most} in 'labels', found 0 to {last}"):
+                ArrayDataset(settings, tmp_path / "run", seed=1)
+        else:
+            assert len(ArrayDataset(settings, tmp_path / "run", seed=1)) == ROWS
+
+
+@pytest.mark.parametrize("shape", ["float32 12", "float32 3 4", "float32 3 1 2 2"])
+def test_a_row_may_be_flat_or_have_dims_of_one(shape: str, tmp_path: Path) -> None:
+    pixels = columns()["pixel_values"]
+    if shape == "float32 3 4":
+        pixels = pixels.reshape(ROWS, 12)
+    file = npz(tmp_path, {"x": pixels, "row": np.arange(ROWS)})
+    data = ArrayDataset(config(file, inputs={"x": shape, "row": "int64"}), tmp_path / "run", seed=1)
+    batch = data.batch(0, 0)
+    assert torch.equal(batch["x"].flatten(1), torch.from_numpy(pixels).flatten(1)[batch["row"]])
 
 
 def test_what_is_no_file_of_arrays_is_refused(tmp_path: Path) -> None:
@@ -124,7 +168,7 @@ def test_random_numbers_have_the_shapes_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "float31 3", "float32 -1", "int64 below", "float32 below 3", "int64 below 0", "3"]
+    "text", ["", "float31 3", "float32 -1", "int64 below", "float32 below 3", "int64 below 0", "3", "int8 below 129"]
 )
 def test_words_that_describe_no_input(text: str) -> None:
     with pytest.raises(ConfigError, match="such as"):

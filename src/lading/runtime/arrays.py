@@ -14,7 +14,8 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ from lading.errors import ConfigError, StorageError
 from lading.inputs import Input, parse_input
 from lading.runtime.documents import files_of, fingerprint_of
 
-_LAYOUT = 1
+_LAYOUT = 2
 _WINDOWS = 0
 _ROWS_AT_ONCE = 64
 _FORMATS = {".npz": "npz", ".safetensors": "safetensors", ".parquet": "parquet"}
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
           "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"}  # fmt: skip
+
+#: What readers raise of a file that is damaged, or holds what are no numbers.
+_UNREADABLE = (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile, zlib.error)
 
 Batch = dict[str, torch.Tensor]
 Columns = Mapping[str, Input]
@@ -55,7 +59,7 @@ def inputs_of(config: DataConfig) -> dict[str, Input]:
         )
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise _unreadable(path, error) from error
     if not found:
         raise ConfigError(f"{path}: expected at least one column, found none")
@@ -63,7 +67,7 @@ def inputs_of(config: DataConfig) -> dict[str, Input]:
 
 
 def made_up(columns: Columns, rows: int, seed: int, step: int, micro: int) -> Batch:
-    """A batch of random numbers: normal ones, integers below their limit, and masks that are all true.
+    """A batch of random numbers: normal ones, integers below their limit (0 and 1 without), and masks all true.
 
     Source: Philox counters, as for text: step and micro-batch are the high words.
     """
@@ -107,9 +111,10 @@ class ArrayDataset:
     """
 
     def __init__(self, config: DataConfig, folder: Path, *, seed: int) -> None:
-        self._config, self._seed, self._columns = config, seed, inputs_of(config)
+        self._config, self._seed = config, seed
+        self._columns = dict(sorted(inputs_of(config).items()))  # as they lie in a row, however they are listed
         files = files_of(config.source)
-        parts = [fingerprint_of(files), sorted(self._columns.items()), _LAYOUT]
+        parts = [fingerprint_of(files), list(self._columns.items()), _LAYOUT]
         self._path = folder / f"arrays-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.rows"
         facts = _facts(self._path)
         if facts is None:
@@ -229,7 +234,7 @@ def _read(path: Path, columns: Columns) -> Iterator[bytes]:
             yield _interleaved(path, group, columns)
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         raise _unreadable(path, error) from error
 
 
@@ -238,26 +243,44 @@ def _interleaved(path: Path, group: Mapping[str, torch.Tensor], columns: Columns
     parts: list[torch.Tensor] = []
     for name, column in columns.items():
         value = group[name]
-        if tuple(value.shape[1:]) != column.shape and prod(value.shape[1:]) != prod(column.shape):
+        if not _is_shaped(tuple(value.shape[1:]), column.shape):
             raise ConfigError(
                 f"{path}: expected rows of {column.shape} in {name!r}, found {tuple(value.shape[1:])}; see data.inputs"
             )
-        wanted = getattr(torch, column.dtype)
-        if wanted.is_floating_point != value.dtype.is_floating_point:
-            raise ConfigError(f"{path}: expected {column.dtype} in {name!r}, found {value.dtype}; see data.inputs")
-        if column.below is not None and value.numel() and not 0 <= int(value.min()) <= int(value.max()) < column.below:
-            raise ConfigError(
-                f"{path}: expected integers from 0 to below {column.below} in {name!r}, found {int(value.min())} to "
-                f"{int(value.max())}"
-            )
-        rows = value.to(wanted).reshape(len(value), -1).contiguous()
+        _check_numbers(path, name, value, column)
+        rows = value.to(getattr(torch, column.dtype)).reshape(len(value), -1).contiguous()
         parts.append(rows.view(torch.uint8) if rows.numel() else rows.to(torch.uint8))
     return torch.cat(parts, dim=1).numpy().tobytes()
 
 
-def _same_rows(path: Path, counts: Mapping[str, int]) -> int:
+def _is_shaped(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a row has a shape, dims of size 1 aside; one of a single dim is taken for any of as many numbers."""
+    found, wanted = tuple(n for n in found if n != 1), tuple(n for n in wanted if n != 1)
+    return found == wanted or (min(len(found), len(wanted)) < 2 and prod(found) == prod(wanted))
+
+
+def _check_numbers(path: Path, name: str, value: torch.Tensor, column: Input) -> None:
+    """Raises: ConfigError: the numbers are of another kind, or do not go into the column's dtype."""
+    wanted = getattr(torch, column.dtype)
+    if wanted.is_floating_point != value.dtype.is_floating_point or value.is_complex():
+        raise ConfigError(f"{path}: expected {column.dtype} in {name!r}, found {value.dtype}; see data.inputs")
+    if wanted.is_floating_point or not value.numel():
+        return
+    low, high = (0, 1) if wanted is torch.bool else (torch.iinfo(wanted).min, torch.iinfo(wanted).max)
+    if column.below is not None:
+        low, high = 0, column.below - 1
+    numbers = value.numpy()
+    least, most = int(numbers.min()), int(numbers.max())
+    if not low <= least <= most <= high:
+        raise ConfigError(
+            f"{path}: expected integers from {low} to {high} in {name!r}, found {least} to {most}; see data.inputs"
+        )
+
+
+def _same_rows(path: Path, shapes: Mapping[str, Sequence[int]]) -> int:
+    counts = {name: shape[0] if len(shape) else 0 for name, shape in shapes.items()}
     if len(set(counts.values())) != 1:
-        raise ConfigError(f"{path}: expected as many rows in each column, found {dict(counts)}")
+        raise ConfigError(f"{path}: expected as many rows in each column, found {counts}")
     return next(iter(counts.values()))
 
 
@@ -282,7 +305,7 @@ def _npz(path: Path, columns: Columns) -> Iterator[dict[str, torch.Tensor]]:
     with np.load(path, allow_pickle=False) as file:
         _missing(path, columns, file.files)
         arrays = {name: torch.from_numpy(file[name]) for name in columns}
-    count = _same_rows(path, {name: len(array) for name, array in arrays.items()})
+    count = _same_rows(path, {name: array.shape for name, array in arrays.items()})
     for at in range(0, count, _ROWS_AT_ONCE):
         yield {name: array[at : at + _ROWS_AT_ONCE] for name, array in arrays.items()}
 
@@ -300,7 +323,7 @@ def _safetensors(path: Path, columns: Columns) -> Iterator[dict[str, torch.Tenso
     with _opened(path) as file:
         _missing(path, columns, file.keys())
         parts = {name: file.get_slice(name) for name in columns}
-        count = _same_rows(path, {name: part.get_shape()[0] for name, part in parts.items()})
+        count = _same_rows(path, {name: part.get_shape() for name, part in parts.items()})
         for at in range(0, count, _ROWS_AT_ONCE):
             yield {name: part[at : min(count, at + _ROWS_AT_ONCE)] for name, part in parts.items()}
 
@@ -338,14 +361,19 @@ def _parquet(path: Path, columns: Columns | None) -> Iterator[dict[str, torch.Te
 
 
 def _from_arrow(path: Path, name: str, values: Any) -> torch.Tensor:
+    from pyarrow import compute, types
+
+    lengths_of: Any = compute.__dict__["list_value_length"]  # made at import, which type checkers do not see
     rows = len(values)
-    while hasattr(values, "flatten") and "list" in str(values.type):
+    while types.is_list(values.type) or types.is_large_list(values.type) or types.is_fixed_size_list(values.type):
+        if values.null_count or len(lengths_of(values).unique()) > 1:
+            raise ConfigError(f"{path}: expected as many numbers in every row of {name!r}")
         values = values.flatten()
     if values.null_count:
         raise ConfigError(f"{path}: expected a value in every row of {name!r}, found {values.null_count} without")
     flat = np.array(values.to_numpy(zero_copy_only=False))  # one of our own, as torch wants to write
-    if flat.dtype == object or len(flat) % max(1, rows):
-        raise ConfigError(f"{path}: expected as many numbers in every row of {name!r}")
+    if flat.dtype == object:
+        raise ConfigError(f"{path}: expected numbers in {name!r}, found {values.type}")
     return torch.from_numpy(flat).view(rows, -1) if len(flat) != rows else torch.from_numpy(flat)
 
 

@@ -84,6 +84,18 @@ def test_an_out_folder_with_checkpoints(
     assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
 
 
+def test_a_run_of_a_model_of_the_catalog_goes_on(tmp_path: Path) -> None:
+    """Its checkpoints hold the reference model it stands for; the run file still names the catalog's."""
+    sizes = "model.sizes={num_layers=1, dim=64, num_heads=2, vocab_size=256, max_seq_len=32}"
+    settings = ["model.name=gpt2", sizes, "memory.policy=keep-all", "memory.budget=100%", *SHORT[2:3]]
+    settings += [f"out={tmp_path}/out", "optimization.schedule=constant"]
+    path = write_run(tmp_path)
+    train_run(load_run(path, [*settings, "optimization.steps=5"]))
+    result = train_run(load_run(path, [*settings, "optimization.steps=7"]), resume=True)
+    assert len(losses(tmp_path / "out")) == 7
+    assert list(result.losses) == losses(tmp_path / "out")[5:]
+
+
 def test_a_longer_run_at_a_constant_rate_goes_on(made: tuple[Path, Plan], tmp_path: Path) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
     settings: dict[str, Any] = {"schedule": "constant", "warmup_steps": 2}

@@ -79,6 +79,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
         StorageError: another run is using the folder, or the disk is full; checkpoints saved before stay whole.
     """
     if isinstance(what, RunConfig):
+        what = resolved(what)
         check_logging(what.logging)
         _newest(what, Path(what.out), None, resume=resume)  # refuses before it plans; asked again below
     prepared = plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what, to_run=True)

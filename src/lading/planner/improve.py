@@ -1,4 +1,4 @@
-"""Local search: change one choice of a plan at a time while that makes the step shorter.
+"""Local search: change one choice of a plan at a time, or two, while that makes the step shorter.
 
 Rounding and the room left to transfers make a relaxation's plan a little slower than it has to be; what a single
 choice can put right is put right here, by lowering and simulating. The work is limited, so that it matters on small
@@ -9,6 +9,7 @@ the best (tests/planner/test_enumerate.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, combinations
 
 from lading.ir.plan import Option
 from lading.planner.relaxation import Problem
@@ -31,28 +32,41 @@ def improve(
 ) -> Choices:
     """Choices that take at most ``step_s`` seconds, found by changing single ones, largest storage first.
 
+    Where none is left that helps, two are changed at once, if there are few enough pairs to try them all: what makes
+    room and what uses it may help together only.
+
     Args:
         choices, step_s: Where to start, and what that takes.
         seconds_of: Predicted step time of choices; None where they do not fit.
     """
     left = tries(problem.num_ops)
     candidates = sorted(problem.candidates, key=lambda c: (-c.size_bytes, c.gap.storage, c.gap.start))
+    singles = [((c.gap.storage, c.gap.start), option) for c in candidates for option in c.options]
+    pairs = list(combinations(singles, 2)) if len(singles) * (len(singles) - 1) // 2 <= left else []
+    tried = {_key(choices)}
     changed = True
     while changed:
         changed = False
-        for candidate in candidates:
-            key = (candidate.gap.storage, candidate.gap.start)
-            for option in candidate.options:
-                if option is choices.get(key, Option.KEEP):
-                    continue
-                if left <= 0:
-                    return choices
-                left -= 1
-                tried = _changed(choices, key, option)
-                seconds = seconds_of(tried)
-                if seconds is not None and seconds < step_s * (1 - 1e-9):
-                    choices, step_s, changed = tried, seconds, True
+        for changes in chain(((single,) for single in singles), pairs):
+            if changed and len(changes) > 1:
+                break  # single ones may help again
+            made = choices
+            for key, option in changes:
+                made = _changed(made, key, option)
+            if _key(made) in tried:
+                continue
+            if left <= 0:
+                return choices
+            tried.add(_key(made))
+            left -= 1
+            seconds = seconds_of(made)
+            if seconds is not None and seconds < step_s * (1 - 1e-9):
+                choices, step_s, changed = made, seconds, True
     return choices
+
+
+def _key(choices: Choices) -> frozenset[tuple[tuple[int, int], Option]]:
+    return frozenset((key, option) for key, option in choices.items() if option is not Option.KEEP)
 
 
 def _changed(choices: Choices, key: tuple[int, int], option: Option) -> Choices:

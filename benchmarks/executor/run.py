@@ -33,32 +33,19 @@ from lading.errors import ConfigError
 from lading.runtime.host import host_id
 from lading.runtime.probe import probe
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model": "llama", "batch": 4, "tokens": 256,
-        "sizes": {"num_layers": 8, "dim": 320, "num_heads": 5, "num_kv_heads": 5, "vocab_size": 256},
-    },
-    "llama-deep": {
-        "model": "llama", "batch": 4, "tokens": 256,
-        "sizes": {"num_layers": 24, "dim": 256, "num_heads": 4, "num_kv_heads": 4, "vocab_size": 256},
-    },
-    "gpt": {
-        "model": "gpt", "batch": 2, "tokens": 256,
-        "sizes": {"num_layers": 8, "dim": 512, "num_heads": 8, "vocab_size": 8192},
-    },
-    "gpt-deep": {
-        "model": "gpt", "batch": 4, "tokens": 256,
-        "sizes": {"num_layers": 20, "dim": 256, "num_heads": 4, "vocab_size": 512},
-    },
-    "moe": {
-        "model": "moe", "batch": 2, "tokens": 256,
-        "sizes": {"num_layers": 8, "dim": 256, "num_heads": 4, "vocab_size": 512},
-    },
-    "dit": {
-        "model": "dit", "batch": 4, "tokens": 256,
-        "sizes": {"num_layers": 8, "dim": 320, "num_heads": 5, "image_size": 32},
-    },
-}  # fmt: skip
+
+def _model(name: str, batch: int = 4, **sizes: int) -> dict[str, Any]:
+    return {"model": name, "batch": batch, "tokens": 256, "sizes": sizes}
+
+
+MODELS = {
+    "llama": _model("llama", num_layers=8, dim=320, num_heads=5, num_kv_heads=5, vocab_size=256),
+    "llama-deep": _model("llama", num_layers=24, dim=256, num_heads=4, num_kv_heads=4, vocab_size=256),
+    "gpt": _model("gpt", batch=2, num_layers=8, dim=512, num_heads=8, vocab_size=8192),
+    "gpt-deep": _model("gpt", num_layers=20, dim=256, num_heads=4, vocab_size=512),
+    "moe": _model("moe", batch=2, num_layers=8, dim=256, num_heads=4, vocab_size=512),
+    "dit": _model("dit", num_layers=8, dim=320, num_heads=5, image_size=32),
+}
 _FITS, _COMPILED = "fits", "compiled"
 #: Models of each kind of case. By hand in a quarter of the memory lives where activations are most of it.
 _CASES = {

@@ -25,6 +25,7 @@ from lading.ir.plan import Plan
 from lading.models.registry import build_model, model_class
 from lading.prepare import initial_values, plan_run, prepare_plan
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
+from lading.testing.batches import random_batch
 from lading.trainer import Trainer
 
 LR, SEED = 1e-3, 0
@@ -77,13 +78,7 @@ def serve(side: Side, connection: Connection) -> None:
 
 def batch_of(side: Side, seed: int) -> dict[str, torch.Tensor]:
     """A random batch, the same for the same seed."""
-    draw = torch.Generator().manual_seed(seed)
-    if side.model == "dit":
-        config = model_class("dit").Config(**side.sizes)
-        shape = (side.batch, config.channels, config.image_size, config.image_size)
-        labels = torch.randint(config.num_classes, (side.batch,), generator=draw)
-        return {"latents": torch.randn(shape, generator=draw), "labels": labels}
-    return {"tokens": torch.randint(int(side.sizes["vocab_size"]), (side.batch, side.tokens + 1), generator=draw)}
+    return random_batch(side.model, side.sizes, rows=side.batch, tokens=side.tokens, seed=seed)
 
 
 def _source(side: Side) -> dict[str, Any]:

@@ -17,18 +17,18 @@ from hand import Choices, everything_moved, states_away
 
 from lading.capture.initial import Deferred, defer
 from lading.capture.trace import capture
-from lading.cost.compute import op_costs, packed_columns
 from lading.errors import PlanInfeasible
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.memory.lifetime import lifetimes
 from lading.models.registry import build_model, model_class
 from lading.planner import greedy
-from lading.planner.lower import Costs, fixed_bytes
+from lading.planner.api import step_costs
 from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, Step
 from lading.planner.streaming import streaming
 from lading.runtime.kernels import workspace_of
+from lading.testing.batches import random_batch
 
 _SMALL = {"vocab_size": 256, "dim": 256, "num_heads": 4, "num_layers": 8}
 _LLAMA_1B = {"dim": 2048, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 128256}
@@ -75,14 +75,8 @@ class Case:
 
 def batch_of(name: str, seed: int) -> dict[str, torch.Tensor]:
     """Random tokens or images."""
-    kind, sizes, batch, tokens = MODELS[name]
-    draw = torch.Generator().manual_seed(seed)
-    if kind == "dit":
-        config = model_class("dit").Config(**sizes)
-        shape = (batch, config.channels, config.image_size, config.image_size)
-        labels = torch.randint(config.num_classes, (batch,), generator=draw)
-        return {"latents": torch.randn(shape, generator=draw), "labels": labels}
-    return {"tokens": torch.randint(sizes["vocab_size"], (batch, tokens + 1), generator=draw)}
+    kind, sizes, rows, tokens = MODELS[name]
+    return random_batch(kind, sizes, rows=rows, tokens=tokens, seed=seed)
 
 
 def stripped(machine: Machine) -> Machine:
@@ -91,16 +85,10 @@ def stripped(machine: Machine) -> Machine:
     return dataclasses.replace(machine, device=device)
 
 
-def step_within(graph: StepGraph, machine: Machine, budgets: dict[str, int]) -> Step:
-    """What the planner works on, for rivals."""
-    scratch = tuple(workspace_of(graph, machine.device.kind))
-    costs = Costs(tuple(op_costs(graph, machine.device)), scratch, packed_columns(graph))
+def step_within(graph: StepGraph, machine: Machine, budgets: dict[str, int], save_bytes: float = 0.0) -> Step:
+    """What the planner works on, for rivals; ``save_bytes`` is that of Lading's plan."""
+    costs = step_costs(graph, machine, workspace_of(graph, machine.device.kind), save_bytes)
     return Step(graph, lifetimes(graph), machine, costs, budgets)
-
-
-def room_bytes(step: Step) -> int:
-    """Bytes of tensors that fit the budget."""
-    return step.budgets["device"] - fixed_bytes(step.machine, step.costs)
 
 
 Offered = Iterator[Choices]
@@ -113,7 +101,7 @@ def _checkpointed(step: Step, away: Choices) -> Offered:
 
 def _dtr(step: Step, away: Choices) -> Offered:
     for share in ROOMS:
-        evicted = greedy.run(step, away, int(share * room_bytes(step)))
+        evicted = greedy.run(step, away, int(share * step.arena_bytes))
         if evicted.step_s is None:
             return
         yield {**evicted.choices, **away}
@@ -121,7 +109,7 @@ def _dtr(step: Step, away: Choices) -> Offered:
 
 def _sac(step: Step, away: Choices, limit_s: float) -> Offered:
     for share in ROOMS:
-        found = sac.choices(step, away, int(share * room_bytes(step)), limit_s)
+        found = sac.choices(step, away, int(share * step.arena_bytes), limit_s)
         if found is not None:
             yield {**found, **away}
 

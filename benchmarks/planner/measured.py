@@ -20,15 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contest import MODELS, RIVALS, Case, batch_of, best_of, room_bytes, step_within
+from contest import MODELS, RIVALS, Case, batch_of, best_of, step_within
 
 from lading import __version__
 from lading.catalog.load import load_machine
 from lading.config import AdamW
 from lading.errors import PlanInfeasible
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Machine
 from lading.ir.plan import Option, Plan, plan_from_dict
 from lading.ir.program import Program
 from lading.memory.verify import verify
+from lading.planner.api import SAVE_BYTES
+from lading.planner.residency import Step
 from lading.prepare import lowered, plan, step_of
 from lading.runtime.resident import trim
 from lading.trainer import Trainer
@@ -37,13 +41,19 @@ _WARM_UP = 3
 _OURS = "Lading"
 
 
+def _step(graph: StepGraph, machine: Machine, made: Plan) -> Step:
+    """What the rivals decide about: the same step, budgets and memory besides tensors as Lading's plan."""
+    step = step_of(graph, machine, clip_norm=0.0, master_weights=False)
+    return step_within(step, machine, made.budgets, made.settings[SAVE_BYTES])
+
+
 def planned(case: Case, machine_file: Path, budget: str, limit_s: float) -> dict[str, Any]:
     """Lading's plan and each rival's choices, as JSON."""
     machine = load_machine(machine_file)
     made = plan(case.graph, machine, budget=budget)
-    step = step_within(step_of(case.graph, machine, clip_norm=0.0, master_weights=False), machine, made.budgets)
+    step = _step(case.graph, machine, made)
     row: dict[str, Any] = {"model": case.name, "budget": budget, "plan": dataclasses.asdict(made), "rivals": {}}
-    row |= {"machine": str(machine_file), "room_bytes": room_bytes(step)}
+    row |= {"machine": str(machine_file), "room_bytes": step.arena_bytes}
     for name, rival in RIVALS.items():
         found = best_of(step, rival(step, limit_s))
         if found is None:
@@ -59,7 +69,7 @@ def programs(case: Case, row: dict[str, Any]) -> tuple[Plan, dict[str, Program]]
     """Every side's program, lowered again from what ``planned`` wrote."""
     made = plan_from_dict(json.loads(json.dumps(row["plan"])), "decisions")
     machine = load_machine(Path(row["machine"]))
-    step = step_within(step_of(case.graph, machine, clip_norm=0.0, master_weights=False), machine, made.budgets)
+    step = _step(case.graph, machine, made)
     sides = {_OURS: lowered(made, case.graph)}
     for name, rival in row["rivals"].items():
         choices = {(storage, start): Option(option) for storage, start, option in rival["choices"]}

@@ -30,6 +30,7 @@ from lading.models.registry import model_class
 from lading.prepare import build, lowered, plan
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
+from lading.testing.batches import random_batch
 from lading.trainer import Trainer
 from lading.units import GiB, MiB
 
@@ -77,14 +78,7 @@ RUNS = (
 
 def batch_of(run: Run, number: int) -> dict[str, torch.Tensor]:
     """Random tokens or images, the same for the same number."""
-    draw = torch.Generator().manual_seed(number)
-    if run.model == "dit":
-        config = model_class("dit").Config(**run.sizes)
-        shape = (run.batch_size, config.channels, config.image_size, config.image_size)
-        labels = torch.randint(config.num_classes, (run.batch_size,), generator=draw)
-        return {"latents": torch.randn(shape, generator=draw), "labels": labels}
-    shape = (run.batch_size, run.sequence_length + 1)
-    return {"tokens": torch.randint(run.sizes["vocab_size"], shape, generator=draw)}
+    return random_batch(run.model, run.sizes, rows=run.batch_size, tokens=run.sequence_length, seed=number)
 
 
 def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: float) -> dict[str, Any]:

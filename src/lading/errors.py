@@ -32,7 +32,8 @@ class PlanInfeasible(LadingError):
 
     Attributes:
         missing_bytes: How far above the budget the binding moment is.
-        smallest_budget_bytes: The smallest budget for which a plan was found.
+        smallest_budget_bytes: The smallest budget for which a plan was found. Found by moving, or recomputing, all that
+            can be, so a search that mixes both may do with less.
     """
 
     def __init__(self, message: str, *, missing_bytes: int, smallest_budget_bytes: int) -> None:

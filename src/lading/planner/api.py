@@ -104,7 +104,7 @@ def make_plan(
     lives = lifetimes(graph)
     given = expansion or {}
     saves, fused = given.get(SAVE_BYTES, 0.0), bool(given.get("compile", 0.0))
-    costs = _costs(graph, machine, workspace_bytes, saves, fused=fused)
+    costs = step_costs(graph, machine, workspace_bytes, saves, fused=fused)
     limits = _budgets(machine, _NO_LIMIT, disk_budget)
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
     free = Step(graph, lives, usable, costs, limits)
@@ -208,7 +208,7 @@ def sketch_plan(
         PlanInfeasible: it does not fit; ``make_plan`` may find one that does.
         ConfigError: unknown budget or dtype.
     """
-    costs = _costs(graph, machine, workspace_bytes, save_bytes, fused=False)
+    costs = step_costs(graph, machine, workspace_bytes, save_bytes)
     free = Step(graph, lifetimes(graph), machine, costs, _budgets(machine, _NO_LIMIT, disk_budget))
     is_share = isinstance(budget, str) and "%" in budget
     whole_bytes = free.needs({}) if is_share else 0
@@ -229,7 +229,7 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     check_made_for(plan, graph, machine)
     lives = lifetimes(graph)
     saves = plan.settings.get(SAVE_BYTES, 0.0)
-    costs = _costs(graph, machine, workspace_bytes, saves, fused=plan.compiled)
+    costs = step_costs(graph, machine, workspace_bytes, saves, fused=plan.compiled)
     step = deferred_step(Step(graph, lives, machine, costs, plan.budgets), _deferred(plan, graph))
     step = hosted_step(step, plan.hosted)
     _check_choices(plan.choices, step, "the plan")
@@ -251,9 +251,19 @@ def _deferred(plan: Plan, graph: StepGraph) -> int:
     return int(count)
 
 
-def _costs(
-    graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int], save_bytes: float, *, fused: bool
+def step_costs(
+    graph: StepGraph,
+    machine: Machine,
+    workspace_bytes: Sequence[int] = (),
+    save_bytes: float = 0.0,
+    *,
+    fused: bool = False,
 ) -> Costs:
+    """What a plan of a step is made from; the arguments are those of ``make_plan``.
+
+    Raises:
+        ConfigError: a dtype without a peak on this device.
+    """
     return Costs(
         op_seconds=tuple((fused_costs if fused else op_costs)(graph, machine.device)),
         workspace_bytes=tuple(workspace_bytes) or (0,) * len(graph.ops),

@@ -1,4 +1,4 @@
-"""The step as a flow: when each byte is moved, window by window. The bound, and a plan to round, of a step that moves.
+"""The step as a flow: when each byte is moved, window by window: a bound for a step that moves.
 
 The step is cut into ``K`` windows of operations, on a circle: what window ``K - 1`` does not finish goes on in window
 0 of the next step. ``x[g, o]`` is the share of option ``o`` of gap ``g``, which lies between a use in window ``A_g``
@@ -37,8 +37,6 @@ from lading.planner.linear import facets
 from lading.planner.relaxation import Candidate, Problem, Relaxed, spans
 
 _HERE = (Option.KEEP, Option.RECOMPUTE)
-#: Price of moved or recomputed work that hides, against a second of step time, when a plan is wanted.
-_TIE = 1e-3
 _ROUNDS = 16
 _ROWS_PER_ROUND = 32
 
@@ -53,25 +51,24 @@ class _Flow:
     writes: range
 
 
-def flow(problem: Problem, budget_bytes: int, windows: int, *, plan: bool = False) -> Relaxed | None:
+def flow(problem: Problem, budget_bytes: int, windows: int) -> Relaxed | None:
     """Solve the flow.
 
     Args:
         budget_bytes: Bytes of the arena.
         windows: K, >= 1.
-        plan: Break ties for less work, and count recomputation with its ancestors: a solution to round, not a bound.
 
     Returns:
         None if not even the flow fits.
     """
-    return _Program(problem, budget_bytes, windows, plan).solve()
+    return _Program(problem, budget_bytes, windows).solve()
 
 
 class _Program:
     """One linear program in HiGHS, its columns and rows collected first and handed over at once."""
 
-    def __init__(self, problem: Problem, budget_bytes: int, windows: int, plan: bool) -> None:
-        self.problem, self.windows, self.plan = problem, windows, plan
+    def __init__(self, problem: Problem, budget_bytes: int, windows: int) -> None:
+        self.problem, self.windows = problem, windows
         ended = np.cumsum(problem.op_seconds)
         self.window = np.minimum((ended / ended[-1] * windows * (1 - 1e-9)).astype(int), windows - 1)
         self.room = budget_bytes - problem.base
@@ -85,8 +82,8 @@ class _Program:
         self._add_times()
         self._add_capacity()
 
-    def _column(self, cost: float = 0.0) -> int:
-        self.costs.append(cost if self.plan else 0.0)
+    def _column(self) -> int:
+        self.costs.append(0.0)
         self.upper.append(1.0)
         return len(self.costs) - 1
 
@@ -94,27 +91,26 @@ class _Program:
         self.rows.append((low, high, list(columns), list(values)))
 
     def _add_gaps(self) -> None:
-        tiers = {Option(tier.name): tier for tier in self.problem.tiers}
         earlier: dict[tuple[tuple[int, int], Option], list[int]] = {}
         self.flows = [{} for _ in self.problem.candidates]
         self.again = [None] * len(self.problem.candidates)
         by_version = sorted(enumerate(self.problem.candidates), key=lambda row: (not row[1].gap.wraps, row[0]))
         for index, candidate in by_version:
             if Option.RECOMPUTE in candidate.options:
-                self.again[index] = self._column(_TIE * candidate.recompute_s)
+                self.again[index] = self._column()
             for option in candidate.options:
                 if option not in _HERE:
-                    self.flows[index][option] = self._add_gap(candidate, option, tiers[option], earlier)
+                    self.flows[index][option] = self._add_gap(candidate, option, earlier)
             shares = [f.share for f in self.flows[index].values()] + [c for c in (self.again[index],) if c is not None]
             self._row(-np.inf, 1.0, shares, [1.0] * len(shares))
 
     def _add_gap(
-        self, candidate: Candidate, option: Option, tier: Tier, earlier: dict[tuple[tuple[int, int], Option], list[int]]
+        self, candidate: Candidate, option: Option, earlier: dict[tuple[tuple[int, int], Option], list[int]]
     ) -> _Flow:
         gap = candidate.gap
         first, last = int(self.window[gap.start]), int(self.window[gap.end]) + (self.windows if gap.wraps else 0)
         count = last - first + 1
-        share = self._column(_TIE * candidate.size_bytes / tier.read_bytes_per_s)
+        share = self._column()
         reads = range(len(self.costs), len(self.costs) + count)
         for _ in reads:
             self._column()
@@ -123,7 +119,7 @@ class _Program:
             return _Flow(share, first, reads, range(0))
         writes = range(len(self.costs), len(self.costs) + count)
         for _ in writes:
-            self._column(_TIE * candidate.size_bytes / tier.write_bytes_per_s)
+            self._column()
         before = earlier.setdefault((candidate.version, option), [])
         self._row(0.0, np.inf, [*writes, *before, share], [*[1.0] * count, *[1.0] * len(before), -1.0])
         before.append(share)
@@ -135,7 +131,7 @@ class _Program:
             self._row(float(compute[window]), np.inf, [window], [1.0])
         times = list(range(self.windows))
         again = [(c, g) for c, g in zip(self.again, self.problem.candidates, strict=True) if c is not None]
-        seconds = [g.recompute_s if self.plan else g.own_recompute_s for _, g in again]
+        seconds = [g.own_recompute_s for _, g in again]
         ones = [1.0] * self.windows
         self._row(float(compute.sum()), np.inf, [*times, *(c for c, _ in again)], [*ones, *(-s for s in seconds)])
         for tier in self.problem.tiers:

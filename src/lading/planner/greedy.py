@@ -81,7 +81,7 @@ class _Run:
         self.live: set[int] = set()
         self.gone: set[int] = set()
         self.touched = [0.0] * len(self.sizes)
-        self.used, self.clock, self.position = 0, 0.0, 0
+        self.used, self.clock = 0, 0.0
         self.next_use = [0] * len(self.sizes)  # index into lives.uses
         self.readers: dict[int, set[int]] = {}  # storages that a producer makes of a storage
         for op, reads, writes in zip(self.graph.ops, self.graph.op_reads, self.graph.op_writes, strict=True):
@@ -95,7 +95,6 @@ class _Run:
             self._take(storage)
         try:
             for position in range(len(self.graph.ops)):
-                self.position = position
                 self._step(position)
         except _NoVictim:
             return self.result

@@ -486,7 +486,7 @@ def infeasible(step: Step, smallest: int, lowered: Lowered) -> PlanInfeasible:
         f"Even with everything else moved away or recomputed, {moment} needs at once:",
         *rows,
         f"  {format_bytes(fixed):>12}  the process besides tensors (overhead and scratch)",
-        f"The smallest budget a plan was found for is {smallest} bytes ({format_bytes(smallest)}).",
+        f"The smallest budget a plan was found for is {smallest} bytes ({format_bytes(smallest)}); less may do.",
         "Raise the budget, or make the micro-batch or the sequence smaller.",
     ]
     return PlanInfeasible("\n".join(lines), missing_bytes=missing, smallest_budget_bytes=smallest)

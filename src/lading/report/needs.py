@@ -191,7 +191,10 @@ class FitResult:
 
     Attributes:
         title: The run in words.
+        machine: Name of the machine.
+        needs: Bytes of each row in each tier; ``time`` of a step by what it is spent on.
         allowed: Bytes each tier has; a tier that the machine lacks is not there.
+        assumptions: What no measurement stands behind, one sentence each.
         error: Why it does not fit; the table is then that of the nearest plan. None if it fits.
         changes: What would make it fit, the cheapest first.
         host_saves_s: By how much operations on the host make the step shorter.

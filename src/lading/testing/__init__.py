@@ -1,0 +1,1 @@
+"""For tests and benchmarks: a captured step played by torch, random batches."""

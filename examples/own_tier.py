@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import lading
-from lading.runtime.device import HostDevice
+from lading.runtime.device import CpuDevice
 
 BLOCK_BYTES = 4096  # every storage begins at a whole page; the last page of one may be a part
 
@@ -81,7 +81,7 @@ def main() -> None:
 
     losses: list[list[float]] = []
     given = stored = 0
-    for device in (HostDevice(tiers={"disk": make}), HostDevice()):
+    for device in (CpuDevice(tiers={"disk": make}), CpuDevice()):
         with (
             tempfile.TemporaryDirectory() as folder,
             lading.Trainer(plan, graph, build(), folder=folder, device=device) as trainer,

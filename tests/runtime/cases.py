@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from lading.units import GiB
 
 SIZES = {"num_layers": 2, "dim": 64, "num_heads": 4, "vocab_size": 80, "max_seq_len": 16}
 OPTIMIZER = AdamW(weight_decay=0.1)
+#: Learning rates of the steps that are compared.
+RATES = (1e-3, 5e-4, 2e-3)
 Batch = dict[str, torch.Tensor]
 
 DISK = Tier(
@@ -40,6 +43,9 @@ MACHINE = Machine(
         peak_flops_per_s={"float32": 1e11}, optimizer_elements_per_s=5e8,
     ),
 )  # fmt: skip
+#: The same with memory of the host behind the device, before the disk or alone.
+TIERED = dataclasses.replace(MACHINE, tiers=(dataclasses.replace(DISK, name="host"), DISK))
+HOST_ONLY = dataclasses.replace(MACHINE, tiers=TIERED.tiers[:1])
 
 
 def loss_fn(model: torch.nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -119,6 +125,16 @@ def at_random(seed: int, share: float = 0.5) -> Callable[[list[Option]], Option]
     return lambda options: generator.choice(options) if generator.random() < share else Option.KEEP
 
 
+def disk_always(options: list[Option]) -> Option:
+    """Evict to the disk whatever can be."""
+    return Option.DISK if Option.DISK in options else Option.KEEP
+
+
+def host_always(options: list[Option]) -> Option:
+    """Evict to the host whatever can be."""
+    return Option.HOST if Option.HOST in options else Option.KEEP
+
+
 def load(executor: Executor, model: torch.nn.Module) -> None:
     """Put a model's weights and buffers into an executor."""
     graph = executor.program.graph
@@ -159,3 +175,16 @@ def differing(executor: Executor, model: torch.nn.Module) -> list[str]:
     named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     tensors = [(p.names[0], p.tensor) for p in graph.parameters] + list(graph.buffers)
     return [n for n, t in tensors if not torch.equal(executor.read_storage(graph.storage_of(t)), named[n].detach())]
+
+
+def assert_equals_eager(
+    executor: Executor, name: str, *, micro: int = 1, clip: float = 0.0, rates: Sequence[float] = RATES, **sizes: Any
+) -> None:
+    """Steps from a model's first weights: each loss and then each value of plain PyTorch, to the bit."""
+    batches, reference = batches_of(len(rates), micro), model_of(name, **sizes)
+    losses = eager_run(reference, batches, rates, clip)
+    load(executor, model_of(name, **sizes))
+    assert differing(executor, model_of(name, **sizes)) == []
+    torch.manual_seed(2)
+    assert [executor.step(b, lr=lr) for b, lr in zip(batches, rates, strict=True)] == losses
+    assert differing(executor, reference) == []

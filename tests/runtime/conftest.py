@@ -1,11 +1,14 @@
-"""One thread: the machine that runs the tests may have few cores."""
+"""One thread, as the machine that runs the tests may have few cores; and a device that runs behind the host."""
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.runtime.fake_accelerator import FakeApi
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +17,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def api() -> Iterator[FakeApi]:
+    """A device whose streams are threads that sleep now and then; what it pinned must be given back."""
+    generator = random.Random(0)
+
+    def jitter() -> None:
+        if generator.random() < 0.05:
+            time.sleep(generator.random() * 2e-3)
+
+    api = FakeApi(jitter)
+    yield api
+    assert api.pinned == [], "page-locked memory is given back"
+    api.stop()

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-import random
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tests.runtime.cases import (
-    DISK,
-    MACHINE,
+    HOST_ONLY,
     OPTIMIZER,
+    RATES,
+    TIERED,
+    assert_equals_eager,
     at_random,
     batches_of,
-    differing,
     eager_run,
     graph_of,
+    host_always,
     load,
     model_of,
     program_of,
@@ -31,7 +30,6 @@ from lading.errors import ProgramError
 from lading.ir.action import Action
 from lading.ir.defer import defer, updates
 from lading.ir.machine import Machine
-from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.step import expand
 from lading.runtime.accelerator import BouncedTier
@@ -39,24 +37,7 @@ from lading.runtime.executor import Executor
 from lading.runtime.tiers import PIECE_BYTES, DiskTier
 from lading.runtime.workspace import measured_workspace
 
-RATES = [1e-3, 5e-4, 2e-3]
-TIERED = dataclasses.replace(MACHINE, tiers=(dataclasses.replace(DISK, name="host"), DISK))
-HOST_ONLY = dataclasses.replace(MACHINE, tiers=TIERED.tiers[:1])
 STEPS = [("gpt", 2, 1.0, 0.2), ("llama", 2, 0.5, 0.0), ("moe", 1, 0.0, 0.0)]
-
-
-@pytest.fixture
-def api() -> Iterator[FakeApi]:
-    generator = random.Random(0)
-
-    def jitter() -> None:
-        if generator.random() < 0.05:
-            time.sleep(generator.random() * 2e-3)
-
-    api = FakeApi(jitter)
-    yield api
-    assert api.pinned == [], "page-locked memory is given back"
-    api.stop()
 
 
 def executor_of(program: Program, folder: Path, api: FakeApi, **settings: object) -> Executor:
@@ -73,14 +54,8 @@ def test_equals_plain_pytorch(
     program = program_of(graph_of(model_of(name, **sizes), micro=micro, clip=clip), at_random(0), machine)
     tiers = {"host", "disk"} if machine is TIERED else {"host"}
     assert set(program.streams) == {"compute", *(f"{t}_{way}" for t in tiers for way in ("read", "write"))}
-    batches, reference = batches_of(len(RATES), micro), model_of(name, **sizes)
-    losses = eager_run(reference, batches, RATES, clip)
     with executor_of(program, tmp_path, api) as executor:
-        load(executor, model_of(name, **sizes))
-        assert differing(executor, model_of(name, **sizes)) == []
-        torch.manual_seed(2)
-        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES, strict=True)] == losses
-        assert differing(executor, reference) == []
+        assert_equals_eager(executor, name, micro=micro, clip=clip, **sizes)
         storage = program.graph.storage_of(program.graph.parameters[0].tensor)
         whole = b"".join(bytes(chunk) for chunk in executor.chunks(storage))
         assert whole == executor.read_storage(storage).numpy().tobytes()
@@ -121,10 +96,6 @@ def test_streams_that_do_not_wait_for_events_show(tmp_path: Path, api: FakeApi) 
         except ProgramError:  # tokens of poison are no tokens
             return
         assert got != losses[0]
-
-
-def host_always(options: list[Option]) -> Option:
-    return Option.HOST if Option.HOST in options else Option.KEEP
 
 
 @pytest.mark.parametrize("machine", [TIERED, HOST_ONLY], ids=["host and disk", "host"])
@@ -221,12 +192,8 @@ def test_updates_deferred_into_the_next_step(tmp_path: Path, api: FakeApi) -> No
     graph = graph_of(model_of("gpt"))
     later, _ = defer(graph, len(updates(graph)))
     program = program_of(later, host_always, HOST_ONLY)
-    batches, reference = batches_of(2, 1), model_of("gpt")
-    losses = eager_run(reference, batches, RATES[:2], 0.0)
     with executor_of(program, tmp_path, api) as executor:
-        load(executor, model_of("gpt"))
-        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES[:2], strict=True)] == losses
-        assert differing(executor, reference) == []
+        assert_equals_eager(executor, "gpt", rates=RATES[:2])
 
 
 def test_scratch_is_measured_once_for_equal_operations(api: FakeApi) -> None:

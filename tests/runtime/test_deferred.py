@@ -6,12 +6,13 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from tests.runtime.cases import (
     OPTIMIZER,
+    assert_equals_eager,
     at_random,
     batches_of,
     differing,
+    disk_always,
     eager_run,
     graph_of,
     load,
@@ -22,7 +23,6 @@ from tests.runtime.cases import (
 from lading.ir.action import ActionKind
 from lading.ir.defer import defer, updates
 from lading.ir.graph import OpKind
-from lading.ir.plan import Option
 from lading.runtime.executor import Executor
 
 RATES = [1e-3, 5e-4, 2e-3, 1e-3]
@@ -32,10 +32,6 @@ STEPS = [  # model, micro-batches, clipping, dropout, what leaves the device, sh
     ("llama", 2, 0.0, 0.0, "all", 1.0),
     ("moe", 1, 0.5, 0.0, "nothing", 1.0),
 ]
-
-
-def disk_always(options: list[Option]) -> Option:
-    return Option.DISK if Option.DISK in options else Option.KEEP
 
 
 @pytest.mark.parametrize(("name", "micro", "clip", "dropout", "evict", "share"), STEPS)
@@ -48,13 +44,8 @@ def test_equals_plain_pytorch(
     assert sorted(order) == list(range(len(graph.ops)))
     assert later.deferred
     program = program_of(later, {"nothing": None, "half": at_random(0), "all": disk_always}[evict])
-    batches, reference = batches_of(len(RATES), micro), model_of(name, **sizes)
-    losses = eager_run(reference, batches, RATES, clip)
     with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, poison=True) as executor:
-        load(executor, model_of(name, **sizes))
-        torch.manual_seed(2)
-        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES, strict=True)] == losses
-        assert differing(executor, reference) == []
+        assert_equals_eager(executor, name, micro=micro, clip=clip, rates=RATES, **sizes)
 
 
 def test_values_read_after_every_step_are_those_of_that_step(tmp_path: Path) -> None:

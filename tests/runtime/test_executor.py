@@ -18,9 +18,12 @@ import pytest
 import torch
 from tests.runtime.cases import (
     OPTIMIZER,
+    RATES,
+    assert_equals_eager,
     at_random,
     batches_of,
     differing,
+    disk_always,
     eager_run,
     graph_of,
     keep_all,
@@ -33,17 +36,11 @@ from lading.capture.trace import capture
 from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.action import Action, ActionKind
 from lading.ir.graph import PERSISTENT, StepGraph
-from lading.ir.plan import Option
 from lading.ir.program import Program
 from lading.ir.step import expand
 from lading.runtime.executor import Executor
 
-RATES = [1e-3, 5e-4, 2e-3]
 STEPS = [("gpt", 1, 0.0, 0.0), ("gpt", 2, 1.0, 0.2), ("llama", 2, 0.5, 0.0), ("moe", 1, 0.0, 0.0)]
-
-
-def disk_always(options: list[Option]) -> Option:
-    return Option.DISK if Option.DISK in options else Option.KEEP
 
 
 def executor_of(program: Program, folder: Path, **settings: object) -> Executor:
@@ -57,21 +54,14 @@ def test_equals_plain_pytorch(tmp_path: Path, name: str, micro: int, clip: float
     graph = graph_of(model_of(name, **sizes), micro=micro, clip=clip)
     pick = {"nothing": None, "half": at_random(0), "all": disk_always}[evict]
     program = keep_all(graph) if pick is None else program_of(graph, pick)
-    batches, reference = batches_of(len(RATES), micro), model_of(name, **sizes)
-    losses = eager_run(reference, batches, RATES, clip)
     with executor_of(program, tmp_path, poison=True) as executor:
-        load(executor, model_of(name, **sizes))
-        torch.manual_seed(2)
-        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES, strict=True)] == losses
-        assert differing(executor, reference) == []
+        assert_equals_eager(executor, name, micro=micro, clip=clip, **sizes)
 
 
 def test_sleeping_streams_do_not_change_the_numbers(tmp_path: Path) -> None:
     graph = graph_of(model_of("gpt"), micro=2, clip=1.0)
     program = program_of(graph, at_random(1))
     assert set(program.streams) == {"compute", "disk_read", "disk_write"}
-    batches, reference = batches_of(2, 2), model_of("gpt")
-    losses = eager_run(reference, batches, RATES[:2], 1.0)
     sleepers = {stream: random.Random(stream) for stream in program.streams}
 
     def jitter(action: Action) -> None:
@@ -79,9 +69,7 @@ def test_sleeping_streams_do_not_change_the_numbers(tmp_path: Path) -> None:
             time.sleep(sleepers[action.stream].random() * 2e-3)
 
     with executor_of(program, tmp_path, poison=True, jitter=jitter) as executor:
-        load(executor, model_of("gpt"))
-        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES[:2], strict=True)] == losses
-        assert differing(executor, reference) == []
+        assert_equals_eager(executor, "gpt", micro=2, clip=1.0, rates=RATES[:2])
 
 
 def test_a_missing_wait_shows(tmp_path: Path) -> None:
@@ -361,7 +349,7 @@ batch = {k: torch.randint(0, 4096, (4, 128)) for k in "xy"}
 loss_fn(model, batch).backward()  # kernels warm: what they keep is the probe's overhead, not the program's
 model.zero_grad()
 graph = expand(capture(model, batch, loss_fn))
-evict = (lambda options: options[-1] if options[-1] is Option.DISK else Option.KEEP) if sys.argv[2] == "disk" else None
+evict = disk_always if sys.argv[2] == "disk" else None
 program = program_of(graph, evict)
 with Executor(program, optimizer=OPTIMIZER, folder=Path(sys.argv[1])) as executor:
     load(executor, model)

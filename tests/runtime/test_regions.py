@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.runtime.cases import (
     OPTIMIZER,
+    assert_equals_eager,
     at_random,
     batches_of,
-    differing,
     eager_run,
     graph_of,
     load,
@@ -55,12 +55,8 @@ def stand_in(graph: StepGraph, region: Region) -> Compiled:
 
 def steps(program: Program, folder: Path, name: str, *, micro: int = 1, clip: float = 0.0, **settings: object) -> None:
     """Two fused steps equal plain PyTorch's bit for bit."""
-    batches, reference = batches_of(len(RATES), micro), model_of(name)
-    losses = eager_run(reference, batches, RATES, clip)
     with Executor(program, optimizer=OPTIMIZER, folder=folder, fuse=True, **settings) as executor:  # type: ignore[arg-type]
-        load(executor, model_of(name))
-        assert [executor.step(b, lr=lr) for b, lr in zip(batches, RATES, strict=True)] == losses
-        assert differing(executor, reference) == []
+        assert_equals_eager(executor, name, micro=micro, clip=clip, rates=RATES)
         check_times(program, executor.timeline())
 
 

@@ -1,0 +1,1 @@
+"""The command line: one function a command, with the heavy imports inside."""

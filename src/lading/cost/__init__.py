@@ -1,0 +1,1 @@
+"""Seconds: of operations on a device, of transfers and of collectives."""

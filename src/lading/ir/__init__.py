@@ -1,0 +1,1 @@
+"""The data that everything else is about: graph, machine, action, program, plan, timeline. No torch."""

@@ -1,0 +1,1 @@
+"""Reference models, models of Hugging Face, and their losses."""

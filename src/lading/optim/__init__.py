@@ -1,0 +1,1 @@
+"""The mathematics of optimizers, on plain tensors."""

@@ -1,0 +1,1 @@
+"""What people read: tables, progress, the report, traces, memory snapshots."""

@@ -1,0 +1,1 @@
+"""Does what a Program says, with real tensors; ``runtime.executor`` is the entry."""

@@ -10,7 +10,7 @@ import torch
 
 from lading.errors import ConfigError, StorageError
 from lading.runtime.accelerator import AcceleratorDevice, Event
-from lading.runtime.device import Call, Device, HostDevice
+from lading.runtime.device import Call, CpuDevice, Device
 from lading.units import format_bytes
 
 #: Page-locked for every context of the process (cudaHostRegisterPortable).
@@ -24,7 +24,7 @@ def device_of(kind: str) -> Device:
         ConfigError: there is none.
     """
     if kind == "cpu":
-        return HostDevice()
+        return CpuDevice()
     check_available(kind)
     return AcceleratorDevice(Cuda())
 

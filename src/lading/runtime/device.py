@@ -188,10 +188,8 @@ class HostMeter(PeakMeter):
         return 0
 
 
-class HostDevice:
+class CpuDevice:
     """The CPU as the device: memory is the process's own, every stream is a thread.
-
-    Not ``lading.ir.machine.HostDevice``, which is the processors beside another device.
 
     Args:
         clock: Seconds, monotone.

@@ -26,7 +26,7 @@ from lading.ir.timeline import Timeline
 from lading.memory.layout import DEVICE, home_tiers
 from lading.runtime.arena import Arena, view_of
 from lading.runtime.binding import Binder, Bound, CallerData, Place, Rates, checked_batches
-from lading.runtime.device import Device, HostDevice
+from lading.runtime.device import CpuDevice, Device
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.kernels import AdamWSettings
 from lading.runtime.measure import measured_timeline, spread
@@ -75,7 +75,7 @@ class Executor:
         self.homes = home_tiers(program)
         self._broken = self._has_run = self._device_failed = False
         self._highest = self._last_peak = 0
-        self._device = device or HostDevice()
+        self._device = device or CpuDevice()
         self._rates, self._caller = Rates(), CallerData()
         self._pending = False  # updates of the last step that the next one, or flush, will run
         self._timeline: Timeline | None = None

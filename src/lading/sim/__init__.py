@@ -1,0 +1,1 @@
+"""Says when everything in a step would begin and end."""

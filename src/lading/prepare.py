@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -480,12 +481,28 @@ def machine_of(run: RunConfig) -> Machine:
 
 
 def probe_to(
-    path: Path, folder: Path, *, threads: int | None = None, seconds: float = 50.0, device: str | None = None
+    path: Path,
+    folder: Path,
+    *,
+    threads: int | None = None,
+    seconds: float = 50.0,
+    device: str | None = None,
+    ranks: int = 1,
 ) -> Machine:
-    """Measure this host (its GPU if it has one, or ``device``) and the disk of ``folder``; writes the machine file."""
+    """Measure this host (its GPU if it has one, or ``device``) and the disk of ``folder``; writes the machine file.
+
+    Args:
+        ranks: Collectives are measured among so many processes too.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = probe(folder=folder, threads=threads, seconds=seconds, device=device, progress=print)
+    if ranks > 1:
+        from lading.runtime.probe_ranks import probe_ranks
+
+        print(f"collectives among 2 to {ranks} processes")
+        sources = {**machine.sources, "collectives": f"measured {machine.date} over gloo, mean of the faster half"}
+        machine = dataclasses.replace(machine, collectives=probe_ranks(ranks, seconds / 5), sources=sources)
     save_machine(machine, path)
     return machine
 

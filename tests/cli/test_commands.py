@@ -127,7 +127,7 @@ def test_report_probe_demo(train: FakeTrain) -> None:
         assert main(argv) == 0
     assert train.calls == [
         ("write_run_report", (Path(),), {}),
-        ("probe_to", (Path("m.toml"), Path()), {}),
+        ("probe_to", (Path("m.toml"), Path()), {"ranks": 1}),
         ("demo", (Path("out/demo"), "64MB", 5.0), {}),
     ]
 
@@ -145,6 +145,7 @@ def test_report_probe_demo(train: FakeTrain) -> None:
         (["simulate", "saved.json", "seed=1"], "a plan fixes its run: expected no settings next to saved.json"),
         (["report", "absent"], "expected the out folder of a run, got 'absent'"),
         (["probe", "--folder", "absent"], "--folder: expected a folder"),
+        (["probe", "--ranks", "0"], "--ranks: expected at least 1"),
         (["demo", "--budget", "lots"], "budget: expected a size such as '256MB' or a share"),
         (["demo", "--seconds", "0"], "--seconds: expected a time above 0, got 0.0"),
     ],

@@ -125,6 +125,7 @@ def _number_keys(machine: Machine) -> Iterator[str]:
         yield from (f"host_device.{f.name}" for f in dataclasses.fields(HostDevice) if f.name != "name")
     for tier in machine.tiers:
         yield from (f"tiers.{tier.name}.{f.name}" for f in dataclasses.fields(Tier) if f.name != "name")
+    yield from (f"collectives.{name}" for name in machine.collectives)
     for link in machine.links:
         yield from (f"links.{link.name}.{f.name}" for f in dataclasses.fields(Link) if f.name not in ("name", "kind"))
 

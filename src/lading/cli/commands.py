@@ -265,15 +265,18 @@ class Probe:
 
     out: Annotated[Path, arg(metavar="FILE", help="Where to write the machine.")] = Path("machine.toml")
     folder: Annotated[Path, arg(metavar="FOLDER", help="A folder on the disk to measure.")] = Path()
+    ranks: Annotated[int, arg(metavar="N", help="Measure collectives among up to so many processes too.")] = 1
 
     def run(self) -> None:
         """Measure and write the machine file."""
         _check_target(self.out)
+        if self.ranks < 1:
+            raise ConfigError(f"--ranks: expected at least 1, got {self.ranks}")
         if not self.folder.is_dir():
             raise ConfigError(f"--folder: expected a folder to measure the disk in, got {str(self.folder)!r}")
         from lading.prepare import probe_to
 
-        probe_to(self.out, self.folder)
+        probe_to(self.out, self.folder, ranks=self.ranks)
         print(f"wrote {self.out}")
 
 

@@ -126,7 +126,7 @@ def collective_s(op: str, size_bytes: float, group: Group, machine: Machine, *, 
         size_bytes: As ``lading.ir.work.Collective.size_bytes``: the whole tensor; for an all-to-all what one rank sends
             in all, its own part included; for a send what is sent.
         group: From ``lading.cost.topology.group_of``.
-        machine: Its ``links`` are used.
+        machine: What was measured among its processes (``collectives``), else its ``links``.
         nvls: Whether NVSwitch may add for an all-reduce (NCCL since 2.17; not before Hopper).
 
     Returns:
@@ -143,6 +143,9 @@ def collective_s(op: str, size_bytes: float, group: Group, machine: Machine, *, 
         raise ConfigError(f"collective {op}: expected a size >= 0, got {size_bytes}")
     if group.ranks == 1:
         return 0.0
+    curve = machine.collectives.get(f"{op}.{group.ranks}")
+    if curve is not None:
+        return max(size_bytes, curve.size[0]) / curve.at(size_bytes)
     return min(line.at(size_bytes) for line in lines(op, group, machine.links, nvls))
 
 
@@ -150,6 +153,8 @@ def algorithm(op: str, size_bytes: float, group: Group, machine: Machine, *, nvl
     """Name of the algorithm that ``collective_s`` takes, such as "ring LL128"."""
     if group.ranks == 1:
         return "none"
+    if f"{op}.{group.ranks}" in machine.collectives:
+        return "measured"
     return min(lines(op, group, machine.links, nvls), key=lambda line: line.at(size_bytes)).algorithm
 
 

@@ -64,6 +64,9 @@ def group_of(layout: Layout, axis: str, machine: Machine, order: str = "tp-cp-dp
     Example:
         ``group_of(parse_layout("tp16,pp4,dp2"), "tp", load_machine("a100"))`` gives 16 ranks, 8 of them in a domain.
     """
+    if machine.collectives and not machine.links:
+        ranks, _ = _extent(layout, axis)
+        return Group(ranks, ranks)
     return _group(layout, axis, machine.links, order, machine.name)
 
 
@@ -77,6 +80,8 @@ def group_of_ranks(ranks: int, machine: Machine, apart: int = 1, devices: int = 
         raise ConfigError(f"group: expected ranks >= 1 and a distance >= 1, got {ranks} and {apart}")
     if ranks == 1:
         return Group(1, 1, 1)
+    if machine.collectives and not machine.links:
+        return Group(ranks, ranks)
     devices = max(devices, ranks * apart)
     domain = _domain(devices, _links(machine.links, ranks, machine.name))
     return _even(ranks, min(ranks, -(-domain // apart)), _busy(devices, machine.links))

@@ -242,6 +242,8 @@ class Machine:
 
     Attributes:
         links: What joins this device to others of its kind, nearest first; () where nothing is known.
+        collectives: Measured among processes of this host: bytes/s against size, by operation and number of ranks
+            ("all_reduce.4"); they come before what ``links`` would give.
         host_device: What the host computes with; None where the device is the host's CPU, or nothing is known of it.
         host_id: What identifies the host a probe ran on (CPU model, cores, memory); "" for a catalog entry.
         sources: Where each number comes from, by key.
@@ -253,6 +255,7 @@ class Machine:
     device: Device
     tiers: tuple[Tier, ...] = ()
     links: tuple[Link, ...] = ()
+    collectives: dict[str, Curve] = field(default_factory=lambda: {})
     host_device: HostDevice | None = None
     host_id: str = ""
     sources: dict[str, str] = field(default_factory=lambda: {})

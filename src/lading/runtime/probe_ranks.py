@@ -1,0 +1,107 @@
+"""Collectives among processes of this host, measured: what gloo takes for each operation, number of ranks and size."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from lading.errors import ConfigError
+from lading.ir.machine import Curve
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+#: Bytes, as ``lading.ir.work.Collective.size_bytes`` counts them.
+SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
+_FASTEST_SHARE = 0.5
+
+
+def probe_ranks(ranks: int, seconds: float = 5.0, sizes: tuple[int, ...] = SIZES) -> dict[str, Curve]:
+    """Bytes/s of each operation among 2, ... ``ranks`` processes of this host over gloo.
+
+    Args:
+        ranks: Most processes, >= 2; each gets its part of the processors.
+        seconds: Time to measure for, in all; starting processes comes on top.
+        sizes: Ascending bytes; each a multiple of 4 bytes for every rank.
+
+    Returns:
+        Curves for ``Machine.collectives``, such as "all_reduce.4". A send is measured between two.
+
+    Raises:
+        ConfigError: fewer than two ranks, no time, or no size.
+    """
+    if ranks < 2 or seconds <= 0 or not sizes:
+        raise ConfigError(f"expected ranks >= 2, seconds > 0 and a size, got {ranks}, {seconds} and {sizes}")
+    found: dict[str, Curve] = {}
+    for count in range(2, ranks + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            start_processes(_run, (count, folder, sizes, seconds / (ranks - 1)), nprocs=count, start_method="spawn")
+            lines = (Path(folder) / "times").read_text().splitlines()
+        for line in lines:
+            op, *times = line.split()
+            rates = tuple(size / float(text) for size, text in zip(sizes, times, strict=True))
+            if op != "send" or count == 2:
+                found[f"{op}.{count}"] = Curve(size=tuple(map(float, sizes)), rate=rates)
+    return found
+
+
+def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: float) -> None:
+    """One process: every operation at every size; the first writes what all of them took."""
+    torch.set_num_threads(max(1, (os.cpu_count() or count) // count))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    try:
+        share = seconds / len(OPS) / len(sizes)
+        times = {op: [_seconds(_call(op, size, rank, count), share) for size in sizes] for op in OPS}
+        if rank == 0:
+            text = "\n".join(" ".join([op, *map(repr, found)]) for op, found in times.items())
+            (Path(folder) / "times").write_text(text)
+    finally:
+        dist.destroy_process_group()
+
+
+def _call(op: str, size: int, rank: int, count: int) -> Callable[[], object]:
+    whole = torch.zeros(max(count, size // 4 // count * count))
+    part = torch.zeros(whole.numel() // count)
+    other = torch.zeros_like(whole)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames both
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: gather(whole, part),
+        "reduce_scatter": lambda: scatter(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "send": lambda: _send(whole, rank),
+    }
+    return calls[op]
+
+
+def _send(tensor: torch.Tensor, rank: int) -> None:
+    if rank == 0:
+        dist.send(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+
+
+def _seconds(call: Callable[[], object], share_s: float) -> float:
+    """Mean of the faster half of the slowest rank's times; the number of calls is agreed on."""
+    call()
+    start = time.perf_counter()
+    call()
+    once = torch.tensor([time.perf_counter() - start])
+    dist.all_reduce(once, dist.ReduceOp.MAX)
+    rounds = max(3, min(200, int(share_s / max(float(once), 1e-6))))
+    times = torch.zeros(rounds, dtype=torch.float64)
+    for index in range(rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        times[index] = time.perf_counter() - start
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    kept = times.sort().values[: max(1, int(rounds * _FASTEST_SHARE))]
+    return float(kept.mean())

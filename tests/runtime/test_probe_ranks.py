@@ -1,0 +1,47 @@
+"""Collectives among processes of this host: measured for every operation and size, and priced as measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+
+import pytest
+
+from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml
+from lading.cost.collective import algorithm, collective_s
+from lading.cost.topology import Group, group_of
+from lading.errors import ConfigError
+from lading.ir.layout import parse_layout
+from lading.ir.machine import Curve
+from lading.runtime.probe_ranks import OPS, probe_ranks
+
+
+def test_what_was_measured_is_what_a_collective_takes() -> None:
+    curve = Curve(size=(1e3, 1e6), rate=(1e7, 1e9))
+    machine = dataclasses.replace(load_machine("cpu"), collectives={"all_reduce.4": curve})
+    again = machine_from_dict(tomllib.loads(machine_to_toml(machine)), "again")
+    assert again == machine
+    group = group_of(parse_layout("dp4"), "dp", machine)
+    assert group == Group(4, 4)
+    assert collective_s("all_reduce", 1e6, group, machine) == pytest.approx(1e-3)
+    assert collective_s("all_reduce", 2e6, group, machine) == pytest.approx(2e-3)
+    assert collective_s("all_reduce", 8, group, machine) == pytest.approx(
+        1e-4
+    )  # no less than the smallest that was measured
+    assert algorithm("all_reduce", 8, group, machine) == "measured"
+    with pytest.raises(ConfigError, match="has no links"):
+        collective_s("all_gather", 8, group, machine)
+
+
+@pytest.mark.slow
+def test_processes_of_this_host_are_measured() -> None:
+    found = probe_ranks(2, seconds=1.0, sizes=(1 << 10, 1 << 22))
+    assert set(found) == {f"{op}.2" for op in OPS}
+    for name, curve in found.items():
+        small, large = (size / rate for size, rate in zip(curve.size, curve.rate, strict=True))
+        assert 1e-6 < small < large < 1, name
+
+
+def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ranks >= 2"):
+        probe_ranks(1)

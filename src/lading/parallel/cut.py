@@ -8,20 +8,19 @@ is not linear. Backward goes by the same rules, as gradients have the atoms of w
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import cast
 
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Phase, Role
-from lading.ir.sizes import Size
-from lading.ir.table import Segment, TableOp, TableTensor
+from lading.ir.table import Segment, TableOp
 from lading.ir.work import Stage
 from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, Choice, choose, is_token
 from lading.parallel.lineage import PRODUCTS, Lineage, base_name, lineage, product_operands, setting
 from lading.parallel.shapes import Lengths
-from lading.parallel.specs import CutKernel, CutParameter, CutSegment, CutTensor, Spec
+from lading.parallel.specs import CutKernel, CutParameter, CutSegment, CutTensor, Spec, staged
+from lading.parallel.structure import elements, leading_to, makers
 
 #: A partial sum may pass through these: the sum of results is the result of sums.
 _LINEAR = frozenset(["add", "sub", "neg", "clone", "cat", "mul", "div"])
@@ -95,9 +94,9 @@ class _Cutter:
         self._local: dict[tuple[int, str, bool], int] = {}
         self._storages: dict[tuple[int, str], int] = {}
         self._copies: dict[tuple[int, str, bool], str] = {}
-        self._to_inputs = _leading_to(self.segment)
+        self._to_inputs = leading_to(self.segment)
         self._gradients = {self.segment.tensors[g].storage for _, g in self.segment.gradients if g is not None}
-        self._makers = _makers(self.segment)
+        self._makers = makers(self.segment)
 
     def run(self) -> CutSegment:
         segment, sp = self.segment, self.axes.sp
@@ -116,7 +115,7 @@ class _Cutter:
             name=segment.name,
             lengths=tuple(self.lengths.lengths),
             tensors=tuple(self.tensors),
-            kernels=_staged([kernel for slot in self.slots for kernel in slot], self.tensors),
+            kernels=staged([kernel for slot in self.slots for kernel in slot], self.tensors),
             enters=enters,
             leaves=leaves[: len(segment.leaves)],
             saved=saved,
@@ -223,7 +222,7 @@ class _Cutter:
     def _whole_view(self, tensor: int) -> int:
         """The tensor that made the storage, if this is a view of all of it; otherwise the tensor itself."""
         maker = self._makers.get(self.segment.tensors[tensor].storage, tensor)
-        same = _elements(self.segment.tensors[maker]) == _elements(self.segment.tensors[tensor])
+        same = elements(self.segment.tensors[maker]) == elements(self.segment.tensors[tensor])
         return maker if same else tensor
 
     def _gathered(self, tensor: int, slot: int, stage: Stage) -> int:
@@ -457,43 +456,3 @@ class _Cutter:
             is_expert = bool(leaves & self.choice.experts)
             found.append(CutParameter(self._place(tensor, "", False), is_expert, summed, gradient is not None))
         return tuple(found)
-
-
-def _elements(tensor: TableTensor) -> Size:
-    """How many there are in memory."""
-    total = Size.of(1)
-    for dim, size in enumerate(tensor.dims):
-        total = total if dim in tensor.repeats else total * size
-    return total
-
-
-def _staged(kernels: list[CutKernel], tensors: list[CutTensor]) -> tuple[CutKernel, ...]:
-    """A collective that gradients of activations wait for belongs to them, whoever asked first."""
-    awaited = {tensors[t].storage for k in kernels if k.stage is Stage.BACKWARD_INPUT for t in k.inputs}
-    return tuple(
-        dataclasses.replace(k, stage=Stage.BACKWARD_INPUT)
-        if k.stage is Stage.BACKWARD_WEIGHT and k.kind is None and tensors[k.outputs[0]].storage in awaited
-        else k
-        for k in kernels
-    )
-
-
-def _makers(segment: Segment) -> dict[int, int]:
-    """Of each storage the tensor that is not a view: an operation's result, or what was there before."""
-    views = {t for op in segment.ops if op.kind is None for t in op.outputs}
-    found: dict[int, int] = {}
-    for index, tensor in enumerate(segment.tensors):
-        if index not in views:
-            found.setdefault(tensor.storage, index)
-    return found
-
-
-def _leading_to(segment: Segment) -> frozenset[int]:
-    """Operations of backward on whose results the gradients of what entered depend."""
-    needed, found = set(segment.leaves_back), set[int]()
-    for index in range(len(segment.ops) - 1, -1, -1):
-        op = segment.ops[index]
-        if op.phase is Phase.BACKWARD and needed & {*op.outputs, *op.mutates}:
-            needed.update(op.inputs)
-            found.add(index)
-    return frozenset(found)

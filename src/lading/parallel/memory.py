@@ -61,10 +61,11 @@ def segment_memory(segment: RankSegment, recompute: Recomputed | None = None, fu
 
 
 def _coming(flow: Flow, backward: list[int]) -> set[int]:
-    """Gradients of what leaves: read in backward, made by nobody."""
+    """Gradients of what leaves: read in backward, neither made by a kernel nor kept from forward."""
     read = {s for p in backward for s in flow.storages(flow.segment.kernels[p].inputs)}
-    gradients = {t.storage for t in flow.segment.tensors if t.role is Role.GRADIENT}
-    return {s for s in read & gradients if s not in flow.makers}
+    there = {*flow.makers, *flow.needed, *flow.storages(flow.segment.enters)}
+    inputs = {t.storage for t in flow.segment.tensors if t.role is Role.INPUT}
+    return {s for s in read & flow.activations if s not in there and s not in inputs}
 
 
 def _sizes(segment: RankSegment) -> dict[int, int]:

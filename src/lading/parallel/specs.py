@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from lading.ir.graph import OpKind, Role
@@ -83,3 +84,14 @@ class CutSegment:
     leaves: tuple[int, ...]
     saved: tuple[int, ...]
     parameters: tuple[CutParameter, ...]
+
+
+def staged(kernels: list[CutKernel], tensors: list[CutTensor]) -> tuple[CutKernel, ...]:
+    """A collective that gradients of activations wait for belongs to them, whoever asked first."""
+    awaited = {tensors[t].storage for k in kernels if k.stage is Stage.BACKWARD_INPUT for t in k.inputs}
+    return tuple(
+        dataclasses.replace(k, stage=Stage.BACKWARD_INPUT)
+        if k.stage is Stage.BACKWARD_WEIGHT and k.kind is None and tensors[k.outputs[0]].storage in awaited
+        else k
+        for k in kernels
+    )

@@ -1,0 +1,36 @@
+"""Structure: what of a segment does not depend on how it is cut."""
+
+from __future__ import annotations
+
+from lading.ir.graph import Phase
+from lading.ir.sizes import Size
+from lading.ir.table import Segment, TableTensor
+
+
+def elements(tensor: TableTensor) -> Size:
+    """How many there are in memory."""
+    total = Size.of(1)
+    for dim, size in enumerate(tensor.dims):
+        total = total if dim in tensor.repeats else total * size
+    return total
+
+
+def makers(segment: Segment) -> dict[int, int]:
+    """Of each storage the tensor that is not a view: an operation's result, or what was there before."""
+    views = {t for op in segment.ops if op.kind is None for t in op.outputs}
+    found: dict[int, int] = {}
+    for index, tensor in enumerate(segment.tensors):
+        if index not in views:
+            found.setdefault(tensor.storage, index)
+    return found
+
+
+def leading_to(segment: Segment) -> frozenset[int]:
+    """Operations of backward on whose results the gradients of what entered depend."""
+    needed, found = set(segment.leaves_back), set[int]()
+    for index in range(len(segment.ops) - 1, -1, -1):
+        op = segment.ops[index]
+        if op.phase is Phase.BACKWARD and needed & {*op.outputs, *op.mutates}:
+            needed.update(op.inputs)
+            found.add(index)
+    return frozenset(found)

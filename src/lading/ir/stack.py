@@ -23,6 +23,9 @@ class Stack:
             all between products ("compiled").
         attention: Kernel of attention; "unfused" is two products and a softmax.
         launch_s: Seconds the host takes to launch one kernel, framework included.
+        collective_launch_s: The same for a collective.
+        block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,
+            saving and restoring the states of random generators.
         fused_loss: With "fused", cross-entropy is one kernel forward and one backward, not passes over fp32 logits.
         cuda_graphs: Kernels are replayed, not launched.
         gradient_dtype: In which gradients are accumulated and reduced.
@@ -48,6 +51,8 @@ class Stack:
     fusion: str = "fused"
     attention: str = "flash2"
     launch_s: float = 6e-6
+    collective_launch_s: float = 25e-6
+    block_s: float = 0.0
     fused_loss: bool = False
     cuda_graphs: bool = False
     gradient_dtype: str = "float32"
@@ -71,7 +76,7 @@ class Stack:
             if getattr(self, key) not in allowed:
                 found = getattr(self, key)
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(allowed)}, got {found!r}")
-        for key in ("launch_s", "step_s"):
+        for key in ("launch_s", "collective_launch_s", "block_s", "step_s"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):

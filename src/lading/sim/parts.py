@@ -44,13 +44,17 @@ class Part:
     Attributes:
         busy_s: Seconds of the device by cause.
         comm_s: Seconds of collectives by axis, alone.
-        launches: Kernels and collectives that the host issues.
+        launches: Kernels that the host issues.
+        collectives: Collectives that it issues.
+        passes: Passes of blocks that it goes through.
         flops: Of products and attention.
     """
 
     busy_s: dict[str, float] = field(default_factory=lambda: {})
     comm_s: dict[str, float] = field(default_factory=lambda: {})
     launches: float = 0.0
+    collectives: float = 0.0
+    passes: float = 0.0
     flops: float = 0.0
 
     def __add__(self, other: Part) -> Part:
@@ -61,32 +65,35 @@ def total(parts: Iterable[tuple[Part, float]]) -> Part:
     """Sum of parts, each so many times."""
     busy: dict[str, float] = {}
     comm: dict[str, float] = {}
-    launches = flops = 0.0
+    launches = collectives = passes = flops = 0.0
     for part, count in parts:
         for cause, seconds in part.busy_s.items():
             busy[cause] = busy.get(cause, 0.0) + count * seconds
         for axis, seconds in part.comm_s.items():
             comm[axis] = comm.get(axis, 0.0) + count * seconds
         launches += count * part.launches
+        collectives += count * part.collectives
+        passes += count * part.passes
         flops += count * part.flops
-    return Part(busy, comm, launches, flops)
+    return Part(busy, comm, launches, collectives, passes, flops)
 
 
 def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
     """What a stretch of kernels costs."""
     busy: dict[str, float] = {}
     comm: dict[str, float] = {}
-    launches = flops = 0.0
+    launches = collectives = flops = 0.0
     for kernel in kernels:
-        launches += 1
         if isinstance(kernel.detail, Collective):
             axis = kernel.detail.axis
             comm[axis] = comm.get(axis, 0.0) + prices.collective_s(kernel.detail)
+            collectives += 1
             continue
+        launches += 1
         cause = _CAUSES.get(kernel.kind, MEMORY) if kernel.kind else MEMORY
         busy[cause] = busy.get(cause, 0.0) + prices.kernel_s(kernel)
         flops += kernel.flops
-    return Part(busy, comm, launches, flops)
+    return Part(busy, comm, launches, collectives, 1.0 if launches or collectives else 0.0, flops)
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,10 @@ def span(part: Part, prices: Prices, stack: Stack) -> Span:
         slowed = hidden * prices.slowdown_beside(axis)
         shares[f"{axis} communication"] = seconds - hidden + slowed
     seconds = sum(shares.values())
-    host = 0.0 if stack.cuda_graphs else part.launches * stack.launch_s
+    host = 0.0
+    if not stack.cuda_graphs:
+        host = part.launches * stack.launch_s + part.collectives * stack.collective_launch_s
+        host += part.passes * stack.block_s
     if host > seconds:
         shares["launches"] = host - seconds
     return Span(max(seconds, host), shares)

@@ -113,7 +113,7 @@ def span(part: Part, prices: Prices, stack: Stack) -> Span:
     shares = dict(part.busy_s)
     device = sum(shares.values())
     for axis, seconds in part.comm_s.items():
-        hidden = min(seconds * stack.hidden.get(axis, 0.0), device)
+        hidden = 0.0 if stack.launch_blocking else min(seconds * stack.hidden.get(axis, 0.0), device)
         slowed = hidden * prices.slowdown_beside(axis)
         shares[f"{axis} communication"] = seconds - hidden + slowed
     seconds = sum(shares.values())
@@ -121,6 +121,7 @@ def span(part: Part, prices: Prices, stack: Stack) -> Span:
     if not stack.cuda_graphs:
         host = part.launches * stack.launch_s + part.collectives * stack.collective_launch_s
         host += part.passes * stack.block_s
-    if host > seconds:
-        shares["launches"] = host - seconds
-    return Span(max(seconds, host), shares)
+    exposed = host if stack.launch_blocking else max(0.0, host - seconds)
+    if exposed:
+        shares["launches"] = exposed
+    return Span(seconds + exposed, shares)

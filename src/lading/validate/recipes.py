@@ -103,6 +103,13 @@ def _large(request: Request) -> bool:
 
 FACTS: tuple[Fact, ...] = (
     Fact(
+        r"bigscience",
+        lambda request: request.layout.devices >= 320,
+        {"launch_blocking": True},
+        "bigscience chronicles-prequel.md, hanging on the large model: from 320 GPUs on runs only go with "
+        "CUDA_LAUNCH_BLOCKING=1",
+    ),
+    Fact(
         r"llm-foundry",
         lambda request: not _large(request),
         {"attention": "flash1", "gradient_dtype": "bfloat16"},

@@ -20,7 +20,7 @@ from lading.validate.words import machine_of, stack_rule_of
 #: Megatron pads a vocabulary to a multiple of this times the tensor-parallel ways (--make-vocab-size-divisible-by).
 _MEGATRON_PADDING = 128
 #: Megatron-LM's arguments default to dropout 0.1; BLOOM's tr11-176B-ml.slurm does not set it either.
-_DROPOUT_STACKS = ("megatron-2021", "megatron-2022", "megatron-2023", "megatron-deepspeed")
+_DROPOUT_STACKS = ("megatron-2021", "megatron-2022", "megatron-2023", "megatron-deepspeed", "deepspeed-zero3")
 _SCHEDULES = {"gpipe": "gpipe", "afab": "gpipe", "zb": "zero-bubble", "zero": "zero-bubble", "dualpipe": "dualpipe-v"}
 _PRECISION_WORDS = (
     *(("nvfp4", "nvfp4"), ("fp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("fp8_mx", "mxfp8")),

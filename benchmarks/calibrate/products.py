@@ -170,20 +170,26 @@ def fit_groups(found: Sequence[Shape], rates: ProductRates, device: Device) -> P
     return of(best.x)
 
 
-#: Hopper: (m, n, k, TFLOP/s, trust) in 16 bits. tgale96 in triton-lang/triton#2339 (cuBLAS of 2023 on H100, trusted
-#: less), gemm_max of operators_collectives.jsonl, and ten products in a row on an H200 (October 2026; 894 on zeros).
+#: Hopper: (m, n, k, TFLOP/s in 16 bits, whether at the power limit, trust). Of H100 unless said: squares,
+#: zzc0721/torch-performance-test-data#79 (torch 2.7); few rows, vllm-project/vllm#17126; best, gemm_max of
+#: operators_collectives.jsonl; ten in a row on an H200, October 2026; two hundred in a row of normal numbers,
+#: 720 TFLOP/s: SemiAnalysis, MI300X vs H100 vs H200 benchmark part 1, December 2024.
 _HOPPER = (
-    (2048, 512, 512, 102.6, 0.2), (2048, 1024, 1024, 243.1, 0.2), (2048, 2048, 2048, 515.2, 0.1),
-    (2048, 4096, 4096, 613.7, 0.1), (2048, 8192, 8192, 721.6, 0.1), (2048, 2048, 13312, 794.5, 0.03),
-    (8192, 8192, 8192, 788.0, 0.03),
+    (1024, 1024, 1024, 176.6, False, 0.1), (2048, 2048, 2048, 676.6, False, 0.05),
+    (4096, 4096, 4096, 788.7, False, 0.05), (8192, 8192, 8192, 797.5, False, 0.05), (64, 6144, 4096, 160.6, False, 0.1),
+    (128, 6144, 4096, 307.9, False, 0.1), (256, 6144, 4096, 544.3, False, 0.1), (2048, 2048, 13312, 794.5, False, 0.05),
+    (8192, 8192, 8192, 788.0, False, 0.05),
+    (10240, 10240, 10240, 719.7, True, 0.03), (8192, 8192, 8192, 720.0, True, 0.03),
 )  # fmt: skip
-#: What products of 8 and 4 bits reach at the power limit, TFLOP/s: best measured in 8 bits on H100 (gemm_max) and
-#: 32768 x 32768 x 32768 with cuBLAS on B200 (triton-lang/triton#9697).
-_LOW = {"hopper": {"float8_e4m3fn": 1402.6}, "blackwell": {"float8_e4m3fn": 2587.0, "float4_e2m1fn_x2": 4933.4}}
+#: Side of the squares that these are.
+_LARGE = {"hopper": 8192, "blackwell": 32768}
+#: What large products of 8 and 4 bits reach at the power limit, TFLOP/s: H100 as above by SemiAnalysis; 32768 x 32768 x
+#: 32768 with cuBLAS on B200 (triton-lang/triton#9697).
+_LOW = {"hopper": {"float8_e4m3fn": 1280.0}, "blackwell": {"float8_e4m3fn": 2587.0, "float4_e2m1fn_x2": 4933.4}}
 
 
 def hopper(ampere: ProductRates, blackwell: ProductRates) -> ProductRates:
-    """Between its neighbors: geometric means, with reach and power from the few products that are published."""
+    """Between its neighbors: geometric means, drawn to the few products that are published."""
 
     def mean(name: str) -> float:
         return float(np.sqrt(getattr(ampere, name) * getattr(blackwell, name)))
@@ -193,43 +199,47 @@ def hopper(ampere: ProductRates, blackwell: ProductRates) -> ProductRates:
         blackwell, tiles=_TILES["ampere"][:-1], **{name: mean(name) for name in (*names, "group_reach")}
     )
     device = load_machine("h100").device
-    found = [Shape(Product(m, n, k), 2.0, 2e-12 * m * n * k / rate) for m, n, k, rate, _ in _HOPPER]
-    spread = [sigma for *_, sigma in _HOPPER]
-
-    free = {"reach": 0.95, "joule": 1.2e12, "operand_columns": base.operand_columns}
-    start = np.log(list(free.values()))
+    found = [(Shape(Product(m, n, k), 2.0, 2e-12 * m * n * k / rate), *rest) for m, n, k, rate, *rest in _HOPPER]
+    free = {"reach": (0.95, 0.05), "joule": (1.15e12, 0.2), **{name: (getattr(base, name), 0.3) for name in names}}
+    start, width = (np.array(column) for column in zip(*free.values(), strict=True))
 
     def of(point: np.ndarray) -> ProductRates:
         values = dict(zip(free, (float(v) for v in np.exp(point)), strict=True))
+        values.update(reach=min(1.0, values["reach"]), memory_share=min(0.9, values["memory_share"]))
         return dataclasses.replace(base, flops_per_joule={"bfloat16": values.pop("joule")}, **values)
 
     def residuals(point: np.ndarray) -> np.ndarray:
-        off = [
-            np.log(at_limit(s, of(point), device) / s.seconds) / sigma for s, sigma in zip(found, spread, strict=True)
-        ]
-        return np.array([*off, *((point - start) / np.array([0.05, 0.05, 0.5]))])
+        off = [np.log(in_state(s, of(point), device, limit) / s.seconds) / trust for s, limit, trust in found]
+        return np.array([*off, *((point - np.log(start)) / width)])
 
-    best = least_squares(residuals, start, loss="soft_l1", diff_step=1e-3)
-    rates = of(best.x)
-    for shape, off in zip(found, [at_limit(s, rates, device) / s.seconds - 1 for s in found], strict=True):
-        print(f"H100 {shape.product.m} x {shape.product.n} x {shape.product.k}: {off:+.3f}")
+    rates = of(least_squares(residuals, np.log(start), loss="soft_l1", diff_step=1e-3).x)
+    for shape, limit, _ in found:
+        off = in_state(shape, rates, device, limit) / shape.seconds - 1
+        print(f"H100 {shape.product.m} x {shape.product.n} x {shape.product.k}, at the limit {limit}: {off:+.3f}")
     return rates
 
 
-def at_limit(shape: Shape, rates: ProductRates, device: Device) -> float:
-    """Seconds at the power limit, however short."""
+def in_state(shape: Shape, rates: ProductRates, device: Device, limit: bool) -> float:
+    """Seconds at the power limit or at full clock."""
     assert device.gpu is not None
     peak = model.peak_flops(device, "bfloat16") * device.gpu.speed
-    slow = max(1.0, peak * rates.reach / (rates.flops_per_joule["bfloat16"] * device.gpu.power_w))
+    slow = max(1.0, peak * rates.reach / (rates.flops_per_joule["bfloat16"] * device.gpu.power_w)) if limit else 1.0
     return model._seconds(shape.product, (2.0, shape.out_bytes), peak / slow, device, rates)
 
 
 def with_low(rates: ProductRates, architecture: str, machine: str) -> ProductRates:
-    """Work of a joule in 8 and 4 bits, from the rate of large products and what their tiles lose."""
-    gpu = load_machine(machine).device.gpu
-    assert gpu is not None
-    kept = 1 / (1 + rates.operand_columns * min(1 / m + 1 / n for m, n in rates.tiles))
-    low = {dtype: rate * 1e12 / (kept * gpu.power_w) for dtype, rate in _LOW[architecture].items()}
+    """Work of a joule in 8 and 4 bits, such that large products reach their measured rate at the power limit."""
+    device = load_machine(machine).device
+    assert device.gpu is not None
+    side = _LARGE[architecture]
+    large, low = Product(side, side, side), dict[str, float]()
+    for dtype, rate in _LOW[architecture].items():
+        peak, seconds = device.peak_flops_per_s[dtype], large.flops / (rate * 1e12)
+        slow = 1.0
+        for _ in range(20):
+            bytes_ = (0.5 if dtype.startswith("float4") else 1.0, 2.0)
+            slow *= seconds / model._seconds(large, bytes_, peak / slow, device, rates)
+        low[dtype] = peak * rates.reach / (max(1.0, slow) * device.gpu.power_w)
     return dataclasses.replace(rates, flops_per_joule={**rates.flops_per_joule, **low})
 
 

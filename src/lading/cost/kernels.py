@@ -26,9 +26,6 @@ from lading.ir.machine import Device
 from lading.ir.stack import Stack
 from lading.ir.work import Attention, Collective, Kernel, Product, Stage
 
-#: Power that products may draw in a running step, over the board's limit: assumption, they take four fifths of its time
-#: and what stands between draws 60% of the limit. The limit holds for the mean over some milliseconds.
-_STEP_POWER = 1.1
 #: Dtypes whose products may run in a lower precision.
 _HALF = ("bfloat16", "float16")
 
@@ -62,7 +59,7 @@ def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, p
     used = precision if low else kernel.dtype
     wide = product.accumulates and stack.gradient_dtype == "float32"
     out = 4.0 if wide or OPERAND_BYTES.get(used, 2.0) >= 4 else 2.0
-    seconds = product_s(product, used, device, out_bytes=out, power=_STEP_POWER)
+    seconds = product_s(product, used, device, out_bytes=out)
     if product.groups > 1 and stack.fusion == "fused" and not stack.cuda_graphs and "bmm" not in kernel.name:
         seconds = max(seconds, groups_launch_s(product, device))
     # Weights are cast once a step, and what a weight's gradient is made of was cast for the products before it.

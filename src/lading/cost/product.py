@@ -63,13 +63,7 @@ def peak_flops(device: Device, precision: str) -> float:
 
 
 def product_s(
-    product: Product,
-    precision: str,
-    device: Device,
-    *,
-    out_bytes: float = 0.0,
-    sustained: float = 1.0,
-    power: float = 1.0,
+    product: Product, precision: str, device: Device, *, out_bytes: float = 0.0, sustained: float = 1.0
 ) -> float:
     """Seconds of a product, or of ``groups`` of them in one kernel, alone on the device, launch not included.
 
@@ -77,7 +71,6 @@ def product_s(
         precision: Of the operands: a dtype, or "fp8", "mxfp8", "nvfp4" (whose cast is ``quantize_bytes``).
         out_bytes: Of an element of the output; 0: four where it accumulates, else two (four from fp32 operands).
         sustained: How much of the slowdown at the power limit applies: 1 for one after another, 0 on a cool device.
-        power: What the board may draw meanwhile, over its limit: more than 1 where what runs between draws less.
     Raises:
         ConfigError: the device has no peak for the precision, or nothing is known of its kernels.
     Source: constants fitted in benchmarks/calibrate/products.py; [Note: product].
@@ -88,7 +81,7 @@ def product_s(
     rates = kernel_rates(gpu.architecture)
     operand = OPERAND_BYTES.get(precision, _OUT_BYTES)
     element = out_bytes or (_SUM_BYTES if product.accumulates or operand >= _SUM_BYTES else _OUT_BYTES)
-    slow = 1 + sustained * (power_slowdown(gpu, rates, precision, peak, power) - 1)
+    slow = 1 + sustained * (power_slowdown(gpu, rates, precision, peak) - 1)
     return _seconds(product, (operand, element), peak * gpu.speed / slow, device, rates.product)
 
 
@@ -103,12 +96,12 @@ def groups_launch_s(product: Product, device: Device) -> float:
     return product.groups * kernel_rates(device.gpu.architecture).product.group_s
 
 
-def power_slowdown(gpu: Gpu, rates: KernelRates, precision: str, peak: float, power: float = 1.0) -> float:
+def power_slowdown(gpu: Gpu, rates: KernelRates, precision: str, peak: float) -> float:
     """How many times longer than at full clock products take at the power limit, >= 1."""
     joule = rates.product.flops_per_joule.get(_operand_class(precision))
     if joule is None:
         return 1.0
-    return max(1.0, peak * gpu.speed * rates.product.reach / (joule * gpu.power_w * power))
+    return max(1.0, peak * gpu.speed * rates.product.reach / (joule * gpu.power_w))
 
 
 def quantize_bytes(elements: float, precision: str) -> float:

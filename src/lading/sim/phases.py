@@ -51,7 +51,7 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
     kept = recomputed(segment, mode, modules, early_stop=stack.early_stop)
     memory = segment_memory(segment, kept, stack.fusion)
     again = dataclasses.replace(segment, kernels=tuple(segment.kernels[place] for place in kept.kernels))
-    launched = fuse(segment, stack.fusion, stack.attention)
+    launched = fuse(segment, stack.fusion, stack.attention, fused_loss=stack.fused_loss)
 
     def summed(kernels: Sequence[Kernel], stage: Stage) -> Part:
         return part_of((k for k in kernels if k.stage is stage), prices)

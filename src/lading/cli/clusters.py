@@ -85,6 +85,12 @@ def simulate_cluster(asked: Simulate) -> None:
     print_cluster(simulated, Console(highlight=False), asked.price)
     if asked.json is not None:
         _write(asked.json, json.dumps(summary(simulated, asked.price), indent=1) + "\n")
+    if asked.trace is not None:
+        from lading.report.perfetto import write_trace
+        from lading.sim.traces import step_timeline
+
+        write_trace(asked.trace, [step_timeline(simulated)])
+        print(f"wrote {asked.trace}")
 
 
 def _write(path: Path, text: str) -> None:

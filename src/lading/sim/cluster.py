@@ -65,6 +65,8 @@ class Job:
         replicas: Of the pipeline.
         send_forward, send_backward: Seconds from stage to stage.
         reduce_s: Seconds in which the gradients of a stage are reduced over replicas; a number, or one a stage.
+        ahead_s: How long before a stage's last gradient the first are ready to be reduced; likewise.
+        tail_s: Seconds of the reduction of those that come last, which nothing hides; likewise.
         end_s: Seconds of what follows on every rank: the optimizer, gathering of parameters.
         overlap: Whether ranks compute while they send.
         steps: How many in a row.
@@ -77,6 +79,8 @@ class Job:
     send_forward: float = 0.0
     send_backward: float = 0.0
     reduce_s: npt.ArrayLike = 0.0
+    ahead_s: npt.ArrayLike = 0.0
+    tail_s: npt.ArrayLike = 0.0
     end_s: float = 0.0
     overlap: bool = True
     steps: int = 1
@@ -260,7 +264,10 @@ class _State:
         self._device = np.ascontiguousarray(np.transpose(devices.reshape(shape), (2, 0, 1)))
         self._link = np.ascontiguousarray(np.transpose(links.reshape(shape), (2, 0, 1)))
         self._meeting = self._link.max(axis=0)
-        self._reduce_s = np.broadcast_to(np.asarray(job.reduce_s, np.float64), (plan.stages,))
+        reduction = (job.reduce_s, job.ahead_s, job.tail_s)
+        self._reduce_s = [
+            np.broadcast_to(np.asarray(value, np.float64), (plan.stages,)).tolist() for value in reduction
+        ]
         self.free = np.zeros_like(self._device)
         self.busy = np.zeros_like(self._device)
         self.mixed = np.zeros(self._device.shape, np.uint64)
@@ -283,7 +290,7 @@ class _State:
                 if entry in waves.ready:
                     self._reduce(reduced[:, part.places[row]], end[:, row], part.places[row], waves.ready[entry])
         np.maximum(self.free, reduced, out=self.free)
-        self.free += self._job.end_s * self._device
+        self.free += self._job.end_s
         return float(self.free.max()) - began
 
     def _start(self, waves: _Waves, part: _Part) -> Floats:
@@ -353,5 +360,8 @@ class _State:
 
     def _reduce(self, reduced: Floats, end: Floats, place: int, stage: int) -> None:
         """Reduce a stage's gradients once every replica has them, after the reductions before it."""
+        whole, ahead, tail = (values[stage] for values in self._reduce_s)
         slowest = self._link[:, place].max(axis=1, keepdims=True)
-        reduced[:] = np.maximum(reduced, end).max(axis=1, keepdims=True) + self._reduce_s[stage] * slowest
+        begin = np.maximum(reduced, end - ahead).max(axis=1, keepdims=True)
+        last = end.max(axis=1, keepdims=True) + tail * slowest
+        reduced[:] = np.maximum(begin + whole * slowest, last)

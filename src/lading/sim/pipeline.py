@@ -79,6 +79,7 @@ class PipelineRun:
         start_s, end_s: Of computing.
         sent_s: When what the action sends leaves; nan if it sends nothing.
         arrived_s: When that is there.
+        overlap: Whether ranks computed while they sent.
     """
 
     schedule: Schedule
@@ -86,6 +87,13 @@ class PipelineRun:
     end_s: tuple[Floats, ...]
     sent_s: tuple[Floats, ...]
     arrived_s: tuple[Floats, ...]
+    overlap: bool = True
+
+    @property
+    def send_s(self) -> float:
+        """Seconds of the longest send; 0 if there is none."""
+        lasts = [arrived - sent for sent, arrived in zip(self.sent_s, self.arrived_s, strict=True)]
+        return max((float(np.nanmax(values)) for values in lasts if not np.all(np.isnan(values))), default=0.0)
 
     @cached_property
     def makespan_s(self) -> float:
@@ -173,7 +181,7 @@ def simulate_pipeline(plan: Schedule, seconds: PipelineSeconds, *, overlap: bool
     arrivals = np.where(entries.sending, arrived[entries.posts], np.nan)
     cuts = entries.bounds[1:-1]
     split = [tuple(np.split(values, cuts)) for values in (starts, ends, leaves, arrivals)]
-    return PipelineRun(plan, split[0], split[1], split[2], split[3])
+    return PipelineRun(plan, split[0], split[1], split[2], split[3], overlap)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

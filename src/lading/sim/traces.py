@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from math import isnan
 
@@ -11,11 +12,14 @@ import numpy.typing as npt
 from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.timeline import Event, MemorySample, Timeline
-from lading.sim.cluster import ClusterRun
+from lading.sim.cluster import ClusterRun, Job, simulate_cluster
+from lading.sim.jobs import job_of
+from lading.sim.noise import Noise
 from lading.sim.pipeline import Floats, PipelineRun
 from lading.sim.schedules import Work
+from lading.sim.simulate import Simulated
 
-COMPUTE, COLLECTIVE = "compute", "collective"
+COMPUTE, COLLECTIVE, NETWORK = "compute", "collective", "data-parallel network"
 SEND_DOWN, SEND_UP = "send to the next stage", "send to the stage before"
 
 
@@ -123,6 +127,49 @@ def cluster_timeline(run: ClusterRun) -> Timeline:
             events.append(Event(rank, stream, int(action), start, end))
     events.sort(key=lambda event: event.start_s)
     return Timeline("predicted", tuple(events), (), labels)
+
+
+def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -> Timeline:
+    """A simulated step: pipeline ranks with their sends, what they reduce beside computing, and what follows.
+
+    Args:
+        ranks: Pipeline ranks to show; by default the first two, one in the middle and the last. Without a pipeline,
+            stretches of computing and collectives of one rank are shown.
+    Raises:
+        ConfigError: a rank that the pipeline has not.
+    """
+    job, run = job_of(simulated), simulated.step.pipeline
+    if run is None:
+        shown = [0]
+        drawn = cluster_timeline(simulate_cluster(dataclasses.replace(job, group=1, replicas=1), Noise(), watch=shown))
+    else:
+        last = run.schedule.ranks - 1
+        shown = sorted({0, min(1, last), last // 2, last}) if ranks is None else sorted(set(ranks))
+        saved = np.array([stage.saved_bytes for stage in simulated.step.stages])
+        drawn = pipeline_timeline(run, ranks=shown, saved_bytes=saved)
+    ready = run.gradients_ready_s if run else np.array([drawn.duration_s])
+    events, labels = list(drawn.events), dict(drawn.labels)
+    number = 2 * sum(len(order) for order in job.plan.orders)
+    step_s = simulated.step.step_s
+    for rank in shown:
+        free = 0.0
+        for stage in sorted(job.plan.stages_of(rank), key=lambda s: float(ready[s])):
+            whole, ahead, tail = (float(np.broadcast_to(v, ready.shape)[stage]) for v in _reduction(job))
+            begin = max(free, float(ready[stage]) - ahead)
+            free = max(begin + whole, float(ready[stage]) + tail)
+            if whole:
+                number += 1
+                labels[number] = f"reduce the gradients of stage {stage}"
+                events.append(Event(rank, NETWORK, number, begin, free))
+        number += 1
+        labels[number] = "optimizer and gathering of parameters"
+        events.append(Event(rank, COMPUTE, number, step_s - job.end_s, step_s))
+    events.sort(key=lambda event: event.start_s)
+    return dataclasses.replace(drawn, events=tuple(events), labels=labels)
+
+
+def _reduction(job: Job) -> tuple[Floats, Floats, Floats]:
+    return np.asarray(job.reduce_s, np.float64), np.asarray(job.ahead_s, np.float64), np.asarray(job.tail_s, np.float64)
 
 
 _NAMES = ("forward", "backward", "input gradient", "weight gradient")

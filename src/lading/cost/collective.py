@@ -284,8 +284,11 @@ def _ring(op: str, paths: _Paths, protocol: int) -> Line:
     )
 
 
-#: Bytes that the busiest domain of two binary trees sends: twice the tensor, less where there are few domains.
-_TREE_GAIN = {2: 2.0, 3: 4 / 3}
+#: Twice the tensor over the bytes that the busiest domain of two binary trees sends, where that is less than twice.
+_TREE_BYTES = {2: 2.0, 3: 4 / 3}
+#: What a plain tree makes of it: two nodes of p4d take 1.9 times less than four (NVIDIA/nccl issue 527), tensor-parallel
+#: groups over two nodes of vTrain's cluster as long as a ring; three nodes reach 96 of 100 GB/s (nccl-tests issue 119).
+_TREE_GAIN = {2: 1.4, 3: 1.15}
 
 
 def _tree(paths: _Paths, protocol: int) -> Line:
@@ -317,7 +320,7 @@ def _nvls(paths: _Paths) -> Line:
     rate, name = inner, "NVLS"
     if group.domains > 1:
         latency += 2 * log2(group.domains) * (tuning.nvls_tree_s + paths.net_extra_s)
-        rate = min(inner * tuning.nvls_tree_share, paths.net_rate * _TREE_GAIN.get(group.domains, 1.0) / 2)
+        rate = min(inner * tuning.nvls_tree_share, paths.net_rate * _TREE_BYTES.get(group.domains, 1.0) / 2)
         name = "NVLS tree"
     wide = group.domain_ranks / 8
     depth, fill_bytes = tuning.depth_s[2] * wide, tuning.fill_bytes * wide

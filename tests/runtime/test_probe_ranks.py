@@ -25,9 +25,7 @@ def test_what_was_measured_is_what_a_collective_takes() -> None:
     assert group == Group(4, 4)
     assert collective_s("all_reduce", 1e6, group, machine) == pytest.approx(1e-3)
     assert collective_s("all_reduce", 2e6, group, machine) == pytest.approx(2e-3)
-    assert collective_s("all_reduce", 8, group, machine) == pytest.approx(
-        1e-4
-    )
+    assert collective_s("all_reduce", 8, group, machine) == pytest.approx(1e-4)
     assert algorithm("all_reduce", 8, group, machine) == "measured"
     with pytest.raises(ConfigError, match="has no links"):
         collective_s("all_gather", 8, group, machine)

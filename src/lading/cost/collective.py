@@ -286,8 +286,9 @@ def _ring(op: str, paths: _Paths, protocol: int) -> Line:
 
 #: Twice the tensor over the bytes that the busiest domain of two binary trees sends, where that is less than twice.
 _TREE_BYTES = {2: 2.0, 3: 4 / 3}
-#: What a plain tree makes of it: two nodes of p4d take 1.9 times less than four (NVIDIA/nccl issue 527), tensor-parallel
-#: groups over two nodes of vTrain's cluster as long as a ring; three nodes reach 96 of 100 GB/s (nccl-tests issue 119).
+#: What a plain tree makes of it: two nodes of p4d take 1.9 times less than four (NVIDIA/nccl issue 527), while
+#: tensor-parallel groups over two nodes of vTrain's cluster take as long as a ring; three nodes reach 96 of 100 GB/s
+#: (NVIDIA/nccl-tests issue 119).
 _TREE_GAIN = {2: 1.4, 3: 1.15}
 
 

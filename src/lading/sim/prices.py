@@ -7,6 +7,7 @@ from functools import cached_property
 
 from lading.cost.collective import collective_s
 from lading.cost.contention import contention
+from lading.cost.dispatch import dispatch_s
 from lading.cost.kernels import adam_bytes, clip_s, kernel_s, step_s
 from lading.cost.topology import Group, group_of
 from lading.ir.graph import DTYPE_BYTES
@@ -23,7 +24,13 @@ _ADDING = ("hopper", "blackwell")
 class MachinePrices:
     """``lading.sim.parts.Prices`` and ``lading.sim.step.Exchange`` of a machine that has links."""
 
-    def __init__(self, machine: Machine, layout: Layout, stack: Stack) -> None:
+    def __init__(self, machine: Machine, layout: Layout, stack: Stack, active: int = 1) -> None:
+        """Prices of one request.
+
+        Args:
+            active: Experts of a token.
+        """
+        self.active = active
         self.machine = machine
         self.layout = layout
         self.stack = stack
@@ -35,7 +42,15 @@ class MachinePrices:
         return factor * kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
 
     def collective_s(self, collective: Collective) -> float:
-        """Of a collective among the ranks of its axis."""
+        """Of a collective among the ranks of its axis; tokens go to their experts as the stack sends them."""
+        if collective.op == "all_to_all" and collective.axis == "ep":
+            return dispatch_s(
+                collective.size_bytes,
+                self._group("ep"),
+                self.machine,
+                dispatcher=self.stack.dispatcher,
+                active=self.active,
+            )
         return self._collective_s(collective.op, collective.size_bytes, collective.axis)
 
     def slowdown_beside(self, axis: str) -> float:

@@ -110,7 +110,7 @@ def simulate(request: Request, table: ModelTable | None = None) -> Simulated:
     if request.network or request.ranks_per_node:
         machine = with_network(machine, request.network or None, request.ranks_per_node)
     table = table or table_of(request)
-    prices = MachinePrices(machine, request.layout, request.stack)
+    prices = MachinePrices(machine, request.layout, request.stack, table.symbols.get("a", 1))
     both = _segments(request, table, prices)
     runs = _runs(request, table)
     stages = [_stage(run, both, request, prices) for run in runs]

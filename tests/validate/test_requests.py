@@ -224,3 +224,21 @@ def test_what_the_files_of_a_source_set_for_its_rows() -> None:
     assert of("simumax-b200-llama3_70b_l12_tp1_cp8_pp1_dp1_seq131072_mbc4_cef").layout.cp_comm == "all_to_all"
     assert of("tt2412-006").stack.gather_dtype == "float8_e4m3fn"
     assert of("tt2506async-011").stack.gather_dtype == "", "scales by rows are not gathered in fp8"
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        ({"name": "Wan2.1 14B", "layers": 40, "hidden": 5120, "ffn_hidden": 13824, "heads": 40}, "wan"),
+        ({"name": "video", "layers": 40, "hidden": 5120, "ffn_hidden": 13824, "heads": 40, "params_b": 14.0}, "wan"),
+        ({"name": "DiT-XL", "layers": 28, "hidden": 1152, "heads": 16, "params_b": 0.675}, "dit"),
+        ({"name": "unknown", "layers": 28, "hidden": 1152, "heads": 16}, "dit"),
+    ],
+)
+def test_diffusion_transformers_attend_to_text_or_not(tmp_path: Path, model: dict[str, Any], family: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(changed(model={"kind": "dit", "gated_mlp": False, "vocab": None, **model}))
+    request = request_of(read_rows([file])[0][0])
+    assert request.model.family == family
+    assert request.model.symbols["p"] == 64
+    assert ("t" in request.model.symbols) == (family == "wan")

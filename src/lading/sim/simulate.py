@@ -23,7 +23,7 @@ from lading.cost.siblings import merge_siblings
 from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.machine import Machine
-from lading.ir.request import Prediction, Request
+from lading.ir.request import Architecture, Prediction, Request
 from lading.ir.table import ModelTable
 from lading.memory.ranks import gathered_bytes, state_bytes
 from lading.parallel.chunks import chunks
@@ -129,10 +129,22 @@ def table_of(request: Request) -> ModelTable:
         ConfigError: no table of that family and variant.
     """
     model = request.model
-    family = _variant(model.family, request)
+    dense = sum(count for kind, count in model.blocks if kind == "dense")
+    family = _variant(_with_parts(model, dense), request)
     stored = stored_table(family)
     symbols = {key: value for key, value in model.symbols.items() if key in stored.symbols}
-    return family_table(family, layers=model.layers, tied=model.tied, name=request.name, **symbols)
+    return family_table(
+        family, layers=model.layers, dense_layers=dense or None, tied=model.tied, name=request.name, **symbols
+    )
+
+
+def _with_parts(model: Architecture, dense: int) -> str:
+    """The family with the parts that its sizes tell of: shared experts, first blocks without experts, plain queries."""
+    if model.family == "moe" and (dense or model.symbols.get("fs")):
+        return "moe-shared"
+    if model.family == "mla-moe" and not model.symbols.get("qr"):
+        return "mla-moe-lite"
+    return model.family
 
 
 def _variant(family: str, request: Request) -> str:

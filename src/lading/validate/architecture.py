@@ -17,6 +17,9 @@ _VOCABULARY = 51200
 #: Taken where a diffusion transformer attends to text of untold length or width: T5's, as Wan and NeMo use it.
 _TEXT_TOKENS = 512
 _TEXT_WIDTH = 4096
+#: Values of a token of latents where they are not told: a patch of 2 x 2 of 16 channels, and labels of ImageNet.
+_PATCH = 64
+_LABELS = 1000
 
 
 def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int) -> tuple[Architecture, list[str]]:
@@ -43,8 +46,8 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
         symbols |= _state_space(model)
     if window := re.search(r"sliding[- ]window *\(?(\d+)", text):
         symbols["window"] = int(window[1])
-    if _is_diffusion(model) and _is_cross(text):
-        symbols |= _conditioning(model, text, assumed)
+    if _is_diffusion(model):
+        symbols |= _diffusion(model, text, assumed)
     architecture = Architecture(
         family=_family(model, text),
         symbols=symbols,
@@ -63,7 +66,7 @@ def _family(model: Mapping[str, Any], text: str) -> str:
     if "mamba_heads" in model or "mamba" in lowered:
         return "mamba2"
     if _is_diffusion(model):
-        return "wan" if _is_cross(text) else "dit"
+        return "wan" if _is_cross(model, text) else "dit"
     if "mla" in str(model.get("attention", "")).lower().split() or "kv_lora" in lowered:
         return "mla-moe"
     if model.get("experts"):
@@ -79,8 +82,14 @@ def _is_diffusion(model: Mapping[str, Any]) -> bool:
     return bool(re.search(r"\bdit\b|diffusion", str(model.get("kind", "")).lower()))
 
 
-def _is_cross(text: str) -> bool:
-    return bool(re.search(r"cross[- ]attention", text.lower()))
+def _is_cross(model: Mapping[str, Any], text: str) -> bool:
+    """Whether blocks attend to text: told, or as their parameters are nearer to such blocks' than to adaLN's alone."""
+    if re.search(r"cross[- ]attention|\bwan\b|wan ?2", f"{text} {model.get('name', '')}".lower()):
+        return True
+    width, mlp = float(model["hidden"]), float(model.get("ffn_hidden") or 4 * model["hidden"])
+    each = float(model.get("params_b") or 0) * 1e9 / float(model["layers"])
+    with_text, without = 8 * width**2 + 2 * width * mlp, 10 * width**2 + 2 * width * mlp
+    return each > 0 and abs(each - with_text) < abs(each - without)
 
 
 def _attention(model: Mapping[str, Any]) -> dict[str, int]:
@@ -142,9 +151,13 @@ def _state_space(model: Mapping[str, Any]) -> dict[str, int]:
     return {symbol: int(model[field]) for symbol, field in names.items()}
 
 
-def _conditioning(model: Mapping[str, Any], text: str, assumed: list[str]) -> dict[str, int]:
+def _diffusion(model: Mapping[str, Any], text: str, assumed: list[str]) -> dict[str, int]:
+    """Values of a patch, and what blocks are told: text, or a label."""
+    assumed.append(f"{_PATCH} values in a token")
+    if not _is_cross(model, text):
+        return {"p": _PATCH, "v": _LABELS}
     width = re.search(r"cross[- ]attention emb(?:edding)?s? *(\d+)", text)
-    found = {"t": int(model.get("text_len") or _TEXT_TOKENS), "c": int(width[1]) if width else _TEXT_WIDTH}
+    found = {"t": int(model.get("text_len") or _TEXT_TOKENS), "c": int(width[1]) if width else _TEXT_WIDTH, "p": _PATCH}
     if "text_len" not in model:
         assumed.append(f"text of {found['t']} tokens")
     if width is None:

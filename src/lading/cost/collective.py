@@ -52,8 +52,10 @@ class Tuning:
         fills: How much of that each protocol has: LL and LL128 send small chunks.
         p2p_s: Launch of sends and receives. ``peer_s``: each further peer of an all-to-all, by medium.
         all_to_all_share: Of a ring's bandwidth that pairwise sends reach, inside a domain; of the NICs' across domains
-            of several ranks, and of one each.
-        send_share: Of the same that one send reaches, inside and across.
+            of several ranks (between 0.53, two nodes of B200 with NCCL's defaults, and 0.9, six nodes of H100 of
+            NVIDIA/nccl-tests issue 267), and of one each.
+        send_share: Of the same that one send reaches, inside and across (between 0.46, defaults, and 0.84, tuned, on
+            two nodes of B200).
         send_channel: Bytes/s of one channel inside a domain, and the bytes up to which a send has one channel.
         congestion: Share of a network's rate lost each time the domains double beyond two.
     """
@@ -83,8 +85,8 @@ class Tuning:
     fills: tuple[float, float, float] = (0.0, 0.56, 1.0)
     p2p_s: float = 5e-6
     peer_s: tuple[float, float] = (0.3e-6, 1.2e-6)
-    all_to_all_share: tuple[float, float, float] = (0.9, 0.55, 0.95)
-    send_share: tuple[float, float] = (0.95, 0.65)
+    all_to_all_share: tuple[float, float, float] = (0.9, 0.75, 0.95)
+    send_share: tuple[float, float] = (0.95, 0.75)
     send_channel: tuple[float, float] = (85e9, 64e6)
     congestion: float = 0.005
 

@@ -9,7 +9,7 @@ import pytest
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import family_table
-from lading.cost.fusion import fuse, launched, unfused
+from lading.cost.fusion import eager_norm, fuse, launched, unfused
 from lading.cost.kernels import kernel_s
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Role
@@ -150,6 +150,19 @@ def test_losses_by_stack(fused_loss: bool, per_logit: float):
     assert launched(segment(kernels, 3, (2,)), stack_by_name("megatron-2021")) == fuse(
         segment(kernels, 3, (2,)), "fused"
     )
+
+
+def test_norms_written_in_python_move_many_times_the_bytes():
+    norm = Kernel(
+        "aten._fused_rms_norm.default", OpKind.NORM, Stage.FORWARD, "n", "bfloat16", 2 * MB, 2 * MB, (0,), (1,)
+    )
+    parts = eager_norm(norm)
+    assert sum(k.bytes_read + k.bytes_written for k in parts) == 9 * 4 * MB
+    back = eager_norm(replace(norm, name="aten._fused_rms_norm_backward.default", stage=Stage.BACKWARD_INPUT))
+    assert len(back) > len(parts)
+    whole = segment([norm], 2, (1,))
+    assert launched(whole, stack_by_name("hf-transformers")) == parts
+    assert launched(whole, stack_by_name("torchtitan-eager")) == (norm,)
 
 
 def test_unknown_levels_are_an_error():

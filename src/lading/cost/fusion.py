@@ -35,13 +35,22 @@ _AGAIN = (OpKind.ELEMENTWISE, OpKind.TRANSCENDENTAL, OpKind.COPY)
 #: Source: megatron_cross_entropy (unfused, 15.8 and 5.4 ms for 8192 x 131072 on H100), Liger-Kernel benchmark data
 #: @ead96b6.
 _LOSS_PASSES = 1.67
+#: Bytes read and written of each element by the operations of an RMSNorm in Python: to fp32, square, mean, scale, back
+#: to 16 bits, weight; and of their backward. Liger-Kernel benchmark data @ead96b6 has 9 times a fused one's forward.
+_NORM_FORWARD = ((2, 4), (4, 4), (4, 0), (4, 4), (4, 2), (2, 2))
+_NORM_BACKWARD = (
+    (2, 2), (4, 2), (2, 0), (2, 4), (4, 4), (8, 4), (4, 0), (4, 4), (8, 4), (8, 4), (4, 2),
+)  # fmt: skip
 #: Tensors smaller than this are no reason to fuse what reads them (scalars, weights of norms).
 _SMALL_BYTES = 1 << 16
 
 
 def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
     """The kernels that a stack launches for a segment, in order: ``fuse`` by its settings."""
-    return fuse(segment, stack.fusion, stack.attention, fused_loss=stack.fused_loss)
+    kernels = fuse(segment, stack.fusion, stack.attention, fused_loss=stack.fused_loss)
+    if not stack.eager_norms:
+        return kernels
+    return tuple(part for kernel in kernels for part in eager_norm(kernel))
 
 
 def fuse(
@@ -294,6 +303,21 @@ def _norm_like(members: Sequence[Kernel], kind: OpKind) -> OpKind:
 def _base(name: str) -> str:
     parts = name.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
+
+
+def eager_norm(kernel: Kernel) -> tuple[Kernel, ...]:
+    """The operations of an RMSNorm written in Python in fp32, and of their backward; any other kernel is itself."""
+    if "rms_norm" not in kernel.name:
+        return (kernel,)
+    backward = kernel.stage is not Stage.FORWARD
+    elements = (kernel.bytes_read + kernel.bytes_written) / (6 if backward else 4)
+
+    def of(index: int, moved: tuple[int, int]) -> Kernel:
+        read, written = (round(elements * size) for size in moved)
+        kind = OpKind.REDUCTION if written == 0 else OpKind.ELEMENTWISE
+        return replace(kernel, name=f"eager_norm.{index}", kind=kind, bytes_read=read, bytes_written=written)
+
+    return tuple(of(i, moved) for i, moved in enumerate(_NORM_BACKWARD if backward else _NORM_FORWARD))
 
 
 def unfused(kernel: Kernel) -> tuple[Kernel, ...]:

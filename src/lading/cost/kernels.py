@@ -48,7 +48,10 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         return attention_s(detail, kernel.dtype, device, stack.attention)
     if isinstance(detail, Product):
         return _product_s(kernel, detail, device, stack, precision)
-    return memory_s(kernel.bytes_read + kernel.bytes_written, memory_class(kernel, stack.fusion), device)
+    kind = memory_class(kernel, stack.fusion)
+    if kernel.kind is OpKind.SCATTER:  # what is written is cleared first at the rate of a copy; what is read is added
+        return memory_s(kernel.bytes_written, "copy", device) + memory_s(kernel.bytes_read, kind, device)
+    return memory_s(kernel.bytes_read + kernel.bytes_written, kind, device)
 
 
 def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> float:

@@ -27,6 +27,7 @@ class Stack:
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,
             saving and restoring the states of random generators.
         fused_loss: With "fused", cross-entropy is one kernel forward and one backward, not passes over fp32 logits.
+        eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.
         launch_blocking: The host waits for each kernel (CUDA_LAUNCH_BLOCKING=1): its time adds up with the device's.
         cuda_graphs: Kernels are replayed, not launched.
         gradient_dtype: In which gradients are accumulated and reduced.
@@ -55,6 +56,7 @@ class Stack:
     collective_launch_s: float = 25e-6
     block_s: float = 0.0
     fused_loss: bool = False
+    eager_norms: bool = False
     launch_blocking: bool = False
     cuda_graphs: bool = False
     gradient_dtype: str = "float32"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lading.cost.fusion import fuse
+from lading.cost.fusion import launched
 from lading.ir.stack import Stack
 from lading.ir.work import Kernel, RankSegment, Stage
 from lading.parallel.memory import segment_memory
@@ -51,16 +51,16 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
     kept = recomputed(segment, mode, modules, early_stop=stack.early_stop)
     memory = segment_memory(segment, kept, stack.fusion)
     again = dataclasses.replace(segment, kernels=tuple(segment.kernels[place] for place in kept.kernels))
-    launched = fuse(segment, stack.fusion, stack.attention, fused_loss=stack.fused_loss)
+    issued = launched(segment, stack)
 
     def summed(kernels: Sequence[Kernel], stage: Stage) -> Part:
         return part_of((k for k in kernels if k.stage is stage), prices)
 
     return Phases(
-        forward=summed(launched, Stage.FORWARD),
-        again=summed(fuse(again, stack.fusion, stack.attention), Stage.FORWARD),
-        backward_input=summed(launched, Stage.BACKWARD_INPUT),
-        backward_weight=summed(launched, Stage.BACKWARD_WEIGHT),
+        forward=summed(issued, Stage.FORWARD),
+        again=summed(launched(again, stack), Stage.FORWARD),
+        backward_input=summed(issued, Stage.BACKWARD_INPUT),
+        backward_weight=summed(issued, Stage.BACKWARD_WEIGHT),
         saved_bytes=memory.saved,
         transient_bytes=max(memory.forward_peak, memory.backward_peak) - memory.saved,
         sent_bytes=sum(segment.tensors[t].size_bytes for t in segment.leaves),

@@ -10,7 +10,7 @@ published rows whose sources were left out of every fit (benchmarks/simulator).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from lading.catalog.load import load_machine
 from lading.catalog.network import with_network
 from lading.catalog.tables import family_table, stored_table, table_families
-from lading.cost.product import peak_flops
+from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.cost.siblings import merge_siblings
 from lading.errors import ConfigError
 from lading.ir.graph import Role
@@ -164,13 +164,17 @@ def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> lis
     layout, stack = request.layout, request.stack
     sizes = {**table.symbols, "s": request.seq_len}
     found: dict[bool, list[Phases]] = {True: [], False: []}
+    # Embeddings, the head and the loss stay in 16 bits where the blocks' products have fewer.
+    high = replace(layout, precision="bf16") if layout.precision in LOW_PRECISIONS else layout
+    outside = MachinePrices(prices.machine, high, stack)
     for segment in table.segments:
+        block = bool(segment.enters and segment.leaves)
         ranked = rank_segment(segment, sizes, layout)
         if stack.fusion == "fused":
             ranked = merge_siblings(ranked)
         for again in (True, False):
-            mode = layout.recompute if again and segment.enters and segment.leaves else "none"
-            found[again].append(phases(ranked, mode, layout.recompute_modules, prices, stack))
+            mode = layout.recompute if again and block else "none"
+            found[again].append(phases(ranked, mode, layout.recompute_modules, prices if block else outside, stack))
     return [*found[True], *found[False]]
 
 

@@ -64,6 +64,7 @@ def simulate_cluster(asked: Simulate) -> None:
     """Print what a step of a model takes on a cluster, and write its figures and trace if asked."""
     from rich.console import Console
 
+    from lading.cli.scale import scale
     from lading.clusters import Question, print_cluster, request_of, summary
     from lading.sim.simulate import simulate
 
@@ -82,9 +83,13 @@ def simulate_cluster(asked: Simulate) -> None:
     )
     request, table = request_of(question)
     simulated = simulate(request, table)
-    print_cluster(simulated, Console(highlight=False), asked.price)
+    figures, sentences = scale(simulated, asked)
+    console = Console(highlight=False)
+    print_cluster(simulated, console, asked.price)
+    for sentence in sentences:
+        console.print(sentence, markup=False, soft_wrap=True)
     if asked.json is not None:
-        _write(asked.json, json.dumps(summary(simulated, asked.price), indent=1) + "\n")
+        _write(asked.json, json.dumps(summary(simulated, asked.price) | figures, indent=1) + "\n")
     if asked.trace is not None:
         from lading.report.perfetto import write_trace
         from lading.sim.traces import step_timeline

@@ -168,6 +168,16 @@ class Simulate:
     stack: Annotated[str, arg(metavar="NAME|FILE", help="With --model, the software stack.")] = "default"
     network: Annotated[str | None, _optional("WORDS", 'With --model, what links nodes: "4x 200 Gb/s HDR", ...')] = None
     price: Annotated[float | None, _optional("PRICE", "With --model, of a device for an hour.")] = None
+    jitter: Annotated[
+        float | None, _optional("SHARE", "With --model, what equal work varies by: all ranks one by one.")
+    ] = None
+    mtbf: Annotated[
+        float | None, _optional("HOURS", "With --model, between failures of one device: goodput of a long run.")
+    ] = None
+    storage: Annotated[
+        str | None, _optional("SIZE", "With --mtbf, what checkpoints are written at in a second, such as 2TB.")
+    ] = None
+    restart: Annotated[float | None, _optional("SECONDS", "With --mtbf, from a failure to the next step.")] = None
     json: Annotated[Path | None, _optional("FILE.json", "With --model, also write the figures.")] = None
 
     def run(self) -> None:
@@ -182,7 +192,20 @@ class Simulate:
             from lading.cli.clusters import simulate_cluster
 
             return simulate_cluster(self)
-        for name in ("machine", "devices", "layout", "seq", "network", "price", "json"):
+        names = (
+            "machine",
+            "devices",
+            "layout",
+            "seq",
+            "network",
+            "price",
+            "jitter",
+            "mtbf",
+            "storage",
+            "restart",
+            "json",
+        )
+        for name in names:
             if getattr(self, name) is not None:
                 raise ConfigError(f"--{name} belongs to --model, got it next to {self.source}")
         what = (_load_plan if self.source.suffix == ".json" else load_run)(self.source, self.overrides)

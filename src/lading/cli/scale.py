@@ -1,0 +1,103 @@
+"""What ``lading simulate --model`` says of many ranks and long runs: waiting for the slowest, and failures."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lading.errors import ConfigError
+from lading.units import format_capacity, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from lading.cli.commands import Simulate
+    from lading.sim.simulate import Simulated
+
+_RESTART_S = 600.0
+_RUN_S = 30 * 86400.0
+
+
+def scale(simulated: Simulated, asked: Simulate) -> tuple[dict[str, Any], list[str]]:
+    """Figures by name, and sentences that say them, of what was asked.
+
+    Raises:
+        ConfigError: a setting that another one needs is missing.
+    """
+    figures: dict[str, Any] = {}
+    lines: list[str] = []
+    step_s = simulated.step.step_s
+    if asked.jitter is not None:
+        found, sentence = _unequal(simulated, asked.jitter)
+        step_s = found["step_s"]
+        figures["unequal_ranks"] = found
+        lines.append(sentence)
+    if asked.mtbf is not None:
+        found, sentences = _long_run(simulated, asked, step_s)
+        figures["long_run"] = found
+        lines += sentences
+    elif asked.storage is not None or asked.restart is not None:
+        raise ConfigError("--storage and --restart say what failures cost; expected --mtbf HOURS next to them")
+    return figures, lines
+
+
+def _unequal(simulated: Simulated, jitter: float) -> tuple[dict[str, Any], str]:
+    from lading.sim.cluster import simulate_cluster
+    from lading.sim.jobs import job_of
+    from lading.sim.noise import Noise
+
+    job = job_of(simulated)
+    calm, run = (float(simulate_cluster(job, noise).step_s[0]) for noise in (Noise(), Noise(jitter=jitter)))
+    longer = run / calm
+    step_s = simulated.step.step_s * longer
+    sentence = (
+        f"{job.ranks:,} ranks one by one, equal work varying by {jitter:.1%}: step {format_seconds(step_s)}, "
+        f"{longer - 1:.1%} longer than of equal ranks"
+    )
+    return {"jitter": jitter, "ranks": job.ranks, "step_s": step_s, "longer": longer - 1}, sentence
+
+
+def _long_run(simulated: Simulated, asked: Simulate, step_s: float) -> tuple[dict[str, Any], list[str]]:
+    from lading.sim.goodput import best_interval_steps, cost_per_billion_tokens, goodput
+    from lading.sim.jobs import checkpoint_bytes, failures_of
+
+    if asked.mtbf is None or asked.storage is None:
+        raise ConfigError(
+            "expected --storage SIZE next to --mtbf: bytes a second that checkpoints are written at, such as 2TB"
+        )
+    restart_s = _RESTART_S if asked.restart is None else asked.restart
+    failures = failures_of(
+        simulated,
+        device_mtbf_hours=asked.mtbf,
+        restart_s=restart_s,
+        storage_bytes_per_s=parse_bytes(asked.storage),
+    )
+    steps = best_interval_steps(failures, step_s)
+    found = goodput(failures, steps * step_s, run_s=_RUN_S)
+    figures: dict[str, Any] = {
+        "mtbf_s": failures.mtbf_s,
+        "checkpoint_bytes": checkpoint_bytes(simulated),
+        "checkpoint_s": failures.checkpoint_s,
+        "interval_steps": steps,
+        "goodput": found.useful,
+        "deviation_in_30_days": found.deviation,
+        "checkpoint": found.checkpoint,
+        "restart": found.restart,
+        "redone": found.redone,
+    }
+    size, takes = format_capacity(figures["checkpoint_bytes"]), format_seconds(failures.checkpoint_s)
+    lines = [
+        f"a failure every {failures.mtbf_s / 3600:,.1f} h: checkpoints of {size} in {takes}, "
+        f"best every {steps:,} steps ({format_seconds(found.interval_s)})",
+        f"goodput {found.useful:.1%}, give or take {found.deviation:.1%} in 30 days; "
+        f"{found.checkpoint:.1%} checkpoints, {found.restart:.1%} restarts, {found.redone:.1%} done again",
+    ]
+    if asked.restart is None:
+        lines.append(f"Assumed - a restart takes {_RESTART_S:.0f} s; --restart says another")
+    if asked.price is not None:
+        request = simulated.request
+        figures["price_per_billion_tokens"] = cost_per_billion_tokens(
+            tokens_per_s=request.tokens / step_s,
+            price_per_device_hour=asked.price,
+            devices=request.layout.devices,
+            useful=found.useful,
+        )
+        lines.append(f"{figures['price_per_billion_tokens']:,.0f} for a billion tokens, failures included")
+    return figures, lines

@@ -1,0 +1,67 @@
+"""``lading simulate --model``: all ranks one by one, long runs, and the trace of a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
+
+from lading.cli.main import main
+
+ASKED = [
+    "simulate",
+    "--model",
+    "llama3-70b",
+    "--machine",
+    "h100",
+    "--devices",
+    "256",
+    "--layout",
+    "tp8,pp4,gb256,zero1",
+]
+
+
+def test_ranks_failures_and_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    more = ["--jitter", "0.03", "--mtbf", "50000", "--storage", "100GB", "--restart", "300", "--price", "2"]
+    assert main([*ASKED, *more, "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "256 ranks one by one, equal work varying by 3.0%" in printed
+    assert "a failure every 195.3 h: checkpoints of 98" in printed
+    assert "failures included" in printed
+    assert "Assumed - a restart" not in printed
+    figures = json.loads(out.read_text())
+    assert figures["unequal_ranks"]["step_s"] > figures["step_s"] * 1.01
+    assert figures["long_run"]["checkpoint_bytes"] == pytest.approx(14 * 70.6e9, rel=0.01)
+    assert 0.99 < figures["long_run"]["goodput"] < 1
+    assert figures["long_run"]["price_per_billion_tokens"] > figures["price_per_billion_tokens"] * 1.01
+
+
+def test_what_a_restart_takes_is_said_if_it_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, "--mtbf", "50000", "--storage", "100GB"]) == 0
+    assert "Assumed - a restart takes 600 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--mtbf", "50000"], "expected --storage SIZE next to --mtbf"),
+        (["--storage", "1TB"], "expected --mtbf HOURS next to them"),
+        (["--jitter", "2"], "a share of the time, from 0 to below 1"),
+    ],
+)
+def test_settings_that_need_others(more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ASKED, *more]) != 0
+    assert words in capsys.readouterr().err
+
+
+def test_the_trace_shows_ranks_of_the_pipeline(tmp_path: Path) -> None:
+    path = tmp_path / "step.pftrace"
+    assert main([*ASKED, "--trace", str(path)]) == 0
+    trace = Trace()
+    trace.ParseFromString(path.read_bytes())
+    names = {p.track_descriptor.thread.thread_name for p in trace.packet if p.HasField("track_descriptor")}
+    assert {"rank class 0 compute", "rank class 3 compute", "rank class 0 data-parallel network"} <= names
+    assert any(p.track_event.flow_ids for p in trace.packet)

@@ -40,8 +40,9 @@ class Stack:
             computing; 0 where not given.
         dispatcher: How tokens reach experts.
         imbalance: Tokens of the busiest expert's rank, over the mean.
-        in_situ: By device architecture ("" for the rest): time of a running step's kernels over that of the same
-            kernels alone (clocks, cold caches).
+        in_situ: Time of a running step's kernels over that of the same kernels alone (clocks, cold caches, releases of
+            libraries other than those measured): by architecture and cause ("hopper.products", "ampere.attention",
+            "blackwell.memory-bound"); 1 where not given.
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
         megatron_order: Interleaved pipelines warm up as Megatron's do, not as torch's.
         early_stop: Full recompute stops once all is there that backward reads, as torch's own does.
@@ -86,6 +87,6 @@ class Stack:
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):
             raise ConfigError(f"stack {self.name}: imbalance must be >= 1 and each of hidden in [0, 1]")
 
-    def in_situ_on(self, architecture: str) -> float:
-        """Factor for a device's architecture."""
-        return self.in_situ.get(architecture, self.in_situ.get("", 1.0))
+    def in_situ_of(self, architecture: str, cause: str) -> float:
+        """Factor for kernels of one cause on a device's architecture."""
+        return self.in_situ.get(f"{architecture}.{cause}", 1.0)

@@ -78,6 +78,11 @@ def total(parts: Iterable[tuple[Part, float]]) -> Part:
     return Part(busy, comm, launches, collectives, passes, flops)
 
 
+def cause_of(kernel: Kernel) -> str:
+    """What a kernel that computes is summed up as."""
+    return _CAUSES.get(kernel.kind, MEMORY) if kernel.kind else MEMORY
+
+
 def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
     """What a stretch of kernels costs."""
     busy: dict[str, float] = {}
@@ -90,7 +95,7 @@ def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
             collectives += 1
             continue
         launches += 1
-        cause = _CAUSES.get(kernel.kind, MEMORY) if kernel.kind else MEMORY
+        cause = cause_of(kernel)
         busy[cause] = busy.get(cause, 0.0) + prices.kernel_s(kernel)
         flops += kernel.flops
     return Part(busy, comm, launches, collectives, 1.0 if launches or collectives else 0.0, flops)

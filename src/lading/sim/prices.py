@@ -16,6 +16,7 @@ from lading.ir.machine import Machine
 from lading.ir.stack import Stack
 from lading.ir.work import Collective, Kernel
 from lading.memory.ranks import shards
+from lading.sim.parts import cause_of
 
 #: Architectures whose switches add (NVLink SHARP).
 _ADDING = ("hopper", "blackwell")
@@ -38,7 +39,7 @@ class MachinePrices:
 
     def kernel_s(self, kernel: Kernel) -> float:
         """Of a kernel in a running step, without its launch."""
-        factor = self.stack.in_situ_on(self.architecture)
+        factor = self.stack.in_situ_of(self.architecture, cause_of(kernel))
         return factor * kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
 
     def collective_s(self, collective: Collective) -> float:

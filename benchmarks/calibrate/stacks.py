@@ -5,8 +5,8 @@
 
 Everything else is fitted on micro-measurements; this is the only fit on whole steps. For each stack and architecture
 there are three factors, of products, attention and memory-bound kernels, held to their common factor by a ridge, and
-that to 1 by another: a stack with few rows keeps to 1. Rows of tier A, newest of equal configurations; a row counts less
-the more rows its source has. ``left out`` fits each row's stack without the rows of the same model.
+that to 1 by another: a stack with few rows keeps to 1. Rows of tier A, newest of equal configurations; a row counts
+less the more rows its source has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lading.validate.rows import read_rows
 CAUSES = (PRODUCTS, ATTENTION, MEMORY)
 STACKS = Path(__file__).parents[2] / "src" / "lading" / "catalog" / "stacks"
 #: Ridges, in rows: how many rows a departure of one is worth, of the common factor and of a cause from it.
-COMMON, APART = 1.0, 4.0
+COMMON, APART = 3.0, 20.0
 _ROUNDS, _PROBE, _WORST = 4, 0.05, 0.12
 
 

@@ -35,7 +35,9 @@ class Stack:
         master_weights: Whether a copy of the parameters in fp32 is kept beside them.
         parameters_dtype: Of the parameters themselves: "float32" where autocast casts them in every use.
         overlap_grad_reduce, overlap_param_gather: Run beside computing.
-        bucket_bytes: Gradients that are reduced at once.
+        gathers: How often a block's cut parameters are gathered where it is recomputed: 2, for forward and for
+            backward with what is recomputed; 3 where recomputing releases them again.
+        pieces: Collectives in which a block's cut parameters are gathered and their gradients reduced.
         hidden: By axis ("tp", "cp", "ep", "pp"), the share of the collectives inside a block that runs beside
             computing; 0 where not given.
         dispatcher: How tokens reach experts.
@@ -66,7 +68,8 @@ class Stack:
     parameters_dtype: str = ""
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
-    bucket_bytes: int = 200_000_000
+    gathers: int = 2
+    pieces: int = 1
     hidden: dict[str, float] = field(default_factory=lambda: {})
     dispatcher: str = "alltoall"
     imbalance: float = 1.0

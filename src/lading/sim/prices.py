@@ -62,14 +62,16 @@ class MachinePrices:
     def reduce_s(self, elements: Mapping[str, int]) -> float:
         """Reduce the gradients of so many parameters, by the axes over which they are replicated."""
         width = DTYPE_BYTES[self.stack.gradient_dtype]
-        return sum(self._reduced_s(axes, number * width) for axes, number in elements.items())
+        pieces = self.stack.pieces
+        return pieces * sum(self._reduced_s(axes, number * width // pieces) for axes, number in elements.items())
 
     def gather_s(self, elements: Mapping[str, int]) -> float:
         """Gather cut parameters; 0 where they are not."""
         if self.layout.zero == 0:
             return 0.0
-        return sum(
-            self._collective_s("all_gather", number * self._gathered_width, self._shard_axis(axes))
+        pieces = self.stack.pieces
+        return pieces * sum(
+            self._collective_s("all_gather", number * self._gathered_width // pieces, self._shard_axis(axes))
             for axes, number in elements.items()
         )
 

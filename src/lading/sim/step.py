@@ -126,9 +126,7 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
     """
     micro_batches = layout.micro_batches
     if layout.zero == 3:
-        beside = fully_sharded([_unit(u, exchange) for u in units], exchange.slowdown)
-        compute = stage.forward.seconds + stage.backward_s
-        extra = {"data-parallel communication": (beside.seconds - compute) * micro_batches}
+        extra = {"data-parallel communication": _cut(stage, units, stack, exchange) * micro_batches}
     else:
         extra = {
             "data-parallel communication": _reduced(stage, units, stack, exchange)
@@ -147,6 +145,15 @@ def _unit(stage: Stage, exchange: Exchange) -> Unit:
         stage.forward.seconds,
         stage.backward_s,
     )
+
+
+def _cut(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
+    """Seconds by which gathering cut parameters and reducing their gradients makes a micro-batch longer."""
+    found = [_unit(u, exchange) for u in units]
+    if not stack.overlap_param_gather:
+        gathers = stack.gathers if stage.again.seconds else 2
+        return sum(gathers * u.gather_s + u.reduce_s for u in found) - found[-1].gather_s
+    return fully_sharded(found, exchange.slowdown).seconds - stage.forward.seconds - stage.backward_s
 
 
 def _reduced(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:

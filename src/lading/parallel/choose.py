@@ -79,7 +79,13 @@ def choose(found: Lineage, axes: Axes) -> Choice:
 def _choose_embedding(found: Lineage, op: TableOp, choice: Choice, border: set[int]) -> None:
     weight, index = op.inputs[:2]
     words = found.atoms.leaves(found.dims[weight][0])
-    if any(is_token(found, leaf) for leaf in found.leaves(index)) and not border & set(words) and len(words) == 1:
+    given = found.segment.tensors[index].role is Role.INPUT  # tokens, not positions that are counted
+    if (
+        given
+        and any(is_token(found, leaf) for leaf in found.leaves(index))
+        and not border & set(words)
+        and len(words) == 1
+    ):
         choice.axis[words[0]] = TENSOR
         choice.words.add(words[0])
 

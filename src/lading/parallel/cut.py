@@ -103,6 +103,8 @@ class _Cutter:
         self._check_known()
         for tensor in (*segment.enters, *segment.enters_back):
             self._state(tensor).scattered = sp and self._has_tokens(tensor)
+        for tensor in self._without_gradient():
+            self.states[segment.tensors[tensor].storage] = _State(free=True)
         for index, op in enumerate(segment.ops):
             self.slots.append([])
             if op.kind is not None:
@@ -138,8 +140,20 @@ class _Cutter:
                 )
 
     def _border(self, tensor: int) -> int:
-        """What leaves has its tokens cut with sequence parallel, and is no partial sum."""
-        return self.want(tensor, len(self.segment.ops), scattered=self.axes.sp)
+        """What leaves has its tokens cut with sequence parallel, and is no partial sum; masks and tables stay whole."""
+        scattered = self.axes.sp and not self._state(tensor).free
+        return self.want(tensor, len(self.segment.ops), scattered=scattered)
+
+    def _without_gradient(self) -> list[int]:
+        """What enters and is not differentiated, such as masks and tables of positions: every rank has all of it."""
+        rest = list(self.segment.leaves_back)
+        found: list[int] = []
+        for tensor in self.segment.enters:
+            if rest and self.found.leaves(rest[0]) == self.found.leaves(tensor):
+                rest.pop(0)
+            elif self.segment.leaves_back:
+                found.append(tensor)
+        return found
 
     # What is known of a tensor.
 
@@ -310,7 +324,7 @@ class _Cutter:
         """Whether a result is each rank's part of a sum."""
         if self._ranks_cut(tensor) or not self.segment.tensors[tensor].dtype.startswith(("float", "bfloat")):
             return
-        if base_name(op.name).startswith("new_"):
+        if base_name(op.name).startswith("new_") or base_name(op.name) in ("histc", "bincount"):
             return
         storage, tokens = self.segment.tensors[tensor].storage, self._has_tokens(tensor)
         partial = TENSOR if scattered and not tokens else self._lost(op, tensor)

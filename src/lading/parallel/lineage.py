@@ -7,7 +7,7 @@ operations that make it say so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 from lading.errors import ConfigError
@@ -44,14 +44,16 @@ PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm"])
 class Lineage:
     """Dims of every tensor of a segment, in atoms.
 
-    ``normed`` are atoms that norms are over; ``unknown`` are operations of which nothing is known.
+    ``normed`` are atoms that norms are over; ``unknown`` are operations of which nothing is known; ``cuts`` are slices
+    (length of the whole, start, length) that together make up a whole.
     """
 
     segment: Segment
     atoms: Atoms
     dims: list[Dims]
-    normed: set[int]
-    unknown: list[TableOp]
+    normed: set[int] = field(default_factory=set[int])
+    unknown: list[TableOp] = field(default_factory=list[TableOp])
+    cuts: set[tuple[Size, Size, Size]] = field(default_factory=set[tuple[Size, Size, Size]])
 
     def leaves(self, tensor: int) -> tuple[int, ...]:
         """Atoms of all its dims."""
@@ -78,7 +80,8 @@ def lineage(segment: Segment) -> Lineage:
     """
     atoms = Atoms()
     dims = [tuple(atoms.new(size) for size in tensor.dims) for tensor in segment.tensors]
-    found = Lineage(segment, atoms, dims, set(), [])
+    found = Lineage(segment, atoms, dims)
+    _join_slices(found)
     for op in segment.ops:
         _relate(found, op)
     pairs = [(t, g) for t, g in segment.gradients if g is not None]
@@ -178,6 +181,33 @@ def _others_along(found: Lineage, left: int, right: int, dim: int, *, dropped: b
         found.atoms.align(a, b)
 
 
+def _join_slices(found: Lineage) -> None:
+    """Slices that stand one after another and leave nothing out are a split."""
+    slices: dict[tuple[int, int], dict[Size, int]] = {}
+    for op in found.segment.ops:
+        if base_name(op.name) == "slice" and isinstance(start := setting(op, "start"), Size):
+            key = (op.inputs[0], cast(int, _needed(op, "dim")))
+            slices.setdefault(key, {}).setdefault(start, op.outputs[0])
+    tensors = found.segment.tensors
+    for (whole, dim), parts in slices.items():
+        at, joined = Size.of(0), list[int]()
+        while at in parts and parts[at] not in joined:
+            joined.append(parts[at])
+            at = at + tensors[parts[at]].dims[dim]
+        if len(joined) > 1 and at == tensors[whole].dims[dim]:
+            _one_after_another(found, whole, tuple(joined), dim)
+            lengths = [(start, tensors[t].dims[dim]) for start, t in parts.items() if t in joined]
+            found.cuts.update((at, start, length) for start, length in lengths)
+
+
+def _is_joined(found: Lineage, op: TableOp, dim: int) -> bool:
+    sizes = [found.segment.tensors[t].dims[dim] for t in (op.inputs[0], op.outputs[0])]
+    if base_name(op.name).endswith("_backward"):
+        sizes.reverse()
+    start = setting(op, "start")
+    return isinstance(start, Size) and (sizes[0], start, sizes[1]) in found.cuts
+
+
 def _cut(found: Lineage, op: TableOp) -> None:
     """Slice, select and their backwards: a dim of another length is another dim, and its source stays whole."""
     dim, (source,), (result,) = cast(int, _needed(op, "dim")), op.inputs[:1], op.outputs[:1]
@@ -189,8 +219,9 @@ def _cut(found: Lineage, op: TableOp) -> None:
     _others_along(found, source, result, dim)
     if found.segment.tensors[source].dims[dim] == found.segment.tensors[result].dims[dim]:
         return found.atoms.align(found.dims[source][dim], found.dims[result][dim])
-    for tensor in (source, result):
-        found.atoms.keep_whole(found.dims[tensor][dim])
+    if not _is_joined(found, op, dim):
+        for tensor in (source, result):
+            found.atoms.keep_whole(found.dims[tensor][dim])
 
 
 def _split(found: Lineage, op: TableOp) -> None:
@@ -475,7 +506,7 @@ _RULES: dict[str, Callable[[Lineage, TableOp], None]] = {
     **dict.fromkeys(("slice", "select", "narrow", "slice_backward", "select_backward"), _cut),
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind", "tensor_split"), _split),
     **dict.fromkeys(("repeat", "tile", "repeat_interleave"), _repeat),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _new),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "histc", "bincount"), _new),
     **dict.fromkeys(("index", "index_select", "_unsafe_index"), _look_up),
     **dict.fromkeys(("index_add", "index_put", "index_copy", "_unsafe_index_put"), _put),
     **dict.fromkeys(("gather", "scatter", "scatter_add"), _along),

@@ -54,11 +54,21 @@ def _flops(shapes: list[tuple[int, ...]], op: TableOp) -> int:
         q, k, v = ins[1:4] if "backward" in op.name else ins[:3]
         scores, values = 2 * prod(q) * k[-2], 2 * prod(q[:-1]) * k[-2] * v[-1]
         return 3 * scores + 2 * values if "backward" in op.name else scores + values
+    if op.kind is OpKind.CONVOLUTION:
+        return _convolution_flops(shapes, op)
     if op.kind is OpKind.MATMUL:
         left = ins[1] if "addmm" in op.name or "baddbmm" in op.name else ins[0]
         rows = out[0][1:] if "grouped" in op.name and len(ins[1]) == 2 else out[0]  # each group has its own tokens
         return 2 * prod(rows) * left[-1]
     return 0
+
+
+def _convolution_flops(shapes: list[tuple[int, ...]], op: TableOp) -> int:
+    """Each of a result's numbers takes the kernel's times the channels of a group; backward has two such products."""
+    if "backward" not in op.name:
+        return 2 * prod(shapes[op.outputs[0]]) * prod(shapes[op.inputs[1]][1:])
+    gradient, weight = shapes[op.inputs[0]], shapes[op.inputs[2]]
+    return 4 * prod(gradient) * prod(weight[1:])
 
 
 @pytest.mark.parametrize("family", _EVERY)

@@ -71,6 +71,19 @@ def test_a_shared_expert_adds_to_every_token_and_sigmoid_weights_sum_to_one() ->
     torch.testing.assert_close(experts(x), without + shared(x))
 
 
+def test_experts_may_work_in_another_width() -> None:
+    torch.manual_seed(0)
+    sizes = {**_SIZES, "parts": ("experts",), "num_experts": 3, "num_active": 3, "expert_dim": 24, "mlp": "relu2"}
+    experts = PartsDecoder(PartsConfig(**sizes, experts_dim=12)).layers[0].experts
+    assert isinstance(experts, DispatchedExperts)
+    x = torch.randn(1, 5, 32)
+    low, (weights, chosen) = experts.into(x[0]), experts.route(x[0])
+    parts = [(low @ up).relu().square() @ down for up, down in zip(experts.up_EDG, experts.down_EGD, strict=True)]
+    picked = torch.stack(parts, 1).gather(1, chosen[..., None].expand(-1, -1, 12))
+    expected = experts.back((picked * weights[..., None]).sum(1))
+    torch.testing.assert_close(experts(x)[0], expected)
+
+
 def test_latent_attention_is_causal_and_its_heads_have_three_widths() -> None:
     torch.manual_seed(0)
     latent = {"query_rank": 6, "latent_rank": 10, "nope_size": 4, "rope_size": 2, "value_size": 5}

@@ -29,6 +29,9 @@ def op_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     if packet is getattr(_ATEN, "_grouped_mm", None):
         rows, inner = args[0].shape[-2:]
         return 2 * int(rows) * int(inner) * int(args[1].shape[-1])
+    if packet is _ATEN.convolution_backward and args[9] > 1:  # torch's own formula counts every pair of channels
+        each = 2 * args[0].numel() * args[2][0].numel()
+        return each * sum(args[10][:2])
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     return 0

@@ -1,11 +1,12 @@
 """Which polynomial in named sizes a number is, given what it was for several values of them.
 
-A single product of sizes is tried first, then a sum of two, then every sum of products without powers.
+A single product of sizes is tried first, then a sum of two, then every sum of products without powers, then the sum of
+two or three lengths that were found (a matrix whose columns are parts of several).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from itertools import combinations, combinations_with_replacement
@@ -20,8 +21,8 @@ from lading.ir.sizes import Monomial, Size
 _DEGREE = 4
 #: Factors of each product in a sum of two.
 _SUM_DEGREE = 3
-#: Divisors of a coefficient: half a head is turned by rotary positions.
-_DIVISORS = (1, 2)
+#: Divisors of a coefficient: half a head is turned by rotary positions, state-space layers work in chunks of tokens.
+_DIVISORS = (1, 2, 128)
 
 
 class Identifier:
@@ -44,6 +45,25 @@ class Identifier:
         if key not in self._found:
             self._found[key] = self._search(np.array(observed, dtype=np.int64))
         return self._found[key]
+
+    def learn(self, lengths: Iterable[Sequence[int]]) -> None:
+        """Find these, those that are sums of others too."""
+        rest = {tuple(observed) for observed in lengths}
+        rest = {key for key in rest if self.size(key) is None}
+        parts = sorted((key for key, size in self._found.items() if size is not None and min(key) > 0), key=sum)
+        for key in rest:
+            self._found[key] = self._sum_of_found(key, parts, 3)
+
+    def _sum_of_found(self, key: tuple[int, ...], parts: Sequence[tuple[int, ...]], most: int) -> Size | None:
+        """``key`` as the sum of at most so many lengths that were found."""
+        if most == 1 or min(key) <= 0:
+            return self._found.get(key)
+        for part in parts:
+            other = tuple(whole - piece for whole, piece in zip(key, part, strict=True))
+            left, right = self._found[part], self._sum_of_found(other, parts, most - 1)
+            if left is not None and right is not None:
+                return left + right
+        return None
 
     def _search(self, observed: NDArray[np.int64]) -> Size | None:
         if (observed == observed[0]).all():

@@ -7,7 +7,7 @@ sizes vary too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -132,6 +132,7 @@ def table_over(
     for table, at in zip(tables[1:], sizes[1:], strict=True):
         _check_alike(tables[0], table, f"at {_said(sizes[0])} and at {_said(at)}")
     identifier = Identifier(sizes[:-1], largest)
+    identifier.learn(_lengths([table.segments for table in tables[:-1]]))
     segments = tuple(
         _unified([table.segments[i] for table in tables], identifier, sizes[-1]) for i in range(len(tables[0].segments))
     )
@@ -159,6 +160,14 @@ def _check_alike(left: ModelTable, right: ModelTable, where: str) -> None:
                 f"segment {a.name!r} has {len(a.ops)} operations on {len(a.tensors)} tensors and {len(b.ops)} on "
                 f"{len(b.tensors)} {where}; a table needs the same at every size"
             )
+
+
+def _lengths(tables: Sequence[Sequence[Segment]]) -> Iterator[list[int]]:
+    """Every dim of every tensor, of all tables."""
+    for segments in zip(*tables, strict=True):
+        for same in zip(*(segment.tensors for segment in segments), strict=True):
+            for dims in zip(*(tensor.dims for tensor in same), strict=True):
+                yield [int(length.at({})) for length in dims]
 
 
 def _no_numbers(op: Any) -> Any:

@@ -45,6 +45,11 @@ SYMBOLS = {
     "dn": "width of a head without position",
     "dr": "width of a head with position",
     "dv": "width of a head's values",
+    "latent": "width that experts work in",
+    "mg": "groups of a state-space layer",
+    "mr": "heads of a group",
+    "md": "width of a state-space head",
+    "ms": "state of a head",
     "p": "numbers of a patch",
     "t": "tokens of text",
     "c": "width of the text",
@@ -102,7 +107,7 @@ def family_table(
         raise ConfigError(f"{name or family}: expected layers of at least dense_layers and 1, got {counts}")
     if dense_layers and not any("dense_layers" in text for text in stored.counts):
         raise ConfigError(f"{name or family}: family {family!r} has one kind of block, got dense_layers={dense_layers}")
-    values = _resolved(family, stored, symbols)
+    values = family_symbols(family, stored, symbols)
     keeps = stored.tied if (family.startswith(("gpt", "mpt")) if tied is None else tied) else ()
     return ModelTable(
         name=name or family,
@@ -147,7 +152,12 @@ def model_table(name: str) -> ModelTable:
     return family_table(model.model, layers=layers, tied=None if tied is None else bool(tied), name=name, **given)
 
 
-def _resolved(family: str, stored: StoredTable, given: Mapping[str, int]) -> dict[str, int]:
+def family_symbols(family: str, stored: StoredTable, given: Mapping[str, int]) -> dict[str, int]:
+    """Value of every symbol of a family but ``b`` and ``s``, from those given.
+
+    Raises:
+        ConfigError: one is missing, unknown or not positive.
+    """
     wanted = [name for name in stored.symbols if name not in ("b", "s")]
     unknown = sorted(set(given) - set(wanted))
     values = dict(given)

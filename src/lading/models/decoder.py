@@ -22,7 +22,10 @@ from lading.errors import ConfigError
 from lading.models.common import check_tokens, init_normal
 from lading.models.llama import LlamaConfig, RMSNorm, Rope
 from lading.models.loss import next_byte_loss
+from lading.models.mamba import Mamba, MambaConfig
 
+#: What a block may have, in this order.
+PARTS = ("attention", "mamba", "mlp", "experts")
 MLPS = ("swiglu", "gelu", "relu2")
 
 
@@ -36,8 +39,10 @@ class PartsConfig(LlamaConfig):
         bias: Linear layers have one.
         norm_bias: Layer norms have one.
         rotary: Positions are rotary; otherwise attention knows none (ALiBi inside a fused kernel costs nothing more).
-        parts: Of each block: "attention", "mlp", "experts".
+        parts: Of each block, among ``PARTS``.
+        mamba: Sizes of a state-space layer.
         num_experts, num_active, expert_dim: Experts, how many a token uses, and their hidden width.
+        experts_dim: Width that tokens are brought to before they go to experts (Nemotron-3); 0 means ``dim``.
         shared_dim: Hidden width of an MLP that every token of a block with experts uses; 0 means none.
         dense_layers: First blocks that have an MLP in the place of experts.
         sigmoid_router: Scores by sigmoid (DeepSeek-V3), else by softmax over the chosen.
@@ -53,9 +58,11 @@ class PartsConfig(LlamaConfig):
     norm_bias: bool = False
     rotary: bool = True
     parts: tuple[str, ...] = ("attention", "mlp")
+    mamba: MambaConfig | None = None
     num_experts: int = 0
     num_active: int = 0
     expert_dim: int = 0
+    experts_dim: int = 0
     shared_dim: int = 0
     dense_layers: int = 0
     sigmoid_router: bool = False
@@ -69,9 +76,8 @@ class PartsConfig(LlamaConfig):
         super().__post_init__()
         if self.mlp not in MLPS:
             raise ConfigError(f"expected an mlp among {', '.join(MLPS)}, got {self.mlp!r}")
-        unknown = set(self.parts) - {"attention", "mlp", "experts"}
-        if unknown or not self.parts:
-            raise ConfigError(f"expected parts among attention, mlp, experts, got {self.parts}")
+        if not self.parts or set(self.parts) - set(PARTS) or ("mamba" in self.parts and self.mamba is None):
+            raise ConfigError(f"expected parts among {', '.join(PARTS)} (mamba with its sizes), got {self.parts}")
         if "experts" in self.parts and not 0 < self.num_active <= self.num_experts:
             raise ConfigError(f"expected 1 to {self.num_experts} active experts, got {self.num_active}")
 
@@ -168,24 +174,28 @@ class DispatchedExperts(nn.Module):
         super().__init__()
         self.config = config
         experts, width = config.num_experts, config.expert_dim * (2 if config.mlp == "swiglu" else 1)
+        dim = config.experts_dim or config.dim
         self.router = nn.Linear(config.dim, experts, bias=False)
-        self.up_EDG = nn.Parameter(torch.empty(experts, config.dim, width))
-        self.down_EGD = nn.Parameter(torch.empty(experts, config.expert_dim, config.dim))
+        self.into = nn.Linear(config.dim, dim, bias=False) if config.experts_dim else nn.Identity()
+        self.back = nn.Linear(dim, config.dim, bias=False) if config.experts_dim else nn.Identity()
+        self.up_EDG = nn.Parameter(torch.empty(experts, dim, width))
+        self.down_EGD = nn.Parameter(torch.empty(experts, config.expert_dim, dim))
         self.shared = PartsMLP(config, config.shared_dim) if config.shared_dim else None
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
         """Route, dispatch, compute and add up."""
         x_SD = x_BTD.flatten(0, 1)
+        sent_SD = self.into(x_SD)
         weights_SA, chosen_SA = self.route(x_SD)
         chosen_R = chosen_SA.flatten()
         order_R = chosen_R.argsort(stable=True)
         none_E = chosen_R.new_zeros(self.config.num_experts)
         ends_E = none_E.scatter_add(0, chosen_R, torch.ones_like(chosen_R)).cumsum(0).to(torch.int32)
         tokens_R = order_R // self.config.num_active
-        hidden_RG = activated(F.grouped_mm(x_SD[tokens_R], self.up_EDG, offs=ends_E), self.config.mlp)
+        hidden_RG = activated(F.grouped_mm(sent_SD[tokens_R], self.up_EDG, offs=ends_E), self.config.mlp)
         hidden_RG = hidden_RG * weights_SA.flatten()[order_R].to(hidden_RG.dtype)[:, None]
         y_RD = F.grouped_mm(hidden_RG, self.down_EGD, offs=ends_E)
-        y_SD = torch.zeros_like(x_SD).index_add(0, tokens_R, y_RD)
+        y_SD = self.back(torch.zeros_like(sent_SD).index_add(0, tokens_R, y_RD))
         if self.shared is not None:
             y_SD = y_SD + self.shared(x_SD)
         return y_SD.unflatten(0, x_BTD.shape[:2])
@@ -209,6 +219,10 @@ class PartsBlock(nn.Module):
         if "attention" in parts:
             self.attn_norm = _norm(config, config.dim)
             self.attn = LatentAttention(config) if config.latent_rank else FusedAttention(config)
+        if "mamba" in parts:
+            assert config.mamba is not None  # as the configuration checks
+            self.mamba_norm = _norm(config, config.dim)
+            self.mamba = Mamba(config.mamba)
         if "mlp" in parts:
             self.mlp_norm = _norm(config, config.dim)
             self.mlp = PartsMLP(config, config.mlp_dim)
@@ -220,6 +234,8 @@ class PartsBlock(nn.Module):
         """One block: x_BTD -> x_BTD."""
         if "attention" in self.parts:
             x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rope)
+        if "mamba" in self.parts:
+            x_BTD = x_BTD + self.mamba(self.mamba_norm(x_BTD))
         if "mlp" in self.parts:
             x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
         if "experts" in self.parts:

@@ -23,6 +23,7 @@ from lading.ir.sizes import Size
 from lading.models.decoder import PartsConfig, PartsDecoder
 from lading.models.gpt import GPT, GptConfig
 from lading.models.llama import Llama, LlamaConfig
+from lading.models.mamba import MambaConfig
 from lading.models.patches import PatchConfig, PatchDiT, patch_loss
 from lading.models.unfused import UnfusedConfig, UnfusedGPT
 
@@ -104,7 +105,10 @@ def _llama(at: Sizes) -> nn.Module:
 def _parts(at: Sizes, **parts: Any) -> nn.Module:
     """A decoder of parts: heads that are grouped or plain, an MLP, experts, as far as there are sizes for them."""
     sizes = {field: at[symbol] for field, symbol in _PART_SIZES.items() if symbol in at}
-    base = {**_decoder({"d": 2, **at}), "num_layers": parts.pop("num_layers", 2)}
+    base = {**_decoder({"d": 2, "n": 8, **at}), "num_layers": parts.pop("num_layers", 2)}
+    if "mg" in at:
+        heads = at["mg"] * at["mr"]
+        parts["mamba"] = MambaConfig(dim=at["h"], groups=at["mg"], heads=heads, head_size=at["md"], state=at["ms"])
     return PartsDecoder(PartsConfig(**base, **sizes, **{"tied": True, **parts}))
 
 
@@ -120,6 +124,7 @@ _PART_SIZES = {
     "num_active": "a",
     "expert_dim": "g",
     "shared_dim": "fs",
+    "experts_dim": "latent",
     "query_rank": "qr",
     "latent_rank": "kr",
     "nope_size": "dn",
@@ -140,6 +145,7 @@ _LATENT = {
     "dr": (62, 82, 86),
     "dv": (47, 53, 61),
 }
+_STATE = {"mg": (2, 3, 6), "mr": (4, 5, 7), "md": (11, 17, 23), "ms": (37, 41, 47)}
 _PATCHES = {"b": (3, 5, 7), "s": (34, 38, 46, 58), "p": (151, 157, 179), **_HEADS, **_MLP}
 _ONE_BLOCK = ("1", "layers", "1")
 _DENSE_FIRST = ("1", "dense_layers", "layers - dense_layers", "1")
@@ -258,6 +264,36 @@ FAMILIES: dict[str, Family] = {
         batch=_patch_batch,
         loss=patch_loss,
         layers={"layers": 3},
+    ),
+    "hybrid-attention": Family(
+        partial(_parts, parts=("attention",), rotary=False),
+        {**_TOKENS, **_GROUPED},
+        _ONE_BLOCK,
+        "models/decoder.py: attention alone in a block, no positions; Blakeman et al. 2025 (Nemotron-H)",
+    ),
+    "hybrid-mlp": Family(
+        partial(_parts, parts=("mlp",), mlp="relu2", rotary=False),
+        {**_TOKENS, "h": _HEADS["h"], **_MLP},
+        _ONE_BLOCK,
+        "models/decoder.py: an MLP alone in a block, squared ReLU; Blakeman et al. 2025 (Nemotron-H)",
+    ),
+    "hybrid-moe": Family(
+        partial(_parts, parts=("experts",), mlp="relu2", rotary=False, sigmoid_router=True),
+        {**_TOKENS, "h": _HEADS["h"], **_EXPERTS, **_SHARED},
+        _ONE_BLOCK,
+        "models/decoder.py: experts alone in a block, squared ReLU, one of them shared; NVIDIA 2025 (Nemotron 3)",
+    ),
+    "hybrid-moe-latent": Family(
+        partial(_parts, parts=("experts",), mlp="relu2", rotary=False, sigmoid_router=True),
+        {**_TOKENS, "h": _HEADS["h"], **_EXPERTS, **_SHARED, "latent": (8 * 31, 8 * 37, 8 * 43)},
+        _ONE_BLOCK,
+        "models/decoder.py: as hybrid-moe, experts work in a width of their own; NVIDIA 2025 (Nemotron 3 Super)",
+    ),
+    "mamba2": Family(
+        partial(_parts, parts=("mamba",), rotary=False),
+        {**_TOKENS, "s": (128 * 2, 128 * 3, 128 * 5), "h": _HEADS["h"], **_STATE},
+        _ONE_BLOCK,
+        "models/mamba.py: Dao and Gu 2024 (Mamba-2), chunks of 128 tokens",
     ),
 }
 

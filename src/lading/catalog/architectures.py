@@ -1,0 +1,145 @@
+"""The table of an architecture: each of its blocks by kind, taken from the families that have such a block.
+
+A hybrid of state-space, attention and expert blocks, or one whose attention alternates between windows and all tokens,
+is a row of segments of several families; what is before the blocks and after them is the same in all of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from math import prod
+
+from lading.catalog.tables import StoredTable, family_symbols, stored_table
+from lading.errors import ConfigError
+from lading.ir.graph import OpKind
+from lading.ir.request import Architecture
+from lading.ir.table import ModelTable, Segment
+
+#: Where blocks of a kind are: the family, and the place among its blocks.
+Place = tuple[str, int]
+#: Families of which a diffusion transformer of given sizes says no more than its blocks need.
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {"dit": {"p": 16, "v": 1001}, "wan": {"p": 64}}
+
+
+def architecture_table(
+    model: Architecture, *, unfused: bool = False, dropout: float = 0.0, alibi: bool = False, name: str = ""
+) -> ModelTable:
+    """The table of an architecture.
+
+    Args:
+        unfused: Attention is two products and a softmax; of GPT there are such tables only.
+        dropout: Above 0: what joins the stream is dropped with some probability; of GPT only.
+        alibi: Attention adds a bias by distance; of GPT only.
+        name: Of the table.
+    Raises:
+        ConfigError: no family has blocks of a kind, or a size is missing.
+    """
+    base = _base(model, unfused=unfused, dropout=dropout, alibi=alibi)
+    places = {kind: _place(model, base, kind) for kind, _ in model.blocks}
+    stored = stored_table(base)
+    families = {family: stored_table(family) for family in (base, *(family for family, _ in places.values()))}
+    symbols = _symbols(model, base, families)
+    runs = [(_blocks(families[places[kind][0]])[places[kind][1]], kind, count) for kind, count in model.blocks]
+    if base == "wan":
+        runs = _last_apart(runs, families[base])
+    segments = tuple(_windowed(segment, kind, model) for segment, kind, _ in runs)
+    last = len(segments) + 1
+    return ModelTable(
+        name=name or model.family,
+        segments=(stored.segments[0], *segments, stored.segments[-1]),
+        counts=(1, *(count for *_, count in runs), 1),
+        symbols=symbols,
+        tied=tuple((first, (last, second)) for first, (_, second) in stored.tied) if model.tied else (),
+        source=stored.source,
+    )
+
+
+def _base(model: Architecture, *, unfused: bool, dropout: float, alibi: bool) -> str:
+    """The family whose first and last segment are taken, and its blocks where it has the kind."""
+    has_shared = bool(model.symbols.get("fs"))
+    if model.family == "gpt":
+        if unfused:
+            return "gpt-unfused" if alibi else "gpt-dropout" if dropout else "gpt-parts"
+        return "mpt" if alibi else "gpt-flash-dropout" if dropout else "gpt"
+    if model.family == "moe":
+        return "moe-shared" if has_shared or any(kind == "dense" for kind, _ in model.blocks) else "moe"
+    if model.family == "mla-moe":
+        if not has_shared:
+            raise ConfigError("expected a shared expert (fs) beside latent attention: no table has other blocks")
+        return "mla-moe" if model.symbols.get("qr") else "mla-moe-lite"
+    return model.family
+
+
+def _place(model: Architecture, base: str, kind: str) -> Place:
+    if model.family == "mamba2":
+        hybrid = {
+            "mamba": "mamba2",
+            "attention": "hybrid-attention",
+            "mlp": "hybrid-mlp",
+            "moe": "hybrid-moe-latent" if model.symbols.get("latent") else "hybrid-moe",
+        }
+        if kind in hybrid:
+            return hybrid[kind], 0
+    if model.family == "mla-moe" and kind in ("dense", "moe"):
+        return base, ("dense", "moe").index(kind)
+    if model.family == "moe" and kind in ("dense", "moe", "window", "full"):
+        if kind == "dense":
+            return "moe-shared", 0
+        return ("moe-shared", 1) if model.symbols.get("fs") else ("moe", 0)
+    if kind in ("block", "window", "full") and model.family not in ("mamba2", "mla-moe"):
+        return base, 0
+    raise ConfigError(f"expected blocks that family {model.family!r} has a table of, got {kind!r}")
+
+
+def _blocks(stored: StoredTable) -> tuple[Segment, ...]:
+    return stored.segments[1:-1]
+
+
+def _symbols(model: Architecture, base: str, families: Mapping[str, StoredTable]) -> dict[str, int]:
+    given = dict(model.symbols)
+    if given.get("mh"):
+        if given["mh"] % given.get("mg", 1):
+            raise ConfigError(f"expected state-space heads (mh) a multiple of groups (mg), got {given}")
+        given["mr"] = given["mh"] // given.get("mg", 1)
+    for key, value in _DEFAULTS.get(base, {}).items():
+        given.setdefault(key, value)
+    symbols: dict[str, int] = {}
+    for family, stored in families.items():
+        known = {key: value for key, value in given.items() if key in stored.symbols}
+        symbols |= family_symbols(family, stored, known)
+    return symbols
+
+
+def _last_apart(runs: list[tuple[Segment, str, int]], stored: StoredTable) -> list[tuple[Segment, str, int]]:
+    """The last block, whose backward comes first and has no gradients of text to add to, on its own."""
+    *before, (segment, kind, count) = runs
+    rest = [(segment, kind, count - 1)] if count > 1 else []
+    return [*before, *rest, (_blocks(stored)[-1], kind, 1)]
+
+
+def _windowed(segment: Segment, kind: str, model: Architecture) -> Segment:
+    """A block whose attention sees a window of tokens, if the kind says so."""
+    if kind != "window":
+        return segment
+    if not model.symbols.get("window"):
+        raise ConfigError("expected the tokens that a windowed block sees (symbol 'window'), got none")
+    window = (("window", model.symbols["window"]),)
+    ops = tuple(
+        dataclasses.replace(op, settings=(*op.settings, *window)) if op.kind is OpKind.ATTENTION else op
+        for op in segment.ops
+    )
+    return dataclasses.replace(segment, name="window", ops=ops)
+
+
+def table_parameters(table: ModelTable, seq_len: int = 1) -> int:
+    """Parameters of a model, tied ones once; positions that are learned go by ``seq_len``."""
+    sizes = {**table.symbols, "s": seq_len}
+    tied = {second for _, second in table.tied}
+    total = 0
+    for index, (segment, count) in enumerate(zip(table.segments, table.counts, strict=True)):
+        for parameter, _ in segment.gradients:
+            tensor = segment.tensors[parameter]
+            if (index, tensor.name) not in tied:
+                total += count * prod(dim.at(sizes) for dim in tensor.dims)
+    return total

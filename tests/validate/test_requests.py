@@ -105,13 +105,13 @@ def test_tasks() -> None:
 
 def test_rows_of_no_known_source_get_the_default_and_say_so(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    file.write_text(changed(layout={"precision": "bf16 mixed"}, hardware={"gpu": "NVIDIA H800 80GB"}))
+    file.write_text(changed(layout={"precision": "bf16 mixed"}, hardware={"gpu": "NVIDIA GH200 96GB"}))
     request = request_of(read_rows([file])[0][0])
     assert request.stack.name == "default"
-    assert request.machine == "h100"
+    assert request.machine == "h200"
     text = "; ".join(request.assumed)
     assert "has not been seen" in text
-    assert "H800" in text
+    assert "GH200" in text
     assert "'bf16 mixed' as bf16" in text
 
 

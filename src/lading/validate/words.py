@@ -10,8 +10,8 @@ from lading.errors import ConfigError
 
 #: (words, catalog machine, what is taken for granted); the first that fits counts.
 _MACHINES: tuple[tuple[str, str, str], ...] = (
-    (r"a800.*pcie|a800.*40", "a100-40gb", "A800: an A100 with NVLink of 400 GB/s; computes as it"),
-    (r"a800", "a100", "A800: an A100 with NVLink of 400 GB/s; computes as it"),
+    (r"a800.*pcie|a800.*\b40 ?g", "a100-40gb", "A800: an A100 with NVLink of 400 GB/s; computes as it"),
+    (r"a800", "a800", ""),
     (r"a100.*pcie|pcie.*a100", "a100-pcie", ""),
     (r"a100.*40|40 ?g.*a100", "a100-40gb", ""),
     (r"a100", "a100", ""),
@@ -24,7 +24,7 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
     (r"h100.*(96|hbm2e|500 ?w)", "h100-96gb", ""),
     (r"h100.*(pcie|nvl)|(pcie|nvl).*h100", "h100-pcie", ""),
     (r"h100", "h100", ""),
-    (r"h800", "h100", "H800: an H100 with NVLink of 400 GB/s; computes as it"),
+    (r"h800", "h800", ""),
     (r"mi300x", "mi300x", ""),
     (r"v100.*16", "v100-16gb", ""),
     (r"v100", "v100-32gb", ""),

@@ -216,3 +216,22 @@ def test_every_architecture_says_where_its_numbers_come_from(architecture: str):
     assert set(rates.sources) == {"product", "attention", "memory"}
     assert 0 < rates.memory.share < 1
     assert all(set(passes) == {"forward", "backward"} for passes in rates.attention.values())
+
+
+@pytest.mark.slow
+def test_the_catalog_holds_what_the_fits_give():
+    products = pytest.importorskip("benchmarks.calibrate.products")
+    ampere = load_machine("a100-pcie").device
+    fitted = products.fit(products.shapes("A100"), ampere, "ampere")
+    known = kernel_rates("ampere").product
+    for name in ("reach", "operand_columns", "wave_share", "prologue_k", "epilogue_share", "memory_share", "fixed_s"):
+        assert getattr(known, name) == pytest.approx(getattr(fitted, name), rel=0.02)
+
+
+@pytest.mark.slow
+def test_products_left_out_of_the_fit_are_predicted():
+    products = pytest.importorskip("benchmarks.calibrate.products")
+    found = products.shapes("A100")
+    off = products.left_out(found, load_machine("a100-pcie").device, "ampere", lambda p: p.n)
+    assert median(map(abs, off)) < 0.04
+    assert sorted(map(abs, off))[int(0.9 * len(off))] < 0.12

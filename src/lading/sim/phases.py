@@ -37,9 +37,9 @@ class Phases:
     elements: dict[str, int]
 
     @property
-    def parts(self) -> tuple[Part, ...]:
-        """All that a micro-batch runs."""
-        return self.forward, self.again, self.backward_input, self.backward_weight
+    def model_flops(self) -> float:
+        """Of a micro-batch, without what is recomputed."""
+        return self.forward.flops + self.backward_input.flops + self.backward_weight.flops
 
 
 def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Prices, stack: Stack) -> Phases:

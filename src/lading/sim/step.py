@@ -82,7 +82,7 @@ class Step:
         shares_s: Of the slowest rank, by cause; they add up to ``step_s``.
         stages: By number in the order of forward.
         pipeline: When each stage runs; None where the layout has no pipeline.
-        flops: Of products and attention done by all ranks of one data-parallel replica, recomputed ones too.
+        flops: Of products and attention of one rank of each stage, without what is recomputed.
     """
 
     step_s: float
@@ -113,7 +113,7 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         largest_unit=max((phases[segment].elements for segment, _ in run), key=lambda unit: sum(unit.values())),
         saved_bytes=sum(count * phases[segment].saved_bytes for segment, count in run),
         transient_bytes=max(phases[segment].transient_bytes for segment, _ in run),
-        flops=sum(count * part.flops for segment, count in run for part in phases[segment].parts),
+        flops=sum(count * phases[segment].model_flops for segment, count in run),
     )
 
 

@@ -1,0 +1,86 @@
+"""Layouts print and parse as one line; what cannot be is refused with the rule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lading.errors import ConfigError
+from lading.ir.layout import PRECISIONS, RECOMPUTES, Layout, parse_layout
+from lading.ir.stack import Stack
+
+powers = st.sampled_from((1, 2, 4, 8))
+layouts = st.builds(
+    Layout,
+    dp=powers,
+    tp=powers,
+    cp=powers,
+    pp=st.integers(1, 20),
+    vpp=st.integers(1, 4),
+    sp=st.booleans(),
+    zero=st.sampled_from((0, 1, 2, 3)),
+    cp_comm=st.sampled_from(("ring", "all_gather", "all_to_all")),
+    micro_batch=st.integers(1, 9),
+    recompute=st.sampled_from(RECOMPUTES),
+    recompute_layers=st.integers(-1, 5),
+    recompute_modules=st.sampled_from(((), ("core_attn",), ("layernorm", "act"))),
+    precision=st.sampled_from(PRECISIONS),
+)
+
+
+@given(layouts)
+def test_a_layout_parses_back(layout: Layout) -> None:
+    assert parse_layout(str(layout)) == layout
+    assert layout.devices == layout.dp * layout.tp * layout.cp * layout.pp
+
+
+def test_micro_batches_of_a_replica() -> None:
+    layout = parse_layout("dp4,mb2,gb64")
+    assert layout.micro_batches == 8
+    assert parse_layout("dp4,cp2,shard4").sharding_ranks == 4
+    assert parse_layout("dp4,cp2").sharding_ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp8,px4", "'px4'"),
+        ("tp0", "tp must be >= 1"),
+        ("zero4", "zero must be 0, 1, 2 or 3"),
+        ("dp3,mb2,gb16", "no multiple"),
+        ("dp2,ep4", "do not divide"),
+        ("recompute=some", "recompute must be one of"),
+        ("recompute_layers=x", "'recompute_layers=x'"),
+    ],
+)
+def test_what_cannot_be(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_layout(text)
+
+
+def test_near_words_are_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'interleaved'"):
+        parse_layout("interleavd")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"fusion": "some"}, "fusion must be one of"),
+        ({"attention": "flash9"}, "attention must be one of"),
+        ({"launch_s": -1.0}, "launch_s must be >= 0"),
+        ({"hidden": {"tp": 1.5}}, "hidden in"),
+        ({"imbalance": 0.5}, "imbalance must be >= 1"),
+    ],
+)
+def test_stacks_that_cannot_be(settings: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Stack(name="s", title="t", **settings)  # type: ignore[arg-type]
+
+
+def test_factors_of_a_running_step() -> None:
+    stack = Stack(name="s", title="t", in_situ={"hopper.products": 1.2})
+    assert stack.in_situ_of("hopper", "products") == 1.2
+    assert stack.in_situ_of("hopper", "attention") == 1.0
+    assert stack.in_situ_of("ampere", "products") == 1.0

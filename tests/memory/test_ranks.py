@@ -1,0 +1,41 @@
+"""Bytes of states on a rank, against the sums that ZeRO's paper gives (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+import pytest
+
+from lading.ir.graph import Role
+from lading.ir.layout import parse_layout
+from lading.ir.stack import Stack
+from lading.memory.ranks import gathered_bytes, replicas, shards, state_bytes
+
+HALF = Stack(name="s", title="t", gradient_dtype="bfloat16")
+ELEMENTS = {"dp": 7_500_000_000}
+
+
+@pytest.mark.parametrize(
+    ("layout", "gigabytes"), [("dp64", 120.0), ("dp64,zero1", 31.4), ("dp64,zero2", 16.6), ("dp64,zero3", 1.9)]
+)
+def test_figure_1_of_zero(layout: str, gigabytes: float) -> None:
+    """7.5 B parameters on 64 devices: 120, 31.4, 16.6 and 1.9 GB."""
+    total = sum(state_bytes(ELEMENTS, parse_layout(layout), HALF).values())
+    assert total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_frozen_weights_have_no_states() -> None:
+    roles = state_bytes(ELEMENTS, parse_layout("dp2"), HALF, trained=False)
+    assert roles[Role.GRADIENT] == roles[Role.OPTIMIZER_STATE] == 0
+    assert roles[Role.PARAMETER] == 15_000_000_000
+
+
+def test_experts_have_fewer_replicas() -> None:
+    layout = parse_layout("dp16,tp2,ep8,etp1,zero1")
+    assert replicas("dp", layout) == 16
+    assert replicas("dp/ep", layout) == 4
+    assert shards("dp/ep", layout) == 4
+    assert shards("dp", parse_layout("dp16,zero3,shard4")) == 4
+
+
+def test_gathered_parameters() -> None:
+    assert gathered_bytes({"dp": 1000}, parse_layout("dp4,zero3"), HALF) == 2000
+    assert gathered_bytes({"dp": 1000}, parse_layout("dp4,zero1"), HALF) == 0

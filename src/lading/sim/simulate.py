@@ -18,6 +18,7 @@ import numpy as np
 from lading.catalog.load import load_machine
 from lading.catalog.network import with_network
 from lading.catalog.tables import family_table, stored_table, table_families
+from lading.cost.assumed import assumed_of_links
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.cost.siblings import merge_siblings
 from lading.errors import ConfigError
@@ -86,7 +87,7 @@ class Simulated:
             high_bytes=high,
             fits=high + self.machine.device.overhead_bytes <= self.machine.device.memory_bytes,
             shares={name: seconds / step_s for name, seconds in self.step.shares_s.items()},
-            assumed=self.request.assumed,
+            assumed=(*self.request.assumed, *assumed_of_links(self.request.layout, self.machine)),
         )
 
 

@@ -77,6 +77,6 @@ def predictions_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
         else:
             line |= {"step_s": prediction.step_s, "low_s": prediction.low_s, "high_s": prediction.high_s}
             line |= {"peak_bytes": prediction.peak_bytes, "shares": dict(prediction.shares)}
-            line["assumed"] = [*(request.assumed if request else ()), *prediction.assumed]
+            line["assumed"] = list(dict.fromkeys([*(request.assumed if request else ()), *prediction.assumed]))
         found.append(line)
     return found

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from lading.catalog.load import load_machine
 from lading.errors import ConfigError
+from lading.ir.layout import parse_layout
 from lading.ir.stack import Stack
 from lading.sim.parts import Part, span, total
+from lading.sim.prices import MachinePrices
+from lading.sim.sharded import Unit, fully_sharded
 
 STACK = Stack(name="any", title="any", launch_s=1e-3, block_s=5e-3, hidden={"tp": 1.0})
 PART = Part(busy_s={"products": 0.1}, comm_s={"tp": 0.02}, launches=10, passes=1)
@@ -49,3 +55,23 @@ def test_graphs_need_no_host() -> None:
 def test_a_pass_of_negative_seconds_is_refused() -> None:
     with pytest.raises(ConfigError, match="block_s must be >= 0"):
         Stack(name="any", title="any", block_s=-1.0)
+
+
+def test_parameters_that_a_recomputed_forward_releases_are_gathered_again() -> None:
+    units = [Unit(1.0, 0.0, 0.1, 0.2), Unit(1.0, 0.0, 0.1, 0.2)]
+    twice = [Unit(1.0, 0.0, 0.1, 0.2, backward_gathers=2) for _ in units]
+    assert fully_sharded(twice, 0.0).seconds == pytest.approx(fully_sharded(units, 0.0).seconds + 1.0)
+
+
+def test_flat_rings_take_each_rank_through_its_own_nic() -> None:
+    layout = parse_layout("dp64,zero3,gb64")
+    machine = load_machine("a100")
+    plain = Stack(name="any", title="any")
+    nested, flat = (
+        MachinePrices(machine, layout, stack).gather_s({"dp": 1_000_000_000})
+        for stack in (plain, dataclasses.replace(plain, flat_rings=True))
+    )
+    assert 4 * nested < flat < 10 * nested
+    one_node = MachinePrices(machine, parse_layout("dp8,zero3,gb8"), dataclasses.replace(plain, flat_rings=True))
+    same = MachinePrices(machine, parse_layout("dp8,zero3,gb8"), plain)
+    assert one_node.gather_s({"dp": 1_000_000_000}) == same.gather_s({"dp": 1_000_000_000})

@@ -37,6 +37,7 @@ class Stack:
         overlap_grad_reduce, overlap_param_gather: Run beside computing.
         gathers: How often a block's cut parameters are gathered where it is recomputed: 2, for forward and for
             backward with what is recomputed; 3 where recomputing releases them again.
+        flat_rings: Data-parallel collectives across nodes go through the NIC of each rank, NVLink unused.
         pieces: Collectives in which a block's cut parameters are gathered and their gradients reduced.
         hidden: By axis ("tp", "cp", "ep", "pp"), the share of the collectives inside a block that runs beside
             computing; 0 where not given.
@@ -70,6 +71,7 @@ class Stack:
     overlap_param_gather: bool = True
     gathers: int = 2
     pieces: int = 1
+    flat_rings: bool = False
     hidden: dict[str, float] = field(default_factory=lambda: {})
     dispatcher: str = "alltoall"
     imbalance: float = 1.0

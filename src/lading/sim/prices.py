@@ -121,7 +121,10 @@ class MachinePrices:
         return collective_s(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
 
     def _group(self, axis: str) -> Group:
-        return group_of(self.layout, axis, self.machine, self._order)
+        group = group_of(self.layout, axis, self.machine, self._order)
+        if self.stack.flat_rings and axis.startswith("dp") and group.domains > 1:
+            return Group(group.ranks, 1)
+        return group
 
     def _slowdown(self, op: str, axis: str) -> float:
         group, gpu = self._group(axis), self.machine.device.gpu

@@ -19,12 +19,14 @@ class Unit:
     Attributes:
         gather_s, reduce_s: On the network, alone.
         forward_s, backward_s: On the device.
+        backward_gathers: How often it is gathered in backward: twice where a recomputed forward releases it again.
     """
 
     gather_s: float
     reduce_s: float
     forward_s: float
     backward_s: float
+    backward_gathers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ def fully_sharded(units: Sequence[Unit], slowdown: float, *, regather: bool = Tr
     again = list(reversed(units))
     for index, unit in enumerate(again):
         if regather and index > 0:
-            clock.gather(unit.gather_s, ahead=2)
+            clock.gather(unit.gather_s * unit.backward_gathers, ahead=2)
         else:
             clock.gather(0.0, ahead=2)
         clock.compute(unit.backward_s, after=len(units) + index)

@@ -138,20 +138,21 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
     return Step(sum(shares.values()), shares, (stage,), None, _flops([stage]) * micro_batches)
 
 
-def _unit(stage: Stage, exchange: Exchange) -> Unit:
+def _unit(stage: Stage, exchange: Exchange, gathers: int) -> Unit:
     return Unit(
         exchange.gather_s(stage.elements),
         exchange.reduce_s(stage.elements),
         stage.forward.seconds,
         stage.backward_s,
+        gathers - 1,
     )
 
 
 def _cut(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
     """Seconds by which gathering cut parameters and reducing their gradients makes a micro-batch longer."""
-    found = [_unit(u, exchange) for u in units]
+    gathers = stack.gathers if stage.again.seconds else 2
+    found = [_unit(u, exchange, gathers) for u in units]
     if not stack.overlap_param_gather:
-        gathers = stack.gathers if stage.again.seconds else 2
         return sum(gathers * u.gather_s + u.reduce_s for u in found) - found[-1].gather_s
     return fully_sharded(found, exchange.slowdown).seconds - stage.forward.seconds - stage.backward_s
 

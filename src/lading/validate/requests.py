@@ -305,6 +305,11 @@ def _recompute(row: Row, text: str, assumed: list[str]) -> tuple[str, int, tuple
     named = re.search(r"[Ss]elective recompute (?:modules|of) ([\w,]+)", text)
     if named or (detail and " " not in detail and detail not in ("selective", "full", "no")):
         modules = (named[1] if named else detail).split(",")
+        if row.model.get("experts") and "mlp" in modules:
+            modules.remove("mlp")
+            assumed.append("MLPs of the few blocks without experts are not recomputed")
+        if not modules:
+            return "none", -1, ()
         return "selective", -1, () if modules == ["core_attn"] else tuple(modules)
     if re.search(r"per-op|selective op|=\"op\"|torchtitan", text):
         return "selective", -1, ("op",)

@@ -38,7 +38,8 @@ _REDUCE = frozenset(
 def settings_of(op: Op, tensors: list[Tensor] | tuple[Tensor, ...]) -> Settings:
     """Settings of an operation of a graph; ``tensors`` are the graph's."""
     base, named = op.name.split(".")[1], _named(op)
-    first: tuple[int, ...] = next((tensors[t].shape for t in op.inputs), ())
+    shapes = [tensors[t].shape for t in op.inputs]
+    first = shapes[0] if shapes else tuple[int, ...]()
     made: list[tuple[int, ...]] = [tensors[t].shape for t in op.results if t is not None]
     if base in _REGROUP:
         return (("groups", regrouped(first, made[0])),)
@@ -47,7 +48,7 @@ def settings_of(op: Op, tensors: list[Tensor] | tuple[Tensor, ...]) -> Settings:
     if base == "expand":
         return _expanded(first, made[0])
     if base in _CUT:
-        whole: tuple[int, ...] = made[0] if base.endswith("_backward") else first
+        whole = made[0] if base.endswith("_backward") else first
         dim, start = named["dim"] % len(whole), int(named.get("start", named.get("index", 0)) or 0)
         return (("dim", dim), ("start", Size.of(start + whole[dim] if start < 0 else start)))
     if base in _SPLIT:

@@ -15,16 +15,15 @@ from functools import cached_property
 
 import numpy as np
 
+from lading.catalog.architectures import architecture_table
 from lading.catalog.load import load_machine
 from lading.catalog.network import with_network
-from lading.catalog.tables import family_table, stored_table, table_families
 from lading.cost.assumed import assumed_of_links
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.cost.siblings import merge_siblings
-from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.machine import Machine
-from lading.ir.request import Architecture, Prediction, Request
+from lading.ir.request import Prediction, Request
 from lading.ir.table import ModelTable
 from lading.memory.ranks import gathered_bytes, state_bytes
 from lading.parallel.chunks import chunks
@@ -129,35 +128,10 @@ def table_of(request: Request) -> ModelTable:
     Raises:
         ConfigError: no table of that family and variant.
     """
-    model = request.model
-    dense = sum(count for kind, count in model.blocks if kind == "dense")
-    family = _variant(_with_parts(model, dense), request)
-    stored = stored_table(family)
-    symbols = {key: value for key, value in model.symbols.items() if key in stored.symbols}
-    return family_table(
-        family, layers=model.layers, dense_layers=dense or None, tied=model.tied, name=request.name, **symbols
+    unfused = request.stack.attention == "unfused"
+    return architecture_table(
+        request.model, unfused=unfused, dropout=request.dropout, alibi=request.alibi, name=request.name
     )
-
-
-def _with_parts(model: Architecture, dense: int) -> str:
-    """The family with the parts that its sizes tell of: shared experts, first blocks without experts, plain queries."""
-    if model.family == "moe" and (dense or model.symbols.get("fs")):
-        return "moe-shared"
-    if model.family == "mla-moe" and not model.symbols.get("qr"):
-        return "mla-moe-lite"
-    return model.family
-
-
-def _variant(family: str, request: Request) -> str:
-    names = [family]
-    if request.stack.attention == "unfused":
-        names.insert(0, f"{family}-unfused")
-    elif request.dropout:
-        names.insert(0, f"{family}-dropout")
-    for name in names:
-        if name in table_families():
-            return name
-    raise ConfigError(f"{request.name}: expected a model of {', '.join(table_families())}, got {family!r}")
 
 
 def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> list[Phases]:

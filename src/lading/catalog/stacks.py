@@ -38,4 +38,5 @@ def stack_by_name(name: str) -> Stack:
     if unknown := sorted(set(data) - known):
         raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known))}")
     settings: dict[str, Any] = {"name": path.stem, **data}
+    settings["merges"] = tuple(settings.get("merges", ()))
     return Stack(**settings)

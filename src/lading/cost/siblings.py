@@ -15,16 +15,22 @@ from lading.ir.graph import OpKind, Role
 from lading.ir.work import Kernel, LocalTensor, Product, RankSegment, Stage
 
 
-def merge_siblings(segment: RankSegment) -> RankSegment:
-    """The segment with sibling products merged; what is saved and the tensors stay."""
+def merge_siblings(segment: RankSegment, modules: Sequence[str] = ()) -> RankSegment:
+    """The segment with sibling products merged; what is saved and the tensors stay.
+
+    Args:
+        modules: Where products are merged; () for everywhere.
+    """
     kernels = list(segment.kernels)
-    kernels = _share_input(kernels, segment.tensors, Stage.FORWARD)
-    kernels = _share_input(kernels, segment.tensors, Stage.BACKWARD_WEIGHT)
-    kernels = _summed(kernels, segment.tensors)
+    kernels = _share_input(kernels, segment.tensors, Stage.FORWARD, modules)
+    kernels = _share_input(kernels, segment.tensors, Stage.BACKWARD_WEIGHT, modules)
+    kernels = _summed(kernels, segment.tensors, modules)
     return dataclasses.replace(segment, kernels=tuple(kernels))
 
 
-def _is_plain(kernel: Kernel, stage: Stage) -> bool:
+def _is_plain(kernel: Kernel, stage: Stage, modules: Sequence[str]) -> bool:
+    if modules and not set(modules) & set(kernel.module.split(".")):
+        return False
     return kernel.stage is stage and isinstance(kernel.detail, Product) and kernel.detail.groups == 1
 
 
@@ -40,10 +46,12 @@ def _shared(kernel: Kernel, tensors: Sequence[LocalTensor], stage: Stage) -> obj
     return tensors[kernel.inputs[1]].storage, product.n, product.k
 
 
-def _share_input(kernels: list[Kernel], tensors: Sequence[LocalTensor], stage: Stage) -> list[Kernel]:
+def _share_input(
+    kernels: list[Kernel], tensors: Sequence[LocalTensor], stage: Stage, modules: Sequence[str]
+) -> list[Kernel]:
     families: dict[object, list[int]] = {}
     for index, kernel in enumerate(kernels):
-        if _is_plain(kernel, stage) and (key := _shared(kernel, tensors, stage)) is not None:
+        if _is_plain(kernel, stage, modules) and (key := _shared(kernel, tensors, stage)) is not None:
             families.setdefault(key, []).append(index)
     gone: set[int] = set()
     for members in families.values():
@@ -58,12 +66,12 @@ def _share_input(kernels: list[Kernel], tensors: Sequence[LocalTensor], stage: S
     return [kernel for index, kernel in enumerate(kernels) if index not in gone]
 
 
-def _summed(kernels: list[Kernel], tensors: Sequence[LocalTensor]) -> list[Kernel]:
+def _summed(kernels: list[Kernel], tensors: Sequence[LocalTensor], modules: Sequence[str]) -> list[Kernel]:
     """Products whose results are added to each other and to nothing else first."""
     makers = {
         tensors[k.outputs[0]].storage: index
         for index, k in enumerate(kernels)
-        if _is_plain(k, Stage.BACKWARD_INPUT) and len(k.outputs) == 1
+        if _is_plain(k, Stage.BACKWARD_INPUT, modules) and len(k.outputs) == 1
     }
     gone: set[int] = set()
     for index, kernel in enumerate(kernels):

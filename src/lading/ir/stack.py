@@ -48,6 +48,11 @@ class Stack:
             "blackwell.memory-bound"); 1 where not given.
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
         megatron_order: Interleaved pipelines warm up as Megatron's do, not as torch's.
+        adapter_dtype: Of adapters (LoRA); "" for that of the weights.
+        adapter_dropout: What enters an adapter is dropped out.
+        quantizer: What makes 16-bit weights of 4 bits under Q-LoRA: "gptq" (AutoGPTQ in PyTorch's kernels), "nf4"
+            (bitsandbytes); "" where there is none.
+        merges: Modules whose projections of one input are one matrix though nothing else is fused.
         early_stop: Full recompute stops once all is there that backward reads, as torch's own does.
         sources: Where each setting comes from, by key.
     """
@@ -79,6 +84,10 @@ class Stack:
     step_s: float = 0.0
     megatron_order: bool = False
     early_stop: bool = False
+    adapter_dtype: str = ""
+    adapter_dropout: bool = False
+    quantizer: str = ""
+    merges: tuple[str, ...] = ()
     sources: dict[str, str] = field(default_factory=lambda: {})
 
     def __post_init__(self) -> None:

@@ -132,6 +132,9 @@ class RankSegment:
         saved: Local tensors kept from forward to backward when nothing is recomputed.
         parameter_elements: Of this rank, by name of the axes over which they are still replicated ("dp" for those of
             every data-parallel rank, "dp/ep" for an expert's, whose data-parallel group is smaller).
+        trained_elements: Of those, what is trained beside frozen weights (adapters, or all of what is not in a block);
+            None where all parameters are trained.
+        frozen_bytes: Of the weights as they are kept, where ``trained_elements`` is not None.
         summed_elements: Of those, elements of which each tp rank has a part of the gradient's sum: what is whole on
             all of them but worked on cut tokens or heads (norms with sequence parallel).
     """
@@ -144,3 +147,5 @@ class RankSegment:
     saved: tuple[int, ...]
     parameter_elements: dict[str, int] = field(default_factory=lambda: {})
     summed_elements: int = 0
+    trained_elements: dict[str, int] | None = None
+    frozen_bytes: int = 0

@@ -45,12 +45,11 @@ def shards(axes: str, layout: Layout) -> int:
     return min(replicas(axes, layout), layout.shard or replicas(axes, layout))
 
 
-def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack, *, trained: bool = True) -> dict[Role, int]:
+def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack) -> dict[Role, int]:
     """Bytes of parameters, gradients and optimizer states of one rank.
 
     Args:
         elements: Parameters that the rank works with, by the axes over which they are replicated.
-        trained: False where weights are frozen: they have neither gradients nor states.
     """
     kept = DTYPE_BYTES.get(stack.parameters_dtype, _PRODUCT_BYTES[layout.precision])
     gradient = DTYPE_BYTES[stack.gradient_dtype] if not stack.parameters_dtype else kept
@@ -59,9 +58,29 @@ def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack, *, tr
     for axes, number in elements.items():
         ways = shards(axes, layout)
         found[Role.PARAMETER] += number * kept / (ways if layout.zero == 3 else 1)
-        if trained:
-            found[Role.GRADIENT] += number * gradient / (ways if layout.zero >= 2 else 1)
-            found[Role.OPTIMIZER_STATE] += number * states / ways
+        found[Role.GRADIENT] += number * gradient / (ways if layout.zero >= 2 else 1)
+        found[Role.OPTIMIZER_STATE] += number * states / ways
+    return {role: int(size) for role, size in found.items()}
+
+
+def adapter_bytes(frozen_bytes: int, trained: Mapping[str, int], layout: Layout, stack: Stack) -> dict[Role, int]:
+    """Bytes of frozen weights and of what is trained beside them: value, gradient and moments of one rank.
+
+    Both moments are kept as the values are, or in fp32 where the stack keeps master weights.
+
+    Args:
+        frozen_bytes: Of the rank's weights, 4-bit ones as they are packed.
+        trained: Elements of adapters and, where they are trained, of copies of embedding and head.
+    """
+    kept = 4 if stack.adapter_dtype == "float32" else _PRODUCT_BYTES[layout.precision]
+    states = _MOMENTS_BYTES + 4 if stack.master_weights else 2 * kept
+    found = {Role.PARAMETER: 0.0, Role.GRADIENT: 0.0, Role.OPTIMIZER_STATE: 0.0}
+    for axes, number in trained.items():
+        ways = shards(axes, layout)
+        found[Role.PARAMETER] += number * kept / (ways if layout.zero == 3 else 1)
+        found[Role.GRADIENT] += number * kept / (ways if layout.zero >= 2 else 1)
+        found[Role.OPTIMIZER_STATE] += number * states / ways
+    found[Role.PARAMETER] += frozen_bytes / (shards("dp", layout) if layout.zero == 3 else 1)
     return {role: int(size) for role, size in found.items()}
 
 

@@ -25,6 +25,8 @@ class Phases:
         transient_bytes: Most that backward has alive besides, recomputed tensors included.
         sent_bytes: Of the activations on its border: what a pipeline sends.
         elements: Parameters by the axes over which they are replicated.
+        trained: Of those, what is trained.
+        frozen_bytes: Of weights that are not.
     """
 
     forward: Part
@@ -35,6 +37,8 @@ class Phases:
     transient_bytes: int
     sent_bytes: int
     elements: dict[str, int]
+    trained: dict[str, int]
+    frozen_bytes: int
 
     @property
     def model_flops(self) -> float:
@@ -65,4 +69,6 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
         transient_bytes=max(memory.forward_peak, memory.backward_peak) - memory.saved,
         sent_bytes=sum(segment.tensors[t].size_bytes for t in segment.leaves),
         elements=segment.parameter_elements,
+        trained=segment.parameter_elements if segment.trained_elements is None else segment.trained_elements,
+        frozen_bytes=segment.frozen_bytes,
     )

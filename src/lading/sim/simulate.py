@@ -25,13 +25,14 @@ from lading.ir.graph import Role
 from lading.ir.machine import Machine
 from lading.ir.request import Prediction, Request
 from lading.ir.table import ModelTable
-from lading.memory.ranks import gathered_bytes, state_bytes
+from lading.memory.ranks import adapter_bytes, gathered_bytes, state_bytes
+from lading.parallel.adapters import adapted, adapters_of, packed
 from lading.parallel.chunks import chunks
 from lading.parallel.ranks import rank_segment
 from lading.sim.phases import Phases, phases
 from lading.sim.prices import MachinePrices
 from lading.sim.schedules import alive_peaks, schedule_of
-from lading.sim.step import Run, Stage, Step, elements_of, pipeline_step, replicas_step, stage_of
+from lading.sim.step import Run, Stage, Step, elements_of, pipeline_step, replicas_step, stage_of, trained_of
 
 #: Half width of the interval, as a share: 90% of the errors on rows whose sources were left out of the fits.
 _SPREAD = 0.15
@@ -142,11 +143,16 @@ def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> lis
     # Embeddings, the head and the loss stay in 16 bits where the blocks' products have fewer.
     high = replace(layout, precision="bf16") if layout.precision in LOW_PRECISIONS else layout
     outside = MachinePrices(prices.machine, high, stack)
+    adapters = adapters_of(request)
     for segment in table.segments:
         block = bool(segment.enters and segment.leaves)
         ranked = rank_segment(segment, sizes, layout)
-        if stack.fusion == "fused":
-            ranked = merge_siblings(ranked)
+        if stack.fusion == "fused" or stack.merges:
+            ranked = merge_siblings(ranked, stack.merges)
+        if adapters:
+            ranked = adapted(ranked, adapters, layout)
+        if request.packed_tokens:
+            ranked = packed(ranked, request.packed_tokens)
         for again in (True, False):
             mode = layout.recompute if again and block else "none"
             found[again].append(phases(ranked, mode, layout.recompute_modules, prices if block else outside, stack))
@@ -200,8 +206,10 @@ def _memory(request: Request, stages: Sequence[Stage], step: Step) -> list[dict[
         held = [[stages[s] for s in plan.stages_of(rank)] for rank in range(plan.ranks)]
     found: list[dict[Role, int]] = []
     for own, activations in zip(held, alive, strict=True):
-        elements = elements_of(own)
-        roles = state_bytes(elements, layout, stack, trained=request.task in ("pretrain", "sft"))
+        if request.task in ("lora", "qlora"):
+            roles = adapter_bytes(sum(stage.frozen_bytes for stage in own), trained_of(own), layout, stack)
+        else:
+            roles = state_bytes(elements_of(own), layout, stack)
         largest = max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))
         roles[Role.WORKSPACE] = 2 * gathered_bytes(largest, layout, stack)
         roles[Role.ACTIVATION] = int(activations)

@@ -54,6 +54,8 @@ class Stage:
         run: Its segments.
         forward, backward_input, backward_weight: With what is recomputed in ``backward_input``.
         elements: Parameters.
+        trained: Of those, what is trained.
+        frozen_bytes: Of weights that are not.
     """
 
     run: Run
@@ -62,6 +64,8 @@ class Stage:
     backward_input: Span
     backward_weight: Span
     elements: dict[str, int]
+    trained: dict[str, int]
+    frozen_bytes: int
     largest_unit: dict[str, int]
     saved_bytes: int
     transient_bytes: int
@@ -100,9 +104,10 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         return span(total(parts), prices, stack)
 
     elements: dict[str, int] = {}
+    trained: dict[str, int] = {}
     for segment, count in run:
-        for axes, number in phases[segment].elements.items():
-            elements[axes] = elements.get(axes, 0) + count * number
+        _add(elements, phases[segment].elements, count)
+        _add(trained, phases[segment].trained, count)
     return Stage(
         run,
         summed("forward"),
@@ -110,6 +115,8 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         summed("backward_input"),
         summed("backward_weight"),
         elements,
+        trained,
+        frozen_bytes=sum(count * phases[segment].frozen_bytes for segment, count in run),
         largest_unit=max((phases[segment].elements for segment, _ in run), key=lambda unit: sum(unit.values())),
         saved_bytes=sum(count * phases[segment].saved_bytes for segment, count in run),
         transient_bytes=max(phases[segment].transient_bytes for segment, _ in run),
@@ -132,7 +139,7 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
             "data-parallel communication": _reduced(stage, units, stack, exchange)
             + _gathered(stage, units, stack, exchange)
         }
-    extra["optimizer"] = exchange.optimizer_s(stage.elements)
+    extra["optimizer"] = exchange.optimizer_s(stage.trained)
     extra["host"] = stack.step_s
     shares = _shares(stage, micro_batches, extra)
     return Step(sum(shares.values()), shares, (stage,), None, _flops([stage]) * micro_batches)
@@ -141,7 +148,7 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
 def _unit(stage: Stage, exchange: Exchange, gathers: int) -> Unit:
     return Unit(
         exchange.gather_s(stage.elements),
-        exchange.reduce_s(stage.elements),
+        exchange.reduce_s(stage.trained),
         stage.forward.seconds,
         stage.backward_s,
         gathers - 1,
@@ -160,20 +167,20 @@ def _cut(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange)
 def _reduced(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
     """Seconds by which reducing gradients makes the step longer."""
     if not stack.overlap_grad_reduce:
-        return exchange.reduce_s(stage.elements)
+        return exchange.reduce_s(stage.trained)
     again = list(reversed(units))
     beside = reduced_beside(
-        [u.backward_s for u in again], [exchange.reduce_s(u.elements) for u in again], exchange.slowdown
+        [u.backward_s for u in again], [exchange.reduce_s(u.trained) for u in again], exchange.slowdown
     )
     return beside.seconds - stage.backward_s
 
 
 def _gathered(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
     """Seconds by which gathering what the optimizer updated in parts makes the step longer."""
-    whole = exchange.gather_s(stage.elements)
+    whole = exchange.gather_s(stage.trained)
     if not stack.overlap_param_gather or not whole:
         return whole
-    gathers = [exchange.gather_s(u.elements) for u in units]
+    gathers = [exchange.gather_s(u.trained) for u in units]
     beside = reduced_beside(
         gathers, [u.forward.seconds for u in units], 0.0
     )  # the network goes first, computing follows
@@ -223,7 +230,7 @@ def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchang
     extra = {
         "bubble": run.makespan_s - busy,
         "data-parallel communication": after + gather,
-        "optimizer": exchange.optimizer_s(elements_of(held)),
+        "optimizer": exchange.optimizer_s(trained_of(held)),
         "host": stack.step_s,
     }
     shares: dict[str, float] = {}
@@ -239,11 +246,11 @@ def _rank_end(run: PipelineRun, rank: int, stages: Sequence[Stage], stack: Stack
     held = run.schedule.stages_of(rank)
     computed = float(run.end_s[rank][-1])
     if not stack.overlap_grad_reduce:
-        return max(run.makespan_s, computed) + exchange.reduce_s(elements_of([stages[s] for s in held]))
+        return max(run.makespan_s, computed) + exchange.reduce_s(trained_of([stages[s] for s in held]))
     network = 0.0
     for stage in sorted(held, key=lambda s: float(run.gradients_ready_s[s])):
         ready = float(run.gradients_ready_s[stage])
-        reduction = exchange.reduce_s(stages[stage].elements)
+        reduction = exchange.reduce_s(stages[stage].trained)
         blocks = max(1.0, sum(count for _, count in stages[stage].run))
         begin = max(network, ready - stages[stage].backward_s * (1 - 1 / blocks))
         network = max(begin + reduction, ready + reduction / blocks)
@@ -252,7 +259,7 @@ def _rank_end(run: PipelineRun, rank: int, stages: Sequence[Stage], stack: Stack
 
 def _rank_gather(held: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
     """Seconds for which a rank waits for updated parameters; beside computing, only for those of its first block."""
-    whole = exchange.gather_s(elements_of(held))
+    whole = exchange.gather_s(trained_of(held))
     if not stack.overlap_param_gather:
         return whole
     return whole / max(1.0, sum(count for stage in held for _, count in stage.run))
@@ -262,6 +269,18 @@ def elements_of(stages: Sequence[Stage]) -> dict[str, int]:
     """Parameters of some stages, by the axes over which they are replicated."""
     elements: dict[str, int] = {}
     for stage in stages:
-        for axes, number in stage.elements.items():
-            elements[axes] = elements.get(axes, 0) + number
+        _add(elements, stage.elements, 1)
     return elements
+
+
+def trained_of(stages: Sequence[Stage]) -> dict[str, int]:
+    """Of those, what is trained."""
+    trained: dict[str, int] = {}
+    for stage in stages:
+        _add(trained, stage.trained, 1)
+    return trained
+
+
+def _add(total: dict[str, int], elements: Mapping[str, int], count: int) -> None:
+    for axes, number in elements.items():
+        total[axes] = total.get(axes, 0) + count * number

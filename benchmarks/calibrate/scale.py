@@ -1,4 +1,4 @@
-"""What steps lose when a cluster grows: published steps of one model, layout and batch of a replica on more and more devices.
+"""What steps lose when a cluster grows: published steps of one layout and batch of a replica on more and more devices.
 
     python -m benchmarks.calibrate.scale benchmarks/validation/measurements.jsonl
 
@@ -20,7 +20,7 @@ import numpy as np
 from lading.errors import LadingError
 from lading.ir.request import Request
 from lading.sim.noise import largest_of
-from lading.sim.simulate import simulate
+from lading.sim.simulate import WAITING, simulate
 from lading.validate.requests import request_of
 from lading.validate.rows import read_rows
 
@@ -60,17 +60,17 @@ def groups_of(files: list[Path]) -> dict[tuple[str, ...], list[Point]]:
             continue
         try:
             request = request_of(row)
-            predicted = simulate(request).step.step_s
+            step = simulate(request).step
         except LadingError:
             continue
         devices = request.layout.devices
-        error = float(np.log(seconds / predicted))
+        error = float(np.log(seconds / (step.step_s - step.shares_s[WAITING])))
         found[group_of(request, row.family)].append(Point(devices, largest_of(devices), error))
     return {key: points for key, points in found.items() if len({p.devices for p in points}) > 1}
 
 
 def slope(groups: list[list[Point]]) -> tuple[float, float]:
-    """Loss for a unit of lag within groups, and its standard error; the worst tenth of groups on each side is left out."""
+    """Loss for a unit of lag within groups, and its standard error; a tenth of the groups is left out on each side."""
     apart = sorted(groups, key=lambda points: _moments(points)[0] / _moments(points)[1])
     cut = len(apart) // 10
     kept = apart[cut : len(apart) - cut]

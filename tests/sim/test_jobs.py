@@ -13,8 +13,8 @@ from lading.errors import ConfigError
 from lading.sim.cluster import simulate_cluster
 from lading.sim.goodput import best_interval_s, goodput
 from lading.sim.jobs import checkpoint_bytes, failures_of, job_of
-from lading.sim.noise import Noise
-from lading.sim.simulate import Simulated, simulate
+from lading.sim.noise import DEVICE_SPREAD, Noise, stalled_share, waiting_share
+from lading.sim.simulate import WAITING, Simulated, simulate
 from lading.sim.traces import COLLECTIVE, COMPUTE, NETWORK, SEND_DOWN, step_timeline
 
 
@@ -39,7 +39,8 @@ def test_equal_ranks_take_as_long_as_the_step(case: tuple[str, str, int, str, st
     found = simulated(*case)
     job = job_of(found)
     assert job.ranks == case[2]
-    assert simulate_cluster(job, Noise()).step_s[0] == pytest.approx(found.step.step_s, rel=0.02)
+    equal_s = found.step.step_s - found.step.shares_s[WAITING]
+    assert simulate_cluster(job, Noise()).step_s[0] == pytest.approx(equal_s, rel=0.02)
 
 
 def test_unequal_ranks_take_longer() -> None:
@@ -57,6 +58,21 @@ def test_unequal_ranks_take_longer() -> None:
     assert calm * 1.01 < jittery < calm * 1.1
     assert jittery * 1.05 < straggling < calm * 1.3
     assert calm * 1.001 < linked < calm * 1.5
+
+
+def test_larger_clusters_wait_longer_for_the_slowest() -> None:
+    shares = [
+        found.shares_s[WAITING] / found.step_s
+        for devices in (8, 64, 512)
+        for found in [simulated("llama3-8b", "h100", devices, "zero1,tp2", "default").step]
+    ]
+    assert shares[0] == 0
+    assert 0.02 < shares[1] < shares[2] < 0.06
+    assert waiting_share(512, every_block=True) > 2 * waiting_share(512, every_block=False)
+    # Waiting as much as devices of that spread would: all ranks one by one, meeting at the end of a step.
+    whole = stalled_share([1.0], group=1, replicas=512, spread=DEVICE_SPREAD)
+    node = stalled_share([1.0], group=1, replicas=8, spread=DEVICE_SPREAD)
+    assert waiting_share(512, every_block=False) == pytest.approx(whole - node)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")

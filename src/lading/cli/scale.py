@@ -42,11 +42,12 @@ def _unequal(simulated: Simulated, jitter: float) -> tuple[dict[str, Any], str]:
     from lading.sim.cluster import simulate_cluster
     from lading.sim.jobs import job_of
     from lading.sim.noise import Noise
+    from lading.sim.simulate import WAITING
 
     job = job_of(simulated)
     calm, run = (float(simulate_cluster(job, noise).step_s[0]) for noise in (Noise(), Noise(jitter=jitter)))
     longer = run / calm
-    step_s = simulated.step.step_s * longer
+    step_s = (simulated.step.step_s - simulated.step.shares_s[WAITING]) * longer
     sentence = (
         f"{job.ranks:,} ranks one by one, equal work varying by {jitter:.1%}: step {format_seconds(step_s)}, "
         f"{longer - 1:.1%} longer than of equal ranks"

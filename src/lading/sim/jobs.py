@@ -21,7 +21,9 @@ _DATA_PARALLEL = "data-parallel communication"
 
 
 def job_of(simulated: Simulated, *, meetings: int = 2) -> Job:
-    """All ranks of a simulated step, for ``simulate_cluster``; equal ranks take as long as the step, within 2%.
+    """All ranks of a simulated step, for ``simulate_cluster``.
+
+    Equal ranks take as long as the step less what it has for waiting for the slowest, within 2%.
 
     A stage's computing is cut into equal stretches, and its collectives are spread over their ends. Parameters that are
     cut (FSDP) are gathered and reduced by all ranks that they are cut over, who meet there.

@@ -9,6 +9,7 @@ published rows whose sources were left out of every fit (benchmarks/simulator).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ from lading.cost.assumed import assumed_of_links
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.cost.siblings import merge_siblings
 from lading.ir.graph import Role
+from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Prediction, Request
 from lading.ir.table import ModelTable
@@ -29,11 +31,14 @@ from lading.memory.ranks import adapter_bytes, gathered_bytes, state_bytes
 from lading.parallel.adapters import adapted, adapters_of, packed
 from lading.parallel.chunks import chunks
 from lading.parallel.ranks import rank_segment
+from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, phases
 from lading.sim.prices import MachinePrices
 from lading.sim.schedules import alive_peaks, schedule_of
 from lading.sim.step import Run, Stage, Step, elements_of, pipeline_step, replicas_step, stage_of, trained_of
 
+#: Cause of what a step takes longer because its devices are not equal.
+WAITING = "waiting for the slowest"
 #: Half width of the interval, as a share: 90% of the errors on rows whose sources were left out of the fits.
 _SPREAD = 0.15
 _MEMORY_SPREAD = 0.05
@@ -120,7 +125,13 @@ def simulate(request: Request, table: ModelTable | None = None) -> Simulated:
         step = replicas_step(stages[0], units, request.layout, request.stack, prices)
     else:
         step = pipeline_step(stages, request.layout, request.stack, prices, prices.send_s(both[0].sent_bytes))
-    return Simulated(request, machine, table, step, tuple(_memory(request, stages, step)))
+    return Simulated(request, machine, table, _waiting(step, request.layout), tuple(_memory(request, stages, step)))
+
+
+def _waiting(step: Step, layout: Layout) -> Step:
+    """The step with what its ranks wait for the slowest of them."""
+    waited = step.step_s * waiting_share(layout.devices, every_block=layout.zero >= 2)
+    return dataclasses.replace(step, step_s=step.step_s + waited, shares_s={**step.shares_s, WAITING: waited})
 
 
 def table_of(request: Request) -> ModelTable:

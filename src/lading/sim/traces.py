@@ -17,7 +17,7 @@ from lading.sim.jobs import job_of
 from lading.sim.noise import Noise
 from lading.sim.pipeline import Floats, PipelineRun
 from lading.sim.schedules import Work
-from lading.sim.simulate import Simulated
+from lading.sim.simulate import WAITING, Simulated
 
 COMPUTE, COLLECTIVE, NETWORK = "compute", "collective", "data-parallel network"
 SEND_DOWN, SEND_UP = "send to the next stage", "send to the stage before"
@@ -151,6 +151,7 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
     events, labels = list(drawn.events), dict(drawn.labels)
     number = 2 * sum(len(order) for order in job.plan.orders)
     step_s = simulated.step.step_s
+    equal_s = step_s - simulated.step.shares_s[WAITING]
     for rank in shown:
         free = 0.0
         for stage in sorted(job.plan.stages_of(rank), key=lambda s: float(ready[s])):
@@ -161,9 +162,13 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
                 number += 1
                 labels[number] = f"reduce the gradients of stage {stage}"
                 events.append(Event(rank, NETWORK, number, begin, free))
-        number += 1
-        labels[number] = "optimizer and gathering of parameters"
-        events.append(Event(rank, COMPUTE, number, step_s - job.end_s, step_s))
+        for name, start, end in (
+            ("optimizer and gathering of parameters", equal_s - job.end_s, equal_s),
+            (WAITING, equal_s, step_s),
+        ):
+            number += 1
+            labels[number] = name
+            events.append(Event(rank, COMPUTE, number, start, end))
     events.sort(key=lambda event: event.start_s)
     return dataclasses.replace(drawn, events=tuple(events), labels=labels)
 

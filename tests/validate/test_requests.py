@@ -212,7 +212,7 @@ def test_what_is_not_stated_is_assumed_and_said(
 def test_what_the_files_of_a_source_set_for_its_rows() -> None:
     small, large = of("mosaic-075").stack, next(of(n) for n, r in ROWS.items() if r.family.startswith("mosaic") and
         r.hardware["gpus"] >= 128 and "H100" in r.hardware["gpu"]).stack  # fmt: skip
-    assert (small.attention, small.gradient_dtype) == ("flash1", "bfloat16")
+    assert (small.attention, small.gradient_dtype) == ("triton", "bfloat16")
     assert (large.attention, large.gradient_dtype) == ("flash2", "float32")
     assert of("dgxc2501-001").stack.hidden["tp"] == 0.0
     assert of("dgxc2501-001").stack.hidden["cp"] > 0, "the rest of the stack stays"

@@ -24,6 +24,7 @@ from lading.ir.work import Attention
 #: A kernel that an architecture has not got, or that was not measured there, and what stands for it.
 _SERVED = {
     "flash1": {"blackwell": "cudnn"},
+    "triton": {"blackwell": "cudnn"},
     "flash2": {"blackwell": "cudnn"},
     "flash3": {"ampere": "flash2", "blackwell": "cudnn"},
     "cudnn": {"ampere": "flash2"},
@@ -38,7 +39,8 @@ def attention_s(
 
     Args:
         dtype: Of queries, keys and values; products run at its peak.
-        kernel: "flash1", "flash2", "flash3" or "cudnn"; where an architecture has no such kernel, the one used there.
+        kernel: "flash1", "triton", "flash2", "flash3" or "cudnn"; where an architecture has no such kernel, the one
+            used there.
         sustained: As of ``product_s``.
     Raises:
         ConfigError: nothing is known of the kernel, or of the device's kernels and its rate of attention.

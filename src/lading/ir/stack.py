@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lading.errors import ConfigError
 
 FUSIONS = ("eager", "fused", "compiled")
-ATTENTIONS = ("unfused", "flash1", "flash2", "flash3", "cudnn")
+ATTENTIONS = ("unfused", "flash1", "triton", "flash2", "flash3", "cudnn")
 DISPATCHERS = ("alltoall", "allgather", "deepep")
 
 
@@ -21,7 +21,8 @@ class Stack:
     Attributes:
         fusion: What is fused: nothing ("eager"), what Megatron and Transformer Engine have kernels for ("fused"), or
             all between products ("compiled").
-        attention: Kernel of attention; "unfused" is two products and a softmax.
+        attention: Kernel of attention; "unfused" is two products and a softmax, "triton" the first FlashAttention in
+            Triton.
         launch_s: Seconds the host takes to launch one kernel, framework included.
         collective_launch_s: The same for a collective.
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,

@@ -112,7 +112,7 @@ FACTS: tuple[Fact, ...] = (
     Fact(
         r"llm-foundry",
         lambda request: not _large(request),
-        {"attention": "flash1", "gradient_dtype": "bfloat16"},
+        {"attention": "triton", "gradient_dtype": "bfloat16"},
         "llm-foundry scripts/train/benchmarking/submit_benchmarks.py: attn_impl triton, flash-attn 1.0.7; composer "
         "0.12 to 0.16.3 reduce in the low precision (get_mixed_precision)",
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import time
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--most-ranks", type=int, default=10240, help="largest cluster")
     parser.add_argument("--out", type=Path, help="results without a suffix: .json and .md are written")
     settings = parser.parse_args()
+    load = os.getloadavg()[0]
     rows = engines(settings.repeats) + growth(settings.repeats) + whole(settings.repeats)
     rows += clusters(min(settings.repeats, 3), settings.most_ranks)
     names = ("numpy", "simpy") if find_spec("simpy") else ("numpy",)
@@ -170,6 +172,8 @@ def main() -> None:
         "python": platform.python_version(),
         "versions": {name: version(name) for name in names},
         "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_before": load,
         "repeats": settings.repeats,
     }
     if settings.out:

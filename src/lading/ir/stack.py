@@ -27,6 +27,7 @@ class Stack:
         collective_launch_s: The same for a collective.
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,
             saving and restoring the states of random generators.
+        experts_s: The same for each pass of routed experts: counting tokens, waiting for the counts, permuting.
         fused_loss: With "fused", cross-entropy is one kernel forward and one backward, not passes over fp32 logits.
         eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.
         launch_blocking: The host waits for each kernel (CUDA_LAUNCH_BLOCKING=1): its time adds up with the device's.
@@ -65,6 +66,7 @@ class Stack:
     launch_s: float = 6e-6
     collective_launch_s: float = 25e-6
     block_s: float = 0.0
+    experts_s: float = 0.0
     fused_loss: bool = False
     eager_norms: bool = False
     launch_blocking: bool = False
@@ -96,7 +98,7 @@ class Stack:
             if getattr(self, key) not in allowed:
                 found = getattr(self, key)
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(allowed)}, got {found!r}")
-        for key in ("launch_s", "collective_launch_s", "block_s", "step_s"):
+        for key in ("launch_s", "collective_launch_s", "block_s", "experts_s", "step_s"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):

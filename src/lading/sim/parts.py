@@ -14,10 +14,12 @@ from typing import Protocol
 
 from lading.ir.graph import OpKind
 from lading.ir.stack import Stack
-from lading.ir.work import Collective, Kernel
+from lading.ir.work import Collective, Kernel, Product
 
 #: What kernels are summed up as.
 PRODUCTS, ATTENTION, MEMORY = "products", "attention", "memory-bound"
+#: What the host issues.
+_KERNELS, _COLLECTIVES, _BLOCKS, _EXPERTS = "kernels", "collectives", "blocks", "experts"
 _CAUSES = {OpKind.MATMUL: PRODUCTS, OpKind.CONVOLUTION: PRODUCTS, OpKind.ATTENTION: ATTENTION}
 
 
@@ -44,38 +46,36 @@ class Part:
     Attributes:
         busy_s: Seconds of the device by cause.
         comm_s: Seconds of collectives by axis, alone.
-        launches: Kernels that the host issues.
-        collectives: Collectives that it issues.
-        passes: Passes of blocks that it goes through.
+        issued: What the host does for it, counted: kernels, collectives, passes of blocks, passes of experts.
         flops: Of products and attention.
     """
 
     busy_s: dict[str, float] = field(default_factory=lambda: {})
     comm_s: dict[str, float] = field(default_factory=lambda: {})
-    launches: float = 0.0
-    collectives: float = 0.0
-    passes: float = 0.0
+    issued: dict[str, float] = field(default_factory=lambda: {})
     flops: float = 0.0
 
-    def __add__(self, other: Part) -> Part:
-        return total([(self, 1.0), (other, 1.0)])
+    def host_s(self, stack: Stack) -> float:
+        """Seconds in which the host issues it."""
+        each = {
+            _KERNELS: stack.launch_s,
+            _COLLECTIVES: stack.collective_launch_s,
+            _BLOCKS: stack.block_s,
+            _EXPERTS: stack.experts_s,
+        }
+        return 0.0 if stack.cuda_graphs else sum(each[what] * count for what, count in self.issued.items())
 
 
 def total(parts: Iterable[tuple[Part, float]]) -> Part:
     """Sum of parts, each so many times."""
-    busy: dict[str, float] = {}
-    comm: dict[str, float] = {}
-    launches = collectives = passes = flops = 0.0
+    sums: tuple[dict[str, float], dict[str, float], dict[str, float]] = ({}, {}, {})
+    flops = 0.0
     for part, count in parts:
-        for cause, seconds in part.busy_s.items():
-            busy[cause] = busy.get(cause, 0.0) + count * seconds
-        for axis, seconds in part.comm_s.items():
-            comm[axis] = comm.get(axis, 0.0) + count * seconds
-        launches += count * part.launches
-        collectives += count * part.collectives
-        passes += count * part.passes
+        for into, of in zip(sums, (part.busy_s, part.comm_s, part.issued), strict=True):
+            for key, value in of.items():
+                into[key] = into.get(key, 0.0) + count * value
         flops += count * part.flops
-    return Part(busy, comm, launches, collectives, passes, flops)
+    return Part(*sums, flops)
 
 
 def cause_of(kernel: Kernel) -> str:
@@ -84,21 +84,25 @@ def cause_of(kernel: Kernel) -> str:
 
 
 def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
-    """What a stretch of kernels costs."""
+    """What a stretch of kernels costs: one pass of a block."""
     busy: dict[str, float] = {}
     comm: dict[str, float] = {}
-    launches = collectives = flops = 0.0
+    issued: dict[str, float] = {}
+    flops = 0.0
     for kernel in kernels:
+        issued[_BLOCKS] = 1.0
         if isinstance(kernel.detail, Collective):
             axis = kernel.detail.axis
             comm[axis] = comm.get(axis, 0.0) + prices.collective_s(kernel.detail)
-            collectives += 1
+            issued[_COLLECTIVES] = issued.get(_COLLECTIVES, 0.0) + 1
             continue
-        launches += 1
+        if isinstance(kernel.detail, Product) and kernel.detail.groups > 1 and "bmm" not in kernel.name:
+            issued[_EXPERTS] = 1.0
+        issued[_KERNELS] = issued.get(_KERNELS, 0.0) + 1
         cause = cause_of(kernel)
         busy[cause] = busy.get(cause, 0.0) + prices.kernel_s(kernel)
         flops += kernel.flops
-    return Part(busy, comm, launches, collectives, 1.0 if launches or collectives else 0.0, flops)
+    return Part(busy, comm, issued, flops)
 
 
 @dataclass(frozen=True)
@@ -122,10 +126,7 @@ def span(part: Part, prices: Prices, stack: Stack) -> Span:
         slowed = hidden * prices.slowdown_beside(axis)
         shares[f"{axis} communication"] = seconds - hidden + slowed
     seconds = sum(shares.values())
-    host = 0.0
-    if not stack.cuda_graphs:
-        host = part.launches * stack.launch_s + part.collectives * stack.collective_launch_s
-        host += part.passes * stack.block_s
+    host = part.host_s(stack)
     exposed = host if stack.launch_blocking else max(0.0, host - seconds)
     if exposed:
         shares["launches"] = exposed

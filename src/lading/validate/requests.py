@@ -111,6 +111,8 @@ def _stack_settings(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     lowered = text.lower()
     if (graphs := _cuda_graphs(text)) is not None:
         found["cuda_graphs"] = graphs
+        if not graphs and re.search(r"CUDA graphs transformer_engine[^;.]*attn", text):
+            found |= {"block_s": 0.0, "launch_s": stack.launch_s / 2}  # of a block, only the experts are launched
     if "no gradient bucketing" in lowered or "no comm overlap" in lowered:
         found["overlap_grad_reduce"] = False
     if "no comm overlap" in lowered:
@@ -134,7 +136,7 @@ def _cuda_graphs(text: str) -> bool | None:
     """Whether most kernels are replayed: graphs of the router alone leave the rest to be launched. None: not told."""
     if found := re.search(r"CUDA graphs ([^;.]*)", text):
         scope = found[1]
-        return not scope.startswith("transformer_engine") or "attn" in scope or "mlp" in scope
+        return not scope.startswith("transformer_engine")
     if re.search(r"CUDA graphs", text):
         return True
     return False if "perf preset" in text and "No exactly matching" not in text else None

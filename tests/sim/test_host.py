@@ -15,7 +15,7 @@ from lading.sim.prices import MachinePrices
 from lading.sim.sharded import Unit, fully_sharded
 
 STACK = Stack(name="any", title="any", launch_s=1e-3, block_s=5e-3, hidden={"tp": 1.0})
-PART = Part(busy_s={"products": 0.1}, comm_s={"tp": 0.02}, launches=10, passes=1)
+PART = Part(busy_s={"products": 0.1}, comm_s={"tp": 0.02}, issued={"kernels": 10, "blocks": 1})
 
 
 class Prices:
@@ -31,7 +31,7 @@ class Prices:
 
 def test_a_host_that_runs_ahead_is_hidden_and_one_that_is_slower_is_waited_for() -> None:
     assert span(PART, Prices(), STACK).seconds == pytest.approx(0.1)
-    small = Part(busy_s={"products": 0.001}, launches=10, passes=1)
+    small = Part(busy_s={"products": 0.001}, issued={"kernels": 10, "blocks": 1})
     waited = span(small, Prices(), STACK)
     assert waited.seconds == pytest.approx(10 * 1e-3 + 5e-3)
     assert waited.shares_s["launches"] == pytest.approx(0.015 - 0.001)
@@ -47,9 +47,9 @@ def test_a_host_that_waits_for_each_kernel_hides_nothing() -> None:
 
 def test_graphs_need_no_host() -> None:
     graphs = Stack(name="any", title="any", launch_s=1e-3, block_s=5e-3, cuda_graphs=True)
-    assert span(Part(busy_s={"products": 0.001}, launches=10, passes=1), Prices(), graphs).seconds == pytest.approx(
-        1e-3
-    )
+    assert span(
+        Part(busy_s={"products": 0.001}, issued={"kernels": 10, "blocks": 1}), Prices(), graphs
+    ).seconds == pytest.approx(1e-3)
 
 
 def test_a_pass_of_negative_seconds_is_refused() -> None:

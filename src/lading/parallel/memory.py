@@ -5,11 +5,14 @@ Parameters, their gradients, optimizer states and communication buffers are coun
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from math import prod
 
 from lading.errors import ConfigError
-from lading.ir.graph import OpKind, Role
+from lading.ir.graph import DTYPE_BYTES, OpKind, Role
 from lading.ir.work import RankSegment, Stage
+from lading.parallel.losses import AS_WRITTEN, FUSED, IN_FP32, IN_LOGITS, Loss, loss_of
 from lading.parallel.recompute import POINTWISE, Flow, Recomputed
 
 #: What a compiler makes again in backward from what is kept, as it costs no product and no random draw.
@@ -32,32 +35,60 @@ class SegmentMemory:
     backward_peak: int
 
 
-def saved_bytes(segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager") -> int:
+def saved_bytes(
+    segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager", *, fused_loss: bool = False
+) -> int:
     """Bytes kept from forward to backward of one micro-batch.
 
     Args:
         recompute: What is kept and run again; None for all that backward reads.
-        fusion: "eager"; "fused": chains of pointwise operations are one kernel that makes their inner results again;
-            "compiled": all that can be made again without a product is.
+        fusion: "eager"; "fused": chains of pointwise operations are one kernel that makes their inner results again,
+            and cross-entropy works in place; "compiled": all that can be made again without a product is.
+        fused_loss: With "fused", cross-entropy works on the logits as the product made them, not on them in fp32.
     """
     flow = Flow(segment)
-    return sum(_sizes(segment)[s] for s in kept_storages(flow, recompute, fusion))
+    loss = loss_of(flow, _way(fusion, fused_loss))
+    return sum(_sizes(segment)[s] for s in kept_storages(flow, recompute, fusion, loss))
 
 
-def segment_memory(segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager") -> SegmentMemory:
+def segment_memory(
+    segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager", *, fused_loss: bool = False
+) -> SegmentMemory:
     """What is kept and the peaks; arguments as ``saved_bytes``."""
     flow, sizes = Flow(segment), _sizes(segment)
-    kept = kept_storages(flow, recompute, fusion)
-    inner = _inner(flow, fusion)
+    loss = loss_of(flow, _way(fusion, fused_loss))
+    kept = kept_storages(flow, recompute, fusion, loss)
+    never = _inner(flow, fusion) | loss.never
     again = recompute.kernels if recompute else ()
     enters, leaves = set(flow.storages(segment.enters)), set(flow.storages(segment.leaves))
     backward = [p for p, kernel in enumerate(segment.kernels) if kernel.stage is not Stage.FORWARD]
     coming = _coming(flow, backward)
+    replaced = dataclasses.replace(loss, never=frozenset(never))
     return SegmentMemory(
         saved=sum(sizes[s] for s in kept),
-        forward_peak=_peak(flow, flow.forward, enters, kept | leaves, inner),
-        backward_peak=_peak(flow, [*again, *backward], kept | coming, set(), inner),
+        forward_peak=_peak(flow, flow.forward, enters, kept | leaves, replaced),
+        backward_peak=_peak(flow, [*again, *backward], kept | coming, set(), replaced),
     )
+
+
+def weight_shapes(segment: RankSegment) -> dict[tuple[int, ...], int]:
+    """Distinct shapes of the weights of products, one expert's for experts, with their bytes.
+
+    Transformer Engine adds gradients to the main ones inside the product and hands autograd a placeholder: one tensor
+    for each distinct shape and dtype, kept for good (``get_dummy_wgrad`` in transformer_engine/pytorch/module/base.py).
+    """
+    found: dict[tuple[int, ...], int] = {}
+    for tensor in segment.tensors:
+        if tensor.role is Role.PARAMETER and tensor.name and len(tensor.shape) > 1:
+            shape = tensor.shape[-2:]
+            found[shape] = prod(shape) * DTYPE_BYTES[tensor.dtype]
+    return found
+
+
+def _way(fusion: str, fused_loss: bool) -> str:
+    if fusion == "eager":
+        return AS_WRITTEN
+    return FUSED if fusion == "compiled" else IN_LOGITS if fused_loss else IN_FP32
 
 
 def _coming(flow: Flow, backward: list[int]) -> set[int]:
@@ -75,7 +106,7 @@ def _sizes(segment: RankSegment) -> dict[int, int]:
     return sizes
 
 
-def kept_storages(flow: Flow, recompute: Recomputed | None, fusion: str) -> set[int]:
+def kept_storages(flow: Flow, recompute: Recomputed | None, fusion: str, loss: Loss) -> set[int]:
     """Storages kept from forward to backward.
 
     Raises:
@@ -84,6 +115,7 @@ def kept_storages(flow: Flow, recompute: Recomputed | None, fusion: str) -> set[
     if fusion not in ("eager", "fused", "compiled"):
         raise ConfigError(f"fusion: expected eager, fused or compiled, got {fusion!r}")
     kept = set(flow.storages(recompute.saved if recompute else flow.segment.saved))
+    kept = {loss.kept.get(storage, storage) for storage in kept}
     if fusion == "fused":
         return kept - _inner(flow, fusion)
     if fusion == "compiled":
@@ -140,26 +172,29 @@ def _is_statistic(flow: Flow, place: int, storage: int) -> bool:
     return kernel.kind is OpKind.NORM and storage != flow.storages(kernel.outputs)[0]
 
 
-def _peak(flow: Flow, places: list[int], start: set[int], stay: set[int], inner: set[int]) -> int:
-    """Most bytes at once while kernels run in order; a storage goes after its last use unless it stays."""
+def _peak(flow: Flow, places: list[int], start: set[int], stay: set[int], loss: Loss) -> int:
+    """Most bytes at once while kernels run in order; a storage goes after its last use unless it stays.
+
+    Args:
+        loss: What does not exist, and what is written in another's place.
+    """
     sizes = _sizes(flow.segment)
-    fixed = {t.storage for t in flow.segment.tensors} - flow.activations
+    fixed = {t.storage for t in flow.segment.tensors} - flow.activations | loss.never
+    steps: list[tuple[set[int], set[int]]] = []
     last: dict[int, int] = {}
     for step, place in enumerate(places):
         kernel = flow.segment.kernels[place]
-        for storage in flow.storages((*kernel.inputs, *kernel.outputs)):
-            last[storage] = step
+        made = {loss.same.get(s, s) for s in flow.storages(kernel.outputs)} - fixed
+        used = made | ({loss.same.get(s, s) for s in flow.storages(kernel.inputs)} - fixed)
+        steps.append((made, used))
+        last.update(dict.fromkeys(used, step))
     live = {s for s in start if s not in fixed}
     now = peak = sum(sizes[s] for s in live)
-    for step, place in enumerate(places):
-        kernel = flow.segment.kernels[place]
-        for storage in flow.storages(kernel.outputs):
-            if storage not in live and storage not in fixed and storage not in inner:
-                live.add(storage)
-                now += sizes[storage]
+    for step, (made, used) in enumerate(steps):
+        now += sum(sizes[s] for s in made - live)
+        live |= made
         peak = max(peak, now)
-        for storage in flow.storages((*kernel.inputs, *kernel.outputs)):
-            if last[storage] == step and storage in live and storage not in stay:
-                live.discard(storage)
-                now -= sizes[storage]
+        gone = {s for s in used & live if last[s] == step and s not in stay}
+        live -= gone
+        now -= sum(sizes[s] for s in gone)
     return peak

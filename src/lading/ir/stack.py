@@ -29,6 +29,8 @@ class Stack:
             saving and restoring the states of random generators.
         experts_s: The same for each pass of routed experts: counting tokens, waiting for the counts, permuting.
         fused_loss: With "fused", cross-entropy is one kernel forward and one backward, not passes over fp32 logits.
+        gradient_placeholders: Gradients of a block's weights are added to the main ones inside the product; autograd
+            gets a placeholder for each shape of weight, kept for good (Transformer Engine).
         eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.
         launch_blocking: The host waits for each kernel (CUDA_LAUNCH_BLOCKING=1): its time adds up with the device's.
         cuda_graphs: Kernels are replayed, not launched.
@@ -68,6 +70,7 @@ class Stack:
     block_s: float = 0.0
     experts_s: float = 0.0
     fused_loss: bool = False
+    gradient_placeholders: bool = False
     eager_norms: bool = False
     launch_blocking: bool = False
     cuda_graphs: bool = False

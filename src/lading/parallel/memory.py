@@ -11,7 +11,7 @@ from math import prod
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, OpKind, Role
-from lading.ir.work import RankSegment, Stage
+from lading.ir.work import Product, RankSegment, Stage
 from lading.parallel.losses import AS_WRITTEN, FUSED, IN_FP32, IN_LOGITS, Loss, loss_of
 from lading.parallel.recompute import POINTWISE, Flow, Recomputed
 
@@ -48,27 +48,45 @@ def saved_bytes(
     """
     flow = Flow(segment)
     loss = loss_of(flow, _way(fusion, fused_loss))
-    return sum(_sizes(segment)[s] for s in kept_storages(flow, recompute, fusion, loss))
+    sizes, together = _together(flow)
+    return sum(sizes[s] for s in _mapped(kept_storages(flow, recompute, fusion, loss), together))
 
 
 def segment_memory(
-    segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager", *, fused_loss: bool = False
+    segment: RankSegment,
+    recompute: Recomputed | None = None,
+    fusion: str = "eager",
+    *,
+    fused_loss: bool = False,
+    makes_weight_gradients: bool = True,
 ) -> SegmentMemory:
-    """What is kept and the peaks; arguments as ``saved_bytes``."""
-    flow, sizes = Flow(segment), _sizes(segment)
+    """What is kept and the peaks; arguments as ``saved_bytes``.
+
+    Args:
+        makes_weight_gradients: False where products add gradients of weights to the main ones without a tensor between.
+    """
+    flow = Flow(segment)
+    sizes, together = _together(flow)
     loss = loss_of(flow, _way(fusion, fused_loss))
-    kept = kept_storages(flow, recompute, fusion, loss)
+    kept = _mapped(kept_storages(flow, recompute, fusion, loss), together)
     never = _inner(flow, fusion) | loss.never
+    if not makes_weight_gradients:
+        never |= _weight_gradients(flow)
     again = recompute.kernels if recompute else ()
     enters, leaves = set(flow.storages(segment.enters)), set(flow.storages(segment.leaves))
     backward = [p for p, kernel in enumerate(segment.kernels) if kernel.stage is not Stage.FORWARD]
     coming = _coming(flow, backward)
-    replaced = dataclasses.replace(loss, never=frozenset(never))
+    replaced = dataclasses.replace(loss, never=frozenset(never), same=together | loss.same)
     return SegmentMemory(
         saved=sum(sizes[s] for s in kept),
-        forward_peak=_peak(flow, flow.forward, enters, kept | leaves, replaced),
-        backward_peak=_peak(flow, [*again, *backward], kept | coming, set(), replaced),
+        forward_peak=_peak((flow, sizes), flow.forward, enters, kept | leaves, replaced),
+        backward_peak=_peak((flow, sizes), [*again, *backward], kept | coming, set(), replaced),
     )
+
+
+def _weight_gradients(flow: Flow) -> set[int]:
+    products = (k for k in flow.segment.kernels if k.stage is Stage.BACKWARD_WEIGHT and isinstance(k.detail, Product))
+    return {storage for kernel in products for storage in flow.storages(kernel.outputs)}
 
 
 def weight_shapes(segment: RankSegment) -> dict[tuple[int, ...], int]:
@@ -78,10 +96,10 @@ def weight_shapes(segment: RankSegment) -> dict[tuple[int, ...], int]:
     for each distinct shape and dtype, kept for good (``get_dummy_wgrad`` in transformer_engine/pytorch/module/base.py).
     """
     found: dict[tuple[int, ...], int] = {}
-    for tensor in segment.tensors:
-        if tensor.role is Role.PARAMETER and tensor.name and len(tensor.shape) > 1:
-            shape = tensor.shape[-2:]
-            found[shape] = prod(shape) * DTYPE_BYTES[tensor.dtype]
+    for kernel in segment.kernels:
+        if kernel.stage is Stage.BACKWARD_WEIGHT and isinstance(kernel.detail, Product):
+            shape = (kernel.detail.m, kernel.detail.n)
+            found[shape] = prod(shape) * DTYPE_BYTES[kernel.dtype]
     return found
 
 
@@ -172,13 +190,28 @@ def _is_statistic(flow: Flow, place: int, storage: int) -> bool:
     return kernel.kind is OpKind.NORM and storage != flow.storages(kernel.outputs)[0]
 
 
-def _peak(flow: Flow, places: list[int], start: set[int], stay: set[int], loss: Loss) -> int:
+def _together(flow: Flow) -> tuple[dict[int, int], dict[int, int]]:
+    """Bytes of storages; results of one product (queries, keys, values) are one, which stays while a part does."""
+    sizes, together = _sizes(flow.segment), dict[int, int]()
+    for place in flow.forward:
+        kernel = flow.segment.kernels[place]
+        if isinstance(kernel.detail, Product) and len(results := flow.storages(kernel.outputs)) > 1:
+            together.update(dict.fromkeys(results[1:], results[0]))
+            sizes[results[0]] = sum(sizes[storage] for storage in results)
+    return sizes, together
+
+
+def _mapped(storages: set[int], same: dict[int, int]) -> set[int]:
+    return {same.get(storage, storage) for storage in storages}
+
+
+def _peak(sized: tuple[Flow, dict[int, int]], places: list[int], start: set[int], stay: set[int], loss: Loss) -> int:
     """Most bytes at once while kernels run in order; a storage goes after its last use unless it stays.
 
     Args:
         loss: What does not exist, and what is written in another's place.
     """
-    sizes = _sizes(flow.segment)
+    flow, sizes = sized
     fixed = {t.storage for t in flow.segment.tensors} - flow.activations | loss.never
     steps: list[tuple[set[int], set[int]]] = []
     last: dict[int, int] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lading.cost.fusion import launched
 from lading.ir.stack import Stack
 from lading.ir.work import Kernel, RankSegment, Stage
-from lading.parallel.memory import segment_memory
+from lading.parallel.memory import segment_memory, weight_shapes
 from lading.parallel.recompute import recomputed
 from lading.sim.parts import Part, Prices, part_of
 
@@ -27,6 +27,7 @@ class Phases:
         elements: Parameters by the axes over which they are replicated.
         trained: Of those, what is trained.
         frozen_bytes: Of weights that are not.
+        placeholders: Bytes of gradients that are tensors in name only, by shape; each shape once for a whole rank.
     """
 
     forward: Part
@@ -39,6 +40,7 @@ class Phases:
     elements: dict[str, int]
     trained: dict[str, int]
     frozen_bytes: int
+    placeholders: dict[tuple[int, ...], int]
 
     @property
     def model_flops(self) -> float:
@@ -53,7 +55,10 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
         mode, modules: What is recomputed (``lading.parallel.recompute.recomputed``).
     """
     kept = recomputed(segment, mode, modules, early_stop=stack.early_stop)
-    memory = segment_memory(segment, kept, stack.fusion)
+    in_place = stack.gradient_placeholders and bool(segment.enters and segment.leaves)
+    memory = segment_memory(
+        segment, kept, stack.fusion, fused_loss=stack.fused_loss, makes_weight_gradients=not in_place
+    )
     again = dataclasses.replace(segment, kernels=tuple(segment.kernels[place] for place in kept.kernels))
     issued = launched(segment, stack)
 
@@ -71,4 +76,5 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
         elements=segment.parameter_elements,
         trained=segment.parameter_elements if segment.trained_elements is None else segment.trained_elements,
         frozen_bytes=segment.frozen_bytes,
+        placeholders=weight_shapes(segment) if in_place else {},
     )

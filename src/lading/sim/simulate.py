@@ -222,7 +222,8 @@ def _memory(request: Request, stages: Sequence[Stage], step: Step) -> list[dict[
         else:
             roles = state_bytes(elements_of(own), layout, stack)
         largest = max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))
-        roles[Role.WORKSPACE] = 2 * gathered_bytes(largest, layout, stack)
+        placeholders = {shape: size for stage in own for shape, size in stage.placeholders.items()}
+        roles[Role.WORKSPACE] = 2 * gathered_bytes(largest, layout, stack) + sum(placeholders.values())
         roles[Role.ACTIVATION] = int(activations)
         found.append(roles)
     return found

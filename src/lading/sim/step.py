@@ -69,6 +69,7 @@ class Stage:
     largest_unit: dict[str, int]
     saved_bytes: int
     transient_bytes: int
+    placeholders: dict[tuple[int, ...], int]
     flops: float
 
     @property
@@ -119,9 +120,19 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         frozen_bytes=sum(count * phases[segment].frozen_bytes for segment, count in run),
         largest_unit=max((phases[segment].elements for segment, _ in run), key=lambda unit: sum(unit.values())),
         saved_bytes=sum(count * phases[segment].saved_bytes for segment, count in run),
-        transient_bytes=max(phases[segment].transient_bytes for segment, _ in run),
+        transient_bytes=_transient_bytes(run, phases),
+        placeholders={shape: size for segment, _ in run for shape, size in phases[segment].placeholders.items()},
         flops=sum(count * phases[segment].model_flops for segment, count in run),
     )
+
+
+def _transient_bytes(run: Run, phases: Sequence[Phases]) -> int:
+    """Most alive in a chunk beyond all it keeps: while a segment runs, those behind it keep nothing any more."""
+    kept = peak = 0
+    for segment, count in run:
+        kept += count * phases[segment].saved_bytes
+        peak = max(peak, kept + phases[segment].transient_bytes)
+    return peak - kept
 
 
 def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: Stack, exchange: Exchange) -> Step:

@@ -41,6 +41,17 @@ def test_ranks_failures_and_price(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert run["price_per_billion_tokens"] == pytest.approx(figures["price_per_billion_tokens"] * longer)
 
 
+@pytest.mark.parametrize("slow", ["--straggler", "--slow-link"])
+def test_one_slow_device_slows_all(slow: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    steps = []
+    for factor in ("1.0", "1.5", "3"):
+        out = tmp_path / f"{factor}.json"
+        assert main([*ASKED, slow, factor, "--json", str(out)]) == 0
+        assert "times as long" in capsys.readouterr().out
+        steps.append(json.loads(out.read_text())["unequal_ranks"]["step_s"])
+    assert steps[0] <= steps[1] < steps[2]
+
+
 def test_what_a_restart_takes_is_said_if_it_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--mtbf", "50000", "--storage", "100GB"]) == 0
     assert "Assumed - a restart takes 600 s" in capsys.readouterr().out

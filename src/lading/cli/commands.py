@@ -171,6 +171,12 @@ class Simulate:
     jitter: Annotated[
         float | None, _optional("SHARE", "With --model, what equal work varies by: all ranks one by one.")
     ] = None
+    straggler: Annotated[
+        float | None, _optional("FACTOR", "With --model, one device computes so many times as long.")
+    ] = None
+    slow_link: Annotated[
+        float | None, _optional("FACTOR", "With --model, one device's links take so many times as long.")
+    ] = None
     mtbf: Annotated[
         float | None, _optional("HOURS", "With --model, between failures of one device: goodput of a long run.")
     ] = None
@@ -192,22 +198,12 @@ class Simulate:
             from lading.cli.clusters import simulate_cluster
 
             return simulate_cluster(self)
-        names = (
-            "machine",
-            "devices",
-            "layout",
-            "seq",
-            "network",
-            "price",
-            "jitter",
-            "mtbf",
-            "storage",
-            "restart",
-            "json",
-        )
+        scaled = ("jitter", "straggler", "slow_link", "mtbf", "storage", "restart")
+        names = ("machine", "devices", "layout", "seq", "network", "price", *scaled, "json")
         for name in names:
             if getattr(self, name) is not None:
-                raise ConfigError(f"--{name} belongs to --model, got it next to {self.source}")
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} belongs to --model, got it next to {self.source}")
         what = (_load_plan if self.source.suffix == ".json" else load_run)(self.source, self.overrides)
         from lading.prepare import plan_run, prepare_plan
 

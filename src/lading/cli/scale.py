@@ -24,8 +24,8 @@ def scale(simulated: Simulated, asked: Simulate) -> tuple[dict[str, Any], list[s
     figures: dict[str, Any] = {}
     lines: list[str] = []
     step_s = simulated.step.step_s
-    if asked.jitter is not None:
-        found, sentence = _unequal(simulated, asked.jitter)
+    if any(value is not None for value in (asked.jitter, asked.straggler, asked.slow_link)):
+        found, sentence = _unequal(simulated, asked)
         step_s = found["step_s"]
         figures["unequal_ranks"] = found
         lines.append(sentence)
@@ -38,21 +38,40 @@ def scale(simulated: Simulated, asked: Simulate) -> tuple[dict[str, Any], list[s
     return figures, lines
 
 
-def _unequal(simulated: Simulated, jitter: float) -> tuple[dict[str, Any], str]:
+def _unequal(simulated: Simulated, asked: Simulate) -> tuple[dict[str, Any], str]:
+    """All ranks one by one; what is slow is on the pipeline rank that computes most, where it costs most."""
     from lading.sim.cluster import simulate_cluster
     from lading.sim.jobs import job_of
     from lading.sim.noise import Noise
     from lading.sim.simulate import WAITING
 
-    job = job_of(simulated)
-    calm, run = (float(simulate_cluster(job, noise).step_s[0]) for noise in (Noise(), Noise(jitter=jitter)))
-    longer = run / calm
-    step_s = (simulated.step.step_s - simulated.step.shares_s[WAITING]) * longer
+    job, run = job_of(simulated), simulated.step.pipeline
+    place = 0 if run is None else int(run.busy_s.argmax())
+    rank, jitter = place * job.replicas * job.group, asked.jitter or 0.0
+    noise = Noise(
+        jitter=jitter,
+        slow_ranks={} if asked.straggler is None else {rank: asked.straggler},
+        slow_links={} if asked.slow_link is None else {rank: asked.slow_link},
+    )
+    calm_s, unequal_s = (float(simulate_cluster(job, n).step_s[0]) for n in (Noise(), noise))
+    equal_s = simulated.step.step_s - simulated.step.shares_s[WAITING]
+    longer = unequal_s / calm_s
+    # One slow device is waited for beside the others' own differences: the larger of both counts.
+    step_s = equal_s * longer if asked.jitter is not None else max(equal_s * longer, simulated.step.step_s)
+    said = [
+        text
+        for value, text in (
+            (asked.jitter, f"equal work varying by {jitter:.1%}"),
+            (asked.straggler, f"rank {rank} computing {asked.straggler} times as long"),
+            (asked.slow_link, f"its links taking {asked.slow_link} times as long"),
+        )
+        if value is not None
+    ]
     sentence = (
-        f"{job.ranks:,} ranks one by one, equal work varying by {jitter:.1%}: step {format_seconds(step_s)}, "
+        f"{job.ranks:,} ranks one by one, {', '.join(said)}: step {format_seconds(step_s)}, "
         f"{longer - 1:.1%} longer than of equal ranks"
     )
-    return {"jitter": jitter, "ranks": job.ranks, "step_s": step_s, "longer": longer - 1}, sentence
+    return {"jitter": jitter, "rank": rank, "ranks": job.ranks, "step_s": step_s, "longer": longer - 1}, sentence
 
 
 def _long_run(simulated: Simulated, asked: Simulate, step_s: float) -> tuple[dict[str, Any], list[str]]:

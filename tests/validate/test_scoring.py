@@ -17,7 +17,7 @@ from lading.units import GiB
 from lading.validate.constant import ConstantEfficiency, forward_flop_of_token
 from lading.validate.document import document_of, predictions_of
 from lading.validate.order import kendall_tau, noise, order, regret
-from lading.validate.protocols import anchor_of, anchored, left_out
+from lading.validate.protocols import anchor_of, anchored, common_share, left_out
 from lading.validate.rows import Row, read_rows
 from lading.validate.scoring import Pair, memory_pairs, outcomes_of, step_pairs, summary, worst
 from tests.validate.test_rows import FILES, changed
@@ -169,6 +169,17 @@ def test_an_anchor_takes_out_what_a_stack_has_in_common() -> None:
     assert len(scaled) == len(pairs) - 3, "an anchor is not scored"
     assert summary(scaled)["macro_abs_error"] == pytest.approx(0, abs=1e-9)
     assert {name for name, _ in anchors.values()}.isdisjoint(pair.outcome.row.id for pair in scaled)
+
+
+def test_of_an_anchor_only_what_stacks_have_in_common_is_passed_on(tmp_path: Path) -> None:
+    groups = []
+    for centre in (0.5, 1.0, 2.0):
+        lines = [timed(f"{centre}-{i}", 1.0) for i in range(3)]
+        groups.append(pairs_of(tmp_path, {f"{centre}-{i}": centre * (1 + 0.2 * (i - 1)) for i in range(3)}, *lines))
+    assert 0.8 < common_share(groups) < 1.0
+    alike = [[dataclasses.replace(pair, predicted=1.0 + 0.2 * i) for i, pair in enumerate(group)] for group in groups]
+    assert common_share(alike) == pytest.approx(0.0, abs=1e-12)
+    assert common_share(groups[:2]) == 1.0
 
 
 def test_which_row_is_the_anchor_does_not_depend_on_what_was_measured() -> None:

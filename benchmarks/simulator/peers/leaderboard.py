@@ -7,7 +7,6 @@ python benchmarks/simulator/peers/leaderboard.py lading.rows.jsonl
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
@@ -71,10 +70,10 @@ def table(ours: dict[str, dict[str, Pair]], theirs: dict[str, dict[str, dict[str
 
 
 def main() -> None:
-    """Print the table; the argument is what ``lading validate --rows`` wrote."""
+    """Print the table."""
     rows = read_rows(FILES)[0]
     theirs = {peer: families(rows, RESULTS / f"{peer}.rows.jsonl") for peer in PEERS}
-    print(table(families(rows, Path(sys.argv[1])), theirs))
+    print(table(families(rows, RESULTS / "lading.rows.jsonl"), theirs))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Score a peer, or the constant reference, on published measurements, by the rules that Lading is scored by.
+"""Score a simulator on published measurements: Lading, another, or the constant reference, all by the same rules.
 
 python benchmarks/simulator/peers/run.py calculon --folder ../calculon --out benchmarks/simulator/peers/results
 """
@@ -21,6 +21,7 @@ from drive_llm_analysis import LlmAnalysis
 from drive_simumax import SimuMax
 
 from lading.ir.request import Predictor
+from lading.sim.simulate import Simulator
 from lading.validate.constant import ConstantEfficiency
 from lading.validate.document import document_of
 from lading.validate.rows import read_rows
@@ -29,7 +30,7 @@ from lading.validate.show import show
 
 ROWS = Path(__file__).parents[2] / "validation"
 FILES = [ROWS / "measurements.jsonl", ROWS / "measurements_vtrain_single_node.jsonl"]
-PEERS = ("calculon", "llm-analysis", "simumax", "constant")
+PEERS = ("lading", "calculon", "llm-analysis", "simumax", "constant")
 
 
 def predictor_of(arguments: argparse.Namespace) -> Predictor:
@@ -40,13 +41,13 @@ def predictor_of(arguments: argparse.Namespace) -> Predictor:
         return SimuMax(arguments.folder)
     if arguments.peer == "llm-analysis":
         return LlmAnalysis(arguments.efficiency)
-    return ConstantEfficiency()
+    return Simulator() if arguments.peer == "lading" else ConstantEfficiency()
 
 
 def trimmed(document: dict[str, Any]) -> dict[str, Any]:
     """The document with reasons counted instead of rows named, so that results stay short."""
     reasons = Counter(skipped["reason"] for skipped in document["skipped"])
-    kept = ("rows", "rows_skipped", "step_time", "step_time_tier_b", "memory", "order", "order_any_batch", "worst")
+    kept = [name for name in document if name not in ("skipped", "by")]
     return {"skipped": dict(reasons.most_common()), **{name: document[name] for name in kept}}
 
 

@@ -2,6 +2,10 @@
 
 A prediction may contain a factor for its software stack that was fitted on rows (``Prediction.residual``). Both
 protocols take it out first, so that nothing of the scored rows is in what they are scored against.
+
+[Note: one run]
+A single row is off by what its stack has in common and by what is its own. How much of it is common is known from the
+other stacks: the variance between stacks over that and the variance within them. The rest is not passed on.
 """
 
 from __future__ import annotations
@@ -18,19 +22,34 @@ from lading.validate.scoring import Pair, grouped
 def anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, tuple[str, float]]]:
     """Pairs scaled by what one row of their software stack says, that row left out; and each stack's anchor and factor.
 
-    A stack of one row keeps its prediction. Which row is the anchor depends on requests alone.
+    A stack of one row keeps its prediction. Which row is the anchor depends on requests alone. Of what it says only the
+    share is taken that rows of a stack have in common ([Note: one run]).
     """
     scaled: list[Pair] = []
     factors: dict[str, tuple[str, float]] = {}
-    for stack, group in sorted(grouped(_without_residual(pairs), _stack).items()):
+    stacks = grouped(_without_residual(pairs), _stack)
+    for stack, group in sorted(stacks.items()):
         if len(group) < 2:
             scaled += group
             continue
         anchor = anchor_of(group)
-        factor = anchor.measured / anchor.predicted
+        share = common_share([other for name, other in stacks.items() if name != stack])
+        factor = (anchor.measured / anchor.predicted) ** share
         factors[stack] = (anchor.outcome.row.id, factor)
         scaled += [_scaled(pair, factor) for pair in group if pair is not anchor]
     return scaled, factors
+
+
+def common_share(stacks: Sequence[Sequence[Pair]]) -> float:
+    """Of how far rows are off, the share of the variance that is between stacks; 1 with fewer than three of them."""
+    logs = [
+        np.array([math.log(pair.measured / pair.predicted) for pair in group]) for group in stacks if len(group) > 1
+    ]
+    if len(logs) < 3:
+        return 1.0
+    between = float(np.var([found.mean() for found in logs], ddof=1))
+    within = float(np.mean([found.var(ddof=1) for found in logs]))
+    return between / (between + within) if between + within else 1.0
 
 
 def anchor_of(group: Sequence[Pair]) -> Pair:

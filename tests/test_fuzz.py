@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from io import BytesIO, StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -23,13 +25,14 @@ from hypothesis import strategies as st
 
 from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml
 from lading.cli.main import main
-from lading.config import load_run, run_from_dict, run_to_dict
+from lading.config import DataConfig, load_run, run_from_dict, run_to_dict
 from lading.errors import ConfigError, LadingError
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.planner.api import make_program
 from lading.prepare import Prepared, prepare_plan
 from lading.report.metrics import read_metrics, truncate_after
+from lading.runtime.arrays import ArrayDataset
 from lading.runtime.kernels import workspace_of
 from lading.summary import finish_run
 from tests.fuzz import damaged_bytes, damaged_document
@@ -209,6 +212,29 @@ def test_report_of_damaged_files(out: Path, prepared: Prepared, data: st.DataObj
     else:
         changed = json.dumps(damaged_document(data, json.loads(file.read_text())))
     check(file, changed.encode(), lambda: finish_run(prepared, None))
+
+
+@pytest.fixture(scope="module")
+def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the same columns in every format."""
+    safetensors, arrow = pytest.importorskip("safetensors.numpy"), pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path_factory.mktemp("arrays")
+    x, y = np.arange(12, dtype=np.float32).reshape(4, 3), np.arange(4, dtype=np.int64)
+    np.savez_compressed(folder / "data.npz", x=x, y=y)
+    safetensors.save_file({"x": x, "y": y}, folder / "data.safetensors")
+    arrow.write_table(__import__("pyarrow").table({"x": x.tolist(), "y": y}), folder / "data.parquet")
+    return folder
+
+
+@FUZZ
+@given(data=st.data(), ending=st.sampled_from(["npz", "safetensors", "parquet"]), said=st.booleans())
+def test_arrays(arrays: Path, data: st.DataObject, ending: str, said: bool) -> None:
+    file = arrays / f"data.{ending}"
+    inputs = {"x": "float32 3", "y": "int64"} if said else {}
+    config = DataConfig(kind="arrays", source=str(file), batch_size=2, inputs=inputs)
+    with TemporaryDirectory(dir=arrays) as folder:
+        changed = damaged_bytes(data, file.read_bytes())
+        check(file, changed, lambda: ArrayDataset(config, Path(folder), seed=1).batch(0, 0))
 
 
 @FUZZ

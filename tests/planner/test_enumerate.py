@@ -5,10 +5,10 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
-from tests.planner.steps import every_choice, in_blocks, tiny
+from tests.planner.steps import every_choice, in_blocks, searched, tiny
 
 from lading.memory.verify import verify
-from lading.planner.residency import lower_bound_s, residency
+from lading.planner.residency import lower_bound_s
 
 
 def ratios(seeds: range) -> list[float]:
@@ -20,7 +20,7 @@ def ratios(seeds: range) -> list[float]:
         best = min(f.timeline.duration_s for f in every)
         bound = lower_bound_s(step)
         assert 0 < bound <= best * (1 + 1e-9), f"seed {seed}: a plan takes {best}, the bound says {bound}"
-        planned = residency(step, (), bound)
+        planned = searched(step)
         verify(planned.program)
         assert planned.program.peak_bytes <= step.budgets["device"]
         assert planned.timeline.duration_s >= best * (1 - 1e-9), "enumeration missed a choice"
@@ -46,6 +46,6 @@ def test_recomputing_from_block_to_block_is_planned_and_allowed_for(seed: int, s
     best = min(f.timeline.duration_s for f in every_choice(step))
     bound = lower_bound_s(step)
     assert 0 < bound <= best * (1 + 1e-9)
-    planned = residency(step, (), bound)
+    planned = searched(step)
     verify(planned.program)
     assert planned.step_s <= best * 1.001

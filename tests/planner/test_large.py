@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from tests.planner.steps import captured, needs, within
+from tests.planner.steps import captured, needs, searched, within
 
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES
@@ -18,7 +18,7 @@ from lading.planner.classes import fold
 from lading.planner.linear import solve
 from lading.planner.lower import fixed_bytes
 from lading.planner.relaxation import Folding, Problem, Relaxed, build
-from lading.planner.residency import Step, residency, rounded
+from lading.planner.residency import Step, rounded
 
 LAYERS = 8
 
@@ -92,9 +92,9 @@ def test_rounding_gives_as_many_layers_an_option_as_the_shares_say() -> None:
 def test_a_plan_of_alike_layers_keeps_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_at(0.7)
     monkeypatch.setattr(policy, "_CLASSES", 100)
-    found = residency(step, (), policy.lower_bound_s(step))
+    found = searched(step)
     verify(found.program)
     assert found.program.peak_bytes <= step.budgets["device"]
     assert found.step_s == found.timeline.duration_s
     monkeypatch.undo()
-    assert found.step_s <= 1.2 * residency(step, (), policy.lower_bound_s(step)).step_s
+    assert found.step_s <= 1.2 * searched(step).step_s

@@ -186,25 +186,14 @@ class Search:
         """The fastest plan found, the search ended early once it is good enough.
 
         Raises:
-            PlanInfeasible, ConfigError: as of ``residency``.
+            PlanInfeasible: not even moving or recomputing everything fits.
+            ConfigError: what fits the device does not fit a lower tier's budget.
         """
         while (self.best is None or not good_enough(self.best, bound_s)) and self.advance():
             pass
         if self.best is None:
             self.best = _smallest(self.step)
         return self.best
-
-
-def residency(step: Step, others: Iterable[Found], bound_s: float) -> Found:
-    """The fastest plan found; the search ends early once one is within 0.5% of ``bound_s``.
-
-    Raises:
-        PlanInfeasible: not even moving or recomputing everything fits.
-        ConfigError: what fits the device does not fit a lower tier's budget.
-    """
-    search = Search(step, others)
-    search.advance()
-    return polished(search.finish(bound_s), bound_s)
 
 
 def polished(found: Found, bound_s: float) -> Found:

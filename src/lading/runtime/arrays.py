@@ -302,7 +302,7 @@ def _npz_columns(path: Path) -> dict[str, Input]:
 
 
 def _npz(path: Path, columns: Columns) -> Iterator[dict[str, torch.Tensor]]:
-    with np.load(path, allow_pickle=False) as file:
+    with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:  # numpy leaves a bad one open
         _missing(path, columns, file.files)
         arrays = {name: torch.from_numpy(file[name]) for name in columns}
     count = _same_rows(path, {name: array.shape for name, array in arrays.items()})

@@ -35,13 +35,15 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
 
     Args:
         precision: Of 16-bit products: "fp8", "mxfp8" or "nvfp4" for those that run in it (casts of their operands are
-            counted with them), anything else for their own dtype.
+            counted with them), "fp16" for float16 in the place of bfloat16, anything else for their own dtype.
     Raises:
         ConfigError: a collective, or the device lacks a peak or a kernel.
     """
     detail = kernel.detail
     if isinstance(detail, Collective):
         raise ConfigError(f"expected a kernel that computes, got the collective {detail.op}: see cost.collective")
+    if precision == "fp16" and kernel.dtype == "bfloat16":
+        kernel = replace(kernel, dtype="float16")
     if isinstance(detail, Attention):
         if stack.attention == "unfused":
             return sum(kernel_s(part, device, stack, precision) for part in unfused(kernel))

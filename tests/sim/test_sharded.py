@@ -44,3 +44,17 @@ def test_bounds(found: list[Unit], slowdown: float) -> None:
     assert beside.seconds <= (computed + network) * (1 + slowdown) + 1e-9
     assert -1e-9 <= beside.exposed_s <= network + 1e-9
     assert fully_sharded(found, 0.0).seconds <= beside.seconds + 1e-9
+
+
+def test_computing_loses_what_gathers_and_reductions_beside_it_take() -> None:
+    """A second of network beside computing costs a third of a second where computing takes 1.5 times as long."""
+    beside = fully_sharded([Unit(1, 1, 2, 4)] * 10, 0.5)
+    seconds = 9 + 9 + 9  # gathers in forward, in backward, reductions: all but the first and the last
+    assert beside.seconds == pytest.approx(1 + 10 * 2 + 10 * 4 + seconds / 3 + 1)
+    assert reduced_beside([4] * 10, [1] * 10, 0.5).seconds == pytest.approx(41 + 9 / 3)
+
+
+def test_computing_within_one_gather_is_slow_all_the_time() -> None:
+    """Two units: the second is gathered for 30 seconds, beside which the first, of 2, takes 3."""
+    beside = fully_sharded([Unit(1, 0, 2, 4), Unit(30, 0, 2, 4)], 0.5)
+    assert beside.seconds == pytest.approx(1 + 30 + 2 + 4 + 1 / 3 + 4)

@@ -123,7 +123,7 @@ def span(part: Part, prices: Prices, stack: Stack) -> Span:
     device = sum(shares.values())
     for axis, seconds in part.comm_s.items():
         hidden = 0.0 if stack.launch_blocking else min(seconds * stack.hidden.get(axis, 0.0), device)
-        slowed = hidden * prices.slowdown_beside(axis)
+        slowed = hidden * (1 - 1 / (1 + prices.slowdown_beside(axis)))
         shares[f"{axis} communication"] = seconds - hidden + slowed
     seconds = sum(shares.values())
     host = part.host_s(stack)

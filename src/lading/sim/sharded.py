@@ -50,17 +50,13 @@ def fully_sharded(units: Sequence[Unit], slowdown: float, *, regather: bool = Tr
         slowdown: By how much longer the device takes while the network's kernels run beside it.
         regather: Whether units are released after forward; the last one never is.
     """
-    clock = _Streams(slowdown)
-    for index, unit in enumerate(units):
-        clock.gather(unit.gather_s, ahead=2)
-        clock.compute(unit.forward_s, after=index)
     again = list(reversed(units))
-    for index, unit in enumerate(again):
-        if regather and index > 0:
-            clock.gather(unit.gather_s * unit.backward_gathers, ahead=2)
-        else:
-            clock.gather(0.0, ahead=2)
-        clock.compute(unit.backward_s, after=len(units) + index)
+    backward = [unit.gather_s * unit.backward_gathers * regather for unit in again[1:]]
+    clock = _Streams(slowdown, [*(unit.gather_s for unit in units), 0.0, *backward])
+    for unit in units:
+        clock.compute(unit.forward_s)
+    for unit in again:
+        clock.compute(unit.backward_s)
         clock.reduce(unit.reduce_s)
     return clock.result()
 
@@ -73,10 +69,9 @@ def reduced_beside(backward_s: Sequence[float], reduce_s: Sequence[float], slowd
         reduce_s: Seconds of its reduction.
         slowdown: As above.
     """
-    clock = _Streams(slowdown)
-    for index, (compute, reduction) in enumerate(zip(backward_s, reduce_s, strict=True)):
-        clock.gather(0.0, ahead=2)
-        clock.compute(compute, after=index)
+    clock = _Streams(slowdown, [0.0] * len(backward_s))
+    for compute, reduction in zip(backward_s, reduce_s, strict=True):
+        clock.compute(compute)
         clock.reduce(reduction)
     return clock.result()
 
@@ -84,30 +79,24 @@ def reduced_beside(backward_s: Sequence[float], reduce_s: Sequence[float], slowd
 class _Streams:
     """Clocks of the device and of the network; reductions wait until the next gather has been asked for."""
 
-    def __init__(self, slowdown: float) -> None:
+    def __init__(self, slowdown: float, gathers: Sequence[float]) -> None:
         self.slowdown = slowdown
+        self.gathers = gathers
         self.device = 0.0
         self.network = 0.0
         self.busy = 0.0
+        self.computed = 0
         self.gathered: list[float] = []
-        self.starts: list[float] = []
         self.waiting: list[tuple[float, float]] = []
         self.spans: list[tuple[float, float]] = []
+        self._ask(0.0)
 
-    def gather(self, seconds: float, ahead: int) -> None:
-        """Ask for the next unit: no earlier than when the unit ``ahead`` - 1 before it began."""
-        number = len(self.gathered)
-        asked = self.starts[number - ahead + 1 - 1] if number >= ahead else 0.0
-        self._take(asked, seconds)
-        self.gathered.append(self.network if seconds else max(self.gathered[-1], 0.0) if self.gathered else 0.0)
-        self._flush()
-
-    def compute(self, seconds: float, after: int) -> None:
-        """Run a unit once it is gathered."""
-        start = max(self.device, self.gathered[after])
-        beside = sum(max(0.0, min(end, start + seconds) - max(begin, start)) for begin, end in self.spans[-4:])
-        self.starts.append(start)
-        self.device = start + seconds + min(beside, seconds) * self.slowdown
+    def compute(self, seconds: float) -> None:
+        """Run the next unit once it is gathered; the one behind it is asked for when it begins."""
+        start = max(self.device, self.gathered[self.computed])
+        self.computed += 1
+        self._ask(start)
+        self.device = self._end(start, seconds)
         self.busy += self.device - start
 
     def reduce(self, seconds: float) -> None:
@@ -120,6 +109,15 @@ class _Streams:
         end = max(self.device, self.network)
         return Beside(end, end - self.busy)
 
+    def _ask(self, now: float) -> None:
+        number = len(self.gathered)
+        if number < len(self.gathers):
+            seconds = self.gathers[number]
+            self._take(now, seconds)
+            before = self.gathered[-1] if self.gathered else 0.0
+            self.gathered.append(self.network if seconds else before)
+        self._flush()
+
     def _flush(self) -> None:
         for ready, seconds in self.waiting:
             self._take(ready, seconds)
@@ -130,3 +128,14 @@ class _Streams:
             start = max(self.network, ready)
             self.network = start + seconds
             self.spans.append((start, self.network))
+
+    def _end(self, start: float, seconds: float) -> float:
+        """When computing of so many seconds that begins now ends, slower while the network's kernels run."""
+        now, left = start, seconds
+        self.spans = [span for span in self.spans if span[1] > now]
+        for begin, end in self.spans:
+            alone = min(left, max(0.0, begin - now))
+            now, left = now + alone, left - alone
+            beside = max(0.0, min(left * (1 + self.slowdown), end - now))
+            now, left = now + beside, max(0.0, left - beside / (1 + self.slowdown))
+        return now + left

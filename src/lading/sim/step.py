@@ -195,7 +195,7 @@ def _gathered(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exch
     beside = reduced_beside(
         gathers, [u.forward.seconds for u in units], 0.0
     )  # the network goes first, computing follows
-    slowed = min(whole, stage.forward.seconds) * exchange.slowdown
+    slowed = min(whole * (1 - 1 / (1 + exchange.slowdown)), stage.forward.seconds * exchange.slowdown)
     return beside.seconds - stage.forward.seconds + slowed
 
 

@@ -42,3 +42,15 @@ def test_no_processors_are_refused() -> None:
     machine = load_machine("h100")
     with pytest.raises(ConfigError, match="num_sms"):
         contention("send", group_of_ranks(2, machine), machine, 0)
+
+
+def test_a_mix_of_computing_lies_between_and_loses_more_as_the_collective_lasts_longer() -> None:
+    machine = load_machine("h100")
+    group = group_of_ranks(8, machine)
+    found = [contention("all_gather", group, machine, 132, memory_bound=share) for share in (0.0, 0.1, 0.5, 1.0)]
+    rates = [each.compute for each in found]
+    assert rates == sorted(rates, reverse=True)
+    assert 1 / rates[1] == pytest.approx(0.9 / rates[0] + 0.1 / rates[3])
+    assert all(1 - each.compute < each.lost <= 0.8 for each in found)
+    with pytest.raises(ConfigError, match="from 0 to 1"):
+        contention("all_gather", group, machine, 132, memory_bound=1.5)

@@ -25,7 +25,7 @@ class Prices:
     def collective_s(self, collective: object) -> float:
         raise NotImplementedError
 
-    def slowdown_beside(self, axis: str) -> float:
+    def lost_beside(self, axis: str, memory_bound: float) -> float:
         return 0.0
 
 

@@ -52,6 +52,11 @@ class Contention:
         """By how much longer computing takes (0.1: 10%)."""
         return 1 / self.compute - 1
 
+    @property
+    def lost(self) -> float:
+        """Seconds that computing loses for each second that the collective takes alone, as that takes longer too."""
+        return min(1 - _LEAST, (1 - self.compute) / self.collective)
+
 
 def channels(op: str, group: Group, machine: Machine, *, nvls: bool = True) -> int:
     """Streaming multiprocessors that a collective takes.
@@ -84,7 +89,7 @@ def contention(
     machine: Machine,
     num_sms: int,
     *,
-    memory_bound: bool = False,
+    memory_bound: float = 0.0,
     copy_engine: bool = False,
     nvls: bool = True,
 ) -> Contention:
@@ -93,12 +98,13 @@ def contention(
     Args:
         op, group: As for ``collective_s``.
         num_sms: Streaming multiprocessors of the device.
-        memory_bound: Whether computing is limited by memory (norms, elementwise), not products or attention.
+        memory_bound: Of the seconds of computing, how many are limited by memory (norms, elementwise), not in products
+            or attention: 0 to 1.
         copy_engine: Whether copy engines move the bytes (all-gather from symmetric memory): no processors are taken.
         nvls: As for ``collective_s``.
 
     Raises:
-        ConfigError: ``num_sms`` < 1.
+        ConfigError: ``num_sms`` < 1, or ``memory_bound`` is no share.
 
     Example:
         ``contention("all_gather", group_of(parse_layout("dp8,zero3"), "dp", m), m, 108).slowdown`` with ``m =
@@ -106,10 +112,12 @@ def contention(
     """
     if num_sms < 1:
         raise ConfigError(f"contention: expected num_sms >= 1, got {num_sms}")
+    if not 0 <= memory_bound <= 1:
+        raise ConfigError(f"contention: expected a share of memory-bound computing from 0 to 1, got {memory_bound}")
     if group.ranks == 1:
         return Contention(1.0, 1.0)
     taken = 0 if copy_engine else channels(op, group, machine, nvls=nvls)
     memory = _TRAFFIC * bus_rate(group, machine) / machine.device.memory_bandwidth_bytes_per_s
-    minds = _MEMORY_BOUND if memory_bound else _PRODUCTS
-    compute = max(_LEAST, 1 - taken / num_sms - minds * memory)
+    products, rest = (max(_LEAST, 1 - taken / num_sms - minds * memory) for minds in (_PRODUCTS, _MEMORY_BOUND))
+    compute = 1 / ((1 - memory_bound) / products + memory_bound / rest)
     return Contention(min(1.0, compute), max(_LEAST, 1 / (1 + _OWN * memory)))

@@ -34,8 +34,8 @@ class Prices(Protocol):
         """Of a collective among the ranks of its axis."""
         ...
 
-    def slowdown_beside(self, axis: str) -> float:
-        """By how much longer computing takes while a collective of this axis runs beside it (0.1: 10%)."""
+    def lost_beside(self, axis: str, memory_bound: float) -> float:
+        """Seconds that computing, of which so much is memory-bound, loses for each of a collective of this axis."""
         ...
 
 
@@ -123,7 +123,7 @@ def span(part: Part, prices: Prices, stack: Stack) -> Span:
     device = sum(shares.values())
     for axis, seconds in part.comm_s.items():
         hidden = 0.0 if stack.launch_blocking else min(seconds * stack.hidden.get(axis, 0.0), device)
-        slowed = hidden * (1 - 1 / (1 + prices.slowdown_beside(axis)))
+        slowed = hidden * prices.lost_beside(axis, shares.get(MEMORY, 0.0) / device) if hidden else 0.0
         shares[f"{axis} communication"] = seconds - hidden + slowed
     seconds = sum(shares.values())
     host = part.host_s(stack)

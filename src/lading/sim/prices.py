@@ -54,10 +54,10 @@ class MachinePrices:
             )
         return self._collective_s(collective.op, collective.size_bytes, collective.axis)
 
-    def slowdown_beside(self, axis: str) -> float:
-        """By how much longer computing takes while a collective of this axis runs beside it."""
+    def lost_beside(self, axis: str, memory_bound: float) -> float:
+        """Seconds that computing, of which so much is memory-bound, loses for each of a collective of this axis."""
         op = "all_to_all" if axis == "ep" else "send" if axis in ("pp", "cp") else "all_gather"
-        return self._slowdown(op, axis)
+        return self._lost(op, axis, memory_bound)
 
     def reduce_s(self, elements: Mapping[str, int]) -> float:
         """Reduce the gradients of so many parameters, by the axes over which they are replicated."""
@@ -85,10 +85,9 @@ class MachinePrices:
         device = self.machine.device
         return step_s(kept, adam_bytes(self.stack), device) + clip_s(kept, self.stack, device)
 
-    @property
-    def slowdown(self) -> float:
+    def slowdown(self, memory_bound: float) -> float:
         """By how much longer computing takes while gradients are reduced or parameters gathered beside it."""
-        return self._slowdown("all_gather", "dp")
+        return 1 / (1 - self._lost("all_gather", "dp", memory_bound)) - 1
 
     @cached_property
     def architecture(self) -> str:
@@ -126,9 +125,9 @@ class MachinePrices:
             return Group(group.ranks, 1)
         return group
 
-    def _slowdown(self, op: str, axis: str) -> float:
+    def _lost(self, op: str, axis: str, memory_bound: float) -> float:
         group, gpu = self._group(axis), self.machine.device.gpu
         if group.ranks == 1 or gpu is None:
             return 0.0
         nvls = self.architecture in _ADDING
-        return contention(op, group, self.machine, gpu.num_sms, nvls=nvls).slowdown
+        return contention(op, group, self.machine, gpu.num_sms, memory_bound=memory_bound, nvls=nvls).lost

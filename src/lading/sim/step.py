@@ -15,7 +15,7 @@ import numpy as np
 
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
-from lading.sim.parts import Part, Prices, Span, span, total
+from lading.sim.parts import MEMORY, Part, Prices, Span, span, total
 from lading.sim.phases import Phases
 from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
 from lading.sim.schedules import schedule_of
@@ -40,9 +40,8 @@ class Exchange(Protocol):
         """Update what a rank keeps of them, clipping included."""
         ...
 
-    @property
-    def slowdown(self) -> float:
-        """By how much longer computing takes while such an exchange runs beside it."""
+    def slowdown(self, memory_bound: float) -> float:
+        """By how much longer computing, of which so much is memory-bound, takes while such an exchange runs beside."""
         ...
 
 
@@ -172,7 +171,12 @@ def _cut(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange)
     found = [_unit(u, exchange, gathers) for u in units]
     if not stack.overlap_param_gather:
         return sum(gathers * u.gather_s + u.reduce_s for u in found) - found[-1].gather_s
-    return fully_sharded(found, exchange.slowdown).seconds - stage.forward.seconds - stage.backward_s
+    return fully_sharded(found, _slowdown(stage, exchange)).seconds - stage.forward.seconds - stage.backward_s
+
+
+def _slowdown(stage: Stage, exchange: Exchange) -> float:
+    seconds = stage.forward.seconds
+    return exchange.slowdown(min(1.0, stage.forward.shares_s.get(MEMORY, 0.0) / seconds) if seconds else 0.0)
 
 
 def _reduced(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
@@ -181,7 +185,7 @@ def _reduced(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Excha
         return exchange.reduce_s(stage.trained)
     again = list(reversed(units))
     beside = reduced_beside(
-        [u.backward_s for u in again], [exchange.reduce_s(u.trained) for u in again], exchange.slowdown
+        [u.backward_s for u in again], [exchange.reduce_s(u.trained) for u in again], _slowdown(stage, exchange)
     )
     return beside.seconds - stage.backward_s
 
@@ -195,7 +199,8 @@ def _gathered(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exch
     beside = reduced_beside(
         gathers, [u.forward.seconds for u in units], 0.0
     )  # the network goes first, computing follows
-    slowed = min(whole * (1 - 1 / (1 + exchange.slowdown)), stage.forward.seconds * exchange.slowdown)
+    slowdown = _slowdown(stage, exchange)
+    slowed = min(whole * (1 - 1 / (1 + slowdown)), stage.forward.seconds * slowdown)
     return beside.seconds - stage.forward.seconds + slowed
 
 

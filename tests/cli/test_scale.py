@@ -70,6 +70,24 @@ def test_settings_that_need_others(more: list[str], words: str, capsys: pytest.C
     assert words in capsys.readouterr().err
 
 
+def test_growth_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, out = tmp_path / "step.html", tmp_path / "step.json"
+    assert main([*ASKED, "--growth", "256", "--report", str(page), "--json", str(out), "--jitter", "0.02"]) == 0
+    assert "Replicas added" in capsys.readouterr().out
+    grown = json.loads(out.read_text())["growth"]
+    assert [point["devices"] for point in grown] == [32, 64, 128, 256]
+    rates = [point["tokens_per_s_per_device"] for point in grown]
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] > 0.85 * rates[0]
+    figures = json.loads(out.read_text())
+    assert grown[-1]["step_s"] == pytest.approx(figures["step_s"])
+    source = page.read_text()
+    assert "ranks one by one" in source
+    assert "Growth" in source
+    assert main([*ASKED, "--growth", "16"]) != 0
+    assert "at least one replica's 32 devices" in capsys.readouterr().err
+
+
 def test_the_trace_shows_ranks_of_the_pipeline(tmp_path: Path) -> None:
     path = tmp_path / "step.pftrace"
     assert main([*ASKED, "--trace", str(path)]) == 0

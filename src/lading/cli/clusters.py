@@ -64,7 +64,7 @@ def simulate_cluster(asked: Simulate) -> None:
     """Print what a step of a model takes on a cluster, and write its figures and trace if asked."""
     from rich.console import Console
 
-    from lading.cli.scale import scale
+    from lading.cli.scale import cluster_page, growth, growth_table, scale
     from lading.clusters import Question, print_cluster, request_of, summary
     from lading.sim.simulate import simulate
 
@@ -88,8 +88,19 @@ def simulate_cluster(asked: Simulate) -> None:
     print_cluster(simulated, console, asked.price)
     for sentence in sentences:
         console.print(sentence, markup=False, soft_wrap=True)
+    grown = [] if asked.growth is None else growth(simulated, asked.growth)
+    if grown:
+        console.print(growth_table(grown))
+        names = ("devices", "step_s", "tokens_per_s_per_device")
+        figures["growth"] = [dict(zip(names, point, strict=True)) for point in grown]
+    whole = summary(simulated, asked.price) | figures
     if asked.json is not None:
-        _write(asked.json, json.dumps(summary(simulated, asked.price) | figures, indent=1) + "\n")
+        _write(asked.json, json.dumps(whole, indent=1) + "\n")
+    if asked.report is not None:
+        from lading.report.cluster import write_cluster_page
+
+        write_cluster_page(asked.report, cluster_page(simulated, whole, sentences, grown))
+        print(f"wrote {asked.report}")
     if asked.trace is not None:
         from lading.report.perfetto import write_trace
         from lading.sim.traces import step_timeline

@@ -184,6 +184,10 @@ class Simulate:
         str | None, _optional("SIZE", "With --mtbf, what checkpoints are written at in a second, such as 2TB.")
     ] = None
     restart: Annotated[float | None, _optional("SECONDS", "With --mtbf, from a failure to the next step.")] = None
+    growth: Annotated[
+        int | None, _optional("N", "With --model, replicas doubled up to so many devices, and what each device keeps.")
+    ] = None
+    report: Annotated[Path | None, _optional("FILE.html", "With --model, also write a report to look at.")] = None
     json: Annotated[Path | None, _optional("FILE.json", "With --model, also write the figures.")] = None
 
     def run(self) -> None:
@@ -191,14 +195,14 @@ class Simulate:
         if (self.source is None) == (self.model is None):
             found = "neither" if self.model is None else "both"
             raise ConfigError(f"expected RUN.toml, PLAN.json or --model NAME, got {found}")
-        for path in (self.trace, self.snapshot, self.json):
+        for path in (self.trace, self.snapshot, self.report, self.json):
             if path:
                 _check_target(path)
         if self.source is None:
             from lading.cli.clusters import simulate_cluster
 
             return simulate_cluster(self)
-        scaled = ("jitter", "straggler", "slow_link", "mtbf", "storage", "restart")
+        scaled = ("jitter", "straggler", "slow_link", "mtbf", "storage", "restart", "growth", "report")
         names = ("machine", "devices", "layout", "seq", "network", "price", *scaled, "json")
         for name in names:
             if getattr(self, name) is not None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lading.errors import ConfigError
-from lading.units import format_capacity, format_seconds, parse_bytes
+from lading.units import format_bytes, format_capacity, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from lading.cli.commands import Simulate
+    from lading.report.cluster import ClusterPage
     from lading.sim.simulate import Simulated
 
 _RESTART_S = 600.0
@@ -36,6 +39,90 @@ def scale(simulated: Simulated, asked: Simulate) -> tuple[dict[str, Any], list[s
     elif asked.storage is not None or asked.restart is not None:
         raise ConfigError("--storage and --restart say what failures cost; expected --mtbf HOURS next to them")
     return figures, lines
+
+
+def growth(simulated: Simulated, most: int) -> list[tuple[int, float, float]]:
+    """(devices, seconds of a step, tokens a second of a device) with replicas doubled up to ``most`` devices.
+
+    From one replica on, each with the micro-batches it has; numbers of replicas that the layout cannot have are left
+    out.
+
+    Raises:
+        ConfigError: fewer devices than a replica takes.
+    """
+    from lading.sim.simulate import simulate
+
+    request = simulated.request
+    each = request.layout.devices // request.layout.dp
+    if most < each:
+        raise ConfigError(f"expected --growth of at least one replica's {each} devices, got {most}")
+    batch = request.layout.micro_batch * request.layout.micro_batches
+    found: list[tuple[int, float, float]] = []
+    replicas = 1
+    while replicas * each <= most:
+        try:
+            layout = dataclasses.replace(request.layout, dp=replicas, global_batch=replicas * batch)
+            step_s = simulate(dataclasses.replace(request, layout=layout), simulated.table).step.step_s
+        except ConfigError:
+            replicas *= 2
+            continue
+        found.append((layout.devices, step_s, layout.global_batch * request.seq_len / step_s / layout.devices))
+        replicas *= 2
+    return found
+
+
+def growth_table(found: Sequence[tuple[int, float, float]]) -> Any:
+    """For the terminal, with a bar for what a device keeps of its tokens with the fewest devices."""
+    from lading.report.table import figures_table
+
+    table = figures_table(
+        "Replicas added, each with its own batch", "devices", "step", "tokens/s a device", "of the fewest"
+    )
+    table.columns[-1].justify = "left"
+    for devices, step_s, rate in found:
+        kept = rate / found[0][2]
+        bar = "#" * round(30 * min(kept, 1.0))
+        table.add_row(f"{devices:,}", format_seconds(step_s), f"{rate:,.0f}", f"{kept:6.1%} {bar}")
+    return table
+
+
+def cluster_page(
+    simulated: Simulated, figures: dict[str, Any], sentences: Sequence[str], grown: Sequence[tuple[int, float, float]]
+) -> ClusterPage:
+    """What the HTML page of a simulated step shows.
+
+    Args:
+        figures: Of ``lading.clusters.summary``.
+    """
+    from lading.report.cluster import ClusterPage
+    from lading.sim.traces import step_timeline
+
+    prediction, request = simulated.prediction, simulated.request
+    low, high = format_seconds(prediction.low_s), format_seconds(prediction.high_s)
+    needed, there = format_bytes(prediction.high_bytes), format_bytes(figures["device_bytes"])
+    tiles = [
+        ("Step", format_seconds(prediction.step_s), f"{low} to {high}"),
+        (
+            "Tokens a second of a device",
+            f"{figures['tokens_per_s_per_device']:,.0f}",
+            f"{figures['tokens_per_s']:,.0f} in all",
+        ),
+        ("Of the device's peak", f"{figures['mfu']:.1%}", "of the model's own FLOP"),
+        ("Peak memory", format_bytes(prediction.peak_bytes), f"of {there}"),
+    ]
+    return ClusterPage(
+        title=f"{simulated.table.name} on {request.layout.devices:,} x {simulated.machine.device.name}",
+        subtitle=f"{request.layout}; software stack {request.stack.name}",
+        fits=(prediction.fits, f"{'Fits' if prediction.fits else 'Does not fit'}: up to {needed} of {there}"),
+        tiles=tiles,
+        shares_s=simulated.step.shares_s,
+        memory=[{str(role): size for role, size in roles.items()} for roles in simulated.memory],
+        device_bytes=figures["device_bytes"],
+        timeline=step_timeline(simulated),
+        growth=grown,
+        sentences=sentences,
+        assumed=simulated.assumed,
+    )
 
 
 def _unequal(simulated: Simulated, asked: Simulate) -> tuple[dict[str, Any], str]:

@@ -61,17 +61,18 @@ def write_report(
         _assumptions(plan),
         _reproduction(plan, program, summary),
     ]
-    path.write_text(_page(summary.title, "\n".join(sections)), encoding="utf-8")
+    path.write_text(page(summary.title, "\n".join(sections)), encoding="utf-8")
 
 
-def _page(title: str, body: str) -> str:
+def page(title: str, body: str) -> str:
+    """A whole document around ``body``, with style and script."""
     head = (
         '<meta charset="utf-8"/><meta name="viewport" content="width=device-width,initial-scale=1"/>'
         + el("title", text(title))
         + el("style", CSS)
     )
-    page = el("body", el("main", body), el("div", id="tip"), el("script", SCRIPT))
-    return "<!doctype html>\n" + el("html", el("head", head), page, lang="en") + "\n"
+    whole = el("body", el("main", body), el("div", id="tip"), el("script", SCRIPT))
+    return "<!doctype html>\n" + el("html", el("head", head), whole, lang="en") + "\n"
 
 
 def _heading(summary: RunSummary) -> str:

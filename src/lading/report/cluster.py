@@ -1,0 +1,218 @@
+"""The HTML page of a simulated step of a cluster: verdict, where the time goes, ranks over time, memory, growth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lading.ir.timeline import Event, Timeline
+from lading.report.charts import LEFT, PLOT, WIDTH, memory_figure, role_class
+from lading.report.figures import role_names, role_title
+from lading.report.gantt import GAP, HEAD, ROW
+from lading.report.html import page, table
+from lading.report.svg import (
+    Frame,
+    el,
+    figure,
+    legend,
+    polyline,
+    second_ticks,
+    svg,
+    text,
+    ticks,
+    words,
+    x_axis,
+    y_axis,
+)
+from lading.units import format_bytes, format_seconds
+
+#: How a label begins, class of its colour, and its words in the legend.
+_KINDS = (
+    ("forward", "k-forward", "forward"),
+    ("backward", "k-backward", "backward"),
+    ("input gradient", "k-backward", "backward"),
+    ("weight gradient", "k-read", "weight gradients"),
+    ("send", "k-communication", "sends and reductions"),
+    ("reduce", "k-communication", "sends and reductions"),
+    ("optimizer", "k-step", "optimizer"),
+    ("waiting", "k-free", "waiting"),
+)
+_CAUSES = ("k-forward", "k-backward", "k-recompute", "k-communication", "k-step", "k-read", "k-write", "k-free")
+_OTHER = ("k-free", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPage:
+    """What a page shows.
+
+    Attributes:
+        title, subtitle: Model and devices; layout and software.
+        fits: Whether the memory suffices, with the sentence that says so.
+        tiles: (name, figure, remark) of the numbers at the top.
+        shares_s: Seconds of the slowest rank by cause.
+        memory: Bytes by role of each pipeline rank.
+        device_bytes: Memory of a device.
+        timeline: Representative ranks; tiers are their activations.
+        growth: (devices, seconds of a step, tokens a second of a device).
+        sentences: What else was asked: unequal ranks, failures.
+        assumed: What was taken for granted.
+    """
+
+    title: str
+    subtitle: str
+    fits: tuple[bool, str]
+    tiles: Sequence[tuple[str, str, str]]
+    shares_s: Mapping[str, float]
+    memory: Sequence[Mapping[str, int]]
+    device_bytes: int
+    timeline: Timeline
+    growth: Sequence[tuple[int, float, float]] = ()
+    sentences: Sequence[str] = ()
+    assumed: Sequence[str] = ()
+
+
+def write_cluster_page(path: Path, shown: ClusterPage) -> None:
+    """Write the page; one file, no network."""
+    duration_s = shown.timeline.duration_s
+    tiers = list(dict.fromkeys(sample.tier for sample in shown.timeline.memory))
+    sections = [
+        _heading(shown),
+        el("h2", "Time"),
+        _shares(shown.shares_s),
+        ranks_figure(shown.timeline),
+        el("h2", "Memory"),
+        _memory_table(shown),
+        *(memory_figure(tier, duration_s, None, [shown.timeline]) for tier in tiers),
+        el("h2", "Growth") + growth_figure(shown.growth) if len(shown.growth) > 1 else "",
+        el("h2", "Assumptions") + el("ul", *(el("li", text(line)) for line in shown.assumed)) if shown.assumed else "",
+    ]
+    path.write_text(page(shown.title, "\n".join(filter(None, sections))), encoding="utf-8")
+
+
+def _heading(shown: ClusterPage) -> str:
+    good, sentence = shown.fits
+    tiles = [
+        el("div", el("span", text(name)), el("b", text(value)), el("span", text(remark)), class_="tile")
+        for name, value, remark in shown.tiles
+    ]
+    more = [el("p", text(line)) for line in shown.sentences]
+    verdict = el("div", el("p", el("b", text(sentence))), *more, class_=f"verdict {'kept' if good else 'broken'}")
+    head = el("h1", text(shown.title)) + el("p", text(shown.subtitle), class_="subtitle")
+    return head + verdict + el("div", *tiles, class_="tiles")
+
+
+def _shares(shares_s: Mapping[str, float]) -> str:
+    """One bar of all causes, and a table of them."""
+    order = sorted(((name, s) for name, s in shares_s.items() if s > 0), key=lambda row: -row[1])
+    whole = sum(seconds for _, seconds in order) or 1.0
+    frame = Frame(left=LEFT, top=4, width=PLOT, height=ROW, x_high=whole, y_high=1.0)
+    body: list[str] = []
+    at = 0.0
+    classes = [_CAUSES[min(i, len(_CAUSES) - 1)] for i in range(len(order))]
+    for (_, seconds), class_ in zip(order, classes, strict=True):
+        width = max(0.5, frame.x(seconds) - frame.left - 0.5)
+        body.append(el("rect", x=frame.x(at), y=frame.top, width=width, height=ROW, class_=class_))
+        at += seconds
+    drawing = svg(WIDTH, frame.bottom + 24, "".join(body) + x_axis(frame, second_ticks(whole, 10)), "Seconds by cause")
+    rows = [[name, format_seconds(seconds), f"{seconds / whole:.1%}"] for name, seconds in order]
+    note = "Of the pipeline rank that ends last."
+    return figure("Where the step goes", drawing, note=note) + table(
+        ("cause", "seconds", "share"), rows, swatches=classes
+    )
+
+
+def ranks_figure(timeline: Timeline) -> str:
+    """Rows of the ranks' streams; slices shorter than a pixel are merged with their neighbors."""
+    rows = sorted({(event.rank_class, event.stream) for event in timeline.events})
+    height = sum(ROW + GAP for _ in rows) + HEAD * len({rank for rank, _ in rows})
+    frame = Frame(left=LEFT, top=2, width=PLOT, height=height + 4, x_high=timeline.duration_s or 1.0, y_high=1.0)
+    body: list[str] = []
+    shown: dict[int, list[object]] = {}
+    kinds: dict[str, str] = {}
+    y, before = frame.top, -1
+    for rank, stream in rows:
+        if rank != before:
+            body.append(words(f"rank {rank}", LEFT, y + 17, "strong label"))
+            y, before = y + HEAD, rank
+        body.append(words(stream[:22], LEFT - 8, y + 15, "tick end"))
+        body.append(el("rect", x=LEFT, y=y, width=PLOT, height=ROW, class_="lane"))
+        mine = [e for e in timeline.events if (e.rank_class, e.stream) == (rank, stream) and e.end_s > e.start_s]
+        for event, until_s, count in _merged(mine, frame.x_high / frame.width):
+            label = timeline.labels.get(event.action, f"action {event.action}")
+            class_, word = _kind(label)
+            kinds[class_] = word
+            shown[event.action] = [label, event.end_s - event.start_s]
+            body.append(_slice(frame, event, until_s, count, y, class_))
+        y += ROW + GAP
+    body.append(x_axis(frame, second_ticks(frame.x_high, 10)))
+    drawing = el("div", svg(WIDTH, frame.bottom + 24, "".join(body), "Ranks over one step"), class_="timed")
+    data = json.dumps({"sources": [timeline.source], "actions": shown}, separators=(",", ":")).replace("<", "\\u003c")
+    script = el("script", data, type="application/json", id="actions")
+    note = "Representative ranks. Point at a slice for its action; the trace file has them all."
+    return figure("Ranks over one step", drawing + legend(list(kinds.items())), note=note) + script
+
+
+def _slice(frame: Frame, event: Event, until_s: float, count: int, y: float, class_: str) -> str:
+    x = frame.x(event.start_s)
+    width = max(frame.x(until_s) - x - 0.3, 0.6)
+    many = f' data-n="{count}" data-s="{until_s - event.start_s:.3g}"' if count > 1 else ""
+    return (
+        f'<rect x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{ROW:g}" class="{class_}" '
+        f'data-a="{event.action}"{many}/>'
+    )
+
+
+def _kind(label: str) -> tuple[str, str]:
+    return next(((class_, word) for start, class_, word in _KINDS if label.startswith(start)), _OTHER)
+
+
+def _merged(events: Sequence[Event], pixel_s: float) -> list[tuple[Event, float, int]]:
+    """(first, end, how many) of runs of events that begin in one pixel."""
+    runs: list[tuple[Event, float, int]] = []
+    for event in sorted(events, key=lambda e: e.start_s):
+        if runs and int(event.start_s / pixel_s) == int(runs[-1][0].start_s / pixel_s):
+            first, until_s, count = runs[-1]
+            runs[-1] = (first, max(until_s, event.end_s), count + 1)
+        else:
+            runs.append((event, event.end_s, 1))
+    return runs
+
+
+def _memory_table(shown: ClusterPage) -> str:
+    """First, fullest and last pipeline rank."""
+    totals = [sum(roles.values()) for roles in shown.memory]
+    ranks = sorted({0, totals.index(max(totals)), len(totals) - 1})
+    roles = role_names({role for rank in ranks for role, size in shown.memory[rank].items() if size})
+    rows = [[role_title(role), *(format_bytes(shown.memory[rank].get(role, 0)) for rank in ranks)] for role in roles]
+    total = ["sum", *(format_bytes(totals[rank]) for rank in ranks)]
+    head = ["role", *(f"pipeline rank {rank}" for rank in ranks)]
+    under = el("p", text(f"A device has {format_bytes(shown.device_bytes)}."), class_="under")
+    return table(head, rows, total=total, swatches=[role_class(role) for role in roles]) + under
+
+
+def growth_figure(growth: Sequence[tuple[int, float, float]]) -> str:
+    """Tokens a second of a device as replicas are added, with the first point's as the level to keep."""
+    high = max(rate for _, _, rate in growth) * 1.12
+    places = {devices: float(place) for place, (devices, _, _) in enumerate(growth)}
+    frame = Frame(left=LEFT, top=14, width=PLOT, height=200, x_high=max(places.values()) or 1.0, y_high=high)
+    points = [(frame.x(places[devices]), frame.y(rate)) for devices, _, rate in growth]
+    kept = frame.y(growth[0][2])
+    body = [
+        y_axis(frame, [(value, f"{value:,.0f}") for value in ticks(0, high, 5)]),
+        polyline([(frame.left, kept), (frame.right, kept)], "behind"),
+        polyline(points, "series"),
+        x_axis(frame, [(place, f"{devices:,}") for devices, place in places.items()]),
+    ]
+    drawing = svg(WIDTH, frame.bottom + 24, "".join(body), "Tokens a second of a device by devices")
+    first = growth[0][2]
+    rows = [
+        [f"{devices:,}", format_seconds(step_s), f"{rate:,.0f}", f"{rate / first:.1%}"]
+        for devices, step_s, rate in growth
+    ]
+    head = ("devices", "step", "tokens/s a device", "of the fewest")
+    keys = legend([("series", "tokens/s a device"), ("behind", "as with the fewest devices")])
+    return figure("Tokens a second of a device", drawing + keys, note="The batch grows with the replicas.") + table(
+        head, rows
+    )

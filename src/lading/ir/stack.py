@@ -37,6 +37,7 @@ class Stack:
         gradient_dtype: In which gradients are accumulated and reduced.
         gather_dtype: In which cut parameters are gathered; "" means that of the products.
         master_weights: Whether a copy of the parameters in fp32 is kept beside them.
+        moments_dtype: Of Adam's two moments.
         parameters_dtype: Of the parameters themselves: "float32" where autocast casts them in every use.
         overlap_grad_reduce, overlap_param_gather: Run beside computing.
         gathers: How often a block's cut parameters are gathered where it is recomputed: 2, for forward and for
@@ -77,6 +78,7 @@ class Stack:
     gradient_dtype: str = "float32"
     gather_dtype: str = ""
     master_weights: bool = True
+    moments_dtype: str = "float32"
     parameters_dtype: str = ""
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True

@@ -53,7 +53,7 @@ def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack) -> di
     """
     kept = DTYPE_BYTES.get(stack.parameters_dtype, _PRODUCT_BYTES[layout.precision])
     gradient = DTYPE_BYTES[stack.gradient_dtype] if not stack.parameters_dtype else kept
-    states = _MOMENTS_BYTES + (4 if stack.master_weights else 0)
+    states = 2 * DTYPE_BYTES[stack.moments_dtype] + (4 if stack.master_weights else 0)
     found = {Role.PARAMETER: 0.0, Role.GRADIENT: 0.0, Role.OPTIMIZER_STATE: 0.0}
     for axes, number in elements.items():
         ways = shards(axes, layout)

@@ -142,6 +142,12 @@ FACTS: tuple[Fact, ...] = (
         "Megatron-Bridge src/megatron/bridge/training/mixed_precision.py: fp8_param_gather",
     ),
     Fact(
+        r"megatron-bridge|mbridge",
+        lambda request: request.model.family == "mla-moe",
+        {"moments_dtype": "bfloat16"},
+        "Megatron-Bridge recipes of Moonlight and DeepSeek-V3: use_precision_aware_optimizer, exp_avg_dtype bfloat16",
+    ),
+    Fact(
         r"torchtitan",
         lambda request: request.layout.precision == "fp8" and request.linear_dtype != "rowwise",
         {"gather_dtype": "float8_e4m3fn"},

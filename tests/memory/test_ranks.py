@@ -7,7 +7,7 @@ import pytest
 from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
 from lading.ir.stack import Stack
-from lading.memory.ranks import gathered_bytes, replicas, shards, state_bytes
+from lading.memory.ranks import adapter_bytes, gathered_bytes, replicas, shards, state_bytes
 
 HALF = Stack(name="s", title="t", gradient_dtype="bfloat16")
 ELEMENTS = {"dp": 7_500_000_000}
@@ -23,7 +23,7 @@ def test_figure_1_of_zero(layout: str, gigabytes: float) -> None:
 
 
 def test_frozen_weights_have_no_states() -> None:
-    roles = state_bytes(ELEMENTS, parse_layout("dp2"), HALF, trained=False)
+    roles = adapter_bytes(15_000_000_000, {}, parse_layout("dp2"), HALF)
     assert roles[Role.GRADIENT] == roles[Role.OPTIMIZER_STATE] == 0
     assert roles[Role.PARAMETER] == 15_000_000_000
 
@@ -39,3 +39,10 @@ def test_experts_have_fewer_replicas() -> None:
 def test_gathered_parameters() -> None:
     assert gathered_bytes({"dp": 1000}, parse_layout("dp4,zero3"), HALF) == 2000
     assert gathered_bytes({"dp": 1000}, parse_layout("dp4,zero1"), HALF) == 0
+
+
+def test_moments_in_16_bits() -> None:
+    """Megatron's precision-aware optimizer: 4 bytes of moments and 4 of the master weight."""
+    half = Stack(name="s", title="t", moments_dtype="bfloat16")
+    states = [state_bytes(ELEMENTS, parse_layout("dp2"), s)[Role.OPTIMIZER_STATE] for s in (HALF, half)]
+    assert states == [12 * ELEMENTS["dp"], 8 * ELEMENTS["dp"]]

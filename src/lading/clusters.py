@@ -78,8 +78,9 @@ def _captured(question: Question) -> tuple[ModelTable, int]:
     run = run_of_model(question.model, question.seq_len or None)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=3))
     module = defer(lambda: build(run.model, "bf16")).model
-    table = module_table(module, example_batch(run), loss_of(run.model), question.model)
-    return table, run.data.sequence_length
+    tokens = run.data.sequence_length
+    table = module_table(module, example_batch(run), loss_of(run.model), question.model, tokens=tokens)
+    return table, tokens
 
 
 def _layout(question: Question) -> Layout:

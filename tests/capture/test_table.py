@@ -167,6 +167,53 @@ def test_a_module_has_a_table_in_its_batch() -> None:
     assert _parameters(table) == sum(p.numel() for p in model.parameters()) + model.head.weight.numel()
 
 
+class _Stack(nn.Module):
+    """Blocks that all take what was made before them, some of another kind; ``known`` of them are counted."""
+
+    def __init__(self, kinds: str, known: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.layers = nn.ModuleList(_StackBlock(kind) for kind in kinds)
+        self.known = len(kinds) if known else 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, waves = self.embed(tokens), torch.cos(torch.arange(tokens.shape[1], dtype=torch.float32))
+        for at in range(self.known or len(self.layers)):
+            x = self.layers[at](x, waves)
+        return x
+
+
+class _StackBlock(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, waves: torch.Tensor) -> torch.Tensor:
+        y = self.first(x) * waves[:, None]
+        return x + self.second(y.relu() if self.kind == "r" else y.tanh())
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_equal_blocks_in_a_row_are_one_segment(known: bool) -> None:
+    model = _Stack("rrrrrttttr", known)
+    table = module_table(model, {"x": torch.zeros(4, 12, dtype=torch.int64)}, lambda m, x: m(x["x"]).sum())
+    assert table.counts == (1, 5, 4, 1, 1)
+    assert [s.name for s in table.segments] == ["before", "layers", "layers.2", "layers.3", "after"]
+    assert [[str(d) for d in table.segments[1].tensors[t].dims] for t in table.segments[1].enters] == [
+        ["s"],
+        ["b", "s", "8"],
+    ]
+    assert _parameters(table) == sum(p.numel() for p in model.parameters())
+    assert len(model.layers) == 10  # as it was
+
+
+def test_rows_of_numbers_are_no_tokens() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    table = module_table(model, torch.zeros(5, 8), lambda m, x: m(x).sum())
+    assert {name for s in table.segments for t in s.tensors for d in t.dims for name in d.symbols} == {"b"}
+
+
 class _Halves(nn.Module):
     """Takes another way for long inputs."""
 

@@ -6,6 +6,7 @@ Sizes are numbers here; ``lading.capture.table`` finds how they depend on those 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -50,18 +51,25 @@ class _Cutter:
         self.ops, self.is_view = _merged(graph, views)
         items = _blocks(self.ops)
         self.items, self.places = _placed(self.ops, items)
-        self.producers: dict[int, int] = {}
+        self.producers: dict[int, list[int]] = {}
         for index, op in enumerate(self.ops):
             for t in op.outputs:
-                self.producers.setdefault(t, index)
+                self.producers.setdefault(t, []).append(index)
         self.fp32 = {op.outputs[i] for op in self.ops if op.name in _STATISTICS for i in (1, 2) if i < len(op.outputs)}
+        self.parameters = {graph.storage_of(p.tensor): p for p in graph.parameters}
+        self.named = {p.tensor: p.names[0] for p in graph.parameters}
+        self.named.update({t: name for name, t in (*graph.buffers, *graph.inputs[0])})
+        self.chosen: list[list[int]] = [[] for _ in self.items]
+        for index, place in enumerate(self.places):
+            self.chosen[place].append(index)
+        self.used = [{graph.storage_of(t) for i in chosen for t in self.ops[i].inputs} for chosen in self.chosen]
         self.forward = [op.phase is not Phase.BACKWARD for op in self.ops]
 
     def table(self, tied: Sequence[tuple[str, str]], name: str) -> ModelTable:
         """The segments, equal ones in a row as one with its count."""
         count = len(self.items)
-        leaves = [self._crossing(border, forward=True) for border in range(count - 1)]
-        back = [self._crossing(border, forward=False) for border in range(count - 1)]
+        leaves = self._crossing(forward=True)
+        back = self._crossing(forward=False)
         back = [self._as_leaves(grads, acts) for grads, acts in zip(back, leaves, strict=True)]
         segments: list[Segment] = []
         counts: list[int] = []
@@ -74,32 +82,47 @@ class _Cutter:
                 back[at - 1] if at else [],
             )
             segment = self._segment(at, borders)
+            if 0 < at < count - 1 and segments[-1] != segment:
+                carried = self._carried(leaves[at - 1], leaves[at])
+                longer = self._segment(at, (borders[0], carried, *borders[2:]))
+                if segments[-1] == longer:
+                    segment, leaves[at] = longer, carried
             if segments and segments[-1] == segment:
                 counts[-1] += 1
             else:
                 segments.append(segment)
                 counts.append(1)
-            for parameter in self.graph.parameters:
-                local = _local(parameter.names[0], self.items[at])
-                if any(t.name == local and t.role is Role.PARAMETER for t in segment.tensors):
-                    homes[parameter.names[0]] = (len(segments) - 1, local)
+            for parameter in self._parameters(at):
+                homes[parameter.names[0]] = (len(segments) - 1, _local(parameter.names[0], self.items[at]))
         pairs = tuple((homes[a], homes[b]) for a, b in tied if a in homes and b in homes)
         return ModelTable(name, _uniquely_named(segments), tuple(counts), {}, pairs)
 
-    def _crossing(self, border: int, *, forward: bool) -> list[int]:
-        """Tensors made on one side of a border and taken on the other, those that live longest first."""
-        side = (lambda place: place <= border) if forward else (lambda place: place > border)
-        reach: dict[int, int] = {}
+    def _crossing(self, *, forward: bool) -> list[list[int]]:
+        """For each border the tensors made on one side and taken on the other, those that live longest first."""
+        reach: dict[tuple[int, int], int] = {}  # (segment, tensor): the farthest segment that takes it
         for index, op in enumerate(self.ops):
-            if self.forward[index] is not forward or side(self.places[index]):
+            if self.forward[index] is not forward:
                 continue
             for t in op.inputs:
-                made = self.producers.get(t)
-                if made is None or self.forward[made] is not forward or not side(self.places[made]):
+                made = self._made(t, index)
+                if made is None or self.forward[made] is not forward or self._role(t) not in _CROSSING:
                     continue
-                if self._role(t) in _CROSSING:
-                    reach[t] = max(reach.get(t, 0), abs(self.places[index] - self.places[made]))
-        return sorted(reach, key=lambda t: (-reach[t], self.producers[t]))
+                distance = abs(self.places[index] - self.places[made])
+                if distance:
+                    key = (self.places[made], t)
+                    reach[key] = max(reach.get(key, 0), distance)
+        borders: list[dict[int, int]] = [{} for _ in range(len(self.items) - 1)]
+        for (place, t), distance in reach.items():
+            crossed = range(place, place + distance) if forward else range(place - distance, place)
+            for border in crossed:
+                borders[border][t] = max(borders[border].get(t, 0), distance)
+        return [sorted(found, key=lambda t: (-found[t], self.producers[t][0])) for found in borders]
+
+    def _made(self, tensor: int, until: int) -> int | None:
+        """The operation that made a tensor for one that takes it: a view may be made again in every block."""
+        places = self.producers.get(tensor, [])
+        at = bisect_left(places, until)
+        return places[at - 1] if at else None
 
     def _as_leaves(self, grads: list[int], leaves: list[int]) -> list[int]:
         """Gradients in the order of the activations that they are of; the shapes are equal."""
@@ -112,15 +135,25 @@ class _Cutter:
                 ordered.append(found)
         return [*ordered, *rest]
 
+    def _carried(self, before: list[int], after: list[int]) -> list[int]:
+        """What leaves a block if it hands on what the last block has no use for, as the blocks before it do."""
+        new = iter(t for t in after if t not in before)
+        return [t if t in after or self._passes(t, before) else next(new, t) for t in before]
+
+    def _passes(self, tensor: int, leaves: list[int]) -> bool:
+        """Whether one of the leaves of a block was there before the block: it has no gradient that would tell."""
+        at = self.producers.get(tensor)
+        return at is not None and self.places[at[0]] == 0 and tensor in leaves
+
     def _role(self, tensor: int) -> Role:
         return self.graph.storages[self.graph.storage_of(tensor)].role
 
     def _segment(self, at: int, borders: tuple[list[int], list[int], list[int], list[int]]) -> Segment:
         enters, leaves, enters_back, leaves_back = borders
-        chosen = [i for i, place in enumerate(self.places) if place == at]
+        chosen = self.chosen[at]
         ids = _Numbers(self, self.items[at])
         ids.add(enters)
-        parameters = self._parameters(at, chosen)
+        parameters = self._parameters(at)
         for i in chosen:
             ids.add((*self.ops[i].inputs, *self.ops[i].outputs, *self.ops[i].mutates))
         ids.add([*leaves, *enters_back, *leaves_back])
@@ -129,7 +162,7 @@ class _Cutter:
         ids.complete()
         ops = tuple(self._op(i, ids) for i in chosen)
         return Segment(
-            name=self.items[at].rpartition(".")[0] if self.items[at] else "before" if at == 0 else "after",
+            name=self._name(at),
             tensors=ids.tensors(),
             ops=ops,
             enters=ids.of(enters),
@@ -140,15 +173,16 @@ class _Cutter:
             saved=ids.of(self._saved(chosen)),
         )
 
-    def _parameters(self, at: int, chosen: list[int]) -> list[Parameter]:
+    def _name(self, at: int) -> str:
+        if self.items[at]:
+            return self.items[at].rpartition(".")[0]
+        return "before" if at == 0 else "after" if at == len(self.items) - 1 else "between"
+
+    def _parameters(self, at: int) -> list[Parameter]:
         """Parameters that the segment's operations use; those that none uses are the first segment's."""
-        used = {self.graph.storage_of(t) for i in chosen for t in self.ops[i].inputs}
-        every = {self.graph.storage_of(t) for op in self.ops for t in op.inputs}
-        return [
-            p
-            for p in self.graph.parameters
-            if self.graph.storage_of(p.tensor) in used or (at == 0 and self.graph.storage_of(p.tensor) not in every)
-        ]
+        used = self.used[at]
+        unused = set[int]() if at else self.parameters.keys() - set[int]().union(*self.used)
+        return [self.parameters[storage] for storage in sorted(used | unused) if storage in self.parameters]
 
     def _saved(self, chosen: list[int]) -> list[int]:
         """Tensors of the forward that the backward takes."""
@@ -159,7 +193,7 @@ class _Cutter:
                 continue
             for t in self.ops[i].inputs:
                 first = self.producers.get(t)
-                if t not in made and (first is None or self.forward[first]):
+                if t not in made and (first is None or self.forward[first[0]]):
                     saved[t] = None
             made.update(self.ops[i].outputs)
         return list(saved)
@@ -209,8 +243,7 @@ class _Numbers:
 
     def tensors(self) -> tuple[TableTensor, ...]:
         graph = self.cutter.graph
-        names = {p.tensor: _local(p.names[0], self.item) for p in graph.parameters}
-        names.update({t: _local(name, self.item) for name, t in (*graph.buffers, *graph.inputs[0])})
+        named = self.cutter.named
         made: list[TableTensor] = []
         for t in self._ids:
             tensor, role = graph.tensors[t], self.cutter._role(t)
@@ -220,7 +253,7 @@ class _Numbers:
                     dtype="float32" if t in self.cutter.fp32 else tensor.dtype,
                     dims=tuple(map(Size.of, tensor.shape)),
                     role=role,
-                    name=names.get(t, ""),
+                    name=_local(named.get(t, ""), self.item),
                     repeats=tuple(
                         d for d, (n, s) in enumerate(zip(tensor.shape, tensor.stride, strict=True)) if n > 1 and s == 0
                     ),

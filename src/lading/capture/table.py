@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -78,42 +79,85 @@ def captured_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "
     return table_at_sizes(*traced(model, batch, loss), name)
 
 
-def module_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "") -> ModelTable:
+def module_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "", *, tokens: int = 0) -> ModelTable:
     """The table of any module in the symbols ``b`` (sequences) and ``s`` (tokens).
 
     Args:
-        batch: A tree of tensors, or ``batch(b, s)`` that makes one. Of a tree, ``b`` is the length of the first dim of
-            the first tensor and ``s`` that of its second; dims of other tensors that are as long vary with them.
+        batch: A tree of tensors, or ``batch(b, s)`` that makes one. Of a tree the first dims vary with ``b``.
         loss: As ``lading.capture`` takes it.
+        tokens: Of a sequence: other dims of a tree that are as long vary with ``s``, those longer by one with
+            ``s + 1``; 0 for the second dim of the first tensor, if that is of numbered tokens or of vectors.
     Raises:
         CaptureError: other sizes give other operations; says which.
     """
-    make_batch: Callable[[int, int], Any] = batch if callable(batch) else _resizing(batch)
-    sizes = [{"b": b, "s": s} for b, s in ((3, 16), (5, 16), (3, 48), (5, 48), (7, 32))]
-    return table_over(sizes, lambda at: (model, make_batch(at["b"], at["s"])), loss, name)
+    if callable(batch):
+        make_batch, lengths = batch, (16, 48, 32)
+    else:
+        tokens = tokens or _tokens(batch)
+        make_batch = partial(_resized, batch, tokens)
+        part = max(tokens // 4, 1)
+        lengths = (part, 3 * part, 2 * part)
+    pairs = ((3, 0), (5, 0), (3, 1), (5, 1), (7, 2))
+    sizes = [{"b": b, "s": lengths[at]} for b, at in pairs]
+    whole = captured_table(model, make_batch(sizes[0]["b"], sizes[0]["s"]), loss, name)
+
+    def others() -> list[ModelTable]:
+        return [captured_table(model, make_batch(at["b"], at["s"]), loss, name) for at in sizes[1:]]
+
+    with _shortened(model, whole.counts) as counts:
+        try:
+            rest = others()
+        except CaptureError:
+            if counts == whole.counts:
+                raise
+            rest = []
+    if not rest or any(table.counts != counts for table in rest):  # the model needs all of its blocks
+        rest, counts = others(), whole.counts
+    found = _joined([dataclasses.replace(whole, counts=counts), *rest], sizes, None)
+    return dataclasses.replace(found, counts=whole.counts)
 
 
-def _resizing(batch: Any) -> Callable[[int, int], Any]:
-    """Makes batches like one, of other lengths."""
+@contextmanager
+def _shortened(model: torch.nn.Module, counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Within it at most two of equal blocks in a row stand in the model; gives how often each then does.
+
+    All stay where it is not plain which list of modules the blocks are.
+    """
+    blocks = counts[1:-1]
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == sum(blocks)]
+    if len(lists) != 1 or max(blocks, default=0) <= 2:
+        yield counts
+        return
+    starts = [sum(blocks[:run]) for run in range(len(blocks))]
+    kept = [start + i for start, count in zip(starts, blocks, strict=True) for i in range(min(count, 2))]
+    before = lists[0]._modules
+    lists[0]._modules = {str(i): before[str(at)] for i, at in enumerate(kept)}
+    try:
+        yield (counts[0], *(min(count, 2) for count in blocks), counts[-1])
+    finally:
+        lists[0]._modules = before
+
+
+def _tokens(batch: Any) -> int:
+    """Tokens of a batch's first tensor; 0 for images and the like."""
     leaves = [leaf for _, leaf in input_leaves(batch)]
-    first = leaves[0].shape
-    if len(first) < 1:
-        raise CaptureError("expected a batch whose first tensor has a dim for its sequences, got a scalar")
-    tokens = first[1] if len(first) > 1 else None
-    if tokens == first[0]:
-        raise CaptureError(
-            f"expected a batch with another number of sequences than of tokens, to tell them apart, got {first[0]} of "
-            "both; take another batch size"
-        )
+    if not leaves or not leaves[0].dim():
+        raise CaptureError("expected a batch whose first tensor has a dim for its sequences, got none")
+    is_text = leaves[0].dim() == (3 if leaves[0].is_floating_point() else 2)
+    return int(leaves[0].shape[1]) if is_text else 0
 
-    def make(b: int, s: int) -> Any:
-        def visit(_: str, leaf: torch.Tensor) -> torch.Tensor:
-            shape = [b if n == first[0] else s if n == tokens else n for n in leaf.shape]
-            return torch.zeros(shape, dtype=leaf.dtype, device="meta" if leaf.is_meta else leaf.device)
 
-        return map_batch(batch, visit)
+def _resized(batch: Any, tokens: int, b: int, s: int) -> Any:
+    """A batch like one, of other lengths."""
+    known = {tokens: s, tokens + 1: s + 1} if tokens else {}
+    first = next(leaf for _, leaf in input_leaves(batch)).shape[0]
 
-    return make
+    def visit(_: str, leaf: torch.Tensor) -> torch.Tensor:
+        rows = [b if n == first else n for n in leaf.shape[:1]]
+        shape = [*rows, *(known.get(n, n) for n in leaf.shape[1:])]
+        return torch.zeros(shape, dtype=leaf.dtype, device="meta" if leaf.is_meta else leaf.device)
+
+    return map_batch(batch, visit)
 
 
 def table_over(
@@ -128,7 +172,11 @@ def table_over(
     Raises:
         CaptureError: the captures differ by more than lengths, or a length is no polynomial; says where.
     """
-    tables = [captured_table(*make(at), loss, name) for at in sizes]
+    return _joined([captured_table(*make(at), loss, name) for at in sizes], sizes, largest)
+
+
+def _joined(tables: Sequence[ModelTable], sizes: Sequence[Mapping[str, int]], largest: int | None) -> ModelTable:
+    """One table from those of several sizes."""
     for table, at in zip(tables[1:], sizes[1:], strict=True):
         _check_alike(tables[0], table, f"at {_said(sizes[0])} and at {_said(at)}")
     identifier = Identifier(sizes[:-1], largest)
@@ -150,9 +198,10 @@ def _check_alike(left: ModelTable, right: ModelTable, where: str) -> None:
     for a, b in zip(left.segments, right.segments, strict=True):
         for one, other in zip(a.ops, b.ops, strict=False):
             if _no_numbers(one) != _no_numbers(other):
+                told = [f" with {op.settings}" if one.name == other.name else "" for op in (one, other)]
                 raise CaptureError(
-                    f"{one.name} in {a.name}.{one.module} is {other.name} in {other.module} {where}; a table needs the "
-                    "same operations at every size"
+                    f"{one.name} in {a.name}.{one.module}{told[0]} is {other.name} in {other.module}{told[1]} {where}; "
+                    "a table needs the same operations at every size"
                 )
         same = [dataclasses.replace(s, ops=(), tensors=tuple(_no_dims(t) for t in s.tensors)) for s in (a, b)]
         if len(a.ops) != len(b.ops) or same[0] != same[1]:

@@ -37,7 +37,7 @@ class Size:
         """
         if isinstance(value, Size):
             return value
-        return _sum([((), value)]) if isinstance(value, int) else _parse(value)
+        return _number(value) if isinstance(value, int) else _parse(value)
 
     def __add__(self, other: Size | int) -> Size:
         right = Size.of(other)
@@ -109,6 +109,11 @@ def _text(monomial: Monomial, coefficient: int) -> str:
     if coefficient != 1 or not factors:
         factors.insert(0, str(coefficient))
     return "*".join(factors)
+
+
+@cache
+def _number(value: int) -> Size:
+    return _sum([((), value)])
 
 
 @cache

@@ -62,6 +62,8 @@ def test_slices_are_those_of_the_timeline() -> None:
     for class_ in ("k-forward", "k-backward", "k-communication"):
         assert f'class="{class_}"' in drawn
     assert "rank 3" in drawn
+    beside = re.findall(r'class="tick end">([^<]*)<', drawn)
+    assert set(beside) == {"compute", "send on", "send back"}
     assert "rank 1" not in drawn
 
 

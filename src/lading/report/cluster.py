@@ -39,6 +39,12 @@ _KINDS = (
     ("optimizer", "k-step", "optimizer"),
     ("waiting", "k-free", "waiting"),
 )
+#: What fits beside a row.
+_SHORT = {
+    "data-parallel network": "reductions",
+    "send to the next stage": "send on",
+    "send to the stage before": "send back",
+}
 _CAUSES = ("k-forward", "k-backward", "k-recompute", "k-communication", "k-step", "k-read", "k-write", "k-free")
 _OTHER = ("k-free", "other")
 
@@ -136,7 +142,7 @@ def ranks_figure(timeline: Timeline) -> str:
         if rank != before:
             body.append(words(f"rank {rank}", LEFT, y + 17, "strong label"))
             y, before = y + HEAD, rank
-        body.append(words(stream[:22], LEFT - 8, y + 15, "tick end"))
+        body.append(words(_SHORT.get(stream, stream), LEFT - 8, y + 15, "tick end"))
         body.append(el("rect", x=LEFT, y=y, width=PLOT, height=ROW, class_="lane"))
         mine = [e for e in timeline.events if (e.rank_class, e.stream) == (rank, stream) and e.end_s > e.start_s]
         for event, until_s, count in _merged(mine, frame.x_high / frame.width):

@@ -63,8 +63,10 @@ def main() -> None:
     if arguments.peer in ("calculon", "simumax") and not (arguments.folder and arguments.folder.is_dir()):
         parser.error(f"--folder: expected a checkout of {arguments.peer}, got {arguments.folder}")
     rows, notes = read_rows(arguments.files)
-    outcomes = outcomes_of(rows, predictor_of(arguments))
-    document = document_of(outcomes)
+    predictor = predictor_of(arguments)
+    outcomes = outcomes_of(rows, predictor)
+    unfitted = outcomes_of(rows, predictor, fitted=False) if arguments.peer == "lading" else ()
+    document = document_of(outcomes, unfitted)
     show(document, notes, Console(width=150, highlight=False))
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

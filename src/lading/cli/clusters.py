@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from lading.errors import ConfigError, StorageError
 
@@ -32,6 +32,10 @@ class Validate:
         Path | None,
         arg(metavar="OUT.jsonl", help="Also write every row's prediction as a line of JSON.", help_behavior_hint=""),
     ] = None
+    left_out: Annotated[
+        FlagCreatePairsOff[bool],
+        arg(help="Also score each source without a fit on whole steps of its own. Takes twice as long."),
+    ] = False
     predictor: Annotated[
         Literal["lading", "constant"],
         arg(help="What predicts: Lading, or one share of the peak for all, a reference to beat."),
@@ -51,7 +55,7 @@ class Validate:
         rows, notes = read_rows(self.files)
         predictor = Simulator() if self.predictor == "lading" else ConstantEfficiency()
         outcomes = outcomes_of(rows, predictor)
-        document = document_of(outcomes)
+        document = document_of(outcomes, outcomes_of(rows, predictor, fitted=False) if self.left_out else ())
         console = Console(width=None if Console().is_terminal else 150, highlight=False)
         show(document, notes, console)
         if self.json is not None:

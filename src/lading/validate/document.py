@@ -20,14 +20,19 @@ from lading.validate.scoring import (
 )
 
 
-def document_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def document_of(outcomes: Sequence[Outcome], unfitted: Sequence[Outcome] = ()) -> dict[str, Any]:
     """All scores; fractions, not percent.
 
     ``step_time`` and ``memory`` (allocated bytes) are of tier A, one row for each configuration; ``step_time_anchored``
     knows one run of each software stack, ``step_time_left_out`` only what other families say of it.
+
+    Args:
+        unfitted: The same rows, predicted without what was fitted on whole steps: for ``step_time_left_out``, and for
+            anchors, which then stand in its place.
     """
     steps = step_pairs(outcomes)
-    scaled, anchors = anchored(steps)
+    plain = step_pairs(unfitted)
+    scaled, anchors = anchored(plain or steps)
     memory = memory_pairs(outcomes)
     return {
         "rows": len(outcomes),
@@ -36,7 +41,7 @@ def document_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "step_time": summary(steps),
         "memory": summary(memory),
         "step_time_anchored": {**summary(scaled), "anchors": {name: list(found) for name, found in anchors.items()}},
-        "step_time_left_out": summary(left_out(steps)),
+        "step_time_left_out": summary(left_out(plain)),
         "step_time_tier_b": summary(step_pairs(outcomes, "B")),
         "memory_by_kind": {kind: summary(memory_pairs(outcomes, kind)) for kind in MEMORY_KINDS},
         "memory_above_interval": [_brief(pair) for pair in memory if pair.measured > pair.high],

@@ -67,14 +67,19 @@ def anchor_of(group: Sequence[Pair]) -> Pair:
 
 
 def left_out(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs scaled by what all other families say: those of the same stack, where there are any; else nothing."""
+    """Pairs scaled by what all other families say: those of the same stack, where there are any; else all.
+
+    Args:
+        pairs: Of predictions without any factor that was fitted on whole steps (``outcomes_of(..., fitted=False)``).
+    """
     plain = _without_residual(pairs)
-    by_stack = grouped(plain, _stack)
-    scaled: list[Pair] = []
+    factors: dict[tuple[str, str], float] = {}
     for pair in plain:
-        others = [p for p in by_stack[_stack(pair)] if p.outcome.row.family != pair.outcome.row.family]
-        scaled.append(_scaled(pair, _factor(others)))
-    return scaled
+        key = (pair.outcome.row.family, _stack(pair))
+        if key not in factors:
+            others = [other for other in plain if other.outcome.row.family != key[0]]
+            factors[key] = _factor([other for other in others if _stack(other) == key[1]] or others)
+    return [_scaled(pair, factors[pair.outcome.row.family, _stack(pair)]) for pair in plain]
 
 
 def _factor(others: Iterable[Pair]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,15 +52,21 @@ class Pair:
         return self.low <= self.measured <= self.high
 
 
-def outcomes_of(rows: Iterable[Row], predictor: Predictor) -> list[Outcome]:
-    """Every row with its prediction; a row that cannot be simulated keeps the reason, a fault of ours included."""
-    return [_outcome(row, predictor) for row in rows]
+def outcomes_of(rows: Iterable[Row], predictor: Predictor, *, fitted: bool = True) -> list[Outcome]:
+    """Every row with its prediction; a row that cannot be simulated keeps the reason, a fault of ours included.
+
+    Args:
+        fitted: With the factors of stacks that were fitted on whole steps (``Stack.in_situ``).
+    """
+    return [_outcome(row, predictor, fitted) for row in rows]
 
 
-def _outcome(row: Row, predictor: Predictor) -> Outcome:
+def _outcome(row: Row, predictor: Predictor, fitted: bool) -> Outcome:
     request = None
     try:
         request = request_of(row)
+        if not fitted:
+            request = dataclasses.replace(request, stack=dataclasses.replace(request.stack, in_situ={}))
         return Outcome(row, request, predictor.predict(request))
     except LadingError as error:
         return Outcome(row, request, reason=str(error))

@@ -94,3 +94,14 @@ def test_placeholders_are_one_for_each_shape():
     segment = rank_segment(table.segments[1], {**table.symbols, "s": S, "b": B}, Layout(dp=4, ep=4))
     shapes = {(256, H), (H, H), (8, H), (H, 192), (96, H)}
     assert weight_shapes(segment) == {shape: 2 * shape[0] * shape[1] for shape in shapes}
+
+
+def test_a_compiler_keeps_nothing_that_is_not_read():
+    """The last product's result goes into the stream only: eager caches it where products are marked, a compiler not."""
+    table = family_table("llama", layers=1, h=H, n=N, k=2, d=16, f=384, v=100)
+    segment = rank_segment(table.segments[1], {**table.symbols, "s": S, "b": B}, Layout())
+    marked = recomputed(segment, "selective", ["op"])
+    queries, gate, values, attended, sums = H, 384, 2 * 16, H, 2 * N
+    elements = H + queries + gate + values + attended + sums  # sums in fp32 are two elements each
+    assert saved_bytes(segment, marked, "compiled") == 2 * B * S * elements
+    assert saved_bytes(segment, marked, "eager") == 2 * B * S * (elements + H)

@@ -1,5 +1,6 @@
 """The same model cut by torch's ``parallelize_module`` under a fake process group: same products and collectives."""
 
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -28,6 +30,7 @@ from lading.ir.work import Collective, Kernel, Product, RankSegment, Stage
 from lading.models.registry import build_model, model_class
 from lading.parallel.memory import saved_bytes
 from lading.parallel.ranks import rank_segment
+from lading.parallel.recompute import recomputed
 
 B, S, H, N, K, F, V, LAYERS = 2, 16, 64, 8, 4, 192, 96, 2
 Event = tuple[str, tuple[int, ...]]
@@ -107,8 +110,11 @@ def torch_model(family: str, mesh: DeviceMesh, sp: bool) -> torch.nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-def torch_events(family: str, mesh: DeviceMesh, sp: bool) -> list[Event]:
+def torch_events(family: str, mesh: DeviceMesh, sp: bool, *, full: bool = False) -> list[Event]:
     model = torch_model(family, mesh, sp)
+    if full:
+        for i in range(LAYERS):
+            model.layers[i] = checkpoint_wrapper(model.layers[i])
     if family == "gpt" and sp:  # positions of the tokens of this rank
         model.positions.weight = torch.nn.Parameter(model.positions.weight[: S // mesh.size()].detach())
     batch = {"tokens": torch.zeros(B, S + 1, dtype=torch.int64)}
@@ -134,11 +140,15 @@ def events(kernels: list[Kernel]) -> list[Event]:
     return found
 
 
-def own_events(family: str, layout: Layout) -> list[Event]:
+def own_events(family: str, layout: Layout, *, full: bool = False) -> list[Event]:
     before, layer, after = rank_segments(family, layout)
     order = [before, *[layer] * LAYERS, after]
     forward = [k for segment in order for k in segment.kernels if k.stage is Stage.FORWARD]
-    backward = [k for segment in reversed(order) for k in segment.kernels if k.stage is not Stage.FORWARD]
+    backward: list[Kernel] = []
+    for segment in reversed(order):
+        again = recomputed(segment, "full" if full and segment is layer else "none", early_stop=True)
+        backward += [segment.kernels[place] for place in again.kernels]
+        backward += [k for k in segment.kernels if k.stage is not Stage.FORWARD]
     return events([*forward, *backward])
 
 
@@ -150,6 +160,16 @@ def test_same_products_and_collectives_in_the_same_order(family: str, sp: bool, 
     # Torch reduces when a gradient is next read, ours as soon as it is there: beside the product for the weight.
     assert [e for e in ours if e[0] != "product"] == [e for e in theirs if e[0] != "product"]
     assert [e for e in ours if e[0] == "product"] == [e for e in theirs if e[0] == "product"]
+
+
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_same_with_full_recompute(family: str, sp: bool, mesh: DeviceMesh):
+    """Torch gathers a gradient before it recomputes, ours after: the same otherwise, so order is not compared."""
+    theirs = torch_events(family, mesh, sp, full=True)
+    ours = own_events(family, Layout(tp=mesh.size(), sp=sp), full=True)
+    assert Counter(ours) == Counter(theirs)
+    assert len(ours) > len(own_events(family, Layout(tp=mesh.size(), sp=sp)))
 
 
 def torch_saved_bytes(family: str, mesh: DeviceMesh, sp: bool) -> int:

@@ -136,8 +136,10 @@ def kept_storages(flow: Flow, recompute: Recomputed | None, fusion: str, loss: L
     kept = {loss.kept.get(storage, storage) for storage in kept}
     if fusion == "fused":
         return kept - _inner(flow, fusion)
-    if fusion == "compiled":
-        return _cheapest(flow, kept)
+    if fusion == "compiled":  # of what a checkpoint marks a compiler keeps only what is read
+        again = [flow.segment.kernels[place] for place in recompute.kernels] if recompute else []
+        read = {*flow.needed, *flow.storages(t for kernel in again for t in kernel.inputs), *loss.kept.values()}
+        return _cheapest(flow, kept & read)
     return kept
 
 

@@ -130,7 +130,7 @@ def test_fp32_adapters_move_more() -> None:
     assert products(narrow) == products(wide)
 
 
-@pytest.mark.parametrize(("quantizer", "kernels", "bits"), [("gptq", 5, 4.16), ("nf4", 1, 4.13)])
+@pytest.mark.parametrize(("quantizer", "kernels", "bits"), [("gptq", 9, 4.16), ("nf4", 1, 4.13)])
 def test_weights_of_four_bits(quantizer: str, kernels: int, bits: float) -> None:
     whole = block()
     found = adapted(whole, Adapters(rank=8, quantizer=quantizer), layout_of())
@@ -173,7 +173,7 @@ def test_memory_and_time_of_the_ways_to_tune() -> None:
     assert lora.peak_bytes < full.peak_bytes
     copies = 2 * 32000 * 2048 + 2048
     gained = sum(both.memory[0].values()) - sum(lora.memory[0].values())
-    assert gained > copies * 4 * 4  # value, gradient and two moments, fp32 as the adapters
+    assert gained == pytest.approx(copies * 2 * 4, rel=0.05)  # value, gradient and two moments, in 16 bits
     saved = lora.memory[0][Role.PARAMETER] - quantized.memory[0][Role.PARAMETER]
     linears = 8 * (4 * 2048 * 2048 + 3 * 2048 * 5504)
     assert saved > 0.7 * 2 * linears

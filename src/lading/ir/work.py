@@ -134,7 +134,8 @@ class RankSegment:
             every data-parallel rank, "dp/ep" for an expert's, whose data-parallel group is smaller).
         trained_elements: Of those, what is trained beside frozen weights (adapters, or all of what is not in a block);
             None where all parameters are trained.
-        frozen_bytes: Of the weights as they are kept, where ``trained_elements`` is not None.
+        trained_bytes, frozen_bytes: Of what is trained and of the other weights, as they are kept, where
+            ``trained_elements`` is not None.
         summed_elements: Of those, elements of which each tp rank has a part of the gradient's sum: what is whole on
             all of them but worked on cut tokens or heads (norms with sequence parallel).
     """
@@ -148,4 +149,5 @@ class RankSegment:
     parameter_elements: dict[str, int] = field(default_factory=lambda: {})
     summed_elements: int = 0
     trained_elements: dict[str, int] | None = None
+    trained_bytes: int = 0
     frozen_bytes: int = 0

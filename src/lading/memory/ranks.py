@@ -63,25 +63,22 @@ def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack) -> di
     return {role: int(size) for role, size in found.items()}
 
 
-def adapter_bytes(frozen_bytes: int, trained: Mapping[str, int], layout: Layout, stack: Stack) -> dict[Role, int]:
+def adapter_bytes(frozen_bytes: int, trained_bytes: int, layout: Layout, stack: Stack) -> dict[Role, int]:
     """Bytes of frozen weights and of what is trained beside them: value, gradient and moments of one rank.
 
     Both moments are kept as the values are, or in fp32 where the stack keeps master weights.
 
     Args:
         frozen_bytes: Of the rank's weights, 4-bit ones as they are packed.
-        trained: Elements of adapters and, where they are trained, of copies of embedding and head.
+        trained_bytes: Of adapters and, where they are trained, of copies of embedding and head.
     """
-    kept = 4 if stack.adapter_dtype == "float32" else _PRODUCT_BYTES[layout.precision]
-    states = _MOMENTS_BYTES + 4 if stack.master_weights else 2 * kept
-    found = {Role.PARAMETER: 0.0, Role.GRADIENT: 0.0, Role.OPTIMIZER_STATE: 0.0}
-    for axes, number in trained.items():
-        ways = shards(axes, layout)
-        found[Role.PARAMETER] += number * kept / (ways if layout.zero == 3 else 1)
-        found[Role.GRADIENT] += number * kept / (ways if layout.zero >= 2 else 1)
-        found[Role.OPTIMIZER_STATE] += number * states / ways
-    found[Role.PARAMETER] += frozen_bytes / (shards("dp", layout) if layout.zero == 3 else 1)
-    return {role: int(size) for role, size in found.items()}
+    ways = shards("dp", layout)
+    states = trained_bytes // 2 * (2 * DTYPE_BYTES[stack.moments_dtype] + 4) if stack.master_weights else 2 * trained_bytes
+    return {
+        Role.PARAMETER: (frozen_bytes + trained_bytes) // (ways if layout.zero == 3 else 1),
+        Role.GRADIENT: trained_bytes // (ways if layout.zero >= 2 else 1),
+        Role.OPTIMIZER_STATE: states // ways,
+    }
 
 
 def gathered_bytes(largest_units: Mapping[str, int], layout: Layout, stack: Stack) -> int:

@@ -10,8 +10,8 @@ keeps A and B in fp32, and casts what enters to fp32 and, under autocast, back.
 With weights of 4 bits each product makes its 16-bit weight anew. AutoGPTQ does it in five kernels of PyTorch and
 autograd keeps the result until backward; bitsandbytes does it in one, once more in backward.
 
-Source: PEFT v0.5.0 tuners/lora.py (Linear.forward, update_layer), v0.6.2 tuners/lora/layer.py; AutoGPTQ v0.4.2
-nn_modules/qlinear/qlinear_cuda_old.py (forward); bitsandbytes autograd/_functions.py (MatMul4Bit).
+Source: PEFT v0.5.0 tuners/lora.py (forward of Linear and QuantLinear, update_layer), v0.6.2 tuners/lora/layer.py;
+AutoGPTQ v0.4.2 nn_modules/qlinear/qlinear_cuda_old.py (forward); bitsandbytes autograd/_functions.py (MatMul4Bit).
 Ignores: adapters of experts; collectives of tensor parallelism but for one sum of each rank-wide result.
 """
 
@@ -33,7 +33,9 @@ _GPTQ = (("shift", 0.5, 4.0), ("cast", 4.0, 1.0), ("mask", 1.0, 1.0), ("zeros", 
 #: Bytes whose moving takes as long as a thread's work on one element in these kernels of small integers, of strides
 #: that repeat and of mixed dtypes, which read and write element by element: each of the five takes at least this.
 #: Fitted: benchmarks/calibrate/adapters.py, on the Q-LoRA rows of QwenLM/Qwen's README against its LoRA rows.
-_ELEMENT_BYTES = 5.5
+ELEMENT_BYTES = 6.5
+#: Its kernels over the zero points alone, one for 128 elements.
+_GPTQ_SMALL = ("zeros_shift", "zeros_cast", "zeros_one", "zeros_mask")
 #: bitsandbytes: 4 bits and a scale of 8 bits for 64 elements are read, 16 bits written.
 _NF4 = (("nf4", 0.516, 2.0),)
 #: Bytes of an element that is kept: 4 bits, with a 16-bit scale and a 4-bit zero point for 128 elements (GPTQ), or a
@@ -96,7 +98,8 @@ def adapted(segment: RankSegment, adapters: Adapters, layout: Layout) -> RankSeg
     all_bytes = 2 * sum(segment.parameter_elements.values())
     if not (segment.enters and segment.leaves):
         if adapters.outer:
-            return replace(segment, trained_elements=dict(segment.parameter_elements), frozen_bytes=all_bytes)
+            trained = dict(segment.parameter_elements)
+            return replace(segment, trained_elements=trained, frozen_bytes=all_bytes, trained_bytes=all_bytes)
         return replace(_frozen(segment), trained_elements={}, frozen_bytes=all_bytes)
     return _Adapting(_frozen(segment), adapters, layout).done()
 
@@ -166,6 +169,7 @@ class _Adapting:
             tensors=tuple(self.tensors),
             saved=tuple(dict.fromkeys(self.saved)),
             trained_elements={"dp": self.trained},
+            trained_bytes=self.trained * (4 if self.adapters.wide else 2),
             frozen_bytes=self._frozen_bytes(),
         )
 
@@ -211,18 +215,16 @@ class _Adapting:
                    **settings)
         )  # fmt: skip
 
-    def _small(
-        self, like: Kernel, stage: Stage, work: Product, inputs: tuple[int, ...], outputs: tuple[int, ...]
-    ) -> None:
-        """A product with A or B."""
+    def _small(self, like: Kernel, work: Product, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
+        """A product with A or B, or that makes a gradient of one: these are made where they are met."""
         read, written = 2 * (work.m * work.k + work.k * work.n), 2 * work.m * work.n
-        self._put(like, "mm", OpKind.MATMUL, read, written, stage=stage, inputs=inputs, outputs=outputs, detail=work)
+        self._put(like, "mm", OpKind.MATMUL, read, written, inputs=inputs, outputs=outputs, detail=work)
 
-    def _over_weights(self, like: Kernel, stage: Stage, work: Product, names: Sequence[str]) -> None:
+    def _over_weights(self, like: Kernel, work: Product, names: Sequence[str]) -> None:
         """Kernels over A and B alone; they have no tensors, as their memory is that of states."""
         for name in names:
             size = self.adapters.rank * (work.k if name.endswith("a") else work.n)
-            self._put(like, name, OpKind.COPY, 4 * size, 2 * size, stage=stage)
+            self._put(like, name, OpKind.COPY, 4 * size, 2 * size)
 
     def _dequantized(self, kernel: Kernel, weights: Sequence[int], made: dict[int, int]) -> Kernel:
         """The product with its weight made of 4 bits before it; the kernels that do so are put there."""
@@ -241,8 +243,10 @@ class _Adapting:
 
     def _dequantize(self, like: Kernel, elements: int, whole: int) -> None:
         steps = _GPTQ if self.adapters.quantizer == "gptq" else _NF4
+        for name in _GPTQ_SMALL if steps is _GPTQ else ():
+            self._put(like, f"dequantize.{name}", OpKind.ELEMENTWISE, elements // 128, elements // 128)
         for name, read, written in steps:
-            least = max(0.0, _ELEMENT_BYTES - read - written) if steps is _GPTQ else 0.0
+            least = max(0.0, ELEMENT_BYTES - read - written) if steps is _GPTQ else 0.0
             outputs = (whole,) if name == steps[-1][0] else ()
             size = round((read + least) * elements), round(written * elements)
             self._put(like, f"dequantize.{name}", OpKind.ELEMENTWISE, *size, outputs=outputs)
@@ -271,6 +275,8 @@ class _Adapting:
         x = next(t for t in base.inputs if t not in weights and self.tensors[t].role is not Role.PARAMETER)
         self.kernels.append(base)
         self.trained += rank * (work.k + work.n)
+        if self.adapters.quantizer == "gptq":  # PEFT clones the result before it adds to it in place
+            self._put(base, "clone", OpKind.COPY, 2 * tokens * work.n, 2 * tokens * work.n)
         entering, mask = x, -1
         if wide:
             entering = self._moved(base, "widen", OpKind.COPY, entering, ("float32", tokens, work.k))
@@ -281,11 +287,11 @@ class _Adapting:
             entering = dropped
         if wide:
             entering = self._moved(base, "narrow", OpKind.COPY, entering, (base.dtype, tokens, work.k))
-            self._over_weights(base, base.stage, work, ("cast_a", "cast_b"))
+            self._over_weights(base, work, ("cast_a", "cast_b"))
         low, high = self._tensor(base.dtype, tokens, rank), self._tensor(base.dtype, tokens, work.n)
-        self._small(base, base.stage, Product(tokens, rank, work.k), (entering,), (low,))
+        self._small(base, Product(tokens, rank, work.k), (entering,), (low,))
         self._summed(base, low)
-        self._small(base, base.stage, Product(tokens, work.n, rank), (low,), (high,))
+        self._small(base, Product(tokens, work.n, rank), (low,), (high,))
         scaled = self._moved(base, "scale", OpKind.ELEMENTWISE, high, (base.dtype, tokens, work.n))
         self._add(base, "sum", OpKind.ELEMENTWISE, (scaled, *base.outputs), base.outputs)
         kept = tuple(t for t in (entering, mask, low) if t >= 0)
@@ -302,14 +308,13 @@ class _Adapting:
         scaled = self._tensor(dtype, tokens, work.n)
         self._sized(frozen, "scale_back", coming, (scaled,), 2 * tokens * work.n)
         down, up = self._tensor(dtype, tokens, rank), self._tensor(dtype, tokens, work.k)
-        weight = Stage.BACKWARD_WEIGHT
-        self._small(frozen, Stage.BACKWARD_INPUT, Product(tokens, rank, work.n), (scaled,), (down,))
-        self._small(frozen, weight, Product(work.n, rank, tokens), (scaled, low), ())
+        self._small(frozen, Product(tokens, rank, work.n), (scaled,), (down,))
+        self._small(frozen, Product(work.n, rank, tokens), (scaled, low), ())
         self._summed(frozen, down)
-        self._small(frozen, Stage.BACKWARD_INPUT, Product(tokens, work.k, rank), (down,), (up,))
-        self._small(frozen, weight, Product(rank, work.k, tokens), (down, entering), ())
+        self._small(frozen, Product(tokens, work.k, rank), (down,), (up,))
+        self._small(frozen, Product(rank, work.k, tokens), (down, entering), ())
         casts = ("cast_a", "cast_b") if wide else ()
-        self._over_weights(frozen, weight, work, (*casts, "accumulate_a", "accumulate_b"))
+        self._over_weights(frozen, work, (*casts, "accumulate_a", "accumulate_b"))
         going = up
         if wide:
             going = self._moved(frozen, "widen", OpKind.COPY, going, ("float32", tokens, work.k))

@@ -26,7 +26,7 @@ class Phases:
         sent_bytes: Of the activations on its border: what a pipeline sends.
         elements: Parameters by the axes over which they are replicated.
         trained: Of those, what is trained.
-        frozen_bytes: Of weights that are not.
+        trained_bytes, frozen_bytes: Of what is trained beside frozen weights, and of these.
         placeholders: Bytes of gradients that are tensors in name only, by shape; each shape once for a whole rank.
     """
 
@@ -39,6 +39,7 @@ class Phases:
     sent_bytes: int
     elements: dict[str, int]
     trained: dict[str, int]
+    trained_bytes: int
     frozen_bytes: int
     placeholders: dict[tuple[int, ...], int]
 
@@ -75,6 +76,7 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
         sent_bytes=sum(segment.tensors[t].size_bytes for t in segment.leaves),
         elements=segment.parameter_elements,
         trained=segment.parameter_elements if segment.trained_elements is None else segment.trained_elements,
+        trained_bytes=segment.trained_bytes,
         frozen_bytes=segment.frozen_bytes,
         placeholders=weight_shapes(segment) if in_place else {},
     )

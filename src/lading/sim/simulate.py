@@ -35,7 +35,7 @@ from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, phases
 from lading.sim.prices import MachinePrices
 from lading.sim.schedules import alive_peaks, schedule_of
-from lading.sim.step import Run, Stage, Step, elements_of, pipeline_step, replicas_step, stage_of, trained_of
+from lading.sim.step import Run, Stage, Step, elements_of, pipeline_step, replicas_step, stage_of
 
 #: Cause of what a step takes longer because its devices are not equal.
 WAITING = "waiting for the slowest"
@@ -218,7 +218,8 @@ def _memory(request: Request, stages: Sequence[Stage], step: Step) -> list[dict[
     found: list[dict[Role, int]] = []
     for own, activations in zip(held, alive, strict=True):
         if request.task in ("lora", "qlora"):
-            roles = adapter_bytes(sum(stage.frozen_bytes for stage in own), trained_of(own), layout, stack)
+            frozen, trained = (sum(getattr(stage, name) for stage in own) for name in ("frozen_bytes", "trained_bytes"))
+            roles = adapter_bytes(frozen, trained, layout, stack)
         else:
             roles = state_bytes(elements_of(own), layout, stack)
         largest = max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))

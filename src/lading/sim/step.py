@@ -54,7 +54,7 @@ class Stage:
         forward, backward_input, backward_weight: With what is recomputed in ``backward_input``.
         elements: Parameters.
         trained: Of those, what is trained.
-        frozen_bytes: Of weights that are not.
+        trained_bytes, frozen_bytes: Of what is trained beside frozen weights, and of these.
     """
 
     run: Run
@@ -64,6 +64,7 @@ class Stage:
     backward_weight: Span
     elements: dict[str, int]
     trained: dict[str, int]
+    trained_bytes: int
     frozen_bytes: int
     largest_unit: dict[str, int]
     saved_bytes: int
@@ -116,6 +117,7 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         summed("backward_weight"),
         elements,
         trained,
+        trained_bytes=sum(count * phases[segment].trained_bytes for segment, count in run),
         frozen_bytes=sum(count * phases[segment].frozen_bytes for segment, count in run),
         largest_unit=max((phases[segment].elements for segment, _ in run), key=lambda unit: sum(unit.values())),
         saved_bytes=sum(count * phases[segment].saved_bytes for segment, count in run),

@@ -86,7 +86,8 @@ def said(row: Row) -> str:
     """All that a row says in words."""
     compiled = row.layout.get("compile")
     parts = (row.family, row.source, row.layout.get("framework", ""), row.model.get("note", ""), row.notes)
-    return " | ".join([*map(str, parts), f"compile={'true' if compiled else 'false'}"])
+    task = row.layout.get("task", "pretrain")
+    return " | ".join([*map(str, parts), f"task={task}", f"compile={'true' if compiled else 'false'}"])
 
 
 def _stack(row: Row, text: str, assumed: list[str]) -> Stack:

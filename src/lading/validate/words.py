@@ -76,6 +76,9 @@ class StackRule:
 
 #: In order: names of a publication first, then names of frameworks, newest first.
 STACK_RULES: tuple[StackRule, ...] = (
+    StackRule(r"qwenlm/qwen .*task=q-?lora", "qwen-finetune-zero2", "Qwen's finetune_qlora_single_gpu.sh"),
+    StackRule(r"qwenlm/qwen .*task=(full|sft)", "qwen-finetune-zero3", "Qwen's finetune_ds.sh"),
+    StackRule(r"qwenlm/qwen ", "qwen-finetune", "Qwen's finetune_lora_single_gpu.sh"),
     StackRule(r"simumax", "megatron-core", "notes: Megatron-LM 23e00ed0, TE 2.11, no overlap of communication"),
     StackRule(r"llm-foundry|composer|mosaic", "fsdp1", "llm-foundry's scripts/train/benchmarking: Composer with FSDP1"),
     StackRule(r"torchtitan.*compile=true", "torchtitan-compile", "torchtitan with --training.compile"),

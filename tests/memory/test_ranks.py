@@ -23,9 +23,14 @@ def test_figure_1_of_zero(layout: str, gigabytes: float) -> None:
 
 
 def test_frozen_weights_have_no_states() -> None:
-    roles = adapter_bytes(15_000_000_000, {}, parse_layout("dp2"), HALF)
+    roles = adapter_bytes(15_000_000_000, 0, parse_layout("dp2"), HALF)
     assert roles[Role.GRADIENT] == roles[Role.OPTIMIZER_STATE] == 0
     assert roles[Role.PARAMETER] == 15_000_000_000
+
+
+def test_adapters_have_states_of_their_own() -> None:
+    roles = adapter_bytes(1000, 200, parse_layout("dp2,zero1"), HALF)
+    assert roles == {Role.PARAMETER: 1200, Role.GRADIENT: 200, Role.OPTIMIZER_STATE: 100 * 12 // 2}
 
 
 def test_experts_have_fewer_replicas() -> None:

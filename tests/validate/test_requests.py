@@ -52,7 +52,9 @@ def test_published_rows_are_requests() -> None:
         ("dgxc2505-031", "nemotron", "nemo", "h100"),
         ("bloom-001", "gpt", "megatron-deepspeed", "a100"),
         ("vtrain-single-001", "gpt", "megatron-deepspeed", "a100"),
-        ("qwen-finetune-003", "llama", "hf-transformers", "a100"),
+        ("qwen-finetune-003", "llama", "qwen-finetune", "a100"),
+        ("qwen-finetune-016", "llama", "qwen-finetune-zero2", "a100"),
+        ("qwen-finetune-024", "llama", "qwen-finetune-zero3", "a100"),
         ("nemo-dit-001", "wan", "nemo", "h100"),
     ],
 )

@@ -14,8 +14,6 @@ from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 
-#: Adam's two moments, in fp32.
-_MOMENTS_BYTES = 8
 #: Of a parameter as products take it.
 _PRODUCT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}
 

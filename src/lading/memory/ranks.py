@@ -71,7 +71,9 @@ def adapter_bytes(frozen_bytes: int, trained_bytes: int, layout: Layout, stack: 
         trained_bytes: Of adapters and, where they are trained, of copies of embedding and head.
     """
     ways = shards("dp", layout)
-    states = trained_bytes // 2 * (2 * DTYPE_BYTES[stack.moments_dtype] + 4) if stack.master_weights else 2 * trained_bytes
+    states = 2 * trained_bytes
+    if stack.master_weights:
+        states = trained_bytes // 2 * (2 * DTYPE_BYTES[stack.moments_dtype] + 4)
     return {
         Role.PARAMETER: (frozen_bytes + trained_bytes) // (ways if layout.zero == 3 else 1),
         Role.GRADIENT: trained_bytes // (ways if layout.zero >= 2 else 1),

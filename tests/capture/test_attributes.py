@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -233,3 +234,60 @@ def test_attributes_are_as_before_a_capture() -> None:
     capture(model, batch(), squares)
     assert model.seen is None
     assert model.sizes == []
+
+
+class _Annealed:
+    """A loss that is an object."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __call__(self, model: Any, data: Any) -> torch.Tensor:
+        self.step += 1
+        return squares(model, data) * self.step
+
+    def again(self, model: Any, data: Any) -> torch.Tensor:
+        return self(model, data)
+
+
+def _counting() -> Callable[[Any, Any], torch.Tensor]:
+    """A loss that assigns a variable of the function that made it."""
+    step = 0
+
+    def loss(model: Any, data: Any) -> torch.Tensor:
+        nonlocal step
+        step += 1
+        return squares(model, data) * step
+
+    return loss
+
+
+@pytest.mark.parametrize("loss", [_Annealed(), _Annealed().again, partial(_Annealed().again), _counting()])
+def test_a_loss_that_changes_the_next_step_is_refused(loss: Any) -> None:
+    model = around(lambda _, x: x)
+    assert "step', and so what the next step computes" in refusal(model, loss=loss)
+    assert "step', and so what the next step computes" in refusal(model, loss=loss), "it is as it was before"
+
+
+class _Schedule:
+    """An object that is called."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __call__(self) -> float:
+        self.step += 1
+        return 0.5**self.step
+
+
+def test_an_object_that_is_called_and_a_tensor_in_a_list_count_too() -> None:
+    schedule = _Schedule()
+    assert "'schedule.step'" in refusal(around(lambda self, x: x * self.schedule(), schedule=schedule))
+    assert schedule.step == 0
+
+    def recurrent(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.memory[0]
+        self.memory[0] = y.detach()
+        return y
+
+    assert "'memory.0'" in refusal(around(recurrent, memory=[torch.zeros(3, 4)]))

@@ -1,4 +1,4 @@
-"""What a forward leaves in plain Python: attributes of modules and of the objects and containers they hold.
+"""What a step leaves in plain Python: attributes of modules, and of objects, containers and functions they hold.
 
 A captured step is the same in every step, so a counter that decides what the next forward does, or a tensor that the
 next forward reads, would give other numbers than eager. Most models leave nothing. Where something is left, the step is
@@ -12,9 +12,11 @@ import copy
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
-from types import ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -62,9 +64,19 @@ class Table:
         held, before = self.held, self.before
         if isinstance(held, np.ndarray):
             held[...] = before
+        elif isinstance(held, CellType):
+            _refill(held, before)
         elif not _is_untouched(held, before):
             held.clear()
             (held.update if isinstance(held, (dict, set)) else held.extend)(before)
+
+
+def _refill(cell: CellType, before: CellType) -> None:
+    """Give a variable the value it had; one that had none yet has none again."""
+    try:
+        cell.cell_contents = before.cell_contents
+    except ValueError:
+        del cell.cell_contents
 
 
 def _is_untouched(held: Any, before: Any) -> bool:
@@ -96,23 +108,38 @@ class Left:
             del self.tensors[place], self.labels[place]
 
 
-def tables_of(model: torch.nn.Module) -> list[Table]:
-    """Every table in which a forward of the model could leave something, copied."""
+def tables_of(model: torch.nn.Module, loss: Any = None) -> list[Table]:
+    """Every table in which a step of the model and its loss could leave something, copied."""
     found: dict[int, Table] = {}
-    for name, module in model.named_modules():
+    _add_modules(found, "", model)
+    if isinstance(loss, torch.nn.Module):
+        _add_modules(found, "loss", loss)
+    else:
+        _walk(found, "loss", loss, _DEEPEST)
+    return list(found.values())
+
+
+def _add_modules(found: dict[int, Table], prefix: str, root: torch.nn.Module) -> None:
+    for name, module in root.named_modules(prefix=prefix):
         _add(found, name, vars(module))
         _add(found, name, vars(module)["_modules"])
         for key, value in list(vars(module).items()):
             if key not in _OWN:
                 _walk(found, f"{name}.{key}".lstrip("."), value, _DEEPEST)
-    return list(found.values())
 
 
 def _walk(found: dict[int, Table], label: str, value: Any, depth: int) -> None:
     """The tables that a value is or holds."""
-    held = value if type(value) in _CONTAINERS or _is_array(value) else None
+    if isinstance(value, MethodType):
+        value = value.__self__
+    elif isinstance(value, partial):
+        value = (value.func, value.args, value.keywords)
+    held = value if type(value) in (*_CONTAINERS, CellType) or _is_array(value) else None
     if held is None and _is_plain_object(value):
         held = vars(value)
+    if isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            _walk(found, f"{label}.{name}", cell, depth)
     if held is not None:
         if id(held) in found:
             return
@@ -125,12 +152,19 @@ def _walk(found: dict[int, Table], label: str, value: Any, depth: int) -> None:
 
 
 def _add(found: dict[int, Table], label: str, held: Any) -> None:
-    found.setdefault(id(held), Table(label, held, copy.copy(held)))
+    found.setdefault(id(held), Table(label, held, copied(held)))
+
+
+def copied(held: Any) -> Any:
+    """A table with the same in it; a cell is a variable of a function that an inner one assigns."""
+    if isinstance(held, CellType):
+        return CellType(*(value for _, value in _items(held)))
+    return copy.copy(held)
 
 
 def _is_plain_object(value: Any) -> bool:
-    """An object of the user's that is no module, tensor, function or class."""
-    if isinstance(value, (torch.nn.Module, torch.Tensor, ModuleType)) or callable(value):
+    """An object of the user's, or a function, that is no module, tensor or class."""
+    if isinstance(value, (torch.nn.Module, torch.Tensor, ModuleType, type)):
         return False
     return type(getattr(value, "__dict__", None)) is dict and not type(value).__module__.startswith("torch")
 
@@ -181,8 +215,17 @@ def left_in(tables: list[Table]) -> Left:
                 left.plain[place] = value
             else:
                 continue
-            left.labels[place] = f"{table.label}.{key}".lstrip(".")
+            left.labels[place] = f"{table.label}.{key}".strip(".")
     return left
+
+
+def carried(tables: list[Table]) -> Iterator[str]:
+    """What held a tensor and now holds one that was made in the step."""
+    for table in tables:
+        before = dict(_items(table.before))
+        for key, value in _items(table.held):
+            if isinstance(value, FakeTensor) and isinstance(before.get(key), torch.Tensor) and value is not before[key]:
+                yield f"{table.label}.{key}".strip(".")
 
 
 def _is_other(value: Any, old: Any) -> bool:
@@ -200,6 +243,9 @@ def _items(held: Any) -> Iterator[tuple[Any, Any]]:
         yield from held.items()
     elif isinstance(held, set):
         yield from ((item, True) for item in held)
+    elif isinstance(held, CellType):
+        with suppress(ValueError):  # a variable that has no value yet
+            yield "", held.cell_contents
     elif isinstance(held, np.ndarray):
         yield from enumerate(held.flat[:_COMPARED].tolist())
     else:
@@ -224,7 +270,9 @@ def carry(tables: list[Table], left: Left, seen: set[str]) -> None:
 
 def _set(held: Any, key: Any, value: Any) -> None:
     """One attribute or item; a list grows by its items, but for those that are not compared."""
-    if isinstance(held, dict):
+    if isinstance(held, CellType):
+        held.cell_contents = value
+    elif isinstance(held, dict):
         if value is _GONE:
             held.pop(key, None)
         else:

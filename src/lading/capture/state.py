@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -12,15 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from lading.capture.attributes import Left, Table, carry, left_in, tables_of
+from lading.capture.attributes import Left, Table, carried, carry, copied, left_in, tables_of
 from lading.errors import CaptureError
 
 
 @contextmanager
-def left_as_it_was(model: torch.nn.Module, before: Left | None = None, seen: set[str] | None = None) -> Iterator[Left]:
-    """Put every attribute of every module back; gives what the step left in them.
+def left_as_it_was(
+    model: torch.nn.Module, before: Left | None = None, seen: set[str] | None = None, loss: Any = None
+) -> Iterator[Left]:
+    """Put every attribute of every module, and of the loss, back; gives what the step left in them.
 
     Args:
         before: What an earlier step left, to begin with; ``seen`` then gets the names of the numbers that decide
@@ -30,24 +30,24 @@ def left_as_it_was(model: torch.nn.Module, before: Left | None = None, seen: set
         CaptureError: what was traced depends on something that the next step would find changed: numbers of another
             random generator than torch's, or a tensor that is kept in a plain attribute.
     """
-    tables, left = tables_of(model), Left()
+    tables, left = tables_of(model, loss), Left()
     drawn = _generators()
-    carried = ""
+    refused = ""
     if before is not None:
         carry(tables, before, set() if seen is None else seen)
-    started = tables if before is None else [Table(t.label, t.held, copy.copy(t.held)) for t in tables]
+    started = tables if before is None else [Table(t.label, t.held, copied(t.held)) for t in tables]
     for name, module in model.named_modules():
         vars(module)["_apply"] = partial(_unconverted, name, module)
     try:
         yield left
         vars(left).update(vars(left_in(started)))
-        carried = next(_carried(tables), "")
+        refused = next(carried(tables), "")
     finally:
         for table in tables:
             table.restore()
-    if carried:
+    if refused:
         raise CaptureError(
-            f"the forward assigns a tensor to {carried!r}, which held one before and is no buffer; use "
+            f"the forward assigns a tensor to {refused!r}, which held one before and is no buffer; use "
             "register_buffer, so that the value is carried from step to step"
         )
     for name, changed in zip(("numpy", "Python", "torch"), map(_differ, drawn, _generators()), strict=True):
@@ -93,16 +93,6 @@ def _unconverted(
                     "build or convert the model that way before capture"
                 )
     return module
-
-
-def _carried(tables: list[Table]) -> Iterator[str]:
-    """Plain attributes that held a tensor and now hold one that was made in the step."""
-    for table in tables:
-        if isinstance(table.held, dict):
-            for key, value in table.held.items():
-                old = table.before.get(key)
-                if isinstance(value, FakeTensor) and isinstance(old, torch.Tensor) and value is not old:
-                    yield f"{table.label}.{key}".lstrip(".")
 
 
 def _generators() -> tuple[Any, Any, Any]:

@@ -72,7 +72,7 @@ def _once(
         inputs, faked = fake_batch(batch)
     tracer.declare(fakes, inputs, dict(input_leaves(batch)))
     with (
-        left_as_it_was(model, before, seen) as left,
+        left_as_it_was(model, before, seen, loss) as left,
         branches_of_eager(),
         mode,
         tracer,

@@ -4,9 +4,9 @@
     python benchmarks/calibrate/stacks.py benchmarks/validation/*.jsonl --write    and writes them into the stacks
 
 Everything else is fitted on micro-measurements; this is the only fit on whole steps. For each stack and architecture
-there are three factors, of products, attention and memory-bound kernels, held to their common factor by a ridge, and
-that to 1 by another: a stack with few rows keeps to 1. Rows of tier A, newest of equal configurations; a row counts
-less the more rows its source has.
+there are four factors, of products in 16 bits and below, attention and memory-bound kernels, held to their common
+factor by a ridge, and that to 1 by another: a stack with few rows keeps to 1. Rows of tier A, newest of equal
+configurations; a row counts less the more rows its source has.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 from lading.catalog.load import load_machine
 from lading.errors import LadingError
 from lading.ir.request import Request
-from lading.sim.parts import ATTENTION, MEMORY, PRODUCTS
-from lading.sim.simulate import simulate
+from lading.sim.parts import ATTENTION, LOW, MEMORY, PRODUCTS
+from lading.sim.simulate import Priced, priced, simulate
 from lading.validate.requests import request_of
 from lading.validate.rows import read_rows
 
-CAUSES = (PRODUCTS, ATTENTION, MEMORY)
+CAUSES = (PRODUCTS, LOW, ATTENTION, MEMORY)
 STACKS = Path(__file__).parents[2] / "src" / "lading" / "catalog" / "stacks"
 #: Ridges, in rows: how many rows a departure of one is worth, of the common factor and of a cause from it.
 COMMON, APART = 3.0, 20.0
@@ -42,6 +42,7 @@ class Row:
     request: Request
     measured_s: float
     architecture: str
+    parts: Priced
     weight: float = 1.0
 
 
@@ -57,11 +58,12 @@ def rows_of(files: list[Path], most: int) -> list[Row]:
         seen.add(row.key)
         try:
             request = request_of(row)
-            simulate(request)
+            parts = priced(request)
+            simulate(request, parts=parts)
         except LadingError:
             continue
         gpu = load_machine(request.machine).device.gpu
-        found[row.family].append(Row(request, seconds, gpu.architecture if gpu else ""))
+        found[row.family].append(Row(request, seconds, gpu.architecture if gpu else "", parts))
     kept: list[Row] = []
     for group in found.values():
         thinned = group[:: max(1, len(group) // most)]
@@ -75,27 +77,30 @@ def predicted(row: Row, factors: np.ndarray) -> float:
     """Seconds with these factors."""
     names = {f"{row.architecture}.{cause}": float(f) for cause, f in zip(CAUSES, factors, strict=True)}
     stack = dataclasses.replace(row.request.stack, in_situ={**row.request.stack.in_situ, **names})
-    return simulate(dataclasses.replace(row.request, stack=stack)).step.step_s
+    return simulate(dataclasses.replace(row.request, stack=stack), parts=row.parts).step.step_s
 
 
 def fitted(rows: list[Row]) -> np.ndarray:
-    """Factors of products, attention and memory-bound kernels: damped Gauss-Newton on logarithms, outliers held."""
-    factors = np.ones(3)
+    """Factors of ``CAUSES``: damped Gauss-Newton on logarithms, outliers held."""
+    factors = np.ones(len(CAUSES))
     for _ in range(_ROUNDS):
         logs, slopes, weights = [], [], []
         for row in rows:
             base = predicted(row, factors)
-            moved = [predicted(row, factors * np.where(np.arange(3) == i, 1 + _PROBE, 1.0)) for i in range(3)]
+            moved = [
+                predicted(row, factors * np.where(np.arange(len(CAUSES)) == i, 1 + _PROBE, 1.0))
+                for i in range(len(CAUSES))
+            ]
             error = float(np.log(base / row.measured_s))
             logs.append(error)
             slopes.append([float(np.log(m / base)) / np.log(1 + _PROBE) for m in moved])
             weights.append(row.weight * min(1.0, _WORST / max(abs(error), 1e-9)))
         mean = float(np.mean(weights))
         logs += [COMMON * mean * 0.3 * float(np.mean(np.log(factors)))]
-        slopes += [[COMMON * mean * 0.3 / 3] * 3]
+        slopes += [[COMMON * mean * 0.3 / len(CAUSES)] * len(CAUSES)]
         weights += [1.0]
-        for i in range(3):
-            apart = np.full(3, -1 / 3) + np.where(np.arange(3) == i, 1.0, 0.0)
+        for i in range(len(CAUSES)):
+            apart = np.full(len(CAUSES), -1 / len(CAUSES)) + np.where(np.arange(len(CAUSES)) == i, 1.0, 0.0)
             logs.append(APART * mean * 0.1 * float(apart @ np.log(factors)))
             slopes.append(list(APART * mean * 0.1 * apart))
             weights.append(1.0)
@@ -118,10 +123,10 @@ def main() -> None:
         row.request = dataclasses.replace(row.request, stack=clean)
         groups[row.request.stack.name, row.architecture].append(row)
     factors: dict[str, dict[str, float]] = defaultdict(dict)
-    print("stack, architecture, rows: products, attention, memory-bound; mean absolute error before, after (bias)")
+    print(f"stack, architecture, rows: {', '.join(CAUSES)}; mean absolute error before, after (bias)")
     for (stack, architecture), rows in sorted(groups.items()):
         found = fitted(rows)
-        before = [predicted(row, np.ones(3)) / row.measured_s - 1 for row in rows]
+        before = [predicted(row, np.ones(len(CAUSES))) / row.measured_s - 1 for row in rows]
         after = [predicted(row, found) / row.measured_s - 1 for row in rows]
         print(
             f"{stack}, {architecture}, {len(rows)}: {', '.join(f'{f:.3f}' for f in found)}; "

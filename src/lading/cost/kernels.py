@@ -56,11 +56,16 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     return memory_s(kernel.bytes_read + kernel.bytes_written, kind, device)
 
 
+def runs_low(kernel: Kernel, precision: str) -> bool:
+    """Whether a product runs in a precision below 16 bits where ``precision`` is what products are to run in."""
+    return precision in LOW_PRECISIONS and kernel.dtype in _HALF and not kernel.name.startswith("unfused.")
+
+
 def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> float:
     """A product, the cast of its operands, and the host where it launches groups one by one."""
     if stack.fusion == "fused" and kernel.stage is Stage.BACKWARD_WEIGHT:
         product = replace(product, accumulates=True)  # Megatron's kernels add to the gradient's buffer themselves
-    low = precision in LOW_PRECISIONS and kernel.dtype in _HALF and not kernel.name.startswith("unfused.")
+    low = runs_low(kernel, precision)
     used = precision if low else kernel.dtype
     wide = product.accumulates and stack.gradient_dtype == "float32"
     out = 4.0 if wide or OPERAND_BYTES.get(used, 2.0) >= 4 else 2.0

@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lading.cost.kernels import runs_low
 from lading.ir.graph import OpKind
 from lading.ir.stack import Stack
 from lading.ir.work import Collective, Kernel, Product
 
 #: What kernels are summed up as.
-PRODUCTS, ATTENTION, MEMORY = "products", "attention", "memory-bound"
+PRODUCTS, LOW, ATTENTION, MEMORY = "products", "low-precision products", "attention", "memory-bound"
 #: What the host issues.
 _KERNELS, _COLLECTIVES, _BLOCKS, _EXPERTS = "kernels", "collectives", "blocks", "experts"
 _CAUSES = {OpKind.MATMUL: PRODUCTS, OpKind.CONVOLUTION: PRODUCTS, OpKind.ATTENTION: ATTENTION}
@@ -26,8 +27,17 @@ _CAUSES = {OpKind.MATMUL: PRODUCTS, OpKind.CONVOLUTION: PRODUCTS, OpKind.ATTENTI
 class Prices(Protocol):
     """Seconds on one machine under one stack and layout."""
 
+    @property
+    def precision(self) -> str:
+        """Of products."""
+        ...
+
     def kernel_s(self, kernel: Kernel) -> float:
-        """Of a kernel in a running step, without its launch."""
+        """Of a kernel alone, without its launch."""
+        ...
+
+    def in_situ(self, cause: str) -> float:
+        """How many times longer kernels of a cause take in a running step."""
         ...
 
     def collective_s(self, collective: Collective) -> float:
@@ -44,7 +54,7 @@ class Part:
     """A stretch of work of one rank.
 
     Attributes:
-        busy_s: Seconds of the device by cause.
+        busy_s: Seconds of the device by cause, of kernels alone.
         comm_s: Seconds of collectives by axis, alone.
         issued: What the host does for it, counted: kernels, collectives, passes of blocks, passes of experts.
         flops: Of products and attention.
@@ -78,9 +88,10 @@ def total(parts: Iterable[tuple[Part, float]]) -> Part:
     return Part(*sums, flops)
 
 
-def cause_of(kernel: Kernel) -> str:
-    """What a kernel that computes is summed up as."""
-    return _CAUSES.get(kernel.kind, MEMORY) if kernel.kind else MEMORY
+def cause_of(kernel: Kernel, precision: str) -> str:
+    """What a kernel that computes is summed up as, where products are to run in ``precision``."""
+    cause = _CAUSES.get(kernel.kind, MEMORY) if kernel.kind else MEMORY
+    return LOW if cause == PRODUCTS and runs_low(kernel, precision) else cause
 
 
 def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
@@ -99,7 +110,7 @@ def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
         if isinstance(kernel.detail, Product) and kernel.detail.groups > 1 and "bmm" not in kernel.name:
             issued[_EXPERTS] = 1.0
         issued[_KERNELS] = issued.get(_KERNELS, 0.0) + 1
-        cause = cause_of(kernel)
+        cause = cause_of(kernel, prices.precision)
         busy[cause] = busy.get(cause, 0.0) + prices.kernel_s(kernel)
         flops += kernel.flops
     return Part(busy, comm, issued, flops)
@@ -119,7 +130,7 @@ class Span:
 
 def span(part: Part, prices: Prices, stack: Stack) -> Span:
     """How long the part takes under what the stack hides ([Note: one stretch of kernels])."""
-    shares = dict(part.busy_s)
+    shares = {cause: seconds * prices.in_situ(cause) for cause, seconds in part.busy_s.items()}
     device = sum(shares.values())
     for axis, seconds in part.comm_s.items():
         hidden = 0.0 if stack.launch_blocking else min(seconds * stack.hidden.get(axis, 0.0), device)

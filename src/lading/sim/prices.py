@@ -16,7 +16,6 @@ from lading.ir.machine import Machine
 from lading.ir.stack import Stack
 from lading.ir.work import Collective, Kernel
 from lading.memory.ranks import shards
-from lading.sim.parts import cause_of
 
 #: Architectures whose switches add (NVLink SHARP).
 _ADDING = ("hopper", "blackwell")
@@ -38,9 +37,17 @@ class MachinePrices:
         self._order = "tp-cp-dp-pp"
 
     def kernel_s(self, kernel: Kernel) -> float:
-        """Of a kernel in a running step, without its launch."""
-        factor = self.stack.in_situ_of(self.architecture, cause_of(kernel))
-        return factor * kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
+        """Of a kernel alone, without its launch."""
+        return kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
+
+    def in_situ(self, cause: str) -> float:
+        """How many times longer kernels of a cause take in a running step."""
+        return self.stack.in_situ_of(self.architecture, cause)
+
+    @property
+    def precision(self) -> str:
+        """Of products."""
+        return self.layout.precision
 
     def collective_s(self, collective: Collective) -> float:
         """Of a collective among the ranks of its axis; tokens go to their experts as the stack sends them."""

@@ -104,24 +104,49 @@ class Simulator:
         return simulate(request).prediction
 
 
-def simulate(request: Request, table: ModelTable | None = None) -> Simulated:
-    """Simulate one step.
+@dataclass(frozen=True)
+class Priced:
+    """A request's segments, priced: all that does not depend on ``stack.in_situ``.
 
-    Args:
-        table: Of a model that is in no catalog; None takes that of ``request.model``.
-    Raises:
-        ConfigError: the layout cannot be, or the model, machine or a constant is missing.
+    Attributes:
+        segments: Each as the layout recomputes it, then each as nothing is recomputed.
     """
+
+    machine: Machine
+    table: ModelTable
+    segments: tuple[Phases, ...]
+
+
+def priced(request: Request, table: ModelTable | None = None) -> Priced:
+    """Cut and price a request's segments; arguments and errors as ``simulate``."""
     machine = load_machine(request.machine)
     if request.network or request.ranks_per_node:
         machine = with_network(machine, request.network or None, request.ranks_per_node)
     table = table or table_of(request)
-    prices = MachinePrices(machine, request.layout, request.stack, table.symbols.get("a", 1))
-    both = _segments(request, table, prices)
+    return Priced(machine, table, tuple(_segments(request, table, _prices(request, machine, table))))
+
+
+def _prices(request: Request, machine: Machine, table: ModelTable) -> MachinePrices:
+    return MachinePrices(machine, request.layout, request.stack, table.symbols.get("a", 1))
+
+
+def simulate(request: Request, table: ModelTable | None = None, parts: Priced | None = None) -> Simulated:
+    """Simulate one step.
+
+    Args:
+        table: Of a model that is in no catalog; None takes that of ``request.model``.
+        parts: What ``priced`` gave for a request that differs in ``stack.in_situ`` only.
+    Raises:
+        ConfigError: the layout cannot be, or the model, machine or a constant is missing.
+    """
+    parts = parts or priced(request, table)
+    machine, table, both = parts.machine, parts.table, parts.segments
+    prices = _prices(request, machine, table)
     runs = _runs(request, table)
     stages = [_stage(run, both, request, prices) for run in runs]
     if request.layout.pp == 1 and request.layout.vpp == 1:
-        units = [_stage([(segment, 1)], both, request, prices) for segment, n in runs[0] for _ in range(n)]
+        one = {segment: _stage([(segment, 1)], both, request, prices) for segment, _ in runs[0]}
+        units = [one[segment] for segment, count in runs[0] for _ in range(count)]
         step = replicas_step(stages[0], units, request.layout, request.stack, prices)
     else:
         step = pipeline_step(stages, request.layout, request.stack, prices, prices.send_s(both[0].sent_bytes))

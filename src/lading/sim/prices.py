@@ -8,7 +8,7 @@ from functools import cached_property
 from lading.cost.collective import collective_s
 from lading.cost.contention import contention
 from lading.cost.dispatch import dispatch_s
-from lading.cost.kernels import adam_bytes, clip_s, kernel_s, step_s
+from lading.cost.kernels import adam_bytes, clip_s, kernel_s, memory_s, step_s
 from lading.cost.topology import Group, group_of
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
@@ -85,6 +85,10 @@ class MachinePrices:
     def send_s(self, size_bytes: int) -> float:
         """Hand the activations on a stage's border to the next."""
         return self._collective_s("send", size_bytes, "pp")
+
+    def copies_s(self, elements: Mapping[str, int], bytes_each: float) -> float:
+        """Copy parameters or gradients within the device."""
+        return memory_s(sum(elements.values()) * bytes_each, "copy", self.machine.device) if bytes_each else 0.0
 
     def optimizer_s(self, elements: Mapping[str, int]) -> float:
         """Update what a rank keeps of them, clipping included."""

@@ -36,6 +36,10 @@ class Exchange(Protocol):
         """Gather cut parameters; 0 where they are not."""
         ...
 
+    def copies_s(self, elements: Mapping[str, int], bytes_each: float) -> float:
+        """Copy parameters or gradients within the device."""
+        ...
+
     def optimizer_s(self, elements: Mapping[str, int]) -> float:
         """Update what a rank keeps of them, clipping included."""
         ...
@@ -157,12 +161,13 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
     return Step(sum(shares.values()), shares, (stage,), None, _flops([stage]) * micro_batches)
 
 
-def _unit(stage: Stage, exchange: Exchange, gathers: int) -> Unit:
+def _unit(stage: Stage, stack: Stack, exchange: Exchange, gathers: int) -> Unit:
+    copied = exchange.copies_s(stage.elements, stack.gather_copy_bytes)
     return Unit(
         exchange.gather_s(stage.elements),
         exchange.reduce_s(stage.trained),
-        stage.forward.seconds,
-        stage.backward_s,
+        stage.forward.seconds + copied,
+        stage.backward_s + (gathers - 1) * copied + exchange.copies_s(stage.trained, stack.reduce_copy_bytes),
         gathers - 1,
     )
 
@@ -170,7 +175,7 @@ def _unit(stage: Stage, exchange: Exchange, gathers: int) -> Unit:
 def _cut(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
     """Seconds by which gathering cut parameters and reducing their gradients makes a micro-batch longer."""
     gathers = stack.gathers if stage.again.seconds else 2
-    found = [_unit(u, exchange, gathers) for u in units]
+    found = [_unit(u, stack, exchange, gathers) for u in units]
     if not stack.overlap_param_gather:
         return sum(gathers * u.gather_s + u.reduce_s for u in found) - found[-1].gather_s
     return fully_sharded(found, _slowdown(stage, exchange)).seconds - stage.forward.seconds - stage.backward_s

@@ -127,7 +127,7 @@ def _stack_settings(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     elif "bf16 gradient sync" in lowered:
         found["gradient_dtype"] = "bfloat16"
     if row.layout.get("ep_comm_overlap") or "moe a2a overlap" in lowered:
-        found["hidden"] = {**stack.hidden, "ep": max(stack.hidden.get("ep", 0.0), 0.5)}
+        found["hidden"] = {**stack.hidden, "ep": max(stack.hidden.get("ep", 0.0), 0.9)}
     elif "ep overlap off" in lowered:
         found["hidden"] = {**stack.hidden, "ep": 0.0}
     return found

@@ -202,7 +202,7 @@ def growth_figure(growth: Sequence[tuple[int, float, float]]) -> str:
     """Tokens a second of a device as replicas are added, with the first point's as the level to keep."""
     high = max(rate for _, _, rate in growth) * 1.12
     places = {devices: float(place) for place, (devices, _, _) in enumerate(growth)}
-    frame = Frame(left=LEFT, top=14, width=PLOT, height=200, x_high=max(places.values()) or 1.0, y_high=high)
+    frame = Frame(left=LEFT, top=14, width=PLOT - 24, height=200, x_high=max(places.values()) or 1.0, y_high=high)
     points = [(frame.x(places[devices]), frame.y(rate)) for devices, _, rate in growth]
     kept = frame.y(growth[0][2])
     body = [

@@ -97,7 +97,7 @@ def test_placeholders_are_one_for_each_shape():
 
 
 def test_a_compiler_keeps_nothing_that_is_not_read():
-    """The last product's result goes into the stream only: eager caches it where products are marked, a compiler not."""
+    """The last product only adds to the stream: eager caches its result where products are marked."""
     table = family_table("llama", layers=1, h=H, n=N, k=2, d=16, f=384, v=100)
     segment = rank_segment(table.segments[1], {**table.symbols, "s": S, "b": B}, Layout())
     marked = recomputed(segment, "selective", ["op"])

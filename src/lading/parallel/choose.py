@@ -99,10 +99,13 @@ def _ends(found: Lineage, choice: Choice) -> set[int]:
         if op.phase is Phase.BACKWARD:
             continue
         if op.kind is OpKind.MATMUL:
-            for place in product_operands(op, [len(found.dims[t]) for t in op.inputs]):
-                if segment.tensors[op.inputs[place]].storage in parameters:
-                    result = set(found.leaves(op.outputs[0]))
-                    ends.update(leaf for leaf in found.leaves(op.inputs[place]) if leaf not in result)
+            places = product_operands(op, [len(found.dims[t]) for t in op.inputs])
+            own = [p for p in places if segment.tensors[op.inputs[p]].storage in parameters]
+            if not own and len(found.dims[op.outputs[0]]) == 3:  # batched: each head by itself
+                choice.heads.update(found.atoms.leaves(found.dims[op.outputs[0]][0]))
+            for place in own:
+                result = set(found.leaves(op.outputs[0]))
+                ends.update(leaf for leaf in found.leaves(op.inputs[place]) if leaf not in result)
         elif op.kind is OpKind.ATTENTION:
             queries, keys = (found.atoms.leaves(found.dims[t][1]) for t in op.inputs[:2])
             ends.update(keys)

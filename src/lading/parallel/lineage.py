@@ -433,6 +433,26 @@ def _sort(found: Lineage, op: TableOp) -> None:
         _same(found, op.outputs[0], result)
 
 
+def _convolution(found: Lineage, op: TableOp) -> None:
+    """Each channel by itself: (B, C, T) by (C, 1, K); channels and sequences run on, tokens meet their neighbours."""
+    backward = "backward" in op.name
+    weight = op.inputs[2 if backward else 1]
+    if found.segment.tensors[weight].dims[1] != ONE:
+        return _opaque(found, op)
+    frame = found.dims[op.inputs[0]]
+    for tensor in (*op.inputs[1:], *op.outputs):
+        dims, per_channel = found.dims[tensor], tensor == weight or found.segment.tensors[tensor].dims[1:2] == (ONE,)
+        if len(dims) == 1 or per_channel:
+            found.atoms.align(dims[0], frame[1])
+        else:
+            found.atoms.align(dims[0], frame[0])
+            found.atoms.align(dims[1], frame[1])
+            if found.segment.tensors[tensor].dims[2:] == found.segment.tensors[op.inputs[0]].dims[2:]:
+                for a, b in zip(dims[2:], frame[2:], strict=True):
+                    found.atoms.align(a, b)
+    return None
+
+
 def _repeat(found: Lineage, op: TableOp) -> None:
     """The same again and again: dims of one length run on, the others are new."""
     sizes, made = (found.segment.tensors[t].dims for t in (op.inputs[0], op.outputs[0]))
@@ -511,6 +531,7 @@ _RULES: dict[str, Callable[[Lineage, TableOp], None]] = {
     **dict.fromkeys(("index_add", "index_put", "index_copy", "_unsafe_index_put"), _put),
     **dict.fromkeys(("gather", "scatter", "scatter_add"), _along),
     **dict.fromkeys(("cumsum", "cumprod"), _cumulate),
+    **dict.fromkeys(("convolution", "convolution_backward"), _convolution),
     "cat": _cat,
     "stack": _stack,
     "embedding": _embedding,

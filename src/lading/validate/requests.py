@@ -167,7 +167,7 @@ def _packed(text: str, assumed: list[str]) -> int:
 def _dropout(stack: Stack, text: str, assumed: list[str]) -> float:
     if found := re.search(r"dropout (0\.\d+)", text):
         return float(found[1])
-    if stack.name in _DROPOUT_STACKS:
+    if stack.name.startswith(_DROPOUT_STACKS):
         assumed.append("dropout 0.1, Megatron-LM's default of those years")
         return 0.1
     return 0.0

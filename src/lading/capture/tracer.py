@@ -239,9 +239,7 @@ class Tracer(TorchDispatchMode):
     def _record(
         self, func: Any, args: Any, kwargs: Any, out: Any, read: list[torch.Tensor], mutated: list[torch.Tensor]
     ) -> None:
-        if func._schema.name in _OPAQUE:
-            raise CaptureError(self._refusal(func, _ADVICE["opaque"]))
-        module = self._module()
+        is_random, module = self._is_random(func, args, kwargs), self._module()
         self._remember(module)
         if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default):
             self._constant(out, args[0])
@@ -260,9 +258,6 @@ class Tracer(TorchDispatchMode):
             view = Op(str(func), self._phase(), *call, inputs, ids, ids, (), module, OpKind.COPY)
             self.views.append((len(self.ops), view))  # pyright: ignore[reportOptionalMemberAccess]
             return
-        is_random = _is_random(func, args, kwargs)
-        if is_random and self.phase is Phase.BACKWARD:
-            raise CaptureError(self._refusal(func, _ADVICE["again"]))
         if mutated and (functional := self._functional(func, args, kwargs, mutated)):
             func, new, mutated = functional, mutated, []
             del self._storage_ids[args[0].untyped_storage()._cdata]  # what it writes becomes a new storage
@@ -291,6 +286,19 @@ class Tracer(TorchDispatchMode):
                 random=is_random,
             )
         )
+
+    def _is_random(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operation draws numbers.
+
+        Raises:
+            CaptureError: it does in backward, or it is of a kind that cannot be captured.
+        """
+        if func._schema.name in _OPAQUE:
+            raise CaptureError(self._refusal(func, _ADVICE["opaque"]))
+        is_random = _is_random(func, args, kwargs)
+        if is_random and self.phase is Phase.BACKWARD:
+            raise CaptureError(self._refusal(func, _ADVICE["again"]))
+        return is_random
 
     def _remember(self, module: str) -> None:
         """Which module the newest autograd node is of, for the operations of its backward."""

@@ -32,6 +32,15 @@ def test_deepep_takes_what_its_readme_says(ranks: int, bytes_counted: float, rat
     assert seconds == pytest.approx(bytes_counted / rate, rel=0.12)
 
 
+def test_deepep_on_other_nodes_than_its_constants_come_from() -> None:
+    """Four nodes of DGX B200: 50 GB/s, 55 with IBGDA (NVIDIA-NeMo/Megatron-Bridge docs/performance-guide.md @067f987d);
+    8 experts of a token lie on 3.6 of 4 nodes, counted with its own."""
+    machine = load_machine("b200")
+    size = TOKEN_BYTES * 8.0
+    seconds = dispatch_s(size, group_of_ranks(32, machine), machine, dispatcher="deepep", active=8)
+    assert 50e9 <= TOKEN_BYTES * 4 * (1 - 0.75**8) / seconds <= 55e9
+
+
 def test_ways_of_dispatch_compare_as_their_bytes() -> None:
     machine = load_machine("h100")
     one, two = group_of_ranks(8, machine), group_of_ranks(16, machine)

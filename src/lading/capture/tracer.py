@@ -266,8 +266,7 @@ class Tracer(TorchDispatchMode):
             self._new_storage(t, f"{module or 'loss'}.{func.overloadpacket.__name__}.{len(self.ops)}", role)
         flat_out = list(out) if isinstance(out, (tuple, list)) else [out]
         new_ids = {id(t) for t in new}
-        outputs = tuple(dict.fromkeys(map(self.tensor_id, new)))
-        writes = tuple(map(self.tensor_id, mutated))
+        outputs, writes = tuple(dict.fromkeys(map(self.tensor_id, new))), tuple(map(self.tensor_id, mutated))
         self.ops.append(
             Op(
                 name=str(func),

@@ -146,6 +146,13 @@ def test_weights_of_four_bits(quantizer: str, kernels: int, bits: float) -> None
     assert sum(written[:7]) == 2 * weights
 
 
+def test_adapters_of_some_modules_only() -> None:
+    found = adapted(block(), Adapters(rank=8, modules=("wq", "wk")), layout_of())
+    assert found.trained_elements == {"dp": 2 * 8 * (64 + 64)}
+    modules = {k.module.split(".adapter")[0] for k in found.kernels if k.name == "adapter.mm"}
+    assert modules == {"attn.wq", "attn.wk"}
+
+
 def test_packed_documents_see_themselves_only() -> None:
     works = [k.detail for k in block().kernels if isinstance(k.detail, Attention)]
     found = [k.detail for k in packed(block(), 8).kernels if isinstance(k.detail, Attention)]

@@ -38,5 +38,6 @@ def stack_by_name(name: str) -> Stack:
     if unknown := sorted(set(data) - known):
         raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known))}")
     settings: dict[str, Any] = {"name": path.stem, **data}
-    settings["merges"] = tuple(settings.get("merges", ()))
+    for key in ("merges", "adapter_modules"):
+        settings[key] = tuple(settings.get(key, ()))
     return Stack(**settings)

@@ -58,7 +58,9 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
 
 def runs_low(kernel: Kernel, precision: str) -> bool:
     """Whether a product runs in a precision below 16 bits where ``precision`` is what products are to run in."""
-    return precision in LOW_PRECISIONS and kernel.dtype in _HALF and not kernel.name.startswith("unfused.")
+    return (
+        precision in LOW_PRECISIONS and kernel.dtype in _HALF and not kernel.name.startswith(("unfused.", "adapter."))
+    )
 
 
 def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> float:

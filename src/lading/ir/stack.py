@@ -56,6 +56,7 @@ class Stack:
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
         megatron_order: Interleaved pipelines warm up as Megatron's do, not as torch's.
         adapter_dtype: Of adapters (LoRA); "" for that of the weights.
+        adapter_modules: Last names of modules whose products have adapters; () for all.
         adapter_dropout: What enters an adapter is dropped out.
         quantizer: What makes 16-bit weights of 4 bits under Q-LoRA: "gptq" (AutoGPTQ in PyTorch's kernels), "nf4"
             (bitsandbytes); "" where there is none.
@@ -98,6 +99,7 @@ class Stack:
     early_stop: bool = False
     adapter_dtype: str = ""
     adapter_dropout: bool = False
+    adapter_modules: tuple[str, ...] = ()
     quantizer: str = ""
     merges: tuple[str, ...] = ()
     sources: dict[str, str] = field(default_factory=lambda: {})

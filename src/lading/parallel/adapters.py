@@ -53,6 +53,7 @@ class Adapters:
         wide: A and B are fp32 and run under autocast.
         dropout: What enters an adapter is dropped out.
         quantizer: Of the frozen weights of blocks: "gptq", "nf4", or "" for 16 bits.
+        modules: Last names of modules whose products have adapters; () for all.
         outer: Embedding and head are trained in full, in copies of their own.
     """
 
@@ -60,6 +61,7 @@ class Adapters:
     wide: bool = False
     dropout: bool = False
     quantizer: str = ""
+    modules: tuple[str, ...] = ()
     outer: bool = False
 
     def __post_init__(self) -> None:
@@ -85,6 +87,7 @@ def adapters_of(request: Request) -> Adapters | None:
         wide=stack.adapter_dtype == "float32",
         dropout=stack.adapter_dropout,
         quantizer=stack.quantizer if request.task == "qlora" else "",
+        modules=stack.adapter_modules,
         outer=request.trains_embeddings,
     )
 
@@ -157,7 +160,7 @@ class _Adapting:
                 base = self._dequantized(kernel, weights, made)
                 kept = self._forward(base, weights)
                 last = self._last_backward(weights)
-                if last is not None:
+                if kept and last is not None:
                     behind.setdefault(last, []).append((base, kept))
                 continue
             self._backward(kernel, weights, made)
@@ -274,6 +277,8 @@ class _Adapting:
         rank, tokens, wide = self.adapters.rank, work.m, self.adapters.wide
         x = next(t for t in base.inputs if t not in weights and self.tensors[t].role is not Role.PARAMETER)
         self.kernels.append(base)
+        if self.adapters.modules and base.module.rpartition(".")[2] not in self.adapters.modules:
+            return ()
         self.trained += rank * (work.k + work.n)
         if self.adapters.quantizer == "gptq":  # PEFT clones the result before it adds to it in place
             self._put(base, "clone", OpKind.COPY, 2 * tokens * work.n, 2 * tokens * work.n)

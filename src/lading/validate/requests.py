@@ -59,7 +59,7 @@ def request_of(row: Row) -> Request:
         task=task,
         lora_rank=_rank(row, assumed) if task in ("lora", "qlora") else 0,
         trains_embeddings="(emb)" in str(row.layout.get("task", "")),
-        packed_tokens=_packed(text, assumed),
+        packed_tokens=_packed(text, stack, task, assumed),
         dropout=_dropout(stack, text, assumed),
         alibi="alibi" in text.lower(),
         **_extras(row, text, model.layers),
@@ -149,16 +149,21 @@ def _task(row: Row) -> str:
 
 
 def _rank(row: Row, assumed: list[str]) -> int:
-    """Of the adapters; NeMo's and PEFT's recipes for large models take 16 or 32 where none is printed."""
+    """Of the adapters; where none is printed 16, as Megatron-Bridge's recipe for Llama 3 70B (recipes/llama/llama3.py)."""
     if found := re.search(r"\br *=? *(\d+)", str(row.layout.get("task", ""))):
         return int(found[1])
     assumed.append("adapters of rank 16")
     return 16
 
 
-def _packed(text: str, assumed: list[str]) -> int:
-    """Mean length of what attends to itself in a packed sequence: SQuAD's examples are about 160 tokens long."""
-    if not re.search(r"pack", text, re.IGNORECASE) or "squad" not in text.lower():
+def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
+    """Mean length of what attends to itself in a packed sequence: SQuAD's examples are about 160 tokens long.
+
+    Megatron-Bridge's recipes to tune Llama 3 pack SQuAD unless told otherwise: recipes/utils/dataset_utils.py
+    default_squad_config and scripts/performance/configs/llama/llama3_llm_finetune.py, v0.5.0.
+    """
+    packs = stack.name.startswith(("megatron-bridge", "nemo")) and task != "pretrain"
+    if not packs and (not re.search(r"pack", text, re.IGNORECASE) or "squad" not in text.lower()):
         return 0
     assumed.append("packed SQuAD: examples of 160 tokens attend to themselves only")
     return 160

@@ -149,7 +149,7 @@ def _task(row: Row) -> str:
 
 
 def _rank(row: Row, assumed: list[str]) -> int:
-    """Of the adapters; where none is printed 16, as Megatron-Bridge's recipe for Llama 3 70B (recipes/llama/llama3.py)."""
+    """Of the adapters; where none is printed 16, as in Megatron-Bridge's recipe (recipes/llama/llama3.py, 70B)."""
     if found := re.search(r"\br *=? *(\d+)", str(row.layout.get("task", ""))):
         return int(found[1])
     assumed.append("adapters of rank 16")

@@ -118,3 +118,14 @@ def test_failures_of_a_large_job() -> None:
     assert goodput(beside, best_interval_s(beside)).useful > goodput(blocking, best_interval_s(blocking)).useful
     with pytest.raises(ConfigError, match="more than 0 bytes"):
         failures_of(found, device_mtbf_hours=50676, restart_s=600, storage_bytes_per_s=0)
+
+
+def test_sends_cut_over_tensor_parallel_ranks_are_shorter() -> None:
+    cut = simulated("gpt3-175b", "a100", 512, "tp8,pp8,gb256", "megatron-2022").step.pipeline
+    whole = simulated("gpt3-175b", "a100", 512, "tp8,pp8,gb256", "megatron-2023").step.pipeline
+    same = simulated("gpt3-175b", "a100", 512, "tp8,pp8,gb256,sp", "megatron-2022").step.pipeline
+    assert cut is not None
+    assert whole is not None
+    assert same is not None
+    # An eighth over the network, and the whole gathered over NVLink; with sequence parallel there is nothing to gather.
+    assert whole.send_s / 8 < same.send_s < cut.send_s < whole.send_s / 2

@@ -84,7 +84,11 @@ class MachinePrices:
 
     def send_s(self, size_bytes: int) -> float:
         """Hand the activations on a stage's border to the next."""
-        return self._collective_s("send", size_bytes, "pp")
+        ranks = self.layout.tp
+        if ranks == 1 or self.layout.sp or not self.stack.scatter_sends:
+            return self._collective_s("send", size_bytes, "pp")
+        gathered = self._collective_s("all_gather", size_bytes, "tp")
+        return self._collective_s("send", size_bytes // ranks, "pp") + gathered
 
     def copies_s(self, elements: Mapping[str, int], bytes_each: float) -> float:
         """Copy parameters or gradients within the device."""

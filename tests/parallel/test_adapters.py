@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,10 @@ from lading.ir.work import Attention, Kernel, LocalTensor, Product, RankSegment,
 from lading.parallel.adapters import Adapters, adapted, adapters_of, packed
 from lading.parallel.ranks import rank_segment
 from lading.sim.simulate import simulate
+from lading.validate.requests import request_of
+from lading.validate.rows import read_rows
 
+ROWS = Path(__file__).parents[2] / "benchmarks" / "validation" / "measurements.jsonl"
 TOKENS, IN, OUT, RANK = 24, 40, 56, 8
 
 
@@ -186,6 +191,16 @@ def test_memory_and_time_of_the_ways_to_tune() -> None:
     assert saved > 0.7 * 2 * linears
     assert lora.step.shares_s["products"] < full.step.shares_s["products"]
     assert quantized.step.step_s > lora.step.step_s
+
+
+def test_published_steps_of_tuning() -> None:
+    """Twenty steps of QwenLM/Qwen's README; one of them (7B, 1,024 tokens, Q-LoRA) is at odds with its neighbors."""
+    rows, _ = read_rows([ROWS])
+    chosen = [row for row in rows if row.family == "qwen-finetune"]
+    errors = [simulate(request_of(row)).step.step_s / row.measured["iteration_s"] - 1 for row in chosen]
+    assert len(errors) >= 20
+    assert statistics.mean(map(abs, errors)) < 0.06
+    assert statistics.median(map(abs, errors)) < 0.03
 
 
 def test_what_cannot_be_is_told() -> None:

@@ -118,6 +118,8 @@ def _stack_settings(row: Row, text: str, stack: Stack) -> dict[str, Any]:
         found["overlap_grad_reduce"] = False
     if "no comm overlap" in lowered:
         found |= {"overlap_param_gather": False, "hidden": {}}
+    if stack.name.startswith("megatron-bridge") and _task(row) == "lora":
+        found["fused_loss"] = False  # recipes/llama/llama3.py, v0.5.0: PEFT disables cross_entropy_loss_fusion
     if "hybridep" in lowered or "deepep" in lowered:
         found["dispatcher"] = "deepep"
     elif "alltoall dispatcher" in lowered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from lading.catalog.tables import family_table
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind
 from lading.ir.request import Architecture
+from lading.ir.table import ModelTable
 from lading.validate.architecture import architecture_of
 
 _ROWS = Path(__file__).parents[2] / "benchmarks" / "validation" / "measurements.jsonl"
@@ -30,18 +32,53 @@ def _models() -> dict[str, tuple[dict[str, Any], str]]:
     return found
 
 
+def _without_ahead(table: ModelTable, model: Architecture) -> ModelTable:
+    """Published sizes leave out the blocks that predict further ahead."""
+    ahead = range(len(table.counts) - 1 - model.predict_ahead, len(table.counts) - 1)
+    counts = tuple(0 if i in ahead else n for i, n in enumerate(table.counts))
+    return table if table.assumed else dataclasses.replace(table, counts=counts)
+
+
+def test_blocks_ahead_share_the_embedding() -> None:
+    symbols = {
+        "h": 64,
+        "n": 4,
+        "v": 100,
+        "e": 8,
+        "a": 2,
+        "g": 32,
+        "fs": 16,
+        "qr": 12,
+        "kr": 10,
+        "dn": 6,
+        "dr": 4,
+        "dv": 5,
+    }
+    blocks = (("dense", 1), ("moe", 3))
+    plain = Architecture(family="mla-moe", symbols={**symbols, "f": 80}, blocks=blocks)
+    one = architecture_table(dataclasses.replace(plain, predict_ahead=1))
+    assert one.counts == (1, 1, 3, 1, 1)
+    assert one.tied == (((0, "tokens.weight"), (3, "tokens.weight")),)
+    assert table_parameters(one) > table_parameters(architecture_table(plain))
+    two = architecture_table(dataclasses.replace(plain, predict_ahead=2))
+    assert (two.counts, two.assumed) == (one.counts, ("without 1 of 2 blocks that predict tokens further ahead",))
+    gpt = Architecture(family="gpt", symbols={"h": 64, "n": 4, "v": 100}, blocks=(("block", 3),), predict_ahead=1)
+    assert architecture_table(gpt).assumed == ("without 1 of 1 blocks that predict tokens further ahead",)
+
+
 def test_every_published_model_has_its_parameters() -> None:
     models = _models()
     assert len(models) > 90
     for model, notes in models.values():
         architecture, _ = architecture_of(model, notes, 1)
         table = architecture_table(architecture)
-        total = table_parameters(table, model["seq_len"]) / 1e9
+        total = table_parameters(_without_ahead(table, architecture), model["seq_len"]) / 1e9
         assert total == pytest.approx(model["params_b"], rel=0.016), model["name"]
         for before, after in zip(table.segments, table.segments[1:], strict=False):
             sides = ((before, before.leaves), (after, after.enters))
             assert len({tuple(s.tensors[t].dims for t in ends) for s, ends in sides}) == 1, model["name"]
-        assert sum(table.counts) == architecture.layers + 2
+        extra = 0 if table.assumed else architecture.predict_ahead
+        assert sum(table.counts) == architecture.layers + 2 + extra, model["name"]
 
 
 def test_gpt_has_a_table_for_each_way_of_attention_and_dropout() -> None:

@@ -97,6 +97,18 @@ def test_latent_attention_is_causal_and_its_heads_have_three_widths() -> None:
     assert not torch.allclose(before[:, 8:], after[:, 8:])
 
 
+def test_blocks_ahead_see_one_token_further_each() -> None:
+    torch.manual_seed(0)
+    model = PartsDecoder(PartsConfig(**_SIZES, ahead=2))
+    tokens = torch.randint(256, (1, 12))
+    later = tokens.clone()
+    later[:, 8] = (later[:, 8] + 1) % 256
+    for seen, before, after in zip((8, 7, 6), model(tokens), model(later), strict=True):
+        torch.testing.assert_close(before[:, :seen], after[:, :seen])
+        assert not torch.allclose(before[:, seen], after[:, seen])
+    assert model.ahead[1].tokens.weight is model.tokens.weight
+
+
 def test_unknown_parts_are_refused() -> None:
     with pytest.raises(ConfigError, match="experts"):
         PartsConfig(parts=("attention", "expert"))

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from math import prod
 
-from lading.catalog.tables import StoredTable, family_symbols, stored_table
+from lading.catalog.tables import StoredTable, family_symbols, stored_table, table_families
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind
 from lading.ir.request import Architecture
@@ -35,7 +35,8 @@ def architecture_table(
     Raises:
         ConfigError: no family has blocks of a kind, or a size is missing.
     """
-    base = _base(model, unfused=unfused, dropout=dropout, alibi=alibi)
+    plain = _base(model, unfused=unfused, dropout=dropout, alibi=alibi)
+    base, ahead = _with_ahead(model, plain)
     places = {kind: _place(model, base, kind) for kind, _ in model.blocks}
     stored = stored_table(base)
     families = {family: stored_table(family) for family in (base, *(family for family, _ in places.values()))}
@@ -44,15 +45,37 @@ def architecture_table(
     if base == "wan":
         runs = _last_apart(runs, families[base])
     segments = tuple(_windowed(segment, kind, model) for segment, kind, _ in runs)
-    last = len(segments) + 1
+    counts = (1, *(count for *_, count in runs), *(1 for _ in range(ahead)), 1)
+    shift = len(counts) - len(stored.segments)
+    missing = model.predict_ahead - ahead
     return ModelTable(
         name=name or model.family,
-        segments=(stored.segments[0], *segments, stored.segments[-1]),
-        counts=(1, *(count for *_, count in runs), 1),
+        segments=(stored.segments[0], *segments, *stored.segments[-1 - ahead :]),
+        counts=counts,
         symbols=symbols,
-        tied=tuple((first, (last, second)) for first, (_, second) in stored.tied) if model.tied else (),
+        tied=tuple(
+            (first, (place + shift, second))
+            for first, (place, second) in stored.tied
+            if model.tied or place < len(stored.segments) - 1
+        ),
         source=stored.source,
+        assumed=(f"without {missing} of {model.predict_ahead} blocks that predict tokens further ahead",)
+        if missing
+        else (),
     )
+
+
+def _with_ahead(model: Architecture, base: str) -> tuple[str, int]:
+    """The family whose last segments predict further tokens too, as many as the model if there is one, and how many."""
+    if not model.predict_ahead:
+        return base, 0
+    stem = base
+    if base == "mamba2" and any(kind == "moe" for kind, _ in model.blocks):
+        stem = "hybrid-moe-latent" if model.symbols.get("latent") else "hybrid-moe"
+    for ahead in range(model.predict_ahead, 0, -1):
+        if f"{stem}-ahead{ahead}" in table_families():
+            return f"{stem}-ahead{ahead}", ahead
+    return base, 0
 
 
 def _base(model: Architecture, *, unfused: bool, dropout: float, alibi: bool) -> str:

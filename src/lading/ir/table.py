@@ -104,6 +104,7 @@ class ModelTable:
         counts: How often each segment stands.
         tied: Pairs of (segment, parameter name) that are one parameter: an embedding and its head.
         source: Where it comes from, in words.
+        assumed: What the model has and the table has not.
     """
 
     name: str
@@ -112,3 +113,4 @@ class ModelTable:
     symbols: dict[str, int]
     tied: tuple[tuple[tuple[int, str], tuple[int, str]], ...] = ()
     source: str = ""
+    assumed: tuple[str, ...] = ()

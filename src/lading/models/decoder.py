@@ -42,6 +42,7 @@ class PartsConfig(LlamaConfig):
         parts: Of each block, among ``PARTS``.
         mamba: Sizes of a state-space layer.
         num_experts, num_active, expert_dim: Experts, how many a token uses, and their hidden width.
+        ahead: Tokens beyond the next that are predicted, each by a block of its own (DeepSeek-V3).
         experts_dim: Width that tokens are brought to before they go to experts (Nemotron-3); 0 means ``dim``.
         shared_dim: Hidden width of an MLP that every token of a block with experts uses; 0 means none.
         dense_layers: First blocks that have an MLP in the place of experts.
@@ -62,6 +63,7 @@ class PartsConfig(LlamaConfig):
     num_experts: int = 0
     num_active: int = 0
     expert_dim: int = 0
+    ahead: int = 0
     experts_dim: int = 0
     shared_dim: int = 0
     dense_layers: int = 0
@@ -243,12 +245,31 @@ class PartsBlock(nn.Module):
         return x_BTD
 
 
+class AheadBlock(nn.Module):
+    """A block that joins the stream with the embedding of a later token. Shapes: x_BTD, tokens_BT -> y_BTD."""
+
+    def __init__(self, config: PartsConfig, tokens: nn.Embedding, distance: int) -> None:
+        super().__init__()
+        self.distance = distance
+        self.tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.tokens.weight = tokens.weight
+        self.x_norm, self.token_norm = _norm(config, config.dim), _norm(config, config.dim)
+        self.join = nn.Linear(2 * config.dim, config.dim, bias=False)
+        self.block = PartsBlock(config, config.parts)
+
+    def forward(self, x_BTD: torch.Tensor, tokens_BT: torch.Tensor, rope: nn.Module) -> torch.Tensor:
+        """What predicts one token further."""
+        later_BTD = self.tokens(tokens_BT.roll(-self.distance, 1))
+        both = torch.cat((self.x_norm(x_BTD), self.token_norm(later_BTD)), dim=-1)
+        return self.block(self.join(both), rope)
+
+
 class PartsDecoder(nn.Module):
     """Decoder of ``layers`` between an embedding and a head.
 
     Raises:
         ConfigError: on a batch longer than ``max_seq_len``.
-    Shapes: tokens_BT (int64) -> logits_BTV.
+    Shapes: tokens_BT (int64) -> logits_BTV, or a tuple of them, one for each token ahead.
     """
 
     Config = PartsConfig
@@ -264,16 +285,23 @@ class PartsDecoder(nn.Module):
             PartsBlock(config, dense if layer < config.dense_layers else config.parts)
             for layer in range(config.num_layers)
         )
+        self.ahead = nn.ModuleList(AheadBlock(config, self.tokens, 1 + i) for i in range(config.ahead))
         self.norm = _norm(config, config.dim)
+        self.ahead_norms = nn.ModuleList(_norm(config, config.dim) for _ in range(config.ahead))
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
             self.head.weight = self.tokens.weight
         init_normal(self, config.num_layers, residual=("out.weight", "down.weight", "down_EGD"))
 
-    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Next-token logits: tokens_BT -> logits_BTV."""
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Logits of the next token, and of those further ahead."""
         check_tokens(tokens_BT, self.config.max_seq_len)
         x_BTD = self.tokens(tokens_BT)
         for layer in self.layers:
             x_BTD = layer(x_BTD, self.rope)
-        return self.head(self.norm(x_BTD))
+        streams = [x_BTD]
+        for ahead in self.ahead:
+            streams.append(ahead(streams[-1], tokens_BT, self.rope))
+        norms = (self.norm, *self.ahead_norms)
+        logits = tuple(self.head(norm(x)) for norm, x in zip(norms, streams, strict=True))
+        return logits if self.config.ahead else logits[0]

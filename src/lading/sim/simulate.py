@@ -92,7 +92,7 @@ class Simulated:
             high_bytes=high,
             fits=high + self.machine.device.overhead_bytes <= self.machine.device.memory_bytes,
             shares={name: seconds / step_s for name, seconds in self.step.shares_s.items()},
-            assumed=(*self.request.assumed, *assumed_of_links(self.request.layout, self.machine)),
+            assumed=(*self.request.assumed, *self.table.assumed, *assumed_of_links(self.request.layout, self.machine)),
         )
 
 
@@ -207,8 +207,18 @@ def _runs(request: Request, table: ModelTable) -> list[Run]:
 
 
 def _uneven(request: Request, layers: int) -> tuple[int, ...]:
-    """Layers of each stage where the source says that the first and the last have fewer."""
+    """Layers of each stage where the source says that the first and the last have fewer, or Megatron fills in order.
+
+    Megatron-Bridge's recipes of DeepSeek-V3 (recipes/deepseek/deepseek_v3.py, layout_map) give every stage as many of
+    the 61 blocks but the last, which has what is left, what predicts further ahead and the loss.
+    """
     stages, fewer = request.layout.pp * request.layout.vpp, request.edge_layers_fewer
+    blocks = request.model.layers
+    divides = request.embedding_is_layer or not (blocks + 2) % stages
+    if not fewer and stages > 1 and request.stack.megatron_order and not divides:
+        each, ahead = -(-blocks // stages), layers - blocks
+        last = blocks - each * (stages - 1)
+        return (*(each for _ in range(stages - 1)), last + ahead) if last > 0 and last + ahead != each else ()
     if not fewer:
         return ()
     each = (layers + 2 * fewer) // stages

@@ -30,10 +30,25 @@ from lading.models.unfused import UnfusedConfig, UnfusedGPT
 Sizes = Mapping[str, int]
 
 
+#: Weight of the losses of tokens further ahead (DeepSeek-V3, section 4.2).
+_AHEAD_WEIGHT = 0.1
+
+
 def token_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Mean cross-entropy of the targets in float32; ``{"tokens": (B, T), "targets": (B, T)}``."""
-    logits_BTV = model(batch["tokens"])
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), batch["targets"].flatten())
+    """Mean cross-entropy of the targets in float32, and of those ahead; ``{"tokens": (B, T), "targets": (B, T)}``."""
+    logits = model(batch["tokens"])
+    every = logits if isinstance(logits, tuple) else (logits,)
+    losses = [
+        F.cross_entropy(
+            logits_BTV.float().flatten(0, 1),
+            batch["targets"].roll(-at, 1).flatten() if at else batch["targets"].flatten(),
+        )
+        for at, logits_BTV in enumerate(every)
+    ]
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + _AHEAD_WEIGHT * loss
+    return total
 
 
 def _token_batch(at: Sizes) -> dict[str, torch.Tensor]:
@@ -148,6 +163,7 @@ _LATENT = {
 _STATE = {"mg": (2, 3, 6), "mr": (4, 5, 7), "md": (11, 17, 23), "ms": (37, 41, 47)}
 _PATCHES = {"b": (3, 5, 7), "s": (34, 38, 46, 58), "p": (151, 157, 179), **_HEADS, **_MLP}
 _ONE_BLOCK = ("1", "layers", "1")
+_AHEAD = ("1", "dense_layers", "layers - dense_layers", "1", "1")
 _DENSE_FIRST = ("1", "dense_layers", "layers - dense_layers", "1")
 
 FAMILIES: dict[str, Family] = {
@@ -294,6 +310,32 @@ FAMILIES: dict[str, Family] = {
         {**_TOKENS, "s": (128 * 2, 128 * 3, 128 * 5), "h": _HEADS["h"], **_STATE},
         _ONE_BLOCK,
         "models/mamba.py: Dao and Gu 2024 (Mamba-2), chunks of 128 tokens",
+    ),
+    "moe-shared-ahead1": Family(
+        partial(_parts, parts=("attention", "experts"), dense_layers=2, num_layers=4, ahead=1),
+        {**_TOKENS, **_GROUPED, **_MLP, **_EXPERTS, **_SHARED},
+        _AHEAD,
+        "models/decoder.py: moe-shared with a block that predicts one token further",
+        layers={"layers": 4, "dense_layers": 2},
+    ),
+    "mla-moe-ahead1": Family(
+        partial(_parts, parts=("attention", "experts"), dense_layers=2, num_layers=4, sigmoid_router=True, ahead=1),
+        {**_TOKENS, **_LATENT, "qr": (137, 139, 149), **_MLP, **_EXPERTS, **_SHARED},
+        _AHEAD,
+        "models/decoder.py: mla-moe with a block that predicts one token further (DeepSeek-V3)",
+        layers={"layers": 4, "dense_layers": 2},
+    ),
+    "hybrid-moe-ahead2": Family(
+        partial(_parts, parts=("attention", "experts"), mlp="relu2", rotary=False, sigmoid_router=True, ahead=2),
+        {**_TOKENS, **_GROUPED, **_EXPERTS, **_SHARED},
+        ("1", "layers", "1", "1", "1"),
+        "models/decoder.py: attention and experts in a block as Nemotron 3 has them to predict two tokens further",
+    ),
+    "hybrid-moe-latent-ahead2": Family(
+        partial(_parts, parts=("attention", "experts"), mlp="relu2", rotary=False, sigmoid_router=True, ahead=2),
+        {**_TOKENS, **_GROUPED, **_EXPERTS, **_SHARED, "latent": (8 * 31, 8 * 37, 8 * 43)},
+        ("1", "layers", "1", "1", "1"),
+        "models/decoder.py: as hybrid-moe-ahead2, experts work in a width of their own",
     ),
 }
 

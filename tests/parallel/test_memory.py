@@ -69,15 +69,17 @@ def test_a_fused_cross_entropy_keeps_the_logits_only():
             segment_memory(segment, fusion="fused", fused_loss=True),
         ),
         "compiled": (saved_bytes(segment, fusion="compiled"), segment_memory(segment, fusion="compiled")),
+        "flash": (saved_bytes(segment, fused_loss=True), segment_memory(segment, fused_loss=True)),
     }
     assert {way: saved - rest for way, (saved, _) in ways.items() if way != "compiled"} == {
         "written": 4 * logit,
         "megatron": 4 * logit,
         "engine": 2 * logit,
+        "flash": 2 * logit,
     }
     # Bytes for each logit, and one more for what the norm keeps: the head is 4 times as wide as the model.
     peaks = {way: memory.backward_peak // logit for way, (_, memory) in ways.items()}
-    assert peaks == {"written": 12 + 1, "megatron": 6 + 1, "engine": 2 + 1, "compiled": 4 + 1}
+    assert peaks == {"written": 12 + 1, "megatron": 6 + 1, "engine": 2 + 1, "compiled": 4 + 1, "flash": 4 + 1}
 
 
 def test_parts_of_a_merged_product_stay_together():

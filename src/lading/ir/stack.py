@@ -28,7 +28,8 @@ class Stack:
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,
             saving and restoring the states of random generators.
         experts_s: The same for each pass of routed experts: counting tokens, waiting for the counts, permuting.
-        fused_loss: With "fused", cross-entropy is one kernel forward and one backward, not passes over fp32 logits.
+        fused_loss: Cross-entropy works on the logits as they are, with "fused" one kernel forward and one backward, not
+            passes over fp32 logits; in "eager" only its memory is counted so.
         gradient_placeholders: Gradients of a block's weights are added to the main ones inside the product; autograd
             gets a placeholder for each shape of weight, kept for good (Transformer Engine).
         eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.

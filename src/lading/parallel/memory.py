@@ -44,7 +44,7 @@ def saved_bytes(
         recompute: What is kept and run again; None for all that backward reads.
         fusion: "eager"; "fused": chains of pointwise operations are one kernel that makes their inner results again,
             and cross-entropy works in place; "compiled": all that can be made again without a product is.
-        fused_loss: With "fused", cross-entropy works on the logits as the product made them, not on them in fp32.
+        fused_loss: Cross-entropy works on the logits as the product made them, not on them in fp32.
     """
     flow = Flow(segment)
     loss = loss_of(flow, _way(fusion, fused_loss))
@@ -105,7 +105,7 @@ def weight_shapes(segment: RankSegment) -> dict[tuple[int, ...], int]:
 
 def _way(fusion: str, fused_loss: bool) -> str:
     if fusion == "eager":
-        return AS_WRITTEN
+        return FUSED if fused_loss else AS_WRITTEN
     return FUSED if fusion == "compiled" else IN_LOGITS if fused_loss else IN_FP32
 
 

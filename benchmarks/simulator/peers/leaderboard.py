@@ -1,15 +1,18 @@
-"""Every simulator on the rows that it can express, and Lading on the same rows, as a table in Markdown.
+"""The leaderboard in Markdown: Lading's scores, and every simulator on the rows that it can express.
 
-lading validate benchmarks/validation/measurements*.jsonl --rows lading.rows.jsonl
-python benchmarks/simulator/peers/leaderboard.py lading.rows.jsonl
+python benchmarks/simulator/peers/run.py lading --out benchmarks/simulator/peers/results
+python benchmarks/simulator/peers/leaderboard.py --write
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from lading.errors import ConfigError
 from lading.ir.request import Prediction, Request
@@ -19,6 +22,14 @@ from lading.validate.scoring import Pair, grouped, outcomes_of, step_pairs
 RESULTS = Path(__file__).parent / "results"
 ROWS = Path(__file__).parents[2] / "validation"
 FILES = [ROWS / "measurements.jsonl", ROWS / "measurements_vtrain_single_node.jsonl"]
+BEGIN, END = "<!-- written by peers/leaderboard.py --write -->", "<!-- end -->"
+HEADLINE = {
+    "step_time": "with the factors of stacks as they ship",
+    "step_time_anchored": "no factor fitted on whole steps, one run of each stack known",
+    "step_time_left_out": "each source scored by what other sources say",
+    "step_time_tier_b": "tier B",
+    "memory": "allocated bytes",
+}
 PEERS = ("calculon", "llm-analysis", "simumax", "constant")
 
 
@@ -69,11 +80,72 @@ def table(ours: dict[str, dict[str, Pair]], theirs: dict[str, dict[str, dict[str
     return "\n".join(lines)
 
 
+def headline(scores: Mapping[str, Any]) -> str:
+    """Errors averaged over sources, with what each line knows."""
+    lines = ["| | rows | error | bias | median | p90 | in the interval |", "|---|---:|---:|---:|---:|---:|---:|"]
+    for key, title in HEADLINE.items():
+        found = scores[key]
+        shares = (found[name] for name in ("macro_abs_error", "median", "p90", "coverage"))
+        error, median, p90, coverage = ("-" if share is None else f"{share:.1%}" for share in shares)
+        lines.append(
+            f"| {title} | {found['rows']} | {error} | {found['bias'] or 0:+.1%} | {median} | {p90} | {coverage} |"
+        )
+    return "\n".join(lines)
+
+
+def order_table(scores: Mapping[str, Any]) -> str:
+    """Regret and Kendall's tau."""
+    groups = dict(scores["order"])
+    groups |= {f"{name}, any batch": x for name, x in scores["order_any_batch"].items() if name not in groups}
+    lines = ["| | groups | rows | mean regret | max regret | Kendall's tau |", "|---|---:|---:|---:|---:|---:|"]
+    for name, found in groups.items():
+        regrets = f"{found['mean_regret']:.1%} | {found['max_regret']:.1%}"
+        lines.append(f"| {name} | {found['groups']} | {found['rows']} | {regrets} | {found['kendall_tau']:.2f} |")
+    return "\n".join(lines)
+
+
+def section(scores: Mapping[str, Any], board: str) -> str:
+    """What stands in the README."""
+    noise = scores["noise"]
+    spread, third, floor = (f"{noise[name]:.1%}" for name in ("median", "p75", "floor"))
+    return f"""{date.today():%d %B %Y}, {scores["rows"]} rows, {scores["rows_skipped"]} could not be simulated.
+Errors are of seconds a step, of tier A, of repeats the newest, averaged over sources; the rules are in
+[../validation/README.md](../validation/README.md).
+
+{headline(scores)}
+
+The first line is not blind: three factors for each stack and architecture are fitted on these rows
+(`benchmarks/calibrate/stacks.py`), and host times of some stacks. The third is the one to expect of a new source.
+{noise["configurations"]} configurations were published more than once, all stated fields equal: slowest over fastest
+differs by {spread} at the median and {third} at the third quartile, so a prediction of their middle would err by
+{floor}.
+
+Each simulator on the rows that it can express, and Lading on just those in brackets
+([how each was run](peers/README.md)); "constant" is 45% of the peak for all:
+
+{board}
+
+Order within groups of one model, machine, number of devices and batch (at least three layouts); "any batch": of one
+model and machine, by device-seconds of a token:
+
+{order_table(scores)}
+"""
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the section, or write it into the README."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into benchmarks/simulator/README.md")
     rows = read_rows(FILES)[0]
     theirs = {peer: families(rows, RESULTS / f"{peer}.rows.jsonl") for peer in PEERS}
-    print(table(families(rows, RESULTS / "lading.rows.jsonl"), theirs))
+    board = table(families(rows, RESULTS / "lading.rows.jsonl"), theirs)
+    text = section(json.loads((RESULTS / "lading.json").read_text()), board)
+    if not parser.parse_args().write:
+        print(text)
+        return
+    readme = RESULTS.parents[1] / "README.md"
+    before, _, rest = readme.read_text().partition(BEGIN)
+    readme.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":

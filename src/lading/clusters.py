@@ -9,7 +9,6 @@ from lading.catalog.load import load_machine
 from lading.catalog.models import model_names, named_model
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
-from lading.errors import ConfigError
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.request import Architecture, Request
 from lading.ir.table import ModelTable
@@ -84,19 +83,12 @@ def _captured(question: Question) -> tuple[ModelTable, int]:
 
 
 def _layout(question: Question) -> Layout:
-    """Replicas fill the devices; a step is one micro-batch of each unless it says more."""
-    layout = parse_layout(question.layout)
-    if question.devices and question.devices != layout.devices:
-        each = layout.devices // layout.dp
-        if question.devices % each or "dp" in {part.rstrip("0123456789") for part in question.layout.split(",")}:
-            raise ConfigError(
-                f"expected a layout of {question.devices} devices, {layout} takes {layout.devices} "
-                f"({each} for a replica); change --devices, or leave dp out"
-            )
-        batch = question.devices // each * layout.micro_batch
-        whole = layout.global_batch or batch * (2 * layout.pp if layout.pp > 1 else 1)
-        layout = dataclasses.replace(layout, dp=question.devices // each, global_batch=whole)
-    return layout
+    """Replicas fill the devices; a step is one micro-batch of each, or two for each stage, unless it says more."""
+    layout = parse_layout(question.layout, question.devices)
+    if layout.global_batch:
+        return layout
+    batch = layout.dp * layout.micro_batch * (2 * layout.pp if layout.pp > 1 else 1)
+    return dataclasses.replace(layout, global_batch=batch)
 
 
 def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[str, Any]:
@@ -158,7 +150,7 @@ def print_cluster(simulated: Simulated, console: Console, price_per_hour: float 
 
 
 def _shares_table(simulated: Simulated) -> Any:
-    table = figures_table("What the slowest rank's step goes to", "cause", "seconds", "share")
+    table = figures_table("What the step of the busiest rank goes to", "cause", "seconds", "share")
     step_s = simulated.step.step_s
     for cause, seconds in sorted(simulated.step.shares_s.items(), key=lambda row: -row[1]):
         if seconds >= step_s / 1000:

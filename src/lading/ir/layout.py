@@ -6,6 +6,8 @@ import dataclasses
 import difflib
 import re
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 from lading.errors import ConfigError
 
@@ -120,16 +122,26 @@ def _text(name: str, value: bool | int | str | tuple[str, ...]) -> str:
     return f"{_SHORT.get(name, name)}{value}"
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str, devices: int = 0) -> Layout:
     """The layout that ``str`` gives; a part is ``tp8``, ``sp``, a precision, a schedule, or ``key=value``.
 
+    Args:
+        devices: If not 0 and the text has no ``dp``, there are as many replicas as fill so many devices.
     Raises:
-        ConfigError: a part is not known, or the layout cannot be.
+        ConfigError: a part is not known, the layout cannot be, or it takes another number of devices.
     """
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         found.update(_part(part))
-    return Layout(**found)  # pyright: ignore[reportArgumentType]
+    each = prod(int(found.get(axis, 1)) for axis in ("tp", "cp", "pp"))
+    if devices and devices % (each * int(found.get("dp", 1))) == 0:
+        found.setdefault("dp", devices // each)
+    if devices and each * int(found.get("dp", 1)) != devices:
+        raise ConfigError(
+            f"expected a layout of {devices} devices, got {text or 'dp1'}, which takes {each} for a replica; change "
+            "the number of devices, or leave dp out"
+        )
+    return Layout(**found)
 
 
 def _part(part: str) -> dict[str, object]:

@@ -44,8 +44,8 @@ class Stack:
         gathers: How often a block's cut parameters are gathered where it is recomputed: 2, for forward and for
             backward with what is recomputed; 3 where recomputing releases them again.
         flat_rings: Data-parallel collectives across nodes go through the NIC of each rank, NVLink unused.
-        gather_copy_bytes, reduce_copy_bytes: Moved on the device for each cut parameter when it is gathered, and when its
-            gradient is reduced: copies out of and into the buffers of the collectives.
+        gather_copy_bytes, reduce_copy_bytes: Moved on the device for each cut parameter when it is gathered, and when
+            its gradient is reduced: copies out of and into the buffers of the collectives.
         pieces: Collectives in which a block's cut parameters are gathered and their gradients reduced.
         hidden: By axis ("tp", "cp", "ep", "pp"), the share of the collectives inside a block that runs beside
             computing; 0 where not given.

@@ -245,19 +245,19 @@ def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchang
     )
     run = simulate_pipeline(plan, seconds, overlap=bool(stack.hidden.get("pp", 0.0)) or layout.vpp > 1)
     ends = [_rank_end(run, rank, stages, stack, exchange) for rank in range(layout.pp)]
-    last = int(np.argmax(ends))
-    held = [stages[s] for s in run.schedule.stages_of(last)]
-    busy = float(run.busy_s[last])
-    after = ends[last] - run.makespan_s
-    gather = max(_rank_gather([stages[s] for s in plan.stages_of(rank)], stack, exchange) for rank in range(layout.pp))
+    busiest = int(np.argmax(run.busy_s))  # whose seconds say why; the others wait for it
+    busy = float(run.busy_s[busiest])
+    after = max(ends) - run.makespan_s
+    ranks = [[stages[s] for s in plan.stages_of(rank)] for rank in range(layout.pp)]
+    gather = max(_rank_gather(own, stack, exchange) for own in ranks)
     extra = {
         "bubble": run.makespan_s - busy,
         "data-parallel communication": after + gather,
-        "optimizer": exchange.optimizer_s(trained_of(held)),
+        "optimizer": max(exchange.optimizer_s(trained_of(own)) for own in ranks),
         "host": stack.step_s,
     }
     shares: dict[str, float] = {}
-    for stage in held:
+    for stage in ranks[busiest]:
         for name, value in _shares(stage, layout.micro_batches, {}).items():
             shares[name] = shares.get(name, 0.0) + value
     shares |= extra

@@ -55,8 +55,8 @@ class Stack:
             libraries other than those measured): by architecture and cause ("hopper.products", "ampere.attention",
             "blackwell.memory-bound"); 1 where not given.
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
-        scatter_sends: What a pipeline sends is cut over the tensor-parallel ranks where they hold the same: each sends its
-            part, and the parts are gathered behind.
+        scatter_sends: What a pipeline sends is cut over the tensor-parallel ranks where they hold the same: each sends
+            its part, and the parts are gathered behind.
         megatron_order: Interleaved pipelines warm up as Megatron's do, not as torch's.
         adapter_dtype: Of adapters (LoRA); "" for that of the weights.
         adapter_modules: Last names of modules whose products have adapters; () for all.

@@ -189,9 +189,11 @@ def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> lis
             ranked = adapted(ranked, adapters, layout)
         if request.packed_tokens:
             ranked = packed(ranked, request.packed_tokens)
-        for again in (True, False):
-            mode = layout.recompute if again and block else "none"
-            found[again].append(phases(ranked, mode, layout.recompute_modules, prices if block else outside, stack))
+        own = prices if block else outside
+        plain = phases(ranked, "none", (), own, stack)
+        again = block and layout.recompute != "none"
+        found[False].append(plain)
+        found[True].append(phases(ranked, layout.recompute, layout.recompute_modules, own, stack) if again else plain)
     return [*found[True], *found[False]]
 
 

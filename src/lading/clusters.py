@@ -9,6 +9,7 @@ from lading.catalog.load import load_machine
 from lading.catalog.models import model_names, named_model
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
+from lading.errors import ConfigError
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.request import Architecture, Request
 from lading.ir.table import ModelTable
@@ -27,6 +28,7 @@ class Question:
     Attributes:
         devices: 0 for what the layout says; else replicas are added or, if there are too few, it is refused.
         seq_len: Tokens of a sequence; 0 for the catalog's.
+        lora, qlora: Rank of adapters that are trained beside frozen weights, of 4 bits for the second; 0 for none.
     """
 
     model: str
@@ -36,6 +38,8 @@ class Question:
     seq_len: int = 0
     stack: str = "default"
     network: str = ""
+    lora: int = 0
+    qlora: int = 0
 
 
 def request_of(question: Question) -> tuple[Request, ModelTable]:
@@ -46,6 +50,8 @@ def request_of(question: Question) -> tuple[Request, ModelTable]:
     """
     table, seq_len = _table(question)
     load_machine(question.machine)
+    if min(question.lora, question.qlora) < 0 or (question.lora and question.qlora):
+        raise ConfigError(f"expected one rank above 0, got --lora {question.lora} and --qlora {question.qlora}")
     layout = _layout(question)
     model = Architecture(family=table.name, symbols=table.symbols, blocks=(("block", sum(table.counts) - 2),))
     request = Request(
@@ -56,6 +62,8 @@ def request_of(question: Question) -> tuple[Request, ModelTable]:
         layout=layout,
         stack=stack_by_name(question.stack),
         network=question.network,
+        task="lora" if question.lora else "qlora" if question.qlora else "pretrain",
+        lora_rank=question.lora or question.qlora,
     )
     return request, table
 

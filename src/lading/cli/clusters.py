@@ -84,6 +84,8 @@ def simulate_cluster(asked: Simulate) -> None:
         seq_len=asked.seq or 0,
         stack=asked.stack,
         network=asked.network or "",
+        lora=asked.lora or 0,
+        qlora=asked.qlora or 0,
     )
     request, table = request_of(question)
     simulated = simulate(request, table)

@@ -167,6 +167,10 @@ class Simulate:
     seq: Annotated[int | None, _optional("N", "With --model, tokens of a sequence.")] = None
     stack: Annotated[str, arg(metavar="NAME|FILE", help="With --model, the software stack.")] = "default"
     network: Annotated[str | None, _optional("WORDS", 'With --model, what links nodes: "4x 200 Gb/s HDR", ...')] = None
+    lora: Annotated[
+        int | None, _optional("RANK", "With --model, train adapters of this rank beside frozen weights.")
+    ] = None
+    qlora: Annotated[int | None, _optional("RANK", "With --model, as --lora, with weights of 4 bits.")] = None
     price: Annotated[float | None, _optional("PRICE", "With --model, of a device for an hour.")] = None
     jitter: Annotated[
         float | None, _optional("SHARE", "With --model, what equal work varies by: all ranks one by one.")
@@ -203,7 +207,7 @@ class Simulate:
 
             return simulate_cluster(self)
         scaled = ("jitter", "straggler", "slow_link", "mtbf", "storage", "restart", "growth", "report")
-        names = ("machine", "devices", "layout", "seq", "network", "price", *scaled, "json")
+        names = ("machine", "devices", "layout", "seq", "network", "lora", "qlora", "price", *scaled, "json")
         for name in names:
             if getattr(self, name) is not None:
                 option = name.replace("_", "-")

@@ -81,7 +81,9 @@ def adapters_of(request: Request) -> Adapters | None:
         return None
     stack = request.stack
     if request.task == "qlora" and not stack.quantizer:
-        raise ConfigError(f"request {request.name}: expected a stack with a quantizer for qlora, got {stack.name}")
+        raise ConfigError(
+            f"request {request.name}: expected a stack with a quantizer for qlora, as hf-transformers, got {stack.name}"
+        )
     return Adapters(
         rank=request.lora_rank,
         wide=stack.adapter_dtype == "float32",

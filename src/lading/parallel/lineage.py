@@ -236,9 +236,11 @@ def _split(found: Lineage, op: TableOp) -> None:
 
 def _cat(found: Lineage, op: TableOp) -> None:
     dim = cast(int, _needed(op, "dim"))
-    for part in op.inputs:
+    rank = len(found.segment.tensors[op.outputs[0]].dims)
+    parts = tuple(t for t in op.inputs if len(found.segment.tensors[t].dims) == rank)  # torch lets empty ones join
+    for part in parts:
         _others_along(found, op.outputs[0], part, dim)
-    _one_after_another(found, op.outputs[0], op.inputs, dim)
+    _one_after_another(found, op.outputs[0], parts, dim)
 
 
 def _stack(found: Lineage, op: TableOp) -> None:

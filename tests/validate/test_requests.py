@@ -223,6 +223,7 @@ def test_what_the_files_of_a_source_set_for_its_rows() -> None:
     assert large_nemotron
     assert all(r.stack.hidden["pp"] == 0.0 for r in large_nemotron)
     assert of("tt2412-008").layout.cp_comm == "all_gather"
+    assert (of("dgxc2505-004").stack.attention, of("dgxc2505-001").stack.attention) == ("unfused", "cudnn")
     assert of("simumax-b200-llama3_70b_l12_tp1_cp8_pp1_dp1_seq131072_mbc4_cef").layout.cp_comm == "all_to_all"
     assert of("tt2412-006").stack.gather_dtype == "float8_e4m3fn"
     assert of("tt2506async-011").stack.gather_dtype == "", "scales by rows are not gathered in fp8"

@@ -136,6 +136,13 @@ FACTS: tuple[Fact, ...] = (
         "dgxc-benchmarking v25.01.1 nemotron/nemotron4-340b-synth.yaml: ub_tp_comm_overlap and overlap_p2p_comm false",
     ),
     Fact(
+        r"dgxc.*v25\.05",
+        lambda request: "kr" in request.model.symbols and request.machine.startswith(("gb", "b")),
+        {"attention": "unfused"},
+        "dgxc-benchmarking v25.05.05 deepseek_v3/pretraining/launch.sh recomputes core_attn on GB200 and mla_up_proj "
+        "on H100: no fused kernel for heads of 192 and 128 on Blackwell in NeMo 25.04",
+    ),
+    Fact(
         r"megatron-bridge|mbridge",
         lambda request: request.layout.precision in ("fp8", "mxfp8"),
         {"gather_dtype": "float8_e4m3fn"},

@@ -56,6 +56,14 @@ def test_a_table_has_the_published_parameters(name: str) -> None:
     assert total == pytest.approx(published, rel=0.02 if rounded else 1e-3)
 
 
+def test_a_table_has_the_norms_of_queries_and_keys() -> None:
+    names = {
+        name: {t.name for s in model_table(name).segments for t in s.tensors} for name in ("qwen3-8b", "llama3-8b")
+    }
+    assert "attn.q_norm.weight" in names["qwen3-8b"]
+    assert "attn.q_norm.weight" not in names["llama3-8b"]
+
+
 def test_what_is_simulated_only_is_not_built() -> None:
     with pytest.raises(ConfigError, match=r"deepseek-v3: expected a model that can be built \(.*llama3-8b"):
         named_model("deepseek-v3").config(1024)

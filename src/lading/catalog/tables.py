@@ -147,9 +147,10 @@ def model_table(name: str) -> ModelTable:
         sizes = {**sizes, "p": sizes["channels"] * sizes["patch_size"] ** 2, "v": sizes["num_classes"] + 1}
     names = {**_FIELDS, "hidden_dim": "g"} if "num_experts" in sizes else _FIELDS
     symbols = {names.get(key, key): size for key, size in sizes.items()}
-    known = stored_table(model.model).symbols
+    family = "qwen3" if sizes.get("qk_norm") else model.model
+    known = stored_table(family).symbols
     given = {key: size for key, size in symbols.items() if key in known}
-    return family_table(model.model, layers=layers, tied=None if tied is None else bool(tied), name=name, **given)
+    return family_table(family, layers=layers, tied=None if tied is None else bool(tied), name=name, **given)
 
 
 def family_symbols(family: str, stored: StoredTable, given: Mapping[str, int]) -> dict[str, int]:

@@ -63,14 +63,16 @@ def choose(found: Lineage, axes: Axes) -> Choice:
     choice, segment = Choice(), found.segment
     borders = (*segment.enters, *segment.leaves)
     border = {leaf for tensor in borders for leaf in found.leaves(tensor)}
-    ends = _ends(found, choice)
+    ends, expert_ends = _ends(found, choice)
     ends -= set(found.atoms.leaves(tuple(found.normed))) - choice.heads - choice.kv
+    ends -= expert_ends  # rows go to experts whole
     parameters = {t.storage for t in segment.tensors if t.role is Role.PARAMETER}
     for op in segment.ops:
         if op.phase is Phase.BACKWARD:
             continue
         if op.kind is OpKind.MATMUL:
-            _choose_product(found, op, axes, choice, (border, ends, parameters))
+            grouped = base_name(op.name) == "_grouped_mm"
+            _choose_product(found, op, axes, choice, (border, expert_ends if grouped else ends, parameters))
         elif base_name(op.name) == "embedding" and axes.tp:
             _choose_embedding(found, op, choice, border)
     return choice
@@ -90,9 +92,14 @@ def _choose_embedding(found: Lineage, op: TableOp, choice: Choice, border: set[i
         choice.words.add(words[0])
 
 
-def _ends(found: Lineage, choice: Choice) -> set[int]:
-    """Atoms that are contracted with a weight, exchanged by a loss, or shared heads of attention."""
+def _ends(found: Lineage, choice: Choice) -> tuple[set[int], set[int]]:
+    """Atoms that are contracted with a weight, exchanged by a loss, or shared heads of attention.
+
+    Returns:
+        Those, and those that are contracted with weights of experts.
+    """
     ends: set[int] = set()
+    expert_ends: set[int] = set()
     segment = found.segment
     parameters = {t.storage for t in segment.tensors if t.role is Role.PARAMETER}
     for op in segment.ops:
@@ -105,7 +112,8 @@ def _ends(found: Lineage, choice: Choice) -> set[int]:
                 choice.heads.update(found.atoms.leaves(found.dims[op.outputs[0]][0]))
             for place in own:
                 result = set(found.leaves(op.outputs[0]))
-                ends.update(leaf for leaf in found.leaves(op.inputs[place]) if leaf not in result)
+                chosen = expert_ends if base_name(op.name) == "_grouped_mm" else ends
+                chosen.update(leaf for leaf in found.leaves(op.inputs[place]) if leaf not in result)
         elif op.kind is OpKind.ATTENTION:
             queries, keys = (found.atoms.leaves(found.dims[t][1]) for t in op.inputs[:2])
             ends.update(keys)
@@ -115,7 +123,7 @@ def _ends(found: Lineage, choice: Choice) -> set[int]:
             words = found.atoms.leaves(found.dims[op.outputs[0]][cast(int, setting(op, "dim"))])
             ends.update(words)
             choice.words.update(words)
-    return ends
+    return ends, expert_ends
 
 
 def _choose_product(

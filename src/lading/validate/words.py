@@ -84,6 +84,7 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"torchtitan.*compile=true", "torchtitan-compile", "torchtitan with --training.compile"),
     StackRule(r"torchtitan", "torchtitan-eager", "torchtitan, compile not set"),
     StackRule(r"maxtext|\bjax\b|\bxla\b", "torchtitan-compile", "MaxText (JAX, XLA): all between products is compiled"),
+    StackRule(r"cuda graphs full_iteration", "megatron-bridge-graphs", "a preset that replays whole iterations"),
     StackRule(r"megatron-bridge|mbridge", "megatron-bridge", "Megatron-Core of 2025-26 with Transformer Engine"),
     StackRule(r"dgxc|nemo", "nemo", "NeMo launcher: Megatron-Core with Transformer Engine"),
     StackRule(r"bigscience", "megatron-deepspeed-bigscience", "BigScience's fork of Megatron-DeepSpeed, for BLOOM"),

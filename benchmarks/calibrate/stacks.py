@@ -27,6 +27,7 @@ from lading.sim.parts import ATTENTION, LOW, MEMORY, PRODUCTS
 from lading.sim.simulate import Priced, priced, simulate
 from lading.validate.requests import request_of
 from lading.validate.rows import read_rows
+from lading.validate.scoring import Outcome, newest
 
 CAUSES = (PRODUCTS, LOW, ATTENTION, MEMORY)
 STACKS = Path(__file__).parents[2] / "src" / "lading" / "catalog" / "stacks"
@@ -49,13 +50,8 @@ class Row:
 def rows_of(files: list[Path], most: int) -> list[Row]:
     """Rows that can be simulated; of a source with more than ``most`` every so manieth."""
     found: dict[str, list[Row]] = defaultdict(list)
-    seen: set[str] = set()
     rows, _ = read_rows(files)
-    for row in reversed(rows):
-        seconds = row.measured.get("iteration_s")
-        if row.tier != "A" or not seconds or row.key in seen:
-            continue
-        seen.add(row.key)
+    for row in (outcome.row for outcome in newest(Outcome(row) for row in rows if row.tier == "A" and row.step_s)):
         try:
             request = request_of(row)
             parts = priced(request)
@@ -63,7 +59,7 @@ def rows_of(files: list[Path], most: int) -> list[Row]:
         except LadingError:
             continue
         gpu = load_machine(request.machine).device.gpu
-        found[row.family].append(Row(request, seconds, gpu.architecture if gpu else "", parts))
+        found[row.family].append(Row(request, row.step_s, gpu.architecture if gpu else "", parts))
     kept: list[Row] = []
     for group in found.values():
         thinned = group[:: max(1, len(group) // most)]

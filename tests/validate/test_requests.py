@@ -45,7 +45,7 @@ def test_published_rows_are_requests() -> None:
         ("korthikanti22-T5-22B-full", "gpt", "megatron-2022", "a100"),
         ("tt2412-002", "llama", "torchtitan-compile", "h100-96gb"),
         ("tt2408-003", "llama", "torchtitan-eager", "a100"),
-        ("mbridge26.08-pretrain-002", "mla-moe", "megatron-bridge", "gb200"),
+        ("mbridge26.08-pretrain-002", "mla-moe", "megatron-bridge-graphs", "gb200"),
         ("mbridge26.08-pretrain-016", "mamba2", "megatron-bridge", "gb200"),
         ("nemo2407-002", "gpt", "nemo", "h100"),
         ("dgxc2501-001", "moe", "nemo", "h100"),

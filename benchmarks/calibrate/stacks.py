@@ -52,6 +52,7 @@ def rows_of(files: list[Path], most: int) -> list[Row]:
     found: dict[str, list[Row]] = defaultdict(list)
     rows, _ = read_rows(files)
     for row in (outcome.row for outcome in newest(Outcome(row) for row in rows if row.tier == "A" and row.step_s)):
+        assert row.step_s is not None
         try:
             request = request_of(row)
             parts = priced(request)

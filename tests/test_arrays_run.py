@@ -13,7 +13,8 @@ import torch
 from lading.config import ModelConfig, RunConfig, load_run
 from lading.errors import ConfigError
 from lading.fit import Hardware, fit_run
-from lading.prepare import capture_run, loss_of, machine_of, task_of
+from lading.hosts import machine_of
+from lading.prepare import capture_run, loss_of, task_of
 from lading.report.metrics import read_metrics
 from lading.train import train_plain, train_run
 from tests.runs import write_run

@@ -28,12 +28,13 @@ from lading.config import (
     RunConfig,
 )
 from lading.errors import ConfigError, PlanInfeasible
+from lading.hosts import machine_of
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.machine import Machine
 from lading.ir.program import Program, slot_bytes
 from lading.memory.layout import DEVICE, home_tiers
 from lading.planner.api import Sketch
-from lading.prepare import CapturedRun, capture_run, machine_of, plan_run, sketch_run
+from lading.prepare import CapturedRun, capture_run, plan_run, sketch_run
 from lading.report.needs import WORKSPACE, Bytes, Change, FitResult, Needs, StepTime, step_needs, step_time
 from lading.units import format_bytes, format_capacity, format_capacity_above, parse_bytes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +12,14 @@ import torch
 
 from lading.capture.initial import Deferred, defer
 from lading.capture.trace import capture
-from lading.catalog.load import load_machine, machine_from_dict, save_machine
+from lading.catalog.load import machine_from_dict
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict, run_to_dict
 from lading.errors import ConfigError
+from lading.hosts import machine_of
 from lading.ir.graph import StepGraph
-from lading.ir.machine import KERNEL_BYTES, Machine
+from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.retarget import retarget
@@ -39,7 +39,6 @@ from lading.runtime.data import Dataset, LatentDataset, TextDataset
 from lading.runtime.executor import BOUNCE_BYTES, named_tensors
 from lading.runtime.host import host_id
 from lading.runtime.kernels import workspace_of
-from lading.runtime.probe import probe
 from lading.runtime.workspace import measured_workspace
 
 #: Setting of a plan for a GPU.
@@ -463,48 +462,6 @@ def built_whole(run: RunConfig) -> torch.nn.Module:
         load_weights(run.model, module, copy)
         torch.manual_seed(run.seed)
     return module
-
-
-def machine_of(run: RunConfig) -> Machine:
-    """The machine a run names; "probe" is this host's CPU and the run's disk, measured now if they never were."""
-    if run.machine != "probe":
-        return load_machine(run.machine)
-    folder = Path(run.memory.folder or run.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"cpu-{run.num_threads}-threads-disk-{folder.stat().st_dev}-torch-{torch.__version__}.toml"
-    path = Path.home() / ".cache" / "lading" / name
-    if path.is_file():
-        machine = load_machine(path)
-        if machine.host_id == host_id() and KERNEL_BYTES in machine.sources:
-            return machine
-    return probe_to(path, folder, threads=run.num_threads, device="cpu")
-
-
-def probe_to(
-    path: Path,
-    folder: Path,
-    *,
-    threads: int | None = None,
-    seconds: float = 50.0,
-    device: str | None = None,
-    ranks: int = 1,
-) -> Machine:
-    """Measure this host (its GPU if it has one, or ``device``) and the disk of ``folder``; writes the machine file.
-
-    Args:
-        ranks: Collectives are measured among so many processes too.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    machine = probe(folder=folder, threads=threads, seconds=seconds, device=device, progress=print)
-    if ranks > 1:
-        from lading.runtime.probe_ranks import probe_ranks
-
-        print(f"collectives among 2 to {ranks} processes")
-        sources = {**machine.sources, "collectives": f"measured {machine.date} over gloo, mean of the faster half"}
-        machine = dataclasses.replace(machine, collectives=probe_ranks(ranks, seconds / 5), sources=sources)
-    save_machine(machine, path)
-    return machine
 
 
 def _free_bytes(folder: Path) -> int:

@@ -46,7 +46,7 @@ TIMELINE = Timeline(
 
 
 #: The modules that commands import when they run.
-WORKERS = ("lading.train", "lading.prepare", "lading.summary", "lading.cli.demo")
+WORKERS = ("lading.train", "lading.prepare", "lading.hosts", "lading.summary", "lading.cli.demo")
 
 
 class FakeTrain(types.ModuleType):

@@ -301,7 +301,7 @@ class Probe:
             raise ConfigError(f"--ranks: expected at least 1, got {self.ranks}")
         if not self.folder.is_dir():
             raise ConfigError(f"--folder: expected a folder to measure the disk in, got {str(self.folder)!r}")
-        from lading.prepare import probe_to
+        from lading.hosts import probe_to
 
         probe_to(self.out, self.folder, ranks=self.ranks)
         print(f"wrote {self.out}")

@@ -21,8 +21,9 @@ from lading.config import (
     run_to_dict,
 )
 from lading.errors import BudgetExceeded, LadingError
+from lading.hosts import probe_to
 from lading.ir.plan import Plan
-from lading.prepare import Prepared, plan_run, probe_to
+from lading.prepare import Prepared, plan_run
 from lading.report.summary import relative_error
 from lading.report.table import print_plan
 from lading.summary import write_run_report

@@ -14,7 +14,8 @@ from typing import cast
 
 from lading.ir.graph import OpKind, Phase, Role
 from lading.ir.table import TableOp
-from lading.parallel.lineage import Lineage, base_name, product_operands, setting
+from lading.parallel.contractions import product_operands
+from lading.parallel.frames import Lineage, base_name, setting
 
 TENSOR, EXPERT_TENSOR, EXPERT, CONTEXT = "tp", "etp", "ep", "cp"
 

@@ -17,7 +17,9 @@ from lading.ir.graph import OpKind, Phase, Role
 from lading.ir.table import Segment, TableOp
 from lading.ir.work import Stage
 from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, Choice, choose, is_token
-from lading.parallel.lineage import PRODUCTS, Lineage, base_name, lineage, product_operands, setting
+from lading.parallel.contractions import PRODUCTS, product_operands
+from lading.parallel.frames import Lineage, base_name, setting
+from lading.parallel.lineage import lineage
 from lading.parallel.shapes import Lengths
 from lading.parallel.specs import CutKernel, CutParameter, CutSegment, CutTensor, Spec, staged
 from lading.parallel.structure import elements, leading_to, makers

@@ -7,7 +7,6 @@ operations that make it say so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import cast
 
 from lading.errors import ConfigError
@@ -15,9 +14,8 @@ from lading.ir.graph import OpKind, Phase
 from lading.ir.sizes import Size
 from lading.ir.table import Segment, TableOp
 from lading.parallel.atoms import ONE, Atoms
-
-Dim = tuple[int, ...]
-Dims = tuple[Dim, ...]
+from lading.parallel.contractions import PRODUCTS, attention, product
+from lading.parallel.frames import Dim, Lineage, base_name, setting
 
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"})
 NORMS = frozenset(
@@ -37,39 +35,6 @@ _VIEWS = frozenset(
         "detach",
     ]
 )
-PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm"])
-
-
-@dataclass
-class Lineage:
-    """Dims of every tensor of a segment, in atoms.
-
-    ``normed`` are atoms that norms are over; ``unknown`` are operations of which nothing is known; ``cuts`` are slices
-    (length of the whole, start, length) that together make up a whole.
-    """
-
-    segment: Segment
-    atoms: Atoms
-    dims: list[Dims]
-    normed: set[int] = field(default_factory=set[int])
-    unknown: list[TableOp] = field(default_factory=list[TableOp])
-    cuts: set[tuple[Size, Size, Size]] = field(default_factory=set[tuple[Size, Size, Size]])
-
-    def leaves(self, tensor: int) -> tuple[int, ...]:
-        """Atoms of all its dims."""
-        return tuple(leaf for dim in self.dims[tensor] for leaf in self.atoms.leaves(dim))
-
-
-def base_name(name: str) -> str:
-    """``aten.mm.default`` -> ``mm``; an in-place form counts as the plain one."""
-    parts = name.split(".")
-    base = parts[1] if len(parts) > 1 else parts[0]
-    return base if base.startswith("_") and base.rstrip("_") == "" else base.rstrip("_")
-
-
-def setting(op: TableOp, key: str) -> object:
-    """A setting, None if it has none of this name."""
-    return next((value for name, value in op.settings if name == key), None)
 
 
 def lineage(segment: Segment) -> Lineage:
@@ -97,10 +62,10 @@ def lineage(segment: Segment) -> Lineage:
 def _relate(found: Lineage, op: TableOp) -> None:
     base = base_name(op.name)
     if op.kind is OpKind.ATTENTION:
-        return _attention(found, op)
+        return attention(found, op)
     rule = _RULES.get(base)
     if rule is None and base in PRODUCTS:
-        rule = _product
+        rule = product
     if rule is None and (base in SOFTMAXES or base.removesuffix("_backward_data") in SOFTMAXES):
         rule = _softmax
     if rule is None and base in NORMS:
@@ -302,99 +267,6 @@ def _norm(found: Lineage, op: TableOp) -> None:
             if a and b:
                 found.atoms.align(a, b)
     found.normed.update(leaf for place in over for leaf in frame[place])
-
-
-def product_operands(op: TableOp, ranks: list[int]) -> tuple[int, int]:
-    """Places among the inputs of the two factors; ``ranks`` are of the inputs."""
-    base = base_name(op.name)
-    if base in ("addmm", "baddbmm"):
-        return (1, 2) if len(ranks) > 2 else (0, 0)
-    return (0, 1) if len(ranks) > 1 else (0, 0)
-
-
-def _product(found: Lineage, op: TableOp) -> None:
-    base, tensors = base_name(op.name), op.inputs
-    first, second = product_operands(op, [len(found.dims[t]) for t in tensors])
-    a, b, c = found.dims[tensors[first]], found.dims[tensors[second]], found.dims[op.outputs[0]]
-    align = found.atoms.align
-    if base == "linear":
-        align(a[-1], b[1])
-        align(c[-1], b[0])
-        for mine, other in zip(a[:-1], c[:-1], strict=True):
-            align(mine, other)
-        for bias in tensors[2:]:
-            align(found.dims[bias][0], c[-1])
-        return None
-    if base == "_grouped_mm":
-        return _grouped(found, a, b, c)
-    align(a[-1], b[-2])
-    align(a[-2], c[-2])
-    align(b[-1], c[-1])
-    if len(c) == 3:
-        align(a[0], c[0])
-        align(b[0], c[0])
-    if first:
-        bias = found.dims[tensors[0]]
-        for mine, other in zip(reversed(bias), reversed(c), strict=False):
-            if mine and other:
-                align(mine, other)
-    return None
-
-
-def _grouped(found: Lineage, a: Dims, b: Dims, c: Dims) -> None:
-    """Rows by expert: (R, k) by (e, k, n) -> (R, n), or (k, R) by (R, n) -> (e, k, n)."""
-    align = found.atoms.align
-    if len(b) == 3:
-        align(a[-1], b[1])
-        align(b[2], c[-1])
-        align(a[-2], c[-2])
-    else:
-        align(a[-1], b[-2])
-        align(a[-2], c[-2])
-        align(b[-1], c[-1])
-
-
-def _attention(found: Lineage, op: TableOp) -> None:
-    """(B, N, S, H) each; queries along the result, keys along values; the head size stays whole."""
-    backward = "backward" in op.name
-    q, k, v = (found.dims[t] for t in op.inputs[1 if backward else 0 :][:3])
-    like_query = [*op.outputs[:1], *(op.inputs[:1] if backward else ())]
-    align = found.atoms.align
-    for other in (k, v):
-        align(q[0], other[0])
-    align(k[1], v[1])
-    align(k[2], v[2])
-    align(q[3], k[3])
-    for dims in (q, k, v):
-        found.atoms.keep_whole(dims[3])
-    if backward:
-        for made, source in zip(op.outputs[:3], (q, k, v), strict=False):
-            for a, b in zip(found.dims[made], source, strict=True):
-                align(a, b)
-        like_query = [op.inputs[0]]
-        rest = op.inputs[4:]
-    else:
-        rest = op.outputs[1:]
-    for tensor in like_query:
-        dims = found.dims[tensor]
-        for a, b in zip(dims[:3], q[:3], strict=True):
-            align(a, b)
-        align(dims[3], v[3])
-    _attention_rest(found, rest, (q, v))
-
-
-def _attention_rest(found: Lineage, rest: tuple[int, ...], frames: tuple[Dims, Dims]) -> None:
-    """The result as backward reads it, (B, N, S, H), and the log of the sum of each row, (B, N, S)."""
-    q, v = frames
-    for tensor in rest:
-        dims, sizes = found.dims[tensor], found.segment.tensors[tensor].dims
-        if len(dims) < 3:
-            continue
-        for a, b in zip(dims[:3], q[:3], strict=True):
-            if a and b and found.segment.tensors[tensor].dims:
-                found.atoms.align(a, b)
-        if len(sizes) == 4:
-            found.atoms.align(dims[3], v[3])
 
 
 def _embedding(found: Lineage, op: TableOp) -> None:

@@ -1,0 +1,56 @@
+"""The machine that a run names: one of the catalog, a file, or this host, measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from lading.catalog.load import load_machine, save_machine
+from lading.config import RunConfig
+from lading.ir.machine import KERNEL_BYTES, Machine
+from lading.runtime.host import host_id
+from lading.runtime.probe import probe
+
+
+def machine_of(run: RunConfig) -> Machine:
+    """The machine a run names; "probe" is this host's CPU and the run's disk, measured now if they never were."""
+    if run.machine != "probe":
+        return load_machine(run.machine)
+    folder = Path(run.memory.folder or run.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"cpu-{run.num_threads}-threads-disk-{folder.stat().st_dev}-torch-{torch.__version__}.toml"
+    path = Path.home() / ".cache" / "lading" / name
+    if path.is_file():
+        machine = load_machine(path)
+        if machine.host_id == host_id() and KERNEL_BYTES in machine.sources:
+            return machine
+    return probe_to(path, folder, threads=run.num_threads, device="cpu")
+
+
+def probe_to(
+    path: Path,
+    folder: Path,
+    *,
+    threads: int | None = None,
+    seconds: float = 50.0,
+    device: str | None = None,
+    ranks: int = 1,
+) -> Machine:
+    """Measure this host (its GPU if it has one, or ``device``) and the disk of ``folder``; writes the machine file.
+
+    Args:
+        ranks: Collectives are measured among so many processes too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    machine = probe(folder=folder, threads=threads, seconds=seconds, device=device, progress=print)
+    if ranks > 1:
+        from lading.runtime.probe_ranks import probe_ranks
+
+        print(f"collectives among 2 to {ranks} processes")
+        sources = {**machine.sources, "collectives": f"measured {machine.date} over gloo, mean of the faster half"}
+        machine = dataclasses.replace(machine, collectives=probe_ranks(ranks, seconds / 5), sources=sources)
+    save_machine(machine, path)
+    return machine

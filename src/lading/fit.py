@@ -8,8 +8,9 @@ those that would do: every one has a plan behind it, and the one that costs the 
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, TypeVar, cast
@@ -130,6 +131,19 @@ def _replaced(config: _T, **values: Any) -> _T:
     return dataclasses.replace(cast(Any, config), **{key: value for key, value in values.items() if value is not None})
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Hold the cyclic collector off: nearly all that capture and planning make stays, and it walks that every time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@_no_collections()
 def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
     """Plan a run for all the memory of a machine.
 

@@ -420,7 +420,8 @@ def _assumptions(
     found = list(missing_rates(graph, machine.device))
     if fused:
         found.append("compiled regions take the share of their operations' time that their own reads and writes are")
-    found += [f"{key}: {text}" for key, text in machine.sources.items() if text.startswith("assumption")]
+    own = {key: text for key, text in machine.sources.items() if not key.startswith("links")}  # of one device's step
+    found += [f"{key}: {text}" for key, text in own.items() if text.startswith("assumption")]
     found += [
         f"operations are not slowed by transfers of the {tier.name}: give its read_slowdown and write_slowdown"
         for tier in machine.tiers

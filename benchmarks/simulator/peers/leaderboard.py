@@ -114,7 +114,7 @@ Errors are of seconds a step, of tier A, of repeats the newest, averaged over so
 
 {headline(scores)}
 
-The first line is not blind: three factors for each stack and architecture are fitted on these rows
+The first line is not blind: four factors for each stack and architecture are fitted on these rows
 (`benchmarks/calibrate/stacks.py`), and host times of some stacks. The third is the one to expect of a new source.
 {noise["configurations"]} configurations were published more than once, all stated fields equal: slowest over fastest
 differs by {spread} at the median and {third} at the third quartile, so a prediction of their middle would err by

@@ -72,7 +72,7 @@ def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, p
     wide = product.accumulates and stack.gradient_dtype == "float32"
     out = 4.0 if wide or OPERAND_BYTES.get(used, 2.0) >= 4 else 2.0
     seconds = product_s(product, used, device, out_bytes=out)
-    if product.groups > 1 and stack.fusion == "fused" and not stack.cuda_graphs and "bmm" not in kernel.name:
+    if kernel.is_experts and stack.fusion == "fused" and not stack.cuda_graphs:
         seconds = max(seconds, groups_launch_s(product, device))
     # Weights are cast once a step, and what a weight's gradient is made of was cast for the products before it.
     if low and kernel.stage is not Stage.BACKWARD_WEIGHT:

@@ -65,7 +65,6 @@ class Request:
         optimizer: "adamw" or "sgd".
         offload: What lies in host memory: "", "parameters", "optimizer" or "activations".
         offload_layers: Blocks whose activations are moved, for "activations"; 0 for all.
-        experts_overlap: All-to-alls of experts run beside another micro-batch's computing.
         async_tp: Tensor-parallel collectives are cut into pieces that run beside the products.
         schedule_detail: Of the schedule, as the source calls it: "ZB-2p", ...
         embedding_is_layer: Pipeline stages count embedding and head as one layer each when they are balanced.
@@ -92,7 +91,6 @@ class Request:
     optimizer: str = "adamw"
     offload: str = ""
     offload_layers: int = 0
-    experts_overlap: bool = False
     async_tp: bool = False
     schedule_detail: str = ""
     embedding_is_layer: bool = False

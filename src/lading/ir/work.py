@@ -117,6 +117,11 @@ class Kernel:
     detail: Product | Attention | Collective | None = None
 
     @property
+    def is_experts(self) -> bool:
+        """Whether it is a product of routed tokens with their experts."""
+        return isinstance(self.detail, Product) and "grouped_mm" in self.name
+
+    @property
     def flops(self) -> float:
         """Of a product or of attention; 0 for the rest."""
         return self.detail.flops if isinstance(self.detail, Product | Attention) else 0.0

@@ -8,7 +8,6 @@ and without what the device's library keeps.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
@@ -16,18 +15,6 @@ from lading.ir.stack import Stack
 
 #: Of a parameter as products take it.
 _PRODUCT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "mxfp8": 2, "nvfp4": 2}
-
-
-@dataclass(frozen=True)
-class RankBytes:
-    """Bytes of one rank by role, when their sum is largest."""
-
-    by_role: dict[Role, int]
-
-    @property
-    def total(self) -> int:
-        """Sum."""
-        return sum(self.by_role.values())
 
 
 def replicas(axes: str, layout: Layout) -> int:

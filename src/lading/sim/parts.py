@@ -15,7 +15,7 @@ from typing import Protocol
 from lading.cost.kernels import runs_low
 from lading.ir.graph import OpKind
 from lading.ir.stack import Stack
-from lading.ir.work import Collective, Kernel, Product
+from lading.ir.work import Collective, Kernel
 
 #: What kernels are summed up as.
 PRODUCTS, LOW, ATTENTION, MEMORY = "products", "low-precision products", "attention", "memory-bound"
@@ -107,7 +107,7 @@ def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
             comm[axis] = comm.get(axis, 0.0) + prices.collective_s(kernel.detail)
             issued[_COLLECTIVES] = issued.get(_COLLECTIVES, 0.0) + 1
             continue
-        if isinstance(kernel.detail, Product) and kernel.detail.groups > 1 and "bmm" not in kernel.name:
+        if kernel.is_experts:
             issued[_EXPERTS] = 1.0
         issued[_KERNELS] = issued.get(_KERNELS, 0.0) + 1
         cause = cause_of(kernel, prices.precision)

@@ -37,8 +37,9 @@ class MachinePrices:
         self._order = "tp-cp-dp-pp"
 
     def kernel_s(self, kernel: Kernel) -> float:
-        """Of a kernel alone, without its launch."""
-        return kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
+        """Of a kernel alone, without its launch; the rank with the busiest experts is waited for."""
+        seconds = kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
+        return seconds * self.stack.imbalance if kernel.is_experts else seconds
 
     def in_situ(self, cause: str) -> float:
         """How many times longer kernels of a cause take in a running step."""
@@ -53,7 +54,7 @@ class MachinePrices:
         """Of a collective among the ranks of its axis; tokens go to their experts as the stack sends them."""
         if collective.op == "all_to_all" and collective.axis == "ep":
             return dispatch_s(
-                collective.size_bytes,
+                collective.size_bytes * self.stack.imbalance,
                 self._group("ep"),
                 self.machine,
                 dispatcher=self.stack.dispatcher,

@@ -93,8 +93,24 @@ class Simulated:
             high_bytes=high,
             fits=high + self.machine.device.overhead_bytes <= self.machine.device.memory_bytes,
             shares={name: seconds / step_s for name, seconds in self.step.shares_s.items()},
-            assumed=(*self.request.assumed, *self.table.assumed, *assumed_of_links(self.request.layout, self.machine)),
+            assumed=(
+                *self.request.assumed,
+                *self.table.assumed,
+                *_not_simulated(self.request),
+                *assumed_of_links(self.request.layout, self.machine),
+            ),
         )
+
+
+def _not_simulated(request: Request) -> tuple[str, ...]:
+    """What the request says and the step does not know."""
+    found: list[str] = []
+    if request.offload:
+        layers = f" of {request.offload_layers} layers" if request.offload_layers else ""
+        found.append(f"{request.offload}{layers} lie in host memory: simulated as if on the device")
+    if request.schedule_detail and request.layout.pp > 1:
+        found.append(f"schedule {request.schedule_detail} simulated as {schedule_of(request.layout).kind}")
+    return tuple(found)
 
 
 class Simulator:

@@ -203,9 +203,8 @@ def _gathered(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exch
     if not stack.overlap_param_gather or not whole:
         return whole
     gathers = [exchange.gather_s(u.trained) for u in units]
-    beside = reduced_beside(
-        gathers, [u.forward.seconds for u in units], 0.0
-    )  # the network goes first, computing follows
+    # The network goes first here, and computing follows it.
+    beside = reduced_beside(gathers, [u.forward.seconds for u in units], 0.0)
     slowdown = _slowdown(stage, exchange)
     slowed = min(whole * (1 - 1 / (1 + slowdown)), stage.forward.seconds * slowdown)
     return beside.seconds - stage.forward.seconds + slowed
@@ -214,9 +213,9 @@ def _gathered(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exch
 def _shares(stage: Stage, times: float, extra: Mapping[str, float]) -> dict[str, float]:
     """Seconds by cause of a rank that runs a stage so many times."""
     shares: dict[str, float] = {}
-    for cause, part in (("", stage.forward), ("", stage.backward_input), ("", stage.backward_weight)):
+    for part in (stage.forward, stage.backward_input, stage.backward_weight):
         for name, seconds in part.shares_s.items():
-            shares[cause + name] = shares.get(cause + name, 0.0) + seconds * times
+            shares[name] = shares.get(name, 0.0) + seconds * times
     shares["recomputing"] = stage.again.seconds * times
     for name, seconds in extra.items():
         shares[name] = shares.get(name, 0.0) + seconds

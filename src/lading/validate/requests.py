@@ -346,7 +346,6 @@ def _extras(row: Row, text: str, layers: int) -> dict[str, Any]:
         "embedding_is_layer": bool(stated.get("embedding_as_layer", False)),
         "optimizer": "sgd" if str(stated.get("optimizer", "")).lower() == "sgd" else "adamw",
         "schedule_detail": str(stated.get("pp_schedule", "")),
-        "experts_overlap": bool(stated.get("ep_comm_overlap")) or "moe a2a overlap" in text.lower(),
     }
     if stated.get("precision") == "fp8":
         words = str(stated.get("precision_detail", "")).lower()

@@ -1,0 +1,121 @@
+"""ClusterPlan: a layout of many devices, and for each group of parameters when its pieces are gathered and released.
+
+What ``lading plan --model`` finds, and what ``lading.apply`` hands to a model that PyTorch's FSDP2 cuts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, cast
+
+from lading.errors import ConfigError
+from lading.ir.reading import read_as, read_json
+
+#: Raised whenever what a saved plan means changes.
+CLUSTER_PLAN_FORMAT = 1
+
+
+class Keep(StrEnum):
+    """How long the gathered parameters of a group stay.
+
+    RELEASE: until the group's forward ends; gathered again for backward (ZeRO-3).
+    BACKWARD: from forward until the group's backward ends, in each micro-batch (ZeRO-2, within a micro-batch).
+    STEP: from the first forward to the last backward of a step, over its micro-batches (as DeepSpeed's ZeRO-2).
+    """
+
+    RELEASE = "release"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherGroup:
+    """Parameters that one collective gathers: a bucket.
+
+    Attributes:
+        modules: Paths of the modules whose parameters they are, in order of forward; a parameter belongs to the nearest
+            module named by any group. "" is the model itself: what no other group has.
+        keep: How long they stay gathered.
+        ahead: Groups before this one, in order of forward, at whose beginning its gather is asked for.
+        ahead_backward: The same in order of backward.
+        recompute: The forward of these modules runs again in backward (activation checkpointing).
+        offload: Pieces, gradients and optimizer states lie in host memory between uses.
+        gathered_bytes: Of the parameters as they are gathered, on one rank.
+    """
+
+    modules: tuple[str, ...]
+    keep: Keep = Keep.RELEASE
+    ahead: int = 1
+    ahead_backward: int = 1
+    recompute: bool = False
+    offload: bool = False
+    gathered_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise ConfigError("a gather group: expected at least one module, got none")
+        if self.ahead < 0 or self.ahead_backward < 0:
+            raise ConfigError(f"gather group {self.modules[0]!r}: expected ahead >= 0, got {self.ahead}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """How one model is trained on many devices.
+
+    Attributes:
+        version: Of Lading.
+        model, machine, machine_fingerprint, stack: What it was made for.
+        devices, seq_len: How many, and tokens of a sequence.
+        layout: As ``Layout`` prints.
+        groups: In order of forward; empty where parameters are not cut (zero below 3).
+        step_s, bound_s: Predicted seconds of a step, and a bound below which no choice of groups can be.
+        peaks: Predicted bytes on the busiest rank by moment ("start", "step", "longest", "save", "resume") and tier
+            ("device", "host").
+        budget_bytes: Of the device.
+        policy: That chose the groups.
+        assumptions: What was taken for granted.
+    """
+
+    version: str
+    model: str
+    machine: str
+    machine_fingerprint: str
+    stack: str
+    devices: int
+    seq_len: int
+    layout: str
+    groups: tuple[GatherGroup, ...] = ()
+    step_s: float
+    bound_s: float
+    peaks: dict[str, dict[str, int]] = field(default_factory=lambda: {})
+    budget_bytes: int
+    policy: str = ""
+    assumptions: tuple[str, ...] = ()
+    format: int = CLUSTER_PLAN_FORMAT
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound the plan is, as a share of the bound."""
+        return self.step_s / self.bound_s - 1.0 if self.bound_s else 0.0
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def load(path: Path) -> ClusterPlan:
+        """Read what ``save`` wrote.
+
+        Raises:
+            ConfigError: not such a plan, of another format, or with a field missing, unknown or of the wrong type.
+        """
+        how = "make one with: lading plan --model NAME --machine NAME --devices N"
+        data: Any = read_json(path, "a plan of a cluster", how)
+        found = cast("dict[str, Any]", data).get("format") if isinstance(data, dict) else type(data).__name__
+        if type(found) is not int or found != CLUSTER_PLAN_FORMAT or "layout" not in data:
+            raise ConfigError(f"{path}: expected a cluster plan of format {CLUSTER_PLAN_FORMAT}; {how}")
+        return read_as(ClusterPlan, data, str(path))

@@ -83,7 +83,14 @@ def predicted(shape: Shape, rates: ProductRates, device: Device) -> float:
     slow = max(1.0, peak * rates.reach / (joule * device.gpu.power_w)) if joule else 1.0
     share = 1 / (1 + (_BURST_S / shape.seconds) ** 2)
     bytes_ = (2.0, shape.out_bytes)
-    return model._seconds(shape.product, bytes_, peak / (1 + share * (slow - 1)), device, rates)
+    return on(device, shape.product, bytes_, peak / (1 + share * (slow - 1)), rates)
+
+
+def on(device: Device, product: Product, element_bytes: tuple[float, float], peak: float, rates: ProductRates) -> float:
+    """Seconds under rates that are being fitted."""
+    assert device.gpu is not None
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    return model.seconds(product, element_bytes, peak, bandwidth, device.gpu.num_sms, rates)
 
 
 def fit(found: Sequence[Shape], device: Device, architecture: str) -> ProductRates:
@@ -224,7 +231,7 @@ def in_state(shape: Shape, rates: ProductRates, device: Device, limit: bool) -> 
     assert device.gpu is not None
     peak = model.peak_flops(device, "bfloat16") * device.gpu.speed
     slow = max(1.0, peak * rates.reach / (rates.flops_per_joule["bfloat16"] * device.gpu.power_w)) if limit else 1.0
-    return model._seconds(shape.product, (2.0, shape.out_bytes), peak / slow, device, rates)
+    return on(device, shape.product, (2.0, shape.out_bytes), peak / slow, rates)
 
 
 def with_low(rates: ProductRates, architecture: str, machine: str) -> ProductRates:
@@ -238,7 +245,7 @@ def with_low(rates: ProductRates, architecture: str, machine: str) -> ProductRat
         slow = 1.0
         for _ in range(20):
             bytes_ = (0.5 if dtype.startswith("float4") else 1.0, 2.0)
-            slow *= seconds / model._seconds(large, bytes_, peak / slow, device, rates)
+            slow *= seconds / on(device, large, bytes_, peak / slow, rates)
         low[dtype] = peak * rates.reach / (max(1.0, slow) * device.gpu.power_w)
     return dataclasses.replace(rates, flops_per_joule={**rates.flops_per_joule, **low})
 

@@ -9,6 +9,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,6 +23,7 @@ _T = TypeVar("_T")
 _TOO_LARGE = 1 << 63
 
 
+@cache
 def machine_names() -> tuple[str, ...]:
     """Names of the catalog's machines, sorted."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
@@ -36,13 +38,23 @@ def load_machine(name_or_path: str | Path) -> Machine:
     text = str(name_or_path)
     path = Path(name_or_path)
     if text in machine_names():
-        path = _FOLDER / f"{text}.toml"
-    elif not path.is_file():
+        return _of_catalog(text)
+    if not path.is_file():
         names = ", ".join(machine_names())
         raise ConfigError(
             f"expected a machine ({names}) or the path of a TOML file, got {text!r}{_nearest(text, machine_names())}; "
             "measure this host with: lading probe"
         )
+    return _of_file(path)
+
+
+@cache
+def _of_catalog(name: str) -> Machine:
+    """Read once: what is shipped does not change."""
+    return _of_file(_FOLDER / f"{name}.toml")
+
+
+def _of_file(path: Path) -> Machine:
     return machine_from_dict(resolve(_parsed(path), str(path), _base), str(path))
 
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from lading.errors import ConfigError
 from lading.ir.graph import PERSISTENT, OpKind, Role
 from lading.ir.stack import FUSIONS, Stack
-from lading.ir.work import Attention, Kernel, LocalTensor, Product, RankSegment, Stage
+from lading.ir.work import Attention, Form, Kernel, LocalTensor, Product, RankSegment, Stage
 
 #: Kinds that may be parts of a group, the one that a group is named after first.
 _FUSIBLE = (
@@ -89,31 +90,88 @@ def _megatron_loss(kernel: Kernel) -> Kernel:
     return replace(kernel, bytes_read=read, bytes_written=written)
 
 
-def _fused(segment: RankSegment, level: str, fused_loss: bool) -> Iterator[Kernel]:
-    """Kernels with groups in place of what is fused, in an order in which each finds what it reads."""
-    flow = _Flow(segment)
-    kernels = segment.kernels
+def _fused(segment: RankSegment, level: str, fused_loss: bool) -> list[Kernel]:
+    """Kernels with groups in place of what is fused, in an order in which each finds what it reads.
+
+    Sizes decide no more than what adds up tokens and which tensors are small: all else is done once for a form.
+    """
+    form, tensors = segment.form, segment.tensors
+    apart: frozenset[int] = frozenset()
+    if level == "compiled":
+        apart = frozenset(i for i, kernel in enumerate(segment.kernels) if _sums_tokens(segment, kernel))
+    read = _read_twice(form, level, apart)
+    large = tuple([sum([tensors[t].size_bytes for t in views]) >= _SMALL_BYTES for views in read])
+    storages, groups = _groups(form, level, fused_loss, apart, large)
+    whole: dict[int, int] = {}
+    for place in storages:
+        view = tensors[place]
+        whole[view.storage] = max(whole.get(view.storage, 0), view.size_bytes)
+    return [group.kernel(segment, whole) for group in groups]
+
+
+#: Two kernels of which one feeds the other, or both read these tensors (one storage).
+_Pair = tuple[int, int, tuple[int, ...]]
+
+
+@lru_cache(maxsize=4096)
+def _read_twice(form: Form, level: str, apart: frozenset[int]) -> tuple[tuple[int, ...], ...]:
+    """Tensors, of one storage each, for whose sake two kernels may be one if the tensors are large."""
+    return tuple(views for _, _, views in _pairs(form, level, True, apart) if views)
+
+
+def _pairs(form: Form, level: str, fused_loss: bool, apart: frozenset[int]) -> Iterator[_Pair]:
+    """What may be one kernel, in order."""
+    kernels, made_by = form.segment.kernels, _makers(form.segment)
     runs = _runs(kernels)
-    apart = {i for i, kernel in enumerate(kernels) if level == "compiled" and _sums_tokens(segment, kernel)}
     last_reader: dict[int, int] = {}
     for index, kernel in enumerate(kernels):
         if kernel.kind not in _FUSIBLE or index in apart:
             continue
-        for maker in sorted(flow.makers[index], reverse=True):
+        for maker in sorted(made_by[index], reverse=True):
             if maker in apart or kernels[maker].kind not in _FUSIBLE:
                 continue
             if level == "compiled" or _one_kernel(kernels[maker], kernel, fused_loss):
-                flow.join(maker, index)
-        for storage, size in _storages(segment, kernel.inputs).items():
+                yield maker, index, ()
+        for storage, views in _views(form.segment, kernel.inputs).items():
             other = last_reader.get(storage)
             last_reader[storage] = index
-            if other is None or size < _SMALL_BYTES or runs[other] != runs[index]:
+            if other is None or runs[other] != runs[index]:
                 continue
             if level == "compiled" or kernels[other].module == kernel.module:
-                flow.join(other, index)
+                yield other, index, views
+
+
+@lru_cache(maxsize=4096)
+def _groups(
+    form: Form, level: str, fused_loss: bool, apart: frozenset[int], large: tuple[bool, ...]
+) -> tuple[tuple[int, ...], tuple[_Group, ...]]:
+    """Tensors of what is moved, and the groups, earliest first.
+
+    Args:
+        large: Of what ``_read_twice`` names, whether it is.
+    """
+    flow, sizes = _Flow(form.segment), iter(large)
+    for first, second, views in _pairs(form, level, fused_loss, apart):
+        if not views or next(sizes):
+            flow.join(first, second)
     groups = list(flow.order())
-    moved = _Moved(segment, groups)
-    yield from (moved.kernel(group) for group in groups)
+    moved = _Moved(form.segment, groups)
+    found = tuple(moved.group(group) for group in groups)
+    touched = {
+        form.segment.tensors[t].storage for group in found for views in (*group.read, *group.written) for t in views
+    }
+    return tuple(i for i, t in enumerate(form.segment.tensors) if t.storage in touched), found
+
+
+def _makers(segment: RankSegment) -> list[set[int]]:
+    """Of each kernel those that made what it reads."""
+    found: list[set[int]] = []
+    made_by: dict[int, int] = {}
+    for index, kernel in enumerate(segment.kernels):
+        read = {segment.tensors[t].storage for t in kernel.inputs}
+        found.append({made_by[storage] for storage in read if storage in made_by})
+        made_by.update((segment.tensors[t].storage, index) for t in kernel.outputs)
+    return found
 
 
 class _Flow:
@@ -121,12 +179,7 @@ class _Flow:
 
     def __init__(self, segment: RankSegment) -> None:
         self.kernels = segment.kernels
-        self.makers: list[set[int]] = []
-        made_by: dict[int, int] = {}
-        for index, kernel in enumerate(self.kernels):
-            read = {segment.tensors[t].storage for t in kernel.inputs}
-            self.makers.append({made_by[storage] for storage in read if storage in made_by})
-            made_by.update((segment.tensors[t].storage, index) for t in kernel.outputs)
+        self.makers = _makers(segment)
         count = len(self.kernels)
         self._group = [1 << index for index in range(count)]
         self._before = [0] * count
@@ -208,13 +261,61 @@ def _sums_tokens(segment: RankSegment, kernel: Kernel) -> bool:
     return outputs == largest.shape[-1] and prod(largest.shape) > outputs > 1
 
 
-def _storages(segment: RankSegment, tensors: Iterable[int]) -> dict[int, int]:
-    """Bytes touched of each storage: distinct views of one add up."""
-    sizes: dict[int, int] = defaultdict(int)
+def _views(segment: RankSegment, tensors: Iterable[int]) -> dict[int, tuple[int, ...]]:
+    """Distinct tensors by storage: bytes touched of a storage are theirs added up."""
+    found: dict[int, tuple[int, ...]] = {}
     for tensor in dict.fromkeys(tensors):
-        view = segment.tensors[tensor]
-        sizes[view.storage] += view.size_bytes
-    return sizes
+        storage = segment.tensors[tensor].storage
+        found[storage] = (*found.get(storage, ()), tensor)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Kernels that become one, without sizes; one alone stays as it is.
+
+    Attributes:
+        members: Kernels.
+        inputs, outputs: What it reads from outside, and writes for others.
+        read, written: Those, by storage.
+    """
+
+    members: tuple[int, ...]
+    name: str = ""
+    kind: OpKind | None = None
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    read: tuple[tuple[int, ...], ...] = ()
+    written: tuple[tuple[int, ...], ...] = ()
+
+    def kernel(self, segment: RankSegment, whole: Mapping[int, int]) -> Kernel:
+        """The one kernel in place of a group: it reads what comes from outside and writes what is needed outside.
+
+        Args:
+            whole: Bytes of storages.
+        """
+        kernels = segment.kernels
+        if len(self.members) == 1:
+            return kernels[self.members[0]]
+        largest = kernels[self.members[0]]
+        for index in self.members:
+            kernel = kernels[index]
+            if kernel.bytes_read + kernel.bytes_written > largest.bytes_read + largest.bytes_written:
+                largest = kernel
+        read, written = (_bytes(segment, views, whole) for views in (self.read, self.written))
+        return Kernel(
+            self.name, self.kind, largest.stage, largest.module, largest.dtype, read, written, self.inputs, self.outputs
+        )
+
+
+def _bytes(segment: RankSegment, storages: Iterable[tuple[int, ...]], whole: Mapping[int, int]) -> int:
+    tensors, total = segment.tensors, 0
+    for views in storages:
+        size = 0
+        for view in views:
+            size += tensors[view].size_bytes
+        total += min(size, whole[tensors[views[0]].storage])
+    return total
 
 
 class _Moved:
@@ -231,31 +332,26 @@ class _Moved:
         for index, kernel in enumerate(segment.kernels):
             for tensor in kernel.inputs:
                 self._readers[segment.tensors[tensor].storage].add(index)
-        self._whole: dict[int, int] = defaultdict(int)
-        for tensor in segment.tensors:
-            self._whole[tensor.storage] = max(self._whole[tensor.storage], tensor.size_bytes)
         group_of = {index: group for group in groups for index in group}
         self._again = {storage for group in groups if len(group) > 1 for storage in self._made_again(group, group_of)}
 
-    def kernel(self, group: Sequence[int]) -> Kernel:
-        """The one kernel in place of a group: it reads what comes from outside and writes what is needed outside."""
-        kernels, tensors = self._segment.kernels, self._segment.tensors
+    def group(self, group: Sequence[int]) -> _Group:
+        """What a group reads and writes."""
         if len(group) == 1:
-            return kernels[group[0]]
-        members = [kernels[index] for index in group]
+            return _Group(tuple(group))
+        tensors = self._segment.tensors
+        members = [self._segment.kernels[index] for index in group]
         inputs = [t for t in self._inputs(group) if tensors[t].storage not in self._again]
         outputs = [t for k in members for t in k.outputs if self._needed(tensors[t], set(group))]
         kind = min((k.kind for k in members if k.kind is not None), key=_FUSIBLE.index)
-        largest = max(members, key=lambda k: k.bytes_read + k.bytes_written)
-        return replace(
-            largest,
-            name=f"fused.{'.'.join(dict.fromkeys(_base(k.name) for k in members))}",
-            kind=_norm_like(members, kind),
-            bytes_read=self._bytes(inputs),
-            bytes_written=self._bytes(outputs),
-            inputs=tuple(inputs),
-            outputs=tuple(dict.fromkeys(outputs)),
-            detail=None,
+        return _Group(
+            tuple(group),
+            f"fused.{'.'.join(dict.fromkeys(_base(k.name) for k in members))}",
+            _norm_like(members, kind),
+            tuple(inputs),
+            tuple(dict.fromkeys(outputs)),
+            tuple(_views(self._segment, inputs).values()),
+            tuple(_views(self._segment, outputs).values()),
         )
 
     def _inputs(self, group: Sequence[int]) -> list[int]:
@@ -264,9 +360,6 @@ class _Moved:
         inside = {tensors[t].storage for index in group for t in kernels[index].outputs}
         read = (t for index in group for t in kernels[index].inputs)
         return list(dict.fromkeys(t for t in read if tensors[t].storage not in inside))
-
-    def _bytes(self, tensors: Iterable[int]) -> int:
-        return sum(min(size, self._whole[s]) for s, size in _storages(self._segment, tensors).items())
 
     def _needed(self, tensor: LocalTensor, group: set[int]) -> bool:
         """Whether somebody outside reads a tensor of a group; what nobody reads at all leaves the segment."""

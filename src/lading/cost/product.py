@@ -20,6 +20,7 @@ so all the time, which is what is assumed unless told otherwise.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import ceil
 
 from lading.catalog.kernels import KernelRates, ProductRates, kernel_rates
@@ -82,7 +83,21 @@ def product_s(
     operand = OPERAND_BYTES.get(precision, _OUT_BYTES)
     element = out_bytes or (_SUM_BYTES if product.accumulates or operand >= _SUM_BYTES else _OUT_BYTES)
     slow = 1 + sustained * (power_slowdown(gpu, rates, precision, peak) - 1)
-    return _seconds(product, (operand, element), peak * gpu.speed / slow, device, rates.product)
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    return _known(product, (operand, element), peak * gpu.speed / slow, bandwidth, gpu.num_sms, gpu.architecture)
+
+
+@lru_cache(maxsize=1 << 14)
+def _known(
+    product: Product,
+    element_bytes: tuple[float, float],
+    peak: float,
+    bandwidth: float,
+    num_sms: int,
+    architecture: str,
+) -> float:
+    """Layers have equal products, and so have layouts that are compared."""
+    return seconds(product, element_bytes, peak, bandwidth, num_sms, kernel_rates(architecture).product)
 
 
 def groups_launch_s(product: Product, device: Device) -> float:
@@ -121,19 +136,24 @@ def _operand_class(precision: str) -> str:
     return "bfloat16" if key == "float16" else key
 
 
-def _seconds(
-    product: Product, element_bytes: tuple[float, float], peak: float, device: Device, rates: ProductRates
+def seconds(
+    product: Product,
+    element_bytes: tuple[float, float],
+    peak: float,
+    memory_bandwidth: float,
+    num_sms: int,
+    rates: ProductRates,
 ) -> float:
+    """Under given rates: ``element_bytes`` of operands and output, ``peak`` in FLOP/s at the clock it runs at."""
     operand, element = element_bytes
-    assert device.gpu is not None
     grouped = product.groups > 1
     reach = rates.reach * (rates.group_reach if grouped else 1.0)
-    bandwidth = device.memory_bandwidth_bytes_per_s * rates.memory_share
+    bandwidth = memory_bandwidth * rates.memory_share
     outputs = float(product.groups * product.m * product.n)
     written = outputs * element * (2.0 if product.accumulates else 1.0)
     reads = operand * product.groups * product.k * (product.m + product.n)
     compute = min(
-        _tiled(product, tile, splits, rates, device.gpu.num_sms) / (peak * reach)
+        _tiled(product, tile, splits, rates, num_sms) / (peak * reach)
         + ((splits + 1) * _SUM_BYTES * outputs / bandwidth if splits > 1 else 0.0)
         for tile in rates.tiles
         for splits in _SPLITS

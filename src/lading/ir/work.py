@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from lading.ir.graph import OpKind, Role
 
@@ -127,7 +128,7 @@ class Kernel:
         return self.detail.flops if isinstance(self.detail, Product | Attention) else 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankSegment:
     """A segment as one rank of a layout runs it.
 
@@ -156,3 +157,37 @@ class RankSegment:
     trained_elements: dict[str, int] | None = None
     trained_bytes: int = 0
     frozen_bytes: int = 0
+
+    @cached_property
+    def form(self) -> Form:
+        """All of it but its numbers."""
+        return Form(self)
+
+
+class Form:
+    """What segments have in common that differ in nothing but numbers: equal forms are equal keys of caches.
+
+    Attributes:
+        segment: One of them. Names, kinds, stages, storages and who reads what are those of all; sizes are its own.
+    """
+
+    __slots__ = ("_hash", "_key", "segment")
+
+    def __init__(self, segment: RankSegment) -> None:
+        kernels, tensors = segment.kernels, segment.tensors
+        self.segment = segment
+        self._key: tuple[object, ...] = (
+            segment.name,
+            tuple([(k.name, k.module, k.kind, k.stage, type(k.detail), k.inputs, k.outputs) for k in kernels]),
+            tuple([k.detail.axis for k in kernels if isinstance(k.detail, Collective)]),
+            tuple([t.storage for t in tensors]),
+            tuple([t.role for t in tensors]),
+            (segment.enters, segment.leaves, segment.saved),
+        )
+        self._hash = hash(self._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Form) and (self is other or self._key == other._key)

@@ -9,29 +9,29 @@ from __future__ import annotations
 import dataclasses
 
 from lading.errors import ConfigError
-from lading.ir.layout import Layout
 from lading.ir.work import Attention, Collective, Kernel, LocalTensor
 from lading.parallel.choose import CONTEXT
 from lading.parallel.specs import CutKernel
 
 
-def attention_kernels(k: CutKernel, kernel: Kernel, tensors: list[LocalTensor], layout: Layout) -> list[Kernel]:
+def attention_kernels(k: CutKernel, kernel: Kernel, tensors: list[LocalTensor], cp: int, cp_comm: str) -> list[Kernel]:
     """One attention as the kernels and collectives of a rank.
 
     Args:
         k: With query, key and value in its spec.
         kernel: The same with its bytes.
         tensors: Of the rank's segment.
+        cp, cp_comm: As of a Layout.
     """
     assert k.spec is not None
     whole = _local_attention(k, tensors)
     if k.spec.axis != CONTEXT:  # keys of a text beside are whole on every rank
         return [dataclasses.replace(kernel, detail=whole)]
-    if layout.cp_comm == "ring":
-        return _ring(kernel, whole, _bytes(k, tensors), layout.cp)
-    if layout.cp_comm == "all_gather":
-        return _all_gather(kernel, whole, _bytes(k, tensors), layout.cp)
-    return _all_to_all(k, kernel, whole, tensors, layout)
+    if cp_comm == "ring":
+        return _ring(kernel, whole, _bytes(k, tensors), cp)
+    if cp_comm == "all_gather":
+        return _all_gather(kernel, whole, _bytes(k, tensors), cp)
+    return _all_to_all(k, kernel, whole, tensors, cp)
 
 
 def _local_attention(k: CutKernel, tensors: list[LocalTensor]) -> Attention:
@@ -103,11 +103,8 @@ def _all_gather(kernel: Kernel, whole: Attention, kv_bytes: int, cp: int) -> lis
     return found
 
 
-def _all_to_all(
-    k: CutKernel, kernel: Kernel, whole: Attention, tensors: list[LocalTensor], layout: Layout
-) -> list[Kernel]:
+def _all_to_all(k: CutKernel, kernel: Kernel, whole: Attention, tensors: list[LocalTensor], cp: int) -> list[Kernel]:
     """All tokens of a part of the heads: queries, keys and values go there, the result comes back."""
-    cp = layout.cp
     if whole.heads % cp or (whole.kv_heads % cp and cp % whole.kv_heads):
         can = max(d for d in range(1, cp + 1) if whole.heads % d == 0)
         raise ConfigError(

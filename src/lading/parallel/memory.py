@@ -5,15 +5,16 @@ Parameters, their gradients, optimizer states and communication buffers are coun
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, OpKind, Role
-from lading.ir.work import Product, RankSegment, Stage
+from lading.ir.work import Form, Product, RankSegment, Stage
 from lading.parallel.losses import AS_WRITTEN, FUSED, IN_FP32, IN_LOGITS, Loss, loss_of
-from lading.parallel.recompute import POINTWISE, Flow, Recomputed
+from lading.parallel.recompute import POINTWISE, Flow, Recomputed, flow_of
 
 #: What a compiler makes again in backward from what is kept, as it costs no product and no random draw.
 _CHEAP = POINTWISE | {OpKind.NORM, OpKind.COPY, OpKind.SOFTMAX}
@@ -46,10 +47,8 @@ def saved_bytes(
             and cross-entropy works in place; "compiled": all that can be made again without a product is.
         fused_loss: Cross-entropy works on the logits as the product made them, not on them in fp32.
     """
-    flow = Flow(segment)
-    loss = loss_of(flow, _way(fusion, fused_loss))
-    sizes, together = _together(flow)
-    return sum(sizes[s] for s in _mapped(kept_storages(flow, recompute, fusion, loss), together))
+    sizes = _sizes(segment)
+    return sum(sizes[s] for s in _kept(segment, recompute, (fusion, fused_loss)))
 
 
 def segment_memory(
@@ -65,22 +64,74 @@ def segment_memory(
     Args:
         makes_weight_gradients: False where products add gradients of weights to the main ones without a tensor between.
     """
-    flow = Flow(segment)
-    sizes, together = _together(flow)
+    sizes = _sizes(segment)
+    kept = _kept(segment, recompute, (fusion, fused_loss))
+    again = recompute.kernels if recompute else ()
+    forward, backward = _walks(segment.form, kept, again, (fusion, fused_loss), makes_weight_gradients)
+    return SegmentMemory(
+        saved=sum(sizes[s] for s in kept), forward_peak=forward.most(sizes), backward_peak=backward.most(sizes)
+    )
+
+
+def _kept(segment: RankSegment, recompute: Recomputed | None, fused: tuple[str, bool]) -> frozenset[int]:
+    """Storages kept from forward to backward, those of one product as one; ``fused``: fusion and fused loss."""
+    flow, (fusion, fused_loss) = flow_of(segment.form), fused
+    marked = flow.storages(recompute.saved if recompute else segment.saved)
+    if fusion != "compiled":
+        return _kept_as_marked(segment.form, tuple(marked), fusion, fused_loss)
     loss = loss_of(flow, _way(fusion, fused_loss))
-    kept = _mapped(kept_storages(flow, recompute, fusion, loss), together)
+    kept = {loss.kept.get(storage, storage) for storage in marked}
+    # Of what a checkpoint marks a compiler keeps only what is read.
+    again = [flow.segment.kernels[place] for place in recompute.kernels] if recompute else []
+    read = {*flow.needed, *flow.storages(t for kernel in again for t in kernel.inputs), *loss.kept.values()}
+    return _mapped(_cheapest(flow, kept & read, _each(segment)), _together(flow))
+
+
+@lru_cache(maxsize=4096)
+def _kept_as_marked(form: Form, marked: tuple[int, ...], fusion: str, fused_loss: bool) -> frozenset[int]:
+    if fusion not in ("eager", "fused"):
+        raise ConfigError(f"fusion: expected eager, fused or compiled, got {fusion!r}")
+    flow = flow_of(form)
+    loss = loss_of(flow, _way(fusion, fused_loss))
+    kept = {loss.kept.get(storage, storage) for storage in marked}
+    return _mapped(kept - _inner(flow, fusion), _together(flow))
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What is there while kernels run in order: at first, and what each step adds and then takes away."""
+
+    start: tuple[int, ...]
+    steps: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+    def most(self, sizes: Mapping[int, int]) -> int:
+        """Most bytes at once."""
+        now = peak = sum([sizes[s] for s in self.start])
+        for made, gone in self.steps:
+            for storage in made:
+                now += sizes[storage]
+            peak = max(peak, now)
+            for storage in gone:
+                now -= sizes[storage]
+        return peak
+
+
+@lru_cache(maxsize=4096)
+def _walks(
+    form: Form, kept: frozenset[int], again: tuple[int, ...], fused: tuple[str, bool], makes_weight_gradients: bool
+) -> tuple[_Walk, _Walk]:
+    """Of forward, and of backward with what runs again."""
+    flow, (fusion, fused_loss) = flow_of(form), fused
+    loss, together = loss_of(flow, _way(fusion, fused_loss)), _together(flow)
     never = _inner(flow, fusion) | loss.never
     if not makes_weight_gradients:
         never |= _weight_gradients(flow)
-    again = recompute.kernels if recompute else ()
-    enters, leaves = set(flow.storages(segment.enters)), set(flow.storages(segment.leaves))
-    backward = [p for p, kernel in enumerate(segment.kernels) if kernel.stage is not Stage.FORWARD]
-    coming = _coming(flow, backward)
-    replaced = dataclasses.replace(loss, never=frozenset(never), same=together | loss.same)
-    return SegmentMemory(
-        saved=sum(sizes[s] for s in kept),
-        forward_peak=_peak((flow, sizes), flow.forward, enters, kept | leaves, replaced),
-        backward_peak=_peak((flow, sizes), [*again, *backward], kept | coming, set(), replaced),
+    enters, leaves = set(flow.storages(form.segment.enters)), set(flow.storages(form.segment.leaves))
+    backward = [p for p, kernel in enumerate(form.segment.kernels) if kernel.stage is not Stage.FORWARD]
+    replaced = Loss(frozenset(never), {**together, **loss.same}, loss.kept)
+    return (
+        _walk(flow, flow.forward, enters, kept | leaves, replaced),
+        _walk(flow, [*again, *backward], kept | _coming(flow, backward), set(), replaced),
     )
 
 
@@ -117,30 +168,22 @@ def _coming(flow: Flow, backward: list[int]) -> set[int]:
     return {s for s in read & flow.activations if s not in there and s not in inputs}
 
 
-def _sizes(segment: RankSegment) -> dict[int, int]:
+def _each(segment: RankSegment) -> dict[int, int]:
+    """Bytes of storages."""
     sizes: dict[int, int] = {}
     for tensor in segment.tensors:
-        sizes[tensor.storage] = max(sizes.get(tensor.storage, 0), tensor.size_bytes)
+        size, storage = tensor.size_bytes, tensor.storage
+        if size > sizes.get(storage, -1):
+            sizes[storage] = size
     return sizes
 
 
-def kept_storages(flow: Flow, recompute: Recomputed | None, fusion: str, loss: Loss) -> set[int]:
-    """Storages kept from forward to backward.
-
-    Raises:
-        ConfigError: no such fusion.
-    """
-    if fusion not in ("eager", "fused", "compiled"):
-        raise ConfigError(f"fusion: expected eager, fused or compiled, got {fusion!r}")
-    kept = set(flow.storages(recompute.saved if recompute else flow.segment.saved))
-    kept = {loss.kept.get(storage, storage) for storage in kept}
-    if fusion == "fused":
-        return kept - _inner(flow, fusion)
-    if fusion == "compiled":  # of what a checkpoint marks a compiler keeps only what is read
-        again = [flow.segment.kernels[place] for place in recompute.kernels] if recompute else []
-        read = {*flow.needed, *flow.storages(t for kernel in again for t in kernel.inputs), *loss.kept.values()}
-        return _cheapest(flow, kept & read)
-    return kept
+def _sizes(segment: RankSegment) -> dict[int, int]:
+    """Bytes of storages; the first of those that one product makes has all of them."""
+    sizes, whole = _each(segment), dict[int, int]()
+    for storage, first in _together(flow_of(segment.form)).items():
+        whole[first] = whole.get(first, sizes[first]) + sizes[storage]
+    return sizes | whole
 
 
 def _inner(flow: Flow, fusion: str) -> set[int]:
@@ -160,12 +203,12 @@ def _inner(flow: Flow, fusion: str) -> set[int]:
     return found
 
 
-def _cheapest(flow: Flow, kept: set[int]) -> set[int]:
+def _cheapest(flow: Flow, kept: set[int], sizes: Mapping[int, int]) -> set[int]:
     """In the order of forward, leave out what follows cheaply from what is kept, or from what is smaller.
 
     A compiler finds the smallest cut; this finds the same for chains, and for what costs little to make again.
     """
-    sizes, borders = _sizes(flow.segment), set(flow.storages(flow.segment.enters))
+    borders = set(flow.storages(flow.segment.enters))
     found = set(kept)
     sources: dict[int, frozenset[int]] = {}  # of what is cheap to make: the storages it takes
     for place in flow.forward:
@@ -182,7 +225,7 @@ def _cheapest(flow: Flow, kept: set[int]) -> set[int]:
     return found
 
 
-def _gains(sizes: dict[int, int], storage: int, instead: frozenset[int]) -> bool:
+def _gains(sizes: Mapping[int, int], storage: int, instead: frozenset[int]) -> bool:
     return sum(sizes[s] for s in instead) < sizes[storage]
 
 
@@ -192,28 +235,26 @@ def _is_statistic(flow: Flow, place: int, storage: int) -> bool:
     return kernel.kind is OpKind.NORM and storage != flow.storages(kernel.outputs)[0]
 
 
-def _together(flow: Flow) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes of storages; results of one product (queries, keys, values) are one, which stays while a part does."""
-    sizes, together = _sizes(flow.segment), dict[int, int]()
+def _together(flow: Flow) -> dict[int, int]:
+    """Results of one product (queries, keys, values) stay while a part does: storage -> the first of them."""
+    together: dict[int, int] = {}
     for place in flow.forward:
         kernel = flow.segment.kernels[place]
         if isinstance(kernel.detail, Product) and len(results := flow.storages(kernel.outputs)) > 1:
             together.update(dict.fromkeys(results[1:], results[0]))
-            sizes[results[0]] = sum(sizes[storage] for storage in results)
-    return sizes, together
+    return together
 
 
-def _mapped(storages: set[int], same: dict[int, int]) -> set[int]:
-    return {same.get(storage, storage) for storage in storages}
+def _mapped(storages: Iterable[int], same: Mapping[int, int]) -> frozenset[int]:
+    return frozenset(same.get(storage, storage) for storage in storages)
 
 
-def _peak(sized: tuple[Flow, dict[int, int]], places: list[int], start: set[int], stay: set[int], loss: Loss) -> int:
-    """Most bytes at once while kernels run in order; a storage goes after its last use unless it stays.
+def _walk(flow: Flow, places: list[int], start: Iterable[int], stay: Iterable[int], loss: Loss) -> _Walk:
+    """Kernels in order; a storage goes after its last use unless it stays.
 
     Args:
         loss: What does not exist, and what is written in another's place.
     """
-    flow, sizes = sized
     fixed = {t.storage for t in flow.segment.tensors} - flow.activations | loss.never
     steps: list[tuple[set[int], set[int]]] = []
     last: dict[int, int] = {}
@@ -223,13 +264,12 @@ def _peak(sized: tuple[Flow, dict[int, int]], places: list[int], start: set[int]
         used = made | ({loss.same.get(s, s) for s in flow.storages(kernel.inputs)} - fixed)
         steps.append((made, used))
         last.update(dict.fromkeys(used, step))
-    live = {s for s in start if s not in fixed}
-    now = peak = sum(sizes[s] for s in live)
+    first = live = {s for s in start if s not in fixed}
+    stays, changes = set(stay), list[tuple[tuple[int, ...], tuple[int, ...]]]()
     for step, (made, used) in enumerate(steps):
-        now += sum(sizes[s] for s in made - live)
-        live |= made
-        peak = max(peak, now)
-        gone = {s for s in used & live if last[s] == step and s not in stay}
+        added = made - live
+        live = live | made
+        gone = {s for s in used & live if last[s] == step and s not in stays}
         live -= gone
-        now -= sum(sizes[s] for s in gone)
-    return peak
+        changes.append((tuple(added), tuple(gone)))
+    return _Walk(tuple(first), tuple(changes))

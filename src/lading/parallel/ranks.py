@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from lading.errors import ConfigError
@@ -34,10 +36,27 @@ def rank_segment(segment: Segment, sizes: Mapping[str, int], layout: Layout, *, 
         ConfigError: the layout cannot be: names the rule, what was found and the nearest that can be.
     """
     cut_segment = cut(segment, axes_of(layout, regather=regather))
-    values = {"b": layout.micro_batch, **sizes}
-    degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.expert_tp}
-    check(cut_segment.lengths, values, degrees, segment.name)
-    tensors, kernels = _numbers(cut_segment, evaluate(cut_segment.lengths, values, degrees), layout)
+    degrees = _Degrees(layout.tp, layout.cp, layout.ep, layout.expert_tp, layout.cp_comm)
+    return _ranked(cut_segment, tuple({"b": layout.micro_batch, **sizes}.items()), degrees)
+
+
+@dataclass(frozen=True, slots=True)
+class _Degrees:
+    """What of a layout decides numbers, beside the micro-batch."""
+
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+    cp_comm: str
+
+
+@lru_cache(maxsize=256)
+def _ranked(cut_segment: CutSegment, sizes: tuple[tuple[str, int], ...], ways: _Degrees) -> RankSegment:
+    """Layouts that differ in replicas, pipeline, recompute or precision have the same segments."""
+    values, degrees = dict(sizes), {"tp": ways.tp, "cp": ways.cp, "ep": ways.ep, "etp": ways.etp}
+    check(cut_segment.lengths, values, degrees, cut_segment.name)
+    tensors, kernels = _numbers(cut_segment, evaluate(cut_segment.lengths, values, degrees), ways)
     elements, summed = _elements(cut_segment, tensors, degrees, values)
     return RankSegment(
         name=cut_segment.name,
@@ -74,22 +93,26 @@ def axes_of(layout: Layout, *, regather: bool = True) -> Axes:
     )
 
 
-def _numbers(cut_segment: CutSegment, lengths: list[int], layout: Layout) -> tuple[list[LocalTensor], list[Kernel]]:
+def _numbers(cut_segment: CutSegment, lengths: list[int], ways: _Degrees) -> tuple[list[LocalTensor], list[Kernel]]:
     tensors: list[LocalTensor] = []
     touched: list[int] = []
+    shapes: dict[tuple[int, ...], tuple[tuple[int, ...], int]] = {}
     for t in cut_segment.tensors:
-        shape = tuple([lengths[place] for place in t.dims])
-        width = DTYPE_BYTES[t.dtype]
-        elements = prod(shape)
+        found = shapes.get(t.dims)
+        if found is None:
+            shape = tuple([lengths[place] for place in t.dims])
+            found = shapes[t.dims] = shape, prod(shape)
+        shape, elements = found
         if t.repeats:
             elements = prod(length for dim, length in enumerate(shape) if dim not in t.repeats)
-        touched.append(elements * width)
-        tensors.append(LocalTensor(t.storage, t.dtype, shape, elements * width, t.role, t.name))
+        size = elements * DTYPE_BYTES[t.dtype]
+        touched.append(size)
+        tensors.append(LocalTensor(t.storage, t.dtype, shape, size, t.role, t.name))
     kernels: list[Kernel] = []
     for k in cut_segment.kernels:
         kernel = _kernel(k, tensors, touched)
         if k.spec is not None and k.spec.form == "attention":
-            kernels.extend(attention_kernels(k, kernel, tensors, layout))
+            kernels.extend(attention_kernels(k, kernel, tensors, ways.cp, ways.cp_comm))
         else:
             kernels.append(kernel)
     return tensors, kernels

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Role
-from lading.ir.work import Attention, Collective, Kernel, Product, RankSegment, Stage
+from lading.ir.work import Attention, Collective, Form, Kernel, Product, RankSegment, Stage
 
 #: Element by element: what a fused kernel keeps in registers.
 POINTWISE = frozenset({OpKind.ELEMENTWISE, OpKind.TRANSCENDENTAL})
@@ -37,10 +37,10 @@ class Recomputed:
 
 
 class Flow:
-    """Who makes and who uses each storage of a segment."""
+    """Who makes and who uses each storage of segments of one form; sizes are not in it."""
 
-    def __init__(self, segment: RankSegment) -> None:
-        self.segment = segment
+    def __init__(self, form: Form) -> None:
+        self.segment = segment = form.segment
         self.makers: dict[int, list[int]] = {}
         self.users: dict[int, list[int]] = {}
         for place, kernel in enumerate(segment.kernels):
@@ -78,6 +78,12 @@ class Flow:
         return {t.storage for t in self.segment.tensors if t.role not in fixed}
 
 
+@lru_cache(maxsize=1024)
+def flow_of(form: Form) -> Flow:
+    """Made once for segments of one form."""
+    return Flow(form)
+
+
 def recomputed(segment: RankSegment, mode: str, modules: Sequence[str] = (), *, early_stop: bool = False) -> Recomputed:
     """What runs again.
 
@@ -92,13 +98,23 @@ def recomputed(segment: RankSegment, mode: str, modules: Sequence[str] = (), *, 
     Raises:
         ConfigError: no such mode or module.
     """
-    flow = Flow(segment)
     if mode == "none":
         return Recomputed((), segment.saved)
+    places, kept = _recomputed(segment.form, mode, tuple(modules), early_stop)
+    return Recomputed(places, _tensors(segment, kept))
+
+
+#: Kernels that run again, and storages that are kept.
+_Again = tuple[tuple[int, ...], frozenset[int]]
+
+
+@lru_cache(maxsize=4096)
+def _recomputed(form: Form, mode: str, modules: tuple[str, ...], early_stop: bool) -> _Again:
+    flow = flow_of(form)
     if mode == "full":
         kept = _given(flow)
         places = _needed_again(flow, set(flow.forward), kept) if early_stop else tuple(flow.forward)
-        return Recomputed(places, _tensors(flow, kept))
+        return places, frozenset(kept)
     if mode != "selective":
         raise ConfigError(f"recompute: expected none, selective or full, got {mode!r}")
     words = [_ALIASES.get(word, word) for word in modules] or [CORE]
@@ -111,8 +127,8 @@ def recomputed(segment: RankSegment, mode: str, modules: Sequence[str] = (), *, 
         again |= part
         dropped |= part if word in _DISCARDED else set()
     kept = {s for s in flow.needed if not _is_dropped(flow, s, again, dropped)}
-    found = _selected(flow, again, kept)
-    return found if early_stop or not again else Recomputed(_with_rings(flow, again), found.saved)
+    places, stays = _selected(flow, again, kept)
+    return (places if early_stop or not again else _with_rings(flow, again)), stays
 
 
 def _is_dropped(flow: Flow, storage: int, again: set[int], dropped: set[int]) -> bool:
@@ -123,9 +139,9 @@ def _is_dropped(flow: Flow, storage: int, again: set[int], dropped: set[int]) ->
     return makers <= dropped or flow.users_forward(storage) <= again
 
 
-def _selected(flow: Flow, again: set[int], kept: set[int]) -> Recomputed:
+def _selected(flow: Flow, again: set[int], kept: set[int]) -> _Again:
     kept = kept | _walk(flow, again, kept)[1]
-    return Recomputed(_needed_again(flow, again, kept), _tensors(flow, kept))
+    return _needed_again(flow, again, kept), frozenset(kept)
 
 
 def _given(flow: Flow) -> set[int]:
@@ -134,10 +150,10 @@ def _given(flow: Flow) -> set[int]:
     return set(flow.storages(flow.segment.enters)) | (inputs & set(flow.needed))
 
 
-def _tensors(flow: Flow, storages: set[int]) -> tuple[int, ...]:
+def _tensors(segment: RankSegment, storages: frozenset[int]) -> tuple[int, ...]:
     """One local tensor of each, the largest."""
     found: dict[int, int] = {}
-    tensors = flow.segment.tensors
+    tensors = segment.tensors
     for place, tensor in enumerate(tensors):
         if tensor.storage in storages:
             best = found.get(tensor.storage)
@@ -181,7 +197,7 @@ def _is_on(kernel: Kernel, axis: str, modules: set[str]) -> bool:
     return isinstance(kernel.detail, Collective) and kernel.detail.axis == axis and kernel.module in modules
 
 
-def _by_operation(flow: Flow) -> Recomputed:
+def _by_operation(flow: Flow) -> _Again:
     kept, products = _given(flow), 0
     again = set(flow.forward)
     for place in flow.forward:

@@ -29,7 +29,7 @@ from lading.ir.request import Prediction, Request
 from lading.ir.table import ModelTable
 from lading.memory.ranks import adapter_bytes, gathered_bytes, state_bytes
 from lading.parallel.adapters import adapted, adapters_of, packed
-from lading.parallel.chunks import chunks
+from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, phases
@@ -160,7 +160,8 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
     machine, table, both = parts.machine, parts.table, parts.segments
     prices = _prices(request, machine, table)
     runs = _runs(request, table)
-    stages = [_stage(run, both, request, prices) for run in runs]
+    each = {run: _stage(run, both, request, prices) for run in set(runs)}
+    stages = [each[run] for run in runs]
     if request.layout.pp == 1 and request.layout.vpp == 1:
         one = {segment: _stage([(segment, 1)], both, request, prices) for segment, _ in runs[0]}
         units = [one[segment] for segment, count in runs[0] for _ in range(count)]
@@ -214,12 +215,12 @@ def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> lis
     return [*found[True], *found[False]]
 
 
-def _runs(request: Request, table: ModelTable) -> list[Run]:
+def _runs(request: Request, table: ModelTable) -> list[Chunk]:
     """What each stage holds, in order of forward."""
     layout = request.layout
     ranks = chunks(table, layout, _uneven(request, sum(table.counts[1:-1])))
     plan = schedule_of(layout, rules="megatron" if request.stack.megatron_order else "torch")
-    runs: dict[int, Run] = {}
+    runs: dict[int, Chunk] = {}
     for rank, held in enumerate(ranks):
         runs.update(zip(plan.stages_of(rank), held, strict=True))
     return [runs[stage] for stage in range(plan.stages)]

@@ -144,6 +144,7 @@ class RankSegment:
             ``trained_elements`` is not None.
         summed_elements: Of those, elements of which each tp rank has a part of the gradient's sum: what is whole on
             all of them but worked on cut tokens or heads (norms with sequence parallel).
+        parameters: Local tensors that are parameters, each with the axes over which it is replicated.
     """
 
     name: str
@@ -157,6 +158,7 @@ class RankSegment:
     trained_elements: dict[str, int] | None = None
     trained_bytes: int = 0
     frozen_bytes: int = 0
+    parameters: tuple[tuple[int, str], ...] = ()
 
     @cached_property
     def form(self) -> Form:

@@ -67,7 +67,8 @@ def segment_memory(
     sizes = _sizes(segment)
     kept = _kept(segment, recompute, (fusion, fused_loss))
     again = recompute.kernels if recompute else ()
-    forward, backward = _walks(segment.form, kept, again, (fusion, fused_loss), makes_weight_gradients)
+    without = frozenset[int]() if makes_weight_gradients else _weight_gradients(flow_of(segment.form))
+    forward, backward = _walks(segment.form, kept, again, (fusion, fused_loss), without)
     return SegmentMemory(
         saved=sum(sizes[s] for s in kept), forward_peak=forward.most(sizes), backward_peak=backward.most(sizes)
     )
@@ -106,26 +107,29 @@ class _Walk:
 
     def most(self, sizes: Mapping[int, int]) -> int:
         """Most bytes at once."""
-        now = peak = sum([sizes[s] for s in self.start])
+        return max(self.alive(sizes))
+
+    def alive(self, sizes: Mapping[int, int]) -> list[int]:
+        """Bytes at first, then while each kernel runs."""
+        now = sum([sizes[s] for s in self.start])
+        found = [now]
         for made, gone in self.steps:
             for storage in made:
                 now += sizes[storage]
-            peak = max(peak, now)
+            found.append(now)
             for storage in gone:
                 now -= sizes[storage]
-        return peak
+        return found
 
 
 @lru_cache(maxsize=4096)
 def _walks(
-    form: Form, kept: frozenset[int], again: tuple[int, ...], fused: tuple[str, bool], makes_weight_gradients: bool
+    form: Form, kept: frozenset[int], again: tuple[int, ...], fused: tuple[str, bool], without: frozenset[int]
 ) -> tuple[_Walk, _Walk]:
-    """Of forward, and of backward with what runs again."""
+    """Of forward, and of backward with what runs again; ``without``: storages that are not counted."""
     flow, (fusion, fused_loss) = flow_of(form), fused
     loss, together = loss_of(flow, _way(fusion, fused_loss)), _together(flow)
-    never = _inner(flow, fusion) | loss.never
-    if not makes_weight_gradients:
-        never |= _weight_gradients(flow)
+    never = _inner(flow, fusion) | loss.never | without
     enters, leaves = set(flow.storages(form.segment.enters)), set(flow.storages(form.segment.leaves))
     backward = [p for p, kernel in enumerate(form.segment.kernels) if kernel.stage is not Stage.FORWARD]
     replaced = Loss(frozenset(never), {**together, **loss.same}, loss.kept)
@@ -135,9 +139,66 @@ def _walks(
     )
 
 
-def _weight_gradients(flow: Flow) -> set[int]:
+@dataclass(frozen=True)
+class AliveBytes:
+    """Bytes of one micro-batch in one segment, kernel by kernel, without gradients of parameters.
+
+    Attributes:
+        saved: Kept from forward to backward.
+        forward, backward: Place of each kernel in order, and bytes alive while it runs; what is recomputed first.
+        gradients: Of a parameter by its local tensor: place of the kernel that makes its gradient.
+    """
+
+    saved: int
+    forward: tuple[tuple[int, int], ...]
+    backward: tuple[tuple[int, int], ...]
+    gradients: dict[int, int]
+
+
+def alive_bytes(
+    segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager", *, fused_loss: bool = False
+) -> AliveBytes:
+    """What is alive while each kernel runs; arguments as ``saved_bytes``."""
+    sizes, flow = _sizes(segment), flow_of(segment.form)
+    kept = _kept(segment, recompute, (fusion, fused_loss))
+    gradients = _gradients(segment, flow)
+    without = frozenset(storage for _, storage in gradients.values())
+    again = recompute.kernels if recompute else ()
+    forth, back = _walks(segment.form, kept, again, (fusion, fused_loss), without)
+    places = [*again, *(p for p, kernel in enumerate(segment.kernels) if kernel.stage is not Stage.FORWARD)]
+    return AliveBytes(
+        saved=sum(sizes[s] for s in kept),
+        forward=tuple(zip(flow.forward, forth.alive(sizes)[1:], strict=True)),
+        backward=tuple(zip(places, back.alive(sizes)[1:], strict=True)),
+        gradients={tensor: place for tensor, (place, _) in gradients.items()},
+    )
+
+
+def _gradients(segment: RankSegment, flow: Flow) -> dict[int, tuple[int, int]]:
+    """Of each parameter, the kernel that makes its gradient, and the storage: as large, and read by nobody.
+
+    One of the parameter's own module is taken first; products that were merged have the module of one of them.
+    """
+    kernels, tensors = segment.kernels, segment.tensors
+    ends = {
+        tensors[t].storage: (place, prod(tensors[t].shape))
+        for place, kernel in enumerate(kernels)
+        for t in kernel.outputs
+        if kernel.stage is not Stage.FORWARD and tensors[t].storage not in flow.users
+    }
+    found: dict[int, tuple[int, int]] = {}
+    for own in (True, False):
+        for tensor, _ in segment.parameters:
+            module, elements = tensors[tensor].name.rpartition(".")[0], prod(tensors[tensor].shape)
+            fits = (s for s, (p, n) in ends.items() if n == elements and (kernels[p].module == module or not own))
+            if tensor not in found and (storage := next(fits, None)) is not None:
+                found[tensor] = (ends.pop(storage)[0], storage)
+    return found
+
+
+def _weight_gradients(flow: Flow) -> frozenset[int]:
     products = (k for k in flow.segment.kernels if k.stage is Stage.BACKWARD_WEIGHT and isinstance(k.detail, Product))
-    return {storage for kernel in products for storage in flow.storages(kernel.outputs)}
+    return frozenset(storage for kernel in products for storage in flow.storages(kernel.outputs))
 
 
 def weight_shapes(segment: RankSegment) -> dict[tuple[int, ...], int]:

@@ -67,6 +67,7 @@ def _ranked(cut_segment: CutSegment, sizes: tuple[tuple[str, int], ...], ways: _
         saved=cut_segment.saved,
         parameter_elements=elements,
         summed_elements=summed,
+        parameters=tuple((p.tensor, EXPERTS if p.is_expert else DENSE) for p in cut_segment.parameters),
     )
 
 

@@ -79,7 +79,7 @@ class MachinePrices:
             return 0.0
         pieces = self.stack.pieces
         return pieces * sum(
-            self._collective_s("all_gather", number * self._gathered_width // pieces, self._shard_axis(axes))
+            self._collective_s("all_gather", number * self.gathered_width // pieces, self._shard_axis(axes))
             for axes, number in elements.items()
         )
 
@@ -112,7 +112,8 @@ class MachinePrices:
         return gpu.architecture if gpu else ""
 
     @property
-    def _gathered_width(self) -> int:
+    def gathered_width(self) -> int:
+        """Bytes of a parameter as it is gathered."""
         if self.stack.gather_dtype:
             return DTYPE_BYTES[self.stack.gather_dtype]
         return 4 if self.layout.precision == "fp32" else 2

@@ -27,6 +27,7 @@ from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Prediction, Request
 from lading.ir.table import ModelTable
+from lading.ir.work import RankSegment
 from lading.memory.ranks import adapter_bytes, gathered_bytes, state_bytes
 from lading.parallel.adapters import adapted, adapters_of, packed
 from lading.parallel.chunks import Chunk, chunks
@@ -140,10 +141,11 @@ def priced(request: Request, table: ModelTable | None = None) -> Priced:
     if request.network or request.ranks_per_node:
         machine = with_network(machine, request.network or None, request.ranks_per_node)
     table = table or table_of(request)
-    return Priced(machine, table, tuple(_segments(request, table, _prices(request, machine, table))))
+    return Priced(machine, table, tuple(_segments(request, table, prices_of(request, machine, table))))
 
 
-def _prices(request: Request, machine: Machine, table: ModelTable) -> MachinePrices:
+def prices_of(request: Request, machine: Machine, table: ModelTable) -> MachinePrices:
+    """Prices of a request."""
     return MachinePrices(machine, request.layout, request.stack, table.symbols.get("a", 1))
 
 
@@ -158,7 +160,7 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
     """
     parts = parts or priced(request, table)
     machine, table, both = parts.machine, parts.table, parts.segments
-    prices = _prices(request, machine, table)
+    prices = prices_of(request, machine, table)
     runs = _runs(request, table)
     each = {run: _stage(run, both, request, prices) for run in set(runs)}
     stages = [each[run] for run in runs]
@@ -192,14 +194,27 @@ def table_of(request: Request) -> ModelTable:
 def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> list[Phases]:
     """Each segment as the layout recomputes it, then each as nothing is recomputed."""
     layout, stack = request.layout, request.stack
-    sizes = {**table.symbols, "s": request.seq_len}
     found: dict[bool, list[Phases]] = {True: [], False: []}
+    for segment, (ranked, own) in zip(table.segments, rank_segments(request, table, prices), strict=True):
+        plain = phases(ranked, "none", (), own, stack)
+        again = bool(segment.enters and segment.leaves) and layout.recompute != "none"
+        found[False].append(plain)
+        found[True].append(phases(ranked, layout.recompute, layout.recompute_modules, own, stack) if again else plain)
+    return [*found[True], *found[False]]
+
+
+def rank_segments(
+    request: Request, table: ModelTable, prices: MachinePrices
+) -> list[tuple[RankSegment, MachinePrices]]:
+    """Each segment of a request as one rank runs it, and its prices."""
+    layout, stack = request.layout, request.stack
+    sizes = {**table.symbols, "s": request.seq_len}
+    found: list[tuple[RankSegment, MachinePrices]] = []
     # Embeddings, the head and the loss stay in 16 bits where the blocks' products have fewer.
     high = replace(layout, precision="bf16") if layout.precision in LOW_PRECISIONS else layout
     outside = MachinePrices(prices.machine, high, stack)
     adapters = adapters_of(request)
     for segment in table.segments:
-        block = bool(segment.enters and segment.leaves)
         ranked = rank_segment(segment, sizes, layout)
         if stack.fusion == "fused" or stack.merges:
             ranked = merge_siblings(ranked, stack.merges)
@@ -207,12 +222,8 @@ def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> lis
             ranked = adapted(ranked, adapters, layout)
         if request.packed_tokens:
             ranked = packed(ranked, request.packed_tokens)
-        own = prices if block else outside
-        plain = phases(ranked, "none", (), own, stack)
-        again = block and layout.recompute != "none"
-        found[False].append(plain)
-        found[True].append(phases(ranked, layout.recompute, layout.recompute_modules, own, stack) if again else plain)
-    return [*found[True], *found[False]]
+        found.append((ranked, prices if segment.enters and segment.leaves else outside))
+    return found
 
 
 def _runs(request: Request, table: ModelTable) -> list[Chunk]:

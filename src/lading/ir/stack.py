@@ -64,6 +64,9 @@ class Stack:
         quantizer: What makes 16-bit weights of 4 bits under Q-LoRA: "gptq" (AutoGPTQ in PyTorch's kernels), "nf4"
             (bitsandbytes); "" where there is none.
         merges: Modules whose projections of one input are one matrix though nothing else is fused.
+        regathers: With sequence parallel, backward gathers tokens again (Megatron) instead of keeping what forward
+            gathered (torch's ``parallelize_module``).
+        reduces_each: Where gradients are cut (zero 2) they are reduced after each micro-batch, not once a step.
         early_stop: Full recompute stops once all is there that backward reads, as torch's own does.
         sources: Where each setting comes from, by key.
     """
@@ -100,6 +103,8 @@ class Stack:
     step_s: float = 0.0
     scatter_sends: bool = False
     megatron_order: bool = False
+    regathers: bool = True
+    reduces_each: bool = False
     early_stop: bool = False
     adapter_dtype: str = ""
     adapter_dropout: bool = False

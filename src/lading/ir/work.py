@@ -142,8 +142,8 @@ class RankSegment:
             None where all parameters are trained.
         trained_bytes, frozen_bytes: Of what is trained and of the other weights, as they are kept, where
             ``trained_elements`` is not None.
-        summed_elements: Of those, elements of which each tp rank has a part of the gradient's sum: what is whole on
-            all of them but worked on cut tokens or heads (norms with sequence parallel).
+        summed_parameters: Elements of those parameters of which each tp rank has a part of the gradient's sum: what is
+            whole on all of them but worked on cut tokens or heads (norms with sequence parallel).
         parameters: Local tensors that are parameters, each with the axes over which it is replicated.
     """
 
@@ -154,11 +154,16 @@ class RankSegment:
     leaves: tuple[int, ...]
     saved: tuple[int, ...]
     parameter_elements: dict[str, int] = field(default_factory=lambda: {})
-    summed_elements: int = 0
+    summed_parameters: tuple[int, ...] = ()
     trained_elements: dict[str, int] | None = None
     trained_bytes: int = 0
     frozen_bytes: int = 0
     parameters: tuple[tuple[int, str], ...] = ()
+
+    @property
+    def summed_elements(self) -> int:
+        """Of all ``summed_parameters``."""
+        return sum(self.summed_parameters)
 
     @cached_property
     def form(self) -> Form:

@@ -76,5 +76,9 @@ def gathered_bytes(largest_units: Mapping[str, int], layout: Layout, stack: Stac
     """
     if layout.zero != 3:
         return 0
-    width = DTYPE_BYTES.get(stack.gather_dtype, _PRODUCT_BYTES[layout.precision])
-    return sum(largest_units.values()) * width
+    return sum(largest_units.values()) * gathered_width(layout, stack)
+
+
+def gathered_width(layout: Layout, stack: Stack) -> int:
+    """Bytes of a cut parameter's element as it is gathered."""
+    return DTYPE_BYTES.get(stack.gather_dtype, _PRODUCT_BYTES[layout.precision])

@@ -130,7 +130,7 @@ def _frozen(segment: RankSegment) -> RankSegment:
     kernels = tuple(kernel for kernel in segment.kernels if kernel.stage is not Stage.BACKWARD_WEIGHT)
     read = {segment.tensors[t].storage for k in kernels if k.stage is not Stage.FORWARD for t in k.inputs}
     saved = tuple(t for t in segment.saved if segment.tensors[t].storage in read)
-    return replace(segment, kernels=kernels, saved=saved, summed_elements=0)
+    return replace(segment, kernels=kernels, saved=saved, summed_parameters=())
 
 
 def _is_linear(kernel: Kernel) -> bool:

@@ -66,7 +66,7 @@ def _ranked(cut_segment: CutSegment, sizes: tuple[tuple[str, int], ...], ways: _
         leaves=cut_segment.leaves,
         saved=cut_segment.saved,
         parameter_elements=elements,
-        summed_elements=summed,
+        summed_parameters=summed,
         parameters=tuple((p.tensor, EXPERTS if p.is_expert else DENSE) for p in cut_segment.parameters),
     )
 
@@ -150,9 +150,9 @@ def _grouped(a: tuple[int, ...], b: tuple[int, ...], c: tuple[int, ...]) -> Prod
 
 def _elements(
     cut_segment: CutSegment, tensors: list[LocalTensor], degrees: Mapping[str, int], values: Mapping[str, int]
-) -> tuple[dict[str, int], int]:
+) -> tuple[dict[str, int], tuple[int, ...]]:
     elements: dict[str, int] = {}
-    summed = 0
+    summed: list[int] = []
     for parameter in cut_segment.parameters:
         count = prod(tensors[parameter.tensor].shape)
         group = EXPERTS if parameter.is_expert else DENSE
@@ -160,5 +160,6 @@ def _elements(
         places = cut_segment.tensors[parameter.tensor].dims
         factors = [factor for place in places for factor in cut_segment.lengths[place].factors]
         shared = any(f.rule == SHARED_HEADS and f.atom.at(values) < degrees[f.axis] for f in factors)
-        summed += count * ((parameter.summed or shared) and not parameter.is_expert)
-    return elements, summed
+        if (parameter.summed or shared) and not parameter.is_expert:
+            summed.append(count)
+    return elements, tuple(summed)

@@ -15,7 +15,7 @@ from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.stack import Stack
 from lading.ir.work import Collective, Kernel
-from lading.memory.ranks import shards
+from lading.memory.ranks import gathered_width, shards
 
 #: Architectures whose switches add (NVLink SHARP).
 _ADDING = ("hopper", "blackwell")
@@ -77,9 +77,9 @@ class MachinePrices:
         """Gather cut parameters; 0 where they are not."""
         if self.layout.zero == 0:
             return 0.0
-        pieces = self.stack.pieces
+        pieces, width = self.stack.pieces, gathered_width(self.layout, self.stack)
         return pieces * sum(
-            self._collective_s("all_gather", number * self.gathered_width // pieces, self._shard_axis(axes))
+            self._collective_s("all_gather", number * width // pieces, self._shard_axis(axes))
             for axes, number in elements.items()
         )
 
@@ -114,9 +114,7 @@ class MachinePrices:
     @property
     def gathered_width(self) -> int:
         """Bytes of a parameter as it is gathered."""
-        if self.stack.gather_dtype:
-            return DTYPE_BYTES[self.stack.gather_dtype]
-        return 4 if self.layout.precision == "fp32" else 2
+        return gathered_width(self.layout, self.stack)
 
     def _shard_axis(self, axes: str) -> str:
         return "shard" if self._hybrid and axes == "dp" else axes

@@ -161,7 +161,7 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
     parts = parts or priced(request, table)
     machine, table, both = parts.machine, parts.table, parts.segments
     prices = prices_of(request, machine, table)
-    runs = _runs(request, table)
+    runs = runs_of(request, table)
     each = {run: _stage(run, both, request, prices) for run in set(runs)}
     stages = [each[run] for run in runs]
     if request.layout.pp == 1 and request.layout.vpp == 1:
@@ -208,25 +208,31 @@ def rank_segments(
 ) -> list[tuple[RankSegment, MachinePrices]]:
     """Each segment of a request as one rank runs it, and its prices."""
     layout, stack = request.layout, request.stack
-    sizes = {**table.symbols, "s": request.seq_len}
-    found: list[tuple[RankSegment, MachinePrices]] = []
     # Embeddings, the head and the loss stay in 16 bits where the blocks' products have fewer.
     high = replace(layout, precision="bf16") if layout.precision in LOW_PRECISIONS else layout
     outside = MachinePrices(prices.machine, high, stack)
+    return [(ranked, prices if ranked.enters and ranked.leaves else outside) for ranked in segments_of(request, table)]
+
+
+def segments_of(request: Request, table: ModelTable) -> list[RankSegment]:
+    """Each segment of the table as one rank of the layout runs it."""
+    layout, stack = request.layout, request.stack
+    sizes = {**table.symbols, "s": request.seq_len}
     adapters = adapters_of(request)
+    found: list[RankSegment] = []
     for segment in table.segments:
-        ranked = rank_segment(segment, sizes, layout)
+        ranked = rank_segment(segment, sizes, layout, regather=stack.regathers)
         if stack.fusion == "fused" or stack.merges:
             ranked = merge_siblings(ranked, stack.merges)
         if adapters:
             ranked = adapted(ranked, adapters, layout)
         if request.packed_tokens:
             ranked = packed(ranked, request.packed_tokens)
-        found.append((ranked, prices if segment.enters and segment.leaves else outside))
+        found.append(ranked)
     return found
 
 
-def _runs(request: Request, table: ModelTable) -> list[Chunk]:
+def runs_of(request: Request, table: ModelTable) -> list[Chunk]:
     """What each stage holds, in order of forward."""
     layout = request.layout
     ranks = chunks(table, layout, _uneven(request, sum(table.counts[1:-1])))

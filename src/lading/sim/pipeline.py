@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -211,17 +211,29 @@ class Entries:
     joint: Bools
 
 
-def entries_of(plan: Schedule, seconds: PipelineSeconds) -> Entries:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wiring:
+    """What of Entries follows from the schedule alone; work, stage and micro-batch are each action's."""
+
+    bounds: list[int]
+    work: Ints
+    stage: Ints
+    micro_batch: Ints
+    needs: Ints
+    also: Ints
+    posts: Ints
+    links: Ints
+    sending: Bools
+    pairs: Bools
+
+
+@lru_cache(maxsize=64)
+def _wiring(plan: Schedule) -> _Wiring:
     stages, count = plan.stages, plan.micro_batches
     bounds: Ints = np.cumsum([0, *(len(order) for order in plan.orders)])
     rank = np.repeat(np.arange(plan.ranks), np.diff(bounds))
     work, chunk, micro_batch, joint = np.concatenate(plan.orders).astype(np.int64).T
     stage = np.array([plan.stages_of(r) for r in range(plan.ranks)])[rank, chunk]
-    layers = seconds.table(stages, count)
-    lasts = layers[work, stage, micro_batch]
-    if np.any(np.isnan(lasts)):
-        missing = Work(int(work[np.isnan(lasts)][0])).name.lower()
-        raise SimulationError(f"schedule {plan.kind} needs the seconds of {missing}, which are not given")
     forward = work == Work.FORWARD
     backward = (work == Work.BACKWARD) | (work == Work.BACKWARD_INPUT)
     slot, nothing, half = stage * count + micro_batch, 2 * stages * count, stages * count
@@ -231,14 +243,24 @@ def entries_of(plan: Schedule, seconds: PipelineSeconds) -> Entries:
     posts = np.where(backward & (stage > 0), slot + half - count, posts)
     other = np.array([plan.rank_of(s) for s in range(stages)])[np.clip(stage + np.where(forward, 1, -1), 0, stages - 1)]
     sending = (posts < nothing) & (other != rank)
-    sends = np.where(sending, layers[np.where(forward, 4, 5), stage, micro_batch], 0.0)
     links = 3 * rank + np.where(other == rank, 2, np.where(forward, 0, 1))
     pairs = joint == 1
     also = np.full(len(work), nothing)
     also[pairs] = np.roll(needs, -1)[pairs]
-    lasts[pairs] = seconds.joint * (lasts + np.roll(lasts, -1))[pairs]
-    lasts[np.flatnonzero(pairs) + 1] = 0.0
-    return Entries(bounds.tolist(), lasts, needs, also, posts, sends, links, sending, pairs)
+    return _Wiring(bounds.tolist(), work, stage, micro_batch, needs, also, posts, links, sending, pairs)
+
+
+def entries_of(plan: Schedule, seconds: PipelineSeconds) -> Entries:
+    w = _wiring(plan)
+    layers = seconds.table(plan.stages, plan.micro_batches)
+    lasts = layers[w.work, w.stage, w.micro_batch]
+    if np.any(np.isnan(lasts)):
+        missing = Work(int(w.work[np.isnan(lasts)][0])).name.lower()
+        raise SimulationError(f"schedule {plan.kind} needs the seconds of {missing}, which are not given")
+    sends = np.where(w.sending, layers[np.where(w.work == Work.FORWARD, 4, 5), w.stage, w.micro_batch], 0.0)
+    lasts[w.pairs] = seconds.joint * (lasts + np.roll(lasts, -1))[w.pairs]
+    lasts[np.flatnonzero(w.pairs) + 1] = 0.0
+    return Entries(w.bounds, lasts, w.needs, w.also, w.posts, sends, w.links, w.sending, w.pairs)
 
 
 def time_entries(entries: Entries, overlap: bool) -> tuple[Floats, Floats, Floats, Floats]:

@@ -10,13 +10,18 @@ from pathlib import Path
 import pytest
 from tests.report.test_html import Page
 
-from lading.ir.timeline import Event, Timeline
+from lading.ir.timeline import Event, MemorySample, Timeline
 from lading.report.cluster import ClusterPage, growth_figure, ranks_figure, write_cluster_page
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 from lading.sim.schedules import schedule
 from lading.sim.traces import pipeline_timeline
 
 RUN = simulate_pipeline(schedule("1f1b", 4, 1, 8), PipelineSeconds(forward=1, backward=2, send_forward=0.1))
+HELD = tuple(
+    MemorySample(time_s, f"rank {rank}", {"parameter": 4 << 30, "activation": size << 30})
+    for rank in (0, 3)
+    for time_s, size in ((0.0, 10), (5.0, 40), (20.0, 0))
+)
 SHOWN = ClusterPage(
     title="llama on 32 x <device>",
     subtitle="dp8,pp4",
@@ -25,7 +30,7 @@ SHOWN = ClusterPage(
     shares_s={"products": 20.0, "bubble": 9.0, "nothing": 0.0, "optimizer": 1.0},
     memory=[{"parameter": 4 << 30, "activation": 40 << 30}, {"parameter": 4 << 30, "activation": 30 << 30}],
     device_bytes=80 << 30,
-    timeline=pipeline_timeline(RUN, ranks=[0, 3], saved_bytes=1 << 30),
+    timeline=dataclasses.replace(pipeline_timeline(RUN, ranks=[0, 3]), memory=HELD),
     growth=[(4, 30.0, 100.0), (8, 31.0, 96.8), (16, 32.0, 93.8)],
     sentences=["16 ranks one by one"],
     assumed=["a network & its NICs"],

@@ -6,7 +6,6 @@ import re
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
@@ -14,7 +13,7 @@ from lading.errors import ConfigError
 from lading.ir.timeline import Timeline
 from lading.report.perfetto import write_trace
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.schedules import alive_peaks, schedule
+from lading.sim.schedules import schedule
 from lading.sim.traces import COMPUTE, SEND_DOWN, SEND_UP, pipeline_timeline
 
 SECONDS = PipelineSeconds(forward=1, backward=2, send_forward=0.25, send_backward=0.125)
@@ -63,15 +62,6 @@ def test_some_ranks_keep_their_ids_and_the_flows_between_them() -> None:
     assert [e for e in whole.events if e.rank_class < 2] == list(some.events)
     with pytest.raises(ConfigError, match="from 0 to 3"):
         pipeline_timeline(run, ranks=[4])
-
-
-def test_memory_over_time_peaks_where_the_schedule_says() -> None:
-    run = simulate_pipeline(schedule("interleaved", 4, 2, 8), SECONDS)
-    sizes = np.arange(1, 9) * 1000
-    timeline = pipeline_timeline(run, saved_bytes=sizes)
-    peaks = alive_peaks(run.schedule, sizes)
-    assert [timeline.peak_of_tier(f"rank {r}") for r in range(4)] == peaks.tolist()
-    assert timeline.peak_bytes == peaks.max()
 
 
 def test_perfetto_reads_the_arrows(tmp_path: Path) -> None:

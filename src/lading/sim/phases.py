@@ -22,7 +22,7 @@ class Phases:
         again: What is run again before backward.
         backward_input, backward_weight: Gradients of activations and those of parameters.
         saved_bytes: Kept from forward to backward by one micro-batch.
-        transient_bytes: Most that backward has alive besides, recomputed tensors included.
+        transients: Most that forward has alive besides, and backward, recomputed tensors included.
         sent_bytes: Of the activations on its border: what a pipeline sends.
         elements: Parameters by the axes over which they are replicated.
         trained: Of those, what is trained.
@@ -35,7 +35,7 @@ class Phases:
     backward_input: Part
     backward_weight: Part
     saved_bytes: int
-    transient_bytes: int
+    transients: tuple[int, int]
     sent_bytes: int
     elements: dict[str, int]
     trained: dict[str, int]
@@ -72,7 +72,7 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
         backward_input=summed(issued, Stage.BACKWARD_INPUT),
         backward_weight=summed(issued, Stage.BACKWARD_WEIGHT),
         saved_bytes=memory.saved,
-        transient_bytes=max(memory.forward_peak, memory.backward_peak) - memory.saved,
+        transients=(memory.forward_peak - memory.saved, memory.backward_peak - memory.saved),
         sent_bytes=sum(segment.tensors[t].size_bytes for t in segment.leaves),
         elements=segment.parameter_elements,
         trained=segment.parameter_elements if segment.trained_elements is None else segment.trained_elements,

@@ -52,6 +52,7 @@ class Simulated:
 
     Attributes:
         memory: By pipeline rank: bytes by role when their sum is largest.
+        segments: What each costs, as of ``Priced``; the runs of stages count in them.
     """
 
     request: Request
@@ -59,6 +60,7 @@ class Simulated:
     table: ModelTable
     step: Step
     memory: tuple[dict[Role, int], ...]
+    segments: tuple[Phases, ...]
 
     @property
     def peak_bytes(self) -> int:
@@ -170,7 +172,8 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
         step = replicas_step(stages[0], units, request.layout, request.stack, prices)
     else:
         step = pipeline_step(stages, request.layout, request.stack, prices, prices.send_s(both[0].sent_bytes))
-    return Simulated(request, machine, table, _waiting(step, request.layout), tuple(_memory(request, stages, step)))
+    memory = tuple(_memory(request, stages, step))
+    return Simulated(request, machine, table, _waiting(step, request.layout), memory, both)
 
 
 def _waiting(step: Step, layout: Layout) -> Step:
@@ -279,13 +282,13 @@ def _memory(request: Request, stages: Sequence[Stage], step: Step) -> list[dict[
     """Bytes of each pipeline rank by role when their sum is largest."""
     layout, stack = request.layout, request.stack
     if step.pipeline is None:
-        alive = [float(stages[0].saved_bytes + stages[0].transient_bytes)]
+        alive = [float(stages[0].saved_bytes + max(stages[0].transients))]
         held = [[stages[0]]]
     else:
         plan = step.pipeline.schedule
         saved = np.array([stage.saved_bytes for stage in stages])
-        spike = np.array([stage.transient_bytes for stage in stages])
-        alive = alive_peaks(plan, saved, saved, spike).tolist()
+        spikes = np.array([stage.transients for stage in stages])
+        alive = alive_peaks(plan, saved, saved, spikes[:, 1], spikes[:, 0]).tolist()
         held = [[stages[s] for s in plan.stages_of(rank)] for rank in range(plan.ranks)]
     found: list[dict[Role, int]] = []
     for own, activations in zip(held, alive, strict=True):

@@ -59,6 +59,7 @@ class Stage:
         elements: Parameters.
         trained: Of those, what is trained.
         trained_bytes, frozen_bytes: Of what is trained beside frozen weights, and of these.
+        transients: Most alive beyond all that is kept, in forward and in backward.
     """
 
     run: Run
@@ -72,7 +73,7 @@ class Stage:
     frozen_bytes: int
     largest_unit: dict[str, int]
     saved_bytes: int
-    transient_bytes: int
+    transients: tuple[int, int]
     placeholders: dict[tuple[int, ...], int]
     flops: float
 
@@ -125,18 +126,22 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         frozen_bytes=sum(count * phases[segment].frozen_bytes for segment, count in run),
         largest_unit=max((phases[segment].elements for segment, _ in run), key=lambda unit: sum(unit.values())),
         saved_bytes=sum(count * phases[segment].saved_bytes for segment, count in run),
-        transient_bytes=_transient_bytes(run, phases),
+        transients=(_transient_bytes(run, phases, 0), _transient_bytes(run, phases, 1)),
         placeholders={shape: size for segment, _ in run for shape, size in phases[segment].placeholders.items()},
         flops=sum(count * phases[segment].model_flops for segment, count in run),
     )
 
 
-def _transient_bytes(run: Run, phases: Sequence[Phases]) -> int:
-    """Most alive in a chunk beyond all it keeps: while a segment runs, those behind it keep nothing any more."""
+def _transient_bytes(run: Run, phases: Sequence[Phases], way: int) -> int:
+    """Most alive in a chunk beyond all it keeps: while a segment runs, those behind it keep nothing.
+
+    Args:
+        way: 0 forward, 1 backward.
+    """
     kept = peak = 0
     for segment, count in run:
         kept += count * phases[segment].saved_bytes
-        peak = max(peak, kept + phases[segment].transient_bytes)
+        peak = max(peak, kept + phases[segment].transients[way])
     return peak - kept
 
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from math import isnan
 
 import numpy as np
-import numpy.typing as npt
 
 from lading.errors import ConfigError
-from lading.ir.graph import Role
-from lading.ir.timeline import Event, MemorySample, Timeline
+from lading.ir.timeline import Event, Timeline
 from lading.sim.cluster import ClusterRun, Job, simulate_cluster
 from lading.sim.jobs import job_of
 from lading.sim.noise import Noise
+from lading.sim.occupancy import occupancy
 from lading.sim.pipeline import Floats, PipelineRun
 from lading.sim.schedules import Work
 from lading.sim.simulate import WAITING, Simulated
@@ -23,15 +22,11 @@ COMPUTE, COLLECTIVE, NETWORK = "compute", "collective", "data-parallel network"
 SEND_DOWN, SEND_UP = "send to the next stage", "send to the stage before"
 
 
-def pipeline_timeline(
-    run: PipelineRun, *, ranks: Sequence[int] | None = None, saved_bytes: npt.ArrayLike | None = None
-) -> Timeline:
+def pipeline_timeline(run: PipelineRun, *, ranks: Sequence[int] | None = None) -> Timeline:
     """Events of some ranks of a pipeline, with a flow from each send to the action that takes what it brings.
 
     Args:
         ranks: Pipeline ranks to show; all by default.
-        saved_bytes: What a micro-batch of each stage keeps from forward to backward: gives memory over time, with a
-            tier for each rank.
     Returns:
         A "predicted" timeline; ``rank_class`` of an event is its pipeline rank, and action ids are the same whichever
         ranks are shown.
@@ -52,9 +47,7 @@ def pipeline_timeline(
         _Rank(run, rank, bounds, names).write(events, labels, takers, sends)
     events.sort(key=lambda event: event.start_s)
     flows = tuple((send, takers[taker]) for send, taker in sends if taker in takers)
-    memory = () if saved_bytes is None else _memory(run, shown, np.asarray(saved_bytes, np.float64))
-    peak = max((sample.total_bytes for sample in memory), default=0)
-    return Timeline("predicted", tuple(events), memory, labels, peak_bytes=peak, flows=flows)
+    return Timeline("predicted", tuple(events), (), labels, flows=flows)
 
 
 class _Rank:
@@ -145,8 +138,8 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
     else:
         last = run.schedule.ranks - 1
         shown = sorted({0, min(1, last), last // 2, last}) if ranks is None else sorted(set(ranks))
-        saved = np.array([stage.saved_bytes for stage in simulated.step.stages])
-        drawn = pipeline_timeline(run, ranks=shown, saved_bytes=saved)
+        drawn = pipeline_timeline(run, ranks=shown)
+    held = [occupancy(simulated, rank, _spans(drawn) if run is None else None) for rank in shown]
     ready = run.gradients_ready_s if run else np.array([drawn.duration_s])
     events, labels = list(drawn.events), dict(drawn.labels)
     number = 2 * sum(len(order) for order in job.plan.orders)
@@ -170,7 +163,18 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
             labels[number] = name
             events.append(Event(rank, COMPUTE, number, start, end))
     events.sort(key=lambda event: event.start_s)
-    return dataclasses.replace(drawn, events=tuple(events), labels=labels)
+    memory = tuple(sample for one in held for sample in one.samples(f"rank {one.rank}"))
+    peak = max(one.peak_bytes for one in held)
+    return dataclasses.replace(drawn, events=tuple(events), labels=labels, memory=memory, peak_bytes=peak)
+
+
+def _spans(drawn: Timeline) -> list[tuple[float, float]]:
+    """From the first event of each action to its last."""
+    found: dict[int, tuple[float, float]] = {}
+    for event in drawn.events:
+        start_s, end_s = found.get(event.action, (event.start_s, event.end_s))
+        found[event.action] = min(start_s, event.start_s), max(end_s, event.end_s)
+    return [found[action] for action in sorted(found)]
 
 
 def _reduction(job: Job) -> tuple[Floats, Floats, Floats]:
@@ -178,25 +182,3 @@ def _reduction(job: Job) -> tuple[Floats, Floats, Floats]:
 
 
 _NAMES = ("forward", "backward", "input gradient", "weight gradient")
-
-
-def _memory(run: PipelineRun, shown: Sequence[int], saved_bytes: Floats) -> tuple[MemorySample, ...]:
-    """A staircase for each rank: what unfinished micro-batches keep."""
-    plan = run.schedule
-    whole = np.broadcast_to(saved_bytes, (plan.stages,))
-    samples: list[MemorySample] = []
-    for rank in shown:
-        order = plan.orders[rank]
-        sizes = whole[np.array(plan.stages_of(rank))[order[:, 1]]]
-        begins = order[:, 0] == Work.FORWARD
-        ends = (order[:, 0] == Work.BACKWARD) | (order[:, 0] == Work.BACKWARD_WEIGHT)
-        times = np.concatenate([run.start_s[rank][begins], run.end_s[rank][ends]])
-        steps = np.concatenate([sizes[begins], -sizes[ends]])
-        by_time = np.lexsort((steps, times))
-        held: list[float] = np.cumsum(steps[by_time]).tolist()
-        moments: list[float] = times[by_time].tolist()
-        samples.extend(
-            MemorySample(at, f"rank {rank}", {Role.ACTIVATION.value: round(size)})
-            for at, size in zip(moments, held, strict=True)
-        )
-    return tuple(samples)

@@ -23,6 +23,7 @@ from lading.ir.machine import Device
 from lading.ir.work import Attention
 
 _FIGURES = Path(__file__).with_name("published_attention.json")
+_CUDNN = Path(__file__).with_name("published_cudnn.json")
 #: Attention shorter than this is at full clock when it is measured with a pause after each run.
 _BURST_S = 10e-3
 #: What a constant should be about, and how far off (in logarithms) is no surprise; then a reach for each head size.
@@ -30,6 +31,8 @@ _PRIORS = {"prologue_keys": (96.0, 0.7), "tail": (0.6, 0.3), "power_share": (0.5
 _REACH = (0.6, 0.5)
 #: The first FlashAttention was only timed forward and backward together: both passes are taken to reach about as much.
 _REACH_TOGETHER = (0.3, 0.2)
+#: Heads from which on all multiprocessors have work to the end.
+_MANY = 64
 _FORWARD, _BACKWARD = "forward", "backward"
 
 
@@ -81,6 +84,41 @@ def table(hardware: str) -> list[Measured]:
     return found
 
 
+def cudnn(machine: str, dtype: str) -> list[Measured]:
+    """cuDNN's own benchmark of training shapes."""
+    data = json.loads(_CUDNN.read_text(encoding="utf-8"))
+    found: list[Measured] = []
+    for values in data["rows"]:
+        row = dict(zip(data["columns"], values, strict=True))
+        if (row["machine"], row["dtype"]) != (machine, dtype):
+            continue
+        sizes = (row["batch"], row["heads"], row["kv_heads"], row["tokens"], row["tokens"], row["qk_dim"], row["v_dim"])
+        for name in (_FORWARD, _BACKWARD):
+            attention = Attention(*sizes, row["causal"], name == _BACKWARD, row["window"])
+            label = f"{machine} {dtype} {name} {row['qk_dim']} {'causal' if row['causal'] else 'full'} {row['tokens']}"
+            found.append(Measured((attention,), row[f"{name}_ms"] / 1e3, True, label + f" {row['window'] or ''}"))
+    return found
+
+
+def fit_newest() -> dict[str, dict[str, PassRates]]:
+    """cuDNN 9.22 on GB200, and how much faster it is on GB300, where exponentials take half as long."""
+    made: dict[str, dict[str, PassRates]] = {}
+    plain, fast = load_machine("gb200").device, load_machine("gb300").device
+    rates = kernel_rates("blackwell")
+    for kernel, dtype in (("cudnn9", "bfloat16"), ("cudnn9-mxfp8", "mxfp8")):
+        found, newer = cudnn("gb200", dtype), cudnn("gb300", dtype)
+        passes = fit(found, plain, (256, 128), skips=dtype == "bfloat16")
+        for name in (_FORWARD, _BACKWARD):
+            own = [m for m in newer if m.passes[0].backward == (name == _BACKWARD)]
+            slow = dataclasses.replace(passes[name], exponentials=1.0)
+            gains = [predicted(m, {name: slow}, fast, rates) / m.seconds for m in own]
+            passes[name] = dataclasses.replace(passes[name], exponentials=float(np.exp(np.mean(np.log(gains)))))
+        for title, rows_, device in ((f"gb200 {kernel}", found, plain), (f"gb300 {kernel}", newer, fast)):
+            report(title, rows_, np.array([predicted(m, passes, device, rates) / m.seconds - 1 for m in rows_]))
+        made[kernel] = passes
+    return made
+
+
 def predicted(measured: Measured, passes: dict[str, PassRates], device: Device, rates: KernelRates) -> float:
     """Seconds of what was timed together."""
     whole = dataclasses.replace(rates, attention={"fitted": passes})
@@ -93,8 +131,14 @@ def head_sizes(found: Sequence[Measured], backward: bool) -> tuple[float, ...]:
     return tuple(sorted({(a.qk_dim + a.v_dim) / 2 for m in found for a in m.passes if a.backward == backward}))
 
 
-def fit(found: Sequence[Measured], device: Device, blocks: tuple[int, int]) -> dict[str, PassRates]:
-    """Both passes of a kernel; a pass without measurements is left out."""
+def fit(
+    found: Sequence[Measured], device: Device, blocks: tuple[int, int], *, skips: bool = True
+) -> dict[str, PassRates]:
+    """Both passes of a kernel; a pass without measurements is left out.
+
+    Args:
+        skips: Whether backward leaves out blocks outside of a window.
+    """
     assert device.gpu is not None
     rates = kernel_rates(device.gpu.architecture)
     limited = power_slowdown(device.gpu, rates, "bfloat16", device.peak_flops_per_s["bfloat16"]) > 1.05
@@ -102,8 +146,8 @@ def fit(found: Sequence[Measured], device: Device, blocks: tuple[int, int]) -> d
     sizes = {name: head_sizes(found, name == _BACKWARD) for name in names}
     prior = _REACH_TOGETHER if all(len(m.passes) == 2 for m in found) else _REACH
     each = {name: [*_PRIORS.values(), *(prior for _ in sizes[name])] for name in names}
-    if all(m.passes[0].batch * m.passes[0].query_tokens == 16384 for m in found):
-        # The figures' many heads leave no multiprocessor idle: the tail is that of the parts measured with few.
+    if all(m.passes[0].batch * m.passes[0].query_tokens == 16384 or m.passes[0].heads >= _MANY for m in found):
+        # Many heads leave no multiprocessor idle: the tail is that of the parts measured with few.
         each = {name: [values[0], (0.6, 0.05), *values[2:]] for name, values in each.items()}
     start = np.log([value for name in names for value, _ in each[name]])
     width = np.array([sigma for name in names for _, sigma in each[name]])
@@ -116,7 +160,8 @@ def fit(found: Sequence[Measured], device: Device, blocks: tuple[int, int]) -> d
             fields = dict(zip(_PRIORS, own, strict=False))
             fields["power_share"] = fields["power_share"] if limited else 0.5
             reach = tuple(own[len(_PRIORS) :])
-            made[name] = PassRates(block=blocks[name == _BACKWARD], head_sizes=sizes[name], reach=reach, **fields)
+            block, skipped = blocks[name == _BACKWARD], skips or name == _FORWARD
+            made[name] = PassRates(block=block, head_sizes=sizes[name], reach=reach, skips=skipped, **fields)
         return made
 
     def residuals(point: np.ndarray) -> np.ndarray:
@@ -151,6 +196,12 @@ def left_out(found: Sequence[Measured], device: Device, blocks: tuple[int, int])
             if m.passes[0].query_tokens == length:
                 off[index] = predicted(m, made, device, rates) / m.seconds - 1
     return off
+
+
+def written(passes: PassRates) -> dict[str, object]:
+    """What a file holds: fields that are as usual are left out."""
+    usual = {f.name: f.default for f in dataclasses.fields(PassRates)}
+    return {key: value for key, value in dataclasses.asdict(passes).items() if value != usual[key]}
 
 
 def with_small_heads(passes: dict[str, PassRates], like: dict[str, PassRates]) -> dict[str, PassRates]:
@@ -190,6 +241,8 @@ def main() -> None:
         device = load_machine(machine).device
         assert device.gpu is not None
         found = table("B200") if machine == "b200" else figures(machine, kernel)
+        if (machine, kernel) == ("h100", "cudnn"):
+            found += cudnn("h200", "bfloat16")
         if (machine, kernel) == ("a100", "flash2"):
             found += [m for m in table("A100") if m.passes[0].heads in (4, 16, 64)]  # as fast on PCIe as on SXM
         made, rates = fit(found, device, blocks), kernel_rates(device.gpu.architecture)
@@ -204,14 +257,19 @@ def main() -> None:
         fitted[machine, kernel] = made
         if (machine, kernel) == ("h100", "flash1") and arguments.write:
             for name, passes in on_newer(fitted["a100", "triton"], fitted["a100", "flash1"], made).items():
-                replace("hopper", f"attention.triton.{name}", dataclasses.asdict(passes))
+                replace("hopper", f"attention.triton.{name}", written(passes))
         if machine == "b200":
             made = with_small_heads(made, before)
         before = made
         for name, passes in made.items():
-            print("   ", name, dataclasses.asdict(passes))
+            print("   ", name, written(passes))
             if arguments.write:
-                replace(device.gpu.architecture, f"attention.{kernel}.{name}", dataclasses.asdict(passes))
+                replace(device.gpu.architecture, f"attention.{kernel}.{name}", written(passes))
+    for kernel, passes in fit_newest().items():
+        for name, values in passes.items():
+            print("   ", kernel, name, written(values))
+            if arguments.write:
+                replace("blackwell", f"attention.{kernel}.{name}", written(values))
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ class PassRates:
         block: Queries of a block (keys of one in backward).
         tail: Share of the longest block for which multiprocessors wait at the end.
         power_share: How much of the slowdown of products at the power limit this kernel has.
+        exponentials: How many times as fast it is where exponentials take half as long (``Gpu.exponentials``).
+        skips: Blocks outside of a window are left out.
     """
 
     head_sizes: tuple[float, ...]
@@ -68,6 +70,8 @@ class PassRates:
     block: int
     tail: float
     power_share: float
+    exponentials: float = 1.0
+    skips: bool = True
 
     def reach_at(self, head_size: float) -> float:
         """Share of the peak at a head size, the mean of those of keys and values."""

@@ -15,6 +15,9 @@ computes the scores again: five products.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import log2
+
 from lading.catalog.kernels import KernelRates, PassRates, kernel_rates
 from lading.cost.product import peak_flops, power_slowdown
 from lading.errors import ConfigError
@@ -28,6 +31,8 @@ _SERVED = {
     "flash2": {"blackwell": "cudnn"},
     "flash3": {"ampere": "flash2", "blackwell": "cudnn"},
     "cudnn": {"ampere": "flash2"},
+    "cudnn9": {"ampere": "flash2", "hopper": "cudnn"},
+    "cudnn9-mxfp8": {"ampere": "flash2", "hopper": "cudnn"},
 }
 _SMOOTH = 4.0
 
@@ -39,7 +44,7 @@ def attention_s(
 
     Args:
         dtype: Of queries, keys and values; products run at its peak.
-        kernel: "flash1", "triton", "flash2", "flash3" or "cudnn"; where an architecture has no such kernel, the one
+        kernel: "flash1", "triton", "flash2", "flash3", "cudnn", ...; where an architecture has no such kernel, the one
             used there.
         sustained: As of ``product_s``.
     Raises:
@@ -63,7 +68,7 @@ def seconds(
     slow = 1 + sustained * (power_slowdown(gpu, rates, dtype, peak) - 1) * found.power_share
     total, longest = _work(attention, found)
     reach = found.reach_at((attention.qk_dim + attention.v_dim) / 2)
-    rate = peak * gpu.speed * reach / slow
+    rate = peak * gpu.speed * reach / slow * found.exponentials ** log2(gpu.exponentials)
     memory = _bytes(attention) / (device.memory_bandwidth_bytes_per_s * rates.memory.share)
     longest *= gpu.num_sms
     parts = ((total + found.tail * longest) / rate, longest / rate, memory)
@@ -83,6 +88,8 @@ def _pass_rates(rates: KernelRates, kernel: str, backward: bool) -> PassRates:
 
 def _work(attention: Attention, rates: PassRates) -> tuple[float, float]:
     """FLOP of all blocks, and of the longest one, extra work included."""
+    if attention.window and not rates.skips:
+        attention = replace(attention, window=0)
     width = 3 * attention.qk_dim + 2 * attention.v_dim if attention.backward else attention.qk_dim + attention.v_dim
     pair = 2.0 * width
     queries, keys = attention.query_tokens, attention.key_tokens

@@ -47,13 +47,24 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     if isinstance(detail, Attention):
         if stack.attention == "unfused":
             return sum(kernel_s(part, device, stack, precision) for part in unfused(kernel))
-        return attention_s(detail, kernel.dtype, device, stack.attention)
+        return attention_s(detail, kernel.dtype, device, stack.attention) + _attention_casts_s(detail, device, stack)
     if isinstance(detail, Product):
         return _product_s(kernel, detail, device, stack, precision)
     kind = memory_class(kernel, stack.fusion)
     if kernel.kind is OpKind.SCATTER:  # what is written is cleared first at the rate of a copy; what is read is added
         return memory_s(kernel.bytes_written, "copy", device) + memory_s(kernel.bytes_read, kind, device)
     return memory_s(kernel.bytes_read + kernel.bytes_written, kind, device)
+
+
+def _attention_casts_s(attention: Attention, device: Device, stack: Stack) -> float:
+    """Making operands of 8 bits: queries, keys and values in forward, the output's gradient in backward."""
+    if stack.attention != "cudnn9-mxfp8" or device.gpu is None or device.gpu.architecture != "blackwell":
+        return 0.0
+    queries = attention.batch * attention.heads * attention.query_tokens
+    keys = attention.batch * attention.kv_heads * attention.key_tokens
+    both = attention.qk_dim + attention.v_dim
+    elements = queries * attention.v_dim if attention.backward else queries * attention.qk_dim + keys * both
+    return memory_s(quantize_bytes(elements, "mxfp8"), "elementwise.fused", device)
 
 
 def runs_low(kernel: Kernel, precision: str) -> bool:

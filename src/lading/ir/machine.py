@@ -68,6 +68,7 @@ class Gpu:
         power_w: What the board may draw.
         speed: How fast products and attention run beside the part their rates were fitted on, each against its own
             peak: 1 for that part, less for one with less power.
+        exponentials: Rate of exponentials beside that part's: 2 for Blackwell Ultra.
     """
 
     architecture: str
@@ -75,11 +76,12 @@ class Gpu:
     l2_bytes: int
     power_w: float
     speed: float = 1.0
+    exponentials: float = 1.0
 
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(f"gpu architecture must be one of {', '.join(ARCHITECTURES)}, got {self.architecture!r}")
-        for key in ("num_sms", "l2_bytes", "power_w", "speed"):
+        for key in ("num_sms", "l2_bytes", "power_w", "speed", "exponentials"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"device.gpu.{key} must be positive, got {getattr(self, key)}")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from lading.errors import ConfigError
 
 FUSIONS = ("eager", "fused", "compiled")
-ATTENTIONS = ("unfused", "flash1", "triton", "flash2", "flash3", "cudnn")
+ATTENTIONS = ("unfused", "flash1", "triton", "flash2", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
 DISPATCHERS = ("alltoall", "allgather", "deepep")
 
 
@@ -22,7 +22,7 @@ class Stack:
         fusion: What is fused: nothing ("eager"), what Megatron and Transformer Engine have kernels for ("fused"), or
             all between products ("compiled").
         attention: Kernel of attention; "unfused" is two products and a softmax, "triton" the first FlashAttention in
-            Triton.
+            Triton, "cudnn9" cuDNN's from 9.2x on, "cudnn9-mxfp8" the same on operands of 8 bits.
         launch_s: Seconds the host takes to launch one kernel, framework included.
         collective_launch_s: The same for a collective.
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,

@@ -101,6 +101,11 @@ def _large(request: Request) -> bool:
     return request.machine == "h100" and request.layout.devices >= 128
 
 
+def _attends_in_8_bits(request: Request) -> bool:
+    latent_gb200 = "kr" in request.model.symbols and request.machine == "gb200"
+    return request.layout.precision == "mxfp8" and "e" in request.model.symbols and not latent_gb200
+
+
 FACTS: tuple[Fact, ...] = (
     Fact(
         r"bigscience",
@@ -141,6 +146,18 @@ FACTS: tuple[Fact, ...] = (
         {"attention": "unfused"},
         "dgxc-benchmarking v25.05.05 deepseek_v3/pretraining/launch.sh recomputes core_attn on GB200 and mla_up_proj "
         "on H100: no fused kernel for heads of 192 and 128 on Blackwell in NeMo 25.04",
+    ),
+    Fact(
+        r"megatron-bridge.*release 25\.",
+        lambda request: request.stack.attention == "cudnn9",
+        {"attention": "cudnn"},
+        "assumption: containers of 2025 have cuDNN before 9.2x, as fast as what SimuMax measured with TE 2.11",
+    ),
+    Fact(
+        r"megatron-bridge.*cuda graphs full_iteration",
+        _attends_in_8_bits,
+        {"attention": "cudnn9-mxfp8"},
+        "Megatron-Bridge v0.5.1 scripts/performance/configs: fp8_dot_product_attention with cutedsl_fused_grouped_mlp",
     ),
     Fact(
         r"megatron-bridge|mbridge",

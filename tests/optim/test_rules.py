@@ -1,0 +1,182 @@
+"""Rules against the optimizers that their authors or PyTorch ship, and against formulas in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pytorch_optimizer.optimizer.soap import SOAP as PublishedSOAP
+
+from lading.errors import ConfigError
+from lading.optim.muon import MuonRule, orthogonal
+from lading.optim.roots import RootError, eigen_root, newton_root
+from lading.optim.rule import Held, Rule, fresh, update_matrix
+from lading.optim.shampoo import ShampooRule
+from lading.optim.soap import SOAPRule
+from lading.rules import COEFFICIENTS, SOAP, Muon, Shampoo
+
+SHAPES = [(12, 20), (20, 12), (16, 16), (1, 8)]
+RULES: list[Rule] = [
+    MuonRule(Muon()),
+    MuonRule(Muon(dtype="float32", coefficients="polar-express", nesterov=False, scale="match-rms-adamw")),
+    ShampooRule(Shampoo(frequency=3, eps=1e-6)),
+    SOAPRule(SOAP(frequency=3)),
+]
+
+
+def drawn(shape: tuple[int, int], updates: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(shape[0] * 100 + shape[1])
+    return torch.randn(shape, generator=generator), [torch.randn(shape, generator=generator) for _ in range(updates)]
+
+
+def run(rule: Rule, param: torch.Tensor, grads: list[torch.Tensor], lr: float) -> torch.Tensor:
+    moved = param.clone()
+    held, whole = fresh(rule, (param.shape[0], param.shape[1]), param.dtype)
+    for number, grad in enumerate(grads, 1):
+        update_matrix(rule, moved, grad, held, whole, lr=lr, update=number)
+    return moved
+
+
+def run_optimizer(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, grads: list[torch.Tensor]):
+    for grad in grads:
+        param.grad = grad.clone()
+        optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(("ours", "theirs"), [("original", None), ("match-rms-adamw", "match_rms_adamw")])
+def test_muon_is_torchs_to_the_bit(shape: tuple[int, int], nesterov: bool, ours: str, theirs: str | None):
+    param, grads = drawn(shape, 6)
+    settings = Muon(nesterov=nesterov, scale=ours)  # pyright: ignore[reportArgumentType]
+    leaf = torch.nn.Parameter(param.clone())
+    reference = torch.optim.Muon([leaf], lr=0.02, nesterov=nesterov, adjust_lr_fn=theirs)
+    assert torch.equal(run(MuonRule(settings), param, grads, 0.02), run_optimizer(reference, leaf, grads))
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_iterations_make_orthogonal(name: str):
+    matrix = drawn((24, 40), 0)[0]
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    settings = Muon(coefficients=name, steps=8 if name == "polar-express" else 5, dtype="float32")
+    found = orthogonal(matrix, settings.iteration, settings.eps, torch.float32)
+    values = torch.linalg.svdvals(found)
+    assert float(values.min()) > 0.65
+    assert float(values.max()) < 1.25
+    # Polar Express goes all the way; the others stop in a band around 1.
+    assert float((found - left @ right).abs().max()) < (2e-3 if name == "polar-express" else 0.25)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_soap_is_the_published_one(shape: tuple[int, int]):
+    param, grads = drawn(shape, 25)
+    leaf = torch.nn.Parameter(param.clone())
+    published = run_optimizer(PublishedSOAP([leaf], lr=3e-3), leaf, grads)
+    # The published code keeps the first moment in the weights' basis: the same but for rounding.
+    assert float((run(SOAPRule(SOAP()), param, grads, 3e-3) - published).abs().max()) < 1e-4 * float(
+        (published - param).abs().max()
+    )
+
+
+def shampoo_in_float64(param: np.ndarray, grads: list[np.ndarray], s: Shampoo, lr: float) -> np.ndarray:
+    """Shi et al., arXiv:2309.06497, algorithm 2 with Adam's norm."""
+    rows, columns = param.shape
+    left, right = np.zeros((rows, rows)), np.zeros((columns, columns))
+    mean, square = np.zeros_like(param), np.zeros_like(param)
+    roots = (left, right)
+    for t, g in enumerate(grads, 1):
+        left, right = s.beta2 * left + (1 - s.beta2) * g @ g.T, s.beta2 * right + (1 - s.beta2) * g.T @ g
+        mean, square = s.beta1 * mean + (1 - s.beta1) * g, s.beta2 * square + (1 - s.beta2) * g * g
+        bias = 1 - s.beta2**t
+        if t == s.start or (t > s.start and t % s.frequency == 0):
+            taken: list[np.ndarray] = []
+            for factor in (left, right):
+                values, vectors = np.linalg.eigh(factor / bias)
+                taken.append((vectors * (values - min(values[0], 0) + s.eps) ** -0.25) @ vectors.T)
+            roots = (taken[0], taken[1])
+        filtered = mean / (1 - s.beta1**t)
+        grafted = filtered / (np.sqrt(square / bias) + s.grafting_eps)
+        found = grafted if t < s.start else roots[0] @ filtered @ roots[1]
+        found = found * np.linalg.norm(grafted) / np.linalg.norm(found)
+        param = param * (1 - lr * s.weight_decay) - lr * found
+    return param
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+@pytest.mark.parametrize("start", [1, 8])
+def test_shampoo_is_its_formula(shape: tuple[int, int], start: int):
+    settings = Shampoo(beta2=0.99, eps=1e-2, weight_decay=0.1, frequency=4, start=start)
+    param, grads = drawn(shape, 20)
+    found = run(ShampooRule(settings), param, grads, 1e-2).numpy()
+    expected = shampoo_in_float64(param.double().numpy(), [g.double().numpy() for g in grads], settings, 1e-2)
+    assert np.abs(found - expected).max() < 1e-3 * np.abs(expected - param.numpy()).max()
+
+
+def test_both_roots_agree():
+    factor = drawn((24, 60), 0)[0]
+    factor = factor @ factor.T / 60
+    by_eigenvalues, by_newton = eigen_root(factor, 4, 1e-6), newton_root(factor, 4, 1e-6)
+    assert float((by_eigenvalues - by_newton).abs().max()) < 1e-4 * float(by_eigenvalues.abs().max())
+    whole = torch.linalg.matrix_power(by_newton.double(), 4) @ factor.double()
+    assert float((whole - torch.eye(24)).abs().max()) < 1e-3
+
+
+def test_a_root_that_cannot_be_taken_is_said():
+    with pytest.raises(RootError, match=r"factor of 3 rows.*ending below 1e-3.*larger eps"):
+        newton_root(torch.diag(torch.tensor([1.0, 1.0, -1.0])), 4, 1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_pieces_give_the_bits_of_the_whole(rule: Rule):
+    """``pre`` and ``post`` on pieces of any shape, ``direction`` on what was put together."""
+    (rows, columns), cuts = (
+        (12, 20),
+        [(slice(0, 5), slice(0, 20)), (slice(5, 12), slice(0, 7)), (slice(5, 12), slice(7, 20))],
+    )
+    param, grads = drawn((rows, columns), 5)
+    expected = run(rule, param, grads, 0.02)
+    pieces = [param[cut].clone() for cut in cuts]
+    states = rule.states((rows, columns), torch.float32)
+    elementwise = [name for name, state in states.items() if state.held is Held.ELEMENTWISE]
+    held = [{name: torch.zeros(piece.shape) for name in elementwise} for piece in pieces]
+    _, whole = fresh(rule, (rows, columns), torch.float32)
+    for update, grad in enumerate(grads, 1):
+        matrix = torch.empty(rows, columns, dtype=rule.travels or torch.float32)
+        for cut, own in zip(cuts, held, strict=True):
+            matrix[cut] = rule.pre(grad[cut].contiguous(), own, update)
+        direction = rule.direction(matrix, whole, update)
+        for cut, piece in zip(cuts, pieces, strict=True):
+            rule.post(piece, direction[cut].contiguous(), (rows, columns), lr=0.02, update=update)
+    for cut, piece in zip(cuts, pieces, strict=True):
+        assert torch.equal(piece, expected[cut])
+
+
+def test_a_matrix_cut_in_two_is_another_update():
+    """The negative control: what is not given the whole matrix computes something else."""
+    param, grads = drawn((12, 20), 3)
+    halves = torch.cat(
+        [run(RULES[1], param[:6], [g[:6] for g in grads], 0.02), run(RULES[1], param[6:], [g[6:] for g in grads], 0.02)]
+    )
+    assert not torch.allclose(halves, run(RULES[1], param, grads, 0.02), atol=1e-3)
+
+
+def test_work_counts_the_cube():
+    square, long = Muon().work(64, 64), Muon().work(64, 640)
+    assert square.flops == 5 * (4 * 64**3 + 2 * 64**3)
+    assert long.flops == 5 * (4 * 64 * 64 * 640 + 2 * 64**3)
+    assert SOAP(frequency=1).work(64, 64).flops > SOAP(frequency=10).work(64, 64).flops
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: Muon(momentum=1.5), "muon: expected momentum from 0 to 1, got 1.5"),
+        (lambda: Muon(coefficients="jordon"), "expected coefficients to be one of jordan, polar-express, you"),
+        (lambda: Shampoo(frequency=0), "shampoo: expected frequency >= 1"),
+        (lambda: SOAP(eps=-1.0), "soap: expected eps from 0 to 1"),
+    ],
+)
+def test_settings_that_cannot_be(made, message: str):
+    with pytest.raises(ConfigError, match=message):
+        made()

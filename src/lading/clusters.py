@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lading.catalog.load import load_machine
@@ -14,6 +15,7 @@ from lading.ir.layout import Layout, parse_layout
 from lading.ir.request import Architecture, Request
 from lading.ir.table import ModelTable
 from lading.report.table import figures_table
+from lading.sim.occupancy import occupancy
 from lading.sim.simulate import Simulated
 from lading.units import format_bytes, format_flops, format_seconds
 
@@ -170,9 +172,33 @@ def _memory_table(simulated: Simulated) -> Any:
     """First, last and fullest pipeline rank."""
     memory = simulated.memory
     totals = [sum(roles.values()) for roles in memory]
-    ranks = sorted({0, totals.index(max(totals)), len(memory) - 1})
+    ranks = sorted(set(_ranks_shown(simulated)))
     table = figures_table("Memory of a device", "role", *(f"pipeline rank {rank}" for rank in ranks))
     for role in memory[0]:
         table.add_row(str(role), *(format_bytes(memory[rank][role]) for rank in ranks))
     table.add_row("sum", *(format_bytes(totals[rank]) for rank in ranks), style="bold")
     return table
+
+
+def fullest_chart(simulated: Simulated) -> Any:
+    """Memory over the step of the pipeline rank that needs most, for the terminal."""
+    from lading.report.held import memory_chart
+
+    rank = _ranks_shown(simulated)[1]
+    held = occupancy(simulated, rank)
+    title = f"Memory of pipeline rank {rank} over the step" if len(simulated.memory) > 1 else "Memory over the step"
+    return memory_chart(held.samples("device"), simulated.step.step_s, title)
+
+
+def write_cluster_snapshot(path: Path, simulated: Simulated) -> None:
+    """Write what the first, the fullest and the last pipeline rank hold, for pytorch.org/memory_viz."""
+    from lading.report.held import write_held_snapshot
+
+    ranks = sorted(set(_ranks_shown(simulated)))
+    write_held_snapshot(path, {f"pipeline rank {rank}": occupancy(simulated, rank).held for rank in ranks})
+
+
+def _ranks_shown(simulated: Simulated) -> tuple[int, int, int]:
+    """First, fullest and last pipeline rank."""
+    totals = [sum(roles.values()) for roles in simulated.memory]
+    return 0, totals.index(max(totals)), len(totals) - 1

@@ -69,13 +69,13 @@ def simulate_cluster(asked: Simulate) -> None:
     from rich.console import Console
 
     from lading.cli.scale import cluster_page, growth, growth_table, scale
-    from lading.clusters import Question, print_cluster, request_of, summary
+    from lading.clusters import Question, fullest_chart, print_cluster, request_of, summary
     from lading.sim.simulate import simulate
 
     if asked.model is None or asked.machine is None:
         raise ConfigError("expected --machine next to --model")
-    if asked.overrides or asked.snapshot:
-        raise ConfigError("settings and --snapshot belong to a RUN.toml, got one next to --model")
+    if asked.overrides:
+        raise ConfigError(f"settings belong to a RUN.toml, got {asked.overrides[0]!r} next to --model")
     question = Question(
         model=asked.model,
         machine=asked.machine,
@@ -92,6 +92,7 @@ def simulate_cluster(asked: Simulate) -> None:
     figures, sentences = scale(simulated, asked)
     console = Console(highlight=False)
     print_cluster(simulated, console, asked.price)
+    console.print(fullest_chart(simulated))
     for sentence in sentences:
         console.print(sentence, markup=False, soft_wrap=True)
     grown = [] if asked.growth is None else growth(simulated, asked.growth)
@@ -113,6 +114,11 @@ def simulate_cluster(asked: Simulate) -> None:
 
         write_trace(asked.trace, [step_timeline(simulated)])
         print(f"wrote {asked.trace}")
+    if asked.snapshot is not None:
+        from lading.clusters import write_cluster_snapshot
+
+        write_cluster_snapshot(asked.snapshot, simulated)
+        print(f"wrote {asked.snapshot}")
 
 
 def _write(path: Path, text: str) -> None:

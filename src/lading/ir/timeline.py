@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lading.ir.graph import Role
 from lading.ir.reading import read_as, read_json
 
 
@@ -32,6 +33,17 @@ class MemorySample:
     def total_bytes(self) -> int:
         """All roles together."""
         return sum(self.bytes_by_role.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes that are there for a while; ``name`` says what they are and who brought them."""
+
+    start_s: float
+    end_s: float
+    role: Role
+    size_bytes: int
+    name: str
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,14 @@ def memory_bars(summary: RunSummary) -> str:
     return figure("Peak device memory", el("div", *cells, class_="bars"), wide=False)
 
 
-def memory_figure(tier: str, duration_s: float, budget_bytes: int | None, lines: Sequence[Timeline]) -> str:
-    """One tier over time: the first timeline stacked by role, of a second the total and the resident set as lines."""
+def memory_figure(
+    tier: str, duration_s: float, budget_bytes: int | None, lines: Sequence[Timeline], *, limit: str = "budget"
+) -> str:
+    """One tier over time: the first timeline stacked by role, of a second the total and the resident set as lines.
+
+    Args:
+        limit: What ``budget_bytes`` is called.
+    """
     predicted, measured = lines[0], lines[1] if len(lines) > 1 else None
     peaks = [line.peak_of_tier(tier) for line in lines]
     device = tier == "device"
@@ -81,10 +87,10 @@ def memory_figure(tier: str, duration_s: float, budget_bytes: int | None, lines:
     if measured is not None:
         keys += _measured_lines(frame, measured, tier, body)
     if shows_budget and budget_bytes is not None:
-        body.append(level(frame, budget_bytes, f"budget {format_bytes(budget_bytes)}", "budget"))
+        body.append(level(frame, budget_bytes, f"{limit} {format_bytes(budget_bytes)}", "budget"))
     body.append(x_axis(frame, second_ticks(frame.x_high, 10)))
     drawing = svg(WIDTH, frame.bottom + 24, el("g", *body), f"Memory of {tier} over one step")
-    note = "" if budget_bytes is None or shows_budget else f"budget {format_bytes(budget_bytes)}, far above"
+    note = "" if budget_bytes is None or shows_budget else f"{limit} {format_bytes(budget_bytes)}, far above"
     cross = el("div", drawing, class_="timed")
     title = f"{tier.capitalize()} {'use' if tier == 'disk' else 'memory'} over one step"
     return figure(title, cross + legend(keys), note=note)

@@ -60,7 +60,7 @@ class ClusterPage:
         shares_s: Seconds of the slowest rank by cause.
         memory: Bytes by role of each pipeline rank.
         device_bytes: Memory of a device.
-        timeline: Representative ranks; tiers are their activations.
+        timeline: Representative ranks; a tier of its memory for each, "rank 0".
         growth: (devices, seconds of a step, tokens a second of a device).
         sentences: What else was asked: unequal ranks, failures.
         assumed: What was taken for granted.
@@ -90,7 +90,7 @@ def write_cluster_page(path: Path, shown: ClusterPage) -> None:
         ranks_figure(shown.timeline),
         el("h2", "Memory"),
         _memory_table(shown),
-        *(memory_figure(tier, duration_s, None, [shown.timeline]) for tier in tiers),
+        *(memory_figure(tier, duration_s, shown.device_bytes, [shown.timeline], limit="device") for tier in tiers),
         el("h2", "Growth") + growth_figure(shown.growth) if len(shown.growth) > 1 else "",
         el("h2", "Assumptions") + el("ul", *(el("li", text(line)) for line in shown.assumed)) if shown.assumed else "",
     ]

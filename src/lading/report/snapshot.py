@@ -26,7 +26,7 @@ _BASE = {"arena": 1 << 40, WORKSPACE: 2 << 40, OVERHEAD: 3 << 40}
 _START = "start of the step"
 
 #: Time (s), order within it, whether it is freed, address, bytes, bytes asked for, first frame, second frame.
-_Change = tuple[float, int, bool, int, int, int, str, str]
+Change = tuple[float, int, bool, int, int, int, str, str]
 
 
 def write_snapshot(path: Path, program: Program, timeline: Timeline) -> None:
@@ -42,22 +42,22 @@ def snapshot(program: Program, timeline: Timeline) -> dict[str, Any]:
     for device, tier in enumerate((DEVICE, *program.slots)):
         changes = sorted((*_stays(program, timeline, tier), *_outside(timeline, tier)), key=lambda c: (c[0], c[1]))
         sizes = _segment_sizes(program, tier, changes)
-        trace = [_entry("segment_alloc", address, size, 0.0, []) for address, size in sizes.items()]
+        trace = [entry("segment_alloc", address, size, 0.0, []) for address, size in sizes.items()]
         for time_s, _, freed, address, size, _, *names in changes:
             for action in ("free_requested", "free_completed") if freed else ("alloc",):
-                trace.append(_entry(action, address, size, time_s, _frames(names)))
+                trace.append(entry(action, address, size, time_s, frames(names)))
         traces.append(trace)
-        segments += [_segment(device, address, size, changes) for address, size in sizes.items()]
+        segments += [segment(device, address, size, changes) for address, size in sizes.items()]
     return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
 
 
-def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[_Change]:
+def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[Change]:
     """When each storage comes to a tier and when it goes; one that comes and goes at the same moment is left out."""
     events = {event.action: event for event in timeline.events}
     slots = dict(program.slots.get(tier, ()))
     held: dict[int, tuple[float, int, str]] = {}  # storage -> since when, address, what brought it
 
-    def change(time_s: float, storage: int, address: int, label: str, *, freed: bool) -> _Change:
+    def change(time_s: float, storage: int, address: int, label: str, *, freed: bool) -> Change:
         item = program.graph.storages[storage]
         name = f"{item.name} ({item.role.value})"
         return time_s, 0 if freed else 1, freed, address, slot_bytes(item.size_bytes), item.size_bytes, name, label
@@ -88,7 +88,7 @@ def _brought(action: Action, tier: str, slots: dict[int, int]) -> list[tuple[int
     return [(storage, slots[storage])] if moved and storage is not None else []
 
 
-def _outside(timeline: Timeline, tier: str) -> Iterator[_Change]:
+def _outside(timeline: Timeline, tier: str) -> Iterator[Change]:
     """What is taken outside the arena: the process all the time, scratch while kernels run."""
     for role in (OVERHEAD, WORKSPACE):
         size, time_s = 0, 0.0
@@ -102,7 +102,7 @@ def _outside(timeline: Timeline, tier: str) -> Iterator[_Change]:
                 size = now
 
 
-def _segment_sizes(program: Program, tier: str, changes: list[_Change]) -> dict[int, int]:
+def _segment_sizes(program: Program, tier: str, changes: list[Change]) -> dict[int, int]:
     """Bytes of each segment of a tier, by address."""
     arena = program.arena_bytes if tier == DEVICE else program.tier_bytes(tier)
     sizes = {_BASE["arena"]: arena} if arena else {}
@@ -112,9 +112,9 @@ def _segment_sizes(program: Program, tier: str, changes: list[_Change]) -> dict[
     return sizes
 
 
-def _segment(device: int, start: int, size: int, changes: list[_Change]) -> dict[str, Any]:
+def segment(device: int, start: int, size: int, changes: list[Change]) -> dict[str, Any]:
     """A segment as it is at the end: what is still there, and the gaps."""
-    there: dict[int, _Change] = {}
+    there: dict[int, Change] = {}
     for change in changes:
         if start <= change[3] < start + size:
             if change[2]:
@@ -127,7 +127,7 @@ def _segment(device: int, start: int, size: int, changes: list[_Change]) -> dict
         _, _, _, _, taken, asked, *names = there[address]
         if address > at:
             blocks.append(_block(at, address - at, 0, "inactive", []))
-        blocks.append(_block(address, taken, asked, "active_allocated", _frames(names)))
+        blocks.append(_block(address, taken, asked, "active_allocated", frames(names)))
         at = address + taken
     if at < start + size:
         blocks.append(_block(at, start + size - at, 0, "inactive", []))
@@ -143,12 +143,12 @@ def _block(address: int, size: int, asked: int, state: str, frames: list[dict[st
     return {"address": address, "size": size, "requested_size": asked, "state": state, "frames": frames}
 
 
-def _entry(action: str, address: int, size: int, time_s: float, frames: list[dict[str, Any]]) -> dict[str, Any]:
+def entry(action: str, address: int, size: int, time_s: float, frames: list[dict[str, Any]]) -> dict[str, Any]:
     time_us = round(time_s * 1e6)
     return {"action": action, "addr": address, "size": size, "stream": 0, "time_us": time_us, "frames": frames}
 
 
-def _frames(names: list[str]) -> list[dict[str, Any]]:
+def frames(names: list[str]) -> list[dict[str, Any]]:
     return [{"name": name, "filename": "", "line": 0} for name in names if name]
 
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from lading.errors import ConfigError
 from lading.ir.graph import Role
-from lading.ir.timeline import MemorySample
+from lading.ir.timeline import Held, MemorySample
 from lading.sim.parts import Part
 from lading.sim.phases import Phases
 from lading.sim.schedules import Schedule, Work, schedule
@@ -28,17 +28,6 @@ from lading.sim.step import Stage
 
 #: Of more passes through segments than this in a step, a chunk is drawn as one.
 _MANY = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes that are there for a while; ``name`` says what they are and who brought them."""
-
-    start_s: float
-    end_s: float
-    role: Role
-    size_bytes: int
-    name: str
 
 
 @dataclass(frozen=True, eq=False)

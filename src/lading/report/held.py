@@ -1,0 +1,119 @@
+"""What ranks of a cluster hold over time: on the terminal, and as torch's memory viewer reads it."""
+
+from __future__ import annotations
+
+import pickle
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lading.ir.program import slot_bytes
+from lading.ir.timeline import Held, MemorySample
+from lading.memory.arena import Item, pack
+from lading.report.figures import role_names, role_title
+from lading.report.snapshot import Change, entry, frames, segment
+from lading.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_BASE = 1 << 40
+_WIDTH, _HEIGHT = 64, 10
+#: Colour of a role on the terminal; its letter is the first of its name.
+_STYLES = {
+    "parameter": "blue", "optimizer_state": "magenta", "gradient": "yellow", "activation": "green", "workspace": "cyan",
+}  # fmt: skip
+
+
+def write_held_snapshot(path: Path, ranks: Mapping[str, Sequence[Held]]) -> None:
+    """Write what ranks hold as a snapshot for pytorch.org/memory_viz, each rank a device of it."""
+    with path.open("wb") as file:
+        pickle.dump(held_snapshot(ranks), file, protocol=4)
+
+
+def held_snapshot(ranks: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
+    """The snapshot, as plain data.
+
+    What is there all the time is there at the end. Addresses are those of a good layout of one segment (``lading.memory.arena``), not of torch's allocator. The first
+    frame of an allocation is what it is and its role, the second the rank.
+    """
+    traces: list[list[dict[str, Any]]] = []
+    segments: list[dict[str, Any]] = []
+    for device, (rank, held) in enumerate(ranks.items()):
+        there = [one for one in held if one.size_bytes and one.end_s > one.start_s]
+        changes, size = _changes(rank, there)
+        trace = [entry("segment_alloc", _BASE, size, 0.0, [])]
+        for time_s, _, freed, address, slot, _, *names in changes:
+            for action in ("free_requested", "free_completed") if freed else ("alloc",):
+                trace.append(entry(action, address, slot, time_s, frames(names)))
+        traces.append(trace)
+        segments.append(segment(device, _BASE, size, changes))
+    return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
+
+
+def _changes(rank: str, held: Sequence[Held]) -> tuple[list[Change], int]:
+    """What comes and goes, in order, and the bytes that its layout takes."""
+    moments = sorted({time_s for one in held for time_s in (one.start_s, one.end_s)})
+    spans = [(bisect_left(moments, one.start_s), bisect_left(moments, one.end_s) - 1) for one in held]
+    packing = pack([Item(one.size_bytes, (span,)) for one, span in zip(held, spans, strict=True)])
+    changes: list[Change] = []
+    for one, offset in zip(held, packing.offsets, strict=True):
+        name = f"{one.name} ({one.role.value})"
+        rest = (_BASE + offset, slot_bytes(one.size_bytes), one.size_bytes, name, rank)
+        changes.append((one.start_s, 1, False, *rest))
+        if (one.start_s, one.end_s) != (moments[0], moments[-1]):
+            changes.append((one.end_s, 0, True, *rest))
+    changes.sort(key=lambda change: change[:2])
+    return changes, packing.size_bytes
+
+
+def memory_chart(samples: Sequence[MemorySample], duration_s: float, title: str) -> Text:
+    """Memory over time as letters: each column the fullest moment of its share of the step, each row as many bytes.
+
+    Args:
+        samples: Of one tier, by time.
+    """
+    from rich.text import Text
+
+    high = max(sample.total_bytes for sample in samples)
+    at = next(sample.time_s for sample in samples if sample.total_bytes == high)
+    roles = role_names({role for sample in samples for role, size in sample.bytes_by_role.items() if size})
+    columns = [_column(sample, roles, high) for sample in _fullest(samples, duration_s)]
+    chart = Text(f"{title}: {format_bytes(high)} at {format_seconds(at)}\n", style="bold")
+    for row in reversed(range(_HEIGHT)):
+        label = format_bytes(high * (row + 1) / _HEIGHT) if row % 3 == 0 else ""
+        chart.append(f"{label:>10} |", style="not bold")
+        for column in columns:
+            role = column[row]
+            chart.append(role[:1] if role else " ", style=f"not bold {_STYLES.get(role, 'white')}" if role else None)
+        chart.append("\n")
+    end = format_seconds(duration_s)
+    chart.append(f"{'':>10} +0{end:>{_WIDTH - 1}}\n{'':>12}", style="not bold")
+    for role in roles:
+        chart.append(f"{role[:1]} ", style=_STYLES.get(role, "white"))
+        chart.append(f"{role_title(role)}  ", style="not bold")
+    return chart
+
+
+def _fullest(samples: Sequence[MemorySample], duration_s: float) -> list[MemorySample]:
+    """Of each column's time the sample with most bytes, that of before counted as long as it lasts."""
+    times = [sample.time_s for sample in samples]
+    found: list[MemorySample] = []
+    for column in range(_WIDTH):
+        first = max(0, bisect_right(times, duration_s * column / _WIDTH) - 1)
+        until = max(first + 1, bisect_left(times, duration_s * (column + 1) / _WIDTH))
+        found.append(max(samples[first:until], key=lambda sample: sample.total_bytes))
+    return found
+
+
+def _column(sample: MemorySample, roles: Sequence[str], high: int) -> list[str]:
+    """The role at the middle of each row, from below; "" above all."""
+    tops: list[int] = []
+    for role in roles:
+        tops.append((tops[-1] if tops else 0) + sample.bytes_by_role.get(role, 0))
+    found: list[str] = []
+    for row in range(_HEIGHT):
+        middle = high * (row + 0.5) / _HEIGHT
+        found.append(next((role for role, top in zip(roles, tops, strict=True) if middle < top), ""))
+    return found

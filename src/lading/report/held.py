@@ -35,8 +35,9 @@ def write_held_snapshot(path: Path, ranks: Mapping[str, Sequence[Held]]) -> None
 def held_snapshot(ranks: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
     """The snapshot, as plain data.
 
-    What is there all the time is there at the end. Addresses are those of a good layout of one segment (``lading.memory.arena``), not of torch's allocator. The first
-    frame of an allocation is what it is and its role, the second the rank.
+    What is there all the time is there at the end. Addresses are those of a good layout of one segment
+    (``lading.memory.arena``), not of torch's allocator. The first frame of an allocation is what it is and its role,
+    the second the rank.
     """
     traces: list[list[dict[str, Any]]] = []
     segments: list[dict[str, Any]] = []

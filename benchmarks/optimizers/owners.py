@@ -1,0 +1,67 @@
+"""Owners of Qwen3's matrices under Muon on 16 to 256 ranks: makespan over the bound, by policy, and planning time.
+
+    python benchmarks/optimizers/owners.py
+
+Costs are products counted, the short side's cube included; a shared matrix takes 1 / (k 0.85^log2 k) of its time on
+each of k ranks, as if each doubling lost 15%. Policies are over the bound, ours over the mean.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from lading.planner.owner_policies import POLICIES
+from lading.planner.owners import Matrix, assign
+from lading.rules import Muon
+
+#: (layers, hidden, feed-forward, query heads), 8 key heads of 128: the Qwen3 report, arXiv:2505.09388, table 1.
+QWEN3 = {
+    "1.7B": (28, 2048, 6144, 16),
+    "4B": (36, 2560, 9728, 32),
+    "8B": (36, 4096, 12288, 32),
+    "14B": (40, 5120, 17408, 40),
+    "32B": (64, 5120, 25600, 64),
+}
+
+
+def matrices(name: str, *, shared: bool) -> list[Matrix]:
+    """One for each projection, q, k, v, gate and up apart."""
+    layers, hidden, wide, heads = QWEN3[name]
+    shapes = {"q": (heads * 128, hidden), "k": (1024, hidden), "v": (1024, hidden), "o": (hidden, heads * 128)}
+    shapes |= {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}
+    found: list[Matrix] = []
+    for layer in range(layers):
+        for key, (rows, columns) in shapes.items():
+            seconds = Muon().work(rows, columns).flops / 1e15
+            gangs = tuple(seconds / (2 * 0.85) ** power for power in (1, 2, 3, 4)) if shared else ()
+            found.append(Matrix(f"{layer}.{key}", seconds, rows * columns, layer, shared_s=gangs))
+    return found
+
+
+def main() -> None:
+    """Print a row for each model and number of ranks."""
+    head = ["model", "ranks", "ours", "bound proven", "shared", "gap", "ms", *POLICIES]
+    print(" | ".join(head))
+    for name in QWEN3:
+        for ranks in (16, 32, 64, 128, 256):
+            alone, shared = matrices(name, shared=False), matrices(name, shared=True)
+            owners = assign(alone, ranks)
+            taken: list[float] = []
+            for _ in range(5):
+                start = time.perf_counter()
+                together = assign(shared, ranks)
+                taken.append(time.perf_counter() - start)
+            others = [policy(alone, ranks).makespan_s / owners.bound_s for policy in POLICIES.values()]
+            mean_s = sum(m.seconds for m in alone) / ranks
+            row = [name, ranks, f"{owners.makespan_s / mean_s:.3f}", f"{owners.bound_s / mean_s:.3f}"]
+            row += [
+                f"{together.makespan_s / mean_s:.3f}",
+                f"{together.gap:.1%}",
+                f"{statistics.median(taken) * 1e3:.0f}",
+            ]
+            print(" | ".join(str(cell) for cell in [*row, *(f"{other:.2f}" for other in others)]))
+
+
+if __name__ == "__main__":
+    main()

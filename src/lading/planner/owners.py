@@ -1,0 +1,337 @@
+"""Owners: which rank computes which whole matrix of an optimizer that needs whole matrices.
+
+[Note: the problem]
+Matrices i = 1..n take c_i seconds each and keep m_i bytes with their owner; there are R equal ranks. Choose an owner
+o(i), or for a matrix whose products can be shared a gang of k ranks that work on it at the same time for c_i(k)
+seconds each, to minimise the makespan
+
+    max over r of  sum of c_i(k_i) over the i that r works on  (plus what r waits for the rest of a gang)     `Loads`
+    subject to     sum of m_i over the i that r owns <= the cap, for each r                                   `Loads`
+
+No assignment of whole matrices takes less than
+
+    max( sum c_i / R,  max c_i,  c_{kR+1} + ... + c_{kR-k+1} for k >= 1 )     with c sorted down              `bound_s`
+
+since among the kR+1 largest some rank has k+1, which are no shorter than the k+1 shortest of them. Where matrices can
+be shared, the second and third term go over c_i(k) at the largest k instead.
+
+Found by largest-first and by fitting into bins of a bisected size (`fill_largest_first`, `_multifit`), each improved by
+moves and swaps away from the fullest rank (`_exchange`); then again with large matrices shared (`_shared`); the best
+counts. Graham, doi:10.1137/0117039, and Coffman, Garey and Johnson, doi:10.1137/0207001, bound the first two.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lading.errors import ConfigError, LadingError
+
+#: Ranks that may share a matrix.
+_GANGS = (2, 4, 8, 16)
+#: Better than this share of the makespan is better.
+_EPSILON = 1e-12
+
+
+class OwnersInfeasible(LadingError):
+    """Whole states do not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix to be owned.
+
+    Attributes:
+        seconds: Of its direction on one rank.
+        state_bytes: Of what lies whole with its owner.
+        elements: For policies that count them.
+        layer: Of the model, from 0.
+        shared_s: Seconds on each of 2, 4, 8, 16 ranks that share it; empty where it cannot be shared.
+    """
+
+    name: str
+    seconds: float
+    elements: int
+    layer: int = 0
+    state_bytes: int = 0
+    shared_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Owners:
+    """Who computes what.
+
+    Attributes:
+        ranks: By matrix, as given: its owner, or the gang whose first owns it.
+        loads_s: By rank: seconds of work, waiting for gangs included.
+        bound_s: No assignment takes less.
+    """
+
+    policy: str
+    ranks: tuple[tuple[int, ...], ...]
+    loads_s: tuple[float, ...]
+    bound_s: float
+    state_bytes: tuple[int, ...] = ()
+
+    @property
+    def makespan_s(self) -> float:
+        """Of the fullest rank."""
+        return max(self.loads_s)
+
+    @property
+    def load_ratio(self) -> float:
+        """Fullest rank over the mean."""
+        return self.makespan_s * len(self.loads_s) / sum(self.loads_s)
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound, as a share of it."""
+        return self.makespan_s / self.bound_s - 1
+
+
+@dataclass
+class Loads:
+    """An assignment in the making."""
+
+    ranks: int
+    cap_bytes: int | None
+    seconds: np.ndarray = field(init=False)
+    kept: np.ndarray = field(init=False)
+    owner: dict[int, tuple[int, ...]] = field(default_factory=lambda: {})
+
+    def __post_init__(self) -> None:
+        self.seconds, self.kept = np.zeros(self.ranks), np.zeros(self.ranks, dtype=np.int64)
+
+    def room(self, rank: int, matrix: Matrix) -> bool:
+        """Whether its state fits there."""
+        return self.cap_bytes is None or self.kept[rank] + matrix.state_bytes <= self.cap_bytes
+
+    def put(self, number: int, matrix: Matrix, gang: tuple[int, ...], seconds: float) -> None:
+        """Give a matrix to a gang, which begins when all of it are free."""
+        self.owner[number] = gang
+        self.seconds[list(gang)] = self.seconds[list(gang)].max() + seconds
+        self.kept[gang[0]] += matrix.state_bytes
+
+
+def assign(matrices: Sequence[Matrix], ranks: int, *, cap_bytes: int | None = None, share: bool = True) -> Owners:
+    """Owners by the best of all ways here ([Note: the problem]).
+
+    Args:
+        cap_bytes: Most whole state on one rank.
+        share: Whether several ranks may work on one matrix that says what that takes.
+    Raises:
+        ConfigError: no ranks, or no matrices.
+        OwnersInfeasible: whole states do not fit; says what the cap would have to be.
+    """
+    if ranks < 1 or not matrices:
+        raise ConfigError(f"owners: expected matrices and at least one rank, got {len(matrices)} and {ranks}")
+    _check_cap(matrices, ranks, cap_bytes)
+    bound = bound_s(matrices, ranks, share=share)
+    found: list[Loads] = []
+    proven = bound_s(matrices, ranks) * (1 + 1e-3)
+    for build in (fill_largest_first, _multifit):
+        loads = build(matrices, ranks, cap_bytes)
+        if loads is not None:
+            found.append(_exchange(matrices, loads))
+            if found[-1].seconds.max() <= proven:
+                break
+    if share and any(m.shared_s for m in matrices):
+        found.extend(
+            _shared(
+                matrices, ranks, cap_bytes, min((float(loads.seconds.max()) for loads in found), default=float("inf"))
+            )
+        )
+    if not found:
+        raise OwnersInfeasible(
+            f"owners: {sum(m.state_bytes for m in matrices)} bytes of whole state in {len(matrices)} matrices were not "
+            f"fitted into {cap_bytes} bytes on each of {ranks} ranks; expected a larger cap, or smaller matrices"
+        )
+    best = min(found, key=lambda loads: float(loads.seconds.max()))
+    return owners_of("balanced", matrices, best, bound)
+
+
+def _check_cap(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None) -> None:
+    largest, mean = max(m.state_bytes for m in matrices), sum(m.state_bytes for m in matrices) / ranks
+    if cap_bytes is not None and cap_bytes < max(largest, mean):
+        raise OwnersInfeasible(
+            f"owners: expected room for {int(max(largest, mean))} bytes of whole state on a rank, got {cap_bytes}"
+        )
+
+
+def owners_of(policy: str, matrices: Sequence[Matrix], loads: Loads, bound: float) -> Owners:
+    owner = tuple(loads.owner[number] for number in range(len(matrices)))
+    return Owners(policy, owner, tuple(loads.seconds.tolist()), bound, tuple(loads.kept.tolist()))
+
+
+def bound_s(matrices: Sequence[Matrix], ranks: int, *, share: bool = False) -> float:
+    """Seconds below which no assignment is ([Note: the problem])."""
+    alone = sorted((min((m.seconds, *(m.shared_s if share else ()))) for m in matrices), reverse=True)
+    bound = max(sum(m.seconds for m in matrices) / ranks, alone[0])
+    if share and any(m.shared_s for m in matrices):
+        return bound
+    total = np.concatenate([[0.0], np.cumsum(alone)])
+    for k in range(1, (len(alone) - 1) // ranks + 1):
+        last = k * ranks + 1
+        bound = max(bound, float(total[last] - total[last - k - 1]))
+    return bound
+
+
+def fill_largest_first(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None) -> Loads | None:
+    """Each, largest first, to the rank with least work that has room."""
+    loads = Loads(ranks, cap_bytes)
+    heap = [(0.0, rank) for rank in range(ranks)]
+    for number in sorted(range(len(matrices)), key=lambda i: (-matrices[i].seconds, i)):
+        full: list[tuple[float, int]] = []
+        while heap and not loads.room(heap[0][1], matrices[number]):
+            full.append(heapq.heappop(heap))
+        if not heap:
+            return None
+        _, rank = heap[0]
+        loads.put(number, matrices[number], (rank,), matrices[number].seconds)
+        heapq.heapreplace(heap, (float(loads.seconds[rank]), rank))
+        for entry in full:
+            heapq.heappush(heap, entry)
+    return loads
+
+
+def _multifit(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None) -> Loads | None:
+    """Best fit, largest first, into bins as small as bisection finds."""
+    order = sorted(range(len(matrices)), key=lambda i: (-matrices[i].seconds, i))
+    low = bound_s(matrices, ranks)
+    high, best = 2 * low, None
+    for _ in range(12):
+        size = (low + high) / 2 if best is not None else high
+        loads = _fits(matrices, order, Loads(ranks, cap_bytes), size)
+        if loads is not None:
+            high, best = float(loads.seconds.max()), loads
+            if high <= low * (1 + 1e-3):
+                break
+        elif best is None:
+            return None
+        else:
+            low = size
+    return best
+
+
+def _fits(matrices: Sequence[Matrix], order: Sequence[int], loads: Loads, size: float) -> Loads | None:
+    levels = [(0.0, rank) for rank in range(loads.ranks)]
+    for number in order:
+        place = bisect.bisect_right(levels, (size - matrices[number].seconds + size * 1e-9, loads.ranks)) - 1
+        while place >= 0 and not loads.room(levels[place][1], matrices[number]):
+            place -= 1
+        if place < 0:
+            return None
+        _, rank = levels.pop(place)
+        loads.put(number, matrices[number], (rank,), matrices[number].seconds)
+        bisect.insort(levels, (float(loads.seconds[rank]), rank))
+    return loads
+
+
+def _exchange(matrices: Sequence[Matrix], loads: Loads) -> Loads:
+    """Move a matrix from the fullest rank, or swap it for one elsewhere, as long as the fuller of both gets emptier.
+
+    A gang stays as it is, so ranks of gangs keep theirs; only matrices of one rank move.
+    """
+    single = [number for number in sorted(loads.owner) if len(loads.owner[number]) == 1]
+    if not single:
+        return loads
+    costs = np.array([matrices[number].seconds for number in single])
+    sizes = np.array([matrices[number].state_bytes for number in single], dtype=np.int64)
+    where = np.array([loads.owner[number][0] for number in single])
+    cap = np.iinfo(np.int64).max if loads.cap_bytes is None else loads.cap_bytes
+    for _ in range(20 * len(single)):
+        fullest = int(loads.seconds.argmax())
+        best = _best_exchange(fullest, costs, sizes, where, loads, cap)
+        if best is None:
+            break
+        given, taken, to = best
+        _apply(given, taken, to, fullest, costs, sizes, where, loads)
+    for number, rank in zip(single, where.tolist(), strict=True):
+        loads.owner[number] = (rank,)
+    return loads
+
+
+def _best_exchange(
+    fullest: int, costs: np.ndarray, sizes: np.ndarray, where: np.ndarray, loads: Loads, cap: int
+) -> tuple[int, int | None, int] | None:
+    """What to give, what to take for it if anything, and to whom."""
+    own = np.flatnonzero(where == fullest)
+    others = np.flatnonzero(where != fullest)
+    top = float(loads.seconds[fullest])
+    best, level = None, top * (1 - _EPSILON)
+    seen: set[tuple[float, int]] = set()
+    for given in own.tolist():
+        kind = (float(costs[given]), int(sizes[given]))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        moved = np.maximum(top - costs[given], loads.seconds + costs[given])
+        moved[(loads.kept + sizes[given] > cap)] = np.inf
+        moved[fullest] = np.inf
+        to = int(moved.argmin())
+        if moved[to] < level:
+            best, level = (given, None, to), float(moved[to])
+        shift, grown = costs[given] - costs[others], sizes[given] - sizes[others]
+        there = where[others]
+        swapped = np.maximum(top - shift, loads.seconds[there] + shift)
+        fits = (loads.kept[there] + grown <= cap) & (loads.kept[fullest] - grown <= cap)
+        swapped[~fits] = np.inf
+        if len(swapped):
+            place = int(swapped.argmin())
+            if swapped[place] < level:
+                best, level = (given, int(others[place]), int(there[place])), float(swapped[place])
+    return best
+
+
+def _apply(
+    given: int, taken: int | None, to: int, fullest: int, costs: np.ndarray, sizes: np.ndarray, where: np.ndarray,
+    loads: Loads,
+) -> None:  # fmt: skip
+    seconds, size = costs[given], sizes[given]
+    if taken is not None:
+        seconds, size = seconds - costs[taken], size - sizes[taken]
+        where[taken] = fullest
+    where[given] = to
+    loads.seconds[[fullest, to]] += (-seconds, seconds)
+    loads.kept[[fullest, to]] += (-size, size)
+
+
+def _shared(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, best_s: float) -> list[Loads]:
+    """With every matrix above a level shared by as few ranks as bring it below: one result for each level of use."""
+    pieces = {s for m in matrices for s in m.shared_s if s < best_s}
+    least = sum(m.seconds for m in matrices) / ranks
+    found: list[Loads] = []
+    for level in sorted((s for s in pieces if s >= least / 4), reverse=True)[:16]:
+        loads = _with_gangs(matrices, ranks, cap_bytes, level)
+        if loads is not None:
+            found.append(_exchange(matrices, loads))
+    return found
+
+
+def _with_gangs(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, level: float) -> Loads | None:
+    """Gangs first, each on the least loaded ranks; then the rest, largest first."""
+    loads = Loads(ranks, cap_bytes)
+    alone: list[int] = []
+    order = sorted(range(len(matrices)), key=lambda i: (-matrices[i].seconds, i))
+    for number in order:
+        matrix = matrices[number]
+        size = next((k for k, s in zip(_GANGS, matrix.shared_s, strict=False) if s <= level and k <= ranks), 1)
+        if matrix.seconds <= level or size == 1:
+            alone.append(number)
+            continue
+        ready = np.argsort(loads.seconds, kind="stable")[:size]
+        gang = sorted((int(rank) for rank in ready), key=lambda rank: (int(loads.kept[rank]), rank))
+        if not loads.room(gang[0], matrix):
+            return None
+        loads.put(number, matrix, tuple(gang), matrix.shared_s[_GANGS.index(size)])
+    for number in alone:
+        ready = np.argsort(loads.seconds, kind="stable")
+        rank = next((int(r) for r in ready if loads.room(int(r), matrices[number])), None)
+        if rank is None:
+            return None
+        loads.put(number, matrices[number], (rank,), matrices[number].seconds)
+    return loads

@@ -1,0 +1,123 @@
+"""Owners against every assignment there is, their bound, and what others do."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from lading.errors import ConfigError
+from lading.planner.owner_policies import POLICIES
+from lading.planner.owners import Matrix, Owners, OwnersInfeasible, assign, bound_s
+from lading.rules import Muon
+
+#: (layers, hidden, feed-forward, query heads), 8 key heads of 128: the Qwen3 report, arXiv:2505.09388, table 1.
+QWEN3 = {"1.7B": (28, 2048, 6144, 16), "8B": (36, 4096, 12288, 32), "32B": (64, 5120, 25600, 64)}
+
+
+def qwen3(name: str, *, shared: bool = False) -> list[Matrix]:
+    layers, hidden, wide, heads = QWEN3[name]
+    shapes = {"q": (heads * 128, hidden), "k": (1024, hidden), "v": (1024, hidden), "o": (hidden, heads * 128)}
+    shapes |= {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}
+    found: list[Matrix] = []
+    for layer in range(layers):
+        for key, (rows, columns) in shapes.items():
+            seconds = Muon().work(rows, columns).flops / 1e15
+            gangs = tuple(seconds / (2 * 0.85) ** power for power in (1, 2, 3)) if shared else ()
+            found.append(Matrix(f"{layer}.{key}", seconds, rows * columns, layer, shared_s=gangs))
+    return found
+
+
+def some(seed: int, count: int, *, state: bool = False) -> list[Matrix]:
+    drawn = random.Random(seed)
+    sizes = [drawn.choice([1.0, 1.5, 2.0, 3.5, 5.0]) * (1 + 0.01 * drawn.random()) for _ in range(count)]
+    return [
+        Matrix(str(i), s, int(10 * s), state_bytes=drawn.randint(1, 9) if state else 0) for i, s in enumerate(sizes)
+    ]
+
+
+def brute_force(matrices: list[Matrix], ranks: int, cap: int | None = None) -> float:
+    best = float("inf")
+    for owner in itertools.product(range(ranks), repeat=len(matrices)):
+        loads, kept = [0.0] * ranks, [0] * ranks
+        for matrix, rank in zip(matrices, owner, strict=True):
+            loads[rank] += matrix.seconds
+            kept[rank] += matrix.state_bytes
+        if cap is None or max(kept) <= cap:
+            best = min(best, max(loads))
+    return best
+
+
+def check(owners: Owners, matrices: list[Matrix]) -> None:
+    """Loads are those of what was given, and no less than the bound."""
+    loads = [0.0] * len(owners.loads_s)
+    for matrix, gang in zip(matrices, owners.ranks, strict=True):
+        assert len(set(gang)) == len(gang)
+        for rank in gang:
+            loads[rank] += matrix.seconds if len(gang) == 1 else matrix.shared_s[(2, 4, 8, 16).index(len(gang))]
+    assert all(has >= needs - 1e-9 for has, needs in zip(owners.loads_s, loads, strict=True))
+    assert owners.makespan_s >= owners.bound_s * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_near_every_assignment_there_is(seed: int):
+    matrices, ranks = some(seed, 8), 2 + seed % 3
+    owners, best = assign(matrices, ranks), brute_force(matrices, ranks)
+    check(owners, matrices)
+    assert owners.bound_s <= best * (1 + 1e-12)
+    assert owners.makespan_s <= best * 1.03
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_cap_on_whole_states_is_kept(seed: int):
+    matrices = some(seed, 8, state=True)
+    cap = max(*(m.state_bytes for m in matrices), sum(m.state_bytes for m in matrices) // 3 + 4)
+    owners = assign(matrices, 3, cap_bytes=cap)
+    assert max(owners.state_bytes) <= cap
+    assert owners.makespan_s <= brute_force(matrices, 3, cap) * 1.15
+
+
+def test_states_that_do_not_fit_are_said():
+    with pytest.raises(OwnersInfeasible, match="room for 9 bytes"):
+        assign([Matrix("a", 1.0, 1, state_bytes=9), Matrix("b", 1.0, 1, state_bytes=1)], 2, cap_bytes=8)
+    with pytest.raises(ConfigError, match="at least one rank, got 1 and 0"):
+        assign([Matrix("a", 1.0, 1)], 0)
+
+
+@pytest.mark.parametrize("name", QWEN3)
+@pytest.mark.parametrize("ranks", [16, 64, 256])
+def test_never_worse_than_what_others_do(name: str, ranks: int):
+    matrices = qwen3(name)
+    owners = assign(matrices, ranks)
+    check(owners, matrices)
+    for policy in POLICIES.values():
+        other = policy(matrices, ranks)
+        check(other, matrices)
+        assert owners.makespan_s <= other.makespan_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("1.7B", 16), ("8B", 16), ("8B", 32), ("32B", 16), ("32B", 64), ("32B", 256)]
+)
+def test_within_two_percent_where_that_is_provable(name: str, ranks: int):
+    assert assign(qwen3(name), ranks).gap < 0.02
+
+
+def test_several_ranks_share_a_matrix_once_ranks_are_many():
+    alone, shared = assign(qwen3("8B"), 256), assign(qwen3("8B", shared=True), 256)
+    check(shared, qwen3("8B", shared=True))
+    assert max(len(gang) for gang in shared.ranks) > 1
+    assert shared.makespan_s < 0.9 * alone.makespan_s
+
+
+def test_the_order_of_matrices_does_not_matter():
+    matrices = qwen3("1.7B")
+    mixed = random.Random(0).sample(matrices, len(matrices))
+    assert assign(mixed, 64).makespan_s == pytest.approx(assign(matrices, 64).makespan_s, rel=1e-9)
+    assert assign(matrices, 64) == assign(matrices, 64)
+
+
+def test_the_bound_counts_the_largest():
+    three = [Matrix(str(i), 1.0, 1) for i in range(3)]
+    assert bound_s(three, 2) == 2.0

@@ -1,0 +1,196 @@
+"""Placement: tasks on unlike devices, as plain numbers.
+
+A *problem* is an acyclic graph of tasks (operations or modules) with the seconds each takes on each device, flows of
+bytes between them, and a network. A *placement* says on which device each task runs, and what comes of that. Tasks of a
+group share a device: forward and backward of a module, whose parameters and saved activations lie there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, isfinite, isnan
+
+from lading.errors import ConfigError
+from lading.ir.fleet import Network
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """An operation, or a module's operations of one phase.
+
+    Attributes:
+        seconds: On each device; infinite where it cannot run.
+        resident_bytes: On its device throughout: weights, gradients, optimizer states.
+        kept_bytes: On its device, of each micro-batch under way, at one moment (the end of forward) beside the
+            ``kept_bytes`` of all others: activations saved for backward, each counted for one task only. Planners and
+            bounds count them; the simulation follows the flows.
+        working_bytes: While it runs, beside what flows in and out.
+        group: Tasks of one group share a device; "" for a group of its own.
+        backward: Goes before forward tasks that could start as well.
+        once: Runs once a step, after all micro-batches: an optimizer's update.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    resident_bytes: int = 0
+    kept_bytes: int = 0
+    working_bytes: int = 0
+    group: str = ""
+    backward: bool = False
+    once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What a task gives to others: sent once to each other device that has a target, and there till the last is done.
+
+    Attributes:
+        targets: Tasks that need it, all after the source.
+    """
+
+    source: int
+    targets: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tasks that share a device, in order, with the sums that planners use.
+
+    Attributes:
+        seconds: Of one micro-batch on each device; ``once_s`` of what runs once a step.
+        working_bytes: Most that one of its tasks needs beside what is resident and kept, flows in and out included.
+    """
+
+    name: str
+    tasks: tuple[int, ...]
+    seconds: tuple[float, ...]
+    once_s: tuple[float, ...]
+    resident_bytes: int
+    kept_bytes: int
+    working_bytes: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tasks in an order in which they could run on one device, flows, and the network.
+
+    Attributes:
+        micro_batches: How often the tasks run in one step, one micro-batch after another.
+        assumed: What was taken for granted in making it.
+    """
+
+    name: str
+    tasks: tuple[Task, ...]
+    flows: tuple[Flow, ...]
+    network: Network
+    micro_batches: int = 1
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = len(self.network.devices)
+        if self.micro_batches < 1 or not self.tasks:
+            raise ConfigError(f"expected tasks and micro_batches >= 1, got {len(self.tasks)} and {self.micro_batches}")
+        for task in self.tasks:
+            if len(task.seconds) != count or min(task.seconds) < 0 or any(map(isnan, task.seconds)):
+                raise ConfigError(f"task {task.name}: expected {count} seconds >= 0, one a device, got {task.seconds}")
+            if min(task.resident_bytes, task.kept_bytes, task.working_bytes) < 0:
+                raise ConfigError(f"task {task.name}: expected bytes >= 0, got {task}")
+        for flow in self.flows:
+            if not all(0 <= flow.source < target < len(self.tasks) for target in flow.targets) or flow.size_bytes < 0:
+                raise ConfigError(f"expected a flow of >= 0 bytes to later tasks, got {flow}")
+        for group in self.groups:
+            if not any(isfinite(s + o) for s, o in zip(group.seconds, group.once_s, strict=True)):
+                raise ConfigError(f"expected a device that can run all of {group.name}, no device can; {self.assumed}")
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """In the order of their first tasks."""
+        members: dict[str, list[int]] = {}
+        for number, task in enumerate(self.tasks):
+            members.setdefault(task.group or f"{task.name} #{number}", []).append(number)
+        return tuple(self._group(name, numbers) for name, numbers in members.items())
+
+    def _group(self, name: str, numbers: list[int]) -> Group:
+        own = [self.tasks[n] for n in numbers]
+        devices = range(len(self.network.devices))
+        return Group(
+            name=self.tasks[numbers[0]].group or self.tasks[numbers[0]].name,
+            tasks=tuple(numbers),
+            seconds=tuple(sum(t.seconds[d] for t in own if not t.once) for d in devices),
+            once_s=tuple(sum(t.seconds[d] for t in own if t.once) for d in devices),
+            resident_bytes=sum(t.resident_bytes for t in own),
+            kept_bytes=sum(t.kept_bytes for t in own),
+            working_bytes=max(self._beside[n] for n in numbers),
+        )
+
+    @cached_property
+    def _beside(self) -> list[int]:
+        """What each task needs while it runs: its own, and what flows in and out but is not kept for backward."""
+        found = [task.working_bytes for task in self.tasks]
+        for flow in self.flows:
+            if self.tasks[flow.source].backward or not any(self.tasks[t].backward for t in flow.targets):
+                for task in (flow.source, *dict.fromkeys(flow.targets)):
+                    found[task] += flow.size_bytes
+        return found
+
+    @cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """Of each task, its group."""
+        found = [0] * len(self.tasks)
+        for number, group in enumerate(self.groups):
+            for task in group.tasks:
+                found[task] = number
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of groups, neighbours in order, on one device."""
+
+    device: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each group runs, and what comes of it as simulated.
+
+    Attributes:
+        devices: Of each group of the problem.
+        windows: Of each device, micro-batches that may be under way on it at a time.
+        step_s: Of all micro-batches; ``bound_s`` is below it for every placement that fits (0: no bound known).
+        busy_s: Of each device; ``channel_s`` of each channel.
+        peak_bytes: Of each device.
+        fits: Whether every peak is within the device's memory.
+        policy: What found it, and ``note`` what to know of that.
+    """
+
+    policy: str
+    devices: tuple[int, ...]
+    windows: tuple[int, ...]
+    step_s: float
+    busy_s: tuple[float, ...]
+    channel_s: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    fits: bool
+    bound_s: float = 0.0
+    note: str = ""
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound, as a share of it; infinite where none is known."""
+        return self.step_s / self.bound_s - 1 if self.bound_s > 0 else inf
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Runs of groups on one device, in order."""
+        found: list[Part] = []
+        for number, device in enumerate(self.devices):
+            if found and found[-1].device == device:
+                found[-1] = Part(device, found[-1].first, number)
+            else:
+                found.append(Part(device, number, number))
+        return tuple(found)

@@ -1,0 +1,179 @@
+"""Place: a problem and a policy's name give a placement with a bound; or all policies side by side.
+
+``chain``    contiguous parts, exact (``lading.planner.placement.chain``)
+``lp``       any placement: relaxation, rounding, local search (``lading.planner.placement.relaxed``)
+``m-topo``, ``m-etf``, ``m-sct``, ``heft``    for comparison (``lading.planner.placement.listing``)
+``single``   everything on the one device where that is fastest
+``even``     contiguous parts of equal work on all devices in their order, as one would cut by hand
+``best``     the fastest of all these, improved once more
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.placement import Placement, Problem
+from lading.planner.placement.chain import MOST_DEVICES, place_chain
+from lading.planner.placement.listing import etf, heft, sct, topo
+from lading.planner.placement.relaxed import Relaxed, place_lp, relax
+from lading.planner.placement.search import improve
+from lading.planner.placement.trial import Trial, key_of
+from lading.units import format_bytes
+
+#: From a trial, the relaxation (None: it has no solution) and an effort, a placement or None.
+Policy = Callable[[Trial, Relaxed | None, int], Placement | None]
+_EFFORT = 6
+BEST = "best"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Every policy on one problem.
+
+    Attributes:
+        placements: Of each policy that found one, in order; the last is ``best``.
+        failed: Policies that found none, and why.
+    """
+
+    problem: Problem
+    placements: tuple[Placement, ...]
+    failed: tuple[tuple[str, str], ...]
+    bound_s: float
+
+    @property
+    def best(self) -> Placement:
+        """The fastest that fits."""
+        return self.placements[-1]
+
+
+def place(problem: Problem, policy: str = BEST, *, effort: int = _EFFORT) -> Placement:
+    """A placement by one policy, simulated, with the bound on all placements.
+
+    Args:
+        policy: One of ``POLICIES``, or "best".
+        effort: Of local search: how much it simulates, in units of 100,000 tasks and flows.
+
+    Raises:
+        ConfigError: no such policy.
+        PlanInfeasible: it finds none that fits; says what binds.
+    """
+    if policy == BEST:
+        return contest(problem, effort=effort).best
+    if policy not in POLICIES:
+        raise ConfigError(f"expected a policy among {', '.join(POLICIES)} or {BEST}, got {policy!r}")
+    trial, relaxed = Trial(problem), relax(problem)
+    found = POLICIES[policy](trial, relaxed, effort)
+    if found is None or not found.fits:
+        raise _infeasible(problem, found, policy)
+    return dataclasses.replace(found, bound_s=relaxed.bound_s if relaxed else 0.0)
+
+
+def contest(problem: Problem, *, effort: int = _EFFORT) -> Contest:
+    """All policies side by side.
+
+    Raises:
+        PlanInfeasible: none finds a placement that fits; says what binds.
+    """
+    trial, relaxed = Trial(problem), relax(problem)
+    bound_s = relaxed.bound_s if relaxed else 0.0
+    placements: list[Placement] = []
+    tried: list[Placement] = []
+    failed: list[tuple[str, str]] = []
+    for name, policy in POLICIES.items():
+        if name == "chain" and len(problem.network.devices) > MOST_DEVICES:
+            failed.append((name, f"more than {MOST_DEVICES} devices"))
+            continue
+        found = policy(trial, relaxed, effort)
+        if found is not None:
+            tried.append(found)
+        if found is None or not found.fits:
+            failed.append((name, "finds none that fits"))
+        else:
+            placements.append(dataclasses.replace(found, policy=name, bound_s=bound_s))
+    memory = problem.network.memory_bytes
+    start = min(tried, key=lambda p: key_of(p, memory), default=None)
+    if start is None:
+        raise _infeasible(problem, None, BEST)
+    best = improve(trial, start, effort)
+    if not best.fits:
+        raise _infeasible(problem, best, BEST)
+    note = f"from {start.policy}"
+    placements.append(dataclasses.replace(best, policy=BEST, bound_s=bound_s, note=note))
+    return Contest(problem, tuple(placements), tuple(failed), bound_s)
+
+
+def _infeasible(problem: Problem, found: Placement | None, policy: str) -> PlanInfeasible:
+    """What binds: a group that no device holds, all of them together, or where the nearest is too full."""
+    network, groups = problem.network, problem.groups
+    need = [g.resident_bytes + g.kept_bytes for g in groups]
+    largest = max(range(len(groups)), key=need.__getitem__)
+    total, room = sum(need), sum(network.memory_bytes)
+    if need[largest] > max(network.memory_bytes):
+        missing = need[largest] - max(network.memory_bytes)
+        what = f"{groups[largest].name} alone needs {format_bytes(need[largest])}, the largest device has "
+        what += f"{format_bytes(max(network.memory_bytes))}: split it or take a larger device"
+    elif total > room:
+        missing = total - room
+        what = (
+            f"all parts need {format_bytes(total)}, the devices have {format_bytes(room)} together: add a device, or "
+        )
+        what += "make the batch smaller"
+    elif found is not None:
+        pairs = list(zip(found.peak_bytes, network.memory_bytes, strict=True))
+        worst = max(range(len(pairs)), key=lambda d: pairs[d][0] - pairs[d][1])
+        missing = pairs[worst][0] - pairs[worst][1]
+        what = f"the nearest placement needs {format_bytes(pairs[worst][0])} on {network.devices[worst]}, which has "
+        what += f"{format_bytes(pairs[worst][1])}: add a device, or make the batch smaller"
+    else:
+        missing = 0
+        what = (
+            f"{format_bytes(total)} in parts of up to {format_bytes(need[largest])} on {len(network.devices)} devices"
+        )
+        what += (
+            " of " + ", ".join(map(format_bytes, network.memory_bytes)) + ": cut the model finer or try another policy"
+        )
+    return PlanInfeasible(
+        f"{problem.name}: {policy} finds no placement that fits; {what}",
+        missing_bytes=max(0, missing),
+        smallest_budget_bytes=total,
+    )
+
+
+def _single(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | None:
+    problem = trial.problem
+    whole = [[d] * len(problem.groups) for d in range(len(problem.network.devices))]
+    found = [trial.of(devices) for devices in whole if trial.can_run(devices)]
+    return min((p for p in found if p.fits), key=lambda p: p.step_s, default=None)
+
+
+def _even(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | None:
+    """Cut where the fastest device's seconds reach each share."""
+    problem, count = trial.problem, len(trial.problem.network.devices)
+    seconds = [min(g.seconds) + min(g.once_s) for g in problem.groups]
+    total, done, devices = sum(seconds), 0.0, list[int]()
+    for own in seconds:
+        devices.append(min(int((done + own / 2) / total * count), count - 1) if total else 0)
+        done += own
+    found = trial.of(devices) if trial.can_run(devices) else None
+    return found if found is not None and found.fits else None
+
+
+def _lists(plan: Callable[[Problem, Sequence[int]], list[int] | None]) -> Policy:
+    """A policy that knows neither relaxation nor effort."""
+    return lambda trial, relaxed, effort: trial.fitting(lambda memory: plan(trial.problem, memory), "")
+
+
+#: By name.
+POLICIES: dict[str, Policy] = {
+    "single": _single,
+    "even": _even,
+    "m-topo": _lists(topo),
+    "m-etf": _lists(etf),
+    "m-sct": _lists(sct),
+    "heft": _lists(heft),
+    "chain": lambda trial, relaxed, effort: place_chain(trial),
+    "lp": place_lp,
+}

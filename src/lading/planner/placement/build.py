@@ -1,0 +1,280 @@
+"""Problems from captured graphs: seconds by the cost model of each device, flows by storages, memory by roles.
+
+A unit (``lading.planner.placement.units``) is a task; forward and backward of a module, and the AdamW update of its
+parameters, are a group. A storage that one unit makes and others read is a flow. A parameter lies where it is first
+read, with its gradient and states; another group that reads it (tied weights) has a copy, and the gradient it makes is
+sent to the first, the new value back. Batches are there on every device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf, prod
+
+from lading.cost.compute import missing_rates, op_costs
+from lading.errors import ConfigError
+from lading.ir.fleet import Fleet
+from lading.ir.graph import DTYPE_BYTES, Phase, StepGraph
+from lading.ir.machine import Device
+from lading.ir.placement import Flow, Problem, Task
+from lading.ir.retarget import retarget
+from lading.planner.placement.units import Unit, like, modules, operations
+
+#: AdamW's two moments, and the fp32 value beside a parameter of 16 bits, for each element.
+MOMENT_BYTES, MASTER_BYTES = 8, 4
+_MOST_UNITS = 96
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grain:
+    """What is placed as one.
+
+    Attributes:
+        operations: Single operations; else modules, as fine as gives at most ``most`` of them.
+        training: Forward, backward and update; else one forward pass.
+    """
+
+    operations: bool = False
+    most: int = _MOST_UNITS
+    training: bool = True
+
+
+def problem_of(
+    graph: StepGraph, fleet: Fleet, *, grain: Grain | None = None, micro_batches: int = 1, name: str = "graph"
+) -> Problem:
+    """The placement of a captured micro-batch (``lading.capture``) on a fleet.
+
+    Args:
+        micro_batches: Of one step, one after another.
+
+    Raises:
+        ConfigError: no device can run the graph, or the fleet is not joined.
+    """
+    grain = grain or Grain()
+    devices = [member.machine.device for member in fleet.devices]
+    graphs = {d.kind: retarget(graph, d.kind, flash="bfloat16" in d.peak_flops_per_s) for d in reversed(devices)}
+    base = graphs[devices[0].kind]
+    units = operations(base, training=grain.training) if grain.operations else _modules(base, grain)
+    seconds, assumed = _seconds(base, graphs, units, devices, grain)
+    built = _Built(base, units, grain.training)
+    tasks, flows = built.tasks(seconds, devices), built.flows()
+    said = dict.fromkeys(assumed)
+    return Problem(name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said))
+
+
+def _modules(graph: StepGraph, grain: Grain) -> list[Unit]:
+    return modules(graph, grain.most, training=grain.training)
+
+
+def _seconds(
+    base: StepGraph, graphs: dict[str, StepGraph], units: Sequence[Unit], devices: Sequence[Device], grain: Grain
+) -> tuple[list[tuple[float, ...]], list[str]]:
+    """Of every unit on every device; and what that assumes."""
+    columns: list[list[float]] = []
+    said: list[str] = []
+    for device in devices:
+        graph, own = graphs[device.kind], units
+        if graph is not base:
+            found = None if grain.operations else like(graph, units, grain.most, training=grain.training)
+            if found is None:
+                graph = base
+                said.append(f"operations of {devices[0].kind} timed on {device.name} as they are")
+            own = found or units
+        try:
+            costs = op_costs(graph, device)
+        except ConfigError as error:
+            columns.append([inf] * len(units))
+            said.append(f"{device.name} is left out: {error}")
+            continue
+        said += missing_rates(graph, device)
+        columns.append([sum(costs[unit.first : unit.last + 1]) for unit in own])
+    return list(zip(*columns, strict=True)), said
+
+
+@dataclass(slots=True)
+class _Need:
+    """What a group holds."""
+
+    resident: int = 0
+    trained: int = 0  # elements
+    updates: list[int] = field(default_factory=lambda: [])  # parameters, by number
+
+
+class _Built:
+    """One graph's units as tasks and flows."""
+
+    def __init__(self, graph: StepGraph, units: Sequence[Unit], training: bool) -> None:
+        self.graph, self.units, self.training = graph, units, training
+        self.unit_of = {i: n for n, unit in enumerate(units) for i in range(unit.first, unit.last + 1)}
+        self.groups = self._groups()
+        #: (storage, unit that wrote it) to the other units that read it so.
+        self.readers: dict[tuple[int, int], dict[int, None]] = {}
+        self.working = [0] * len(units)
+        self._follow()
+        self.needs: dict[str, _Need] = defaultdict(_Need)
+        self.extra: list[tuple[int, str, int]] = []  # gradients made elsewhere: unit, group of the update, bytes
+        self.copies: list[tuple[str, str, int]] = []  # tied values: group of the update, group of the copy, bytes
+        self._parameters()
+
+    def _groups(self) -> list[str]:
+        """Name of each unit's group; operations are joined by the parameters they use."""
+        if len(self.units) < len(self.unit_of) or not self.training:
+            return [unit.key for unit in self.units]
+        owner = list(range(len(self.units)))
+
+        def root(n: int) -> int:
+            while owner[n] != n:
+                n = owner[n]
+            return n
+
+        first: dict[int, int] = {}
+        for index, unit in self.unit_of.items():
+            for storage in (*self.graph.op_reads[index], *self.graph.op_writes[index]):
+                place = self._parameter_storages.get(storage)
+                if place is not None:
+                    a, b = root(first.setdefault(place, unit)), root(unit)
+                    owner[max(a, b)] = min(a, b)
+        return [self.units[root(n)].key for n in range(len(self.units))]
+
+    @property
+    def _parameter_storages(self) -> dict[int, int]:
+        """Parameter by the storages of its value and its gradient."""
+        found: dict[int, int] = {}
+        for number, parameter in enumerate(self.graph.parameters):
+            found[self.graph.storage_of(parameter.tensor)] = number
+            if parameter.gradient is not None:
+                found[self.graph.storage_of(parameter.gradient)] = number
+        return found
+
+    def _follow(self) -> None:
+        """Who reads what whom has written; and what a unit needs inside itself."""
+        graph, writer = self.graph, dict[int, int]()
+        gradients = {graph.storage_of(p.gradient) for p in graph.parameters if p.gradient is not None}
+        last: dict[tuple[int, int], int] = {}
+        for index, unit in self.unit_of.items():
+            for storage in graph.op_reads[index]:
+                made = writer.get(storage)
+                if made is not None:
+                    last[storage, made] = index
+                    if made != unit:
+                        self.readers.setdefault((storage, made), {})[unit] = None
+            for storage in graph.op_writes[index]:
+                if storage not in graph.persistent:
+                    writer[storage] = unit
+                    last.setdefault((storage, unit), index)
+        ends: dict[int, dict[int, int]] = defaultdict(dict)
+        for (storage, made), index in last.items():
+            if (storage, made) not in self.readers and storage not in gradients:
+                ends[made][storage] = index
+        for number, unit in enumerate(self.units):
+            self.working[number] = self._peak(unit, ends[number])
+
+    def _peak(self, unit: Unit, ends: dict[int, int]) -> int:
+        """Most bytes at once of storages that only the unit itself sees."""
+        graph, now, peak, there = self.graph, 0, 0, set[int]()
+        for index in range(unit.first, unit.last + 1):
+            new = [s for s in graph.op_writes[index] if s in ends and s not in there]
+            there.update(new)
+            now += sum(graph.storages[s].size_bytes for s in new)
+            peak = max(peak, now)
+            gone = [s for s in there if ends[s] <= index]
+            there.difference_update(gone)
+            now -= sum(graph.storages[s].size_bytes for s in gone)
+        return peak
+
+    def _parameters(self) -> None:
+        """Parameters, gradients and states to groups; other persistent storages to every group that reads them."""
+        graph = self.graph
+        users: dict[int, dict[str, None]] = defaultdict(dict)
+        for index, unit in self.unit_of.items():
+            for storage in graph.op_reads[index]:
+                if storage in graph.persistent:
+                    users[storage][self.groups[unit]] = None
+        numbers = {graph.storage_of(p.tensor): n for n, p in enumerate(graph.parameters)}
+        for storage, groups in users.items():
+            for group in groups:
+                self.needs[group].resident += graph.storages[storage].size_bytes
+            if storage in numbers and self.training:
+                self._trained(numbers[storage], list(groups))
+
+    def _trained(self, number: int, groups: list[str]) -> None:
+        graph, parameter = self.graph, self.graph.parameters[number]
+        if parameter.gradient is None:
+            return
+        tensor, need = graph.tensors[parameter.tensor], self.needs[groups[0]]
+        elements = prod(tensor.shape)
+        states = elements * (MOMENT_BYTES + (MASTER_BYTES if DTYPE_BYTES[tensor.dtype] < 4 else 0))
+        need.resident += tensor.size_bytes + states
+        need.trained += elements
+        need.updates.append(number)
+        self.copies += [(groups[0], other, tensor.size_bytes) for other in groups[1:]]
+        made = graph.storage_of(parameter.gradient)
+        for index, unit in self.unit_of.items():
+            if made in graph.op_writes[index] and self.groups[unit] != groups[0]:
+                self.extra.append((unit, groups[0], tensor.size_bytes))
+
+    def tasks(self, seconds: Sequence[tuple[float, ...]], devices: Sequence[Device]) -> list[Task]:
+        """A task for each unit, then the update of each group that has parameters."""
+        kept = self._kept()
+        tasks: list[Task] = []
+        first: set[str] = set()
+        for number, unit in enumerate(self.units):
+            group = self.groups[number]
+            tasks.append(
+                Task(
+                    name=_named(unit),
+                    seconds=seconds[number],
+                    resident_bytes=0 if group in first else self.needs[group].resident,
+                    kept_bytes=kept[number],
+                    working_bytes=self.working[number],
+                    group=group if self.training else "",
+                    backward=unit.phase is Phase.BACKWARD,
+                )
+            )
+            first.add(group)
+        for group in self._updated():
+            elements = self.needs[group].trained
+            each = tuple(d.op_overhead_s + elements / d.optimizer_elements_per_s for d in devices)
+            tasks.append(Task(f"update of {group}", each, group=group, once=True))
+        return tasks
+
+    def _updated(self) -> list[str]:
+        """Groups with an update, those that others wait for first."""
+        return [group for group, need in self.needs.items() if need.updates]
+
+    def _kept(self) -> list[int]:
+        """Bytes saved for backward, each storage once: where it is made if it is read there, else at one reader."""
+        kept = [0] * len(self.units)
+        for (storage, made), units in self.readers.items():
+            back = [u for u in units if self.units[u].phase is Phase.BACKWARD]
+            if back and self.units[made].phase is not Phase.BACKWARD:
+                home = made if any(self.groups[u] == self.groups[made] for u in back) else back[0]
+                kept[home] += self.graph.storages[storage].size_bytes
+        return kept
+
+    def flows(self) -> list[Flow]:
+        """What units give each other; those of the same ends are one."""
+        sizes: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
+        for (storage, made), units in self.readers.items():
+            sizes[made, tuple(sorted(units))] += self.graph.storages[storage].size_bytes
+        update = {group: len(self.units) + n for n, group in enumerate(self._updated())}
+        for group, task in update.items():
+            for unit in self._makers(group):
+                sizes[unit, (task,)] += 0
+        for unit, group, size in self.extra:
+            sizes[unit, (update[group],)] += size
+        for group, other, size in self.copies:
+            if other in update and update[other] > update[group]:
+                sizes[update[group], (update[other],)] += size
+        return [Flow(source, targets, size) for (source, targets), size in sizes.items()]
+
+    def _makers(self, group: str) -> Iterable[int]:
+        """Backward units of a group."""
+        return [n for n, u in enumerate(self.units) if self.groups[n] == group and u.phase is Phase.BACKWARD]
+
+
+def _named(unit: Unit) -> str:
+    name = unit.key or "(model)"
+    return f"{name} backward" if unit.phase is Phase.BACKWARD else name

@@ -1,0 +1,255 @@
+"""Contiguous parts: exact dynamic programming over cuts, devices and their order.
+
+Groups 0..n-1 in order are cut into parts, each on a device of its own. With M micro-batches, f_d(i, j) the seconds of
+groups i..j-1 on device d for one of them, o_d(i, j) those once a step, and x_ab(j) the seconds of all flows over the
+cut before group j when it lies between devices a and b (forward from a to b, backward from b to a), it minimises
+
+    L + (M - 1) B,   L = sum of f + sum of x + o of the first part,   B = the largest f of a part or x of a cut
+
+subject to, for each part with K parts from it to the end,
+
+    resident(i, j) + min(M, K) kept(i, j) + working(i, j) <= memory_d                            ``_Parts.fits``
+
+For one micro-batch of a chain L is the simulated time: nothing runs beside anything else but updates, which are counted
+for the first part only (each part's update starts when its own backward is done, the first part's last), and once more
+for all parts (``_ONCE``); the simulation decides. For M = 1 the recursion over what is left,
+
+    best[S][d](i) = min over j of f_d(i, j) + min over e in S of x_de(j) + best[S - d][e](j)     ``_Parts.solve``
+
+is exact: S is the set of devices of what is left, of which d comes first, so their order is free. For M > 1, B is
+bounded from above by less and less, each time just below that of the plan found before, until L alone with the least B
+there can be is no better than the best plan (``_plans``): the optimum is among those found. The best of them are
+simulated, as pipelines fill and drain in more ways than L and B tell, beside each device alone; the fastest counts.
+
+A graph that is no chain is taken in its order: what crosses several cuts is counted at each, and the simulation, where
+it goes straight to its target, decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf
+
+import numpy as np
+
+from lading.errors import ConfigError
+from lading.ir.placement import Placement, Problem
+from lading.planner.placement.trial import Trial, key_of
+
+#: Most devices whose order is searched.
+MOST_DEVICES = 10
+#: Whether updates of later parts hide under backward of earlier ones.
+_ONCE = (False, True)
+#: Plans looked at, and of those the best that are simulated.
+_PLANS, _SIMULATED = 200, 12
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A plan: which devices, in order, each from which group on.
+
+    Attributes:
+        latency_s: Of one micro-batch; ``period_s`` of the busiest part or cut.
+    """
+
+    devices: tuple[int, ...]
+    starts: tuple[int, ...]
+    latency_s: float
+    period_s: float
+
+    def total_s(self, copies: int) -> float:
+        """Of so many micro-batches."""
+        return self.latency_s + (copies - 1) * self.period_s
+
+    def assignment(self, count: int) -> list[int]:
+        """The device of each of ``count`` groups."""
+        ends = (*self.starts[1:], count)
+        return [d for d, a, b in zip(self.devices, self.starts, ends, strict=True) for _ in range(a, b)]
+
+
+def place_chain(trial: Trial) -> Placement | None:
+    """The fastest contiguous placement that fits as simulated; None where none does.
+
+    Raises:
+        ConfigError: more devices than orders can be searched for.
+    """
+    problem = trial.problem
+    if len(problem.network.devices) > MOST_DEVICES:
+        raise ConfigError(
+            f"chain: expected at most {MOST_DEVICES} devices, got {len(problem.network.devices)}; leave some out"
+        )
+    memory = problem.network.memory_bytes
+    found: list[Placement] = []
+    for windowed in (True, False) if problem.micro_batches > 1 else (False,):
+        for once in _ONCE:
+            placed = _fitting(trial, windowed=windowed, once=once)
+            if placed is not None:
+                found.append(placed)
+    return min(found, key=lambda p: key_of(p, memory), default=None)
+
+
+def _fitting(trial: Trial, *, windowed: bool, once: bool) -> Placement | None:
+    problem = trial.problem
+
+    def plan(memory: Sequence[int]) -> list[int] | None:
+        parts = _Parts(problem, memory, windowed=windowed, once=once)
+        cuts = _plans(parts, problem.micro_batches)
+        cuts.sort(key=lambda cut: cut.total_s(problem.micro_batches))
+        plans = [cut.assignment(len(problem.groups)) for cut in cuts[:_SIMULATED]]
+        plans += [[d] * len(problem.groups) for d in range(len(memory)) if parts.fits(d, 1)[0, -1]]
+        placed = [trial.of(devices, "chain") for devices in plans if trial.can_run(devices)]
+        best = min(placed, key=lambda p: key_of(p, problem.network.memory_bytes), default=None)
+        return None if best is None else list(best.devices)
+
+    return trial.fitting(plan, "chain")
+
+
+def best_cut(problem: Problem, memory: Sequence[int], *, windowed: bool = True, once: bool = True) -> Cut | None:
+    """The optimum of the objective above; None where nothing fits.
+
+    Args:
+        memory: Bytes of each device.
+        windowed: Each part holds as many micro-batches as there are parts from it on; else one.
+        once: Updates of all parts count, not the first part's only.
+    """
+    plans = _plans(_Parts(problem, memory, windowed=windowed, once=once), problem.micro_batches)
+    return min(plans, key=lambda cut: cut.total_s(problem.micro_batches), default=None)
+
+
+def _plans(parts: _Parts, copies: int) -> list[Cut]:
+    """Plans of less and less period and more and more latency, until none can be the best."""
+    found: list[Cut] = []
+    best_s, limit = inf, inf
+    least = parts.least_period() if copies > 1 else 0.0
+    while len(found) < _PLANS:
+        cut = parts.solve(limit)
+        if cut is None or cut.latency_s + (copies - 1) * least >= best_s:
+            break
+        found.append(cut)
+        best_s = min(best_s, cut.total_s(copies))
+        if copies == 1:
+            break
+        limit = float(np.nextafter(cut.period_s, 0.0))
+    return found
+
+
+class _Parts:
+    """Costs of parts and cuts as arrays."""
+
+    def __init__(self, problem: Problem, memory: Sequence[int], *, windowed: bool, once: bool) -> None:
+        groups = problem.groups
+        self.count, self.devices = len(groups), len(problem.network.devices)
+        self.memory, self.copies, self.windowed = memory, problem.micro_batches, windowed
+        own = np.array([g.seconds for g in groups]).T
+        last = np.array([g.once_s for g in groups]).T
+        self.busy = np.stack([_sums(row) for row in own])  # [d, i, j]
+        self.once = np.stack([_sums(row) for row in last])
+        self.first = np.zeros_like(self.once) if once else self.once
+        self.cost = self.busy + (self.once if once else 0.0)
+        self.resident = _sums(np.array([float(g.resident_bytes) for g in groups]))
+        self.kept = _sums(np.array([float(g.kept_bytes) for g in groups]))
+        self.working = _maxima(np.array([float(g.working_bytes) for g in groups]))
+        self.cuts = _cuts(problem)  # [j, a, b]
+
+    def fits(self, device: int, left: int) -> np.ndarray:
+        """Which parts [i, j] fit a device that has ``left`` parts from it to the end."""
+        window = min(self.copies, left) if self.windowed else 1
+        return self.resident + window * self.kept + self.working <= self.memory[device]
+
+    def solve(self, limit: float) -> Cut | None:
+        """The least latency with no part or cut busier than ``limit``."""
+        return self._solve(limit, period=False)
+
+    def least_period(self) -> float:
+        """The least there can be of the busiest part or cut; infinite where nothing fits."""
+        cut = self._solve(inf, period=True)
+        return inf if cut is None else cut.period_s
+
+    def _solve(self, limit: float, *, period: bool) -> Cut | None:
+        """The recursion; with ``period``, sums become maxima."""
+        n, join = self.count, np.maximum if period else np.add
+        cost = self.busy if period else self.cost
+        crossing = np.where(self.cuts <= limit, self.cuts, inf)
+        best: dict[tuple[frozenset[int], int], np.ndarray] = {}
+        chosen: dict[tuple[frozenset[int], int], tuple[np.ndarray, np.ndarray]] = {}
+        answer: tuple[float, frozenset[int], int] = (inf, frozenset(), -1)
+        for members in _subsets(self.devices, n):
+            for d in sorted(members):
+                allowed = self.fits(d, len(members)) & (self.busy[d] <= limit)
+                part = np.where(allowed, cost[d], inf)
+                after, following = np.full(n + 1, inf), np.full(n + 1, -1)
+                rest = members - {d}
+                for e in sorted(rest):
+                    value = join(crossing[:, d, e], best[rest, e])
+                    following = np.where(value < after, e, following)
+                    after = np.minimum(value, after)
+                if not rest:
+                    after[n] = 0.0
+                total = join(part, after[None, :])
+                end = total.argmin(axis=1)
+                best[members, d] = np.append(total[np.arange(n), end], inf)
+                chosen[members, d] = end, following
+                whole = total[0] if period else total[0] + np.where(allowed[0], self.first[d, 0], 0.0)
+                first = int(whole.argmin())
+                if whole[first] < answer[0]:
+                    answer = float(whole[first]), members, d
+                    chosen[frozenset(), -1] = np.array([first]), following
+        return None if answer[2] < 0 else self._walk(chosen, answer)
+
+    def _walk(self, chosen: dict[tuple[frozenset[int], int], tuple[np.ndarray, np.ndarray]],
+              answer: tuple[float, frozenset[int], int]) -> Cut:  # fmt: skip
+        latency_s, members, d = answer
+        devices, starts = [d], [0]
+        start, period_s = 0, 0.0
+        end = int(chosen[frozenset(), -1][0][0])
+        while True:
+            period_s = max(period_s, float(self.busy[d, start, end]))
+            if end == self.count:
+                return Cut(tuple(devices), tuple(starts), latency_s, period_s)
+            following = int(chosen[members, d][1][end])
+            period_s = max(period_s, float(self.cuts[end, d, following]))
+            members, d, start = members - {d}, following, end
+            devices.append(d)
+            starts.append(start)
+            end = int(chosen[members, d][0][start])
+
+
+def _subsets(devices: int, groups: int) -> Iterator[frozenset[int]]:
+    for size in range(1, min(devices, groups) + 1):
+        yield from map(frozenset, combinations(range(devices), size))
+
+
+def _sums(values: np.ndarray) -> np.ndarray:
+    """[i, j]: sum of values i..j-1; infinite where there are none."""
+    n = len(values)
+    known = np.where(np.isfinite(values), values, 0.0)
+    total = np.concatenate([[0.0], np.cumsum(known)])
+    barred = np.concatenate([[0], np.cumsum(~np.isfinite(values))])
+    sums = total[None, :] - total[:-1, None]
+    sums[(barred[None, :] - barred[:-1, None]) > 0] = inf
+    return np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums, inf)
+
+
+def _maxima(values: np.ndarray) -> np.ndarray:
+    """[i, j]: largest of values i..j-1."""
+    n = len(values)
+    found = np.zeros((n, n + 1))
+    for i in range(n):
+        found[i, i + 1 :] = np.maximum.accumulate(values[i:])
+    return found
+
+
+def _cuts(problem: Problem) -> np.ndarray:
+    """[j, a, b]: seconds of all flows over the cut before group j, with a before and b behind it."""
+    n, network = len(problem.groups), problem.network
+    devices = range(len(network.devices))
+    found = np.zeros((n + 1, len(devices), len(devices)))
+    for flow in problem.flows:
+        source = problem.group_of[flow.source]
+        targets = [problem.group_of[t] for t in flow.targets]
+        seconds = np.array([[network.transfer_s(a, b, flow.size_bytes) for b in devices] for a in devices])
+        found[source + 1 : max(targets) + 1] += seconds
+        found[min(targets) + 1 : source + 1] += seconds.T
+    return found

@@ -1,0 +1,257 @@
+"""Any graph: a linear relaxation, whose optimum bounds every placement, rounded and improved.
+
+Columns: x_gd, the share of group g on device d; S_t, when task t starts; T, the step; y_fgab, the share of flow f to
+group g that goes from device a to b (the share within a device included); z_fab, what is sent of f from a to b for all
+its targets together. With p_td the seconds of a task, c_f(a, b) those of a transfer, M micro-batches, r_h the bytes a
+second of the channel h, it minimises T subject to
+
+    sum over d of x_gd = 1                                                           ``_Relaxation._shares``
+    sum over g of (resident_g + kept_g) x_gd <= memory_d                             ``_Relaxation._memory``
+    sum over b of y_fgab = x_(source)a,   sum over a of y_fgab = x_gb                ``_Relaxation._flow``
+    S_v >= S_u + sum p_ud x_ud + sum c_f(a, b) y_fgab  for each flow f from u to v   ``_Relaxation._order``
+    T >= S_t + sum p_td x_td                                                         ``_Relaxation._order``
+    T >= M sum p_td x_td + once                        for each device               ``_Relaxation._load``
+    T >= M sum size_f z_fab / r_h,  z_fab >= y_fgab    for each channel h            ``_Relaxation._load``
+
+Every placement that fits is a solution with shares of 0 and 1: one micro-batch takes at least its longest way, a device
+at least its work, a channel at least its bytes. So T is a lower bound (``bound_s``), certified by the solver's dual. On
+a chain without a limit of memory the relaxation is a shortest way, so its optimum is a placement. Where y has too many
+columns, only what leaves each device is counted, at the least cost there is (``_Relaxation._leaving``): still a bound.
+
+Rounding (``rounded``): one number in [0, 1) picks each group's device from its shares laid end to end, so neighbours
+with equal shares stay together; several numbers and several orders of devices. ``repaired`` moves groups off a device
+that is too full; ``lading.planner.placement.search`` improves what simulates best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import numpy as np
+
+from lading.errors import SimulationError
+from lading.ir.placement import Flow, Placement, Problem
+from lading.planner.placement.program import LinearProgram
+from lading.planner.placement.search import improve
+from lading.planner.placement.trial import Trial, key_of
+
+#: Columns of y beyond which what leaves a device is counted instead.
+_MOST_COLUMNS = 30_000
+#: What the solver's tolerances may hide, as a share.
+_TOLERANCE = 1e-6
+_PICKS = (0.5, 0.25, 0.75, 0.1, 0.9)
+_IMPROVED = 3
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """The optimum of the relaxation.
+
+    Attributes:
+        shares: [group, device].
+        bound_s: No placement that fits takes less.
+    """
+
+    shares: np.ndarray
+    bound_s: float
+
+
+def relax(problem: Problem, *, nodes: int = 0) -> Relaxed | None:
+    """Solve the relaxation; None where not even shares fit.
+
+    Args:
+        nodes: Also branch on the shares, over at most so many nodes: a sharper bound for small problems.
+    """
+    return _Relaxation(problem).solve(nodes)
+
+
+def place_lp(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | None:
+    """The relaxation rounded, repaired and improved; None where it has no solution."""
+    if relaxed is None:
+        return None
+    memory = trial.problem.network.memory_bytes
+    tried = {tuple(repaired(trial.problem, devices, memory)) for devices in rounded(trial.problem, relaxed.shares)}
+    starts = sorted((trial.of(devices, "lp") for devices in tried if trial.can_run(devices)),
+                    key=lambda p: (key_of(p, memory), p.devices))  # fmt: skip
+    better = [improve(trial, start, effort // _IMPROVED) for start in starts[:_IMPROVED]]
+    return min(better, key=lambda p: key_of(p, memory), default=None)
+
+
+def rounded(problem: Problem, shares: np.ndarray) -> Iterator[list[int]]:
+    """Assignments of groups to devices."""
+    yield [int(d) for d in shares.argmax(axis=1)]
+    count = shares.shape[1]
+    for turn in range(min(count, 4)):
+        turned = [(turn + place) % count for place in range(count)]
+        for order in (turned, turned[::-1]):
+            ends = np.cumsum(shares[:, order], axis=1)
+            for pick in _PICKS:
+                places = np.minimum((ends <= pick).sum(axis=1), count - 1)
+                yield [order[int(place)] for place in places]
+
+
+def repaired(problem: Problem, devices: Sequence[int], memory: Sequence[int]) -> list[int]:
+    """The same, with groups moved off devices that the planner's count says are too full, while there is room.
+
+    Of a full device goes the group whose move costs the fewest seconds for each byte.
+    """
+    groups = problem.groups
+    found = list(devices)
+    need = [g.resident_bytes + g.kept_bytes for g in groups]
+    free = [float(size) for size in memory]
+    for group, device in enumerate(found):
+        free[device] -= need[group]
+    for full in range(len(free)):
+        while free[full] < 0:
+            moves = [
+                ((groups[g].seconds[d] + groups[g].once_s[d] - groups[g].seconds[full]) / need[g], g, d)
+                for g, device in enumerate(found)
+                if device == full and need[g]
+                for d, room in enumerate(free)
+                if d != full and room >= need[g] and isfinite(groups[g].seconds[d] + groups[g].once_s[d])
+            ]
+            if not moves:
+                break
+            _, group, device = min(moves)
+            found[group] = device
+            free[full] += need[group]
+            free[device] -= need[group]
+    return found
+
+
+class _Relaxation:
+    """The program above; times in units of ``unit`` seconds, bytes in those of the largest memory."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.network = problem, problem.network
+        self.devices = range(len(problem.network.devices))
+        self.unit = max(sum(min(s for s in t.seconds if isfinite(s)) for t in problem.tasks) / 100, 1e-12)
+        self.program = LinearProgram()
+        self.whole = self.program.columns(1, cost=1.0)[0]
+        self.start = self.program.columns(len(problem.tasks))
+        self.share = self.program.columns(len(problem.groups) * len(self.devices), whole=True)
+        self.share = self.share.reshape(len(problem.groups), len(self.devices))
+        self.channel: list[list[tuple[int, float]]] = [[] for _ in problem.network.channels]
+        self._shares()
+        self._memory()
+        between = [(f, g) for f in problem.flows for g in self._groups(f)]
+        detailed = len(between) * len(self.devices) ** 2 <= _MOST_COLUMNS
+        last = [True] * len(problem.tasks)
+        for flow in problem.flows:
+            self._order(flow, detailed=detailed)
+            last[flow.source] = False
+        for task in np.flatnonzero(last):
+            self.program.row([(self.whole, 1.0), (self.start[task], -1.0), *self._work(int(task), -1.0)], low=0.0)
+        self._load()
+
+    def solve(self, nodes: int) -> Relaxed | None:
+        try:
+            found = self.program.solve(nodes=nodes)
+        except SimulationError:
+            return None
+        shares = np.clip(found.values[self.share], 0.0, 1.0)
+        return Relaxed(shares, max(0.0, found.bound * self.unit * (1 - _TOLERANCE)))
+
+    def _groups(self, flow: Flow) -> list[int]:
+        """Other groups that a flow goes to."""
+        group_of = self.problem.group_of
+        return sorted({group_of[t] for t in flow.targets} - {group_of[flow.source]})
+
+    def _work(self, task: int, factor: float) -> list[tuple[int, float]]:
+        """Seconds of a task by where its group is."""
+        own, row = self.problem.tasks[task], self.share[self.problem.group_of[task]]
+        return [(row[d], factor * own.seconds[d] / self.unit) for d in self.devices if isfinite(own.seconds[d])]
+
+    def _shares(self) -> None:
+        for group, row in zip(self.problem.groups, self.share, strict=True):
+            can = [isfinite(group.seconds[d] + group.once_s[d]) for d in self.devices]
+            alone = group.resident_bytes + group.kept_bytes
+            can = [c and alone <= self.network.memory_bytes[d] for d, c in zip(self.devices, can, strict=True)]
+            self.program.row([(row[d], 1.0) for d in self.devices], low=1.0, high=1.0)
+            if barred := [(row[d], 1.0) for d in self.devices if not can[d]]:
+                self.program.row(barred, high=0.0)
+
+    def _memory(self) -> None:
+        need = [g.resident_bytes + g.kept_bytes for g in self.problem.groups]
+        for d in self.devices:
+            size = self.network.memory_bytes[d]
+            if sum(need) > size:
+                scale = 100 / max(need)
+                terms = [(row[d], bytes_ * scale) for row, bytes_ in zip(self.share, need, strict=True)]
+                self.program.row(terms, high=size * scale)
+
+    def _order(self, flow: Flow, *, detailed: bool) -> None:
+        group_of = self.problem.group_of
+        source = group_of[flow.source]
+        ways: dict[int, list[tuple[int, float]]] = {source: []}
+        moved: list[np.ndarray] = []
+        for group in self._groups(flow):
+            if detailed:
+                columns = self._flow(source, group)
+                moved.append(columns)
+                ways[group] = [
+                    (columns[a, b], -self.network.transfer_s(a, b, flow.size_bytes) / self.unit)
+                    for a in self.devices
+                    for b in self.devices
+                    if a != b
+                ]
+            else:
+                ways[group] = self._leaving(flow, source, group)
+        for target in dict.fromkeys(flow.targets):
+            terms = [(self.start[target], 1.0), (self.start[flow.source], -1.0), *self._work(flow.source, -1.0)]
+            self.program.row([*terms, *ways[group_of[target]]], low=0.0)
+        if moved and flow.size_bytes:
+            self._sent(flow, moved)
+
+    def _flow(self, source: int, group: int) -> np.ndarray:
+        count = len(self.devices)
+        columns = self.program.columns(count * count).reshape(count, count)
+        for d in self.devices:
+            self.program.row([(self.share[source][d], -1.0), *((c, 1.0) for c in columns[d])], low=0.0, high=0.0)
+            self.program.row([(self.share[group][d], -1.0), *((c, 1.0) for c in columns[:, d])], low=0.0, high=0.0)
+        return columns
+
+    def _leaving(self, flow: Flow, source: int, group: int) -> list[tuple[int, float]]:
+        columns = self.program.columns(len(self.devices))
+        terms: list[tuple[int, float]] = []
+        for a in self.devices:
+            row = [(columns[a], 1.0), (self.share[source][a], -1.0), (self.share[group][a], 1.0)]
+            self.program.row(row, low=0.0)
+            least = min((self.network.transfer_s(a, b, flow.size_bytes) for b in self.devices if b != a), default=0.0)
+            terms.append((columns[a], -least / self.unit))
+        return terms
+
+    def _sent(self, flow: Flow, moved: list[np.ndarray]) -> None:
+        """What of a flow passes each channel."""
+        tasks = self.problem.tasks
+        late = all(tasks[t].once for t in flow.targets)
+        times = 1 if late else self.problem.micro_batches
+        for a in self.devices:
+            for b in self.devices:
+                hops = self.network.routes[a][b]
+                if not hops:
+                    continue
+                column = moved[0][a, b]
+                if len(moved) > 1:
+                    column = self.program.columns(1)[0]
+                    for columns in moved:
+                        self.program.row([(column, 1.0), (columns[a, b], -1.0)], low=0.0)
+                for hop in hops:
+                    seconds = times * flow.size_bytes * hop.seconds_per_byte / self.unit
+                    for channel in hop.channels:
+                        self.channel[channel].append((column, -seconds))
+
+    def _load(self) -> None:
+        copies = self.problem.micro_batches
+        for d in self.devices:
+            terms = [(self.whole, 1.0)]
+            for row, group in zip(self.share, self.problem.groups, strict=True):
+                seconds = copies * group.seconds[d] + group.once_s[d]
+                if isfinite(seconds):
+                    terms.append((row[d], -seconds / self.unit))
+            self.program.row(terms, low=0.0)
+        for terms in self.channel:
+            if terms:
+                self.program.row([(self.whole, 1.0), *terms], low=0.0)

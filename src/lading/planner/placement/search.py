@@ -1,0 +1,83 @@
+"""Local search: a placement changed a little, again and again, kept when it simulates faster (or fits better).
+
+A change moves one group, or a run of neighbours, to another device, moves the border between two parts, or exchanges
+two groups or two devices. One that is a little slower is kept too, at first by 5%, at last not at all, so that the
+search leaves where no single change helps; the best seen counts. Changes are drawn from a generator with a fixed seed and counted, not timed: same problem, same placement.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from lading.ir.placement import Placement
+from lading.planner.placement.trial import Trial, key_of
+
+#: Tasks and flows, each as often as there are micro-batches, that a search of effort 1 simulates.
+_WORK = 100_000
+_FEWEST, _MOST = 20, 200
+_LOOSE = 0.05
+
+
+def improve(trial: Trial, start: Placement, effort: int) -> Placement:
+    """The best placement found from ``start``.
+
+    Args:
+        effort: How much is simulated, in units of 100,000 tasks and flows.
+    """
+    problem = trial.problem
+    count = len(problem.network.devices)
+    if count == 1:
+        return start
+    random, memory = Random(0), problem.network.memory_bytes
+    size = (len(problem.tasks) + len(problem.flows)) * problem.micro_batches
+    steps = min(max(_FEWEST, effort * _WORK // size), effort * _MOST)
+    now = best = start
+    for step in range(steps):
+        devices = _changed(now, random, count)
+        if devices == list(now.devices) or not trial.can_run(devices):
+            continue
+        found = trial.of(devices, start.policy)
+        missing, step_s = key_of(found, memory)
+        most, now_s = key_of(now, memory)
+        if missing < most or (missing == most and step_s <= now_s * (1 + _LOOSE * (1 - step / steps))):
+            now = found
+        if key_of(found, memory) < key_of(best, memory):
+            best = found
+    return best
+
+
+def _changed(placement: Placement, random: Random, count: int) -> list[int]:
+    """The devices of a placement after one change."""
+    devices, kind = list(placement.devices), random.random()
+    if kind < 0.35 and len(placement.parts) > 1:
+        _move_border(placement, devices, random)
+    elif kind < 0.5:
+        devices[random.randrange(len(devices))] = random.randrange(count)
+    elif kind < 0.7:
+        first = random.randrange(len(devices))
+        size = _size(random, len(devices) - first)
+        devices[first : first + size] = [random.randrange(count)] * size
+    elif kind < 0.9:
+        a, b = random.randrange(len(devices)), random.randrange(len(devices))
+        devices[a], devices[b] = devices[b], devices[a]
+    else:
+        a, b = random.randrange(count), random.randrange(count)
+        devices = [b if d == a else a if d == b else d for d in devices]
+    return devices
+
+
+def _move_border(placement: Placement, devices: list[int], random: Random) -> None:
+    parts = placement.parts
+    place = random.randrange(len(parts) - 1)
+    left, right = parts[place], parts[place + 1]
+    if random.random() < 0.5:
+        size = _size(random, right.last - right.first + 1)
+        devices[right.first : right.first + size] = [left.device] * size
+    else:
+        size = _size(random, left.last - left.first + 1)
+        devices[left.last + 1 - size : left.last + 1] = [right.device] * size
+
+
+def _size(random: Random, most: int) -> int:
+    """1 to ``most``, small ones more often."""
+    return min(most, 1 << random.randrange(most.bit_length()))

@@ -1,0 +1,100 @@
+"""Trial: what a placement would do, and whether it fits; every policy is judged by the same simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from math import inf
+
+from lading.ir.placement import Placement, Problem
+from lading.sim.placed import PlacedSimulator, Run
+
+#: Plans with less and less memory.
+_ROUNDS = 6
+
+
+class Trial:
+    """Placements of one problem, simulated.
+
+    Attributes:
+        runs: Placements simulated so far.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.simulator = PlacedSimulator(problem)
+        self.runs = 0
+        self._known: dict[tuple[int, ...], Placement] = {}
+
+    def of(self, devices: Sequence[int], policy: str = "", note: str = "") -> Placement:
+        """The placement of every group on its device of ``devices``.
+
+        Raises:
+            SimulationError: a task cannot run where it is placed.
+        """
+        key = tuple(devices)
+        found = self._known.get(key)
+        if found is None:
+            run = self.run(key)
+            memory = self.problem.network.memory_bytes
+            fits = all(peak <= size for peak, size in zip(run.peak_bytes, memory, strict=True))
+            windows = windows_of(self.problem, key)
+            found = Placement("", key, windows, run.step_s, run.busy_s, run.channel_s, run.peak_bytes, fits=fits)
+            self._known[key] = found
+        return dataclasses.replace(found, policy=policy, note=note)
+
+    def run(self, devices: Sequence[int], *, record: bool = False) -> Run:
+        """The simulation itself; with its events where ``record``."""
+        self.runs += 1
+        return self.simulator.run(devices, windows_of(self.problem, devices), record=record)
+
+    def fitting(self, plan: Callable[[Sequence[int]], Sequence[int] | None], policy: str) -> Placement | None:
+        """What ``plan`` gives for so many bytes of each device; while a simulated peak is above, for so many fewer.
+
+        Returns:
+            The first that fits; else the last, or None where there is none.
+        """
+        memory, found = list(self.problem.network.memory_bytes), None
+        for _ in range(_ROUNDS):
+            devices = plan(memory)
+            if devices is None:
+                return found
+            found = self.of(devices, policy)
+            if found.fits:
+                return found
+            pairs = zip(found.peak_bytes, self.problem.network.memory_bytes, strict=True)
+            memory = [size - max(0, peak - own) for size, (peak, own) in zip(memory, pairs, strict=True)]
+        return found
+
+    def can_run(self, devices: Sequence[int]) -> bool:
+        """Whether every group can run where it is placed."""
+        groups = self.problem.groups
+        return all(g.seconds[d] + g.once_s[d] < inf for g, d in zip(groups, devices, strict=True))
+
+
+def windows_of(problem: Problem, devices: Sequence[int]) -> tuple[int, ...]:
+    """Micro-batches under way on each device: as many as it has devices behind it, itself included, if they fit.
+
+    That is one-forward-one-backward: the last of K parts holds one, the first K.
+    """
+    order: dict[int, int] = {}
+    for device in devices:
+        order.setdefault(device, len(order))
+    found = [1] * len(problem.network.devices)
+    for device, place in order.items():
+        own = [g for g, d in zip(problem.groups, devices, strict=True) if d == device]
+        kept = sum(g.kept_bytes for g in own)
+        free = (
+            problem.network.memory_bytes[device]
+            - sum(g.resident_bytes for g in own)
+            - max(g.working_bytes for g in own)
+        )
+        most = min(problem.micro_batches, len(order) - place)
+        found[device] = max(1, min(most, free // kept if kept else most))
+    return tuple(found)
+
+
+def key_of(placement: Placement, memory_bytes: Sequence[int]) -> tuple[int, float]:
+    """For choosing: first by what is missing of memory, then by time."""
+    pairs = zip(placement.peak_bytes, memory_bytes, strict=True)
+    return sum(max(0, peak - size) for peak, size in pairs), placement.step_s

@@ -1,0 +1,163 @@
+"""Placement on unlike devices: exact where it says so, never below its bound, and as brute force where that is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, permutations, product
+
+import pytest
+
+from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.fleet import Join, network_of
+from lading.ir.placement import Flow, Placement, Problem, Task
+from lading.planner.placement.api import POLICIES, contest, place
+from lading.planner.placement.chain import best_cut
+from lading.planner.placement.listing import favourites
+from lading.planner.placement.relaxed import relax, repaired
+from lading.planner.placement.trial import Trial
+from tests.planner.placements import chain, graph, training
+
+SEEDS = range(5)
+
+
+def _contiguous(problem: Problem) -> Iterator[list[int]]:
+    """Every cut into parts with every choice and order of devices."""
+    n, devices = len(problem.groups), range(len(problem.network.devices))
+    for parts in range(1, len(devices) + 1):
+        for cuts in combinations(range(1, n), parts - 1):
+            for order in permutations(devices, parts):
+                ends = (*cuts, n)
+                starts = (0, *cuts)
+                yield [d for d, a, b in zip(order, starts, ends, strict=True) for _ in range(a, b)]
+
+
+def _best(trial: Trial, assignments: Iterator[list[int]] | product[tuple[int, ...]]) -> Placement | None:
+    placed = (trial.of(devices) for devices in assignments)
+    return min((p for p in placed if p.fits), key=lambda p: p.step_s, default=None)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("memory", [0.3, 0.45, 1.0])
+def test_the_cut_of_a_chain_is_the_best_of_all_cuts(seed: int, memory: float) -> None:
+    problem = chain(seed, memory=memory)
+    best = _best(Trial(problem), _contiguous(problem))
+    if best is None:
+        with pytest.raises(PlanInfeasible):
+            place(problem, "chain")
+        return
+    cut = best_cut(problem, problem.network.memory_bytes)
+    found = place(problem, "chain")
+    assert cut is not None
+    assert cut.latency_s == pytest.approx(best.step_s, rel=1e-9)
+    assert found.step_s == pytest.approx(best.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_cut_of_a_training_chain_is_the_best_of_all_cuts(seed: int) -> None:
+    problem = training(seed)
+    best = _best(Trial(problem), _contiguous(problem))
+    assert best is not None
+    assert place(problem, "chain").step_s == pytest.approx(best.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("make", [chain, training, graph])
+@pytest.mark.parametrize("memory", [0.5, 1.0])
+def test_no_placement_is_below_the_bound_and_lp_is_near_the_best(make, seed: int, memory: float) -> None:
+    copies = 1 + 2 * (seed % 2)
+    problem = make(seed, count=5, memory=memory, micro_batches=copies)
+    best = _best(Trial(problem), product(range(3), repeat=len(problem.groups)))
+    if best is None:
+        with pytest.raises(PlanInfeasible):
+            contest(problem)
+        return
+    relaxed, found = relax(problem), contest(problem)
+    assert relaxed is not None
+    assert 0 < relaxed.bound_s <= best.step_s * (1 + 1e-9)
+    by_name = {p.policy: p for p in found.placements}
+    assert found.best.fits
+    assert found.best.step_s == min(p.step_s for p in found.placements)
+    assert best.step_s * (1 - 1e-9) <= found.best.step_s <= best.step_s * 1.04
+    assert by_name["lp"].step_s <= best.step_s * 1.04
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_without_limits_the_bound_of_a_chain_is_its_best_placement(seed: int) -> None:
+    problem = chain(seed, count=6, memory=5.0)
+    best = _best(Trial(problem), product(range(3), repeat=6))
+    assert best is not None
+    assert relax(problem).bound_s == pytest.approx(best.step_s, rel=1e-4)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_pipeline_of_many_micro_batches_balances_its_parts() -> None:
+    """Two equal devices, eight equal layers, transfers that cost nothing to speak of: half and half."""
+    net = network_of({"a": 10**9, "b": 10**9}, [_wire("a", "b", bandwidth=1e12)])
+    tasks = tuple(Task(f"t{n}", (1e-2, 1e-2)) for n in range(8))
+    problem = Problem("even", tasks, tuple(Flow(n, (n + 1,), 8) for n in range(7)), net, micro_batches=20)
+    cut = best_cut(problem, net.memory_bytes)
+    assert cut is not None
+    assert cut.starts == (0, 4)
+    assert place(problem, "chain").step_s == pytest.approx(0.08 + 19 * 0.04, rel=1e-4)
+
+
+def test_memory_forces_a_part_onto_the_slow_device() -> None:
+    net = network_of({"fast": 25, "slow": 1000}, [_wire("fast", "slow", bandwidth=1e3)])
+    tasks = tuple(Task(f"t{n}", (1.0, 4.0), resident_bytes=10) for n in range(4))
+    problem = Problem("tight", tasks, tuple(Flow(n, (n + 1,), 1) for n in range(3)), net)
+    found = place(problem)
+    assert found.devices.count(0) == 2
+    assert len(found.parts) == 2
+    assert found.step_s == pytest.approx(2 * 1.0 + 2 * 4.0 + 1e-3)
+    assert found.peak_bytes[0] <= 25
+
+
+def test_what_fits_nowhere_says_what_is_missing() -> None:
+    net = network_of({"a": 25, "b": 15}, [_wire("a", "b", bandwidth=1e3)])
+    one = Problem("one", (Task("big", (1.0, 1.0), resident_bytes=30),), (), net)
+    with pytest.raises(PlanInfeasible, match="big alone needs 30 B, the largest device has 25 B") as caught:
+        place(one)
+    assert caught.value.missing_bytes == 5
+    tasks = tuple(Task(f"t{n}", (1.0, 1.0), resident_bytes=9) for n in range(5))
+    with pytest.raises(PlanInfeasible, match="all parts need 45 B, the devices have 40 B together"):
+        place(Problem("all", tasks, (), net))
+    with pytest.raises(ConfigError, match="expected a policy among"):
+        place(one, "guess")
+
+
+def test_named_policies_do_what_their_papers_say() -> None:
+    net = network_of({"a": 10**6, "b": 10**6}, [_wire("a", "b", bandwidth=1e6)])
+    fork = (
+        Task("root", (1.0, 1.0), 10), Task("left", (2.0, 2.0), 10), Task("right", (2.0, 2.0), 10),
+        Task("join", (1.0, 1.0), 10),
+    )  # fmt: skip
+    near = (Flow(0, (1, 2), 1000), Flow(1, (3,), 900_000), Flow(2, (3,), 1000))
+    problem = Problem("fork", fork, near, net)
+    loved = favourites(problem)
+    assert loved[1] == 3  # its bytes are the many
+    assert loved[0] in (1, 2)
+    placed = {name: POLICIES[name](Trial(problem), None, 0) for name in ("m-topo", "m-etf", "m-sct", "heft")}
+    assert all(p is not None and p.fits for p in placed.values())
+    for name in ("m-etf", "m-sct", "heft"):
+        devices = placed[name].devices
+        assert devices[1] != devices[2]  # both branches at once
+        assert placed[name].step_s < 6.0
+    for name in ("m-sct", "heft"):
+        assert placed[name].devices[3] == placed[name].devices[1]
+    assert placed["m-topo"].devices == (0, 0, 0, 1)  # 40 bytes on two devices: 20 and one task's more
+
+
+def test_repair_moves_what_costs_least_a_byte() -> None:
+    net = network_of({"a": 20, "b": 100}, [_wire("a", "b", bandwidth=1e6)])
+    tasks = (Task("dear", (1.0, 9.0), 10), Task("cheap", (1.0, 1.5), 10), Task("mean", (1.0, 3.0), 10))
+    assert repaired(Problem("p", tasks, (), net), [0, 0, 0], (20, 100)) == [0, 1, 0]
+
+
+def test_the_same_problem_gets_the_same_placement() -> None:
+    first, second = (contest(graph(3, count=9, memory=0.6)) for _ in range(2))
+    assert first.placements == second.placements
+
+
+def _wire(a: str, b: str, *, bandwidth: float) -> Join:
+    return Join(
+        name=f"{a}-{b}", devices=(a, b), medium="wire", bandwidth_bytes_per_s=bandwidth, efficiency=1.0, latency_s=0.0
+    )

@@ -1,0 +1,102 @@
+"""Placed tasks, simulated: times and bytes worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lading.errors import ConfigError, SimulationError
+from lading.ir.fleet import Join, Network, network_of
+from lading.ir.placement import Flow, Problem, Task
+from lading.sim.placed import PlacedSimulator
+
+
+def _net(medium: str = "wire", count: int = 2) -> Network:
+    names = [f"d{n}" for n in range(count)]
+    link = Join(
+        name="n", devices=tuple(names), medium=medium, bandwidth_bytes_per_s=100.0, efficiency=1.0, latency_s=0.5
+    )
+    return network_of(dict.fromkeys(names, 10_000), [link])
+
+
+def test_a_chain_adds_up() -> None:
+    tasks = (Task("a", (1.0, 2.0), 10, working_bytes=7), Task("b", (3.0, 4.0), 20), Task("c", (5.0, 6.0), 30))
+    problem = Problem("chain", tasks, (Flow(0, (1,), 100), Flow(1, (2,), 200)), _net())
+    run = PlacedSimulator(problem).run((0, 1, 0), (1, 1), record=True)
+    assert run.step_s == 1 + (0.5 + 1) + 4 + (0.5 + 2) + 5
+    assert run.busy_s == (6.0, 4.0)
+    assert sum(run.channel_s) == 3.0
+    assert run.peak_bytes == (40 + 200, 20 + 100 + 200)  # what c takes; what b takes and gives
+    assert [(s, label, a, b) for s, label, a, b in run.events if s.startswith("d")] == [
+        ("d0", "a", 0.0, 1.0), ("d1", "b", 2.5, 6.5), ("d0", "c", 9.0, 14.0),
+    ]  # fmt: skip
+    assert run.timeline().duration_s == 14.0
+
+
+@pytest.mark.parametrize(("medium", "step_s"), [("wire", 4.5), ("switch", 5.5), ("shared", 5.5)])
+def test_two_transfers_share_what_the_medium_says(medium: str, step_s: float) -> None:
+    """From d0 to d1 and to d2 at once: a wire each, else one port or one air."""
+    tasks = (Task("a", (1.0,) * 3), Task("b", (2.0,) * 3), Task("c", (2.0,) * 3))
+    problem = Problem("fork", tasks, (Flow(0, (1,), 100), Flow(0, (2,), 100)), _net(medium, 3))
+    assert PlacedSimulator(problem).run((0, 1, 2), (1, 1, 1)).step_s == step_s
+
+
+def test_bytes_for_two_targets_of_a_device_are_sent_once() -> None:
+    tasks = (Task("a", (1.0, 1.0)), Task("b", (1.0, 1.0)), Task("c", (1.0, 1.0)))
+    problem = Problem("fork", tasks, (Flow(0, (1, 2), 100),), _net())
+    run = PlacedSimulator(problem).run((0, 1, 1), (1, 1))
+    assert run.step_s == 1 + 1.5 + 2
+    assert run.channel_s == (1.0, 0.0)
+    assert run.peak_bytes == (100, 100)
+
+
+def test_what_has_most_behind_it_goes_first() -> None:
+    tasks = (Task("short", (1.0,)), Task("long", (1.0,)), Task("after", (5.0,)))
+    problem = Problem("two", tasks, (Flow(1, (2,), 0),), network_of({"d0": 1}, []))
+    run = PlacedSimulator(problem).run((0, 0, 0), (1,), record=True)
+    assert [label for _, label, _, _ in run.events] == ["long", "after", "short"]
+
+
+def _pipeline(copies: int) -> Problem:
+    """Two layers forward and backward, and an update of each."""
+    tasks = (
+        Task("f0", (1.0, 1.0), 8, 5, group="l0"), Task("f1", (1.0, 1.0), 8, 5, group="l1"),
+        Task("b1", (2.0, 2.0), group="l1", backward=True), Task("b0", (2.0, 2.0), group="l0", backward=True),
+        Task("u0", (1.0, 1.0), group="l0", once=True), Task("u1", (1.0, 1.0), group="l1", once=True),
+    )  # fmt: skip
+    flows = (Flow(0, (1,), 0), Flow(1, (2,), 5), Flow(0, (3,), 5), Flow(2, (3,), 0), Flow(3, (4,), 0), Flow(2, (5,), 0))
+    link = Join(name="n", devices=("d0", "d1"), medium="wire", bandwidth_bytes_per_s=1.0, efficiency=1.0, latency_s=0.0)
+    return Problem("pipe", tasks, flows, network_of({"d0": 99, "d1": 99}, [link]), copies)
+
+
+def test_a_pipeline_is_one_forward_one_backward() -> None:
+    run = PlacedSimulator(_pipeline(4)).run((0, 1), (2, 1), record=True)
+    first = [label for stream, label, _, _ in run.events if stream == "d0"]
+    assert first == [
+        "f0 [0]", "f0 [1]", "b0 [0]", "f0 [2]", "b0 [1]", "f0 [3]", "b0 [2]", "b0 [3]", "u0",
+    ]  # fmt: skip
+    second = [label for stream, label, _, _ in run.events if stream == "d1"]
+    assert second == [f"{what}1 [{n}]" for n in range(4) for what in "fb"] + ["u1"]
+    assert run.step_s == 1 + 4 * 3 + 2 + 1
+    assert run.peak_bytes == (8 + 2 * 5, 8 + 5)  # two micro-batches under way on the first, one on the last
+
+
+def test_a_window_of_one_waits_for_the_whole_micro_batch() -> None:
+    run = PlacedSimulator(_pipeline(3)).run((0, 1), (1, 1))
+    assert run.step_s == 3 * 6 + 1
+    assert run.peak_bytes == (13, 13)
+
+
+def test_what_cannot_be_is_an_error() -> None:
+    tasks = (Task("a", (1.0, float("inf"))), Task("b", (1.0, 1.0)))
+    problem = Problem("p", tasks, (Flow(0, (1,), 1),), _net())
+    with pytest.raises(SimulationError, match="task a cannot run on d1"):
+        PlacedSimulator(problem).run((1, 1), (1, 1))
+    with pytest.raises(ConfigError, match="expected a flow of >= 0 bytes to later tasks"):
+        Problem("p", tasks, (Flow(1, (0,), 1),), _net())
+    with pytest.raises(ConfigError, match="expected 2 seconds >= 0"):
+        Problem("p", (Task("a", (1.0,)),), (), _net())
+    with pytest.raises(ConfigError, match="no device can"):
+        Problem("p", (Task("a", (float("inf"), float("inf"))),), (), _net())
+    once = (Task("a", (1.0, 1.0), once=True), Task("b", (1.0, 1.0)))
+    with pytest.raises(SimulationError, match="runs once a step and feeds one that"):
+        PlacedSimulator(Problem("p", once, (Flow(0, (1,), 1),), _net()))

@@ -1,0 +1,393 @@
+"""Selective unsharding: which parameters stay gathered, in which buckets they are gathered, and how early.
+
+[Note: unsharding as optimisation]
+Parameters are atoms a = 1..n in the order of forward, each with x_a gathered bytes. Chosen are a partition of them into
+buckets of atoms in a row, and of each bucket g how long it stays, k_g, and how early it is asked for, e_g:
+
+    minimise   T(buckets, k, e)                                       seconds of a step
+    subject to P(buckets, k, e) <= budget                             bytes at the worst moment
+               every atom is in one bucket, buckets are atoms in a row
+               k_g in {release, backward, step},  e_g in {1, 2}
+
+T and P are what the walk of ``sim.gathers.gathered_step`` finds: one device, one network, in the order in which FSDP2
+asks (its notes). Constraints: ``sim.buckets.Costs.courses`` refuses what is no partition; ``_Search.fits`` has the
+budget; ``_partitions`` has the buckets that are tried (half a block, and 1, 2 or 4 blocks), ``_orders`` the orders in
+which they are kept. In one order the bytes at the peak rise with each bucket that is kept, so that the most that fit are
+found by bisection (``_Search.fill``); of the first that does not fit the atoms at its end are kept, down to single
+modules. The fastest found wins; of those within a millionth of it the fullest. ZeRO-3, ZeRO-2 and reverse-greedy are
+among what is tried, so the plan is never slower than any of them that fits. What is tried does not depend on the budget
+but for where each order stops.
+
+[Note: bound of unsharding]
+Gathering x bytes takes at least x r, with r the rate of gathering everything at once, as time by byte falls with size.
+What is not gathered again in backward is there at the turn of a micro-batch, next to all saved activations A and the
+states S, so at most K = budget - S - A bytes are. A step of m micro-batches then gathers for at least
+
+    N = r (2m X - (2m - 1) min(K, X)),     and reduces for at least m R                  (``_network_s``)
+
+It lasts at least N + m R; at least the first gather, all computing C, which loses s / (1 + s) of each second that the
+network is busy beside it, and the last reduction; and in each forward and backward at least what is gathered there.
+``lower_bound`` takes the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.clusterplan import GatherGroup, Keep
+from lading.ir.request import Request
+from lading.ir.table import ModelTable
+from lading.sim.buckets import Bucket, Costs, names_of
+from lading.sim.gathers import Gathered, gathered_step
+from lading.sim.modules import Modules, modules_of
+from lading.sim.simulate import Priced
+
+POLICIES = ("zero3", "zero2", "reverse-greedy", "residency")
+#: Plans whose times differ by less are as fast.
+_ALIKE = 1e-6
+#: Blocks of a bucket; 0 for half a block.
+_SIZES = (1, 0, 2, 4)
+#: Buckets in a row of which a part is tried, when filling what is left of the budget.
+_TRIED = 6
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one policy comes to.
+
+    Attributes:
+        fill: Of the budget; above 1 where it does not fit.
+        gathers: All-gathers of one step, in forward and in backward.
+        gap: How far above the bound, as a share of it.
+    """
+
+    policy: str
+    step_s: float
+    exposed_s: float
+    peak_bytes: int
+    fill: float
+    gathers: tuple[int, int]
+    buckets: int
+    gap: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget holds it."""
+        return self.fill <= 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The groups of a policy.
+
+    Attributes:
+        rows: Of all policies.
+        gathered: The step, with what is there at its peak.
+        peak_bytes: On each rank.
+    """
+
+    policy: str
+    budget_bytes: int
+    groups: tuple[GatherGroup, ...]
+    step_s: float
+    bound_s: float
+    peak_bytes: int
+    rows: tuple[Row, ...]
+    gathered: Gathered
+    buckets: tuple[Bucket, ...]
+    modules: Modules
+
+
+def choose_groups(
+    request: Request,
+    table: ModelTable,
+    budget_bytes: int = 0,
+    policy: str = "residency",
+    *,
+    parts: Priced | None = None,
+) -> Chosen:
+    """Choose what stays gathered under a budget.
+
+    Args:
+        request: With a layout of zero3 and no pipeline.
+        budget_bytes: Of each device; 0 for all that it has.
+        policy: One of ``POLICIES``.
+        parts: What ``priced`` gave for the request, if it is there.
+    Raises:
+        ConfigError: no such policy, or groups of such a layout are not chosen.
+        PlanInfeasible: what the policy comes to does not fit.
+
+    Example:
+        ``choose_groups(request, table, 40 * 10**9).groups``
+    """
+    if policy not in POLICIES:
+        raise ConfigError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+    modules = modules_of(request, table, parts)
+    device = modules.machine.device
+    budget = budget_bytes or device.memory_bytes - device.overhead_bytes
+    search = _Search(modules, budget)
+    bound = lower_bound(modules, search.costs, budget)
+    found = {name: search.found(name) for name in POLICIES}
+    rows = tuple(_row(name, *found[name], budget, bound) for name in POLICIES)
+    buckets, step = found[policy]
+    if step.peak_bytes > budget:
+        raise PlanInfeasible(
+            f"unsharding by {policy}: expected at most {budget:,} bytes, got {step.peak_bytes:,}, of which "
+            f"{modules.state_bytes:,} are states; raise the budget by {step.peak_bytes - budget:,}, recompute more, or "
+            "cut over more devices"
+        )
+    traced = gathered_step(search.costs, buckets, trace=True)
+    groups = tuple(_group(modules, search.costs, bucket) for bucket in buckets)
+    return Chosen(policy, budget, groups, step.step_s, bound, step.peak_bytes, rows, traced, tuple(buckets), modules)
+
+
+def lower_bound(modules: Modules, costs: Costs, budget: int) -> float:
+    """Seconds of a step below which no choice is ([Note: bound of unsharding])."""
+    micro_batches = modules.request.layout.micro_batches
+    blocks = [modules.blocks[block] for block, _ in modules.order]
+    forward = sum(piece.seconds for block in blocks for piece in block.forward)
+    backward = sum(piece.seconds for block in blocks for piece in block.backward)
+    kept = max(0, budget - modules.state_bytes - sum(block.saved_bytes for block in blocks))
+    once, again, reduced = _network_s(modules, kept)
+    ends = _ends_s(modules)
+    network = once + (2 * micro_batches - 1) * again + micro_batches * reduced
+    lost = modules.slowdown / (1 + modules.slowdown)
+    computing = micro_batches * (forward + backward)
+    windows = max(forward + once * lost, once) + max(backward + again * lost, again) * micro_batches
+    windows += max(forward + again * lost, again) * (micro_batches - 1)
+    device = ends + computing + max(0.0, network - ends) * lost
+    return (max(network, device, windows) + modules.rest_s) * (1 + modules.waits)
+
+
+def _network_s(modules: Modules, kept: int) -> tuple[float, float, float]:
+    """Least seconds to gather everything once, what cannot be kept, and to reduce all gradients."""
+    elements = modules.elements(range(len(modules.atoms)))
+    again, left = 0.0, kept
+    rates = {axes: modules.prices.gather_s({axes: count}) / count for axes, count in elements.items()}
+    for axes in sorted(rates, key=lambda name: -rates[name]):
+        held = min(left, modules.gathered({axes: elements[axes]}))
+        left -= held
+        again += rates[axes] * elements[axes] * (1 - held / modules.gathered({axes: elements[axes]}))
+    once = sum(rates[axes] * count for axes, count in elements.items())
+    return once, again, modules.prices.reduce_s(elements)
+
+
+def _ends_s(modules: Modules) -> float:
+    """Least seconds of the first gather, before all computing, and of the last reduction, behind it."""
+    first = modules.atom(0)
+    block = modules.blocks[modules.order[0][0]]
+    head = modules.prices.gather_s(first.elements) if block.lasts(first.module, backward=False)[0] == 0 else 0.0
+    tail = modules.prices.reduce_s(first.elements) if 0 in block.backward[-1].gradients else 0.0
+    return head + tail
+
+
+def _row(policy: str, buckets: Sequence[Bucket], step: Gathered, budget: int, bound: float) -> Row:
+    return Row(
+        policy=policy,
+        step_s=step.step_s,
+        exposed_s=step.exposed_s,
+        peak_bytes=step.peak_bytes,
+        fill=step.peak_bytes / budget,
+        gathers=(sum(step.forward), sum(step.backward)),
+        buckets=len(buckets),
+        gap=step.step_s / bound - 1,
+    )
+
+
+def _group(modules: Modules, costs: Costs, bucket: Bucket) -> GatherGroup:
+    place = modules.atoms[bucket.last][0]
+    return GatherGroup(
+        modules=names_of(modules, bucket),
+        keep=bucket.keep,
+        ahead=bucket.ahead,
+        ahead_backward=bucket.ahead_backward,
+        recompute=modules.blocks[modules.order[place][0]].again,
+        gathered_bytes=costs.of(bucket).gathered,
+    )
+
+
+#: Buckets of a plan, and the step they make.
+_Found = tuple[tuple[Bucket, ...], Gathered]
+
+
+class _Search:
+    """Plans of one model under one budget; what was simulated once is kept."""
+
+    def __init__(self, modules: Modules, budget: int) -> None:
+        self.modules = modules
+        self.budget = budget
+        self.costs = Costs(modules)
+        self.keep = Keep.STEP if modules.request.layout.micro_batches > 1 else Keep.BACKWARD
+        self._steps: dict[tuple[Bucket, ...], Gathered] = {}
+
+    def step(self, buckets: Sequence[Bucket]) -> Gathered:
+        """Simulate."""
+        key = tuple(buckets)
+        if key not in self._steps:
+            self._steps[key] = gathered_step(self.costs, key)
+        return self._steps[key]
+
+    def fits(self, buckets: Sequence[Bucket]) -> bool:
+        """Whether the budget holds it."""
+        return self.step(buckets).peak_bytes <= self.budget
+
+    def found(self, policy: str) -> _Found:
+        """What a policy comes to."""
+        if policy == "residency":
+            tried = list(self._residency())
+            fitting = [each for each in tried if each[1].peak_bytes <= self.budget]
+            return _best(fitting) if fitting else min(tried, key=lambda each: each[1].peak_bytes)
+        whole = self.zero3(_partition(self.modules, 1))
+        if policy == "zero2":
+            whole = tuple(replace(bucket, keep=self.keep) for bucket in whole)
+        if policy == "reverse-greedy":
+            whole = self.greedy(whole)
+        return whole, self.step(whole)
+
+    def zero3(self, spans: Sequence[tuple[int, int]], ahead: int = 1) -> tuple[Bucket, ...]:
+        """All are gathered again in backward, but for the last, which backward begins with."""
+        found = [Bucket(first, last, Keep.RELEASE, ahead, ahead) for first, last in spans]
+        return (*found[:-1], replace(found[-1], keep=Keep.BACKWARD))
+
+    def greedy(self, whole: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+        """Keep buckets from the last to the first; of one that does not fit, its modules in the same way."""
+        todo = [(bucket.first, bucket.last) for bucket in whole]
+        current = whole
+        while todo:
+            first, last = todo.pop()
+            tried = _kept(current, first, last, self.keep)
+            if self.fits(tried):
+                current = tried
+            else:
+                todo += _children(self.modules, first, last)
+        return current
+
+    def fill(self, base: tuple[Bucket, ...], order: Sequence[int]) -> Iterator[tuple[Bucket, ...]]:
+        """Keep as many buckets as fit in an order, then the ends of those that follow."""
+
+        def first(count: int) -> tuple[Bucket, ...]:
+            chosen = set(order[:count])
+            return tuple(replace(b, keep=self.keep) if n in chosen else b for n, b in enumerate(base))
+
+        count = _most(len(order), lambda n: self.fits(first(n)))
+        if count < 0:
+            yield base
+            return
+        current = first(count)
+        yield current
+        for number in order[count : count + _TRIED]:
+            bucket = base[number]
+            size = bucket.last + 1 - bucket.first
+            ends = _most(size, lambda n, b=bucket, c=current: self.fits(_kept(c, b.last + 1 - n, b.last, self.keep)))
+            if ends > 0:
+                current = _kept(current, bucket.last + 1 - ends, bucket.last, self.keep)
+                yield current
+
+    def _residency(self) -> Iterator[_Found]:
+        for policy in POLICIES[:3]:
+            yield self.found(policy)
+        for size in _SIZES:
+            spans = _partition(self.modules, size)
+            for ahead in (1, 2):
+                base = self.zero3(spans, ahead)
+                for order in _orders(self.step(base)):
+                    for plan in self.fill(base, order):
+                        yield plan, self.step(plan)
+
+
+def _best(found: Sequence[_Found]) -> _Found:
+    """The fastest; of those that are as fast the fullest."""
+    fastest = min(step.step_s for _, step in found)
+    alike = [each for each in found if each[1].step_s <= fastest * (1 + _ALIKE)]
+    return max(alike, key=lambda each: each[1].peak_bytes)
+
+
+def _most(count: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to ``count`` for which something holds that holds for all below it; -1 if for none."""
+    if holds(count):
+        return count
+    low, high = -1, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _orders(step: Gathered) -> Iterator[list[int]]:
+    """Orders in which buckets are kept: from the last, spread evenly, and those first that backward waits for most."""
+    count = len(step.forward)
+    yield list(range(count - 1, -1, -1))
+    yield sorted(range(count), key=lambda n: (-((n + 1) & -(n + 1)), -n))
+    yield sorted(range(count), key=lambda n: (-step.waits_s[n], -n))
+
+
+def _kept(buckets: tuple[Bucket, ...], first: int, last: int, keep: Keep) -> tuple[Bucket, ...]:
+    """Buckets with atoms ``first`` to ``last`` kept, apart from the rest of the bucket they are in."""
+    found: list[Bucket] = []
+    for bucket in buckets:
+        if last < bucket.first or first > bucket.last:
+            found.append(bucket)
+            continue
+        if bucket.first < first:
+            found.append(replace(bucket, last=first - 1))
+        found.append(replace(bucket, first=max(first, bucket.first), last=min(last, bucket.last), keep=keep))
+        if last < bucket.last:
+            found.append(replace(bucket, first=last + 1))
+    return tuple(found)
+
+
+def _children(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
+    """Atoms of a bucket by the modules in it, one level down; none for a single one."""
+    if first == last:
+        return []
+    atoms = range(first, last + 1)
+    paths = [_path(modules, atom) for atom in atoms]
+    depth = 0
+    while len({tuple(path[: depth + 1]) for path in paths}) == 1:
+        depth += 1
+    found: list[tuple[int, int]] = []
+    for atom, path in zip(atoms, paths, strict=True):
+        own = tuple(path[: depth + 1])
+        if found and own == tuple(paths[found[-1][0] - first][: depth + 1]):
+            found[-1] = (found[-1][0], atom)
+        else:
+            found.append((atom, atom))
+    return found
+
+
+def _path(modules: Modules, number: int) -> list[str]:
+    """Modules from the model down to an atom; a list and a place in it are one."""
+    path = modules.order[modules.atoms[number][0]][1]
+    return [*([path] if path else []), *modules.atom(number).module.split("."), str(number)]
+
+
+def _partition(modules: Modules, size: int) -> list[tuple[int, int]]:
+    """First and last atom of buckets of so many blocks, 0 for half a block; what is outside of blocks is apart."""
+    found: list[tuple[int, int]] = []
+    filled = 0
+    start = 0
+    for block, path in modules.order:
+        stop = start + len(modules.blocks[block].atoms)
+        if stop == start:
+            continue
+        if path and size > 1 and filled % size:
+            found[-1] = (found[-1][0], stop - 1)
+        elif path and not size:
+            found += _halves(modules, start, stop - 1)
+        else:
+            found.append((start, stop - 1))
+        filled = filled + 1 if path else 0
+        start = stop
+    return found
+
+
+def _halves(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
+    """A block, cut between two of its modules so that the halves are as equal as can be."""
+    parts = _children(modules, first, last)
+    if len(parts) < 2:
+        return [(first, last)]
+    counts = [sum(modules.atom(n).count for n in range(low, high + 1)) for low, high in parts]
+    cut = min(range(1, len(parts)), key=lambda n: abs(sum(counts[:n]) - sum(counts[n:])))
+    return [(first, parts[cut][0] - 1), (parts[cut][0], last)]

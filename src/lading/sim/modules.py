@@ -1,0 +1,316 @@
+"""A model as modules in the order of their work: seconds, bytes alive and parameters, of one rank and micro-batch.
+
+[Note: pieces of a block]
+What a segment takes as a whole is what ``simulate`` says; its kernels share it in proportion to what each takes alone.
+Kernels of one module in a row are a piece. A module lasts from the first to the last piece of its own or below it, in
+forward and in backward alike; what is recomputed comes first in backward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lading.errors import ConfigError
+from lading.ir.graph import DTYPE_BYTES
+from lading.ir.machine import Machine
+from lading.ir.request import Request
+from lading.ir.table import ModelTable
+from lading.ir.work import Collective, RankSegment
+from lading.memory.ranks import gathered_bytes, shards, state_bytes
+from lading.parallel.memory import AliveBytes, alive_bytes
+from lading.parallel.recompute import recomputed
+from lading.sim.noise import waiting_share
+from lading.sim.parts import MEMORY, cause_of, span
+from lading.sim.phases import Phases
+from lading.sim.prices import MachinePrices
+from lading.sim.simulate import Priced, priced, prices_of, rank_segments
+from lading.sim.step import stage_of
+
+
+@dataclass(frozen=True)
+class Atom:
+    """Parameters of one module, without those of modules in it.
+
+    Attributes:
+        module: Within its block.
+        elements: By the axes over which they are replicated.
+    """
+
+    module: str
+    elements: dict[str, int]
+
+    @property
+    def count(self) -> int:
+        """Elements in all."""
+        return sum(self.elements.values())
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Kernels of one module in a row.
+
+    Attributes:
+        alive_bytes: Most activations of this block that are there meanwhile.
+        gradients: Atoms whose gradients are there when it ends, by number in the block.
+    """
+
+    module: str
+    seconds: float
+    alive_bytes: int
+    gradients: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A distinct block, or what is before or after the blocks.
+
+    Attributes:
+        atoms: In the order of forward.
+        forward, backward: In the order in which they run; what is recomputed is in ``backward``.
+        saved_bytes: Kept from forward to backward.
+        again: Its forward runs again in backward.
+    """
+
+    atoms: tuple[Atom, ...]
+    forward: tuple[Piece, ...]
+    backward: tuple[Piece, ...]
+    saved_bytes: int
+    again: bool
+
+    def lasts(self, module: str, *, backward: bool) -> tuple[int, int]:
+        """First and last piece of a module; of one without a kernel those of the module it is in."""
+        pieces = self.backward if backward else self.forward
+        while True:
+            found = [place for place, piece in enumerate(pieces) if is_in(piece.module, module)]
+            if found:
+                return found[0], found[-1]
+            if not module:
+                raise ConfigError("modules: expected a block with kernels, got none")
+            module = module.rpartition(".")[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Modules:
+    """A model of a request.
+
+    Attributes:
+        blocks: Distinct ones.
+        order: Place among ``blocks`` of each in the order of forward, and the path of the module that it is.
+        slowdown: By how much longer computing takes while the network's kernels run beside it.
+        rest_s: Of a step besides: the optimizer, the host.
+        waits: Share by which a step is longer as its devices are not equal.
+        state_bytes: Of cut parameters, gradients and the optimizer's states, and of what is kept for good.
+    """
+
+    request: Request
+    machine: Machine
+    prices: MachinePrices
+    blocks: tuple[Block, ...]
+    order: tuple[tuple[int, str], ...]
+    slowdown: float
+    rest_s: float
+    waits: float
+    state_bytes: int
+
+    @cached_property
+    def atoms(self) -> tuple[tuple[int, int], ...]:
+        """Place in ``order`` and number in its block of every atom, in the order of forward."""
+        return tuple((place, n) for place, (block, _) in enumerate(self.order) for n in range(self._count(block)))
+
+    def atom(self, number: int) -> Atom:
+        """An atom by its place in ``atoms``."""
+        place, inner = self.atoms[number]
+        return self.blocks[self.order[place][0]].atoms[inner]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradient of one parameter, before it is reduced."""
+        return 4 if self.request.layout.precision == "fp32" else 2
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Of the same in the buffer that is reduced."""
+        return DTYPE_BYTES[self.request.stack.gradient_dtype]
+
+    def elements(self, atoms: Iterable[int]) -> dict[str, int]:
+        """Parameters of some atoms by the axes over which they are replicated."""
+        found: dict[str, int] = {}
+        for number in atoms:
+            for axes, count in self.atom(number).elements.items():
+                found[axes] = found.get(axes, 0) + count
+        return found
+
+    def gathered(self, elements: Mapping[str, int]) -> int:
+        """Bytes of such parameters as they are gathered."""
+        return gathered_bytes(elements, self.request.layout, self.request.stack)
+
+    def shard_elements(self, elements: Mapping[str, int]) -> int:
+        """Of such parameters, what one rank keeps."""
+        return sum(-(-count // shards(axes, self.request.layout)) for axes, count in elements.items())
+
+    def _count(self, block: int) -> int:
+        return len(self.blocks[block].atoms)
+
+
+def is_in(module: str, outer: str) -> bool:
+    """Whether a module is another, or in it; all are in ""."""
+    return not outer or module == outer or module.startswith(outer + ".")
+
+
+def modules_of(request: Request, table: ModelTable, parts: Priced | None = None) -> Modules:
+    """The model of a request as modules.
+
+    Args:
+        parts: What ``priced`` gave for it, if it is there.
+    Raises:
+        ConfigError: parameters are not cut, there is a pipeline, or weights are frozen: groups of parameters are chosen
+            for none of these.
+    """
+    layout, stack = request.layout, request.stack
+    if layout.zero != 3 or layout.pp > 1 or layout.vpp > 1:
+        raise ConfigError(f"unsharding: expected a layout with zero3 and without pp, got {layout}")
+    if request.task in ("lora", "qlora"):
+        raise ConfigError(f"unsharding: expected all weights to be trained, got task {request.task!r}")
+    parts = parts or priced(request, table)
+    prices = prices_of(request, parts.machine, table)
+    ranked = rank_segments(request, table, prices)
+    made: dict[tuple[int, bool], int] = {}
+    blocks: list[Block] = []
+    order: list[tuple[int, str]] = []
+    left = layout.recompute_layers if layout.recompute_layers >= 0 else sum(table.counts)
+    numbers: dict[str, int] = {}
+    for place, (segment, count) in enumerate(zip(table.segments, table.counts, strict=True)):
+        inside = bool(segment.enters and segment.leaves)
+        for _ in range(count):
+            again = inside and layout.recompute != "none" and left > 0
+            left -= inside
+            if (place, again) not in made:
+                made[place, again] = len(blocks)
+                whole = parts.segments[place + (0 if again else len(ranked))]
+                blocks.append(_block(*ranked[place], whole, request, again))
+            order.append((made[place, again], _path(segment.name, numbers) if inside else ""))
+    stage = stage_of(
+        [(n, sum(n == o for o, _ in order)) for n in range(len(blocks))], _phases(parts, made), prices, stack
+    )
+    memory_bound = stage.forward.shares_s.get(MEMORY, 0.0) / stage.forward.seconds if stage.forward.seconds else 0.0
+    states = state_bytes(stage.elements, layout, stack)
+    return Modules(
+        request=request,
+        machine=parts.machine,
+        prices=prices,
+        blocks=tuple(blocks),
+        order=tuple(order),
+        slowdown=prices.slowdown(min(1.0, memory_bound)),
+        rest_s=prices.optimizer_s(stage.trained) + stack.step_s,
+        waits=waiting_share(layout.devices, every_block=True),
+        state_bytes=sum(states.values()) + sum(stage.placeholders.values()),
+    )
+
+
+def _phases(parts: Priced, made: Mapping[tuple[int, bool], int]) -> list[Phases]:
+    half = len(parts.segments) // 2
+    return [parts.segments[place + (0 if again else half)] for place, again in made]
+
+
+def _path(name: str, numbers: dict[str, int]) -> str:
+    """Path of the next block of a list: segments of one list are called by it, the later ones with a number behind."""
+    base = re.sub(r"\.\d+$", "", name)
+    number = numbers[base] = numbers.get(base, -1) + 1
+    return f"{base}.{number}"
+
+
+def _block(ranked: RankSegment, prices: MachinePrices, whole: Phases, request: Request, again: bool) -> Block:
+    layout, stack = request.layout, request.stack
+    mode = layout.recompute if again else "none"
+    kept = recomputed(ranked, mode, layout.recompute_modules, early_stop=stack.early_stop)
+    alive = alive_bytes(ranked, kept, stack.fusion, fused_loss=stack.fused_loss)
+    seconds = {
+        "forward": span(whole.forward, prices, stack).seconds,
+        "again": span(whole.again, prices, stack).seconds,
+        "backward": span(whole.backward_input, prices, stack).seconds
+        + span(whole.backward_weight, prices, stack).seconds,
+    }
+    atoms, homes = _atoms(ranked)
+    ends = _ends(ranked, alive, homes)
+    split = len(kept.kernels)
+    return Block(
+        atoms=atoms,
+        forward=_pieces(ranked, prices, alive.forward, seconds["forward"], {}),
+        backward=(
+            *_pieces(ranked, prices, alive.backward[:split], seconds["again"], {}),
+            *_pieces(ranked, prices, alive.backward[split:], seconds["backward"], ends),
+        ),
+        saved_bytes=alive.saved,
+        again=again and split > 0,
+    )
+
+
+def _atoms(ranked: RankSegment) -> tuple[tuple[Atom, ...], dict[int, int]]:
+    """Atoms in the order in which forward comes to them, and the atom of each parameter by its local tensor."""
+    elements: dict[str, dict[str, int]] = {}
+    modules: dict[int, str] = {}
+    for tensor, axes in ranked.parameters:
+        local = ranked.tensors[tensor]
+        modules[tensor] = local.name.rpartition(".")[0]
+        own = elements.setdefault(modules[tensor], {})
+        count = 1
+        for length in local.shape:
+            count *= length
+        own[axes] = own.get(axes, 0) + count
+    storages = {ranked.tensors[t].storage: module for t, module in modules.items()}
+    first: dict[str, int] = {}
+    for place, kernel in enumerate(ranked.kernels):
+        for t in kernel.inputs:
+            if (module := storages.get(ranked.tensors[t].storage)) is not None:
+                first.setdefault(module, place)
+    names = sorted(elements, key=lambda module: first.get(module, len(ranked.kernels)))
+    return tuple(Atom(name, elements[name]) for name in names), {t: names.index(m) for t, m in modules.items()}
+
+
+def _ends(ranked: RankSegment, alive: AliveBytes, homes: Mapping[int, int]) -> dict[int, list[int]]:
+    """Kernel -> atoms all of whose gradients are there behind it."""
+    last: dict[int, int] = {}
+    for tensor, place in alive.gradients.items():
+        atom = homes[tensor]
+        last[atom] = max(last.get(atom, 0), place)
+    found: dict[int, list[int]] = {}
+    for atom, place in last.items():
+        found.setdefault(place, []).append(atom)
+    if missing := set(homes.values()) - set(last):
+        raise ConfigError(
+            f"unsharding: expected a gradient of every parameter of segment {ranked.name!r}, got none of "
+            f"{len(missing)}; leave them out of the model, or freeze none"
+        )
+    return found
+
+
+def _pieces(
+    ranked: RankSegment,
+    prices: MachinePrices,
+    alive: Sequence[tuple[int, int]],
+    seconds: float,
+    ends: Mapping[int, Sequence[int]],
+) -> tuple[Piece, ...]:
+    """Kernels of one module in a row, each with its share of the seconds."""
+    alone = [_alone_s(ranked, prices, place) for place, _ in alive]
+    scale = seconds / total if (total := sum(alone)) else 0.0
+    found: list[Piece] = []
+    for (place, size), each in zip(alive, alone, strict=True):
+        module, made = ranked.kernels[place].module, tuple(ends.get(place, ()))
+        share = each * scale if total else seconds / len(alive)
+        if found and found[-1].module == module:
+            last = found.pop()
+            found.append(Piece(module, share + last.seconds, max(size, last.alive_bytes), (*last.gradients, *made)))
+        else:
+            found.append(Piece(module, share, size, made))
+    return tuple(found)
+
+
+def _alone_s(ranked: RankSegment, prices: MachinePrices, place: int) -> float:
+    kernel = ranked.kernels[place]
+    if isinstance(kernel.detail, Collective):
+        return prices.collective_s(kernel.detail)
+    return prices.kernel_s(kernel) * prices.in_situ(cause_of(kernel, prices.precision))

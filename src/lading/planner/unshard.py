@@ -11,10 +11,11 @@ buckets of atoms in a row, and of each bucket g how long it stays, k_g, and how 
 
 T and P are what the walk of ``sim.gathers.gathered_step`` finds: one device, one network, in the order in which FSDP2
 asks (its notes). Constraints: ``sim.buckets.Costs.courses`` refuses what is no partition; ``_Search.fits`` has the
-budget; ``_partitions`` has the buckets that are tried (half a block, and 1, 2 or 4 blocks), ``_orders`` the orders in
-which they are kept. In one order the bytes at the peak rise with each bucket that is kept, so that the most that fit are
-found by bisection (``_Search.fill``); of the first that does not fit the atoms at its end are kept, down to single
-modules. The fastest found wins; of those within a millionth of it the fullest. ZeRO-3, ZeRO-2 and reverse-greedy are
+budget; ``_partition`` has the buckets that are tried (half a block, and 1 to 8 blocks), ``_orders`` the orders in which
+they are kept. In one order the bytes at the peak rise with each bucket that is kept, so that the most that fit
+are found by bisection (``_Search.fill``); of the first that does not fit the atoms at its end are kept, down to single
+modules. The fastest found wins; of those within a millionth of it, or within a thousandth where they leave more than 2%
+of the budget, the fullest (``_best``). ZeRO-3, ZeRO-2 and reverse-greedy are
 among what is tried, so the plan is never slower than any of them that fits. What is tried does not depend on the budget
 but for where each order stops.
 
@@ -34,9 +35,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from lading.errors import ConfigError, PlanInfeasible
-from lading.ir.clusterplan import GatherGroup, Keep
+from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
 from lading.sim.buckets import Bucket, Costs, names_of
@@ -45,10 +47,10 @@ from lading.sim.modules import Modules, modules_of
 from lading.sim.simulate import Priced
 
 POLICIES = ("zero3", "zero2", "reverse-greedy", "residency")
-#: Plans whose times differ by less are as fast.
-_ALIKE = 1e-6
+#: Plans whose times differ by less are as fast; and where the budget would not be filled to this share.
+_ALIKE, _NEARLY, _FULL = 1e-6, 1e-3, 0.98
 #: Blocks of a bucket; 0 for half a block.
-_SIZES = (1, 0, 2, 4)
+_SIZES = (1, 0, 2, 3, 4, 6, 8)
 #: Buckets in a row of which a part is tried, when filling what is left of the budget.
 _TRIED = 6
 
@@ -60,7 +62,7 @@ class Row:
     Attributes:
         fill: Of the budget; above 1 where it does not fit.
         gathers: All-gathers of one step, in forward and in backward.
-        gap: How far above the bound, as a share of it.
+        gap: How far above the bound, as a share of it; None where it does not fit, as the bound is of those that do.
     """
 
     policy: str
@@ -70,7 +72,7 @@ class Row:
     fill: float
     gathers: tuple[int, int]
     buckets: int
-    gap: float
+    gap: float | None
 
     @property
     def fits(self) -> bool:
@@ -133,14 +135,54 @@ def choose_groups(
     rows = tuple(_row(name, *found[name], budget, bound) for name in POLICIES)
     buckets, step = found[policy]
     if step.peak_bytes > budget:
+        missing = step.peak_bytes - budget
         raise PlanInfeasible(
             f"unsharding by {policy}: expected at most {budget:,} bytes, got {step.peak_bytes:,}, of which "
-            f"{modules.state_bytes:,} are states; raise the budget by {step.peak_bytes - budget:,}, recompute more, or "
-            "cut over more devices"
+            f"{modules.state_bytes:,} are states; raise the budget by {missing:,}, recompute more, or cut over more "
+            "devices",
+            missing_bytes=missing,
+            smallest_budget_bytes=min(each.peak_bytes for _, each in found.values()),
         )
     traced = gathered_step(search.costs, buckets, trace=True)
     groups = tuple(_group(modules, search.costs, bucket) for bucket in buckets)
     return Chosen(policy, budget, groups, step.step_s, bound, step.peak_bytes, rows, traced, tuple(buckets), modules)
+
+
+def plan_of(chosen: Chosen, version: str) -> ClusterPlan:
+    """The plan that ``lading.apply`` takes.
+
+    Args:
+        version: Of Lading.
+    Raises:
+        ConfigError: what is recomputed is no module, so that it cannot be handed over.
+    """
+    modules = chosen.modules
+    request, layout = modules.request, modules.request.layout
+    if layout.recompute == "selective":
+        raise ConfigError(
+            "a plan to apply: expected recompute none or full, got selective, which is no list of modules"
+        )
+    low = "" if layout.precision == "fp32" else "float16" if layout.precision == "fp16" else "bfloat16"
+    return ClusterPlan(
+        version=version,
+        model=request.name,
+        machine=request.machine,
+        machine_fingerprint=modules.machine.fingerprint,
+        stack=request.stack.name,
+        devices=layout.devices,
+        seq_len=request.seq_len,
+        layout=str(layout),
+        groups=chosen.groups,
+        step_s=chosen.step_s,
+        bound_s=chosen.bound_s,
+        peaks={"step": {"device": chosen.peak_bytes}},
+        budget_bytes=chosen.budget_bytes,
+        policy=chosen.policy,
+        assumptions=request.assumed,
+        recomputed=tuple(path for block, path in modules.order if modules.blocks[block].again),
+        gather_dtype=request.stack.gather_dtype or low,
+        reduce_dtype=request.stack.gradient_dtype,
+    )
 
 
 def lower_bound(modules: Modules, costs: Costs, budget: int) -> float:
@@ -154,7 +196,11 @@ def lower_bound(modules: Modules, costs: Costs, budget: int) -> float:
     ends = _ends_s(modules)
     network = once + (2 * micro_batches - 1) * again + micro_batches * reduced
     lost = modules.slowdown / (1 + modules.slowdown)
-    computing = micro_batches * (forward + backward)
+    elements, stack = modules.elements(range(len(modules.atoms))), modules.request.stack
+    backward += modules.prices.copies_s(elements, stack.reduce_copy_bytes)
+    copied = modules.prices.copies_s(elements, stack.gather_copy_bytes)
+    share = again / once if once else 0.0
+    computing = micro_batches * (forward + backward) + copied * (1 + (2 * micro_batches - 1) * share)
     windows = max(forward + once * lost, once) + max(backward + again * lost, again) * micro_batches
     windows += max(forward + again * lost, again) * (micro_batches - 1)
     device = ends + computing + max(0.0, network - ends) * lost
@@ -192,7 +238,7 @@ def _row(policy: str, buckets: Sequence[Bucket], step: Gathered, budget: int, bo
         fill=step.peak_bytes / budget,
         gathers=(sum(step.forward), sum(step.backward)),
         buckets=len(buckets),
-        gap=step.step_s / bound - 1,
+        gap=step.step_s / bound - 1 if step.peak_bytes <= budget else None,
     )
 
 
@@ -221,6 +267,7 @@ class _Search:
         self.costs = Costs(modules)
         self.keep = Keep.STEP if modules.request.layout.micro_batches > 1 else Keep.BACKWARD
         self._steps: dict[tuple[Bucket, ...], Gathered] = {}
+        self._peaks: dict[tuple[Bucket, ...], int] = {}
 
     def step(self, buckets: Sequence[Bucket]) -> Gathered:
         """Simulate."""
@@ -229,16 +276,28 @@ class _Search:
             self._steps[key] = gathered_step(self.costs, key)
         return self._steps[key]
 
+    def peak(self, buckets: Sequence[Bucket]) -> int:
+        """Bytes at its peak, which comes by the second micro-batch."""
+        key = tuple(buckets)
+        if key in self._steps:
+            return self._steps[key].peak_bytes
+        if key not in self._peaks:
+            self._peaks[key] = gathered_step(self.costs, key, walked=2).peak_bytes
+        return self._peaks[key]
+
     def fits(self, buckets: Sequence[Bucket]) -> bool:
         """Whether the budget holds it."""
-        return self.step(buckets).peak_bytes <= self.budget
+        return self.peak(buckets) <= self.budget
 
     def found(self, policy: str) -> _Found:
         """What a policy comes to."""
         if policy == "residency":
             tried = list(self._residency())
             fitting = [each for each in tried if each[1].peak_bytes <= self.budget]
-            return _best(fitting) if fitting else min(tried, key=lambda each: each[1].peak_bytes)
+            if not fitting:
+                return min(tried, key=lambda each: each[1].peak_bytes)
+            plain = [step.step_s for _, step in tried[:3] if step.peak_bytes <= self.budget]
+            return _best(fitting, self.budget, min(plain, default=float("inf")))
         whole = self.zero3(_partition(self.modules, 1))
         if policy == "zero2":
             whole = tuple(replace(bucket, keep=self.keep) for bucket in whole)
@@ -252,7 +311,7 @@ class _Search:
         return (*found[:-1], replace(found[-1], keep=Keep.BACKWARD))
 
     def greedy(self, whole: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
-        """Keep buckets from the last to the first; of one that does not fit, its modules in the same way."""
+        """Keep buckets from the last to the first; of the first that does not fit, its modules in the same way."""
         todo = [(bucket.first, bucket.last) for bucket in whole]
         current = whole
         while todo:
@@ -260,6 +319,8 @@ class _Search:
             tried = _kept(current, first, last, self.keep)
             if self.fits(tried):
                 current = tried
+            elif any(bucket.first == first and bucket.last == last for bucket in whole):
+                todo = _children(self.modules, first, last)
             else:
                 todo += _children(self.modules, first, last)
         return current
@@ -271,47 +332,82 @@ class _Search:
             chosen = set(order[:count])
             return tuple(replace(b, keep=self.keep) if n in chosen else b for n, b in enumerate(base))
 
-        count = _most(len(order), lambda n: self.fits(first(n)))
+        sizes = [self._size(base[n].first, base[n].last) for n in order]
+        count = _most(sizes, self.budget - self.peak(base), lambda n: self.fits(first(n)))
         if count < 0:
             yield base
             return
         current = first(count)
         yield current
         for number in order[count : count + _TRIED]:
-            bucket = base[number]
-            size = bucket.last + 1 - bucket.first
-            ends = _most(size, lambda n, b=bucket, c=current: self.fits(_kept(c, b.last + 1 - n, b.last, self.keep)))
+            bucket, before = base[number], current
+            sizes = [self._size(atom, atom) for atom in range(bucket.last, bucket.first - 1, -1)]
+            left = self.budget - self.peak(current)
+            ends = _most(sizes, left, lambda n, b=bucket, c=before: self.fits(self._with_end(c, b, n)))
             if ends > 0:
-                current = _kept(current, bucket.last + 1 - ends, bucket.last, self.keep)
+                current = self._with_end(before, bucket, ends)
                 yield current
 
+    def _with_end(self, buckets: tuple[Bucket, ...], bucket: Bucket, count: int) -> tuple[Bucket, ...]:
+        return _kept(buckets, bucket.last + 1 - count, bucket.last, self.keep) if count else buckets
+
+    def _size(self, first: int, last: int) -> int:
+        return self.costs.of(Bucket(first, last)).gathered
+
     def _residency(self) -> Iterator[_Found]:
+        """All that is tried; the plain policies first."""
         for policy in POLICIES[:3]:
             yield self.found(policy)
-        for size in _SIZES:
+        blocks = max(_runs(self.modules))
+        for size in _SIZES[: 2 + sum(size < blocks for size in _SIZES[2:])]:
             spans = _partition(self.modules, size)
+            before = float("inf")
             for ahead in (1, 2):
                 base = self.zero3(spans, ahead)
+                if self.step(base).step_s >= before * (1 - _ALIKE):
+                    break  # asking earlier gains nothing
+                before = self.step(base).step_s
                 for order in _orders(self.step(base)):
                     for plan in self.fill(base, order):
                         yield plan, self.step(plan)
 
 
-def _best(found: Sequence[_Found]) -> _Found:
-    """The fastest; of those that are as fast the fullest."""
+def _runs(modules: Modules) -> list[int]:
+    """Blocks in a row."""
+    found = [0]
+    for _, path in modules.order:
+        found.append(found[-1] + 1 if path else 0)
+    return found
+
+
+def _best(found: Sequence[_Found], budget: int, plain: float) -> _Found:
+    """The fastest; of those that are as fast the fullest; never slower than the plain policies take."""
     fastest = min(step.step_s for _, step in found)
-    alike = [each for each in found if each[1].step_s <= fastest * (1 + _ALIKE)]
-    return max(alike, key=lambda each: each[1].peak_bytes)
+
+    def fullest(nearly: float) -> _Found:
+        alike = [each for each in found if each[1].step_s <= min(plain, fastest * (1 + nearly))]
+        return max(alike, key=lambda each: each[1].peak_bytes)
+
+    best = fullest(_ALIKE)
+    return best if best[1].peak_bytes >= _FULL * budget else fullest(_NEARLY)
 
 
-def _most(count: int, holds: Callable[[int], bool]) -> int:
-    """The largest number up to ``count`` for which something holds that holds for all below it; -1 if for none."""
-    if holds(count):
-        return count
-    low, high = -1, count
+def _most(sizes: Sequence[int], left: int, holds: Callable[[int], bool]) -> int:
+    """The largest number for which something holds that holds for all below it; -1 if for none.
+
+    Args:
+        sizes: Bytes by which each makes it worse, as far as is known; where to look first.
+        left: Bytes that are left for them.
+    """
+    count = len(sizes)
+    guess = next((n for n, total in enumerate(accumulate(sizes)) if total > left), count)
+    low, high = -1, count + 1
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        middle = guess if low < guess < high else (low + high) // 2
+        if holds(middle):
+            low, guess = middle, middle + 1
+        else:
+            high, guess = middle, middle - 1
     return low
 
 

@@ -73,7 +73,7 @@ class Moment:
 
 
 def gathered_step(
-    costs: Costs, buckets: Sequence[Bucket], *, reduce_each: bool = True, trace: bool = False
+    costs: Costs, buckets: Sequence[Bucket], *, reduce_each: bool = True, trace: bool = False, walked: int = _WALKED
 ) -> Gathered:
     """A step whose parameters are gathered in such buckets.
 
@@ -82,14 +82,15 @@ def gathered_step(
         buckets: All atoms, in the order of forward.
         reduce_each: Gradients are reduced in each micro-batch; else added up whole and reduced in the last.
         trace: Say what is there at the peak.
+        walked: Micro-batches that are walked one by one, the last among them; 4 or more for seconds, 2 for bytes.
     """
     walk = _Walk(costs, buckets, reduce_each, trace)
     count = costs.modules.request.layout.micro_batches
-    walked = min(count, _WALKED)
+    walked = min(count, walked)
     for number in range(walked):
         walk.micro_batch(number, last=number == walked - 1)
     more = count - walked
-    if more:  # the one before the last is as those left out
+    if more and walked > 2:  # the one before the last is as those left out
         device, busy, used = (now - was for now, was in zip(walk.marks[-2], walk.marks[-3], strict=True))
         walk.streams.device += more * device
         walk.streams.busy += more * busy

@@ -1,0 +1,117 @@
+"""What stays gathered under a budget: never slower than its neighbours, full, above the bound, and as handed over."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise, product
+
+import pytest
+
+from lading.clusters import Question, request_of
+from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.clusterplan import Keep
+from lading.planner.unshard import POLICIES, Chosen, choose_groups, lower_bound, plan_of
+from lading.sim.buckets import Bucket, Costs
+from lading.sim.gathers import gathered_step
+from lading.sim.modules import Modules, modules_of
+
+CASES = {
+    "gpt2": ("gpt2", "zero3", 64, "default"),
+    "many micro-batches": ("llama3.2-1b", "zero3,gb256", 64, "torchtitan-compile"),
+    "slow network": ("llama3.2-3b", "zero3,recompute=full", 512, "torchtitan-compile"),
+    "experts": ("qwen3-30b-a3b", "zero3,ep8", 64, "default"),
+}
+
+
+@cache
+def chosen(case: str, share: float, policy: str = "residency") -> Chosen:
+    model, layout, devices, stack = CASES[case]
+    asked = Question(model=model, machine="h100", devices=devices, layout=layout, seq_len=4096, stack=stack)
+    request, table = request_of(asked)
+    low, high = peaks(case)
+    return choose_groups(request, table, int(low + share * (high - low)), policy)
+
+
+@cache
+def peaks(case: str) -> tuple[int, int]:
+    """Of ZeRO-3 and of ZeRO-2."""
+    model, layout, devices, stack = CASES[case]
+    asked = Question(model=model, machine="h100", devices=devices, layout=layout, seq_len=4096, stack=stack)
+    request, table = request_of(asked)
+    rows = {row.policy: row for row in choose_groups(request, table, 10**15, "zero3").rows}
+    return rows["zero3"].peak_bytes, rows["zero2"].peak_bytes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_between_its_neighbours(case: str) -> None:
+    """Never slower than what fits, faster with more memory, which is used to within 2%; never below the bound."""
+    shares = (0.0, 0.3, 0.6, 1.0)
+    for share in shares:
+        found = chosen(case, share)
+        rows = {row.policy: row for row in found.rows}
+        assert tuple(rows) == POLICIES
+        assert rows["zero3"].fits
+        for row in rows.values():
+            assert found.step_s <= row.step_s or not row.fits
+            assert row.gap is None or row.gap >= 0
+        assert 0.98 <= found.peak_bytes / found.budget_bytes <= 1
+        assert found.gathered.step_s == found.step_s
+        assert rows["zero2"].fits == (share == 1.0)
+    for less, more in pairwise(shares):
+        assert chosen(case, more).step_s <= chosen(case, less).step_s * (1 + 1e-3)
+
+
+def test_groups_have_every_parameter_once() -> None:
+    found = chosen("many micro-batches", 0.3)
+    of = found.modules
+    assert [n for b in found.buckets for n in range(b.first, b.last + 1)] == list(range(len(of.atoms)))
+    assert sum(group.gathered_bytes for group in found.groups) == 2 * sum(of.elements(range(len(of.atoms))).values())
+    names = [name for group in found.groups for name in group.modules]
+    assert len(names) == len(set(names))
+    assert {group.keep for group in found.groups} >= {Keep.RELEASE, Keep.STEP}
+
+
+def _tiny() -> Modules:
+    """Four atoms: before, two blocks as they are, after."""
+    asked = Question(model="gpt2", machine="h100", devices=16, layout="zero3,gb32", seq_len=512)
+    request, table = request_of(asked)
+    import dataclasses
+
+    return modules_of(request, dataclasses.replace(table, counts=(1, 2, 1)))
+
+
+def test_bound_is_below_everything_that_can_be() -> None:
+    """All ways to keep and to merge the buckets of a small model, under several budgets."""
+    of = _tiny()
+    costs = Costs(of)
+    starts = [0, *(n for n in range(1, len(of.atoms)) if of.atoms[n][0] != of.atoms[n - 1][0])]
+    ends = [*(n - 1 for n in starts[1:]), len(of.atoms) - 1]
+    steps = []
+    for cuts in product((False, True), repeat=len(starts) - 1):
+        spans = [(starts[0], ends[0])]
+        for cut, first, last in zip(cuts, starts[1:], ends[1:], strict=True):
+            spans[-1:] = [spans[-1], (first, last)] if cut else [(spans[-1][0], last)]
+        for keeps, ahead in product(product(Keep, repeat=len(spans)), (1, 2)):
+            plan = [Bucket(a, b, keep, ahead, ahead) for (a, b), keep in zip(spans, keeps, strict=True)]
+            steps.append(gathered_step(costs, plan))
+    assert len(steps) > 200
+    for budget in sorted({step.peak_bytes for step in steps}):
+        fastest = min(step.step_s for step in steps if step.peak_bytes <= budget)
+        assert lower_bound(of, costs, budget) <= fastest
+
+
+def test_plan_is_saved_as_chosen(tmp_path) -> None:
+    plan = plan_of(chosen("slow network", 0.3), "1")
+    plan.save(tmp_path / "plan.json")
+    assert plan.load(tmp_path / "plan.json") == plan
+    assert plan.recomputed == tuple(f"layers.{n}" for n in range(28))
+    assert plan.gap == pytest.approx(plan.step_s / plan.bound_s - 1)
+
+
+def test_refused() -> None:
+    request, table = request_of(Question(model="gpt2", machine="h100", devices=8, layout="zero3"))
+    with pytest.raises(ConfigError, match="expected one of zero3, zero2, reverse-greedy, residency, got 'zero1'"):
+        choose_groups(request, table, 0, "zero1")
+    with pytest.raises(PlanInfeasible, match="expected at most 1,000,000 bytes, got ") as caught:
+        choose_groups(request, table, 10**6)
+    assert caught.value.missing_bytes > 0

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.calibrate.tables import replace, rows
 from scipy.optimize import least_squares
 
-from lading.catalog.kernels import ProductRates
+from lading.catalog.kernels import ProductRates, kernel_rates
 from lading.catalog.load import load_machine
 from lading.cost import product as model
 from lading.ir.machine import Device
@@ -260,6 +260,7 @@ def main() -> None:
     for architecture, machine, hardware in (("ampere", "a100-pcie", "A100"), ("blackwell", "b200", "B200")):
         device, found, grouped = load_machine(machine).device, shapes(hardware), groups(hardware)
         rates = fit_groups(grouped, fit(found, device, architecture), device)
+        rates = dataclasses.replace(rates, unaligned=kernel_rates(architecture).product.unaligned)  # unaligned.py
         report(f"{hardware} fitted", found, errors(found, rates, device))
         off = np.array([predicted_groups(s, rates, device) / s.seconds - 1 for s in grouped])
         report(f"{hardware} groups fitted", grouped, off)

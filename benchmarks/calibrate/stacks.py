@@ -47,14 +47,16 @@ class Row:
     weight: float = 1.0
 
 
-def rows_of(files: list[Path], most: int) -> list[Row]:
-    """Rows that can be simulated; of a source with more than ``most`` every so manieth."""
+def rows_of(files: list[Path], most: int, only: str = "") -> list[Row]:
+    """Rows that can be simulated, of stacks matching ``only``; of a source with more than ``most`` every so manieth."""
     found: dict[str, list[Row]] = defaultdict(list)
     rows, _ = read_rows(files)
     for row in (outcome.row for outcome in newest(Outcome(row) for row in rows if row.tier == "A" and row.step_s)):
         assert row.step_s is not None
         try:
             request = request_of(row)
+            if not re.search(only, request.stack.name):
+                continue
             parts = priced(request)
             simulate(request, parts=parts)
         except LadingError:
@@ -113,9 +115,10 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--write", action="store_true", help="write the factors into the catalog's stacks")
     parser.add_argument("--most", type=int, default=40, help="rows of a source and stack at most")
+    parser.add_argument("--only", default="", help="fit stacks whose names match this regular expression")
     options = parser.parse_args()
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows_of(options.files, options.most):
+    for row in rows_of(options.files, options.most, options.only):
         clean = dataclasses.replace(row.request.stack, in_situ={})
         row.request = dataclasses.replace(row.request, stack=clean)
         groups[row.request.stack.name, row.architecture].append(row)

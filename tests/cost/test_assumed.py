@@ -34,4 +34,4 @@ def test_a_stated_network_takes_the_place_of_the_assumed_one() -> None:
     machine = load_machine("a100")
     assert assumed_of_links(layout, with_network(machine, "8x HDR InfiniBand 200 Gb/s per node")) == ()
     (text,) = assumed_of_links(layout, with_network(machine, "4x Omni-Path 100 Gb/s per node"))
-    assert "90% of the line rate" in text
+    assert "a hop of 5 us" in text

@@ -45,6 +45,21 @@ def test_products_of_an_a100_are_as_measured():
     assert sorted(off)[int(0.9 * len(off))] < 0.12
 
 
+def test_rows_that_start_at_few_bytes_slow_products_as_measured():
+    rows = json.loads((ROOT / "calibrate" / "published_unaligned.json").read_text(encoding="utf-8"))["rows"]
+    off: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        product = Product(row["m"], row["n"], row["k"], row["groups"])
+        predicted = product_s(product, "float16", device("a100"))
+        off[row["groups"] == 1].append(abs(predicted * row["tflops"] * 1e12 / product.flops - 1))
+    assert median(off[True]) < 0.1
+    assert median(off[False]) < 0.2
+    even, odd = (product_s(Product(8192, n, 14336), "float16", device("a100")) for n in (51200, 51201))
+    assert 3 < odd / even < 4
+    gradients = [product_s(Product(51201, 14336, 8192), "float16", device("a100"), of_weight=w) for w in (True, False)]
+    assert 3 < gradients[0] / gradients[1] < 4  # only there are its columns rows in memory
+
+
 def test_long_products_of_a_b200_are_as_measured():
     off: list[float] = []
     for shape, rate, _ in measured("matmul", "B200"):

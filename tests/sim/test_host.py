@@ -10,7 +10,8 @@ from lading.catalog.load import load_machine
 from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
 from lading.ir.stack import Stack
-from lading.sim.parts import Part, span, total
+from lading.ir.work import Collective, Kernel, Stage
+from lading.sim.parts import Part, part_of, span, total
 from lading.sim.prices import MachinePrices
 from lading.sim.sharded import Unit, fully_sharded
 
@@ -30,7 +31,15 @@ class Prices:
     def in_situ(self, cause: str) -> float:
         return 1.0
 
+    def lateness(self, axis: str) -> float:
+        return 1.5
+
     def lost_beside(self, axis: str, memory_bound: float) -> float:
+        return 0.0
+
+
+class FreePrices(Prices):
+    def collective_s(self, collective: object) -> float:
         return 0.0
 
 
@@ -48,6 +57,18 @@ def test_a_host_that_waits_for_each_kernel_hides_nothing() -> None:
     found = span(PART, Prices(), blocking)
     assert found.seconds == pytest.approx(0.1 + 0.02 + 10 * 1e-3 + 5e-3)
     assert sum(found.shares_s.values()) == pytest.approx(found.seconds)
+
+
+def test_ranks_that_come_late_are_waited_for_however_far_ahead_the_host_is() -> None:
+    late = Stack(name="any", title="any", launch_s=1e-3, block_wait_s=3e-3, collective_wait_s=2e-3)
+    kernels = [
+        Kernel("sum", None, Stage.FORWARD, "", "bfloat16", 0, 0, (), (), Collective("all_reduce", "tp", 8)),
+    ] * 2
+    part = dataclasses.replace(part_of(kernels, FreePrices()), busy_s={"products": 1.0})
+    found = span(part, Prices(), late)
+    assert found.seconds == pytest.approx(1.0 + 3e-3 + 2 * 1.5 * 2e-3)
+    assert found.shares_s["waiting in blocks"] == pytest.approx(9e-3)
+    assert span(part, Prices(), dataclasses.replace(late, cuda_graphs=True)).seconds == pytest.approx(1.0)
 
 
 def test_graphs_need_no_host() -> None:

@@ -51,7 +51,7 @@ def test_published_rows_are_requests() -> None:
         ("dgxc2501-001", "moe", "nemo", "h100"),
         ("dgxc2505-031", "nemotron", "nemo", "h100"),
         ("bloom-001", "gpt", "megatron-deepspeed-bigscience", "a100"),
-        ("vtrain-single-001", "gpt", "megatron-deepspeed", "a100"),
+        ("vtrain-single-001", "gpt", "megatron-deepspeed-traced", "a100"),
         ("qwen-finetune-003", "llama", "qwen-finetune", "a100"),
         ("qwen-finetune-016", "llama", "qwen-finetune-zero2", "a100"),
         ("qwen-finetune-024", "llama", "qwen-finetune-zero3", "a100"),

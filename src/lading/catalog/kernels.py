@@ -32,6 +32,8 @@ class ProductRates:
         fixed_s: Least time of a product.
         group_s: Host's time for each group, where the groups of a grouped product are launched one by one.
         group_reach: Rate of a grouped product's tiles over that of one product's.
+        unaligned: How many times longer computing takes where rows of operands or output start at multiples of 2, 4, 8
+            and 16 bytes only; () where that was not measured.
         flops_per_joule: What products do with a joule at the power limit, by dtype of the operands; none where power
             was never seen to be the limit.
     """
@@ -47,6 +49,12 @@ class ProductRates:
     group_s: float
     group_reach: float
     flops_per_joule: dict[str, float]
+    unaligned: tuple[float, ...] = ()
+
+    def unaligned_at(self, row_bytes: int) -> float:
+        """Factor for rows of so many bytes: that of the largest power of two that divides them."""
+        place = (row_bytes & -row_bytes).bit_length() - 2
+        return self.unaligned[place] if 0 <= place < len(self.unaligned) else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +137,7 @@ def kernel_rates(architecture: str) -> KernelRates:
     try:
         product = dict(data["product"])
         product["tiles"] = tuple((int(m), int(n)) for m, n in product["tiles"])
+        product["unaligned"] = tuple(product.get("unaligned", ()))
         attention = {
             kernel: {name: PassRates(**_tuples(values)) for name, values in passes.items()}
             for kernel, passes in data["attention"].items()

@@ -29,7 +29,12 @@ _REACHED = {
         1.7e-5,
         "381.8 of 400 GB/s on four nodes of B200; 17 us a hop, as two p6-b200 take 54 us (dstack #3961)",
     ),
-    "omnipath": (0.9, 5e-6, "assumption: 90% of the line rate, a hop of 5 us: the host's processors move its packets"),
+    "omnipath": (
+        0.34,
+        5e-6,
+        "135 of 400 Gb/s a node on Jean Zay in 2022, and a year later (stas00/ml-engineering network/README.md "
+        "@744d01e1); assumption: a hop of 5 us, as the host's processors move its packets",
+    ),
 }
 _NONE = re.compile(r"^\s*(n/?a\b.*|none|not stated|unknown|single node.*|-)?\s*$", re.IGNORECASE)
 

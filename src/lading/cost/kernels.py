@@ -82,7 +82,8 @@ def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, p
     used = precision if low else kernel.dtype
     wide = product.accumulates and stack.gradient_dtype == "float32"
     out = 4.0 if wide or OPERAND_BYTES.get(used, 2.0) >= 4 else 2.0
-    seconds = product_s(product, used, device, out_bytes=out)
+    of_weight = kernel.stage is Stage.BACKWARD_WEIGHT
+    seconds = product_s(product, used, device, out_bytes=out, of_weight=of_weight)
     if kernel.is_experts and stack.fusion == "fused" and not stack.cuda_graphs:
         seconds = max(seconds, groups_launch_s(product, device))
     # Weights are cast once a step, and what a weight's gradient is made of was cast for the products before it.

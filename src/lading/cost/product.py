@@ -13,6 +13,9 @@ the least over the library's tiles and S in 1, 2, 4, 8 (with S > 1 partial sums 
 part ``epilogue_share`` of the output's bytes is not under computing. Adding to what the output holds reads it once
 more.
 
+Where rows in memory start at multiples of few bytes, as those of 50,257 columns do, loads are narrow: computing takes
+``unaligned`` times as long.
+
 A board at its power limit runs slower: at most ``flops_per_joule * power`` FLOP/s. A single product measured on a cool
 device may be done before that (it takes about 5 ms on a B200: flashinfer-ai/flashinfer#2899); in a running step it is
 so all the time, which is what is assumed unless told otherwise.
@@ -64,7 +67,13 @@ def peak_flops(device: Device, precision: str) -> float:
 
 
 def product_s(
-    product: Product, precision: str, device: Device, *, out_bytes: float = 0.0, sustained: float = 1.0
+    product: Product,
+    precision: str,
+    device: Device,
+    *,
+    out_bytes: float = 0.0,
+    sustained: float = 1.0,
+    of_weight: bool = False,
 ) -> float:
     """Seconds of a product, or of ``groups`` of them in one kernel, alone on the device, launch not included.
 
@@ -72,6 +81,7 @@ def product_s(
         precision: Of the operands: a dtype, or "fp8", "mxfp8", "nvfp4" (whose cast is ``quantize_bytes``).
         out_bytes: Of an element of the output; 0: four where it accumulates, else two (four from fp32 operands).
         sustained: How much of the slowdown at the power limit applies: 1 for one after another, 0 on a cool device.
+        of_weight: It makes a weight's gradient, whose operands lie in rows of m and n; else in rows of n and k.
     Raises:
         ConfigError: the device has no peak for the precision, or nothing is known of its kernels.
     Source: constants fitted in benchmarks/calibrate/products.py; [Note: product].
@@ -83,6 +93,7 @@ def product_s(
     operand = OPERAND_BYTES.get(precision, _OUT_BYTES)
     element = out_bytes or (_SUM_BYTES if product.accumulates or operand >= _SUM_BYTES else _OUT_BYTES)
     slow = 1 + sustained * (power_slowdown(gpu, rates, precision, peak) - 1)
+    slow *= unaligned(product, operand, rates.product, of_weight=of_weight)
     bandwidth = device.memory_bandwidth_bytes_per_s
     return _known(product, (operand, element), peak * gpu.speed / slow, bandwidth, gpu.num_sms, gpu.architecture)
 
@@ -98,6 +109,12 @@ def _known(
 ) -> float:
     """Layers have equal products, and so have layouts that are compared."""
     return seconds(product, element_bytes, peak, bandwidth, num_sms, kernel_rates(architecture).product)
+
+
+def unaligned(product: Product, operand_bytes: float, rates: ProductRates, *, of_weight: bool = False) -> float:
+    """How many times longer computing takes because of the addresses at which rows start, >= 1."""
+    rows = (product.m, product.n) if of_weight else (product.n, product.k)
+    return max(rates.unaligned_at(int(row * operand_bytes)) for row in rows)
 
 
 def groups_launch_s(product: Product, device: Device) -> float:

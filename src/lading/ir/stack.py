@@ -27,6 +27,8 @@ class Stack:
         collective_launch_s: The same for a collective.
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,
             saving and restoring the states of random generators.
+        block_wait_s: Seconds of each pass of a block in which the device stands still however far ahead the host is.
+        collective_wait_s: Standard deviation of when ranks come to a collective inside a block: all wait for the last.
         experts_s: The same for each pass of routed experts: counting tokens, waiting for the counts, permuting.
         fused_loss: Cross-entropy works on the logits as they are, with "fused" one kernel forward and one backward, not
             passes over fp32 logits; in "eager" only its memory is counted so.
@@ -78,6 +80,8 @@ class Stack:
     launch_s: float = 6e-6
     collective_launch_s: float = 25e-6
     block_s: float = 0.0
+    block_wait_s: float = 0.0
+    collective_wait_s: float = 0.0
     experts_s: float = 0.0
     fused_loss: bool = False
     gradient_placeholders: bool = False
@@ -118,7 +122,15 @@ class Stack:
             if getattr(self, key) not in allowed:
                 found = getattr(self, key)
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(allowed)}, got {found!r}")
-        for key in ("launch_s", "collective_launch_s", "block_s", "experts_s", "step_s"):
+        for key in (
+            "launch_s",
+            "collective_launch_s",
+            "block_s",
+            "block_wait_s",
+            "collective_wait_s",
+            "experts_s",
+            "step_s",
+        ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):

@@ -2,8 +2,9 @@
 
 [Note: one stretch of kernels]
 The device runs the kernels of a stretch one after another while the host issues them; the stretch takes the longer of
-both, as the host runs ahead within it. Collectives inside a block stand between kernels that need each other; a stack
-hides a share of them under computing, which is slowed meanwhile as they take some of the device's processors.
+both, as the host runs ahead within it, and what both wait for besides. Collectives inside a block stand between kernels
+that need each other; a stack hides a share of them under computing, which is slowed meanwhile as they take some of the
+device's processors.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from lading.ir.work import Collective, Kernel
 
 #: What kernels are summed up as.
 PRODUCTS, LOW, ATTENTION, MEMORY = "products", "low-precision products", "attention", "memory-bound"
+#: Cause of what the device waits inside blocks though the host is ahead.
+WAITS = "waiting in blocks"
 #: What the host issues.
-_KERNELS, _COLLECTIVES, _BLOCKS, _EXPERTS = "kernels", "collectives", "blocks", "experts"
+_KERNELS, _COLLECTIVES, _BLOCKS, _EXPERTS, _LATE = "kernels", "collectives", "blocks", "experts", "late"
 _CAUSES = {OpKind.MATMUL: PRODUCTS, OpKind.CONVOLUTION: PRODUCTS, OpKind.ATTENTION: ATTENTION}
 
 
@@ -44,6 +47,10 @@ class Prices(Protocol):
         """Of a collective among the ranks of its axis."""
         ...
 
+    def lateness(self, axis: str) -> float:
+        """How late the last of an axis' ranks comes to a collective, in standard deviations of one."""
+        ...
+
     def lost_beside(self, axis: str, memory_bound: float) -> float:
         """Seconds that computing, of which so much is memory-bound, loses for each of a collective of this axis."""
         ...
@@ -56,7 +63,8 @@ class Part:
     Attributes:
         busy_s: Seconds of the device by cause, of kernels alone.
         comm_s: Seconds of collectives by axis, alone.
-        issued: What the host does for it, counted: kernels, collectives, passes of blocks, passes of experts.
+        issued: What the host does for it, counted: kernels, collectives, passes of blocks, passes of experts; and
+            how late the last rank comes to its collectives, summed up.
         flops: Of products and attention.
     """
 
@@ -73,7 +81,12 @@ class Part:
             _BLOCKS: stack.block_s,
             _EXPERTS: stack.experts_s,
         }
-        return 0.0 if stack.cuda_graphs else sum(each[what] * count for what, count in self.issued.items())
+        return 0.0 if stack.cuda_graphs else sum(seconds * self.issued.get(what, 0.0) for what, seconds in each.items())
+
+    def waits_s(self, stack: Stack) -> float:
+        """Seconds in which the device stands still though the host is ahead."""
+        blocks, late = self.issued.get(_BLOCKS, 0.0), self.issued.get(_LATE, 0.0)
+        return 0.0 if stack.cuda_graphs else stack.block_wait_s * blocks + stack.collective_wait_s * late
 
 
 def total(parts: Iterable[tuple[Part, float]]) -> Part:
@@ -106,6 +119,7 @@ def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
             axis = kernel.detail.axis
             comm[axis] = comm.get(axis, 0.0) + prices.collective_s(kernel.detail)
             issued[_COLLECTIVES] = issued.get(_COLLECTIVES, 0.0) + 1
+            issued[_LATE] = issued.get(_LATE, 0.0) + prices.lateness(axis)
             continue
         if kernel.is_experts:
             issued[_EXPERTS] = 1.0
@@ -141,4 +155,7 @@ def span(part: Part, prices: Prices, stack: Stack) -> Span:
     exposed = host if stack.launch_blocking else max(0.0, host - seconds)
     if exposed:
         shares["launches"] = exposed
-    return Span(seconds + exposed, shares)
+    waits = part.waits_s(stack)
+    if waits:
+        shares[WAITS] = waits
+    return Span(seconds + exposed + waits, shares)

@@ -16,6 +16,7 @@ from lading.ir.machine import Machine
 from lading.ir.stack import Stack
 from lading.ir.work import Collective, Kernel
 from lading.memory.ranks import gathered_width, shards
+from lading.sim.noise import largest_of
 
 #: Architectures whose switches add (NVLink SHARP).
 _ADDING = ("hopper", "blackwell")
@@ -61,6 +62,10 @@ class MachinePrices:
                 active=self.active,
             )
         return self._collective_s(collective.op, collective.size_bytes, collective.axis)
+
+    def lateness(self, axis: str) -> float:
+        """How late the last of an axis' ranks comes to a collective, in standard deviations of one."""
+        return largest_of(self._group(axis).ranks)
 
     def lost_beside(self, axis: str, memory_bound: float) -> float:
         """Seconds that computing, of which so much is memory-bound, loses for each of a collective of this axis."""

@@ -28,7 +28,7 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
     Args:
         model: The row's fields.
         notes: Of the row, in which dropout, ALiBi and the like are told.
-        pad_vocabulary_to: The vocabulary is rounded up to a multiple of this.
+        pad_vocabulary_to: The vocabulary is rounded up to a multiple of this, down where it is negative.
 
     Raises:
         ConfigError: a size that the structure needs is missing or does not go with the others.
@@ -120,7 +120,8 @@ def _vocabulary(model: Mapping[str, Any], pad_to: int, assumed: list[str]) -> di
         return {"v": _VOCABULARY}
     padded = -(-vocabulary // pad_to) * pad_to
     if padded != vocabulary:
-        assumed.append(f"the vocabulary of {vocabulary} padded to {padded}, a multiple of {pad_to}")
+        way = "cut" if pad_to < 0 else "padded"
+        assumed.append(f"the vocabulary of {vocabulary} {way} to {padded}, a multiple of {abs(pad_to)}")
     return {"v": padded}
 
 

@@ -13,7 +13,7 @@ from lading.ir.layout import PRECISIONS, Layout
 from lading.ir.request import Request
 from lading.ir.stack import Stack
 from lading.validate.architecture import architecture_of
-from lading.validate.recipes import high_precision_layers, recipe_of, with_facts
+from lading.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
 from lading.validate.rows import Row
 from lading.validate.words import machine_of, stack_rule_of
 
@@ -42,8 +42,7 @@ def request_of(row: Row) -> Request:
         raise ConfigError(f"hardware.gpus: expected a number above 0, got {row.hardware.get('gpus')}")
     machine, assumed = machine_of(str(row.hardware.get("gpu", "")))
     stack = _stack(row, text, assumed)
-    padding = _MEGATRON_PADDING * int(row.layout.get("tp") or 1) if stack.name.startswith(("megatron", "nemo")) else 1
-    model, taken = architecture_of(row.model, text, padding)
+    model, taken = architecture_of(row.model, text, _padding(row, stack))
     assumed += taken
     layout = _layout(row, text, stack, assumed)
     task = _task(row)
@@ -65,6 +64,14 @@ def request_of(row: Row) -> Request:
         **_extras(row, text, model.layers),
     )
     return dataclasses.replace(_as_published(request, text, assumed), assumed=tuple(assumed))
+
+
+def _padding(row: Row, stack: Stack) -> int:
+    """What the vocabulary is rounded up to a multiple of; down where negative ([Note: sweep of one node])."""
+    ways = int(row.layout.get("tp") or 1)
+    if SWEEP in row.source.lower():
+        return -ways
+    return _MEGATRON_PADDING * ways if stack.name.startswith(("megatron", "nemo")) else 1
 
 
 def _as_published(request: Request, text: str, assumed: list[str]) -> Request:

@@ -88,6 +88,7 @@ STACK_RULES: tuple[StackRule, ...] = (
     StackRule(r"megatron-bridge|mbridge", "megatron-bridge", "Megatron-Core of 2025-26 with Transformer Engine"),
     StackRule(r"dgxc|nemo", "nemo", "NeMo launcher: Megatron-Core with Transformer Engine"),
     StackRule(r"bigscience", "megatron-deepspeed-bigscience", "BigScience's fork of Megatron-DeepSpeed, for BLOOM"),
+    StackRule(r"ground_truth_single", "megatron-deepspeed-traced", "vTrain's runs on one node"),
     StackRule(r"megatron-deepspeed|vtrain", "megatron-deepspeed", "Megatron-DeepSpeed of 2022"),
     StackRule(r"deepspeed zero-3", "deepspeed-zero3", "DeepSpeed's ZeRO-3 without model parallelism"),
     StackRule(r"2104\.04473|sc'21.*ptd|sc'21", "megatron-2021", "Narayanan et al. 2021"),

@@ -22,10 +22,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2, sqrt
 
+import numpy as np
+import numpy.typing as npt
+
 from lading.cost.topology import Group
 from lading.errors import ConfigError
 from lading.ir.machine import Link, Machine
 
+Floats = npt.NDArray[np.float64]
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
 
@@ -118,6 +122,29 @@ class Line:
             best = 2 * sqrt(size_bytes * self.fill_rate_s * self.depth_s)
             seconds += 1 / (1 / best + 1 / (self.fill_bytes * self.fill_rate_s))
         return seconds
+
+    def many(self, sizes: Floats) -> Floats:
+        """Seconds of many sizes, as ``at`` has them."""
+        seconds = self.latency_s + sizes * self.rate_s
+        if self.slower_s:
+            first = np.minimum(sizes, self.slower_bytes)
+            rest = np.maximum(0.0, sizes - first) * self.rate_s
+            seconds += np.maximum(0.0, first * self.slower_s - rest)
+        if self.depth_s:
+            best = 2 * np.sqrt(np.maximum(sizes, 1e-300) * self.fill_rate_s * self.depth_s)
+            seconds += np.where(sizes > 0, 1 / (1 / best + 1 / (self.fill_bytes * self.fill_rate_s)), 0.0)
+        return seconds
+
+
+def collectives_s(op: str, sizes: Floats, group: Group, machine: Machine, *, nvls: bool = True) -> Floats:
+    """``collective_s`` of many sizes at once; arguments and errors as there."""
+    if np.any(sizes < 0):
+        raise ConfigError(f"collective {op}: expected sizes >= 0, got {float(np.min(sizes))}")
+    if group.ranks == 1:
+        return np.zeros(sizes.shape)
+    if f"{op}.{group.ranks}" in machine.collectives:
+        return np.array([collective_s(op, size, group, machine, nvls=nvls) for size in sizes.tolist()])
+    return np.minimum.reduce([line.many(sizes) for line in lines(op, group, machine.links, nvls)])
 
 
 def collective_s(op: str, size_bytes: float, group: Group, machine: Machine, *, nvls: bool = True) -> float:

@@ -26,6 +26,7 @@ _PRODUCTS, _MEMORY_BOUND = 0.5, 1.3
 _OWN = 0.5
 #: Least rate that is left to either.
 _LEAST = 0.2
+MOST_LOST = 1 - _LEAST
 
 #: Channels inside a domain behind NVSwitch, of NVLink SHARP, and of sends: NCCL's own log on A100 and H100 ("24 coll
 #: channels, 16 nvls channels, 32 p2p channels"; NVIDIA/nccl-tests issue 100).
@@ -55,7 +56,7 @@ class Contention:
     @property
     def lost(self) -> float:
         """Seconds that computing loses for each second that the collective takes alone, as that takes longer too."""
-        return min(1 - _LEAST, (1 - self.compute) / self.collective)
+        return min(MOST_LOST, (1 - self.compute) / self.collective)
 
 
 def channels(op: str, group: Group, machine: Machine, *, nvls: bool = True) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any
 
-from lading.cost.collective import collective_s
+import numpy as np
+
+from lading.cost.collective import collective_s, collectives_s
 from lading.cost.contention import contention
 from lading.cost.dispatch import dispatch_s
 from lading.cost.kernels import adam_bytes, clip_s, kernel_s, memory_s, step_s
@@ -22,8 +25,16 @@ from lading.sim.noise import largest_of
 _ADDING = ("hopper", "blackwell")
 
 
+def _beside(axis: str) -> str:
+    """The collective that runs beside computing over an axis."""
+    return "all_to_all" if axis == "ep" else "send" if axis in ("pp", "cp") else "all_gather"
+
+
 class MachinePrices:
-    """``lading.sim.parts.Prices`` and ``lading.sim.step.Exchange`` of a machine that has links."""
+    """``lading.sim.parts.Prices`` and ``lading.sim.step.Exchange`` of a machine that has links.
+
+    Numbers of elements may be arrays where exchanges and the optimizer are priced; seconds are then arrays too.
+    """
 
     def __init__(self, machine: Machine, layout: Layout, stack: Stack, active: int = 1) -> None:
         """Prices of one request.
@@ -69,8 +80,7 @@ class MachinePrices:
 
     def lost_beside(self, axis: str, memory_bound: float) -> float:
         """Seconds that computing, of which so much is memory-bound, loses for each of a collective of this axis."""
-        op = "all_to_all" if axis == "ep" else "send" if axis in ("pp", "cp") else "all_gather"
-        return self._lost(op, axis, memory_bound)
+        return self._lost(_beside(axis), axis, memory_bound)
 
     def reduce_s(self, elements: Mapping[str, int]) -> float:
         """Reduce the gradients of so many parameters, by the axes over which they are replicated."""
@@ -136,14 +146,25 @@ class MachinePrices:
             seconds += self._collective_s("all_reduce", size_bytes // self.layout.sharding_ranks, "replicate")
         return seconds
 
-    def _collective_s(self, op: str, size_bytes: float, axis: str) -> float:
-        return collective_s(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
+    def _collective_s(self, op: str, size_bytes: Any, axis: str) -> Any:
+        """Of one size, or of an array of them."""
+        seconds = collectives_s if isinstance(size_bytes, np.ndarray) else collective_s
+        return seconds(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
 
     def _group(self, axis: str) -> Group:
         group = group_of(self.layout, axis, self.machine, self._order)
         if self.stack.flat_rings and axis.startswith("dp") and group.domains > 1:
             return Group(group.ranks, 1)
         return group
+
+    def rates_beside(self, axis: str) -> tuple[float, float, float]:
+        """What is left of computing beside a collective of this axis, bound by products and by memory, and of it."""
+        group, gpu = self._group(axis), self.machine.device.gpu
+        if group.ranks == 1 or gpu is None:
+            return 1.0, 1.0, 1.0
+        op, nvls = _beside(axis), self.architecture in _ADDING
+        bound = [contention(op, group, self.machine, gpu.num_sms, memory_bound=m, nvls=nvls) for m in (0.0, 1.0)]
+        return bound[0].compute, bound[1].compute, bound[0].collective
 
     def _lost(self, op: str, axis: str, memory_bound: float) -> float:
         group, gpu = self._group(axis), self.machine.device.gpu

@@ -167,8 +167,9 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
     each = {run: _stage(run, both, request, prices) for run in set(runs)}
     stages = [each[run] for run in runs]
     if request.layout.pp == 1 and request.layout.vpp == 1:
-        one = {segment: _stage([(segment, 1)], both, request, prices) for segment, _ in runs[0]}
-        units = [one[segment] for segment, count in runs[0] for _ in range(count)]
+        parts_run = recomputed_parts(runs[0], len(both) // 2, request.layout.recompute_layers)
+        one = {segment: stage_of([(segment, 1)], both, prices, request.stack) for segment, _ in parts_run}
+        units = [one[segment] for segment, count in parts_run for _ in range(count)]
         step = replicas_step(stages[0], units, request.layout, request.stack, prices)
     else:
         step = pipeline_step(stages, request.layout, request.stack, prices, prices.send_s(both[0].sent_bytes))
@@ -238,7 +239,7 @@ def segments_of(request: Request, table: ModelTable) -> list[RankSegment]:
 def runs_of(request: Request, table: ModelTable) -> list[Chunk]:
     """What each stage holds, in order of forward."""
     layout = request.layout
-    ranks = chunks(table, layout, _uneven(request, sum(table.counts[1:-1])))
+    ranks = chunks(table, layout, uneven_layers(request, sum(table.counts[1:-1])))
     plan = schedule_of(layout, rules="megatron" if request.stack.megatron_order else "torch")
     runs: dict[int, Chunk] = {}
     for rank, held in enumerate(ranks):
@@ -246,7 +247,7 @@ def runs_of(request: Request, table: ModelTable) -> list[Chunk]:
     return [runs[stage] for stage in range(plan.stages)]
 
 
-def _uneven(request: Request, layers: int) -> tuple[int, ...]:
+def uneven_layers(request: Request, layers: int) -> tuple[int, ...]:
     """Layers of each stage where the source says that the first and the last have fewer, or Megatron fills in order.
 
     Megatron-Bridge's recipes of DeepSeek-V3 (recipes/deepseek/deepseek_v3.py, layout_map) give every stage as many of
@@ -267,15 +268,25 @@ def _uneven(request: Request, layers: int) -> tuple[int, ...]:
 
 def _stage(run: Run, both: Sequence[Phases], request: Request, prices: MachinePrices) -> Stage:
     """A chunk of the model, of whose layers the first ``recompute_layers`` are recomputed."""
-    left = request.layout.recompute_layers
-    if left < 0:
-        return stage_of(run, both, prices, request.stack)
+    run = recomputed_parts(run, len(both) // 2, request.layout.recompute_layers)
+    return stage_of(run, both, prices, request.stack)
+
+
+def recomputed_parts(run: Run, plain: int, layers: int) -> Run:
+    """A chunk's segments with those that are not recomputed as segments of their own.
+
+    Args:
+        plain: What is added to a segment's number where nothing of it is recomputed.
+        layers: How many of the chunk's first layers are recomputed; -1 all.
+    """
+    if layers < 0:
+        return run
     parts: list[tuple[int, int]] = []
     for segment, count in run:
-        again = min(count, left) if count > 1 else count
-        left -= again if count > 1 else 0
-        parts += [(segment, again), (segment + len(both) // 2, count - again)]
-    return stage_of([part for part in parts if part[1]], both, prices, request.stack)
+        again = min(count, layers) if count > 1 else count
+        layers -= again if count > 1 else 0
+        parts += [(segment, again), (segment + plain, count - again)]
+    return [part for part in parts if part[1]]
 
 
 def _memory(request: Request, stages: Sequence[Stage], step: Step) -> list[dict[Role, int]]:

@@ -156,10 +156,10 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
     if layout.zero == 3:
         extra = {"data-parallel communication": _cut(stage, units, stack, exchange) * micro_batches}
     else:
-        extra = {
-            "data-parallel communication": _reduced(stage, units, stack, exchange)
-            + _gathered(stage, units, stack, exchange)
-        }
+        # Cut gradients are reduced in every micro-batch: no rank has the room to add them up.
+        times = micro_batches if layout.zero == 2 else 1
+        reduced = times * _reduced(stage, units, stack, exchange)
+        extra = {"data-parallel communication": reduced + _gathered(stage, units, stack, exchange)}
     extra["optimizer"] = exchange.optimizer_s(stage.trained)
     extra["host"] = stack.step_s
     shares = _shares(stage, micro_batches, extra)

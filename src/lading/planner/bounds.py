@@ -1,0 +1,153 @@
+"""Bounds: least seconds and bytes of a step of every layout of one block, from the same costs that events take.
+
+[Note: bound of replicas]
+Without a pipeline the device computes for C seconds, the network is busy for N of them, and computing beside it is
+slower by s. The first gather ends before anything is computed and the last reduction begins after all of it, so what
+they take (e) is beside nothing: a micro-batch takes at least ``max(N, C + (N - e) s / (1 + s) + e)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lading.ir.stack import Stack
+from lading.planner.exchanges import Exchanges
+from lading.planner.pipes import Bools, PipeTable, activations, makespans
+from lading.planner.stages import Floats, Ints, StageCosts, stage_costs
+from lading.sim.noise import waiting_share
+from lading.sim.parts import MEMORY
+from lading.sim.phases import Phases
+from lading.sim.prices import MachinePrices
+from lading.sim.schedules import V_SHAPED
+from lading.sim.step import stage_of
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """What a block costs in one recompute mode.
+
+    Attributes:
+        counts: How often each segment stands in the model.
+        send_s: Of what one stage hands to the next.
+        slowdown: Of computing beside exchanges, where there is no pipeline.
+        copy_gather_s, copy_reduce_s: Of each segment, within the device.
+    """
+
+    costs: StageCosts
+    counts: Floats
+    send_s: float
+    slowdown: float
+    copy_gather_s: Floats
+    copy_reduce_s: Floats
+
+
+def priced_block(segments: Sequence[Phases], rows: tuple[Ints, Floats], counts: Sequence[int], prices: MachinePrices) -> Priced:
+    """Sum up a block's segments for all stages."""
+    stack, plain = prices.stack, segments[len(segments) // 2 :]
+    run = list(enumerate(counts))
+    forward = stage_of(run, plain, prices, stack).forward
+    share = min(1.0, forward.shares_s.get(MEMORY, 0.0) / forward.seconds) if forward.seconds else 0.0
+    return Priced(
+        costs=stage_costs(rows, segments, prices, stack),
+        counts=np.array(counts, np.float64),
+        send_s=prices.send_s(segments[0].sent_bytes),
+        slowdown=prices.slowdown(share),
+        copy_gather_s=np.array([prices.copies_s(s.elements, stack.gather_copy_bytes) for s in plain]),
+        copy_reduce_s=np.array([prices.copies_s(s.trained, stack.reduce_copy_bytes) for s in plain]),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Layouts of a block: (pipe, number in ``Exchanges``) and of each pipe its micro-batches."""
+
+    table: PipeTable
+    found: Exchanges
+    micro_batches: Floats
+    pipe: Ints
+    number: Ints
+
+
+def step_bounds(rows: Rows, priced: Priced, stack: Stack, devices: int) -> Floats:
+    """Least seconds of each layout."""
+    table, found, costs = rows.table, rows.found, priced.costs
+    pipe, number = rows.pipe, rows.number
+    steps = makespans(table, costs, priced.send_s, rows.micro_batches, stack)[pipe]
+    steps += _after(rows, costs, stack) + found.gather_s[number]
+    flat = table.flat[pipe]
+    if np.any(flat):
+        steps[flat] = _replicas(rows, flat, priced, stack)
+    steps += found.optimizer_s[number] + stack.step_s
+    waits = np.array([waiting_share(devices, every_block=zero >= 2) for zero in range(4)])
+    return steps * (1 + waits[found.zero[number]])
+
+
+def peak_bounds(rows: Rows, priced: Priced, stack: Stack) -> Floats:
+    """Least bytes of the fullest rank of each layout."""
+    alive = activations(rows.table, priced.costs, rows.micro_batches, stack)
+    return np.max(alive[rows.pipe] + rows.found.bytes[rows.number], axis=1)
+
+
+def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
+    """Seconds by which reducing gradients ends after the pipeline."""
+    found, table = rows.found, rows.table
+    if not stack.overlap_grad_reduce:
+        return found.reduce_all_s[rows.number]
+    first = table.row[table.first][rows.pipe]
+    blocks, backward = np.maximum(1.0, costs.blocks[first]), costs.backward[first]
+    whole = found.reduce_s[rows.number]
+    exposed = np.maximum(whole / blocks, whole - backward * (1 - 1 / blocks))
+    split = table.of_kind("zero-bubble", *V_SHAPED)[rows.pipe]
+    return np.where(split, 0.0, np.maximum(exposed, 0.0))
+
+
+def _replicas(rows: Rows, flat: Bools, priced: Priced, stack: Stack) -> Floats:
+    """Seconds of layouts without a pipeline, optimizer apart ([Note: bound of replicas])."""
+    table, found, costs = rows.table, rows.found, priced.costs
+    number, pipe = rows.number[flat], rows.pipe[flat]
+    row = table.row[table.first][pipe]
+    times, zero = rows.micro_batches[pipe], found.zero[number]
+    forward, backward = costs.forward[row], costs.backward[row]
+    gathers, reduces = found.segment_gather_s[number], found.segment_reduce_s[number]
+    passes = np.where(costs.again[row] > 0, stack.gathers, 2)
+    cut = _cut(priced, stack, (gathers, reduces), forward + backward, passes)
+    reduced = _reduced(priced, stack, reduces, backward) * np.where(zero == 2, times, 1.0)
+    once = reduced + _gathered(priced, stack, gathers, forward)
+    return times * (forward + backward) + np.where(zero == 3, times * cut, once)
+
+
+def _cut(priced: Priced, stack: Stack, of: tuple[Floats, Floats], computed: Floats, passes: Ints) -> Floats:
+    """Seconds by which gathering cut parameters and reducing their gradients makes a micro-batch longer."""
+    gathers, reduces = of
+    every, reduced = gathers @ priced.counts, reduces @ priced.counts
+    if not stack.overlap_param_gather:
+        return passes * every + reduced - gathers[:, -1]
+    network = every + (passes - 1) * (every - gathers[:, -1]) + reduced
+    copied = passes * float(priced.counts @ priced.copy_gather_s) + float(priced.counts @ priced.copy_reduce_s)
+    alone = gathers[:, 0] + reduces[:, 0]
+    return _beside(computed + copied, network, alone, priced.slowdown) - computed
+
+
+def _beside(computed: Floats, network: Floats, alone: Floats, slowdown: float) -> Floats:
+    """[Note: bound of replicas]."""
+    return np.maximum(network, computed + (network - alone) * (slowdown / (1 + slowdown)) + alone)
+
+
+def _reduced(priced: Priced, stack: Stack, reduces: Floats, backward: Floats) -> Floats:
+    network = reduces @ priced.counts
+    if not stack.overlap_grad_reduce:
+        return network
+    return _beside(backward, network, reduces[:, 0], priced.slowdown) - backward
+
+
+def _gathered(priced: Priced, stack: Stack, gathers: Floats, forward: Floats) -> Floats:
+    whole = gathers @ priced.counts
+    if not stack.overlap_param_gather:
+        return whole
+    slowdown = priced.slowdown
+    slowed = np.minimum(whole * (1 - 1 / (1 + slowdown)), forward * slowdown)
+    # The network goes first here, and computing follows it: computing ends no sooner than either.
+    return np.maximum(whole, gathers[:, 0] + forward) - forward + slowed

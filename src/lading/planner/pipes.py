@@ -1,0 +1,222 @@
+"""Pipes: lower bounds of what every pipeline of a search takes and keeps, for all of them at once.
+
+[Note: bound of a pipeline]
+With f and b the seconds of a micro-batch on a stage, m micro-batches, and v stages on each of p ranks, a step takes at
+least ``head + m * busy + tail`` on every rank: what the first micro-batch takes to reach its first stage, its own work
+and the sends that it waits for, and what the last one takes from there back to the first stage; and at least what one
+micro-batch takes there and back. Schedules that split the backward have a tail of 0.
+
+[Note: activations alive]
+When a rank first has as many micro-batches under way as it ever waits for, its schedule's warm-up says how many of each
+chunk are alive. That is a moment of the step, so its bytes are a lower bound of the peak; of 1F1B and GPipe they are it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lading.ir.stack import Stack
+from lading.planner.space import Pipe
+from lading.planner.stages import Floats, Ints, StageCosts, StageRows
+from lading.sim.schedules import V_SHAPED
+
+Bools = npt.NDArray[np.bool_]
+_SPLIT = ("zero-bubble", *V_SHAPED)
+#: Ranks whose memory and exchanges are bounded: the first two and the last.
+WATCHED = 3
+
+
+@dataclass(frozen=True, eq=False)
+class PipeTable:
+    """Pipelines by number, their stages and ranks in a row.
+
+    Attributes:
+        geometry: Number of (pp, vpp, shape) of each pipe; ``geometries`` has these.
+        row: Of ``StageRows``, of each stage; ``pipe``: of each stage its pipe; ``first``: where a pipe's stages begin.
+        rank: Of each stage, numbered through all pipes; ``rank_pipe`` and ``place``: of each rank its pipe and place.
+        watched: Stages of (pipe, watched rank, chunk), -1 where there are fewer chunks.
+    """
+
+    pipes: tuple[Pipe, ...]
+    geometry: Ints
+    geometries: tuple[tuple[int, int, bool], ...]
+    pp: Ints
+    vpp: Ints
+    row: Ints
+    pipe: Ints
+    first: Ints
+    rank: Ints
+    rank_pipe: Ints
+    place: Ints
+    rank_first: Ints
+    watched: Ints
+
+    @property
+    def flat(self) -> Bools:
+        """Which are one stage."""
+        return self.pp * self.vpp == 1
+
+    def of_kind(self, *kinds: str) -> Bools:
+        """Which have one of these schedules."""
+        return np.array([pipe.schedule in kinds for pipe in self.pipes])
+
+
+def pipe_table(pipes: Sequence[Pipe], rows: StageRows) -> PipeTable:
+    """Lay out the stages of pipelines, whose rows are collected on the way."""
+    shapes = [(pipe.pp, pipe.vpp, pipe.schedule in V_SHAPED) for pipe in pipes]
+    geometries = tuple(dict.fromkeys(shapes))
+    number = {shape: place for place, shape in enumerate(geometries)}
+    held = {shape: _ranks(*shape) for shape in geometries}
+    counts = np.array([pipe.stages for pipe in pipes], np.int64)
+    ranks = np.array([pipe.pp for pipe in pipes], np.int64)
+    starts, first = np.cumsum(ranks) - ranks, np.cumsum(counts) - counts
+    watched = np.full((len(pipes), WATCHED, max(pipe.vpp for pipe in pipes)), -1, np.int64)
+    for place, shape in enumerate(shapes):
+        stages = _watched(*shape)
+        watched[place, :, : shape[1]] = stages + first[place]
+    place = np.concatenate([np.arange(pipe.pp) for pipe in pipes])
+    return PipeTable(
+        pipes=tuple(pipes),
+        geometry=np.array([number[shape] for shape in shapes], np.int64),
+        geometries=geometries,
+        pp=ranks,
+        vpp=np.array([pipe.vpp for pipe in pipes], np.int64),
+        row=np.concatenate([rows.of(pipe.stages, pipe.layers) for pipe in pipes]),
+        pipe=np.repeat(np.arange(len(pipes)), counts),
+        first=first,
+        rank=np.concatenate([held[shape] for shape in shapes]) + np.repeat(starts, counts),
+        rank_pipe=np.repeat(np.arange(len(pipes)), ranks),
+        place=place,
+        rank_first=np.repeat(first, ranks) + place,
+        watched=watched,
+    )
+
+
+def _ranks(pp: int, vpp: int, turns: bool) -> Ints:
+    """Rank of each stage."""
+    stage = np.arange(pp * vpp)
+    place = stage % pp
+    return np.where((stage // pp) % 2 == 1, pp - 1 - place, place) if turns else place
+
+
+def _watched(pp: int, vpp: int, turns: bool) -> Ints:
+    """(watched rank, chunk): stages."""
+    ranks = np.array([0, min(1, pp - 1), pp - 1])[:, None]
+    chunk = np.arange(vpp)[None, :]
+    place = np.where(chunk % 2 == 1, pp - 1 - ranks, ranks) if turns else np.broadcast_to(ranks, (WATCHED, vpp))
+    return chunk * pp + place
+
+
+def watched_rows(table: PipeTable, rows: StageRows) -> list[list[tuple[tuple[int, int], ...]]]:
+    """Of each geometry: what its watched ranks hold, as (segment, count); then what its first stage holds."""
+    known = list(rows.rows)
+    found: list[list[tuple[tuple[int, int], ...]]] = []
+    for geometry, (pp, vpp, turns) in enumerate(table.geometries):
+        pipe = int(np.argmax(table.geometry == geometry))
+        begin = int(table.first[pipe])
+        runs = [known[row] for row in table.row[begin : begin + pp * vpp].tolist()]
+        of_ranks = [tuple(part for stage in stages for part in runs[stage]) for stages in _watched(pp, vpp, turns)]
+        found.append([*of_ranks, runs[0]])
+    return found
+
+
+def makespans(table: PipeTable, costs: StageCosts, send_s: float, micro_batches: Floats, stack: Stack) -> Floats:
+    """Least seconds of each pipe ([Note: bound of a pipeline]).
+
+    Args:
+        micro_batches: Of each pipe.
+    """
+    split = table.of_kind(*_SPLIT)
+    forward, both = costs.forward[table.row], costs.backward[table.row]
+    back = np.where(split[table.pipe], (costs.again + costs.inputs)[table.row], both)
+    end = np.append(table.first[1:], len(table.row)) - 1
+    reach, leave = _before(forward, table), _before(back, table)
+    turns = table.of_kind(*V_SHAPED)
+    hops = np.where(turns, 2 * (table.pp - 1), table.pp * table.vpp - 1)
+    path = (reach + forward + leave + back)[end] + 2 * hops * send_s
+    place = table.place.astype(float)
+    busy = np.bincount(table.rank, weights=forward + both, minlength=len(place))
+    tail = np.where(split[table.rank_pipe], 0.0, leave[table.rank_first] + place * send_s)
+    head = reach[table.rank_first] + place * send_s
+    times = micro_batches[table.rank_pipe]
+    waits = (table.vpp == 1) & (not stack.hidden.get("pp", 0.0))
+    ahead = (place < (table.pp - 1)[table.rank_pipe]) * times + (place > 0) * (times - 1)
+    sends = np.where(waits[table.rank_pipe], ahead * send_s, 0.0)
+    starts = np.cumsum(table.pp) - table.pp
+    return np.maximum(path, np.maximum.reduceat(head + times * busy + sends + tail, starts))
+
+
+def _before(seconds: Floats, table: PipeTable) -> Floats:
+    """Of each stage the sum over those before it."""
+    total = np.cumsum(seconds) - seconds
+    return total - total[table.first][table.pipe]
+
+
+def activations(table: PipeTable, costs: StageCosts, micro_batches: Floats, stack: Stack) -> Floats:
+    """Bytes of activations alive on the watched ranks of each pipe, at least ([Note: activations alive])."""
+    alive, running = _alive(table, micro_batches, stack)
+    stage = np.maximum(table.watched, 0)
+    rows = table.row[stage]
+    kept = np.sum(np.where(table.watched >= 0, alive * costs.saved[rows], 0.0), axis=2)
+    top = np.take_along_axis(costs.transient[rows], running[..., None], axis=2)[..., 0]
+    return kept + top
+
+
+def _alive(table: PipeTable, micro_batches: Floats, stack: Stack) -> tuple[Floats, Ints]:
+    """Micro-batches under way of (pipe, watched rank, chunk), and the chunk that runs."""
+    pp, vpp = table.pp[:, None].astype(float), table.vpp[:, None].astype(float)
+    count = micro_batches[:, None]
+    place = np.stack([np.zeros(len(table.pp)), np.minimum(1, table.pp - 1), table.pp - 1.0], axis=1)
+    group = _groups(table, micro_batches, stack)[:, None]
+    loops = table.of_kind("interleaved")[:, None] | ((table.vpp > 1) & table.of_kind("1f1b"))[:, None]
+    bubble = table.of_kind("zero-bubble")[:, None]
+    warm = np.where(loops, (vpp - 1) * group + 2 * (pp - 1 - place), pp - 1 - place)
+    warm = np.where(bubble, (vpp - 1) * group + pp - 1 - place, warm)
+    first = np.where(table.of_kind("gpipe")[:, None], count, np.minimum(warm + 1, vpp * count))
+    first = np.where(bubble & (vpp == 1), np.minimum(warm + 1 + place, count), first)
+    chunk = np.arange(table.watched.shape[2])[None, None, :]
+    cycle, wide = (group * vpp)[..., None], group[..., None]
+    full = np.floor(first[..., None] / cycle)
+    alive = full * wide + np.clip(first[..., None] - full * cycle - chunk * wide, 0, wide)
+    last = first - 1
+    running = np.floor((last - np.floor(last / (group * vpp)) * group * vpp) / group).astype(np.int64)
+    turns = table.of_kind(*V_SHAPED)[:, None]
+    ways = np.stack([np.minimum(2 * pp - 1 - place, count), np.minimum(place + 1, count)], axis=2)
+    if table.watched.shape[2] > 1:
+        alive[..., :2] = np.where(turns[..., None], ways, alive[..., :2])
+        running = np.where(turns, 1, running)
+    return alive, np.clip(running, 0, (table.vpp - 1)[:, None])
+
+
+def _groups(table: PipeTable, micro_batches: Floats, stack: Stack) -> Floats:
+    """Micro-batches in a row of one chunk."""
+    if stack.megatron_order:
+        return np.minimum(table.pp.astype(float), micro_batches)
+    return micro_batches / np.maximum(1.0, np.floor(micro_batches / table.pp))
+
+
+def valid(table: PipeTable, replicas: Floats, micro_batches: Floats, stack: Stack) -> Bools:
+    """Which pipes can be, by the rules of ``lading.sim.schedules``.
+
+    Args:
+        replicas, micro_batches: Of each pipe; not whole where it cannot be.
+    """
+    pp, count = table.pp, micro_batches
+    good = (replicas >= 1) & (replicas == np.floor(replicas)) & (count >= 1) & (count == np.floor(count))
+    one = table.of_kind("gpipe") & (table.vpp > 1)
+    turns = table.of_kind(*V_SHAPED) & (table.vpp != 2)
+    loops = table.of_kind("interleaved") | (table.of_kind("1f1b") & (table.vpp > 1))
+    rounds = np.maximum(1.0, np.floor(count / pp))
+    rest = np.mod(count, pp) if stack.megatron_order else np.mod(count, rounds)
+    torch = np.mod(count, rounds)
+    good &= ~one & ~turns & ~(loops & (rest != 0)) & ~(table.of_kind("zero-bubble") & (torch != 0))
+    good &= ~(table.of_kind("dualpipe-v") & (count < 2 * pp))
+    if not stack.megatron_order:
+        good &= ~(table.of_kind("1f1b") & (table.vpp == 1) & (count < pp) & ~table.flat)
+    return good
+
+

@@ -1,0 +1,293 @@
+"""Space: the layouts that are searched, as blocks (how one block is cut) times pipes (stages) times exchanges.
+
+A layout is (block, pipe, exchange). What a block costs does not depend on the other two, so it is priced once; how many
+replicas there are follows from the devices. What is left out, unless it is pinned, is said by ``Space.left_out``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import isqrt
+from typing import Any
+
+from lading.errors import ConfigError
+from lading.ir.layout import RECOMPUTES, SCHEDULES, Layout, parse_layout
+from lading.ir.machine import Machine
+from lading.ir.request import Request
+from lading.ir.table import ModelTable
+from lading.sim.schedules import V_SHAPED
+
+_SHORT = {"mb": "micro_batch"}
+#: What ``--pin`` takes.
+PINS = (
+    "dp", "tp", "cp", "pp", "ep", "etp", "vpp", "sp", "zero", "shard", "cp_comm", "micro_batch", "schedule",
+    "recompute", "recompute_layers", "recompute_modules", "precision",
+)  # fmt: skip
+_WORDS = ("cp_comm", "schedule", "recompute", "precision")
+_YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+#: A rank's part of a sequence under context parallel is no shorter; sequences of a micro-batch are no more.
+_LEAST_TOKENS, _MOST_SEQUENCES = 1024, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is to be planned.
+
+    Attributes:
+        request: Model, machine, stack and all else that is no choice; of its layout the precision counts.
+        table: The model's.
+        pins: Choices that are made, by the names of ``Layout``.
+        top: Layouts that are refined by events.
+        longest: Tokens of the longest sequence, for the memory of that batch; 0 for that of the request.
+        budget_bytes: Of a device; 0 for what the machine has, less what the process needs.
+    """
+
+    request: Request
+    table: ModelTable
+    machine: Machine
+    devices: int
+    global_batch: int
+    pins: Mapping[str, Any] = field(default_factory=lambda: {})
+    top: int = 64
+    longest: int = 0
+    budget_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("devices", "global_batch", "top"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"expected {name.replace('_', ' ')} >= 1, got {getattr(self, name)}")
+        if self.request.task not in ("pretrain", "sft"):
+            raise ConfigError(f"expected a task that trains all weights, got {self.request.task!r}: layouts of adapters "
+                              "are simulated, not searched; give lading simulate a layout")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Mesh:
+    """How parameters are cut inside a stage."""
+
+    tp: int
+    cp: int
+    ep: int
+    etp: int
+
+    @property
+    def expert_ways(self) -> int:
+        """Ranks that an expert layer is cut over."""
+        return self.ep * (self.etp or self.tp)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Block:
+    """All that a block's kernels and collectives depend on but the recompute mode."""
+
+    mesh: Mesh
+    micro_batch: int
+    sp: bool
+    cp_comm: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Pipe:
+    """Stages: ``layers`` of each are recomputed, -1 all."""
+
+    pp: int
+    vpp: int
+    schedule: str
+    layers: int
+
+    @property
+    def stages(self) -> int:
+        """In the order of forward."""
+        return self.pp * self.vpp
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cut:
+    """Who keeps the states of a parameter."""
+
+    zero: int
+    shard: int
+
+
+def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
+    """Pins from ``key=value``; ``sp=yes``, ``recompute_modules=act+layernorm``.
+
+    Raises:
+        ConfigError: not such a text, an unknown key or a value that is none of its kind.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        key = _SHORT.get(key, key)
+        if not equals or key not in PINS:
+            near = difflib.get_close_matches(key, (*PINS, *_SHORT), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"--pin: expected KEY=VALUE with one of {', '.join(PINS)}, got {text!r}{hint}")
+        if key in found:
+            raise ConfigError(f"--pin: expected {key} once, got it twice; leave one out")
+        found[key] = _value(key, value)
+    Layout(**{key: value for key, value in found.items() if key in ("zero", "schedule", "recompute", "precision")})
+    return found
+
+
+def _value(key: str, value: str) -> Any:
+    if key in _WORDS:
+        return value
+    if key == "recompute_modules":
+        return tuple(filter(None, value.split("+")))
+    if key == "sp":
+        if value.lower() not in _YES:
+            raise ConfigError(f"--pin sp: expected yes or no, got {value!r}")
+        return _YES[value.lower()]
+    try:
+        number = int(value)
+    except ValueError:
+        raise ConfigError(f"--pin {key}: expected a whole number, got {value!r}") from None
+    least = {"zero": 0, "shard": 0, "etp": 0, "recompute_layers": -1}.get(key, 1)
+    if number < least:
+        raise ConfigError(f"--pin {key}: expected at least {least}, got {number}")
+    return number
+
+
+def pins_of(text: str) -> dict[str, Any]:
+    """All choices of a layout as it prints: what ``--pin`` of every key would be."""
+    layout = parse_layout(text)
+    return {key: getattr(layout, key) for key in PINS}
+
+
+def divisors(number: int) -> list[int]:
+    """In order."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts of an ask."""
+
+    ask: Ask
+
+    @cached_property
+    def layers(self) -> int:
+        """Of the model."""
+        return sum(self.ask.table.counts[1:-1])
+
+    @property
+    def experts(self) -> int:
+        """Of a layer; 1 where there are none."""
+        return self.ask.table.symbols.get("e", 1)
+
+    def _pinned(self, key: str, otherwise: list[Any]) -> list[Any]:
+        return [self.ask.pins[key]] if key in self.ask.pins else otherwise
+
+    def meshes(self) -> Iterator[Mesh]:
+        """In a fixed order."""
+        ask = self.ask
+        domain = ask.machine.links[0].ranks if ask.machine.links else 0
+        for tp in self._pinned("tp", [n for n in divisors(ask.devices) if n <= 2 * (domain or 4)]):
+            for cp in self._pinned("cp", self._contexts(ask.devices // tp)):
+                if ask.devices % (tp * cp):
+                    continue
+                for ep in self._pinned("ep", [n for n in divisors(self.experts) if ask.devices % n == 0]):
+                    for etp in self._pinned("etp", [0, 1] if tp > 1 and ep > 1 else [0]):
+                        if ask.devices % (ep * (etp or tp)) == 0:
+                            yield Mesh(tp, cp, ep, etp)
+
+    def _contexts(self, devices: int) -> list[int]:
+        tokens = self.ask.request.seq_len
+        return [n for n in divisors(devices) if n == 1 or (tokens % (2 * n) == 0 and tokens // n >= _LEAST_TOKENS)]
+
+    def blocks(self, mesh: Mesh) -> Iterator[Block]:
+        """Of a mesh, in a fixed order."""
+        batches = [n for n in divisors(self.ask.global_batch) if n <= _MOST_SEQUENCES]
+        for micro_batch in self._pinned("micro_batch", batches):
+            for sp in self._pinned("sp", [False, True] if mesh.tp > 1 else [False]):
+                ways = ["ring", "all_gather", "all_to_all"] if mesh.cp > 1 else ["ring"]
+                for comm in self._pinned("cp_comm", ways):
+                    yield Block(mesh, micro_batch, sp, comm)
+
+    def modes(self) -> list[str]:
+        """Of recompute."""
+        layers = self.ask.pins.get("recompute_layers", -1)
+        return self._pinned("recompute", list(RECOMPUTES) if layers < 0 else ["full"])
+
+    def pipes(self, devices: int, *, partial: bool) -> list[Pipe]:
+        """Pipelines of replicas that take part of so many devices: all but tensor and context parallel ones.
+
+        Args:
+            partial: Whether only some layers of a chunk may be recomputed.
+        """
+        found: list[Pipe] = []
+        for pp in self._pinned("pp", [n for n in divisors(devices) if n <= self.layers]):
+            if devices % pp or self.ask.pins.get("dp", devices // pp) != devices // pp:
+                continue
+            for vpp in self._pinned("vpp", list(range(1, self.layers // pp + 1)) if pp > 1 else [1]):
+                if pp * vpp > self.layers:
+                    continue
+                most = -(-self.layers // (pp * vpp)) - 1
+                for schedule in self._pinned("schedule", self._schedules(pp, vpp)):
+                    for layers in self._pinned("recompute_layers", [-1, *range(1, most + 1)] if partial else [-1]):
+                        found.append(Pipe(pp, vpp, schedule, layers))
+        return found
+
+    def _schedules(self, pp: int, vpp: int) -> list[str]:
+        """That the stack can run: Megatron-LM has 1F1B and its interleaved form, torch has all."""
+        if pp == 1:
+            return ["1f1b"]
+        if self.ask.request.stack.megatron_order:
+            return ["1f1b"] if vpp == 1 else ["interleaved"]
+        if vpp == 1:
+            return ["gpipe", "1f1b", "zero-bubble"]
+        both = ["interleaved", "zero-bubble"]
+        return [*both, *V_SHAPED] if vpp == 2 else both
+
+    def cuts(self, data: int, pp: int) -> list[Cut]:
+        """Of states over ``data`` replicas: of gradients and parameters only where there is no pipeline."""
+        stages = [0, 1] if pp > 1 else [0, 1, 2, 3]
+        found: list[Cut] = []
+        for zero in self._pinned("zero", stages if data > 1 else [0]):
+            parts = [0, *(n for n in divisors(data) if 1 < n < data)] if zero else [0]
+            found += [Cut(zero, shard) for shard in self._pinned("shard", parts)]
+        return found
+
+    def layout(self, block: Block, mode: str, pipe: Pipe, cut: Cut) -> Layout:
+        """The layout of the four.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        mesh = block.mesh
+        return Layout(
+            dp=self.ask.devices // (mesh.tp * mesh.cp * pipe.pp),
+            **dataclasses.asdict(mesh),
+            pp=pipe.pp,
+            vpp=pipe.vpp,
+            schedule=pipe.schedule,
+            sp=block.sp,
+            cp_comm=block.cp_comm,
+            micro_batch=block.micro_batch,
+            global_batch=self.ask.global_batch,
+            zero=cut.zero,
+            shard=cut.shard,
+            recompute=mode,
+            recompute_layers=pipe.layers if mode == "full" or "recompute_layers" in self.ask.pins else -1,
+            recompute_modules=self.ask.pins.get("recompute_modules", ()) if mode == "selective" else (),
+            precision=self.ask.pins.get("precision", self.ask.request.layout.precision),
+        )
+
+    def left_out(self) -> tuple[str, ...]:
+        """What is not searched unless it is pinned."""
+        found = [
+            "cut gradients or parameters (zero 2, 3) in a pipeline: DeepSpeed refuses them, others keep them gathered",
+            f"context parallel with parts of a sequence under {_LEAST_TOKENS} tokens, and more than {_MOST_SEQUENCES} "
+            "sequences in a micro-batch",
+            "tensor parallel over more than two domains of the nearest link",
+        ]
+        if self.ask.request.stack.megatron_order:
+            others = ", ".join(kind for kind in SCHEDULES if kind not in ("1f1b", "interleaved"))
+            found.append(f"schedules that software stack {self.ask.request.stack.name} has not: {others}")
+        return tuple(found)

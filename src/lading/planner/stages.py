@@ -1,0 +1,144 @@
+"""Stages: seconds and bytes of every stage that any pipeline of a search has, as arrays.
+
+A stage is a row of (segment, how often). What its segments cost is one row of numbers each (``Features``), so all stages
+of all pipelines are a sum of products, and ``lading.sim.parts.span`` is then taken of all at once ([Note: one stretch of
+kernels]). Equal to ``lading.sim.step.stage_of``, tests compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lading.cost.contention import MOST_LOST
+from lading.ir.layout import Layout
+from lading.ir.request import Request
+from lading.ir.stack import Stack
+from lading.ir.table import ModelTable
+from lading.parallel.chunks import chunks
+from lading.sim.parts import MEMORY, Part
+from lading.sim.phases import Phases
+from lading.sim.prices import MachinePrices
+from lading.sim.simulate import recomputed_parts, uneven_layers
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+_AXES = ("tp", "cp", "ep", "etp", "tp/cp", "dp", "pp")
+_PHASES = ("forward", "again", "backward_input", "backward_weight")
+
+
+@dataclass
+class StageRows:
+    """Distinct stages of a search, collected first and priced for each block after.
+
+    Attributes:
+        plain: Segments of the model: one that is not recomputed has this added to its number.
+    """
+
+    request: Request
+    table: ModelTable
+    rows: dict[tuple[tuple[int, int], ...], int] = field(default_factory=lambda: {})
+    _known: dict[tuple[int, int], Ints] = field(default_factory=lambda: {})
+
+    @property
+    def plain(self) -> int:
+        """What is added to the number of a segment of which nothing is recomputed."""
+        return len(self.table.segments)
+
+    def of(self, stages: int, layers: int) -> Ints:
+        """Row of each stage of a model cut into so many, of each of which so many layers are recomputed."""
+        if (stages, layers) not in self._known:
+            layout = Layout(pp=stages)
+            total = sum(self.table.counts[1:-1])
+            ranks = chunks(self.table, layout, uneven_layers(replace(self.request, layout=layout), total))
+            runs = [recomputed_parts(held[0], self.plain, layers) for held in ranks]
+            self._known[stages, layers] = np.array([self._row(tuple(run)) for run in runs])
+        return self._known[stages, layers]
+
+    def _row(self, run: tuple[tuple[int, int], ...]) -> int:
+        return self.rows.setdefault(run, len(self.rows))
+
+    def arrays(self) -> tuple[Ints, Floats]:
+        """(segment, count) by row and place; places that a row has not count 0."""
+        width = max(map(len, self.rows))
+        segments, counts = np.zeros((len(self.rows), width), np.int64), np.zeros((len(self.rows), width))
+        for run, row in self.rows.items():
+            for place, (segment, count) in enumerate(run):
+                segments[row, place], counts[row, place] = segment, count
+        return segments, counts
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """Of every row, for one block and recompute mode.
+
+    Attributes:
+        forward, again, inputs, weights: Seconds.
+        saved, transient: Bytes of activations: kept by a micro-batch, and most beyond it.
+        blocks: Segments of a row, counted.
+    """
+
+    forward: Floats
+    again: Floats
+    inputs: Floats
+    weights: Floats
+    saved: Floats
+    transient: Floats
+    blocks: Floats
+
+    @property
+    def backward(self) -> Floats:
+        """With what is recomputed."""
+        return self.again + self.inputs + self.weights
+
+
+def stage_costs(
+    rows: tuple[Ints, Floats], segments: Sequence[Phases], prices: MachinePrices, stack: Stack
+) -> StageCosts:
+    """Seconds and bytes of all rows.
+
+    Args:
+        rows: Of ``StageRows.arrays``.
+        segments: As ``lading.sim.simulate.Priced`` has them.
+    """
+    places, counts = rows
+    weights = np.zeros((len(places), len(segments)))
+    np.add.at(weights, (np.arange(len(places))[:, None], places), counts)
+    spans = [
+        _spans(weights @ np.array([_features(getattr(s, phase), prices, stack) for s in segments]), prices, stack)
+        for phase in _PHASES
+    ]
+    saved = np.array([float(s.saved_bytes) for s in segments])
+    kept = np.cumsum(counts * saved[places], axis=1)
+    top = np.array([float(s.transient_bytes) for s in segments])
+    peak = np.max(np.where(counts > 0, kept + top[places], 0.0), axis=1)
+    return StageCosts(*spans, saved=kept[:, -1], transient=np.maximum(peak - kept[:, -1], -kept[:, -1]),
+                      blocks=counts.sum(axis=1))  # fmt: skip
+
+
+def _features(part: Part, prices: MachinePrices, stack: Stack) -> list[float]:
+    """Seconds of the device, of them bound by memory, of the host, and of collectives by axis."""
+    busy = {cause: seconds * prices.in_situ(cause) for cause, seconds in part.busy_s.items()}
+    if missing := set(part.comm_s) - set(_AXES):
+        raise AssertionError(f"an axis that stages do not know: {sorted(missing)}")
+    comm = [part.comm_s.get(axis, 0.0) for axis in _AXES]
+    return [sum(busy.values()), busy.get(MEMORY, 0.0), part.host_s(stack), *comm]
+
+
+def _spans(features: Floats, prices: MachinePrices, stack: Stack) -> Floats:
+    device, memory, host = features[:, 0], features[:, 1], features[:, 2]
+    seconds: Any = device.copy()
+    bound = np.divide(memory, device, out=np.zeros_like(device), where=device > 0)
+    for place, axis in enumerate(_AXES):
+        alone, share = features[:, 3 + place], stack.hidden.get(axis, 0.0)
+        hidden = np.zeros_like(alone) if stack.launch_blocking else np.minimum(alone * share, device)
+        if share and np.any(hidden):
+            products, rest, own = prices.rates_beside(axis)
+            compute = np.minimum(1.0, 1 / ((1 - bound) / products + bound / rest))
+            hidden = hidden * (1 - np.minimum(MOST_LOST, (1 - compute) / own))
+        seconds = seconds + alone - hidden
+    return seconds + host if stack.launch_blocking else np.maximum(seconds, host)

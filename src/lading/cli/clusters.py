@@ -59,9 +59,9 @@ class Validate:
         console = Console(width=None if Console().is_terminal else 150, highlight=False)
         show(document, notes, console)
         if self.json is not None:
-            _write(self.json, json.dumps(document, indent=1) + "\n")
+            write_text(self.json, json.dumps(document, indent=1) + "\n")
         if self.rows is not None:
-            _write(self.rows, "".join(json.dumps(line) + "\n" for line in predictions_of(outcomes)))
+            write_text(self.rows, "".join(json.dumps(line) + "\n" for line in predictions_of(outcomes)))
 
 
 def simulate_cluster(asked: Simulate) -> None:
@@ -102,7 +102,7 @@ def simulate_cluster(asked: Simulate) -> None:
         figures["growth"] = [dict(zip(names, point, strict=True)) for point in grown]
     whole = summary(simulated, asked.price) | figures
     if asked.json is not None:
-        _write(asked.json, json.dumps(whole, indent=1) + "\n")
+        write_text(asked.json, json.dumps(whole, indent=1) + "\n")
     if asked.report is not None:
         from lading.report.cluster import write_cluster_page
 
@@ -121,7 +121,12 @@ def simulate_cluster(asked: Simulate) -> None:
         print(f"wrote {asked.snapshot}")
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

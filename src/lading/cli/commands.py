@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from lading.config import MemoryConfig, RunConfig, load_run
 from lading.errors import ConfigError
@@ -122,15 +122,51 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Choose what goes where between its uses, inside the budget; nothing is trained."""
+    """Choose what goes where between its uses inside the budget, or the layout of a model on a cluster."""
 
-    run_file: RunFile
+    run_file: Annotated[
+        Positional[Path | None], _optional("[RUN.toml]", "Configuration of the run; or give --model.")
+    ] = None
     overrides: Overrides = ()
     out: Annotated[Path, arg(metavar="FILE", help="Where to write the plan.")] = Path("plan.json")
+    model: Annotated[
+        str | None, _optional("NAME", "llama3-70b, ...; module:function; or a Hugging Face configuration.")
+    ] = None
+    machine: Annotated[str | None, _optional("NAME|FILE", "With --model, what each device is.")] = None
+    devices: Annotated[int | None, _optional("N", "With --model, how many.")] = None
+    global_batch: Annotated[int | None, _optional("N", "With --model, sequences of a step.")] = None
+    seq: Annotated[int | None, _optional("N", "With --model, tokens of a sequence.")] = None
+    stack: Annotated[str | None, _optional("NAME|FILE", "With --model, the software stack.")] = None
+    network: Annotated[str | None, _optional("WORDS", 'With --model, what links nodes: "4x 200 Gb/s HDR", ...')] = None
+    precision: Annotated[str | None, _optional("NAME", "With --model, of products: bf16, fp8, ...")] = None
+    pin: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        _optional("KEY=VALUE", "With --model, a choice that is made: tp=8, zero=3, recompute=full. Can be repeated."),
+    ] = ()
+    price: Annotated[float | None, _optional("PRICE", "With --model, of a device for an hour.")] = None
+    top: Annotated[int, arg(metavar="N", help="With --model, layouts to show.")] = 10
+    longest: Annotated[int | None, _optional("N", "With --model, tokens of the longest sequence.")] = None
+    save: Annotated[Literal["sharded", "async", "gathered"], arg(help="With --model, how checkpoints are written.")] = (
+        "sharded"
+    )
+    budget: Annotated[str | None, _optional("SIZE", "With --model, memory of a device to plan for.")] = None
+    json: Annotated[Path | None, _optional("FILE.json", "With --model, also write the figures.")] = None
 
     def run(self) -> None:
         """Print the plan and save it."""
         _check_target(self.out)
+        if (self.run_file is None) == (self.model is None):
+            found = "neither" if self.model is None else "both"
+            raise ConfigError(f"expected RUN.toml or --model NAME, got {found}")
+        from lading.cli.layouts import OPTIONS, plan_cluster
+
+        if self.run_file is None:
+            if self.json:
+                _check_target(self.json)
+            return plan_cluster(self)
+        for name in OPTIONS:
+            if getattr(self, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} belongs to --model, got it next to {self.run_file}")
         run = load_run(self.run_file, self.overrides)
         from rich.console import Console
 

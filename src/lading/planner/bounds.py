@@ -21,7 +21,6 @@ from lading.sim.noise import waiting_share
 from lading.sim.parts import MEMORY
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
-from lading.sim.schedules import V_SHAPED
 from lading.sim.step import stage_of
 
 
@@ -44,8 +43,18 @@ class Priced:
     copy_reduce_s: Floats
 
 
-def priced_block(segments: Sequence[Phases], rows: tuple[Ints, Floats], counts: Sequence[int], prices: MachinePrices) -> Priced:
-    """Sum up a block's segments for all stages."""
+def priced_block(
+    segments: Sequence[Phases],
+    rows: tuple[Ints, Floats],
+    counts: Sequence[int],
+    both: tuple[MachinePrices, MachinePrices],
+) -> Priced:
+    """Sum up a block's segments for all stages.
+
+    Args:
+        both: Prices of the block without a pipeline, and in one.
+    """
+    prices, piped = both
     stack, plain = prices.stack, segments[len(segments) // 2 :]
     run = list(enumerate(counts))
     forward = stage_of(run, plain, prices, stack).forward
@@ -53,7 +62,7 @@ def priced_block(segments: Sequence[Phases], rows: tuple[Ints, Floats], counts: 
     return Priced(
         costs=stage_costs(rows, segments, prices, stack),
         counts=np.array(counts, np.float64),
-        send_s=prices.send_s(segments[0].sent_bytes),
+        send_s=piped.send_s(segments[0].sent_bytes),
         slowdown=prices.slowdown(share),
         copy_gather_s=np.array([prices.copies_s(s.elements, stack.gather_copy_bytes) for s in plain]),
         copy_reduce_s=np.array([prices.copies_s(s.trained, stack.reduce_copy_bytes) for s in plain]),
@@ -100,8 +109,7 @@ def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
     blocks, backward = np.maximum(1.0, costs.blocks[first]), costs.backward[first]
     whole = found.reduce_s[rows.number]
     exposed = np.maximum(whole / blocks, whole - backward * (1 - 1 / blocks))
-    split = table.of_kind("zero-bubble", *V_SHAPED)[rows.pipe]
-    return np.where(split, 0.0, np.maximum(exposed, 0.0))
+    return np.where(table.split[rows.pipe], 0.0, np.maximum(exposed, 0.0))
 
 
 def _replicas(rows: Rows, flat: Bools, priced: Priced, stack: Stack) -> Floats:

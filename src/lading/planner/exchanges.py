@@ -75,7 +75,7 @@ def exchanges(
     start: list[int] = []
     for (pp, vpp, _), runs in zip(table.geometries, watched, strict=True):
         start.append(len(found))
-        if devices % pp:
+        if devices % pp or devices // pp * block.mesh.cp * block.mesh.tp % block.mesh.expert_ways:
             continue
         held = [_sums(run, alone) for run in runs]
         for cut in space.cuts(devices // pp * block.mesh.cp, pp * vpp):

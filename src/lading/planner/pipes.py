@@ -8,13 +8,15 @@ micro-batch takes there and back. Schedules that split the backward have a tail 
 
 [Note: activations alive]
 When a rank first has as many micro-batches under way as it ever waits for, its schedule's warm-up says how many of each
-chunk are alive. That is a moment of the step, so its bytes are a lower bound of the peak; of 1F1B and GPipe they are it.
+chunk are alive. That is a moment of the step, so its bytes are a lower bound of the peak; of 1F1B and GPipe they are
+the peak.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,6 @@ from lading.planner.stages import Floats, Ints, StageCosts, StageRows
 from lading.sim.schedules import V_SHAPED
 
 Bools = npt.NDArray[np.bool_]
-_SPLIT = ("zero-bubble", *V_SHAPED)
 #: Ranks whose memory and exchanges are bounded: the first two and the last.
 WATCHED = 3
 
@@ -55,14 +56,48 @@ class PipeTable:
     rank_first: Ints
     watched: Ints
 
-    @property
+    @cached_property
     def flat(self) -> Bools:
         """Which are one stage."""
         return self.pp * self.vpp == 1
 
-    def of_kind(self, *kinds: str) -> Bools:
-        """Which have one of these schedules."""
-        return np.array([pipe.schedule in kinds for pipe in self.pipes])
+    @cached_property
+    def split(self) -> Bools:
+        """Which split the backward."""
+        return self._of("zero-bubble", *V_SHAPED)
+
+    @cached_property
+    def turns(self) -> Bools:
+        """Which turn around."""
+        return self._of(*V_SHAPED)
+
+    @cached_property
+    def loops(self) -> Bools:
+        """Which are interleaved."""
+        return self._of("interleaved") | (self._of("1f1b") & (self.vpp > 1))
+
+    @cached_property
+    def plain(self) -> Bools:
+        """Which are 1F1B of one chunk."""
+        return self._of("1f1b") & (self.vpp == 1)
+
+    @cached_property
+    def gpipe(self) -> Bools:
+        """Which run all forwards first."""
+        return self._of("gpipe")
+
+    @cached_property
+    def bubble(self) -> Bools:
+        """Which are zero-bubble schedules that do not turn around."""
+        return self._of("zero-bubble")
+
+    @cached_property
+    def dual(self) -> Bools:
+        """Which are DualPipe-V."""
+        return self._of("dualpipe-v")
+
+    def _of(self, *kinds: str) -> Bools:
+        return np.array([pipe.schedule in kinds for pipe in self.pipes], np.bool_)
 
 
 def pipe_table(pipes: Sequence[Pipe], rows: StageRows) -> PipeTable:
@@ -118,8 +153,10 @@ def watched_rows(table: PipeTable, rows: StageRows) -> list[list[tuple[tuple[int
     for geometry, (pp, vpp, turns) in enumerate(table.geometries):
         pipe = int(np.argmax(table.geometry == geometry))
         begin = int(table.first[pipe])
-        runs = [known[row] for row in table.row[begin : begin + pp * vpp].tolist()]
-        of_ranks = [tuple(part for stage in stages for part in runs[stage]) for stages in _watched(pp, vpp, turns)]
+        numbers: list[int] = table.row[begin : begin + pp * vpp].tolist()
+        runs = [known[row] for row in numbers]
+        held: list[list[int]] = _watched(pp, vpp, turns).tolist()
+        of_ranks = [tuple(part for stage in stages for part in runs[stage]) for stages in held]
         found.append([*of_ranks, runs[0]])
     return found
 
@@ -130,12 +167,12 @@ def makespans(table: PipeTable, costs: StageCosts, send_s: float, micro_batches:
     Args:
         micro_batches: Of each pipe.
     """
-    split = table.of_kind(*_SPLIT)
+    split = table.split
     forward, both = costs.forward[table.row], costs.backward[table.row]
     back = np.where(split[table.pipe], (costs.again + costs.inputs)[table.row], both)
     end = np.append(table.first[1:], len(table.row)) - 1
     reach, leave = _before(forward, table), _before(back, table)
-    turns = table.of_kind(*V_SHAPED)
+    turns = table.turns
     hops = np.where(turns, 2 * (table.pp - 1), table.pp * table.vpp - 1)
     path = (reach + forward + leave + back)[end] + 2 * hops * send_s
     place = table.place.astype(float)
@@ -172,19 +209,18 @@ def _alive(table: PipeTable, micro_batches: Floats, stack: Stack) -> tuple[Float
     count = micro_batches[:, None]
     place = np.stack([np.zeros(len(table.pp)), np.minimum(1, table.pp - 1), table.pp - 1.0], axis=1)
     group = _groups(table, micro_batches, stack)[:, None]
-    loops = table.of_kind("interleaved")[:, None] | ((table.vpp > 1) & table.of_kind("1f1b"))[:, None]
-    bubble = table.of_kind("zero-bubble")[:, None]
+    loops, bubble = table.loops[:, None], table.bubble[:, None]
     warm = np.where(loops, (vpp - 1) * group + 2 * (pp - 1 - place), pp - 1 - place)
     warm = np.where(bubble, (vpp - 1) * group + pp - 1 - place, warm)
-    first = np.where(table.of_kind("gpipe")[:, None], count, np.minimum(warm + 1, vpp * count))
+    first = np.where(table.gpipe[:, None], count, np.minimum(warm + 1, vpp * count))
     first = np.where(bubble & (vpp == 1), np.minimum(warm + 1 + place, count), first)
-    chunk = np.arange(table.watched.shape[2])[None, None, :]
+    chunk: Ints = np.arange(int(table.watched.shape[2]))[None, None, :]
     cycle, wide = (group * vpp)[..., None], group[..., None]
     full = np.floor(first[..., None] / cycle)
-    alive = full * wide + np.clip(first[..., None] - full * cycle - chunk * wide, 0, wide)
+    alive: Floats = full * wide + np.clip(first[..., None] - full * cycle - chunk * wide, 0, wide)
     last = first - 1
     running = np.floor((last - np.floor(last / (group * vpp)) * group * vpp) / group).astype(np.int64)
-    turns = table.of_kind(*V_SHAPED)[:, None]
+    turns = table.turns[:, None]
     ways = np.stack([np.minimum(2 * pp - 1 - place, count), np.minimum(place + 1, count)], axis=2)
     if table.watched.shape[2] > 1:
         alive[..., :2] = np.where(turns[..., None], ways, alive[..., :2])
@@ -207,16 +243,13 @@ def valid(table: PipeTable, replicas: Floats, micro_batches: Floats, stack: Stac
     """
     pp, count = table.pp, micro_batches
     good = (replicas >= 1) & (replicas == np.floor(replicas)) & (count >= 1) & (count == np.floor(count))
-    one = table.of_kind("gpipe") & (table.vpp > 1)
-    turns = table.of_kind(*V_SHAPED) & (table.vpp != 2)
-    loops = table.of_kind("interleaved") | (table.of_kind("1f1b") & (table.vpp > 1))
+    one = table.gpipe & (table.vpp > 1)
+    turns = table.turns & (table.vpp != 2)
     rounds = np.maximum(1.0, np.floor(count / pp))
     rest = np.mod(count, pp) if stack.megatron_order else np.mod(count, rounds)
     torch = np.mod(count, rounds)
-    good &= ~one & ~turns & ~(loops & (rest != 0)) & ~(table.of_kind("zero-bubble") & (torch != 0))
-    good &= ~(table.of_kind("dualpipe-v") & (count < 2 * pp))
+    good &= ~one & ~turns & ~(table.loops & (rest != 0)) & ~(table.bubble & (torch != 0))
+    good &= ~(table.dual & (count < 2 * pp))
     if not stack.megatron_order:
-        good &= ~(table.of_kind("1f1b") & (table.vpp == 1) & (count < pp) & ~table.flat)
+        good &= ~(table.plain & (count < pp) & ~table.flat)
     return good
-
-

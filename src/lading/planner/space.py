@@ -43,7 +43,8 @@ class Ask:
         pins: Choices that are made, by the names of ``Layout``.
         top: Layouts that are refined by events.
         longest: Tokens of the longest sequence, for the memory of that batch; 0 for that of the request.
-        budget_bytes: Of a device; 0 for what the machine has, less what the process needs.
+        save: How checkpoints are written (``lading.memory.moments``).
+        budget_bytes: Of a device; 0 for what the machine has.
     """
 
     request: Request
@@ -54,6 +55,7 @@ class Ask:
     pins: Mapping[str, Any] = field(default_factory=lambda: {})
     top: int = 64
     longest: int = 0
+    save: str = "sharded"
     budget_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -61,8 +63,10 @@ class Ask:
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name.replace('_', ' ')} >= 1, got {getattr(self, name)}")
         if self.request.task not in ("pretrain", "sft"):
-            raise ConfigError(f"expected a task that trains all weights, got {self.request.task!r}: layouts of adapters "
-                              "are simulated, not searched; give lading simulate a layout")  # fmt: skip
+            raise ConfigError(
+                f"expected a task that trains all weights, got {self.request.task!r}: layouts of adapters are "
+                "simulated, not searched; give lading simulate a layout"
+            )
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -215,16 +219,14 @@ class Space:
         layers = self.ask.pins.get("recompute_layers", -1)
         return self._pinned("recompute", list(RECOMPUTES) if layers < 0 else ["full"])
 
-    def pipes(self, devices: int, *, partial: bool) -> list[Pipe]:
-        """Pipelines of replicas that take part of so many devices: all but tensor and context parallel ones.
+    def pipes(self, *, partial: bool) -> list[Pipe]:
+        """Pipelines that some replicas of all devices can have.
 
         Args:
             partial: Whether only some layers of a chunk may be recomputed.
         """
         found: list[Pipe] = []
-        for pp in self._pinned("pp", [n for n in divisors(devices) if n <= self.layers]):
-            if devices % pp or self.ask.pins.get("dp", devices // pp) != devices // pp:
-                continue
+        for pp in self._pinned("pp", [n for n in divisors(self.ask.devices) if n <= self.layers]):
             for vpp in self._pinned("vpp", list(range(1, self.layers // pp + 1)) if pp > 1 else [1]):
                 if pp * vpp > self.layers:
                     continue
@@ -254,9 +256,11 @@ class Space:
             found += [Cut(zero, shard) for shard in self._pinned("shard", parts)]
         return found
 
-    def layout(self, block: Block, mode: str, pipe: Pipe, cut: Cut) -> Layout:
+    def layout(self, block: Block, mode: str, pipe: Pipe, cut: Cut, global_batch: int | None = None) -> Layout:
         """The layout of the four.
 
+        Args:
+            global_batch: None for that of the ask.
         Raises:
             ConfigError: it cannot be.
         """
@@ -270,7 +274,7 @@ class Space:
             sp=block.sp,
             cp_comm=block.cp_comm,
             micro_batch=block.micro_batch,
-            global_batch=self.ask.global_batch,
+            global_batch=self.ask.global_batch if global_batch is None else global_batch,
             zero=cut.zero,
             shard=cut.shard,
             recompute=mode,

@@ -1,8 +1,8 @@
 """Stages: seconds and bytes of every stage that any pipeline of a search has, as arrays.
 
-A stage is a row of (segment, how often). What its segments cost is one row of numbers each (``Features``), so all stages
-of all pipelines are a sum of products, and ``lading.sim.parts.span`` is then taken of all at once ([Note: one stretch of
-kernels]). Equal to ``lading.sim.step.stage_of``, tests compare.
+A stage is a row of (segment, how often). What a segment costs is a row of numbers, so all stages of all pipelines are
+one product of matrices, of which ``lading.sim.parts.span`` is then taken at once ([Note: one stretch of kernels]).
+Equal to ``lading.sim.step.stage_of``; tests compare.
 """
 
 from __future__ import annotations

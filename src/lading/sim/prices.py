@@ -148,7 +148,7 @@ class MachinePrices:
 
     def _collective_s(self, op: str, size_bytes: Any, axis: str) -> Any:
         """Of one size, or of an array of them."""
-        seconds = collectives_s if isinstance(size_bytes, np.ndarray) else collective_s
+        seconds: Any = collectives_s if isinstance(size_bytes, np.ndarray) else collective_s
         return seconds(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
 
     def _group(self, axis: str) -> Group:

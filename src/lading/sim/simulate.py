@@ -43,7 +43,7 @@ WAITING = "waiting for the slowest"
 #: Half width of the interval, as a share: below it are 90% of the errors on published rows, each source scored by what
 #: other sources say (18.5%, 21 November 2026).
 _SPREAD = 0.185
-_MEMORY_SPREAD = 0.05
+MEMORY_SPREAD = 0.05
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class Simulated:
     def prediction(self) -> Prediction:
         """The figures, with their intervals ([Note: interval])."""
         step_s, peak = self.step.step_s, self.peak_bytes
-        high = int(peak * (1 + _MEMORY_SPREAD))
+        high = int(peak * (1 + MEMORY_SPREAD))
         return Prediction(
             step_s=step_s,
             low_s=step_s * (1 - _SPREAD),
             high_s=step_s * (1 + _SPREAD),
             peak_bytes=peak,
-            low_bytes=int(peak * (1 - _MEMORY_SPREAD)),
+            low_bytes=int(peak * (1 - MEMORY_SPREAD)),
             high_bytes=high,
             fits=high + self.machine.device.overhead_bytes <= self.machine.device.memory_bytes,
             shares={name: seconds / step_s for name, seconds in self.step.shares_s.items()},
@@ -139,11 +139,16 @@ class Priced:
 
 def priced(request: Request, table: ModelTable | None = None) -> Priced:
     """Cut and price a request's segments; arguments and errors as ``simulate``."""
+    machine, table = machine_of(request), table or table_of(request)
+    return Priced(machine, table, tuple(_segments(request, table, prices_of(request, machine, table))))
+
+
+def machine_of(request: Request) -> Machine:
+    """The machine of a request, on its network."""
     machine = load_machine(request.machine)
     if request.network or request.ranks_per_node:
         machine = with_network(machine, request.network or None, request.ranks_per_node)
-    table = table or table_of(request)
-    return Priced(machine, table, tuple(_segments(request, table, prices_of(request, machine, table))))
+    return machine
 
 
 def prices_of(request: Request, machine: Machine, table: ModelTable) -> MachinePrices:
@@ -197,14 +202,27 @@ def table_of(request: Request) -> ModelTable:
 
 def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> list[Phases]:
     """Each segment as the layout recomputes it, then each as nothing is recomputed."""
-    layout, stack = request.layout, request.stack
-    found: dict[bool, list[Phases]] = {True: [], False: []}
-    for segment, (ranked, own) in zip(table.segments, rank_segments(request, table, prices), strict=True):
-        plain = phases(ranked, "none", (), own, stack)
-        again = bool(segment.enters and segment.leaves) and layout.recompute != "none"
-        found[False].append(plain)
-        found[True].append(phases(ranked, layout.recompute, layout.recompute_modules, own, stack) if again else plain)
-    return [*found[True], *found[False]]
+    mode = request.layout.recompute
+    return list(segments_by_mode(request, table, prices, (mode,))[mode])
+
+
+def segments_by_mode(
+    request: Request, table: ModelTable, prices: MachinePrices, modes: Sequence[str]
+) -> dict[str, tuple[Phases, ...]]:
+    """For each recompute mode each segment as it recomputes it, then each as nothing is recomputed."""
+    stack, modules = request.stack, request.layout.recompute_modules
+    ranked = rank_segments(request, table, prices)
+    plain = [phases(segment, "none", (), own, stack) for segment, own in ranked]
+    found: dict[str, tuple[Phases, ...]] = {}
+    for mode in modes:
+        again = [
+            phases(segment, mode, modules if mode == "selective" else (), own, stack)
+            if mode != "none" and segment.enters and segment.leaves
+            else before
+            for (segment, own), before in zip(ranked, plain, strict=True)
+        ]
+        found[mode] = (*again, *plain)
+    return found
 
 
 def rank_segments(

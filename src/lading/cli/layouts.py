@@ -1,0 +1,191 @@
+"""``lading plan --model``: find the layout of a model on a cluster, and say why the others lose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lading.errors import ConfigError
+from lading.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from lading.cli.commands import Plan
+    from lading.planner.layouts import Layouts
+    from lading.planner.refine import Refined
+    from lading.planner.search import Tell
+    from lading.planner.space import Ask
+    from lading.report.layouts import LayoutRow
+
+#: Options of ``lading plan`` that belong to ``--model``.
+OPTIONS = (
+    "machine", "devices", "global_batch", "seq", "stack", "network", "precision", "price", "longest", "budget", "json",
+)  # fmt: skip
+
+
+def plan_cluster(asked: Plan) -> None:
+    """Print the layouts found, and save the winner."""
+    from rich.console import Console
+
+    from lading import __version__
+    from lading.planner.layouts import cluster_plan, find_layouts
+    from lading.report.layouts import layout_figures, layouts_table
+
+    ask = ask_of(asked)
+    console = Console(highlight=False, width=None if Console().is_terminal else 200)
+    begun = time.perf_counter()
+    with _progress() as tell:
+        found = find_layouts(ask, tell)
+    seconds = time.perf_counter() - begun
+    rows = [_row(one, asked.price) for one in _distinct(found.best)[: asked.top]]
+    over = [_row(one, asked.price) for one in found.over]
+    device = ask.machine.device.name
+    console.print(f"{ask.request.name} on {ask.devices:,} x {device}, {ask.global_batch:,} sequences of "
+                  f"{ask.request.seq_len:,} tokens a step; software stack {ask.request.stack.name}",
+                  style="bold", markup=False, soft_wrap=True)  # fmt: skip
+    console.print(layouts_table(rows, over))
+    for line in (*_said(found, seconds), *_moments(found.winner)):
+        console.print(line, markup=False, soft_wrap=True)
+    document = {
+        "model": ask.request.name,
+        "machine": ask.machine.name,
+        "stack": ask.request.stack.name,
+        "devices": ask.devices,
+        "global_batch": ask.global_batch,
+        "seq_len": ask.request.seq_len,
+        "pins": dict(sorted(ask.pins.items())),
+        "plans": found.counted,
+        "plans_bounded_one_by_one": found.evaluated,
+        "plans_simulated": found.proof.simulated,
+        "proven": found.proven,
+        "rest_s": found.proof.rest_s if found.proof.rest_s < float("inf") else None,
+        "left_out": list(found.left_out),
+        "layouts": [layout_figures(row, rows[0]) for row in [_row(one, asked.price) for one in found.best]],
+        "over": [layout_figures(row, rows[0]) for row in over],
+        "assumptions": list(found.winner.simulated.assumed),
+    }
+    from lading.cli.clusters import write_text
+
+    if asked.json is not None:
+        write_text(asked.json, json.dumps(document, indent=1) + "\n")
+    cluster_plan(found, __version__).save(asked.out)
+    console.print(f"wrote {asked.out}", markup=False)
+
+
+def ask_of(asked: Plan) -> Ask:
+    """What the options ask for.
+
+    Raises:
+        ConfigError: one that is needed is missing, or a name is not known.
+    """
+    from lading.clusters import Question, request_of
+    from lading.planner.space import Ask, parse_pins
+    from lading.sim.simulate import machine_of
+
+    if asked.model is None or asked.machine is None or asked.devices is None or asked.global_batch is None:
+        missing = [name for name in ("machine", "devices", "global_batch") if getattr(asked, name) is None]
+        raise ConfigError(f"expected --{' and --'.join(missing).replace('_', '-')} next to --model")
+    if asked.overrides:
+        raise ConfigError(f"settings replace those of a RUN.toml, got {asked.overrides[0]!r} next to --model")
+    pins = parse_pins(asked.pin)
+    question = Question(
+        model=asked.model, machine=asked.machine, seq_len=asked.seq or 0, stack=asked.stack or "default",
+        network=asked.network or "",
+    )  # fmt: skip
+    request, table = request_of(question)
+    if asked.precision:
+        request = dataclasses.replace(request, layout=dataclasses.replace(request.layout, precision=asked.precision))
+    return Ask(
+        request=request,
+        table=table,
+        machine=machine_of(request),
+        devices=asked.devices,
+        global_batch=asked.global_batch,
+        pins=pins,
+        longest=asked.longest or 0,
+        save=asked.save,
+        budget_bytes=parse_bytes(asked.budget) if asked.budget else 0,
+    )
+
+
+@contextmanager
+def _progress() -> Generator[Tell, None, None]:
+    """A bar on a terminal, nothing elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda done, of, what: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("pricing")
+        yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
+
+
+def _distinct(best: Sequence[Refined]) -> list[Refined]:
+    """The best of each mesh: how many ranks each axis has."""
+    found: dict[tuple[int, ...], Refined] = {}
+    for one in best:
+        layout = one.layout
+        found.setdefault((layout.dp, layout.tp, layout.cp, layout.pp, layout.ep, layout.etp), one)
+    return list(found.values())
+
+
+def _row(one: Refined, price_per_hour: float | None) -> LayoutRow:
+    from lading.clusters import summary
+    from lading.report.layouts import LayoutRow
+
+    figures = summary(one.simulated, price_per_hour)
+    return LayoutRow(
+        layout=str(one.layout),
+        step_s=one.step_s,
+        bound_s=one.bound_s,
+        mfu=figures["mfu"],
+        tokens_per_s_per_device=figures["tokens_per_s_per_device"],
+        shares_s=one.simulated.step.shares_s,
+        peaks=one.peaks,
+        binding=one.binding,
+        over="" if one.fits else over_text(one),
+        price_per_billion_tokens=figures.get("price_per_billion_tokens"),
+    )
+
+
+def over_text(one: Refined) -> str:
+    """What does not fit, and by how much: "activation 12 GB over"."""
+    moment, tier, _ = one.binding
+    fullest: dict[Any, int] = max(one.simulated.memory, key=lambda roles: sum(roles.values()))
+    role = max(fullest, key=lambda name: fullest[name]) if moment == "step" else f"{tier} at moment {moment}"
+    return f"{role} {format_bytes(one.over_bytes)} over"
+
+
+def _said(found: Layouts, seconds: float) -> list[str]:
+    """How much was searched, and what is proven."""
+    proof, winner = found.proof, found.winner
+    lines = [
+        f"{found.counted:,} plans in {seconds:.1f} s: {found.evaluated:,} bounded one by one, the others with their "
+        f"block; {proof.simulated:,} simulated by events"
+    ]
+    if found.proven:
+        lines.append(f"proven: no plan of the space that fits is faster as simulated, nor comes before the first "
+                     f"{found.proven} of {len(found.best)}")  # fmt: skip
+    else:
+        gap = winner.step_s / proof.rest_s - 1
+        lines.append(f"not proven: plans that were not simulated take at least {format_seconds(proof.rest_s)}, "
+                     f"{gap:.2%} less than the first")  # fmt: skip
+    lines += [f"not searched - {sentence}" for sentence in found.left_out]
+    return lines
+
+
+def _moments(winner: Refined) -> list[str]:
+    """The five peaks of the winner."""
+    moment, tier, share = winner.binding
+    each = [
+        f"{name} {format_bytes(tiers['device'])}" + (f" + host {format_bytes(tiers['host'])}" if tiers["host"] else "")
+        for name, tiers in winner.peaks.items()
+    ]
+    return [f"memory: {', '.join(each)}", f"binding: {tier} at moment {moment!r}, {share:.0%} of what there is"]

@@ -1,0 +1,134 @@
+r"""Layouts: the fastest way to spread a training step over devices, found in the whole joint space.
+
+The optimisation. A layout x = (block, pipe, cut) has a block (tp, cp, ep, etp, sp, micro-batch, how keys and values
+meet, recompute mode), a pipe (pp, vpp, schedule, layers recomputed) and a cut (zero, shard); dp follows. With T(x) the
+seconds of a step by events and M_k(x) the bytes at moment k,
+
+    minimize    T(x)
+    subject to  tp cp pp dp = devices                              Space.meshes, Space.pipes, pipes.valid
+                dp * micro-batch divides the global batch          pipes.valid
+                micro-batches and chunks as the schedule wants     pipes.valid
+                lengths divide as the model's cut needs            parallel.ranks.rank_segment, of each block
+                M_k(x) <= budget, k over the five moments          moments.moments_of, refine.refined
+                pinned choices                                     Space
+
+How it is solved. T and M are bounded from below by closed forms on the same table of costs (``bounds.step_bounds``,
+``bounds.peak_bounds``): a block is priced once by the simulator's own code, its pipes and cuts are arrays. In the order
+of their bounds the layouts are then simulated by events (``refine.refined``) until ``top`` fit and no bound of what is
+left is below the slowest of these: the best is then proven within the model. Ties go by the order of the space, so
+every process finds the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lading.errors import ConfigError, LadingError, PlanInfeasible
+from lading.ir.clusterplan import ClusterPlan
+from lading.memory.moments import Room
+from lading.planner.refine import Proof, Refined, refine, refined, room_of
+from lading.planner.search import Search, Tell
+from lading.planner.space import Ask
+from lading.units import format_bytes
+
+#: Faster layouts that do not fit, shown beside those that do.
+_OVER = 4
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """What was found.
+
+    Attributes:
+        best: That fit, the fastest first.
+        over: Faster than the best, but they do not fit.
+        counted: Layouts of the space; ``evaluated``: of them, those bounded one by one.
+        left_out: Of the space.
+    """
+
+    ask: Ask
+    best: tuple[Refined, ...]
+    over: tuple[Refined, ...]
+    counted: int
+    evaluated: int
+    proof: Proof
+    left_out: tuple[str, ...]
+
+    @property
+    def winner(self) -> Refined:
+        """The fastest."""
+        return self.best[0]
+
+    @property
+    def proven(self) -> int:
+        """How many of the best no other layout of the space comes before."""
+        return sum(one.step_s <= self.proof.rest_s for one in self.best)
+
+    @property
+    def bound_s(self) -> float:
+        """No layout of the space that fits takes less."""
+        return min(self.winner.step_s, self.proof.rest_s)
+
+
+def find_layouts(ask: Ask, tell: Tell = lambda done, of, what: None) -> Layouts:
+    """Search, bound and simulate.
+
+    Args:
+        tell: Called with what is done, of how many, and what it is.
+    Raises:
+        ConfigError: no layout can be.
+        PlanInfeasible: none fits; it names the binding moment and by how much.
+    """
+    search, room = Search(ask), room_of(ask)
+    search.run(room.device_bytes, tell)
+    best, over, proof = refined(search, room, tell)
+    if not best:
+        raise _nothing(search, over, room)
+    faster = [refine(search, found, room) for found, _ in zip(search.over(), range(_OVER), strict=False)]
+    beside = sorted((one for one in (*over, *faster) if one.step_s < best[0].step_s), key=lambda one: one.order)
+    return Layouts(
+        ask, tuple(best), tuple(beside[:_OVER]), search.counted, search.evaluated, proof, search.space.left_out()
+    )
+
+
+def _nothing(search: Search, over: list[Refined], room: Room) -> LadingError:
+    """Why nothing fits."""
+    ask, lightest = search.ask, search.lightest
+    if over:
+        nearest = min(over, key=lambda one: (one.over_bytes, one.order))
+    elif lightest is not None:
+        nearest = refine(search, lightest, room)
+    else:
+        return ConfigError(
+            f"no layout of {ask.devices} devices divides a global batch of {ask.global_batch}; change either"
+        )
+    moment, tier, _ = nearest.binding
+    there = room.device_bytes if tier == "device" else room.host_bytes
+    needed = nearest.peaks[moment][tier]
+    return PlanInfeasible(
+        f"no layout of {ask.devices} devices fits: the lightest, {nearest.layout}, needs {format_bytes(needed)} of the "
+        f"{tier} at moment {moment!r}, {format_bytes(nearest.over_bytes)} more than there are ({format_bytes(there)})",
+        missing_bytes=nearest.over_bytes,
+        smallest_budget_bytes=needed,
+    )
+
+
+def cluster_plan(found: Layouts, version: str) -> ClusterPlan:
+    """The winner, to be saved."""
+    winner, ask = found.winner, found.ask
+    return ClusterPlan(
+        version=version,
+        model=ask.request.name,
+        machine=ask.machine.name,
+        machine_fingerprint=ask.machine.fingerprint,
+        stack=ask.request.stack.name,
+        devices=ask.devices,
+        seq_len=ask.request.seq_len,
+        layout=str(winner.layout),
+        step_s=winner.step_s,
+        bound_s=found.bound_s,
+        peaks=winner.peaks,
+        budget_bytes=ask.budget_bytes or ask.machine.device.memory_bytes,
+        policy="layout search",
+        assumptions=winner.simulated.assumed,
+    )

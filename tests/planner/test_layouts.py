@@ -1,0 +1,165 @@
+"""The search of layouts: equal to trying every layout, bounded by what is true, and the same in every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lading.catalog.load import load_machine
+from lading.cli.main import main
+from lading.clusters import Question, request_of
+from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.clusterplan import ClusterPlan
+from lading.ir.layout import parse_layout
+from lading.planner.layouts import find_layouts
+from lading.planner.refine import refine, room_of
+from lading.planner.search import Bounded, Search
+from lading.planner.space import Ask, parse_pins, pins_of
+from lading.sim.simulate import simulate
+
+
+def ask(
+    model: str = "gpt2", devices: int = 4, batch: int = 16, seq: int = 512, stack: str = "default", **rest: Any
+) -> Ask:
+    request, table = request_of(Question(model=model, machine="h100", seq_len=seq, stack=stack))
+    return Ask(request=request, table=table, machine=load_machine("h100"), devices=devices, global_batch=batch, **rest)
+
+
+def every(search: Search) -> list[Bounded]:
+    """All layouts of a space, one by one."""
+    space = search.space
+    found: list[Bounded] = []
+    for mesh in space.meshes():
+        for block in space.blocks(mesh):
+            for mode in space.modes():
+                for pipe in space.pipes(partial=mode == "full"):
+                    if search.ask.devices % (mesh.tp * mesh.cp * pipe.pp):
+                        continue
+                    replicas = search.ask.devices // (mesh.tp * mesh.cp * pipe.pp)
+                    for cut in space.cuts(replicas * mesh.cp, pipe.stages):
+                        found.append(Bounded(0.0, 0.0, block, mode, pipe, cut))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stack", "pins"),
+    [
+        ("default", {"micro_batch": 2, "cp": 1, "recompute": "none"}),
+        pytest.param("default", {"micro_batch": 2, "cp": 1}, marks=pytest.mark.slow),
+        ("torchtitan-eager", {"micro_batch": 1, "tp": 2, "recompute": "full"}),
+        pytest.param("megatron-core", {"micro_batch": 2, "sp": False}, marks=pytest.mark.slow),
+    ],
+)
+def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
+    asked = ask(stack=stack, pins=pins, batch=8)
+    search, room = Search(asked), room_of(asked)
+    found = find_layouts(asked)
+    truth: list[tuple[float, str]] = []
+    for one in every(search):
+        try:
+            layout = search.layout(one)
+            simulated = simulate(search.request(layout), asked.table)
+        except ConfigError:
+            continue
+        if simulated.prediction.fits:
+            truth.append((simulated.step.step_s, str(layout)))
+    assert found.counted == len(truth) > 100
+    truth.sort()
+    assert [(one.step_s, str(one.layout)) for one in found.best[:10]] == truth[:10]
+    assert found.proven == len(found.best) == 64
+    assert found.winner.peaks["step"]["device"] <= room.device_bytes
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "batch", "seq", "stack"),
+    [
+        pytest.param("llama3-70b", 64, 512, 8192, "default", marks=pytest.mark.slow),
+        pytest.param("gpt3-175b", 512, 1536, 2048, "megatron-core", marks=pytest.mark.slow),
+        ("llama3-8b", 32, 128, 4096, "torchtitan-compile"),
+        pytest.param("mixtral-8x7b", 64, 256, 4096, "megatron-bridge", marks=pytest.mark.slow),
+    ],
+)
+def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: int, stack: str) -> None:
+    asked = ask(model, devices, batch, seq, stack, pins={"micro_batch": 1, "cp": 1}, top=1)
+    search = Search(asked)
+    search.run(room_of(asked).device_bytes, lambda done, of, what: None)
+    found = [*search.fitting(), *search.over()]
+    ratios: list[float] = []
+    for one in found[:: max(1, len(found) // 40)]:
+        refined = refine(search, one, room_of(asked))
+        assert one.step_s <= refined.step_s
+        assert one.peak_bytes <= refined.simulated.peak_bytes
+        ratios.append(refined.step_s / one.step_s)
+    assert sum(ratios) / len(ratios) < 1.04
+
+
+def test_pins() -> None:
+    text = "dp2,tp2,pp2,vpp2,sp,zero1,mb2,gb16,interleaved,recompute=full,recompute_layers=1"
+    asked = ask(devices=8, pins=pins_of(text))
+    found = find_layouts(asked)
+    layout = dataclasses.replace(parse_layout(text), global_batch=16)
+    assert [one.layout for one in found.best] == [layout]
+    assert found.counted == 1
+    request = dataclasses.replace(asked.request, layout=layout)
+    assert found.winner.step_s == simulate(request, asked.table).step.step_s
+    with pytest.raises(ConfigError, match="did you mean 'zero'"):
+        parse_pins(("zreo=1",))
+    with pytest.raises(ConfigError, match="zero must be 0, 1, 2 or 3, got 5"):
+        parse_pins(("zero=5",))
+    with pytest.raises(ConfigError, match="expected a whole number, got 'eight'"):
+        parse_pins(("tp=eight",))
+    with pytest.raises(ConfigError, match="heads"):
+        find_layouts(ask(devices=8, pins={"tp": 8}))
+
+
+def test_what_does_not_fit_names_the_moment() -> None:
+    with pytest.raises(PlanInfeasible, match="at moment 'step'") as raised:
+        find_layouts(ask("gpt3-175b", 8, 8, 2048, pins={"tp": 8, "micro_batch": 1}))
+    assert raised.value.missing_bytes > 0
+
+
+def test_same_plan_on_every_rank(tmp_path: Path) -> None:
+    texts: list[str] = []
+    for seed in ("1", "2"):
+        out = tmp_path / f"{seed}.json"
+        options = ["--devices", "8", "--global-batch", "32", "--seq", "1024", "--pin", "tp=2", "--pin", "mb=1"]
+        command = ["plan", "--model", "llama3-8b", "--machine", "h100", *options, "--json", str(out)]
+        plan = tmp_path / "plan.json"
+        subprocess.run(
+            [sys.executable, "-m", "lading.cli.main", *command, "--out", str(plan)],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            timeout=60,
+        )
+        texts += [out.read_text() + plan.read_text()]
+    assert texts[0] == texts[1]
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, figures = tmp_path / "plan.json", tmp_path / "figures.json"
+    options = ["--devices", "8", "--global-batch", "32", "--seq", "1024", "--price", "2"]
+    assert main(
+        ["plan", "--model", "gpt2-xl", "--machine", "h100", *options, "--pin", "cp=1", "--pin", "mb=2",
+         "--out", str(plan), "--json", str(figures)]
+    ) == 0  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "loses because" in printed
+    assert "proven" in printed
+    document = json.loads(figures.read_text())
+    saved = ClusterPlan.load(plan)
+    assert saved.layout == document["layouts"][0]["layout"]
+    assert set(saved.peaks) == {"start", "step", "longest", "save", "resume"}
+    assert saved.step_s == document["layouts"][0]["step_s"] >= saved.bound_s
+    assert all(row["loses_because"] for row in document["layouts"])
+    assert main(["plan", "--model", "gpt2-xl", "--machine", "h100", "--out", str(plan)]) == 2
+    assert "expected --devices and --global-batch next to --model" in capsys.readouterr().err
+    assert main(["plan", "run.toml", "--devices", "8", "--out", str(plan)]) == 2
+    assert "--devices belongs to --model" in capsys.readouterr().err

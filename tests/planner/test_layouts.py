@@ -62,18 +62,20 @@ def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
     search, room = Search(asked), room_of(asked)
     found = find_layouts(asked)
     truth: list[tuple[float, str]] = []
+    possible = 0
     for one in every(search):
         try:
             layout = search.layout(one)
             simulated = simulate(search.request(layout), asked.table)
         except ConfigError:
             continue
+        possible += 1
         if simulated.prediction.fits:
             truth.append((simulated.step.step_s, str(layout)))
-    assert found.counted == len(truth) > 100
+    assert found.counted == possible > 50
     truth.sort()
     assert [(one.step_s, str(one.layout)) for one in found.best[:10]] == truth[:10]
-    assert found.proven == len(found.best) == 64
+    assert found.proven == len(found.best) == min(64, len(truth))
     assert found.winner.peaks["step"]["device"] <= room.device_bytes
 
 

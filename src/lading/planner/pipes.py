@@ -9,7 +9,7 @@ micro-batch takes there and back. Schedules that split the backward have a tail 
 [Note: activations alive]
 When a rank first has as many micro-batches under way as it ever waits for, its schedule's warm-up says how many of each
 chunk are alive. That is a moment of the step, so its bytes are a lower bound of the peak; of 1F1B and GPipe they are
-the peak.
+the peak. The action after it is a backward of the last chunk.
 """
 
 from __future__ import annotations
@@ -199,8 +199,10 @@ def activations(table: PipeTable, costs: StageCosts, micro_batches: Floats, stac
     stage = np.maximum(table.watched, 0)
     rows = table.row[stage]
     kept = np.sum(np.where(table.watched >= 0, alive * costs.saved[rows], 0.0), axis=2)
-    top = np.take_along_axis(costs.transient[rows], running[..., None], axis=2)[..., 0]
-    return kept + top
+    last = np.broadcast_to((table.vpp - 1)[:, None, None], (*running.shape, 1))
+    ahead = np.take_along_axis(costs.ahead[rows], running[..., None], axis=2)[..., 0]
+    behind = np.take_along_axis(costs.behind[rows], last, axis=2)[..., 0]
+    return kept + np.maximum(ahead, behind)
 
 
 def _alive(table: PipeTable, micro_batches: Floats, stack: Stack) -> tuple[Floats, Ints]:

@@ -78,7 +78,8 @@ class StageCosts:
 
     Attributes:
         forward, again, inputs, weights: Seconds.
-        saved, transient: Bytes of activations: kept by a micro-batch, and most beyond it.
+        saved: Bytes of activations kept by a micro-batch; ``ahead`` and ``behind``: most beyond it while it runs
+            forward, and backward.
         blocks: Segments of a row, counted.
     """
 
@@ -87,7 +88,8 @@ class StageCosts:
     inputs: Floats
     weights: Floats
     saved: Floats
-    transient: Floats
+    ahead: Floats
+    behind: Floats
     blocks: Floats
 
     @property
@@ -113,11 +115,13 @@ def stage_costs(
         for phase in _PHASES
     ]
     saved = np.array([float(s.saved_bytes) for s in segments])
-    kept = np.cumsum(counts * saved[places], axis=1)
-    top = np.array([float(s.transient_bytes) for s in segments])
-    peak = np.max(np.where(counts > 0, kept + top[places], 0.0), axis=1)
-    return StageCosts(*spans, saved=kept[:, -1], transient=np.maximum(peak - kept[:, -1], -kept[:, -1]),
-                      blocks=counts.sum(axis=1))  # fmt: skip
+    kept: Floats = np.cumsum(counts * saved[places], axis=1)
+    spikes: list[Floats] = []
+    for way in (0, 1):
+        top = np.array([float(s.transients[way]) for s in segments])
+        peak = np.max(np.where(counts > 0, kept + top[places], 0.0), axis=1)
+        spikes.append(peak - kept[:, -1])
+    return StageCosts(*spans, saved=kept[:, -1], ahead=spikes[0], behind=spikes[1], blocks=counts.sum(axis=1))
 
 
 def _features(part: Part, prices: MachinePrices, stack: Stack) -> list[float]:

@@ -44,7 +44,7 @@ def architecture_table(
     runs = [(_blocks(families[places[kind][0]])[places[kind][1]], kind, count) for kind, count in model.blocks]
     if base == "wan":
         runs = _last_apart(runs, families[base])
-    segments = tuple(_windowed(segment, kind, model) for segment, kind, _ in runs)
+    segments = tuple(_biased(_windowed(segment, kind, model), model) for segment, kind, _ in runs)
     counts = (1, *(count for *_, count in runs), *(1 for _ in range(ahead)), 1)
     shift = len(counts) - len(stored.segments)
     missing = model.predict_ahead - ahead
@@ -153,6 +153,17 @@ def _windowed(segment: Segment, kind: str, model: Architecture) -> Segment:
         for op in segment.ops
     )
     return dataclasses.replace(segment, name="window", ops=ops)
+
+
+def _biased(segment: Segment, model: Architecture) -> Segment:
+    """A block whose experts have biases and clamped gates, if the architecture says so: a name for costs."""
+    if not model.symbols.get("biased"):
+        return segment
+    ops = tuple(
+        dataclasses.replace(op, name="aten._grouped_mm.biased") if op.name.startswith("aten._grouped_mm.") else op
+        for op in segment.ops
+    )
+    return dataclasses.replace(segment, ops=ops)
 
 
 def table_parameters(table: ModelTable, seq_len: int = 1) -> int:

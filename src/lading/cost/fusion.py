@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
+from lading.cost.libraries import by_libraries
 from lading.errors import ConfigError
 from lading.ir.graph import PERSISTENT, OpKind, Role
 from lading.ir.stack import FUSIONS, Stack
@@ -49,6 +50,8 @@ _SMALL_BYTES = 1 << 16
 def launched(segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
     """The kernels that a stack launches for a segment, in order: ``fuse`` by its settings."""
     kernels = fuse(segment, stack.fusion, stack.attention, fused_loss=stack.fused_loss)
+    if stack.fusion == "fused":
+        kernels = by_libraries(kernels, segment, stack)
     if not stack.eager_norms:
         return kernels
     return tuple(part for kernel in kernels for part in eager_norm(kernel))

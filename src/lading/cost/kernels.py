@@ -19,6 +19,7 @@ from dataclasses import replace
 from lading.catalog.kernels import kernel_rates
 from lading.cost.attention import attention_s
 from lading.cost.fusion import unfused
+from lading.cost.libraries import QUANTIZED, SCAN
 from lading.cost.product import LOW_PRECISIONS, OPERAND_BYTES, groups_launch_s, product_s, quantize_bytes
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind
@@ -40,6 +41,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         ConfigError: a collective, or the device lacks a peak or a kernel.
     """
     detail = kernel.detail
+    if kernel.name.startswith(SCAN):
+        return memory_s(kernel.bytes_read + kernel.bytes_written, "scan", device)
     if isinstance(detail, Collective):
         raise ConfigError(f"expected a kernel that computes, got the collective {detail.op}: see cost.collective")
     if precision == "fp16" and kernel.dtype == "bfloat16":
@@ -70,7 +73,10 @@ def _attention_casts_s(attention: Attention, device: Device, stack: Stack) -> fl
 def runs_low(kernel: Kernel, precision: str) -> bool:
     """Whether a product runs in a precision below 16 bits where ``precision`` is what products are to run in."""
     return (
-        precision in LOW_PRECISIONS and kernel.dtype in _HALF and not kernel.name.startswith(("unfused.", "adapter."))
+        precision in LOW_PRECISIONS
+        and kernel.kind is OpKind.MATMUL
+        and kernel.dtype in _HALF
+        and not kernel.name.startswith(("unfused.", "adapter."))
     )
 
 
@@ -87,7 +93,7 @@ def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, p
     if kernel.is_experts and stack.fusion == "fused" and not stack.cuda_graphs:
         seconds = max(seconds, groups_launch_s(product, device))
     # Weights are cast once a step, and what a weight's gradient is made of was cast for the products before it.
-    if low and kernel.stage is not Stage.BACKWARD_WEIGHT:
+    if low and kernel.stage is not Stage.BACKWARD_WEIGHT and not kernel.name.endswith(QUANTIZED):
         moved = quantize_bytes(float(product.groups * product.m * product.k), precision)
         seconds += memory_s(moved, "elementwise.fused", device)
     return seconds

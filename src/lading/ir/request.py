@@ -20,8 +20,8 @@ class Architecture:
     Attributes:
         family: Of tables in the catalog: "gpt", "llama", "moe", "mla-moe", "nemotron", "dit", "wan", "mamba2", ...
         symbols: Sizes by the tables' names: h, f, n, k, d, v, e, a, g, fs, qr, kr, dn, dr, dv; "window" for tokens that
-            a windowed attention sees; "latent" for the width experts work in, if not h; ms, mh, md, mg for the state,
-            heads, head size and groups of a state-space block.
+            a windowed attention sees; "latent" for the width experts work in, if not h; "biased" (1) where experts have
+            biases and clamped gates; ms, mh, md, mg for the state, heads, head size and groups of a state-space block.
         blocks: Runs of equal blocks from first to last: ("block", 32), or ("dense", 3), ("moe", 58), or kinds of a
             hybrid ("mamba", "attention", "mlp", "moe"); "window" and "full" where attention alternates.
         tied: Embedding and head are one parameter.

@@ -32,6 +32,8 @@ class Stack:
         experts_s: The same for each pass of routed experts: counting tokens, waiting for the counts, permuting.
         fused_loss: Cross-entropy works on the logits as they are, with "fused" one kernel forward and one backward, not
             passes over fp32 logits; in "eager" only its memory is counted so.
+        fused_permute: Rows go to their experts' order and back in one kernel each way.
+        fused_experts: What is between the two products of experts is inside their kernels, casts included.
         gradient_placeholders: Gradients of a block's weights are added to the main ones inside the product; autograd
             gets a placeholder for each shape of weight, kept for good (Transformer Engine).
         eager_norms: RMSNorms are operations of Python in fp32, as in transformers, not one kernel.
@@ -84,6 +86,8 @@ class Stack:
     collective_wait_s: float = 0.0
     experts_s: float = 0.0
     fused_loss: bool = False
+    fused_permute: bool = False
+    fused_experts: bool = False
     gradient_placeholders: bool = False
     eager_norms: bool = False
     launch_blocking: bool = False

@@ -12,6 +12,7 @@ from lading.cost.collective import collective_s, collectives_s
 from lading.cost.contention import contention
 from lading.cost.dispatch import dispatch_s
 from lading.cost.kernels import adam_bytes, clip_s, kernel_s, memory_s, step_s
+from lading.cost.product import LOW_PRECISIONS, OPERAND_BYTES
 from lading.cost.topology import Group, group_of
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
@@ -72,7 +73,15 @@ class MachinePrices:
                 dispatcher=self.stack.dispatcher,
                 active=self.active,
             )
-        return self._collective_s(collective.op, collective.size_bytes, collective.axis)
+        size = collective.size_bytes
+        if collective.op == "all_gather" and collective.axis == "tp" and self._gathers_low:
+            size = int(size * OPERAND_BYTES[self.layout.precision] / DTYPE_BYTES["bfloat16"])
+        return self._collective_s(collective.op, size, collective.axis)
+
+    @property
+    def _gathers_low(self) -> bool:
+        """Whether inputs of products are cast before they are gathered, as Transformer Engine does."""
+        return self.stack.fusion == "fused" and self.layout.precision in LOW_PRECISIONS
 
     def lateness(self, axis: str) -> float:
         """How late the last of an axis' ranks comes to a collective, in standard deviations of one."""

@@ -42,6 +42,11 @@ def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int
     symbols["f"] = int(model.get("ffn_hidden") or _default_ffn(model, assumed))
     if model.get("experts"):
         symbols |= _experts(model)
+    if model.get("experts") and "attention sinks" in text:
+        symbols["biased"] = 1
+        assumed.append(
+            "attention sinks as in GPT-OSS: its experts have biases and clamped gates, the sinks cost nothing"
+        )
     if "mamba_heads" in model or "mamba" in text.lower():
         symbols |= _state_space(model)
     if window := re.search(r"sliding[- ]window *\(?(\d+)", text):

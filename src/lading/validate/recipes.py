@@ -177,6 +177,12 @@ FACTS: tuple[Fact, ...] = (
         "Megatron-Bridge v0.5.1 scripts/performance/configs: fp8_dot_product_attention with cutedsl_fused_grouped_mlp",
     ),
     Fact(
+        r"megatron-bridge.*cuda graphs full_iteration",
+        lambda request: request.layout.precision == "mxfp8" and "e" in request.model.symbols,
+        {"fused_experts": True},
+        "Megatron-Bridge v0.5.1 scripts/performance/configs: cutedsl_fused_grouped_mlp where iterations are graphs",
+    ),
+    Fact(
         r"megatron-bridge|mbridge",
         lambda request: request.layout.precision in ("fp8", "mxfp8"),
         {"gather_dtype": "float8_e4m3fn"},

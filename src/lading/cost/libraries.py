@@ -1,0 +1,134 @@
+"""Kernels that Megatron's libraries have in the place of captured operations, where a stack is "fused".
+
+- Rows go to their experts' order and back in one kernel each way: nothing is cleared, no sum is scattered.
+- A state-space scan is a few kernels in Triton, which are bound by multiprocessors, not by memory.
+- An expert's activation and casts may be inside the grouped products before and behind it (``Stack.fused_experts``).
+- Biases of experts and clamps of their gates are not: eager operations, some of them in fp32 ([Note: biased experts]).
+
+[Note: biased experts]
+Megatron-Core's TEGroupedMLP (megatron/core/transformer/moe/experts.py @d98e8a64) adds an expert's bias behind the
+second product in ``_apply_bias``: a product of bias and probability, a sum and a concatenation in fp32, and a cast. The
+gate is clamped by ``weighted_bias_quick_geglu_impl`` (fusions/fused_bias_geglu.py): two clamps and a concatenation
+before its one fused kernel. Bytes of each element are below, operation by operation, autograd's included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from lading.ir.graph import OpKind
+from lading.ir.stack import Stack
+from lading.ir.work import Kernel, Product, RankSegment, Stage
+
+#: Of the second product's rows: bias times probability, sum, concatenation, cast; and back.
+_BIAS = ((0, 4), (6, 4), (4, 4), (4, 2))
+_BIAS_BACK = ((2, 4), (4, 2), (4, 4), (4, 0), (4, 4), (4, 0))
+#: Of the first product's rows: both clamps, concatenation; and back.
+_CLAMP = ((2, 2), (2, 2))
+_CLAMP_BACK = ((4, 2), (2, 2))
+#: Overload of a grouped product whose experts have biases and clamped gates.
+BIASED = "biased"
+#: Ends the name of a product whose operand was cast by the kernel before it.
+QUANTIZED = ".quantized"
+#: Begins the name of a part of a state-space scan.
+SCAN = "scan."
+_SCANNED_MODULE = "mamba"
+_CLEARS = ("zeros_like", "new_zeros")
+_SCATTERS = ("index_add", "index_put")
+_POINTWISE = (OpKind.ELEMENTWISE, OpKind.TRANSCENDENTAL, OpKind.REDUCTION, OpKind.COPY)
+
+
+def by_libraries(kernels: Sequence[Kernel], segment: RankSegment, stack: Stack) -> tuple[Kernel, ...]:
+    """The kernels of a fused segment as libraries launch them; biases' kernels of backward follow those of forward."""
+    if any(kernel.is_experts for kernel in kernels):
+        if stack.fused_permute:
+            kernels = _permuted(kernels, segment)
+        kernels = _within_products(kernels, segment) if stack.fused_experts else list(_with_biases(kernels))
+    return tuple(_scanned(kernel) for kernel in kernels)
+
+
+def _operation(kernel: Kernel) -> str:
+    parts = kernel.name.split(".")
+    return parts[1] if len(parts) > 1 else parts[0]
+
+
+def _scanned(kernel: Kernel) -> Kernel:
+    if kernel.module.rpartition(".")[2] != _SCANNED_MODULE or kernel.kind is None:
+        return kernel
+    return replace(kernel, name=f"{SCAN}{kernel.name}", kind=OpKind.ELEMENTWISE)
+
+
+def _storages(tensors: Iterable[int], segment: RankSegment) -> set[int]:
+    return {segment.tensors[t].storage for t in tensors}
+
+
+def _permuted(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
+    """Sums of rows at their tokens as one kernel that gathers them, in the place of clearing and scattering."""
+    cleared = {
+        storage: index
+        for index, kernel in enumerate(kernels)
+        if _operation(kernel) in _CLEARS
+        for storage in _storages(kernel.outputs, segment)
+    }
+    dropped: set[int] = set()
+    found = list(kernels)
+    for index, kernel in enumerate(kernels):
+        own = {s for s in _storages(kernel.inputs, segment) if s in cleared}
+        if _operation(kernel) not in _SCATTERS or not own:
+            continue
+        rows = sum(segment.tensors[t].size_bytes for t in kernel.inputs if segment.tensors[t].storage not in own)
+        sums = max(segment.tensors[t].size_bytes for t in kernel.inputs if segment.tensors[t].storage in own)
+        found[index] = replace(kernel, kind=OpKind.GATHER, bytes_read=rows, bytes_written=sums)
+        dropped |= {cleared[storage] for storage in own}
+    return [kernel for index, kernel in enumerate(found) if index not in dropped]
+
+
+def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Kernel]:
+    """Without what is between two grouped products, whose second gets its operand cast."""
+    grouped = [kernel for kernel in kernels if kernel.is_experts]
+    made, read = ({s for k in grouped for s in _storages(getattr(k, side), segment)} for side in ("outputs", "inputs"))
+    between = [
+        kernel
+        for kernel in kernels
+        if kernel.kind in _POINTWISE
+        and _storages(kernel.inputs, segment) & made
+        and _storages(kernel.outputs, segment) & read
+    ]
+    cast = {s for kernel in between for s in _storages(kernel.outputs, segment)}
+    found: list[Kernel] = []
+    for kernel in kernels:
+        if any(kernel is other for other in between):
+            continue
+        quantized = kernel.is_experts and _storages(kernel.inputs, segment) & cast
+        found.append(replace(kernel, name=kernel.name + QUANTIZED) if quantized else kernel)
+    return found
+
+
+def _with_biases(kernels: Sequence[Kernel]) -> Iterable[Kernel]:
+    """With the operations on biases and clamps behind grouped products of forward ([Note: biased experts])."""
+    place = 0
+    for kernel in kernels:
+        yield kernel
+        if not kernel.is_experts or not kernel.name.endswith(f".{BIASED}") or kernel.stage is not Stage.FORWARD:
+            continue
+        forward, backward = ((_CLAMP, _CLAMP_BACK), (_BIAS, _BIAS_BACK))[place % 2]
+        place += 1
+        yield from _passes(kernel, forward, Stage.FORWARD)
+        yield from _passes(kernel, backward, Stage.BACKWARD_INPUT)
+
+
+def _passes(product: Kernel, passes: Sequence[tuple[int, int]], stage: Stage) -> Iterable[Kernel]:
+    """Operations over the rows that a product made, so many bytes read and written of each element."""
+    assert isinstance(product.detail, Product)
+    elements = product.detail.groups * product.detail.m * product.detail.n
+    for index, (read, written) in enumerate(passes):
+        yield replace(
+            product,
+            name=f"{BIASED}.{index}",
+            kind=OpKind.ELEMENTWISE if written else OpKind.REDUCTION,
+            stage=stage,
+            detail=None,
+            bytes_read=elements * read,
+            bytes_written=elements * written,
+        )

@@ -71,5 +71,5 @@ def test_a_wrong_file_says_where(tmp_path: Path, text: str, message: str) -> Non
 
 
 def test_a_name_that_is_none_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="expected a fleet .*laptop-and-server.*got 'nowhere'"):
+    with pytest.raises(ConfigError, match=r"expected a fleet .*laptop-and-server.*got 'nowhere'"):
         load_fleet("nowhere")

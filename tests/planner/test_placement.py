@@ -1,4 +1,4 @@
-"""Placement on unlike devices: exact where it says so, never below its bound, and as brute force where that is possible."""
+"""Placement on unlike devices: exact where it says so, never below its bound, as brute force where that is possible."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations, permutations, product
 
 import pytest
+from tests.planner.placements import chain, graph, training
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.fleet import Join, network_of
@@ -15,7 +16,6 @@ from lading.planner.placement.chain import best_cut
 from lading.planner.placement.listing import favourites
 from lading.planner.placement.relaxed import relax, repaired
 from lading.planner.placement.trial import Trial
-from tests.planner.placements import chain, graph, training
 
 SEEDS = range(5)
 

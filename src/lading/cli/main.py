@@ -17,12 +17,14 @@ import tyro
 
 from lading.cli.clusters import Validate
 from lading.cli.commands import Command, Demo, Doctor, Export, Fit, Plan, Probe, Report, Simulate, Train
+from lading.cli.placement import Place
 from lading.errors import BudgetExceeded, CaptureError, ConfigError, LadingError, PlanInfeasible, StorageError
 
 AnyCommand = (
     Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Simulate, tyro.conf.subcommand("simulate")]
+    | Annotated[Place, tyro.conf.subcommand("place")]
     | Annotated[Validate, tyro.conf.subcommand("validate")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Report, tyro.conf.subcommand("report")]

@@ -88,7 +88,7 @@ def contest(problem: Problem, *, effort: int = _EFFORT) -> Contest:
             continue
         found = policy(trial, relaxed, effort)
         if found is not None:
-            tried.append(found)
+            tried.append(dataclasses.replace(found, policy=name))
         if found is None or not found.fits:
             failed.append((name, "finds none that fits"))
         else:

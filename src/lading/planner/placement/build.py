@@ -236,13 +236,15 @@ class _Built:
             first.add(group)
         for group in self._updated():
             elements = self.needs[group].trained
-            each = tuple(d.op_overhead_s + elements / d.optimizer_elements_per_s for d in devices)
+            launch = 1 if elements else 0  # else it takes a value that is updated elsewhere
+            each = tuple(launch * d.op_overhead_s + elements / d.optimizer_elements_per_s for d in devices)
             tasks.append(Task(f"update of {group}", each, group=group, once=True))
         return tasks
 
     def _updated(self) -> list[str]:
-        """Groups with an update, those that others wait for first."""
-        return [group for group, need in self.needs.items() if need.updates]
+        """Groups with an update, or that take a new value from one, by where they begin: who gives comes first."""
+        wanted = {g for g, need in self.needs.items() if need.updates} | {other for _, other, _ in self.copies}
+        return [group for group in dict.fromkeys(self.groups) if group in wanted]
 
     def _kept(self) -> list[int]:
         """Bytes saved for backward, each storage once: where it is made if it is read there, else at one reader."""
@@ -266,8 +268,7 @@ class _Built:
         for unit, group, size in self.extra:
             sizes[unit, (update[group],)] += size
         for group, other, size in self.copies:
-            if other in update and update[other] > update[group]:
-                sizes[update[group], (update[other],)] += size
+            sizes[update[group], (update[other],)] += size
         return [Flow(source, targets, size) for (source, targets), size in sizes.items()]
 
     def _makers(self, group: str) -> Iterable[int]:

@@ -2,7 +2,8 @@
 
 A change moves one group, or a run of neighbours, to another device, moves the border between two parts, or exchanges
 two groups or two devices. One that is a little slower is kept too, at first by 5%, at last not at all, so that the
-search leaves where no single change helps; the best seen counts. Changes are drawn from a generator with a fixed seed and counted, not timed: same problem, same placement.
+search leaves where no single change helps; the best seen counts. Changes are drawn from a generator with a fixed seed
+and counted, not timed: same problem, same placement.
 """
 
 from __future__ import annotations

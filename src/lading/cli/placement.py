@@ -1,0 +1,141 @@
+"""``lading place``: parts of a model on unlike devices."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import FlagCreatePairsOff, arg
+
+from lading.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from lading.ir.placement import Problem
+    from lading.planner.placement.api import Contest
+
+
+def _optional(metavar: str, text: str) -> object:
+    """An option that changes nothing when it is left out."""
+    return arg(metavar=metavar, help=text, help_behavior_hint="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Put parts of a model on unlike devices, such as a laptop, its GPU and a server on Wi-Fi."""
+
+    machine: Annotated[
+        str | None,
+        _optional("NAME|FILE", "List of devices: laptop-and-server, two-desktops, ...; or a file with [[devices]]."),
+    ] = None
+    model: Annotated[
+        str | None, _optional("NAME", "llama3-8b, gpt2, ...; module:function; or a Hugging Face configuration.")
+    ] = None
+    graph: Annotated[
+        Path | None, _optional("GRAPH.json", "In the place of both: tasks, flows and devices as plain numbers.")
+    ] = None
+    latency: Annotated[
+        FlagCreatePairsOff[bool], arg(help="One forward pass in the place of a training step.", help_behavior_hint="")
+    ] = False
+    seq: Annotated[int | None, _optional("N", "Tokens of a sequence.")] = None
+    batch: Annotated[int, arg(metavar="N", help="Sequences of a micro-batch.")] = 1
+    micro_batches: Annotated[int, arg(metavar="N", help="Of one step, in a pipeline.")] = 1
+    units: Annotated[
+        int | None, _optional("N", "Capture the model, cut in at most N modules; 0: place single operations.")
+    ] = None
+    precision: Annotated[Literal["fp32", "bf16"], arg(metavar="fp32|bf16", help="Of a captured model.")] = "fp32"
+    policy: Annotated[
+        str | None, _optional("NAME", "Only this: chain, lp, m-etf, m-sct, m-topo, heft, even or single.")
+    ] = None
+    effort: Annotated[int, arg(metavar="N", help="Of local search; twice as much takes twice as long.")] = 6
+    trace: Annotated[Path | None, _optional("FILE.pftrace", "Also write a trace for ui.perfetto.dev.")] = None
+    json: Annotated[Path | None, _optional("FILE.json", "Also write the figures.")] = None
+
+    def run(self) -> None:
+        """Print the placement, what limits it, and every policy beside it."""
+        for path in (self.trace, self.json):
+            if path is not None and (path.is_dir() or not path.parent.is_dir()):
+                raise ConfigError(f"expected a file in a folder that exists, got {str(path)!r}; make its folder first")
+        if self.effort < 0:
+            raise ConfigError(f"--effort: expected 0 or more, got {self.effort}")
+        problem = self._problem()
+        found = _contest(problem, self.policy, self.effort)
+        _print(found, latency=self.latency)
+        if self.json is not None:
+            from lading.report.placement import summary
+
+            figures = summary(problem, found.placements, found.failed)
+            _write(self.json, json.dumps(figures, indent=1) + "\n")
+        if self.trace is not None:
+            from lading.planner.placement.trial import Trial
+            from lading.report.perfetto import write_trace
+
+            write_trace(self.trace, [Trial(problem).run(found.best.devices, record=True).timeline()])
+            print(f"wrote {self.trace}")
+
+    def _problem(self) -> Problem:
+        if self.graph is not None:
+            if self.model is not None or self.machine is not None:
+                raise ConfigError("expected --graph, or --model and --machine; got both")
+            from lading.planner.placement.plain import read_problem
+
+            return read_problem(self.graph)
+        if self.model is None or self.machine is None:
+            raise ConfigError("expected --model and --machine, or --graph GRAPH.json")
+        from lading.catalog.fleets import load_fleet
+        from lading.placing import Placing, problem_on
+
+        asked = Placing(
+            model=self.model,
+            seq_len=self.seq or 0,
+            batch=self.batch,
+            micro_batches=self.micro_batches,
+            latency=self.latency,
+            units=96 if self.units is None else self.units,
+            captured=self.units is not None,
+            precision=self.precision,
+        )
+        return problem_on(asked, load_fleet(self.machine))
+
+
+def _contest(problem: Problem, policy: str | None, effort: int) -> Contest:
+    from lading.planner.placement.api import Contest, contest, place
+
+    if policy is None:
+        return contest(problem, effort=effort)
+    found = place(problem, policy, effort=effort)
+    return Contest(problem, (found,), (), found.bound_s)
+
+
+def _print(found: Contest, *, latency: bool) -> None:
+    from rich.console import Console
+
+    from lading.report.placement import devices_table, limit, parts_table, policies_table
+    from lading.units import format_seconds
+
+    problem, best = found.problem, found.best
+    console = Console(width=None if Console().is_terminal else 130, highlight=False)
+    what = "one pass" if latency else "a step"
+    if problem.micro_batches > 1:
+        what += f" of {problem.micro_batches} micro-batches"
+    head = f"{problem.name} on {', '.join(problem.network.devices)}: {what} in {format_seconds(best.step_s)}"
+    console.print(head, style="bold", markup=False, soft_wrap=True)
+    for table in (parts_table(problem, best), devices_table(problem, best)):
+        if table is not None:
+            console.print(table)
+    if len(found.placements) > 1:
+        console.print(policies_table(found.placements, found.failed))
+    bound = f"no placement takes less than {format_seconds(best.bound_s)}; this one is {best.gap:.1%} above"
+    console.print(bound if best.bound_s else "no bound is known", markup=False)
+    console.print(f"limits: {limit(problem, best)}", markup=False, soft_wrap=True)
+    for number, sentence in enumerate(problem.assumed):
+        console.print(f"{'       ' if number else 'Assumed'} - {sentence}", markup=False, soft_wrap=True)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error}; choose a writable folder with space") from error
+    print(f"wrote {path}")

@@ -1,0 +1,95 @@
+"""Problems written as JSON: graphs from elsewhere, with the seconds and bytes that were published with them.
+
+    {"name": "...", "micro_batches": 1,
+     "devices": [{"name": "gpu0", "memory_bytes": 8000000000}, ...],
+     "links": [{"name": "pcie", "devices": ["gpu0", "gpu1"], "medium": "switch",
+                "bandwidth_bytes_per_s": 1.2e10, "efficiency": 1.0, "latency_s": 1e-5}, ...],
+     "tasks": [{"name": "conv1", "seconds": [0.01, 0.02], "resident_bytes": 1000, "kept_bytes": 0, "working_bytes": 0,
+                "group": "", "backward": false, "once": false}, ...],
+     "flows": [{"source": "conv1", "targets": ["conv2"], "size_bytes": 4096}, ...]}
+
+Tasks stand in an order in which they could run; a task that a device cannot run has null for its seconds there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+
+from lading.errors import ConfigError
+from lading.ir.fleet import Join, network_of
+from lading.ir.placement import Flow, Problem, Task
+from lading.ir.reading import read_as, read_json
+
+_ADVICE = "lading.planner.placement.plain has the keys"
+
+
+@dataclass(frozen=True)
+class _Device:
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class _Task:
+    name: str
+    seconds: tuple[float | None, ...]
+    resident_bytes: int
+    kept_bytes: int
+    working_bytes: int
+    group: str
+    backward: bool
+    once: bool
+
+
+@dataclass(frozen=True)
+class _Flow:
+    source: str
+    targets: tuple[str, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    micro_batches: int
+    devices: tuple[_Device, ...]
+    links: tuple[Join, ...]
+    tasks: tuple[_Task, ...]
+    flows: tuple[_Flow, ...]
+
+
+def read_problem(path: Path) -> Problem:
+    """The problem that a JSON file describes.
+
+    Raises:
+        ConfigError: it is something else; names the field.
+    """
+    read: _File = read_as(_File, read_json(path, "a placement problem", _ADVICE), str(path), _ADVICE)
+    number = {task.name: n for n, task in enumerate(read.tasks)}
+    if len(number) != len(read.tasks):
+        raise ConfigError(f"{path}: expected tasks of different names; number those that repeat")
+    names = {name for flow in read.flows for name in (flow.source, *flow.targets)}
+    if unknown := sorted(names - number.keys()):
+        raise ConfigError(f"{path}: expected flows between tasks of the file, got {', '.join(unknown[:3])}")
+    tasks = tuple(_task(task) for task in read.tasks)
+    flows = tuple(Flow(number[f.source], tuple(number[t] for t in f.targets), f.size_bytes) for f in read.flows)
+    try:
+        network = network_of({device.name: device.memory_bytes for device in read.devices}, read.links)
+        return Problem(read.name, tasks, flows, network, read.micro_batches)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _task(task: _Task) -> Task:
+    return Task(
+        name=task.name,
+        seconds=tuple(inf if seconds is None else float(seconds) for seconds in task.seconds),
+        resident_bytes=task.resident_bytes,
+        kept_bytes=task.kept_bytes,
+        working_bytes=task.working_bytes,
+        group=task.group,
+        backward=task.backward,
+        once=task.once,
+    )

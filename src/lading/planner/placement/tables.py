@@ -1,0 +1,195 @@
+"""Problems from tables of models: a chain of the model's blocks, with costs and memory as ``lading simulate`` has them.
+
+Each block is a forward and a backward task of one group, with its parameters' update. What stands on a block's border
+flows forward, its gradient as many bytes back. Weights that are tied lie on both ends: the gradient of the second goes
+to the first, and the new value back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+
+from lading.errors import ConfigError
+from lading.ir.fleet import Fleet
+from lading.ir.graph import DTYPE_BYTES, Role
+from lading.ir.layout import Layout
+from lading.ir.machine import Device, Machine
+from lading.ir.placement import Flow, Problem, Task
+from lading.ir.stack import Stack
+from lading.ir.table import ModelTable, TableTensor
+from lading.ir.work import RankSegment
+from lading.memory.ranks import state_bytes
+from lading.parallel.memory import segment_memory
+from lading.parallel.ranks import rank_segment
+from lading.sim.parts import span
+from lading.sim.phases import Phases, phases
+from lading.sim.prices import MachinePrices
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A segment's numbers: seconds forward, backward and of the update, by device."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    update_s: tuple[float, ...]
+    resident_bytes: int
+    kept_bytes: int
+    working_bytes: int
+    border_bytes: int
+
+
+def chain_of(
+    table: ModelTable,
+    fleet: Fleet,
+    stack: Stack,
+    *,
+    seq_len: int,
+    batch: int = 1,
+    micro_batches: int = 1,
+    training: bool = True,
+) -> Problem:
+    """The placement of a model's blocks on a fleet.
+
+    Args:
+        stack: What is fused and kept in which dtype; a device that is not fitted launches as its machine file says.
+        batch: Sequences of a micro-batch.
+        training: Forward, backward and update; else one forward pass, with weights only.
+
+    Raises:
+        ConfigError: no device can run the model, or the fleet is not joined.
+    """
+    sizes = {**table.symbols, "s": seq_len}
+    layout = Layout(micro_batch=batch)
+    said: dict[str, None] = dict.fromkeys(table.assumed)
+    blocks: list[_Block] = []
+    for segment in table.segments:
+        ranked = rank_segment(segment, sizes, layout)
+        costs = [_phases(ranked, member.machine, layout, stack, said) for member in fleet.devices]
+        blocks.append(_block(ranked, costs, fleet, (layout, stack), training=training))
+    names = [_name(table, n) for n in range(len(table.segments))]
+    chain = [(names[n].format(i), blocks[n]) for n, count in enumerate(table.counts) for i in range(count)]
+    tasks, flows = _tasks(chain, training=training)
+    if training:
+        _tie(table, sizes, flows, len(chain))
+    network = fleet.network()
+    return Problem(table.name, tuple(tasks), tuple(flows), network, micro_batches, tuple(said))
+
+
+def _name(table: ModelTable, number: int) -> str:
+    """A segment's name with a place for its number where it stands more than once."""
+    name = table.segments[number].name or f"segment {number}"
+    return name if table.counts[number] == 1 else f"{name} {{}}"
+
+
+def _phases(
+    ranked: RankSegment, machine: Machine, layout: Layout, stack: Stack, said: dict[str, None]
+) -> tuple[Phases, MachinePrices, Stack] | None:
+    """What a segment costs a device; None where it cannot run it."""
+    device = machine.device
+    if device.gpu is None:
+        stack = dataclasses.replace(stack, launch_s=device.op_overhead_s, launch_blocking=device.kind == "cpu")
+    if "bfloat16" not in device.peak_flops_per_s and "float16" in device.peak_flops_per_s:
+        layout = dataclasses.replace(layout, precision="fp16")
+        said[f"{device.name} computes in float16, as it has no bfloat16"] = None
+    prices = MachinePrices(machine, layout, stack)
+    try:
+        return phases(ranked, "none", (), prices, stack), prices, stack
+    except ConfigError as error:
+        said[f"{device.name} is left out: {error}"] = None
+        return None
+
+
+def _block(
+    ranked: RankSegment,
+    costs: Sequence[tuple[Phases, MachinePrices, Stack] | None],
+    fleet: Fleet,
+    how: tuple[Layout, Stack],
+    *,
+    training: bool,
+) -> _Block:
+    forward: list[float] = []
+    backward: list[float] = []
+    update: list[float] = []
+    for known, member in zip(costs, fleet.devices, strict=True):
+        if known is None:
+            update.append(inf)
+            forward.append(inf)
+            backward.append(inf)
+            continue
+        found, prices, stack = known
+        update.append(_update_s(ranked.parameter_elements, member.machine.device, prices))
+        forward.append(span(found.forward, prices, stack).seconds)
+        back = (span(part, prices, stack).seconds for part in (found.backward_input, found.backward_weight))
+        backward.append(sum(back))
+    states = state_bytes(ranked.parameter_elements, *how)
+    memory = segment_memory(ranked, None, how[1].fusion, fused_loss=how[1].fused_loss)
+    peak = max(memory.forward_peak, memory.backward_peak) if training else memory.forward_peak
+    return _Block(
+        forward_s=tuple(forward),
+        backward_s=tuple(backward),
+        update_s=tuple(update),
+        resident_bytes=sum(states.values()) if training else states[Role.PARAMETER],
+        kept_bytes=memory.saved if training else 0,
+        working_bytes=max(0, peak - memory.saved) if training else _passing(ranked, memory.forward_peak, memory.saved),
+        border_bytes=sum(ranked.tensors[t].size_bytes for t in ranked.leaves),
+    )
+
+
+def _update_s(elements: Mapping[str, int], device: Device, prices: MachinePrices) -> float:
+    """Seconds of AdamW on all parameters of a block."""
+    if not (number := sum(elements.values())):
+        return 0.0
+    return (
+        prices.optimizer_s(elements) if device.gpu else device.op_overhead_s + number / device.optimizer_elements_per_s
+    )
+
+
+def _passing(ranked: RankSegment, peak: int, saved: int) -> int:
+    """Bytes a forward pass needs that keeps nothing: at most what training has there, at least its largest tensor."""
+    activations = [t.size_bytes for t in ranked.tensors if t.role is Role.ACTIVATION]
+    return max(peak - saved, max(activations, default=0))
+
+
+def _tasks(chain: Sequence[tuple[str, _Block]], *, training: bool) -> tuple[list[Task], list[Flow]]:
+    """Forward in order, backward in reverse, then updates in order; numbered so."""
+    last = len(chain) - 1
+    tasks = [
+        Task(name, b.forward_s, b.resident_bytes, 0, b.working_bytes, name if training else "") for name, b in chain
+    ]
+    flows = [Flow(n, (n + 1,), chain[n][1].border_bytes) for n in range(last)]
+    if not training:
+        return tasks, flows
+    for number in range(last, -1, -1):
+        name, block = chain[number]
+        tasks.append(Task(f"{name} backward", block.backward_s, 0, 0, block.working_bytes, name, backward=True))
+    for number, (_, block) in enumerate(chain):
+        back = 2 * last + 1 - number
+        flows.append(Flow(number, (back,), block.kept_bytes))
+        tasks[number] = dataclasses.replace(tasks[number], kept_bytes=block.kept_bytes)
+        if number:
+            flows.append(Flow(back, (back + 1,), chain[number - 1][1].border_bytes))
+    for number, (name, block) in enumerate(chain):
+        if any(block.update_s):
+            flows.append(Flow(2 * last + 1 - number, (len(tasks),), 0))
+            tasks.append(Task(f"update of {name}", block.update_s, group=name, once=True))
+    return tasks, flows
+
+
+def _tie(table: ModelTable, sizes: Mapping[str, int], flows: list[Flow], length: int) -> None:
+    """Tied weights of the first block and the last: gradient to the first's update, the value to the last's."""
+    tied = sorted({tuple(sorted((a[0], b[0]))) for a, b in table.tied})
+    for (a, own), _ in table.tied:
+        if tied != [(0, len(table.segments) - 1)]:
+            raise ConfigError(f"{table.name}: expected tied weights in the first and the last block, got {tied}")
+        tensor = next(t for t in table.segments[a].tensors if t.name == own)
+        size = _bytes(tensor, sizes)
+        first, last = 2 * length, 2 * length + length - 1
+        flows += [Flow(length, (first,), size), Flow(first, (last,), size)]
+
+
+def _bytes(tensor: TableTensor, sizes: Mapping[str, int]) -> int:
+    return prod(dim.at({"b": 1, **sizes}) for dim in tensor.dims) * DTYPE_BYTES[tensor.dtype]

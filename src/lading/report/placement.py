@@ -1,0 +1,145 @@
+"""Placements for the terminal and as JSON: which part lies where, what it sends, and what limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lading.ir.placement import Placement, Problem
+from lading.report.table import figures_table
+from lading.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: Parts listed one by one.
+_MOST_PARTS = 24
+#: Share of a step from which a device or link that is busy limits it, and of its memory from which that does.
+_BUSY, _FULL = 0.8, 0.9
+
+
+def traffic(problem: Problem, devices: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Bytes that one step sends between devices: (from, to) to bytes."""
+    found: dict[tuple[int, int], int] = {}
+    for flow in problem.flows:
+        source = devices[problem.group_of[flow.source]]
+        for late in (False, True):
+            targets = {devices[problem.group_of[t]] for t in flow.targets if problem.tasks[t].once is late}
+            for target in sorted(targets - {source}):
+                times = 1 if late else problem.micro_batches
+                found[source, target] = found.get((source, target), 0) + times * flow.size_bytes
+    return found
+
+
+def limit(problem: Problem, placement: Placement) -> str:
+    """What keeps the step from being shorter, in a sentence."""
+    network, step_s = problem.network, placement.step_s
+    busy = [(s / step_s, f"{network.devices[d]} computes") for d, s in enumerate(placement.busy_s)]
+    busy += [(s / step_s, f"the link {network.channels[c]} sends") for c, s in enumerate(placement.channel_s)]
+    share, name = max(busy)
+    pairs = zip(placement.peak_bytes, network.memory_bytes, network.devices, strict=True)
+    full = [name for peak, size, name in pairs if peak >= _FULL * size]
+    said = f"{name} for {share:.0%} of the step"
+    if share < _BUSY:
+        sending = sum(placement.channel_s) / step_s
+        said += f"; parts wait for one another, and for transfers {sending:.0%} of it"
+    return said + (f"; the memory of {' and '.join(full)} is full" if full else "")
+
+
+def policies_table(placements: Sequence[Placement], failed: Sequence[tuple[str, str]]) -> Table:
+    """Every policy with its step and how far it is above the bound."""
+    table = figures_table("Policies", "policy", "step", "above the bound", "devices", "parts", "")
+    best = placements[-1]
+    for row in placements:
+        chosen = row is best
+        gap = f"{row.gap:.1%}" if row.bound_s else "-"
+        name = f"{'>' if chosen else ' '} {row.policy}"
+        cells = (format_seconds(row.step_s), gap, str(len(set(row.devices))), str(len(row.parts)), row.note)
+        table.add_row(name, *cells, style="bold" if chosen else None)
+    for name, why in failed:
+        table.add_row(f"  {name}", "-", "-", "-", "-", why)
+    return table
+
+
+def devices_table(problem: Problem, placement: Placement) -> Table:
+    """What each device holds, computes and sends in one step."""
+    table = figures_table("Devices", "device", "memory", "of", "computes", "share", "sends", "under way")
+    sent = traffic(problem, placement.devices)
+    for d, name in enumerate(problem.network.devices):
+        if d not in placement.devices:
+            table.add_row(name, "-", format_bytes(problem.network.memory_bytes[d]), "not used", "-", "-", "-")
+            continue
+        busy = placement.busy_s[d]
+        table.add_row(
+            name,
+            format_bytes(placement.peak_bytes[d]),
+            format_bytes(problem.network.memory_bytes[d]),
+            format_seconds(busy),
+            f"{busy / placement.step_s:.0%}",
+            format_bytes(sum(size for (a, _), size in sent.items() if a == d)),
+            str(placement.windows[d]),
+        )
+    return table
+
+
+def parts_table(problem: Problem, placement: Placement) -> Table | None:
+    """Runs of neighbours in order, each on its device; None where they are too many to read."""
+    parts = placement.parts
+    if len(parts) > _MOST_PARTS:
+        return None
+    table = figures_table("Parts in order", "device", "from", "to", "groups", "weights and states", "computes")
+    for part in parts:
+        own = problem.groups[part.first : part.last + 1]
+        seconds = sum(problem.micro_batches * g.seconds[part.device] + g.once_s[part.device] for g in own)
+        table.add_row(
+            problem.network.devices[part.device],
+            own[0].name,
+            own[-1].name,
+            str(len(own)),
+            format_bytes(sum(g.resident_bytes for g in own)),
+            format_seconds(seconds),
+        )
+    return table
+
+
+def summary(problem: Problem, placements: Sequence[Placement], failed: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Figures by name: seconds, bytes and shares; the last placement is the chosen one."""
+    best, network = placements[-1], problem.network
+    sent = traffic(problem, best.devices)
+    return {
+        "model": problem.name,
+        "micro_batches": problem.micro_batches,
+        "policy": best.policy,
+        "step_s": best.step_s,
+        "bound_s": best.bound_s,
+        "gap": best.gap if best.bound_s else None,
+        "limits": limit(problem, best),
+        "devices": [
+            {
+                "name": name,
+                "memory_bytes": network.memory_bytes[d],
+                "peak_bytes": best.peak_bytes[d],
+                "busy_s": best.busy_s[d],
+                "under_way": best.windows[d],
+            }
+            for d, name in enumerate(network.devices)
+        ],
+        "channels": [{"name": name, "busy_s": best.channel_s[c]} for c, name in enumerate(network.channels)],
+        "parts": [
+            {
+                "device": network.devices[part.device],
+                "groups": [g.name for g in problem.groups[part.first : part.last + 1]],
+            }
+            for part in best.parts
+        ],
+        "sent": [
+            {"source": network.devices[a], "target": network.devices[b], "size_bytes": size}
+            for (a, b), size in sent.items()
+        ],
+        "policies": [
+            {"policy": p.policy, "step_s": p.step_s, "gap": p.gap if p.bound_s else None, "parts": len(p.parts)}
+            for p in placements
+        ],
+        "failed": [{"policy": name, "why": why} for name, why in failed],
+        "assumptions": list(problem.assumed),
+    }

@@ -1,0 +1,93 @@
+"""``lading place``: from a model and a list of devices to a table, figures and a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lading.cli.main import main
+
+GRAPH = {
+    "name": "two",
+    "micro_batches": 1,
+    "devices": [{"name": "a", "memory_bytes": 100}, {"name": "b", "memory_bytes": 100}],
+    "links": [
+        {"name": "n", "devices": ["a", "b"], "medium": "wire", "bandwidth_bytes_per_s": 10.0, "efficiency": 1.0,
+         "latency_s": 0.0}
+    ],
+    "tasks": [
+        {"name": name, "seconds": seconds, "resident_bytes": 60, "kept_bytes": 0, "working_bytes": 0, "group": "",
+         "backward": False, "once": False}
+        for name, seconds in (("first", [1.0, 2.0]), ("second", [None, 3.0]))
+    ],
+    "flows": [{"source": "first", "targets": ["second"], "size_bytes": 20}],
+}  # fmt: skip
+
+
+def test_a_model_of_the_catalog_on_unlike_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, trace = tmp_path / "out.json", tmp_path / "out.pftrace"
+    asked = ["place", "--model", "llama3.2-1b", "--machine", "laptop-and-server", "--seq", "1024", "--effort", "1"]
+    assert main([*asked, "--json", str(figures), "--trace", str(trace)]) == 0
+    said = capsys.readouterr().out
+    assert "llama3.2-1b on laptop, gpu, server: a step in" in said
+    assert "no placement takes less than" in said
+    assert "the memory of gpu is full" in said
+    assert "NVIDIA T4 computes in float16" in said
+    found = json.loads(figures.read_text())
+    assert {p["policy"] for p in found["policies"]} >= {"chain", "lp", "m-etf", "m-sct", "m-topo", "heft", "best"}
+    assert 0 <= found["gap"] < 0.2
+    assert sum(len(part["groups"]) for part in found["parts"]) == 18
+    assert all(d["peak_bytes"] <= d["memory_bytes"] for d in found["devices"])
+    assert trace.stat().st_size > 1000
+
+
+def test_a_graph_of_plain_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(GRAPH))
+    assert main(["place", "--graph", str(path), "--policy", "chain"]) == 0
+    assert "two on a, b: a step in 6.000 s" in capsys.readouterr().out  # 1 s, 2 s of transfer, 3 s
+
+
+@pytest.mark.slow
+def test_one_pass_of_a_captured_model(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["place", "--model", "gpt2", "--machine", "two-desktops", "--units", "20", "--seq", "64", "--latency"]
+    assert main([*asked, "--effort", "0"]) == 0
+    assert "one pass in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "message"),
+    [
+        (["--model", "gpt2"], 2, "expected --model and --machine"),
+        (["--model", "gpt2", "--machine", "nowhere"], 2, "expected a fleet"),
+        (["--model", "gpt9", "--machine", "two-desktops"], 2, "expected a model"),
+        (["--model", "gpt2", "--machine", "two-desktops", "--policy", "guess"], 2, "expected a policy among"),
+        (["--model", "gpt2", "--machine", "two-desktops", "--batch", "0"], 2, "expected a batch"),
+        (["--model", "gpt2", "--machine", "two-desktops", "--json", "/no/where.json"], 2, "folder that exists"),
+        (["--model", "llama3-70b", "--machine", "two-desktops"], 3, "all parts need"),
+        (["--model", "llama3-70b", "--machine", "laptop-and-server"], 3, "add a device"),
+    ],
+)
+def test_what_cannot_be_says_why(asked: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["place", *asked, "--effort", "0"]) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flows": [{"source": "first", "targets": ["third"], "size_bytes": 1}]}, "flows between tasks of the file"),
+        ({"tasks": [*GRAPH["tasks"], GRAPH["tasks"][0]]}, "tasks of different names"),
+        ({"micro_batches": 0}, "micro_batches >= 1"),
+        ({"more": 1}, r"unknown ['more']"),
+    ],
+)
+def test_a_wrong_graph_says_where(
+    change: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps({**GRAPH, **change}))
+    assert main(["place", "--graph", str(path)]) == 2
+    assert message in capsys.readouterr().err

@@ -1,11 +1,9 @@
 """Protocols: what is left of the error when one run of each software stack is known, and when a source is not.
 
 A prediction may contain a factor for its software stack that was fitted on rows (``Prediction.residual``). Both
-protocols take it out first, so that nothing of the scored rows is in what they are scored against.
-
-[Note: one run]
-A single row is off by what its stack has in common and by what is its own. How much of it is common is known from the
-other stacks: the variance between stacks over that and the variance within them. The rest is not passed on.
+protocols take it out first, so that nothing of the scored rows is in what they are scored against. What the rows that
+are known say of the others is shrunk (``lading.validate.shrinkage``): a single row is off by more than what its stack
+has in common.
 """
 
 from __future__ import annotations
@@ -16,40 +14,23 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from lading.catalog.load import load_machine
 from lading.validate.scoring import Pair, grouped
+from lading.validate.shrinkage import Cell, expected
 
 
 def anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, tuple[str, float]]]:
-    """Pairs scaled by what one row of their software stack says, that row left out; and each stack's anchor and factor.
+    """Pairs scaled by what one row of each software stack says, those rows left out; and each stack's row and factor.
 
-    A stack of one row keeps its prediction. Which row is the anchor depends on requests alone. Of what it says only the
-    share is taken that rows of a stack have in common ([Note: one run]).
+    A stack of one row has none and is scaled by what the others say. Which row is the anchor depends on requests alone.
     """
-    scaled: list[Pair] = []
-    factors: dict[str, tuple[str, float]] = {}
-    stacks = grouped(_without_residual(pairs), _stack)
-    for stack, group in sorted(stacks.items()):
-        if len(group) < 2:
-            scaled += group
-            continue
-        anchor = anchor_of(group)
-        share = common_share([other for name, other in stacks.items() if name != stack])
-        factor = (anchor.measured / anchor.predicted) ** share
-        factors[stack] = (anchor.outcome.row.id, factor)
-        scaled += [_scaled(pair, factor) for pair in group if pair is not anchor]
-    return scaled, factors
-
-
-def common_share(stacks: Sequence[Sequence[Pair]]) -> float:
-    """Of how far rows are off, the share of the variance that is between stacks; 1 with fewer than three of them."""
-    logs = [
-        np.array([math.log(pair.measured / pair.predicted) for pair in group]) for group in stacks if len(group) > 1
-    ]
-    if len(logs) < 3:
-        return 1.0
-    between = float(np.var([found.mean() for found in logs], ddof=1))
-    within = float(np.mean([found.var(ddof=1) for found in logs]))
-    return between / (between + within) if between + within else 1.0
+    plain = _without_residual(pairs)
+    anchors = {stack: anchor_of(group) for stack, group in sorted(grouped(plain, _stack).items()) if len(group) > 1}
+    known = cells_of(anchors.values())
+    factors = {cell: math.exp(expected(known, cell)) for cell in {_cell(pair) for pair in plain}}
+    scored = [pair for pair in plain if anchors.get(_stack(pair)) is not pair]
+    told = {stack: (pair.outcome.row.id, factors[_cell(pair)]) for stack, pair in anchors.items()}
+    return [_scaled(pair, factors[_cell(pair)]) for pair in scored], told
 
 
 def anchor_of(group: Sequence[Pair]) -> Pair:
@@ -67,28 +48,34 @@ def anchor_of(group: Sequence[Pair]) -> Pair:
 
 
 def left_out(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs scaled by what all other families say: those of the same stack, where there are any; else all.
+    """Pairs scaled by what all other families say of their software stack and architecture.
 
     Args:
         pairs: Of predictions without any factor that was fitted on whole steps (``outcomes_of(..., fitted=False)``).
     """
     plain = _without_residual(pairs)
-    factors: dict[tuple[str, str], float] = {}
-    for pair in plain:
-        key = (pair.outcome.row.family, _stack(pair))
-        if key not in factors:
-            others = [other for other in plain if other.outcome.row.family != key[0]]
-            factors[key] = _factor([other for other in others if _stack(other) == key[1]] or others)
-    return [_scaled(pair, factors[pair.outcome.row.family, _stack(pair)]) for pair in plain]
+    cells = cells_of(plain)
+    factors: dict[Cell, float] = {}
+    for cell in {_cell(pair) for pair in plain}:
+        factors[cell] = math.exp(expected([other for other in cells if other.source != cell.source], cell))
+    return [_scaled(pair, factors[_cell(pair)]) for pair in plain]
 
 
-def _factor(others: Iterable[Pair]) -> float:
-    """Median of measured over predicted, each family of equal weight; 1 without any."""
-    families = grouped(others, lambda pair: pair.outcome.row.family)
-    if not families:
-        return 1.0
-    logs = [float(np.median([math.log(p.measured / p.predicted) for p in group])) for group in families.values()]
-    return math.exp(float(np.mean(logs)))
+def cells_of(pairs: Iterable[Pair]) -> list[Cell]:
+    """What pairs say, by source, stack and architecture."""
+    groups: dict[Cell, list[float]] = {}
+    for pair in pairs:
+        groups.setdefault(_cell(pair), []).append(math.log(pair.measured / pair.predicted))
+    return [
+        dataclasses.replace(cell, median=float(np.median(found)), rows=len(found)) for cell, found in groups.items()
+    ]
+
+
+def _cell(pair: Pair) -> Cell:
+    request = pair.outcome.request
+    assert request is not None
+    gpu = load_machine(request.machine).device.gpu
+    return Cell(pair.outcome.row.family, request.stack.name, gpu.architecture if gpu else "")
 
 
 def _without_residual(pairs: Iterable[Pair]) -> list[Pair]:

@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lading.catalog.tables import family_table
 from lading.ir.clusterplan import Keep
+from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, Request
 from lading.ir.stack import Stack
@@ -22,6 +35,7 @@ from lading.ir.table import ModelTable
 from lading.ir.work import Product
 from lading.models.registry import build_model, model_class
 from lading.sim.sequence import Issued, sequence_of
+from lading.sim.simulate import simulate
 from lading.testing.recorder import Recorder
 
 B, S, H, N, K, F, V, LAYERS = 2, 64, 64, 8, 4, 192, 256, 3
@@ -41,6 +55,35 @@ STACK = Stack(
     early_stop=True,
     regathers=False,
 )
+
+
+@torch.library.custom_op("parity::rms_norm", mutates_args=())
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm as one kernel, as on a GPU; on a CPU torch has several. Values do not matter."""
+    return x.clone(), x.new_ones((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@torch.library.custom_op("parity::rms_norm_backward", mutates_args=())
+def _norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return grad.clone(), weight.clone()
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.set_materialize_grads(False)
+
+
+_norm.register_autograd(lambda ctx, grad, _: _norm_backward(grad, *ctx.saved_tensors), setup_context=_keep)
+
+
+_in_parts = functional.rms_norm
+
+
+def whole_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``functional.rms_norm`` as one operation, for plain tensors."""
+    return _in_parts(x, shape, weight, eps) if isinstance(weight, DTensor) else _norm(x, weight)[0]
 
 
 @contextmanager
@@ -66,10 +109,10 @@ def table_of(family: str, layers: int = LAYERS) -> ModelTable:
     return family_table(family, layers=layers, **SIZES[family])
 
 
-def request_of(family: str, layout: str, *, layers: int = LAYERS, stack: Stack = STACK) -> Request:
+def request_of(family: str, layout: str, *, seq: int = S, layers: int = LAYERS, stack: Stack = STACK) -> Request:
     """A step of the small model under a layout."""
     model = Architecture(family=family, symbols=SIZES[family], blocks=(("block", layers),))
-    return Request(name="parity", model=model, seq_len=S, machine="h100", layout=parse_layout(layout), stack=stack)
+    return Request(name="parity", model=model, seq_len=seq, machine="h100", layout=parse_layout(layout), stack=stack)
 
 
 def torch_model(family: str, layers: int = LAYERS) -> nn.Module:
@@ -93,10 +136,11 @@ def fully_sharded(model: Any, mesh: DeviceMesh, *, keeps: bool | int = True) -> 
     return fully_shard(model, **options)
 
 
-def run_once(family: str, model: nn.Module) -> None:
+def run_once(family: str, model: nn.Module, seq: int = S) -> None:
     """Forward, loss and backward of one micro-batch."""
-    batch = {"tokens": torch.zeros(B, S + 1, dtype=torch.int64)}
-    model_class(family).loss(model, batch).backward()
+    batch = {"tokens": torch.zeros(B, seq + 1, dtype=torch.int64)}
+    with patch.object(functional, "rms_norm", whole_norm):
+        model_class(family).loss(model, batch).backward()
 
 
 def recorded(
@@ -133,3 +177,33 @@ def products(found: list[Issued] | Recorder) -> list[tuple[int, ...]]:
         return found.products
     details = [i.kernel.detail for i in found if i.kernel is not None]
     return [(d.m, d.n, d.k) if d.groups == 1 else (d.groups, d.m, d.n, d.k) for d in details if isinstance(d, Product)]
+
+
+def checkpointed(model: Any) -> nn.Module:
+    """Each block runs again in backward."""
+    for place, layer in enumerate(model.layers):
+        model.layers[place] = checkpoint_wrapper(layer)
+    return model
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> nn.Module:
+    """A Llama cut by ``parallelize_module``, the head's loss over the vocabulary."""
+    tokens: Any = Shard(1) if sp else Replicate()
+    whole = {"desired_input_layouts": (Replicate(), None), "input_layouts": (tokens, None)}
+    plan: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if sp else {}
+    for place in range(len(list(model.get_submodule("layers").children()))):
+        p = f"layers.{place}."
+        plan[p + "attn"] = PrepareModuleInput(**whole)
+        plan[p + "mlp"] = PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(Replicate(),))
+        plan |= {p + name: ColwiseParallel() for name in ("attn.wq", "attn.wk", "attn.wv", "mlp.gate", "mlp.up")}
+        plan |= {p + name: RowwiseParallel(output_layouts=tokens) for name in ("attn.wo", "mlp.down")}
+        plan |= {p + name: SequenceParallel() for name in ("attn_norm", "mlp_norm") if sp}
+    plan["tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
+    plan["head"] = ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)
+    return parallelize_module(model, mesh, plan)
+
+
+def own_peak(request: Request, *, rank: int = 0) -> int:
+    """What Lading says is alive at most, without the optimizer's states."""
+    memory = simulate(request, table_of(request.model.family, request.model.layers)).memory[rank]
+    return sum(size for role, size in memory.items() if role is not Role.OPTIMIZER_STATE)

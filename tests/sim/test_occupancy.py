@@ -60,6 +60,17 @@ def test_whole_chunks_peak_as_their_segments_do(layout: str, monkeypatch: pytest
     assert coarse.peak_bytes == fine.peak_bytes
 
 
+def test_gathered_parameters_come_and_go_with_their_units() -> None:
+    simulated = step("dp64,zero3")
+    found = occupancy(simulated, 0)
+    assert found.peak_bytes == simulated.peak_bytes
+    sizes = found.staircase[1]
+    own = 4 * sum(simulated.step.stages[0].elements.values()) // 64
+    assert sizes[Role.GRADIENT][0] == 0
+    assert sizes[Role.GRADIENT].max() == pytest.approx(own, rel=1e-6)
+    assert sizes[Role.WORKSPACE][-1] == 0 < len(set(sizes[Role.WORKSPACE].tolist())) - 3
+
+
 def test_micro_batches_under_way_are_what_the_first_rank_keeps() -> None:
     """1F1B on four stages: the first keeps four micro-batches, the last one."""
     simulated = step("tp8,pp4,gb16")

@@ -5,7 +5,7 @@ Parameters, their gradients, optimizer states and communication buffers are coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -135,7 +135,7 @@ def _walks(
     replaced = Loss(frozenset(never), {**together, **loss.same}, loss.kept)
     return (
         _walk(flow, flow.forward, enters, kept | leaves, replaced),
-        _walk(flow, [*again, *backward], kept | _coming(flow, backward), set(), replaced),
+        _walk(flow, [*again, *backward], kept | _coming(flow, backward), set(), replaced, in_nodes=fusion == "eager"),
     )
 
 
@@ -286,6 +286,27 @@ def _cheapest(flow: Flow, kept: set[int], sizes: Mapping[int, int]) -> set[int]:
     return found
 
 
+def _nodes(flow: Flow, places: Sequence[int]) -> list[tuple[int, int]]:
+    """First and last step of the kernels of each node of autograd that has several: they read one gradient in a row.
+
+    Autograd releases what a node has saved when the node is done: the other factor of a product waits for both.
+    """
+    found: list[tuple[int, int]] = []
+    begin, common = 0, set[int]()
+    for step, place in enumerate(places):
+        kernel = flow.segment.kernels[place]
+        read: set[int] = set()
+        if kernel.stage is not Stage.FORWARD:
+            read = {s for s in flow.storages(kernel.inputs) if s in flow.activations and not flow.makers_forward(s)}
+        if common & read:
+            common &= read
+            continue
+        if step > begin + 1:
+            found.append((begin, step - 1))
+        begin, common = step, read
+    return [*found, (begin, len(places) - 1)] if len(places) - 1 > begin else found
+
+
 def _gains(sizes: Mapping[int, int], storage: int, instead: frozenset[int]) -> bool:
     return sum(sizes[s] for s in instead) < sizes[storage]
 
@@ -310,11 +331,14 @@ def _mapped(storages: Iterable[int], same: Mapping[int, int]) -> frozenset[int]:
     return frozenset(same.get(storage, storage) for storage in storages)
 
 
-def _walk(flow: Flow, places: list[int], start: Iterable[int], stay: Iterable[int], loss: Loss) -> _Walk:
+def _walk(
+    flow: Flow, places: list[int], start: Iterable[int], stay: Iterable[int], loss: Loss, *, in_nodes: bool = False
+) -> _Walk:
     """Kernels in order; a storage goes after its last use unless it stays.
 
     Args:
         loss: What does not exist, and what is written in another's place.
+        in_nodes: What a node of autograd reads goes when all its kernels have run (see ``_nodes``).
     """
     fixed = {t.storage for t in flow.segment.tensors} - flow.activations | loss.never
     steps: list[tuple[set[int], set[int]]] = []
@@ -325,6 +349,11 @@ def _walk(flow: Flow, places: list[int], start: Iterable[int], stay: Iterable[in
         used = made | ({loss.same.get(s, s) for s in flow.storages(kernel.inputs)} - fixed)
         steps.append((made, used))
         last.update(dict.fromkeys(used, step))
+    for begin, end in _nodes(flow, places) if in_nodes else ():
+        for step in range(begin, end):
+            waits = {s for s in steps[step][1] - steps[step][0] if last[s] == step}
+            last.update(dict.fromkeys(waits, end))
+            steps[end] = (steps[end][0], steps[end][1] | waits)
     first = live = {s for s in start if s not in fixed}
     stays, changes = set(stay), list[tuple[tuple[int, ...], tuple[int, ...]]]()
     for step, (made, used) in enumerate(steps):

@@ -15,7 +15,7 @@ import numpy as np
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.request import Request
-from lading.memory.ranks import gathered_bytes, state_bytes
+from lading.memory.ranks import state_bytes
 from lading.planner.pipes import WATCHED, PipeTable
 from lading.planner.space import Block, Cut, Space
 from lading.planner.stages import Floats, Ints
@@ -135,11 +135,13 @@ def _each(seconds: Any, elements: Floats) -> Floats:
 
 
 def _bytes(run: Run, total: Floats, layout: Layout, request: Request, plain: Sequence[Phases]) -> float:
-    """States of a rank, what is gathered at once, and placeholders of gradients."""
+    """States of a rank, and placeholders of gradients.
+
+    Where parameters are cut, gradients come with backward, and gathered ones go with their unit: neither is counted, as
+    they need not be there when activations are most.
+    """
     roles = state_bytes(_named(total), layout, request.stack)
     there = sorted({segment % len(plain) for segment, _ in run})
-    units = [plain[segment].elements for segment in there]
-    largest = max(units, key=lambda unit: sum(unit.values()))
     shapes = {shape: size for segment in there for shape, size in plain[segment].placeholders.items()}
-    own = sum(roles[role] for role in (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE))
-    return float(own + 2 * gathered_bytes(largest, layout, request.stack) + sum(shapes.values()))
+    own = roles[Role.PARAMETER] + roles[Role.OPTIMIZER_STATE] + (roles[Role.GRADIENT] if layout.zero < 3 else 0)
+    return float(own + sum(shapes.values()))

@@ -4,14 +4,16 @@
 A forward goes through the segments of its chunk and keeps of each what backward reads; backward goes through them in
 reverse and lets it go; what either needs besides is there while it runs. Where the two gradients are apart, all is kept
 until that of the weights is done. Parameters, gradients and optimizer states are as ``lading.memory.ranks`` counts
-them: their buffers are there all the time. Where parameters are cut, two buffers for gathered ones are there from the
-first action to the last. The most at one moment is what ``Simulated.memory`` says (tests compare).
+them: their buffers are there all the time. Where parameters are cut, gathered ones, gradients that are not reduced yet
+and their buffers are there as ``lading.sim.gathered`` says, and a part's gradient from its first reduction on; in a
+pipeline they are there from the first action to the last. The most at one moment is what ``Simulated.memory`` says
+(tests compare).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -19,11 +21,13 @@ import numpy.typing as npt
 
 from lading.errors import ConfigError
 from lading.ir.graph import Role
+from lading.ir.request import Request
 from lading.ir.timeline import Held, MemorySample
+from lading.sim.gathered import UnitBytes, gathered_passes, own_gradients
 from lading.sim.parts import Part
 from lading.sim.phases import Phases
 from lading.sim.schedules import Schedule, Work, schedule
-from lading.sim.simulate import WAITING, Simulated
+from lading.sim.simulate import WAITING, Simulated, units_of
 from lading.sim.step import Stage
 
 #: Of more passes through segments than this in a step, a chunk is drawn as one.
@@ -104,7 +108,7 @@ def occupancy(simulated: Simulated, rank: int, spans: Sequence[tuple[float, floa
     stages = [simulated.step.stages[stage] for stage in plan.stages_of(rank)]
     passes = len(order) / len(stages) * sum(count for stage in stages for _, count in stage.run)
     chunks = [_parts(stage, simulated, together=passes > _MANY) for stage in stages]
-    drawn = _Drawing(chunks)
+    drawn = _Drawing(chunks, simulated.step.step_s)
     before = 0
     for action, (work, chunk, micro_batch, joint) in enumerate(order):
         start_s, end_s = spans[action]
@@ -143,17 +147,26 @@ def _fixed(simulated: Simulated, rank: int, stages: Sequence[Stage], computing: 
     """What does not depend on micro-batches."""
     roles, until = simulated.memory[rank], simulated.step.step_s
     placeholders = sum({shape: size for stage in stages for shape, size in stage.placeholders.items()}.values())
+    in_units = bool(units_of(simulated.request, stages[0], simulated.segments))
     for role, size in roles.items():
+        if role is Role.GRADIENT and in_units and simulated.request.layout.micro_batches == 1:
+            continue
         if role is Role.WORKSPACE:
             yield Held(0.0, until, role, placeholders, "placeholders of gradients")
+        if role is Role.WORKSPACE and not in_units:
             yield Held(*computing, role, size - placeholders, "buffers of gathered parameters")
-        elif role is not Role.ACTIVATION:
+        if role not in (Role.ACTIVATION, Role.WORKSPACE):
             yield Held(0.0, until, role, size, role.value.replace("_", " "))
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One pass of a segment, or of a whole chunk: bytes, and its shares of the seconds of forward and backward."""
+    """One pass of a segment, or of a whole chunk: bytes, and its shares of the seconds of forward and backward.
+
+    Attributes:
+        forward_gathered, backward_gathered: Bytes of gathered parameters and what goes with them.
+        gradient: Bytes of the gradients of this rank's part of its parameters that backward brings.
+    """
 
     name: str
     saved: int
@@ -161,12 +174,16 @@ class _Part:
     backward_bytes: int
     forward_share: float
     backward_share: float
+    forward_gathered: int = 0
+    backward_gathered: int = 0
+    gradient: int = 0
 
 
 def _parts(stage: Stage, simulated: Simulated, *, together: bool) -> list[_Part]:
     if together:
         forward, backward = stage.transients
-        return [_Part("all segments", stage.saved_bytes, forward, backward, 1.0, 1.0)]
+        part = _Part("all segments", stage.saved_bytes, forward, backward, 1.0, 1.0)
+        return [_gathering_all(part, stage, simulated)]
     segments, names = simulated.segments, [segment.name for segment in simulated.table.segments]
     found: list[_Part] = []
     totals = [sum(count * _seconds(segments[s])[i] for s, count in stage.run) for i in (0, 1)]
@@ -175,8 +192,53 @@ def _parts(stage: Stage, simulated: Simulated, *, together: bool) -> list[_Part]
         shares = [seconds / total for seconds, total in zip(_seconds(phases), totals, strict=True)]
         for number in range(count):
             name = names[index % len(names)] + (f" {number}" if count > 1 else "")
-            found.append(_Part(name, phases.saved_bytes, *phases.transients, *shares))
+            found.append(_Part(name, phases.saved_bytes, *phases.transients, shares[0], shares[1]))
+    return _gathering(found, stage, simulated)
+
+
+def _gathering(parts: list[_Part], stage: Stage, simulated: Simulated) -> list[_Part]:
+    """The same where parameters are gathered a unit at a time, with what of them is there in each pass."""
+    request = simulated.request
+    units = units_of(request, stage, simulated.segments)
+    if not units:
+        return parts
+    passes = gathered_passes(units, request.layout, request.stack)
+    own = [_own(unit, request) for unit in units]
+    found: list[_Part] = []
+    kept = 0
+    for number, part in enumerate(parts):
+        kept += part.saved
+        forward, backward = passes[number], passes[-1 - number]
+        most = [max(kept, peak.activations) for peak in (forward, backward)]
+        there = simulated.memory[0][Role.GRADIENT] if not any(own) else 0
+        found.append(
+            replace(
+                part,
+                forward_bytes=most[0] - kept,
+                backward_bytes=most[1] - kept,
+                forward_gathered=max(0, forward.total - most[0] - there),
+                backward_gathered=max(0, backward.total - most[1] - there - sum(own[number + 1 :])),
+                gradient=own[number],
+            )
+        )
     return found
+
+
+def _gathering_all(part: _Part, stage: Stage, simulated: Simulated) -> _Part:
+    """A whole chunk, likewise."""
+    request = simulated.request
+    units = units_of(request, stage, simulated.segments)
+    if not units:
+        return part
+    passes = gathered_passes(units, request.layout, request.stack)
+    most = [max(peak.total - peak.gradients for peak in half) for half in (passes[: len(units)], passes[len(units) :])]
+    gathered = [max(0, size - part.saved) for size in most]
+    return replace(part, forward_bytes=0, backward_bytes=0, forward_gathered=gathered[0], backward_gathered=gathered[1])
+
+
+def _own(unit: UnitBytes, request: Request) -> int:
+    """Gradients that come with a unit's backward; where micro-batches add up they are there all the time."""
+    return own_gradients(unit, request.layout, request.stack) if request.layout.micro_batches == 1 else 0
 
 
 def _seconds(phases: Phases) -> tuple[float, float]:
@@ -192,7 +254,8 @@ def _busy_s(part: Part) -> float:
 class _Drawing:
     """Actions of one rank turned into what they hold, in order."""
 
-    def __init__(self, chunks: Sequence[Sequence[_Part]]) -> None:
+    def __init__(self, chunks: Sequence[Sequence[_Part]], until_s: float) -> None:
+        self._until = until_s
         self.held: list[Held] = []
         self._chunks = chunks
         self._since: dict[tuple[int, int], list[float]] = {}
@@ -213,6 +276,7 @@ class _Drawing:
         self._since[chunk, micro_batch] = edges[:-1]
         for part, start_s, end_s in zip(parts, edges, edges[1:], strict=False):
             self._add(start_s, end_s, part.forward_bytes, f"forward of {part.name}, {what}")
+            self._add(start_s, end_s, part.forward_gathered, f"gathered for {part.name}, {what}", Role.WORKSPACE)
 
     def _backward(self, chunk: int, micro_batch: int, span: tuple[float, float], what: str) -> None:
         parts = self._chunks[chunk]
@@ -222,6 +286,8 @@ class _Drawing:
         for part, came_s, start_s, end_s in rows:
             self._add(came_s, end_s, part.saved, f"kept of {part.name}, {what}")
             self._add(start_s, end_s, part.backward_bytes, f"backward of {part.name}, {what}")
+            self._add(start_s, end_s, part.backward_gathered, f"gathered for {part.name}, {what}", Role.WORKSPACE)
+            self._add(end_s, self._until, part.gradient, f"gradient of {part.name}", Role.GRADIENT)
 
     def _whole(self, work: Work, chunk: int, micro_batch: int, span: tuple[float, float], what: str) -> None:
         """One of the two gradients: the other may come much later, until when all is kept."""
@@ -234,9 +300,9 @@ class _Drawing:
             for part, came_s in zip(parts, self._since.pop((chunk, micro_batch)), strict=True):
                 self._add(came_s, span[1], part.saved, f"kept of {part.name}, {what}")
 
-    def _add(self, start_s: float, end_s: float, size_bytes: int, name: str) -> None:
+    def _add(self, start_s: float, end_s: float, size_bytes: int, name: str, role: Role = Role.ACTIVATION) -> None:
         if size_bytes:
-            self.held.append(Held(start_s, end_s, Role.ACTIVATION, size_bytes, name))
+            self.held.append(Held(start_s, end_s, role, size_bytes, name))
 
 
 def _edges(span: tuple[float, float], shares: Sequence[float]) -> list[float]:

@@ -10,7 +10,7 @@ from lading.cost.fusion import launched
 from lading.ir.stack import Stack
 from lading.ir.work import Kernel, RankSegment, Stage
 from lading.parallel.memory import segment_memory, weight_shapes
-from lading.parallel.recompute import recomputed
+from lading.parallel.recompute import Recomputed, recomputed
 from lading.sim.parts import Part, Prices, part_of
 
 
@@ -28,6 +28,7 @@ class Phases:
         trained: Of those, what is trained.
         trained_bytes, frozen_bytes: Of what is trained beside frozen weights, and of these.
         placeholders: Bytes of gradients that are tensors in name only, by shape; each shape once for a whole rank.
+        segment, kept: Of which it is, and what is run again and kept.
     """
 
     forward: Part
@@ -42,6 +43,8 @@ class Phases:
     trained_bytes: int
     frozen_bytes: int
     placeholders: dict[tuple[int, ...], int]
+    segment: RankSegment
+    kept: Recomputed
 
     @property
     def model_flops(self) -> float:
@@ -79,4 +82,6 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
         trained_bytes=segment.trained_bytes,
         frozen_bytes=segment.frozen_bytes,
         placeholders=weight_shapes(segment) if in_place else {},
+        segment=segment,
+        kept=kept,
     )

@@ -31,6 +31,7 @@ from lading.ir.work import Collective, Kernel, RankSegment, Stage
 from lading.memory.ranks import gathered_width, replicas
 from lading.parallel.ranks import EXPERTS
 from lading.parallel.recompute import Recomputed, recomputed
+from lading.sim.gathered import bounds, groups_of
 from lading.sim.schedules import Work, schedule_of
 from lading.sim.simulate import runs_of, segments_of, table_of
 
@@ -62,11 +63,13 @@ class Unit:
 
     Attributes:
         again: What of it runs again in backward.
+        lazy: It runs again when backward first reads what was kept, as torch's checkpoint; else before all.
         ends: It is the last of the model.
     """
 
     segment: RankSegment
     again: Recomputed
+    lazy: bool = True
     ends: bool = False
 
     def kernels(self, work: Work) -> list[Kernel]:
@@ -78,7 +81,8 @@ class Unit:
             found = [k for k in found if k.stage is Stage.BACKWARD_INPUT]
         if work is Work.FORWARD or not self.again.kernels:
             return found
-        first = next((at for at, kernel in enumerate(found) if self._looks_back(kernel)), len(found))
+        looks = (at for at, kernel in enumerate(found) if self._looks_back(kernel))
+        first = next(looks, len(found)) if self.lazy else 0
         return [*found[:first], *(self.segment.kernels[place] for place in self.again.kernels), *found[first:]]
 
     def _looks_back(self, kernel: Kernel) -> bool:
@@ -127,9 +131,9 @@ def _units(request: Request, table: ModelTable) -> list[list[Unit]]:
         block = bool(segment.enters and segment.leaves)
         mode = layout.recompute if block else "none"
         ends = not segment.leaves
-        plain.append(Unit(segment, recomputed(segment, "none"), ends))
+        plain.append(Unit(segment, recomputed(segment, "none"), ends=ends))
         kept = recomputed(segment, mode, layout.recompute_modules, early_stop=stack.early_stop)
-        again.append(Unit(segment, kept, ends))
+        again.append(Unit(segment, kept, stack.early_stop, ends))
     left = layout.recompute_layers if layout.recompute_layers >= 0 else sum(table.counts)
     stages: list[list[Unit]] = []
     for run in runs_of(request, table):
@@ -198,17 +202,12 @@ class _Writer:
     def __post_init__(self) -> None:
         self.groups = [self._groups(number, unit) for number, unit in enumerate(self.units)]
         self.ended = [group for groups in self.groups for group in reversed(groups)]
-        self.left = dict.fromkeys(Work, self.layout.micro_batches)
+        self.left = self.layout.micro_batches
 
     def _groups(self, number: int, unit: Unit) -> list[_Group]:
         """The group of a unit, and that of its experts if they are spread over other ranks."""
-        elements: dict[str, int] = {}
-        for axes, count in unit.segment.parameter_elements.items():
-            apart = replicas(axes, self.layout) != replicas("dp", self.layout)
-            key = axes if apart else "dp"
-            elements[key] = elements.get(key, 0) + count
         keep = Keep.BACKWARD if unit.ends and self.keep is Keep.RELEASE else self.keep
-        return [_Group(number, axes, elements[axes], keep) for axes in sorted(elements)]
+        return [_Group(number, axes, elements, keep) for axes, elements in groups_of(unit.segment, self.layout)]
 
     @property
     def entering(self) -> int:
@@ -224,14 +223,11 @@ class _Writer:
 
     def run(self, work: Work, micro_batch: int) -> None:
         """One action of a schedule."""
-        self.left[work] -= 1
         if work is Work.FORWARD:
-            self.forward(micro_batch)
-        else:
-            self.backward(micro_batch, work)
-        done = not self.left[Work.BACKWARD] or not (self.left[Work.BACKWARD_INPUT] or self.left[Work.BACKWARD_WEIGHT])
-        if done and work is not Work.FORWARD:
-            self._finish()
+            return self.forward(micro_batch)
+        self.backward(micro_batch, work)
+        self.left -= work in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
+        return None if self.left else self._finish()
 
     def forward(self, micro_batch: int) -> None:
         """Forward of all units."""
@@ -258,13 +254,13 @@ class _Writer:
     def _spans(self, number: int, kernels: Sequence[Kernel], micro_batch: int, *, forward: bool) -> None:
         """Kernels of a unit, with what its groups do when theirs begin and end."""
         groups = self.groups[number] if self.layout.zero == 3 else []
-        begins, ends = _bounds(kernels, [group.axes for group in groups])
+        spans = bounds(self.units[number].segment, kernels, [(group.axes, group.elements) for group in groups])
         for place in range(len(kernels) + 1):
             for at, group in enumerate(groups):
-                if ends[at] == place:
+                if spans[at][1] == place:
                     self._end(group, micro_batch, forward)
             for at, group in enumerate(groups):
-                if begins[at] == place:
+                if spans[at][0] == place:
                     self._begin(group, micro_batch, forward)
             if place < len(kernels):
                 kernel = kernels[place]
@@ -339,21 +335,6 @@ class _Writer:
     def _shard_axis(self, axes: str) -> str:
         hybrid = 0 < self.layout.shard < self.layout.dp * self.layout.cp
         return "shard" if hybrid and axes == "dp" else axes
-
-
-def _bounds(kernels: Sequence[Kernel], axes: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Where each group begins and ends: a unit's own with the unit, that of experts with what is done for them."""
-    experts = [at for at, k in enumerate(kernels) if k.is_experts or _goes(k)]
-    begins, ends = [0] * len(axes), [len(kernels)] * len(axes)
-    for at, name in enumerate(axes):
-        if name == EXPERTS and experts:
-            begins[at], ends[at] = experts[0], experts[-1] + 1
-    return begins, ends
-
-
-def _goes(kernel: Kernel) -> bool:
-    """Whether rows travel to experts or back."""
-    return isinstance(kernel.detail, Collective) and kernel.detail.axis == "ep"
 
 
 def computing(issued: Sequence[Issued]) -> list[Kernel]:

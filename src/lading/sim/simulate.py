@@ -32,6 +32,7 @@ from lading.memory.ranks import adapter_bytes, gathered_bytes, state_bytes
 from lading.parallel.adapters import adapted, adapters_of, packed
 from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
+from lading.sim.gathered import UnitBytes, gathered_passes, unit_bytes
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, phases
 from lading.sim.prices import MachinePrices
@@ -178,7 +179,7 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
         step = replicas_step(stages[0], units, request.layout, request.stack, prices)
     else:
         step = pipeline_step(stages, request.layout, request.stack, prices, prices.send_s(both[0].sent_bytes))
-    memory = tuple(_memory(request, stages, step))
+    memory = tuple(_memory(request, both, stages, step))
     return Simulated(request, machine, table, _waiting(step, request.layout), memory, both)
 
 
@@ -223,6 +224,12 @@ def segments_by_mode(
         ]
         found[mode] = (*again, *plain)
     return found
+
+
+def _gathers_units(request: Request) -> bool:
+    """Whether parameters are cut and gathered a unit at a time, each of them trained."""
+    layout = request.layout
+    return layout.zero == 3 and layout.pp == layout.vpp == 1 and request.task not in ("lora", "qlora")
 
 
 def rank_segments(
@@ -307,9 +314,11 @@ def recomputed_parts(run: Run, plain: int, layers: int) -> Run:
     return [part for part in parts if part[1]]
 
 
-def _memory(request: Request, stages: Sequence[Stage], step: Step) -> list[dict[Role, int]]:
+def _memory(request: Request, both: Sequence[Phases], stages: Sequence[Stage], step: Step) -> list[dict[Role, int]]:
     """Bytes of each pipeline rank by role when their sum is largest."""
     layout, stack = request.layout, request.stack
+    if _gathers_units(request):
+        return [_gathered_memory(request, both, stages[0])]
     if step.pipeline is None:
         alive = [float(stages[0].saved_bytes + max(stages[0].transients))]
         held = [[stages[0]]]
@@ -332,3 +341,22 @@ def _memory(request: Request, stages: Sequence[Stage], step: Step) -> list[dict[
         roles[Role.ACTIVATION] = int(activations)
         found.append(roles)
     return found
+
+
+def units_of(request: Request, stage: Stage, segments: Sequence[Phases]) -> list[UnitBytes]:
+    """The units of a stage in order of forward, where parameters are gathered a unit at a time; else none."""
+    if not _gathers_units(request):
+        return []
+    found = {s: unit_bytes(segments[s].segment, segments[s].kept, request.layout, request.stack) for s, _ in stage.run}
+    return [found[segment] for segment, count in stage.run for _ in range(count)]
+
+
+def _gathered_memory(request: Request, both: Sequence[Phases], stage: Stage) -> dict[Role, int]:
+    """Of a rank whose parameters are gathered a unit at a time."""
+    units = units_of(request, stage, both)
+    peak = max(gathered_passes(units, request.layout, request.stack), key=lambda found: found.total)
+    roles = state_bytes(stage.elements, request.layout, request.stack)
+    roles[Role.GRADIENT] = peak.gradients
+    roles[Role.WORKSPACE] = peak.gathered + sum(stage.placeholders.values())
+    roles[Role.ACTIVATION] = peak.activations
+    return roles

@@ -1,0 +1,157 @@
+"""Routes: which piece of which matrix goes from which rank to which, so that owners see whole matrices.
+
+Every rank holds a box of each parameter (its shard, all of it, or nothing). A matrix is a box of a parameter, too: all
+of it, a projection of a fused one, or one expert of a stack. Pieces are where the boxes meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from lading.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """Part of a tensor: where it begins, and its lengths."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    def meet(self, other: Box) -> Box | None:
+        """What both have; None if it is nothing."""
+        ends = [
+            (max(a, b), min(a + m, b + n))
+            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        ]
+        if any(start >= end for start, end in ends):
+            return None
+        return Box(tuple(start for start, _ in ends), tuple(end - start for start, end in ends))
+
+    def within(self, other: Box) -> tuple[slice, ...]:
+        """Where it lies in a tensor that is ``other``, which has all of it."""
+        starts = [a - b for a, b in zip(self.offset, other.offset, strict=True)]
+        return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A matrix to be seen whole: a box of parameter number ``parameter``, of which all but two lengths are 1."""
+
+    name: str
+    parameter: int
+    box: Box
+
+    @property
+    def rows_columns(self) -> tuple[int, int]:
+        """Of the matrix: its last two lengths."""
+        return self.box.shape[-2], self.box.shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a matrix that one rank sends to another, or keeps."""
+
+    whole: int
+    box: Box
+    source: int
+    target: int
+
+
+def wholes_of(parameter: int, name: str, shape: Sequence[int], parts: Sequence[int] = ()) -> list[Whole]:
+    """The matrices of a parameter: it, its parts by rows, or for a stack of three dims one for each of the first.
+
+    Args:
+        parts: Rows of each part of a fused parameter (q, k, v; gate and up); () for one matrix.
+    Raises:
+        ConfigError: it is no matrix and no stack, or parts do not add up to its rows.
+    """
+    if len(shape) not in (2, 3) or not prod(shape):
+        raise ConfigError(
+            f"{name}: expected a matrix or a stack of matrices, got shape {tuple(shape)}; "
+            "give it to a rule that works on elements"
+        )
+    rows = shape[-2]
+    if parts and sum(parts) != rows:
+        raise ConfigError(f"{name}: expected parts that add up to its {rows} rows, got {tuple(parts)}")
+    lengths = list(parts) or [rows]
+    found: list[Whole] = []
+    for stacked in range(shape[0] if len(shape) == 3 else 1):
+        start = 0
+        for number, length in enumerate(lengths):
+            offset = (stacked, start, 0) if len(shape) == 3 else (start, 0)
+            size = (1, length, shape[-1]) if len(shape) == 3 else (length, shape[-1])
+            label = name + (f"[{stacked}]" if len(shape) == 3 else "") + (f".{number}" if parts else "")
+            found.append(Whole(label, parameter, Box(offset, size)))
+            start += length
+    return found
+
+
+def pieces(
+    wholes: Sequence[Whole], holdings: Sequence[Sequence[Box]], owners: Sequence[int]
+) -> tuple[list[Piece], list[Piece]]:
+    """What goes to owners, and what returns to whoever holds it.
+
+    Of several ranks that hold the same, the owner itself sends, or else the one that has sent least so far.
+
+    Args:
+        holdings: By parameter and rank; boxes of one parameter are equal or apart.
+        owners: By matrix.
+    Raises:
+        ConfigError: some of a matrix is held by no rank.
+    """
+    inbound: list[Piece] = []
+    outbound: list[Piece] = []
+    sent = [0] * (max(map(len, holdings)) if holdings else 0)
+    for number, (whole, owner) in enumerate(zip(wholes, owners, strict=True)):
+        holders: dict[Box, list[int]] = {}
+        for rank, held in enumerate(holdings[whole.parameter]):
+            common = held.meet(whole.box)
+            if common is not None:
+                holders.setdefault(common, []).append(rank)
+                outbound.append(Piece(number, common, owner, rank))
+        covered = sum(box.size for box in holders)
+        if covered != whole.box.size:
+            raise ConfigError(
+                f"{whole.name}: expected its {whole.box.size} elements on the ranks once each, found {covered} in "
+                f"{len(holders)} different pieces; placements other than shards and replicas cannot be routed"
+            )
+        for box, ranks in sorted(holders.items()):
+            source = owner if owner in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
+            sent[source] += box.size if source != owner else 0
+            inbound.append(Piece(number, box, source, owner))
+    return inbound, outbound
+
+
+def moved_elements(found: Sequence[Piece]) -> int:
+    """Elements that leave their rank."""
+    return sum(piece.box.size for piece in found if piece.source != piece.target)
+
+
+def micro_groups(seconds: Sequence[float], owners: Sequence[int], groups: int) -> list[list[int]]:
+    """Matrices in groups such that each owner has about the same work in each.
+
+    Each owner's own list is cut by where the middle of a matrix falls in its work; the order is that of the matrices.
+
+    Args:
+        seconds: By matrix.
+        groups: At least 1; empty groups are left out.
+    """
+    found: list[list[int]] = [[] for _ in range(groups)]
+    done: dict[int, float] = {}
+    total: dict[int, float] = {}
+    for cost, owner in zip(seconds, owners, strict=True):
+        total[owner] = total.get(owner, 0.0) + cost
+    for number, (cost, owner) in enumerate(zip(seconds, owners, strict=True)):
+        middle = done.get(owner, 0.0) + cost / 2
+        done[owner] = done.get(owner, 0.0) + cost
+        share = middle / total[owner] if total[owner] else 0.0
+        found[min(groups - 1, int(share * groups))].append(number)
+    return [group for group in found if group]

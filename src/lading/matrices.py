@@ -1,0 +1,289 @@
+"""Optimizers of whole matrices on stock modules: plain, DDP, FSDP2, HSDP, tensor parallel, and these together.
+
+>>> optimizer = lading.optim.Muon(
+...     [{"params": hidden}, {"params": rest, "rule": AdamW(lr=3e-4)}], lr=0.02, mesh=mesh
+... )
+>>> loss.backward(); optimizer.step()
+
+Which rank owns which matrix is planned (``lading.planner.owners``), how pieces get there follows from the placements of
+DTensors (``lading.ir.routes``), and a step is ``lading.runtime.matrices``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lading.config import AdamW
+from lading.errors import ConfigError
+from lading.ir.routes import Box, Whole, micro_groups, pieces, wholes_of
+from lading.optim.adam import AdamWRule
+from lading.optim.muon import MuonRule
+from lading.optim.rule import Held, Rule, States, fresh
+from lading.optim.shampoo import ShampooRule
+from lading.optim.soap import SOAPRule
+from lading.planner.owners import Matrix, Owners, assign
+from lading.rules import SOAP as SOAPSettings
+from lading.rules import MatrixRule
+from lading.rules import Muon as MuonSettings
+from lading.rules import Shampoo as ShampooSettings
+from lading.runtime.exchange import Team, Traffic, agree
+from lading.runtime.matrices import MatrixStep, Moving
+
+#: Groups that travel apart, unless it is said.
+_GROUPS = 4
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A parameter, the group that has its learning rate, and what moves it."""
+
+    name: str
+    param: torch.Tensor
+    group: dict[str, Any]
+    rule: Rule | AdamWRule
+
+    @property
+    def is_matrix(self) -> bool:
+        return not isinstance(self.rule, AdamWRule)
+
+
+class MatrixOptimizer(torch.optim.Optimizer):
+    """``torch.optim.Optimizer`` of rules that need whole matrices.
+
+    Attributes:
+        skipped: Steps that were not taken as a gradient was not finite; nothing moved.
+        owners: Who computes which matrix, with the bound (``lading.planner.owners.Owners``); None with no matrix.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], rule: MatrixRule, lr: float, *, mesh: DeviceMesh | None = None,
+        groups: int = _GROUPS, skip_nonfinite: bool = True, state_cap_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        """An optimizer.
+
+        Args:
+            params: Parameters, (name, parameter) pairs, or groups of either; a group may have its own ``rule`` (also
+                ``lading.AdamW``, for what is no matrix), ``lr``, and ``parts``: rows of the parts of a fused matrix.
+            rule: Of groups that do not say.
+            mesh: Ranks that share the work; None for the mesh of the parameters, or all ranks where they have none.
+            groups: All-to-alls in each direction that a step is cut into, at most.
+            skip_nonfinite: Leave out a step in which a gradient is not finite, on every rank.
+            state_cap_bytes: Most bytes of whole states on one rank.
+        Raises:
+            ConfigError: a parameter that is no matrix under a rule for matrices; ranks that differ in what they have.
+        """
+        given, rules = _groups(params, rule, lr)
+        super().__init__(given, {"lr": lr, "parts": ()})
+        self.skip_nonfinite = skip_nonfinite
+        self.skipped = 0
+        self._members = [m for group, r in zip(self.param_groups, rules, strict=True) for m in _members(group, r)]
+        self._team = Team.of(_process_group(mesh, [m.param for m in self._members]))
+        self._wholes = [
+            whole
+            for number, m in enumerate(self._members)
+            if m.is_matrix
+            for whole in wholes_of(number, m.name, m.param.shape, m.group["parts"])
+        ]
+        holdings = self._holdings()
+        self._boxes = [row[self._team.rank] for row in holdings]
+        self.owners = self._planned(state_cap_bytes)
+        owner = [gang[0] for gang in self.owners.ranks] if self.owners else []
+        sizes = [self._rule_of(w).work(*w.rows_columns).flops for w in self._wholes]
+        routes = pieces(self._wholes, holdings, owner)
+        self._step = MatrixStep(self._wholes, owner, micro_groups(sizes, owner, groups), routes, self._team)
+        self._whole = {
+            number: fresh(self._rule_of(w), w.rows_columns, self._members[w.parameter].param.dtype, self._device)[1]
+            for number, w in enumerate(self._wholes)
+            if owner[number] == self._team.rank
+        }
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent so far."""
+        return self._step.traffic
+
+    @property
+    def _device(self) -> torch.device:
+        return self._members[0].param.device
+
+    def _holdings(self) -> list[list[Box]]:
+        """What every rank has of every parameter; the same list on all of them."""
+        mine = [_box(m.param) for m in self._members]
+        told = [(m.name, tuple(m.param.shape)) for m in self._members]
+        everyone = self._team.gather((told, mine))
+        for rank, (other, _) in enumerate(everyone):
+            if other != told:
+                differs = next((a for a, b in zip(told, other, strict=False) if a != b), "as many")
+                raise ConfigError(f"ranks differ in their parameters: rank {rank} does not have {differs}")
+        return [[boxes[number] for _, boxes in everyone] for number in range(len(mine))]
+
+    def _planned(self, cap_bytes: int | None) -> Owners | None:
+        if not self._wholes:
+            return None
+        items = [self._item(whole) for whole in self._wholes]
+        planned = assign(items, self._team.ranks, cap_bytes=cap_bytes)
+        digest = hashlib.sha256(repr(planned.ranks).encode()).hexdigest()
+        if len(set(self._team.gather(digest))) > 1:
+            raise ConfigError("ranks planned different owners: expected equal versions of Lading on every rank")
+        return planned
+
+    def _item(self, whole: Whole) -> Matrix:
+        rule, shape = self._rule_of(whole), whole.rows_columns
+        states = rule.states(shape, self._members[whole.parameter].param.dtype).values()
+        kept = sum(_bytes(state.shape, state.dtype) for state in states if state.held is Held.WHOLE)
+        return Matrix(whole.name, rule.work(*shape).flops, whole.box.size, state_bytes=kept)
+
+    def _rule_of(self, whole: Whole) -> Rule:
+        return cast(Rule, self._members[whole.parameter].rule)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient.
+
+        Raises:
+            ValueError: a parameter has a gradient on some ranks only.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = [_gradient(m.param) for m in self._members]
+        names = [m.name for m in self._members]
+        if not agree(gradients, names, self._team, check_finite=self.skip_nonfinite):
+            self.skipped += 1
+            return loss
+        moving: dict[int, Moving] = {}
+        for number, (member, grad) in enumerate(zip(self._members, gradients, strict=True)):
+            if grad is None:
+                continue
+            held, update = self._held(member)
+            local, rate = _local(member.param), float(member.group["lr"])
+            if isinstance(member.rule, AdamWRule):
+                member.rule.step(local, grad, held, lr=rate, update=update)
+                continue
+            travels = member.rule.pre(grad, held, update)
+            moving[number] = Moving(local, travels, self._boxes[number], member.rule, rate, update)
+        if moving:
+            self._step.run(moving, self._whole)
+        return loss
+
+    def _held(self, member: _Member) -> tuple[States, int]:
+        """This rank's elementwise states, and the update's number."""
+        param, state = member.param, self.state[member.param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name, kind in member.rule.states(cast(Any, tuple(param.shape[-2:])), param.dtype).items():
+                if kind.held is Held.ELEMENTWISE:
+                    state[name] = torch.zeros_like(param, dtype=kind.dtype)
+        state["step"] += 1
+        return {key: _local(value) for key, value in state.items() if key != "step"}, int(state["step"])
+
+
+def _groups(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[Any], list[MatrixRule | AdamW]]:
+    """Groups as torch takes them, and the rule of each."""
+    given = list(params)
+    if not given or not isinstance(given[0], dict):
+        return given, [rule]
+    rules = [cast("MatrixRule | AdamW", group.get("rule", rule)) for group in given]
+    rates = [r.lr if isinstance(r, AdamW) else lr for r in rules]
+    return [
+        {"lr": rate, **{key: value for key, value in group.items() if key != "rule"}}
+        for group, rate in zip(given, rates, strict=True)
+    ], rules
+
+
+def _members(group: dict[str, Any], rule: MatrixRule | AdamW) -> list[_Member]:
+    count = len(group["params"])
+    names = group.get("param_names") or [f"parameter {number} of {count}" for number in range(count)]
+    maths = _maths(rule)
+    return [_Member(name, p, group, maths) for name, p in zip(names, group["params"], strict=True)]
+
+
+class Muon(MatrixOptimizer):
+    """Muon (``lading.rules.Muon``); bit-equal to ``torch.optim.Muon`` on one process and on any number of ranks."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, mesh: DeviceMesh | None = None, **settings: Any):
+        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.Muon``."""
+        rule, options = _split(MuonSettings, settings)
+        super().__init__(params, rule, lr, mesh=mesh, **options)
+
+
+class Shampoo(MatrixOptimizer):
+    """Shampoo (``lading.rules.Shampoo``)."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, mesh: DeviceMesh | None = None, **settings: Any):
+        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.Shampoo``."""
+        rule, options = _split(ShampooSettings, settings)
+        super().__init__(params, rule, lr, mesh=mesh, **options)
+
+
+class SOAP(MatrixOptimizer):
+    """SOAP (``lading.rules.SOAP``)."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 3e-3, *, mesh: DeviceMesh | None = None, **settings: Any):
+        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.SOAP``."""
+        rule, options = _split(SOAPSettings, settings)
+        super().__init__(params, rule, lr, mesh=mesh, **options)
+
+
+_OPTIONS = ("groups", "skip_nonfinite", "state_cap_bytes")
+
+
+def _split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The rule, and what is the optimizer's own."""
+    options = {key: settings.pop(key) for key in _OPTIONS if key in settings}
+    known = {f.name for f in dataclasses.fields(kind)}
+    for key in settings:
+        if key not in known:
+            raise ConfigError(f"unknown setting {key!r} of {kind.__name__}; expected {', '.join(sorted(known))}")
+    return kind(**settings), options
+
+
+def _maths(rule: MatrixRule | AdamW) -> Rule | AdamWRule:
+    if isinstance(rule, AdamW):
+        return AdamWRule(rule)
+    if isinstance(rule, MuonSettings):
+        return MuonRule(rule)
+    return ShampooRule(rule) if isinstance(rule, ShampooSettings) else SOAPRule(rule)
+
+
+def _process_group(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> dist.ProcessGroup | None:
+    """Of the mesh, flattened where it has several dims."""
+    meshes = {p.device_mesh for p in params if isinstance(p, DTensor)}
+    mesh = mesh or max(meshes, key=lambda m: m.size(), default=None)
+    if mesh is None:
+        return None
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
+def _box(param: torch.Tensor) -> Box:
+    if not isinstance(param, DTensor):
+        return Box((0,) * param.ndim, tuple(param.shape))
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return Box(tuple(offset), tuple(shape))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's piece, placed as the parameter is."""
+    grad = param.grad
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return None if grad is None else _local(grad)
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return dtype.itemsize * int(torch.Size(shape).numel())

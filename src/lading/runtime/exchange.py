@@ -1,0 +1,160 @@
+"""Exchange: pieces of many matrices to their owners and back, in one all-to-all for each direction of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from lading.ir.routes import Box, Piece
+
+#: The tensor that has a piece, and the box that it is, by matrix.
+Place = Callable[[int], tuple[torch.Tensor, Box]]
+
+
+@dataclass
+class Traffic:
+    """What an exchange has sent: counted, for tests and reports.
+
+    Attributes:
+        collectives: Calls.
+        elements: That left this rank.
+    """
+
+    collectives: int = 0
+    elements: int = 0
+
+
+@dataclass
+class Under:
+    """An exchange under way.
+
+    Attributes:
+        arrived: What came, piece after piece, from the first rank to the last.
+    """
+
+    work: Any
+    arrived: torch.Tensor
+    sent: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks that share matrices, numbered within the team.
+
+    Attributes:
+        inbound, outbound: Process groups of their own, so that what returns does not hold up what comes; None for one
+            rank alone.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    group: dist.ProcessGroup | None = None
+    inbound: dist.ProcessGroup | None = None
+    outbound: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | None) -> Team:
+        """The ranks of a process group (None: all), or this process alone where there are no groups."""
+        if not dist.is_initialized():
+            return Team()
+        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        made = [cast(dist.ProcessGroup, dist.new_group(members, use_local_synchronization=True)) for _ in range(2)]
+        return Team(dist.get_rank(group), len(members), group or dist.group.WORLD, *made)
+
+    def gather(self, what: object) -> list[Any]:
+        """Of every rank, in order."""
+        found: list[Any] = [what] * self.ranks
+        if self.ranks > 1:
+            dist.all_gather_object(found, what, group=self.group)
+        return found
+
+
+class Exchange:
+    """One direction of one group of matrices; every rank makes the same calls in the same order."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], team: Team, group: dist.ProcessGroup | None, dtype: torch.dtype
+    ) -> None:
+        """An exchange of ``pieces``; those that stay on their rank are copied there."""
+        rank, ranks = team.rank, team.ranks
+        self.group = group
+        self.dtype = dtype
+        self.kept = [p for p in pieces if p.source == p.target == rank]
+        self.sent = [[p for p in pieces if p.source == rank and p.target == to != rank] for to in range(ranks)]
+        self.taken = [[p for p in pieces if p.target == rank and p.source == of != rank] for of in range(ranks)]
+        self._out = [sum(p.box.size for p in row) for row in self.sent]
+        self._in = [sum(p.box.size for p in row) for row in self.taken]
+        #: Whether any rank sends: all agree, as all know every piece.
+        self.moves = any(p.source != p.target for p in pieces)
+
+    def start(self, source: Place, device: torch.device, traffic: Traffic) -> Under:
+        """Pack what this rank sends, and begin."""
+        out = torch.empty(sum(self._out), dtype=self.dtype, device=device)
+        arrived = torch.empty(sum(self._in), dtype=self.dtype, device=device)
+        _pack(out, self.sent, source)
+        work = None
+        if self.moves:
+            work = dist.all_to_all_single(arrived, out, self._in, self._out, group=self.group, async_op=True)
+            traffic.collectives += 1
+            traffic.elements += out.numel()
+        return Under(work, arrived, out)
+
+    def finish(self, under: Under, source: Place, target: Place) -> None:
+        """Wait, and put every piece into its place; what stayed on this rank is copied."""
+        if under.work is not None:
+            under.work.wait()
+        start = 0
+        for row in self.taken:
+            for piece in row:
+                part = under.arrived[start : start + piece.box.size].view(piece.box.shape)
+                _view(target, piece).copy_(part)
+                start += piece.box.size
+        for piece in self.kept:
+            _view(target, piece).copy_(_view(source, piece))
+
+
+def _pack(out: torch.Tensor, rows: Sequence[Sequence[Piece]], source: Place) -> None:
+    start = 0
+    for row in rows:
+        for piece in row:
+            out[start : start + piece.box.size].view(piece.box.shape).copy_(_view(source, piece))
+            start += piece.box.size
+
+
+def _view(place: Place, piece: Piece) -> torch.Tensor:
+    tensor, box = place(piece.whole)
+    return tensor[piece.box.within(box)]
+
+
+def agree(
+    gradients: Sequence[torch.Tensor | None],
+    names: Sequence[str],
+    team: Team,
+    *,
+    check_finite: bool,
+) -> bool:
+    """Agree with one small reduction that all ranks have the same gradients, and whether all of all is finite.
+
+    Raises:
+        ValueError: a parameter has a gradient on some ranks only; on every rank.
+    """
+    has = torch.tensor([g is not None for g in gradients], dtype=torch.int32)
+    bad = 0
+    if check_finite:
+        bad = int(any(not bool(torch.isfinite(g).all()) for g in gradients if g is not None))
+    device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
+    counted = torch.cat([has, torch.tensor([bad], dtype=torch.int32)]).to(device)
+    if team.ranks > 1:
+        dist.all_reduce(counted, group=team.group)
+    found = counted.tolist()
+    for name, count in zip(names, found, strict=False):
+        if 0 < count < team.ranks:
+            raise ValueError(
+                f"{name}: expected a gradient on all {team.ranks} ranks or on none, found one on {count}; use the "
+                "parameter on every rank, if only times 0, or freeze it"
+            )
+    return found[-1] == 0

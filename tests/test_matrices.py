@@ -1,0 +1,217 @@
+"""Matrix optimizers on several ranks give the bits of one process, however parameters are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lading import AdamW
+from lading.errors import ConfigError
+from lading.ir.routes import Box
+from lading.matrices import SOAP, MatrixOptimizer, Muon, Shampoo
+from tests.ranks import run_ranks
+
+STEPS = 4
+
+
+class Model(nn.Module):
+    """Matrices that no number of ranks divides, a fused one, a stack of experts, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.up = nn.Linear(10, 18, bias=False)
+        self.down = nn.Linear(18, 10, bias=False)
+        self.qkv = nn.Linear(10, 14, bias=False)
+        self.thin = nn.Linear(7, 3, bias=False)
+        self.experts = nn.Parameter(torch.empty(3, 6, 5))
+        self.norm = nn.Parameter(torch.empty(10))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    """The reduced gradients of a step, whole."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(p.shape, generator=generator) for p in Model().parameters()]
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    named = dict(model.named_parameters())
+    norm, qkv = [("norm", named.pop("norm"))], [("qkv", named.pop("qkv.weight"))]
+    return [
+        {"params": list(named.items())},
+        {"params": qkv, "parts": (6, 4, 4)},
+        {"params": norm, "rule": AdamW(lr=1e-2)},
+    ]
+
+
+KINDS = {
+    "muon": lambda p, **k: Muon(p, lr=0.02, **k),
+    "muon-fp32": lambda p, **k: Muon(p, lr=0.02, dtype="float32", nesterov=False, **k),
+    "shampoo": lambda p, **k: Shampoo(p, lr=0.02, eps=1e-6, frequency=2, **k),
+    "soap": lambda p, **k: SOAP(p, lr=0.02, frequency=2, **k),
+}
+
+
+def give(model: nn.Module, whole: list[torch.Tensor]) -> None:
+    """Gradients as a reduction would leave them."""
+    for parameter, grad in zip(model.parameters(), whole, strict=True):
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            shape, offset = compute_local_shape_and_global_offset(grad.shape, mesh, placements)
+            local = grad[Box(tuple(offset), tuple(shape)).within(Box((0,) * grad.ndim, tuple(grad.shape)))].clone()
+            parameter.grad = DTensor.from_local(local, mesh, placements, shape=grad.shape, stride=grad.stride())
+        else:
+            parameter.grad = grad.clone()
+
+
+def moved(model: nn.Module, optimizer: MatrixOptimizer) -> list[torch.Tensor]:
+    for step in range(STEPS):
+        give(model, gradients(step))
+        optimizer.step()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def alone(kind: str) -> list[torch.Tensor]:
+    """What one process makes of it, with as many threads as the others have: products differ in bits with them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = Model()
+    found = moved(model, KINDS[kind](groups_of(model)))
+    torch.set_num_threads(threads)
+    return found
+
+
+def cut(model: Model, mode: str, ranks: int) -> nn.Module:
+    if mode == "ddp":
+        return model
+    if mode == "hsdp":
+        return fully_shard(model, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard")))
+    if mode in ("tp", "fsdp-tp"):
+        shape, names = ((ranks,), ("tp",)) if mode == "tp" else ((ranks // 2, 2), ("dp", "tp"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model if mode == "tp" else fully_shard(model, mesh=mesh["dp"])
+    return fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+
+
+def _equal(rank: int, ranks: int, modes: tuple[str, ...], expected: dict[str, list[torch.Tensor]]) -> None:
+    for kind, whole in expected.items():
+        for mode in modes:
+            for groups in (1, 3) if kind == "muon" else (2,):
+                model = cut(Model(), mode, ranks)
+                optimizer = KINDS[kind](groups_of(model), groups=groups)
+                names = [name for name, _ in model.named_parameters()]
+                for name, ours, theirs in zip(names, moved(model, optimizer), whole, strict=True):
+                    assert torch.equal(ours, theirs), (kind, mode, groups, name)
+
+
+MODES = {2: ("ddp", "fsdp", "tp"), 3: ("fsdp",), 4: ("fsdp", "hsdp", "fsdp-tp")}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_the_bits_of_one_process(ranks: int):
+    run_ranks(
+        _equal, ranks, ranks, MODES.get(ranks, ("fsdp", "hsdp", "fsdp-tp")), {kind: alone(kind) for kind in KINDS}
+    )
+
+
+def test_one_process_is_torchs_muon():
+    model, other = Model(), Model()
+    matrices = [p for p in other.parameters() if p.ndim == 2 and p is not other.qkv.weight]
+    reference = torch.optim.Muon(matrices, lr=0.02)
+    for step in range(STEPS):
+        give(other, gradients(step))
+        reference.step()
+    moved(model, KINDS["muon"](groups_of(model)))
+    assert torch.equal(model.up.weight, other.up.weight)
+    assert torch.equal(model.thin.weight, other.thin.weight)
+
+
+def test_a_vector_is_no_matrix():
+    with pytest.raises(ConfigError, match=r"norm: expected a matrix.*shape \(10,\).*rule that works on elements"):
+        Muon(Model().named_parameters(), lr=0.1)
+
+
+def test_parts_add_up():
+    with pytest.raises(ConfigError, match=r"qkv: expected parts that add up to its 14 rows, got \(6, 4\)"):
+        Muon([{"params": [("qkv", Model().qkv.weight)], "parts": (6, 4)}])
+
+
+def test_a_setting_that_is_not_known():
+    with pytest.raises(ConfigError, match="unknown setting 'moment' of Muon; expected coefficients"):
+        Muon([Model().up.weight], moment=0.9)
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.full_tensor().clone() for n, p in model.named_parameters() if isinstance(p, DTensor)}
+
+
+def _faults(rank: int) -> None:
+    model = cut(Model(), "fsdp", 2)
+    optimizer = KINDS["muon"](groups_of(model))
+    give(model, gradients(0))
+    optimizer.step()
+    before = whole(model)
+    # Not finite on one rank: nothing moves anywhere, momentum included.
+    give(model, gradients(1))
+    if rank == 1:
+        grad = model.up.weight.grad
+        assert isinstance(grad, DTensor)
+        grad.to_local()[0, 0] = float("nan")
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert all(torch.equal(now, before[name]) for name, now in whole(model).items())
+    # No gradient on any rank: the others move.
+    give(model, gradients(1))
+    model.up.weight.grad = None
+    optimizer.step()
+    assert torch.equal(whole(model)["up.weight"], before["up.weight"])
+    assert not torch.equal(whole(model)["down.weight"], before["down.weight"])
+    # A gradient on one rank only: an error on both, not a hang.
+    give(model, gradients(2))
+    if rank == 0:
+        model.up.weight.grad = None
+    with pytest.raises(ValueError, match=r"up\.weight: expected a gradient on all 2 ranks or on none, found one on 1"):
+        optimizer.step()
+
+
+def test_faults_that_others_had():
+    run_ranks(_faults, 2)
+
+
+def _counted(rank: int, ranks: int) -> None:
+    model = cut(Model(), "fsdp", ranks)
+    optimizer = KINDS["muon"](groups_of(model), groups=1)
+    give(model, gradients(0))
+    optimizer.step()
+    assert optimizer.traffic.collectives == 2
+    # What leaves a rank: its pieces of what others own, and others' pieces of what it owns.
+    sent = torch.tensor([optimizer.traffic.elements])
+    dist.all_reduce(sent)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert int(sent) <= 2 * matrices
+    replicated = cut(Model(), "ddp", ranks)
+    optimizer = KINDS["muon"](groups_of(replicated), groups=1)
+    give(replicated, gradients(0))
+    optimizer.step()
+    sent = torch.tensor([optimizer.traffic.elements])
+    dist.all_reduce(sent)
+    # Every owner has the gradient already; the direction goes to all others once.
+    assert optimizer.traffic.collectives == 1
+    assert int(sent) == (ranks - 1) * matrices
+
+
+def test_what_is_sent_is_counted():
+    run_ranks(_counted, 2, 2)

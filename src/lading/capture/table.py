@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,10 +34,12 @@ Make = Callable[[Mapping[str, int]], tuple[torch.nn.Module, Any]]
 
 
 def traced(
-    model: torch.nn.Module, batch: Any, loss: Loss
+    model: torch.nn.Module, batch: Any, loss: Loss, *, whole: bool = True
 ) -> tuple[StepGraph, list[tuple[int, Op]], list[tuple[str, str]]]:
     """A step with its views, norms and dropouts whole and tied parameters apart.
 
+    Args:
+        whole: False leaves norms and dropouts as the processor runs them.
     Returns:
         The graph, its views as ``Tracer`` gives them, and the pairs of parameters that are tied.
     """
@@ -54,7 +56,7 @@ def traced(
         mode,
         tracer,
         module_paths(model, tracer),
-        Whole(),
+        Whole() if whole else nullcontext(),
     ):
         losses = call_on(model, fakes, faked, partial(forward_backward, loss, tracer, 1, fakes), tied=False)
     return tracer.graph(fakes, inputs, losses), views, _tied_pairs(model)
@@ -70,16 +72,18 @@ def _tied_pairs(model: torch.nn.Module) -> list[tuple[str, str]]:
     return pairs
 
 
-def captured_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "") -> ModelTable:
+def captured_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "", *, whole: bool = True) -> ModelTable:
     """The table of a model at the sizes it has: no symbols.
 
     Raises:
         CaptureError: it cannot be captured, or its blocks do not run one after another.
     """
-    return table_at_sizes(*traced(model, batch, loss), name)
+    return table_at_sizes(*traced(model, batch, loss, whole=whole), name)
 
 
-def module_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "", *, tokens: int = 0) -> ModelTable:
+def module_table(
+    model: torch.nn.Module, batch: Any, loss: Loss, name: str = "", *, tokens: int = 0, whole: bool = True
+) -> ModelTable:
     """The table of any module in the symbols ``b`` (sequences) and ``s`` (tokens).
 
     Args:
@@ -87,6 +91,7 @@ def module_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "",
         loss: As ``lading.capture`` takes it.
         tokens: Of a sequence: other dims of a tree that are as long vary with ``s``, those longer by one with
             ``s + 1``; 0 for the second dim of the first tensor, if that is of numbered tokens or of vectors.
+        whole: Norms and dropouts are one operation each, as on a GPU; False for what a processor runs.
     Raises:
         CaptureError: other sizes give other operations; says which.
     """
@@ -99,22 +104,26 @@ def module_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "",
         lengths = (part, 3 * part, 2 * part)
     pairs = ((3, 0), (5, 0), (3, 1), (5, 1), (7, 2))
     sizes = [{"b": b, "s": lengths[at]} for b, at in pairs]
-    whole = captured_table(model, make_batch(sizes[0]["b"], sizes[0]["s"]), loss, name)
+
+    def table_at(at: Mapping[str, int]) -> ModelTable:
+        return captured_table(model, make_batch(at["b"], at["s"]), loss, name, whole=whole)
+
+    first = table_at(sizes[0])
 
     def others() -> list[ModelTable]:
-        return [captured_table(model, make_batch(at["b"], at["s"]), loss, name) for at in sizes[1:]]
+        return [table_at(at) for at in sizes[1:]]
 
-    with _shortened(model, whole.counts) as counts:
+    with _shortened(model, first.counts) as counts:
         try:
             rest = others()
         except CaptureError:
-            if counts == whole.counts:
+            if counts == first.counts:
                 raise
             rest = []
     if not rest or any(table.counts != counts for table in rest):  # the model needs all of its blocks
-        rest, counts = others(), whole.counts
-    found = _joined([dataclasses.replace(whole, counts=counts), *rest], sizes, None)
-    return dataclasses.replace(found, counts=whole.counts)
+        rest, counts = others(), first.counts
+    found = _joined([dataclasses.replace(first, counts=counts), *rest], sizes, None)
+    return dataclasses.replace(found, counts=first.counts)
 
 
 @contextmanager

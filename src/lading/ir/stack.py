@@ -72,6 +72,9 @@ class Stack:
             gathered (torch's ``parallelize_module``).
         reduces_each: Where gradients are cut (zero 2) they are reduced after each micro-batch, not once a step.
         early_stop: Full recompute stops once all is there that backward reads, as torch's own does.
+        drops_gradients: Gradients come as backward makes them and go after the update (``zero_grad`` of PyTorch); else
+            they have buffers that are always there.
+        clips: The gradients' norm is limited in each step.
         sources: Where each setting comes from, by key.
     """
 
@@ -119,6 +122,8 @@ class Stack:
     adapter_modules: tuple[str, ...] = ()
     quantizer: str = ""
     merges: tuple[str, ...] = ()
+    drops_gradients: bool = False
+    clips: bool = True
     sources: dict[str, str] = field(default_factory=lambda: {})
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ from lading.memory.ranks import adapter_bytes, gathered_bytes, state_bytes
 from lading.parallel.adapters import adapted, adapters_of, packed
 from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
+from lading.sim.eager import eager_memory
 from lading.sim.gathered import UnitBytes, gathered_passes, unit_bytes
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, phases
@@ -179,8 +180,8 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
         step = replicas_step(stages[0], units, request.layout, request.stack, prices)
     else:
         step = pipeline_step(stages, request.layout, request.stack, prices, prices.send_s(both[0].sent_bytes))
-    memory = tuple(_memory(request, both, stages, step))
-    return Simulated(request, machine, table, _waiting(step, request.layout), memory, both)
+    given = _eager(request, table) if request.stack.drops_gradients else _memory(request, both, stages, step)
+    return Simulated(request, machine, table, _waiting(step, request.layout), tuple(given), both)
 
 
 def _waiting(step: Step, layout: Layout) -> Step:
@@ -312,6 +313,16 @@ def recomputed_parts(run: Run, plain: int, layers: int) -> Run:
         layers -= again if count > 1 else 0
         parts += [(segment, again), (segment + plain, count - again)]
     return [part for part in parts if part[1]]
+
+
+def _eager(request: Request, table: ModelTable) -> list[dict[Role, int]]:
+    return eager_memory(
+        runs_of(request, table),
+        segments_of(request, table),
+        request.layout,
+        request.stack,
+        schedule_of(request.layout),
+    )
 
 
 def _memory(request: Request, both: Sequence[Phases], stages: Sequence[Stage], step: Step) -> list[dict[Role, int]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -83,12 +85,14 @@ def moved(model: nn.Module, optimizer: MatrixOptimizer) -> list[torch.Tensor]:
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-def alone(kind: str) -> list[torch.Tensor]:
+def alone(kind: str, rounds: int = 1, **options: Any) -> list[torch.Tensor]:
     """What one process makes of it, with as many threads as the others have: products differ in bits with them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model = Model()
-    found = moved(model, KINDS[kind](groups_of(model)))
+    optimizer = KINDS[kind](groups_of(model), **options)
+    for _ in range(rounds):
+        found = moved(model, optimizer)
     torch.set_num_threads(threads)
     return found
 
@@ -215,3 +219,45 @@ def _counted(rank: int, ranks: int) -> None:
 
 def test_what_is_sent_is_counted():
     run_ranks(_counted, 2, 2)
+
+
+def _saved(rank: int, folder: Path) -> None:
+    for kind, make in KINDS.items():
+        model = cut(Model(), "fsdp", 3)
+        optimizer = make(groups_of(model), stagger=True)
+        moved(model, optimizer)
+        dcp.save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder / kind)
+
+
+def _resumed(rank: int, folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
+    for kind, whole_run in expected.items():
+        model = cut(Model(), "fsdp-tp", 4)
+        optimizer = KINDS[kind](groups_of(model), stagger=True)
+        weights = model.state_dict()
+        dcp.load({"model": weights, "optimizer": optimizer}, checkpoint_id=folder / kind)
+        model.load_state_dict(weights)
+        for now, then in zip(moved(model, optimizer), whole_run, strict=True):
+            assert torch.equal(now, then), kind
+
+
+def test_states_move_to_other_ranks_and_meshes(tmp_path: Path):
+    """Three ranks save; four, cut another way, go on as one process would have."""
+    run_ranks(_saved, 3, tmp_path)
+    run_ranks(_resumed, 4, tmp_path, {kind: alone(kind, rounds=2, stagger=True) for kind in KINDS})
+
+
+def test_states_that_are_missing_are_said():
+    optimizer = KINDS["soap"](groups_of(Model()))
+    state = optimizer.state_dict()
+    state["whole"]["up.weight"].pop("left")
+    with pytest.raises(ConfigError, match=r"states of up\.weight: expected exp_avg, .*left, .*found exp_avg"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ConfigError, match="expected all parameters when a matrix optimizer is made"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2))]})
+
+
+def test_dues_are_spread():
+    """Bases that turn every second update turn for half of equal matrices at each, and owners have as many."""
+    parameters = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(8)]
+    optimizer = SOAP([(f"p{i}", p) for i, p in enumerate(parameters)], frequency=2, stagger=True)
+    assert sorted(rule.shift % 2 for rule in optimizer._rules) == [0] * 4 + [1] * 4  # pyright: ignore[reportAttributeAccessIssue]

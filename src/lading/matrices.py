@@ -25,13 +25,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lading.config import AdamW
 from lading.errors import ConfigError
-from lading.ir.routes import Box, Whole, micro_groups, pieces, wholes_of
+from lading.ir.routes import Box, micro_groups, pieces, wholes_of
 from lading.optim.adam import AdamWRule
 from lading.optim.muon import MuonRule
 from lading.optim.rule import Held, Rule, States, fresh
 from lading.optim.shampoo import ShampooRule
 from lading.optim.soap import SOAPRule
-from lading.planner.owners import Matrix, Owners, assign
+from lading.planner.owners import Matrix, Owners, assign, spread_turns
 from lading.rules import SOAP as SOAPSettings
 from lading.rules import MatrixRule
 from lading.rules import Muon as MuonSettings
@@ -50,6 +50,7 @@ class _Member:
     name: str
     param: torch.Tensor
     group: dict[str, Any]
+    settings: MatrixRule | AdamW
     rule: Rule | AdamWRule
 
     @property
@@ -67,7 +68,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self, params: Iterable[Any], rule: MatrixRule, lr: float, *, mesh: DeviceMesh | None = None,
-        groups: int = _GROUPS, skip_nonfinite: bool = True, state_cap_bytes: int | None = None,
+        groups: int = _GROUPS, skip_nonfinite: bool = True, stagger: bool = False, state_cap_bytes: int | None = None,
     ) -> None:  # fmt: skip
         """An optimizer.
 
@@ -77,6 +78,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             rule: Of groups that do not say.
             mesh: Ranks that share the work; None for the mesh of the parameters, or all ranks where they have none.
             groups: All-to-alls in each direction that a step is cut into, at most.
+            stagger: Spread what is due every so many updates (roots, bases) over the updates between, matrix by matrix,
+                and give owners as much of it at each. When a matrix's turn is does not depend on who owns it.
             skip_nonfinite: Leave out a step in which a gradient is not finite, on every rank.
             state_cap_bytes: Most bytes of whole states on one rank.
         Raises:
@@ -86,7 +89,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().__init__(given, {"lr": lr, "parts": ()})
         self.skip_nonfinite = skip_nonfinite
         self.skipped = 0
-        self._members = [m for group, r in zip(self.param_groups, rules, strict=True) for m in _members(group, r)]
+        numbered = enumerate(zip(self.param_groups, rules, strict=True))
+        self._members = [m for number, (group, r) in numbered for m in _members(number, group, r)]
         self._team = Team.of(_process_group(mesh, [m.param for m in self._members]))
         self._wholes = [
             whole
@@ -94,27 +98,33 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if m.is_matrix
             for whole in wholes_of(number, m.name, m.param.shape, m.group["parts"])
         ]
+        self._rules = self._rules_of_wholes(stagger=stagger)
         holdings = self._holdings()
         self._boxes = [row[self._team.rank] for row in holdings]
         self.owners = self._planned(state_cap_bytes)
         owner = [gang[0] for gang in self.owners.ranks] if self.owners else []
-        sizes = [self._rule_of(w).work(*w.rows_columns).flops for w in self._wholes]
-        routes = pieces(self._wholes, holdings, owner)
-        self._step = MatrixStep(self._wholes, owner, micro_groups(sizes, owner, groups), routes, self._team)
-        self._whole = {
-            number: fresh(self._rule_of(w), w.rows_columns, self._members[w.parameter].param.dtype, self._device)[1]
-            for number, w in enumerate(self._wholes)
-            if owner[number] == self._team.rank
-        }
+        self._step = self._routed(holdings, owner, groups)
+        self._whole = {number: self._fresh(number) for number, rank in enumerate(owner) if rank == self._team.rank}
+        for member in self._members:
+            self._begin(member)
 
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent so far."""
         return self._step.traffic
 
-    @property
-    def _device(self) -> torch.device:
-        return self._members[0].param.device
+    def _rules_of_wholes(self, *, stagger: bool) -> list[Rule]:
+        """Of each matrix; staggered, matrices of one shape take turns in the order of their names."""
+        turns: dict[tuple[int, int], int] = {}
+        shifts: dict[str, int] = {}
+        for whole in sorted(self._wholes, key=lambda w: w.name):
+            shifts[whole.name] = turns.get(whole.rows_columns, 0)
+            turns[whole.rows_columns] = shifts[whole.name] + 1
+        found: list[Rule] = []
+        for whole in self._wholes:
+            rule = self._members[whole.parameter].settings
+            found.append(cast(Rule, _maths(rule, shifts[whole.name] if stagger else 0)))
+        return found
 
     def _holdings(self) -> list[list[Box]]:
         """What every rank has of every parameter; the same list on all of them."""
@@ -130,21 +140,31 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _planned(self, cap_bytes: int | None) -> Owners | None:
         if not self._wholes:
             return None
-        items = [self._item(whole) for whole in self._wholes]
-        planned = assign(items, self._team.ranks, cap_bytes=cap_bytes)
+        items = [self._item(number) for number in range(len(self._wholes))]
+        planned = spread_turns(items, assign(items, self._team.ranks, cap_bytes=cap_bytes))
         digest = hashlib.sha256(repr(planned.ranks).encode()).hexdigest()
         if len(set(self._team.gather(digest))) > 1:
             raise ConfigError("ranks planned different owners: expected equal versions of Lading on every rank")
         return planned
 
-    def _item(self, whole: Whole) -> Matrix:
-        rule, shape = self._rule_of(whole), whole.rows_columns
+    def _routed(self, holdings: list[list[Box]], owner: list[int], groups: int) -> MatrixStep:
+        wholes = list(zip(self._wholes, self._rules, strict=True))
+        sizes = [rule.work(*whole.rows_columns).flops for whole, rule in wholes]
+        routes = pieces(self._wholes, holdings, owner)
+        return MatrixStep(wholes, owner, micro_groups(sizes, owner, groups), routes, self._team)
+
+    def _fresh(self, number: int) -> States:
+        whole = self._wholes[number]
+        param = self._members[whole.parameter].param
+        return fresh(self._rules[number], whole.rows_columns, param.dtype, param.device)[1]
+
+    def _item(self, number: int) -> Matrix:
+        whole, rule = self._wholes[number], self._rules[number]
+        shape = whole.rows_columns
         states = rule.states(shape, self._members[whole.parameter].param.dtype).values()
         kept = sum(_bytes(state.shape, state.dtype) for state in states if state.held is Held.WHOLE)
-        return Matrix(whole.name, rule.work(*shape).flops, whole.box.size, state_bytes=kept)
-
-    def _rule_of(self, whole: Whole) -> Rule:
-        return cast(Rule, self._members[whole.parameter].rule)
+        turn = getattr(rule, "shift", 0) % getattr(rule.settings, "frequency", 1)
+        return Matrix(whole.name, rule.work(*shape).flops, whole.box.size, state_bytes=kept, turn=turn)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -172,21 +192,70 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 member.rule.step(local, grad, held, lr=rate, update=update)
                 continue
             travels = member.rule.pre(grad, held, update)
-            moving[number] = Moving(local, travels, self._boxes[number], member.rule, rate, update)
+            moving[number] = Moving(local, travels, self._boxes[number], rate, update)
         if moving:
             self._step.run(moving, self._whole)
         return loss
 
+    def _begin(self, member: _Member) -> None:
+        """This rank's elementwise states, before the first update."""
+        param, state = member.param, self.state[member.param]
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        for name, kind in member.rule.states(cast(Any, tuple(param.shape[-2:])), param.dtype).items():
+            if kind.held is Held.ELEMENTWISE:
+                state[name] = torch.zeros_like(param, dtype=kind.dtype, requires_grad=False)
+
     def _held(self, member: _Member) -> tuple[States, int]:
         """This rank's elementwise states, and the update's number."""
-        param, state = member.param, self.state[member.param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for name, kind in member.rule.states(cast(Any, tuple(param.shape[-2:])), param.dtype).items():
-                if kind.held is Held.ELEMENTWISE:
-                    state[name] = torch.zeros_like(param, dtype=kind.dtype)
+        state = self.state[member.param]
         state["step"] += 1
         return {key: _local(value) for key, value in state.items() if key != "step"}, int(state["step"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """States by name; give ``{"optimizer": optimizer}`` to ``torch.distributed.checkpoint``, to save and to load.
+
+        Elementwise states are placed as their parameters; whole ones are there on their owner alone, under the name of
+        the matrix, so that another number of ranks, mesh or plan finds what it needs.
+        """
+        return {
+            "elementwise": {m.name: dict(self.state[m.param]) for m in self._members},
+            "whole": {self._wholes[number].name: dict(states) for number, states in self._whole.items()},
+            "rates": {m.name: float(m.group["lr"]) for m in self._members},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over states from ``state_dict`` of an optimizer of the same parameters and rules.
+
+        Raises:
+            ConfigError: a parameter, a matrix that this rank owns, or one of its states is missing.
+        """
+        for member in self._members:
+            _take(member.name, self.state[member.param], state_dict.get("elementwise", {}).get(member.name))
+            member.group["lr"] = state_dict.get("rates", {}).get(member.name, member.group["lr"])
+        for number, states in self._whole.items():
+            name = self._wholes[number].name
+            _take(name, states, state_dict.get("whole", {}).get(name))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch calls it while an optimizer is made.
+
+        Raises:
+            ConfigError: the optimizer is made already; owners are planned for all parameters at once.
+        """
+        if hasattr(self, "_members"):
+            raise ConfigError("expected all parameters when a matrix optimizer is made; make another with all of them")
+        super().add_param_group(param_group)
+
+
+@torch.no_grad()
+def _take(name: str, into: dict[str, torch.Tensor], of: dict[str, torch.Tensor] | None) -> None:
+    if of is None or set(of) != set(into):
+        found = "nothing" if of is None else ", ".join(sorted(of))
+        raise ConfigError(f"the states of {name}: expected {', '.join(sorted(into))}, found {found}")
+    for key, tensor in into.items():
+        if tuple(of[key].shape) != tuple(tensor.shape):
+            raise ConfigError(f"{name}: expected {key} of shape {tuple(tensor.shape)}, got {tuple(of[key].shape)}")
+        tensor.copy_(of[key])
 
 
 def _groups(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[Any], list[MatrixRule | AdamW]]:
@@ -202,11 +271,10 @@ def _groups(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[An
     ], rules
 
 
-def _members(group: dict[str, Any], rule: MatrixRule | AdamW) -> list[_Member]:
-    count = len(group["params"])
-    names = group.get("param_names") or [f"parameter {number} of {count}" for number in range(count)]
+def _members(number: int, group: dict[str, Any], rule: MatrixRule | AdamW) -> list[_Member]:
+    names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
     maths = _maths(rule)
-    return [_Member(name, p, group, maths) for name, p in zip(names, group["params"], strict=True)]
+    return [_Member(name, p, group, rule, maths) for name, p in zip(names, group["params"], strict=True)]
 
 
 class Muon(MatrixOptimizer):
@@ -236,7 +304,7 @@ class SOAP(MatrixOptimizer):
         super().__init__(params, rule, lr, mesh=mesh, **options)
 
 
-_OPTIONS = ("groups", "skip_nonfinite", "state_cap_bytes")
+_OPTIONS = ("groups", "skip_nonfinite", "stagger", "state_cap_bytes")
 
 
 def _split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -249,12 +317,12 @@ def _split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, dict[str, An
     return kind(**settings), options
 
 
-def _maths(rule: MatrixRule | AdamW) -> Rule | AdamWRule:
+def _maths(rule: MatrixRule | AdamW, shift: int = 0) -> Rule | AdamWRule:
     if isinstance(rule, AdamW):
         return AdamWRule(rule)
     if isinstance(rule, MuonSettings):
         return MuonRule(rule)
-    return ShampooRule(rule) if isinstance(rule, ShampooSettings) else SOAPRule(rule)
+    return ShampooRule(rule, shift) if isinstance(rule, ShampooSettings) else SOAPRule(rule, shift)
 
 
 def _process_group(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> dist.ProcessGroup | None:

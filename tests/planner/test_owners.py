@@ -9,7 +9,7 @@ import pytest
 
 from lading.errors import ConfigError
 from lading.planner.owner_policies import POLICIES
-from lading.planner.owners import Matrix, Owners, OwnersInfeasible, assign, bound_s
+from lading.planner.owners import Matrix, Owners, OwnersInfeasible, assign, bound_s, spread_turns
 from lading.rules import Muon
 
 #: (layers, hidden, feed-forward, query heads), 8 key heads of 128: the Qwen3 report, arXiv:2505.09388, table 1.
@@ -121,3 +121,12 @@ def test_the_order_of_matrices_does_not_matter():
 def test_the_bound_counts_the_largest():
     three = [Matrix(str(i), 1.0, 1) for i in range(3)]
     assert bound_s(three, 2) == 2.0
+
+
+def test_turns_are_spread_over_each_owners_matrices():
+    matrices = [Matrix(f"{i:02}", 1.0, 1, turn=i // 4) for i in range(16)]
+    owners = assign(matrices, 4)
+    spread = spread_turns(matrices, owners)
+    assert spread.loads_s == owners.loads_s
+    for rank in range(4):
+        assert sorted(m.turn for m, gang in zip(matrices, spread.ranks, strict=True) if gang == (rank,)) == [0, 1, 2, 3]

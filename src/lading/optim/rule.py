@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -44,6 +44,11 @@ class State:
 
 class Rule(Protocol):
     """How a matrix moves. ``update`` counts the matrix's own updates from 1."""
+
+    @property
+    def settings(self) -> Any:
+        """Of ``lading.rules``."""
+        ...
 
     @property
     def travels(self) -> torch.dtype | None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class Matrix:
         state_bytes: Of what lies whole with its owner.
         elements: For policies that count them.
         layer: Of the model, from 0.
+        turn: Of the updates between two dues (roots, bases), the one at which it is due.
         shared_s: Seconds on each of 2, 4, 8, 16 ranks that share it; empty where it cannot be shared.
     """
 
@@ -58,6 +59,7 @@ class Matrix:
     elements: int
     layer: int = 0
     state_bytes: int = 0
+    turn: int = 0
     shared_s: tuple[float, ...] = ()
 
 
@@ -335,3 +337,22 @@ def _with_gangs(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, l
             return None
         loads.put(number, matrices[number], (rank,), matrices[number].seconds)
     return loads
+
+
+def spread_turns(matrices: Sequence[Matrix], owners: Owners) -> Owners:
+    """The same loads, with equal matrices exchanged so that each owner has about as much due at each turn."""
+    kinds: dict[tuple[float, int], list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        if len(owners.ranks[number]) == 1:
+            kinds.setdefault((matrix.seconds, matrix.state_bytes), []).append(number)
+    found = list(owners.ranks)
+    due: dict[tuple[int, int], float] = {}
+    for _, numbers in sorted(kinds.items(), reverse=True):
+        slots = sorted(owners.ranks[number] for number in numbers)
+        for number in sorted(numbers, key=lambda i: (matrices[i].turn, matrices[i].name)):
+            turn = matrices[number].turn
+            slot = min(slots, key=lambda gang: (due.get((gang[0], turn), 0.0), gang))
+            slots.remove(slot)
+            found[number] = slot
+            due[slot[0], turn] = due.get((slot[0], turn), 0.0) + matrices[number].seconds
+    return replace(owners, ranks=tuple(found))

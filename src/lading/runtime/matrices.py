@@ -31,7 +31,6 @@ class Moving:
     param: torch.Tensor
     travels: torch.Tensor
     box: Box
-    rule: Rule
     lr: float
     update: int
 
@@ -56,16 +55,18 @@ class MatrixStep:
     """Who owns what, and the way there; ``run`` makes one step."""
 
     def __init__(
-        self, wholes: Sequence[Whole], owners: Sequence[int], groups: Sequence[Sequence[int]],
+        self, wholes: Sequence[tuple[Whole, Rule]], owners: Sequence[int], groups: Sequence[Sequence[int]],
         routes: tuple[Sequence[Piece], Sequence[Piece]], team: Team,
     ) -> None:  # fmt: skip
         """A step of ``wholes``.
 
         Args:
+            wholes: Each with the rule that moves it.
             groups: Numbers of matrices that travel together, in order.
             routes: Pieces to owners, and back (``lading.ir.routes.pieces``).
         """
-        self.wholes, self.owners, self.groups, self.team = wholes, owners, groups, team
+        self.wholes, self.rules = [whole for whole, _ in wholes], [rule for _, rule in wholes]
+        self.owners, self.groups, self.team = owners, groups, team
         self.traffic = Traffic()
         self._inbound, self._outbound = routes
         self._known: dict[object, list[tuple[list[int], Exchange, Exchange]]] = {}
@@ -137,7 +138,9 @@ class MatrixStep:
         for number in mine:
             matrix = self.wholes[number]
             own = moving[matrix.parameter]
-            found = own.rule.direction(arrived.pop(number).view(matrix.rows_columns), whole.get(number, {}), own.update)
+            found = self.rules[number].direction(
+                arrived.pop(number).view(matrix.rows_columns), whole.get(number, {}), own.update
+            )
             group.matrices[number] = found.to(group.outbound.dtype).reshape(matrix.box.shape)
         group.under = group.outbound.start(
             lambda number: (group.matrices[number], self.wholes[number].box), _device(moving), self.traffic
@@ -160,7 +163,7 @@ class MatrixStep:
             matrix = self.wholes[number]
             own = moving[matrix.parameter]
             piece = own.param[held.within(own.box)]
-            own.rule.post(piece, direction, matrix.rows_columns, lr=own.lr, update=own.update)
+            self.rules[number].post(piece, direction, matrix.rows_columns, lr=own.lr, update=own.update)
         group.matrices.clear()
         group.landing.clear()
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lading.ir.program import Program
     from lading.ir.timeline import Timeline
     from lading.prepare import plan
+    from lading.runtime.apply import apply
     from lading.runtime.probe import probe
     from lading.sim.engine import simulate
     from lading.trainer import Trainer
@@ -52,6 +53,7 @@ __all__ = [
     "Timeline",
     "Trainer",
     "__version__",
+    "apply",
     "capture",
     "load_machine",
     "plan",
@@ -77,6 +79,7 @@ _DEFINED_IN = MappingProxyType(
         "StorageError": "lading.errors",
         "Timeline": "lading.ir.timeline",
         "Trainer": "lading.trainer",
+        "apply": "lading.runtime.apply",
         "capture": "lading.capture",
         "load_machine": "lading.catalog.load",
         "plan": "lading.prepare",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lading.errors import ConfigError
+from lading.ir.layout import parse_layout
 from lading.ir.reading import read_as, read_json
 
 #: Raised whenever what a saved plan means changes.
@@ -108,6 +109,13 @@ class ClusterPlan:
     def gap(self) -> float:
         """How far above the bound the plan is, as a share of the bound."""
         return self.step_s / self.bound_s - 1.0 if self.bound_s else 0.0
+
+    @property
+    def gathers(self) -> tuple[int, int]:
+        """All-gathers of parameters in one step, on each rank: in forward and in backward."""
+        micro_batches = parse_layout(self.layout).micro_batches
+        forward = sum(1 if group.keep is Keep.STEP else micro_batches for group in self.groups)
+        return forward, sum(micro_batches for group in self.groups if group.keep is Keep.RELEASE)
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

@@ -1,0 +1,247 @@
+"""A plan of a cluster, set on a stock PyTorch model: FSDP2 group by group.
+
+``apply`` calls ``fully_shard`` once for each group of the plan, from the innermost modules outward, and sets what the
+plan says of it: released after forward or not, what is gathered ahead, in which dtype, whether it lies in host memory,
+what is recomputed. Nothing of the training loop changes:
+
+[Note: micro-batches]
+A group that stays gathered over the micro-batches of a step must be released behind the last one, or the next step
+would read what was before the optimizer's update. Forwards with gradients are counted: flags are set as each begins,
+and an optimizer that steps when not as many micro-batches as planned have run is stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from lading.errors import ConfigError
+from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
+from lading.ir.graph import DTYPE_BYTES
+from lading.ir.layout import Layout, parse_layout
+
+
+def apply(plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Cut a model over data-parallel ranks as a plan says; in place.
+
+    Args:
+        plan: From ``lading plan --model``, or the path of its file.
+        model: As it is on one rank (tensor parallel may be applied), with the modules that the plan names.
+        mesh: Of the data-parallel ranks: one dim, or two (replicas, shards) where the layout has ``shard``.
+    Returns:
+        The model, for a line such as ``model = lading.apply(plan, model, mesh)``.
+    Raises:
+        ConfigError: a module is not known, the mesh has another size, or the plan is for another model.
+    """
+    plan = plan if isinstance(plan, ClusterPlan) else ClusterPlan.load(Path(plan))
+    layout = parse_layout(plan.layout)
+    _check(plan, layout, mesh)
+    modules = dict(model.named_modules())
+    groups = [_members(group, modules) for group in plan.groups]
+    _check_parameters(plan, model, groups)
+    for path in plan.recomputed:
+        _known(path, modules)
+    modules.update({path: _recompute(model, path) for path in plan.recomputed})
+    policy = MixedPrecisionPolicy(param_dtype=_dtype(plan.gather_dtype), reduce_dtype=_dtype(plan.reduce_dtype))
+    sharded: dict[int, FSDPModule] = {}
+    for number in _outward(plan.groups):
+        group = plan.groups[number]
+        members = [modules[path] for path in groups[number]]
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if group.offload else OffloadPolicy()
+        released = group.keep is Keep.RELEASE
+        arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+        if len(members) > 1:
+            fully_shard(members, reshard_after_forward=released, **arguments)
+        else:
+            fully_shard(members[0], reshard_after_forward=released, **arguments)
+        sharded[number] = _as_sharded(members[0])
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    _prefetch(plan.groups, sharded)
+    if layout.micro_batches > 1:
+        kept = [sharded[n] for n, group in enumerate(plan.groups) if group.keep is Keep.STEP]
+        _MicroBatches(_as_sharded(model), kept, layout.micro_batches, reduces_each=plan.reduces_each)
+    return model
+
+
+def _check(plan: ClusterPlan, layout: Layout, mesh: DeviceMesh) -> None:
+    if not plan.groups or layout.zero != 3:
+        raise ConfigError(
+            f"apply: expected a plan that cuts parameters (zero3), got {plan.layout}; plan with --pin zero=3"
+        )
+    if layout.pp > 1 or layout.ep > 1:
+        raise ConfigError(f"apply: expected a plan without pipeline and expert parallel, got {plan.layout}")
+    if layout.recompute == "selective":
+        raise ConfigError(
+            "apply: expected recompute none or full, got selective; plan with --pin recompute=full or none"
+        )
+    ranks = layout.dp * layout.cp
+    shape = (ranks // layout.shard, layout.shard) if 0 < layout.shard < ranks else (ranks,)
+    if tuple(mesh.shape) != shape:
+        raise ConfigError(
+            f"apply: expected a mesh of {' x '.join(map(str, shape))} data-parallel ranks, as the plan's {plan.layout} "
+            f"has, got {' x '.join(map(str, mesh.shape))}; plan for these devices, or make another mesh"
+        )
+
+
+def _known(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
+    if path in modules:
+        return modules[path]
+    near = get_close_matches(path, modules, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"apply: expected modules of the plan's model, found none called {path!r}{hint}")
+
+
+def _members(group: GatherGroup, modules: Mapping[str, nn.Module]) -> list[str]:
+    for path in group.modules:
+        _known(path, modules)
+    return list(group.modules)
+
+
+def _check_parameters(plan: ClusterPlan, model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Each group has as many bytes as the plan says, so that the plan is this model's."""
+    home = {path: number for number, group in enumerate(groups) for path in group}
+    counts = [0] * len(groups)
+    seen: dict[int, tuple[str, int]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path = name.rpartition(".")[0]
+        while path and path not in home:
+            path = path.rpartition(".")[0]
+        if path not in home:
+            raise ConfigError(f"apply: expected every parameter in a group of the plan, found {name!r} in none")
+        other, number = seen.setdefault(id(parameter), (name, home[path]))
+        if number != home[path]:
+            raise ConfigError(
+                f"apply: {other!r} and {name!r} are one parameter, expected them in one group, got groups {number} and "
+                f"{home[path]}; untie them"
+            )
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        counts[home[path]] += local.numel()
+    for number, (group, count) in enumerate(zip(plan.groups, counts, strict=True)):
+        width = DTYPE_BYTES[plan.gather_dtype] if plan.gather_dtype else _width(model)
+        if group.gathered_bytes and count * width != group.gathered_bytes:
+            raise ConfigError(
+                f"apply: expected {group.gathered_bytes:,} bytes of parameters in group {number} "
+                f"({', '.join(group.modules)}), found {count * width:,}: the plan is for another model than this"
+            )
+
+
+def _width(model: nn.Module) -> int:
+    return next(parameter.element_size() for parameter in model.parameters())
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    found = getattr(torch, name) if name else None
+    if found is not None and not isinstance(found, torch.dtype):
+        raise ConfigError(f"apply: expected a dtype of torch, got {name!r}")
+    return found
+
+
+def _recompute(model: nn.Module, path: str) -> nn.Module:
+    """Have a module's forward run again in backward; gives what stands in its place."""
+    if not path:
+        raise ConfigError("apply: expected blocks to be recomputed, got the whole model")
+    outer, _, name = path.rpartition(".")
+    wrapped = checkpoint_wrapper(model.get_submodule(path))
+    setattr(model.get_submodule(outer), name, wrapped)
+    return wrapped
+
+
+def _outward(groups: Sequence[GatherGroup]) -> list[int]:
+    """Groups so that those inside of modules of others come first."""
+    homes = {path: number for number, group in enumerate(groups) for path in group.modules}
+    inside: list[set[int]] = [set() for _ in groups]
+    for number, group in enumerate(groups):
+        for path in group.modules:
+            outer = path
+            while outer:
+                outer = outer.rpartition(".")[0]
+                if outer in homes and homes[outer] != number:
+                    inside[homes[outer]].add(number)
+    found: list[int] = []
+    left = set(range(len(groups)))
+    while left:
+        ready = sorted(number for number in left if not inside[number] & left)
+        if not ready:
+            raise ConfigError(
+                f"apply: groups {sorted(left)} are inside of each other; no order of fully_shard does that"
+            )
+        found += ready
+        left -= set(ready)
+    return found
+
+
+def _as_sharded(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _prefetch(groups: Sequence[GatherGroup], sharded: Mapping[int, FSDPModule]) -> None:
+    """One ahead is what FSDP2 does by itself; more are told.
+
+    Behind the first group it would ask for the last of the micro-batch before, whose backward has ended (torch 2.13,
+    ``FSDPParamGroup._backward_prefetch``): it is told to ask for itself, which is there.
+    """
+    if groups[0].modules != ("",):
+        sharded[0].set_modules_to_backward_prefetch([sharded[0]])
+    for number, group in enumerate(groups):
+        after = [sharded[n] for n in range(number + 1, min(len(groups), number + 1 + group.ahead))]
+        before = [sharded[n] for n in range(number - 1, max(-1, number - 1 - group.ahead_backward), -1)]
+        if group.ahead > 1 and after:
+            sharded[number].set_modules_to_forward_prefetch(after)
+        if group.ahead_backward > 1 and before:
+            sharded[number].set_modules_to_backward_prefetch(before)
+
+
+class _MicroBatches:
+    """Sets what the last micro-batch of a step has different ([Note: micro-batches])."""
+
+    def __init__(self, model: FSDPModule, kept: Sequence[FSDPModule], count: int, *, reduces_each: bool) -> None:
+        self.model, self.kept, self.count, self.reduces_each = model, kept, count, reduces_each
+        self.begun = 0
+        assert isinstance(model, nn.Module)
+        self.parameters = {id(parameter) for parameter in model.parameters()}
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        register_optimizer_step_pre_hook(self._check)
+
+    def _begin(self, module: nn.Module, arguments: Any) -> None:
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        self.begun += 1
+        if self.begun > self.count:
+            raise ConfigError(
+                f"expected a step of the optimizer after {self.count} micro-batches, as planned, got one more; plan "
+                "with the global batch of this run"
+            )
+        last = self.begun == self.count
+        self.model.set_is_last_backward(last)
+        for group in self.kept:
+            group.set_reshard_after_backward(last, recurse=False)
+        if not self.reduces_each:
+            self.model.set_requires_gradient_sync(last)
+
+    def _check(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        if not any(id(p) in self.parameters for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self.begun != self.count:
+            raise ConfigError(
+                f"expected {self.count} micro-batches before a step of the optimizer, as planned, got {self.begun}; "
+                "plan with the global batch of this run"
+            )
+        self.begun = 0

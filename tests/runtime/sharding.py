@@ -1,0 +1,199 @@
+"""A small Llama on ranks over gloo, cut as a plan says and as stock FSDP2 does, side by side.
+
+    python -m tests.runtime.sharding RANKS FOLDER
+
+Each FOLDER/NAME.json is a plan; what rank 0 found of it goes to FOLDER/NAME.out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lading.errors import ConfigError
+from lading.ir.clusterplan import ClusterPlan
+from lading.ir.layout import Layout, parse_layout
+from lading.models.llama import Llama, LlamaConfig
+from lading.models.loss import next_byte_loss
+from lading.runtime.apply import apply
+
+SIZES = LlamaConfig(
+    vocab_size=512, max_seq_len=64, num_layers=4, dim=64, num_heads=4, num_kv_heads=2, head_size=16, hidden_dim=192
+)
+STEPS = 2
+
+
+class Recorder(TorchDispatchMode):
+    """Collectives by name, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.phase = "forward"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d."):
+            self.found.append(f"{self.phase} {name.split('.')[1]}")
+        return func(*args, **(kwargs or {}))
+
+
+def train(
+    model: torch.nn.Module, layout: Layout, recorder: Recorder, optimizer: torch.optim.Optimizer, *, stock: bool
+) -> list[float]:
+    """A few steps; this is the whole training loop."""
+    draw = torch.Generator().manual_seed(17 + dist.get_rank())
+    losses: list[float] = []
+    for _ in range(STEPS):
+        for number in range(layout.micro_batches):
+            tokens = torch.randint(0, 8, (layout.micro_batch, SIZES.max_seq_len + 1), generator=draw)
+            if stock:
+                model.set_is_last_backward(number == layout.micro_batches - 1)
+            with recorder:
+                recorder.phase = "forward"
+                loss = next_byte_loss(model, {"tokens": tokens}) / layout.micro_batches
+                recorder.phase = "backward"
+                loss.backward()
+            losses.append(float(loss.detach()))
+            del loss
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def peak_bytes(model: torch.nn.Module, layout: Layout) -> int:
+    """Most bytes of tensors at once in a step, as the allocator counts them, without what gloo takes to reduce."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, layout, Recorder(), optimizer, stock=False)  # makes what stays
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    held = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *states, *model.buffers())]
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        train(model, layout, Recorder(), optimizer, stock=False)
+    now = peak = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+    others: set[int] = set()
+    for event in _in_order(profiled.profiler.kineto_results.experimental_event_tree()):
+        if event.tag != torch._C._profiler._EventType.Allocation:
+            continue
+        size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
+        if size > 0:
+            others.discard(address)  # what a thread of gloo frees is not told
+        if size > 0 and _within(event, "c10d::_reduce_scatter_base_"):
+            others.add(address)
+        elif size < 0 and address in others:
+            others.remove(address)
+        else:
+            now += size
+            peak = max(peak, now)
+    return peak
+
+
+def _within(event: Any, name: str) -> bool:
+    while event is not None:
+        if event.name == name:
+            return True
+        event = event.parent
+    return False
+
+
+def _in_order(events: Any) -> list[Any]:
+    found: list[Any] = []
+    todo = list(events)
+    while todo:
+        event = todo.pop()
+        found.append(event)
+        todo.extend(event.children)
+    return sorted(found, key=lambda event: event.start_time_ns)
+
+
+def built() -> torch.nn.Module:
+    torch.manual_seed(5)
+    model = Llama(SIZES)
+    model.rope.to(torch.bfloat16)  # tables, as what is turned by them; parameters stay in fp32
+    for owner in (model, *model.layers):  # a norm that is one kernel on a CPU too, as a GPU has it
+        for name in ("norm", "attn_norm", "mlp_norm"):
+            if hasattr(owner, name):
+                setattr(owner, name, torch.nn.LayerNorm(SIZES.dim, bias=False))
+    return model
+
+
+def compare(plan: ClusterPlan, measures: bool) -> dict[str, Any]:
+    """The plan's run beside stock FSDP2's with a group for each block; ``measures``: its memory too."""
+    layout = parse_layout(plan.layout)
+    shape = (layout.dp // layout.shard, layout.shard) if layout.shard else (layout.dp,)
+    mesh = init_device_mesh("cpu", shape)
+    dtypes = [getattr(torch, name) if name else None for name in (plan.gather_dtype, plan.reduce_dtype)]
+    stock = built()
+    for block in (stock.tokens, *stock.layers, [stock.norm, stock.head]):
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+    fully_shard(stock, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+    plain, ours = Recorder(), Recorder()
+    expected = train(stock, layout, plain, torch.optim.AdamW(stock.parameters(), lr=1e-2), stock=True)
+    planned = apply(plan, built(), mesh)
+    losses = train(planned, layout, ours, torch.optim.AdamW(planned.parameters(), lr=1e-2), stock=False)
+    pairs = zip(planned.parameters(), stock.parameters(), strict=True)
+    equal = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    return {
+        "losses": losses,
+        "expected": expected,
+        "found": ours.found,
+        "weights": equal,
+        "peak_bytes": peak_bytes(planned, layout) if measures else 0,
+    }
+
+
+def refused(plan: ClusterPlan) -> list[str]:
+    """What plans that cannot be say."""
+    said: list[str] = []
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    first = plan.groups[0]
+    wrong = [
+        dataclasses.replace(plan, groups=(dataclasses.replace(first, modules=("tokenz",)), *plan.groups[1:])),
+        dataclasses.replace(plan, layout="dp64,zero3,gb64"),
+        dataclasses.replace(plan, groups=(dataclasses.replace(first, gathered_bytes=12), *plan.groups[1:])),
+        dataclasses.replace(plan, groups=plan.groups[1:]),
+        dataclasses.replace(plan, groups=()),
+    ]
+    for each in wrong:
+        try:
+            apply(each, built(), mesh)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
+def run_rank(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", timedelta(seconds=60), rank=rank, world_size=ranks)
+    for path in sorted(Path(folder).glob("*.json")):
+        plan = ClusterPlan.load(path)
+        found = refused(plan) if path.stem == "refused" else compare(plan, path.stem.startswith("residency"))
+        if rank == 0:
+            path.with_suffix(".out").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    ranks, folder = int(sys.argv[1]), sys.argv[2]
+    fork = multiprocessing.get_context("fork")  # torch is imported once; no thread runs yet
+    running = [fork.Process(target=run_rank, args=(rank, ranks, folder)) for rank in range(ranks)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in running))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Plans set on a stock model: on ranks over gloo the numbers of stock FSDP2, and the gathers that were planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from lading.catalog.architectures import architecture_table
+from lading.catalog.stacks import stack_by_name
+from lading.ir.clusterplan import ClusterPlan, Keep
+from lading.ir.layout import parse_layout
+from lading.ir.request import Architecture, Request
+from lading.planner.unshard import choose_groups, plan_of
+
+#: tests.runtime.sharding.SIZES by the table's names.
+SIZES = {"v": 512, "h": 64, "n": 4, "k": 2, "d": 16, "f": 192}
+STEPS = 2
+
+
+def planned(layout: str, policy: str, share: float = 0.5, seq_len: int = 64) -> ClusterPlan:
+    """Of the small Llama, with a budget between ZeRO-3's peak and ZeRO-2's."""
+    model = Architecture(family="llama", symbols=SIZES, blocks=(("block", 4),))
+    stack = stack_by_name("torchtitan-eager")
+    request = Request(
+        name="small", model=model, seq_len=seq_len, machine="h100", layout=parse_layout(layout), stack=stack
+    )
+    table = architecture_table(model)
+    low, high = (row.peak_bytes for row in choose_groups(request, table, 10**15, "zero3").rows[:2])
+    return plan_of(choose_groups(request, table, int(low + share * (high - low)), policy), "test")
+
+
+@cache
+def cases(name: str) -> dict[str, ClusterPlan]:
+    """Plans by name."""
+    if name == "few":
+        found = {"residency": planned("dp2,zero3,mb2,gb8", "residency")}
+        greedy = planned("dp2,zero3,mb2,gb4", "reverse-greedy")
+        further = tuple(dataclasses.replace(group, ahead=2, ahead_backward=3) for group in greedy.groups)
+        return {**found, "ahead": dataclasses.replace(greedy, groups=further), "refused": greedy}
+    if name == "policies":
+        return {
+            "zero3": planned("dp2,zero3,mb2,gb8", "zero3", 1.0),
+            "zero2": planned("dp2,zero3,mb2,gb12", "zero2", 1.0),
+            "greedy": planned("dp2,zero3,mb2,gb12", "reverse-greedy"),
+            "residency-full": planned("dp2,zero3,mb2,gb8", "residency", 0.9),
+            "recomputed": planned("dp2,zero3,mb2,gb8,recompute=full", "reverse-greedy"),
+        }
+    return {
+        "residency": planned("dp4,zero3,mb2,gb16", "residency"),
+        "recomputed": planned("dp4,zero3,mb2,gb16,recompute=full", "reverse-greedy"),
+        "hybrid": planned("dp4,zero3,shard2,mb2,gb16", "residency"),
+    }
+
+
+def run(name: str, folder: Path) -> None:
+    """All plans of a set on their ranks."""
+    for each, plan in cases(name).items():
+        plan.save(folder / f"{each}.json")
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "src"), str(root)])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    ranks = next(iter(cases(name).values())).devices
+    command = [sys.executable, "-m", "tests.runtime.sharding", str(ranks), str(folder)]
+    done = subprocess.run(command, env=environment, timeout=280, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    "name", ["few", pytest.param("policies", marks=pytest.mark.slow), pytest.param("ranks", marks=pytest.mark.slow)]
+)
+def test_the_same_numbers_and_the_planned_gathers(name: str, tmp_path: Path) -> None:
+    """Losses and weights to the bit, gathers and reductions as planned, and no more memory than the budget."""
+    run(name, tmp_path)
+    for each, plan in cases(name).items():
+        found = json.loads((tmp_path / f"{each}.out").read_text())
+        if each == "refused":
+            _check_refusals(found)
+            continue
+        assert found["losses"] == found["expected"], each
+        assert found["weights"], each
+        assert found["losses"][-1] < found["losses"][0]
+        counts = Counter(found["found"])
+        gathers = tuple(counts[f"{phase} _allgather_base_"] for phase in ("forward", "backward"))
+        assert gathers == tuple(STEPS * n for n in plan.gathers), each
+        micro_batches = parse_layout(plan.layout).micro_batches
+        assert counts["backward _reduce_scatter_base_"] == STEPS * micro_batches * len(plan.groups), each
+        if each.startswith("residency"):
+            assert 0.97 * plan.peaks["step"]["device"] <= found["peak_bytes"] <= plan.budget_bytes
+
+
+def _check_refusals(said: list[str]) -> None:
+    assert "none called 'tokenz'; did you mean 'tokens'?" in said[0]
+    assert "expected a mesh of 64 data-parallel ranks" in said[1]
+    assert "got 2;" in said[1]
+    assert "expected 12 bytes of parameters in group 0 (tokens), found 65,536" in said[2]
+    assert "found 'tokens.weight' in none" in said[3]
+    assert "expected a plan that cuts parameters" in said[4]
+
+
+def test_plans_are_what_they_are_for() -> None:
+    """The cases differ in what they try: whole blocks and parts, all lengths of stay, several blocks in a bucket."""
+    groups = [group for name in ("few", "policies") for plan in cases(name).values() for group in plan.groups]
+    assert {group.keep for group in groups} == set(Keep)
+    assert any(len(group.modules) > 1 and "layers.0" in group.modules for group in groups)
+    assert any(group.modules[0].count(".") > 1 for group in groups)
+    assert cases("policies")["recomputed"].recomputed == ("layers.0", "layers.1", "layers.2", "layers.3")

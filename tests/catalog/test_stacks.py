@@ -8,6 +8,7 @@ import pytest
 
 from lading.catalog.stacks import DEFAULT, stack_by_name, stack_names
 from lading.errors import ConfigError
+from lading.ir.stack import NEVER_SEEN
 
 
 @pytest.mark.parametrize("name", stack_names())
@@ -31,6 +32,7 @@ def test_an_unknown_name() -> None:
     [
         ('title = "t"\nspeed = 3', "unknown keys speed"),
         ("title = ", "expected TOML"),
+        ('title = "t"\n[spread]\nampere = 2.0', "spread"),
         ('title = "t"\nfusion = "x"', "fusion"),
     ],
 )
@@ -39,3 +41,17 @@ def test_a_wrong_file(tmp_path: Path, text: str, said: str) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         stack_by_name(str(path))
+
+
+def test_factors_that_a_stack_does_not_give_are_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('title = "t"\n[in_situ]\n"ampere.products" = 1.5\n')
+    mine, default = stack_by_name(str(path)), stack_by_name(DEFAULT)
+    assert mine.in_situ_of("ampere", "products") == 1.5
+    assert mine.in_situ_of("hopper", "attention") == default.in_situ_of("hopper", "attention") != 1.0
+
+
+def test_a_stack_whose_steps_were_seen_has_a_narrower_interval() -> None:
+    seen = stack_by_name("megatron-2022")
+    assert seen.spread_on("ampere") < 0.15 < NEVER_SEEN == seen.spread_on("hopper")
+    assert stack_by_name(DEFAULT).spread_on("ampere") == NEVER_SEEN

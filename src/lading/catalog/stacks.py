@@ -22,7 +22,7 @@ def stack_names() -> tuple[str, ...]:
 
 @cache
 def stack_by_name(name: str) -> Stack:
-    """A stack of the catalog, or one described by a TOML file.
+    """A stack of the catalog, or one described by a TOML file; factors it does not give are the default's.
 
     Raises:
         ConfigError: no such stack, or a key or value of the file is wrong.
@@ -38,6 +38,8 @@ def stack_by_name(name: str) -> Stack:
     if unknown := sorted(set(data) - known):
         raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known))}")
     settings: dict[str, Any] = {"name": path.stem, **data}
+    if name != DEFAULT:
+        settings["in_situ"] = stack_by_name(DEFAULT).in_situ | data.get("in_situ", {})
     for key in ("merges", "adapter_modules"):
         settings[key] = tuple(settings.get(key, ()))
     return Stack(**settings)

@@ -12,6 +12,9 @@ from lading.errors import ConfigError
 FUSIONS = ("eager", "fused", "compiled")
 ATTENTIONS = ("unfused", "flash1", "triton", "flash2", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
 DISPATCHERS = ("alltoall", "allgather", "deepep")
+#: Half width of the interval of a step under a stack of which no step was fitted: nine of ten published steps lie in
+#: it where their sources are left out of every fit (benchmarks/simulator, 21 November 2026).
+NEVER_SEEN = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,8 @@ class Stack:
         in_situ: Time of a running step's kernels over that of the same kernels alone (clocks, cold caches, releases of
             libraries other than those measured): by architecture and cause ("hopper.products", "ampere.attention",
             "blackwell.memory-bound"); 1 where not given.
+        spread: By architecture, the half width of the interval that nine of ten steps of this stack lie in, as a share;
+            ``NEVER_SEEN`` where not given.
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
         scatter_sends: What a pipeline sends is cut over the tensor-parallel ranks where they hold the same: each sends
             its part, and the parts are gathered behind.
@@ -111,6 +116,7 @@ class Stack:
     dispatcher: str = "alltoall"
     imbalance: float = 1.0
     in_situ: dict[str, float] = field(default_factory=lambda: {})
+    spread: dict[str, float] = field(default_factory=lambda: {})
     step_s: float = 0.0
     scatter_sends: bool = False
     megatron_order: bool = False
@@ -142,8 +148,14 @@ class Stack:
         ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
+        if any(not 0 < width < 1 for width in self.spread.values()):
+            raise ConfigError(f"stack {self.name}: each spread must be in (0, 1), got {self.spread}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):
             raise ConfigError(f"stack {self.name}: imbalance must be >= 1 and each of hidden in [0, 1]")
+
+    def spread_on(self, architecture: str) -> float:
+        """Half width of the interval of a step on devices of an architecture, as a share."""
+        return self.spread.get(architecture, NEVER_SEEN)
 
     def in_situ_of(self, architecture: str, cause: str) -> float:
         """Factor for kernels of one cause on a device's architecture."""

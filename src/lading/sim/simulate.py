@@ -3,8 +3,8 @@
 >>> simulate(request).step.step_s
 
 [Note: interval]
-What no cause explains differs from stack to stack; the interval of a prediction is the spread of the errors on
-published rows whose sources were left out of every fit (benchmarks/simulator).
+What no cause explains differs from stack to stack; the interval of a prediction is as wide as the errors on published
+steps of its stack and architecture, wider where none was seen (``Stack.spread``).
 """
 
 from __future__ import annotations
@@ -42,9 +42,6 @@ from lading.sim.step import Run, Stage, Step, elements_of, pipeline_step, replic
 
 #: Cause of what a step takes longer because its devices are not equal.
 WAITING = "waiting for the slowest"
-#: Half width of the interval, as a share: below it are 90% of the errors on published rows, each source scored by what
-#: other sources say (18.5%, 21 November 2026).
-_SPREAD = 0.185
 MEMORY_SPREAD = 0.05
 
 
@@ -89,10 +86,12 @@ class Simulated:
         """The figures, with their intervals ([Note: interval])."""
         step_s, peak = self.step.step_s, self.peak_bytes
         high = int(peak * (1 + MEMORY_SPREAD))
+        gpu = self.machine.device.gpu
+        spread = self.request.stack.spread_on(gpu.architecture if gpu else "")
         return Prediction(
             step_s=step_s,
-            low_s=step_s * (1 - _SPREAD),
-            high_s=step_s * (1 + _SPREAD),
+            low_s=step_s * (1 - spread),
+            high_s=step_s * (1 + spread),
             peak_bytes=peak,
             low_bytes=int(peak * (1 - MEMORY_SPREAD)),
             high_bytes=high,

@@ -56,7 +56,8 @@ def outcomes_of(rows: Iterable[Row], predictor: Predictor, *, fitted: bool = Tru
     """Every row with its prediction; a row that cannot be simulated keeps the reason, a fault of ours included.
 
     Args:
-        fitted: With the factors of stacks that were fitted on whole steps (``Stack.in_situ``).
+        fitted: With the factors of stacks that were fitted on whole steps (``Stack.in_situ``), and the
+            narrower intervals that come with them.
     """
     return [_outcome(row, predictor, fitted) for row in rows]
 
@@ -66,7 +67,7 @@ def _outcome(row: Row, predictor: Predictor, fitted: bool) -> Outcome:
     try:
         request = request_of(row)
         if not fitted:
-            request = dataclasses.replace(request, stack=dataclasses.replace(request.stack, in_situ={}))
+            request = dataclasses.replace(request, stack=dataclasses.replace(request.stack, in_situ={}, spread={}))
         return Outcome(row, request, predictor.predict(request))
     except LadingError as error:
         return Outcome(row, request, reason=str(error))

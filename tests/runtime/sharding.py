@@ -132,7 +132,7 @@ def compare(plan: ClusterPlan, measures: bool) -> dict[str, Any]:
     """The plan's run beside stock FSDP2's with a group for each block; ``measures``: its memory too."""
     layout = parse_layout(plan.layout)
     shape = (layout.dp // layout.shard, layout.shard) if layout.shard else (layout.dp,)
-    mesh = init_device_mesh("cpu", shape)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     dtypes = [getattr(torch, name) if name else None for name in (plan.gather_dtype, plan.reduce_dtype)]
     stock = built()
     for block in (stock.tokens, *stock.layers, [stock.norm, stock.head]):

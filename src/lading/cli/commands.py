@@ -150,6 +150,13 @@ class Plan:
         "sharded"
     )
     budget: Annotated[str | None, _optional("SIZE", "With --model, memory of a device to plan for.")] = None
+    unshard: Annotated[
+        Literal["residency", "reverse-greedy", "zero2", "zero3"],
+        arg(help="With --model, where parameters are cut: how to choose which stay gathered."),
+    ] = "residency"
+    tree: Annotated[bool, arg(help="With --model, where parameters are cut: what every tensor has at the peak.")] = (
+        False
+    )
     json: Annotated[Path | None, _optional("FILE.json", "With --model, also write the figures.")] = None
 
     def run(self) -> None:

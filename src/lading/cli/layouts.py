@@ -9,11 +9,14 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, PlanInfeasible
 from lading.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from lading.cli.commands import Plan
+    from lading.ir.clusterplan import ClusterPlan
     from lading.planner.layouts import Layouts
     from lading.planner.refine import Refined
     from lading.planner.search import Tell
@@ -71,8 +74,37 @@ def plan_cluster(asked: Plan) -> None:
 
     if asked.json is not None:
         write_text(asked.json, json.dumps(document, indent=1) + "\n")
-    cluster_plan(found, __version__).save(asked.out)
+    plan = unsharded(asked, found, cluster_plan(found, __version__), console)
+    plan.save(asked.out)
     console.print(f"wrote {asked.out}", markup=False)
+
+
+def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) -> ClusterPlan:
+    """The plan with what stays gathered where parameters are cut; prints how that was chosen."""
+    from lading.planner.moment import tree_of
+    from lading.planner.refine import room_of
+    from lading.planner.unshard import choose_groups, plan_of
+    from lading.report.tree import print_tree
+    from lading.report.unshard import unshard_table
+    from lading.sim.modules import unfit
+
+    ask = found.ask
+    request = dataclasses.replace(ask.request, layout=found.winner.layout)
+    if reason := unfit(request):
+        if asked.tree:
+            console.print(f"no tree: {reason}; pin zero=3 and pp=1 for one", markup=False, soft_wrap=True)
+        return plan
+    try:
+        chosen = choose_groups(request, ask.table, room_of(ask).device_bytes, asked.unshard)
+    except PlanInfeasible as error:  # its peak is counted buffer by buffer, that of the search by its largest
+        console.print(f"no groups of parameters chosen: {error}", style="bold red", markup=False, soft_wrap=True)
+        return plan
+    console.print(unshard_table(chosen.rows, chosen.policy, chosen.bound_s, chosen.budget_bytes))
+    if asked.tree:
+        print_tree(tree_of(chosen, ask.table), console)
+    own = plan_of(chosen, plan.version)
+    peaks = {**plan.peaks, "step": {**plan.peaks.get("step", {}), **own.peaks["step"]}}
+    return dataclasses.replace(own, peaks=peaks, assumptions=plan.assumptions)
 
 
 def ask_of(asked: Plan) -> Ask:

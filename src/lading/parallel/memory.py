@@ -74,6 +74,14 @@ def segment_memory(
     )
 
 
+def kept_sizes(
+    segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager", *, fused_loss: bool = False
+) -> dict[int, int]:
+    """Bytes of each storage kept from forward to backward; arguments as ``saved_bytes``."""
+    sizes = _sizes(segment)
+    return {storage: sizes[storage] for storage in sorted(_kept(segment, recompute, (fusion, fused_loss)))}
+
+
 def _kept(segment: RankSegment, recompute: Recomputed | None, fused: tuple[str, bool]) -> frozenset[int]:
     """Storages kept from forward to backward, those of one product as one; ``fused``: fusion and fused loss."""
     flow, (fusion, fused_loss) = flow_of(segment.form), fused

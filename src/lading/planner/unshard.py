@@ -41,6 +41,7 @@ from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
+from lading.report.unshard import UnshardRow
 from lading.sim.buckets import Bucket, Costs, names_of
 from lading.sim.gathers import Gathered, gathered_step
 from lading.sim.modules import Modules, modules_of
@@ -53,31 +54,6 @@ _ALIKE, _NEARLY, _FULL = 1e-6, 1e-3, 0.98
 _SIZES = (1, 0, 2, 3, 4, 6, 8)
 #: Buckets in a row of which a part is tried, when filling what is left of the budget.
 _TRIED = 6
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one policy comes to.
-
-    Attributes:
-        fill: Of the budget; above 1 where it does not fit.
-        gathers: All-gathers of one step, in forward and in backward.
-        gap: How far above the bound, as a share of it; None where it does not fit, as the bound is of those that do.
-    """
-
-    policy: str
-    step_s: float
-    exposed_s: float
-    peak_bytes: int
-    fill: float
-    gathers: tuple[int, int]
-    buckets: int
-    gap: float | None
-
-    @property
-    def fits(self) -> bool:
-        """Whether the budget holds it."""
-        return self.fill <= 1
 
 
 @dataclass(frozen=True)
@@ -96,7 +72,7 @@ class Chosen:
     step_s: float
     bound_s: float
     peak_bytes: int
-    rows: tuple[Row, ...]
+    rows: tuple[UnshardRow, ...]
     gathered: Gathered
     buckets: tuple[Bucket, ...]
     modules: Modules
@@ -153,15 +129,10 @@ def plan_of(chosen: Chosen, version: str) -> ClusterPlan:
 
     Args:
         version: Of Lading.
-    Raises:
-        ConfigError: what is recomputed is no module, so that it cannot be handed over.
     """
     modules = chosen.modules
     request, layout = modules.request, modules.request.layout
-    if layout.recompute == "selective":
-        raise ConfigError(
-            "a plan to apply: expected recompute none or full, got selective, which is no list of modules"
-        )
+    again = tuple(path for block, path in modules.order if modules.blocks[block].again)
     low = "" if layout.precision == "fp32" else "float16" if layout.precision == "fp16" else "bfloat16"
     return ClusterPlan(
         version=version,
@@ -179,7 +150,7 @@ def plan_of(chosen: Chosen, version: str) -> ClusterPlan:
         budget_bytes=chosen.budget_bytes,
         policy=chosen.policy,
         assumptions=request.assumed,
-        recomputed=tuple(path for block, path in modules.order if modules.blocks[block].again),
+        recomputed=again if layout.recompute == "full" else (),
         gather_dtype=request.stack.gather_dtype or low,
         reduce_dtype=request.stack.gradient_dtype,
     )
@@ -229,8 +200,8 @@ def _ends_s(modules: Modules) -> float:
     return head + tail
 
 
-def _row(policy: str, buckets: Sequence[Bucket], step: Gathered, budget: int, bound: float) -> Row:
-    return Row(
+def _row(policy: str, buckets: Sequence[Bucket], step: Gathered, budget: int, bound: float) -> UnshardRow:
+    return UnshardRow(
         policy=policy,
         step_s=step.step_s,
         exposed_s=step.exposed_s,

@@ -160,6 +160,16 @@ def is_in(module: str, outer: str) -> bool:
     return not outer or module == outer or module.startswith(outer + ".")
 
 
+def unfit(request: Request) -> str:
+    """Why groups of a request's parameters are not chosen; "" where they are."""
+    layout = request.layout
+    if layout.zero != 3 or layout.pp > 1 or layout.vpp > 1:
+        return f"expected a layout with zero3 and without pp, got {layout}"
+    if request.task in ("lora", "qlora"):
+        return f"expected all weights to be trained, got task {request.task!r}"
+    return ""
+
+
 def modules_of(request: Request, table: ModelTable, parts: Priced | None = None) -> Modules:
     """The model of a request as modules.
 
@@ -170,10 +180,8 @@ def modules_of(request: Request, table: ModelTable, parts: Priced | None = None)
             for none of these.
     """
     layout, stack = request.layout, request.stack
-    if layout.zero != 3 or layout.pp > 1 or layout.vpp > 1:
-        raise ConfigError(f"unsharding: expected a layout with zero3 and without pp, got {layout}")
-    if request.task in ("lora", "qlora"):
-        raise ConfigError(f"unsharding: expected all weights to be trained, got task {request.task!r}")
+    if reason := unfit(request):
+        raise ConfigError(f"unsharding: {reason}")
     parts = parts or priced(request, table)
     prices = prices_of(request, parts.machine, table)
     ranked = rank_segments(request, table, prices)

@@ -1,0 +1,168 @@
+"""The moment at which memory is most, as a tree: modules, operations, and the state of every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from lading.ir.graph import DTYPE_BYTES
+from lading.ir.table import ModelTable
+from lading.ir.work import Kernel, RankSegment, Stage
+from lading.parallel.memory import kept_sizes
+from lading.parallel.recompute import recomputed
+from lading.planner.unshard import Chosen
+from lading.report.tree import Branch
+from lading.sim.modules import is_in
+from lading.sim.simulate import segments_of
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One block at the moment.
+
+    Attributes:
+        keeps: Bytes of each storage that its forward kept, if they are there.
+        scales: Of each module with parameters, the bytes that one element has by state.
+        notes: Of the same, how long their group stays.
+    """
+
+    segment: RankSegment
+    keeps: Mapping[int, int]
+    scales: Mapping[str, Mapping[str, float]]
+    notes: Mapping[str, str]
+
+
+def tree_of(chosen: Chosen, table: ModelTable) -> Branch:
+    """What every module, operation and tensor has at the peak of a step.
+
+    Blocks in a row that are alike are one branch. What the operation that runs at the moment has of its own, and the
+    buffers it needs, are the root's.
+
+    Args:
+        table: Of the model the groups were chosen for.
+    """
+    modules, moment = chosen.modules, chosen.gathered.peak
+    ranked = segments_of(modules.request, table)
+    segments = [ranked[place] for place, count in enumerate(table.counts) for _ in range(count)]
+    buckets = {atom: n for n, bucket in enumerate(chosen.buckets) for atom in range(bucket.first, bucket.last + 1)}
+    first = 0
+    found: list[Branch] = []
+    for at, ((number, path), segment) in enumerate(zip(modules.order, segments, strict=True)):
+        block = modules.blocks[number]
+        homes = {atom.module: buckets[first + n] for n, atom in enumerate(block.atoms)}
+        first += len(block.atoms)
+        there = at < moment.place or (moment.is_backward and at == moment.place)
+        whole = _Block(
+            segment,
+            _keeps(chosen, segment, block.again) if there else {},
+            {module: _scales(chosen, home) for module, home in homes.items()},
+            {module: f"group {home}, {chosen.buckets[home].keep}" for module, home in homes.items()},
+        )
+        below = _branches("", whole)
+        found += [replace(below, name=path)] if path else below.below
+    kept = sum(branch.total.get("kept", 0) for branch in found)
+    return Branch(_title(chosen), "module", "", {"kept": max(0, moment.activation_bytes - kept)}, tuple(_folded(found)))
+
+
+def _title(chosen: Chosen) -> str:
+    moment = chosen.gathered.peak
+    where = chosen.modules.order[moment.place][1] or ("the start" if moment.place == 0 else "the end")
+    phase = "backward" if moment.is_backward else "forward"
+    return f"{chosen.modules.request.name} at its peak: {phase} of micro-batch {moment.micro_batch}, {where}"
+
+
+def _scales(chosen: Chosen, home: int) -> dict[str, float]:
+    """Bytes of one element of a bucket's parameters in each state: its share of the bucket's."""
+    modules, moment, bucket = chosen.modules, chosen.gathered.peak, chosen.buckets[home]
+    count = sum(modules.elements(range(bucket.first, bucket.last + 1)).values())
+    whole = sum(modules.elements(range(len(modules.atoms))).values())
+    states = {
+        "gathered": moment.gathered,
+        "coming": moment.coming,
+        "gradients": moment.gradients,
+        "in reduction": moment.reduced,
+    }
+    found = {state: sizes[home] / count for state, sizes in states.items() if home in sizes}
+    return {"moved" if modules.request.offload == "parameters" else "sharded": moment.state_bytes / whole, **found}
+
+
+def _keeps(chosen: Chosen, segment: RankSegment, again: bool) -> dict[int, int]:
+    layout, stack = chosen.modules.request.layout, chosen.modules.request.stack
+    mode = layout.recompute if again else "none"
+    kept = recomputed(segment, mode, layout.recompute_modules, early_stop=stack.early_stop)
+    return kept_sizes(segment, kept, stack.fusion, fused_loss=stack.fused_loss)
+
+
+def _branches(module: str, block: _Block) -> Branch:
+    """A module with its operations of forward, and the modules in it, in order."""
+    depth = module.count(".") + 1 if module else 0
+    below: list[Branch] = []
+    seen: set[str] = set()
+    for kernel in block.segment.kernels:
+        if kernel.stage is not Stage.FORWARD or not is_in(kernel.module, module):
+            continue
+        if kernel.module == module:
+            below.append(_operation(kernel, block))
+            continue
+        child = ".".join(kernel.module.split(".")[: depth + 1])
+        if child not in seen:
+            seen.add(child)
+            below.append(_branches(child, block))
+    return Branch(module, "module", block.notes.get(module, ""), {}, tuple(_as_one(below)))
+
+
+def _operation(kernel: Kernel, block: _Block) -> Branch:
+    """An operation with its parameters and what it made that is kept."""
+    tensors = block.segment.tensors
+    parameters = {tensor for tensor, _ in block.segment.parameters}
+    storages = {tensors[t].storage: t for t in parameters}
+    below: list[Branch] = []
+    for t in dict.fromkeys(kernel.inputs):
+        own = storages.get(tensors[t].storage)
+        if own is None:
+            continue
+        tensor = tensors[own]
+        elements = tensor.size_bytes // DTYPE_BYTES[tensor.dtype]
+        scales = block.scales[tensor.name.rpartition(".")[0]]
+        sizes = {state: round(each * elements) for state, each in scales.items()}
+        below.append(Branch(tensor.name, "tensor", _shape(tensor.dtype, tensor.shape), sizes))
+    made = {tensors[t].storage: t for t in kernel.outputs if tensors[t].storage in block.keeps}
+    below += [
+        Branch("result", "tensor", _shape(tensors[t].dtype, tensors[t].shape), {"kept": block.keeps[storage]})
+        for storage, t in made.items()
+    ]
+    return Branch(kernel.name.removeprefix("aten.").rpartition(".")[0] or kernel.name, "operation", below=tuple(below))
+
+
+def _shape(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {' x '.join(map(str, shape))}"
+
+
+def _as_one(branches: list[Branch]) -> list[Branch]:
+    """Without operations that have nothing."""
+    return [branch for branch in branches if branch.kind == "module" or branch.below]
+
+
+def _folded(branches: list[Branch]) -> list[Branch]:
+    """Blocks in a row that differ in their place only, as one."""
+    found: list[list[Branch]] = []
+    for branch in branches:
+        if found and _alike(found[-1][0], branch):
+            found[-1].append(branch)
+        else:
+            found.append([branch])
+    return [
+        replace(row[0], name=f"{row[0].name} to {row[-1].name}", alike=len(row)) if len(row) > 1 else row[0]
+        for row in found
+    ]
+
+
+def _alike(one: Branch, other: Branch) -> bool:
+    """Whether two blocks have the same, whichever groups they are in."""
+    return _bare(one, top=True) == _bare(other, top=True)
+
+
+def _bare(branch: Branch, *, top: bool = False) -> tuple[object, ...]:
+    name = "" if top else branch.name
+    note = branch.note.rpartition(", ")[2]
+    return name, branch.kind, note, tuple(branch.states.items()), tuple(_bare(below) for below in branch.below)

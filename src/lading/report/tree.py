@@ -1,0 +1,83 @@
+"""Tree: modules, their operations and the tensors of these, with what each has in memory at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lading.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.tree import Tree
+
+#: Columns of states, in order: what a rank keeps, what is gathered or on its way, gradients, what is being reduced,
+#: what lies in host memory, activations.
+STATES = ("sharded", "gathered", "coming", "gradients", "in reduction", "moved", "kept")
+_STYLES = {"module": "bold", "operation": "", "tensor": "dim"}
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A module, an operation or a tensor.
+
+    Attributes:
+        kind: "module", "operation" or "tensor".
+        note: Said behind the name: a shape, how long a group stays.
+        states: Bytes of its own by state; those of branches below it come on top.
+        alike: How many there are; it stands for all, and its bytes are those of one.
+    """
+
+    name: str
+    kind: str
+    note: str = ""
+    states: Mapping[str, int] = field(default_factory=lambda: {})
+    below: tuple[Branch, ...] = ()
+    alike: int = 1
+
+    @property
+    def total(self) -> dict[str, int]:
+        """Bytes by state with all below, of all that are alike."""
+        found = {state: size * self.alike for state, size in self.states.items()}
+        for branch in self.below:
+            for state, size in branch.total.items():
+                found[state] = found.get(state, 0) + size * self.alike
+        return found
+
+
+def print_tree(root: Branch, console: Console, *, depth: int = 99) -> None:
+    """Show it; branches deeper than ``depth``, and those of a block like one before, are summed up."""
+    from rich.tree import Tree
+
+    shown, seen = Tree(_line(root)), set[object]()
+    for branch in root.below:
+        form = _form(branch, top=True)
+        _grow(shown.add(_line(branch)), () if form in seen else branch.below, depth - 2)
+        seen.add(form)
+    console.print(shown, soft_wrap=True)
+
+
+def _grow(tree: Tree, branches: Iterable[Branch], depth: int) -> None:
+    if depth < 0:
+        return
+    for branch in branches:
+        _grow(tree.add(_line(branch)), branch.below, depth - 1)
+
+
+def _form(branch: Branch, *, top: bool = False) -> object:
+    """What two blocks have in common that differ in their place and group only."""
+    below = tuple(_form(each) for each in branch.below)
+    return "" if top else branch.name, branch.kind, tuple(branch.states.items()), below
+
+
+def _line(branch: Branch) -> str:
+    from rich.markup import escape
+
+    style = _STYLES[branch.kind]
+    name = f"[{style}]{escape(branch.name)}[/{style}]" if style else escape(branch.name)
+    total = branch.total
+    sizes = [f"{state} {format_bytes(total[state])}" for state in STATES if total.get(state)]
+    alike = f" x {branch.alike}" if branch.alike > 1 else ""
+    note = f" [dim]{escape(branch.note)}[/dim]" if branch.note else ""
+    return f"{name}{alike}{note}" + (f": {', '.join(sizes)}" if sizes else "")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, permutations, product
+from itertools import combinations, pairwise, permutations, product
+from math import inf
+from random import Random
 
 import pytest
 from tests.planner.placements import chain, graph, training
@@ -12,8 +14,8 @@ from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.fleet import Join, network_of
 from lading.ir.placement import Flow, Placement, Problem, Task
 from lading.planner.placement.api import POLICIES, contest, place
-from lading.planner.placement.chain import best_cut
-from lading.planner.placement.listing import favourites
+from lading.planner.placement.chain import best_cut, crossings
+from lading.planner.placement.listing import favorites
 from lading.planner.placement.relaxed import relax, repaired
 from lading.planner.placement.trial import Trial
 
@@ -89,6 +91,59 @@ def test_without_limits_the_bound_of_a_chain_is_its_best_placement(seed: int) ->
     assert relax(problem).bound_s == pytest.approx(best.step_s, rel=1e-4)  # pyright: ignore[reportOptionalMemberAccess]
 
 
+def _objective(problem: Problem, devices: list[int]) -> float:
+    """L + (M - 1) B of a contiguous placement of a chain, added up here; infinite where a part does not fit."""
+    starts = [0, *(n for n in range(1, len(devices)) if devices[n] != devices[n - 1]), len(devices)]
+    latency_s = period_s = 0.0
+    for part, (a, b) in enumerate(pairwise(starts)):
+        own, d = problem.groups[a:b], devices[a]
+        window = min(problem.micro_batches, len(starts) - 1 - part)
+        need = sum(g.resident_bytes + window * g.kept_bytes for g in own) + max(g.working_bytes for g in own)
+        if need > problem.network.memory_bytes[d]:
+            return inf
+        spent = [sum(g.seconds[d] for g in own)]
+        if b < len(devices):
+            crossing = [(f, problem.group_of[f.source] < b) for f in problem.flows
+                        if (problem.group_of[f.source] < b) != (problem.group_of[f.targets[0]] < b)]  # fmt: skip
+            way = (d, devices[b])
+            spent.append(
+                sum(problem.network.transfer_s(*(way if on else way[::-1]), f.size_bytes) for f, on in crossing)
+            )
+        latency_s, period_s = latency_s + sum(spent), max(period_s, *spent)
+    return latency_s + (problem.micro_batches - 1) * period_s
+
+
+@pytest.mark.parametrize("make", [chain, training])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_cut_of_a_pipeline_is_the_best_of_all_cuts(make, seed: int) -> None:
+    problem = make(seed, count=6, memory=0.7, micro_batches=4)
+    best = min(_objective(problem, devices) for devices in _contiguous(problem))
+    cut = best_cut(problem, problem.network.memory_bytes, once=False)
+    assert cut is not None
+    assert cut.total_s(4) == pytest.approx(best, rel=2e-4)
+    assert _objective(problem, cut.assignment(len(problem.groups))) == pytest.approx(cut.total_s(4))
+
+
+def test_of_alike_devices_no_order_is_lost() -> None:
+    """Two pairs of equal devices: as good as with devices that differ by nothing to speak of."""
+    slow = Random(1)
+    work = [slow.uniform(1e-3, 1e-2) for _ in range(9)]
+
+    def problem(differ: float) -> Problem:
+        speeds = (1.0, 1.0 + differ, 2.0, 2.0 + differ)
+        tasks = tuple(Task(f"t{n}", tuple(w * s for s in speeds), 10) for n, w in enumerate(work))
+        pairs = combinations("abcd", 2)
+        rate = {("a", "b"): 1e9, ("c", "d"): 1e8}
+        net = network_of(dict.fromkeys("abcd", 55), [_wire(*p, bandwidth=rate.get(p, 1e7)) for p in pairs])
+        return Problem("pairs", tasks, tuple(Flow(n, (n + 1,), 10) for n in range(8)), net, micro_batches=6)
+
+    alike, unlike = (best_cut(problem(d), (55,) * 4) for d in (0.0, 1e-7))
+    assert alike is not None
+    assert unlike is not None
+    assert len(alike.devices) >= 3
+    assert alike.total_s(6) == pytest.approx(unlike.total_s(6), rel=2e-4)
+
+
 def test_a_pipeline_of_many_micro_batches_balances_its_parts() -> None:
     """Two equal devices, eight equal layers, transfers that cost nothing to speak of: half and half."""
     net = network_of({"a": 10**9, "b": 10**9}, [_wire("a", "b", bandwidth=1e12)])
@@ -132,7 +187,7 @@ def test_named_policies_do_what_their_papers_say() -> None:
     )  # fmt: skip
     near = (Flow(0, (1, 2), 1000), Flow(1, (3,), 900_000), Flow(2, (3,), 1000))
     problem = Problem("fork", fork, near, net)
-    loved = favourites(problem)
+    loved = favorites(problem)
     assert loved[1] == 3  # its bytes are the many
     assert loved[0] in (1, 2)
     placed = {name: POLICIES[name](Trial(problem), None, 0) for name in ("m-topo", "m-etf", "m-sct", "heft")}
@@ -149,7 +204,8 @@ def test_named_policies_do_what_their_papers_say() -> None:
 def test_repair_moves_what_costs_least_a_byte() -> None:
     net = network_of({"a": 20, "b": 100}, [_wire("a", "b", bandwidth=1e6)])
     tasks = (Task("dear", (1.0, 9.0), 10), Task("cheap", (1.0, 1.5), 10), Task("mean", (1.0, 3.0), 10))
-    assert repaired(Problem("p", tasks, (), net), [0, 0, 0], (20, 100)) == [0, 1, 0]
+    problem = Problem("p", tasks, (), net)
+    assert repaired(problem, [0, 0, 0], (20, 100), crossings(problem)) == [0, 1, 0]
 
 
 def test_the_same_problem_gets_the_same_placement() -> None:

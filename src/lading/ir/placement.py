@@ -147,7 +147,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run of groups, neighbours in order, on one device."""
+    """A run of groups, neighbors in order, on one device."""
 
     device: int
     first: int

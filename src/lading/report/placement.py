@@ -83,7 +83,7 @@ def devices_table(problem: Problem, placement: Placement) -> Table:
 
 
 def parts_table(problem: Problem, placement: Placement) -> Table | None:
-    """Runs of neighbours in order, each on its device; None where they are too many to read."""
+    """Runs of neighbors in order, each on its device; None where they are too many to read."""
     parts = placement.parts
     if len(parts) > _MOST_PARTS:
         return None

@@ -3,7 +3,7 @@
 A device runs one task at a time, a channel carries one transfer at a time; whenever one is free, it takes what is ready
 and most urgent. Urgent is what has most work behind it (the longest way to the end, transfers included); of several
 micro-batches backward comes before forward and earlier before later ones, which is one-forward-one-backward where parts
-are neighbours. A group starts a micro-batch only when at most ``windows`` of its device are under way. Ties go by
+are neighbors. A group starts a micro-batch only when at most ``windows`` of its device are under way. Ties go by
 number, so the same placement gives the same timeline.
 
 Memory of a device is what is resident there, plus each flow from when its source starts (or its transfer ends its way

@@ -26,6 +26,8 @@ from lading.units import format_bytes
 #: From a trial, the relaxation (None: it has no solution) and an effort, a placement or None.
 Policy = Callable[[Trial, Relaxed | None, int], Placement | None]
 _EFFORT = 6
+#: Placements that are improved once more: the fastest ones.
+_IMPROVED = 2
 BEST = "best"
 
 
@@ -94,11 +96,11 @@ def contest(problem: Problem, *, effort: int = _EFFORT) -> Contest:
         else:
             placements.append(dataclasses.replace(found, policy=name, bound_s=bound_s))
     memory = problem.network.memory_bytes
-    start = min(tried, key=lambda p: key_of(p, memory), default=None)
-    if start is None:
-        raise _infeasible(problem, None, BEST)
-    best = improve(trial, start, effort)
-    if not best.fits:
+    tried.sort(key=lambda p: key_of(p, memory))
+    starts = list({p.devices: p for p in reversed(tried)}.values())[::-1][:_IMPROVED]
+    better = [(improve(trial, start, effort / (turn + 1)), start) for turn, start in enumerate(starts)]
+    best, start = min(better, key=lambda pair: key_of(pair[0], memory), default=(None, None))
+    if best is None or start is None or not best.fits:
         raise _infeasible(problem, best, BEST)
     note = f"from {start.policy}"
     placements.append(dataclasses.replace(best, policy=BEST, bound_s=bound_s, note=note))

@@ -2,7 +2,7 @@
 
 Groups 0..n-1 in order are cut into parts, each on a device of its own. With M micro-batches, f_d(i, j) the seconds of
 groups i..j-1 on device d for one of them, o_d(i, j) those once a step, and x_ab(j) the seconds of all flows over the
-cut before group j when it lies between devices a and b (forward from a to b, backward from b to a), it minimises
+cut before group j when it lies between devices a and b (forward from a to b, backward from b to a), it minimizes
 
     L + (M - 1) B,   L = sum of f + sum of x + o of the first part,   B = the largest f of a part or x of a cut
 
@@ -17,9 +17,9 @@ for all parts (``_ONCE``); the simulation decides. For M = 1 the recursion over 
     best[S][d](i) = min over j of f_d(i, j) + min over e in S of x_de(j) + best[S - d][e](j)     ``_Parts.solve``
 
 is exact: S is the set of devices of what is left, of which d comes first, so their order is free. For M > 1, B is
-bounded from above by less and less, each time just below that of the plan found before, until L alone with the least B
-there can be is no better than the best plan (``_plans``): the optimum is among those found. The best of them are
-simulated, as pipelines fill and drain in more ways than L and B tell, beside each device alone; the fastest counts.
+bounded from above, and the range of bounds is halved until no part of it can hold a better plan (``_plans``): the
+optimum is found to one part in ten thousand. The best plans are simulated, as pipelines fill and drain in more ways
+than L and B tell, beside each device alone; the fastest counts.
 
 A graph that is no chain is taken in its order: what crosses several cuts is counted at each, and the simulation, where
 it goes straight to its target, decides.
@@ -42,8 +42,9 @@ from lading.planner.placement.trial import Trial, key_of
 MOST_DEVICES = 10
 #: Whether updates of later parts hide under backward of earlier ones.
 _ONCE = (False, True)
-#: Plans looked at, and of those the best that are simulated.
-_PLANS, _SIMULATED = 200, 12
+#: Of the plans found, the best are simulated.
+_SIMULATED = 12
+_EXACT = 1e-4
 
 
 @dataclass(frozen=True)
@@ -119,19 +120,32 @@ def best_cut(problem: Problem, memory: Sequence[int], *, windowed: bool = True, 
 
 
 def _plans(parts: _Parts, copies: int) -> list[Cut]:
-    """Plans of less and less period and more and more latency, until none can be the best."""
-    found: list[Cut] = []
-    best_s, limit = inf, inf
-    least = parts.least_period() if copies > 1 else 0.0
-    while len(found) < _PLANS:
-        cut = parts.solve(limit)
-        if cut is None or cut.latency_s + (copies - 1) * least >= best_s:
-            break
+    """Plans of more and less period, the best to within ``_EXACT`` among them.
+
+    The least latency falls as the limit of the period rises. Between limits low and high, no plan takes less than the
+    latency at high and copies of low; what could still be better is halved.
+    """
+    cut = parts.solve(inf)
+    if cut is None or copies == 1:
+        return [] if cut is None else [cut]
+    found = [cut]
+    best_s = cut.total_s(copies)
+    open_ = [(parts.least_period(), cut.period_s, cut.latency_s)]  # low, high (not taken), latency at high
+    while open_:
+        low, high, latency_s = open_.pop()
+        if high <= low or latency_s + (copies - 1) * low >= best_s * (1 - _EXACT):
+            continue
+        middle = low if (high - low) * (copies - 1) < _EXACT * best_s else (low + high) / 2
+        cut = parts.solve(middle)
+        open_.append((middle, high, latency_s))
+        if cut is None:
+            continue
         found.append(cut)
         best_s = min(best_s, cut.total_s(copies))
-        if copies == 1:
-            break
-        limit = float(np.nextafter(cut.period_s, 0.0))
+        if middle > low:
+            open_.append((low, cut.period_s, cut.latency_s))
+        else:
+            open_.pop()
     return found
 
 
@@ -151,7 +165,28 @@ class _Parts:
         self.resident = _sums(np.array([float(g.resident_bytes) for g in groups]))
         self.kept = _sums(np.array([float(g.kept_bytes) for g in groups]))
         self.working = _maxima(np.array([float(g.working_bytes) for g in groups]))
-        self.cuts = _cuts(problem)  # [j, a, b]
+        self.cuts = crossings(problem)  # [j, a, b]
+        self.twin = [next((a for a in range(b)[::-1] if self._alike(a, b)), -1) for b in range(self.devices)]
+
+    def _alike(self, a: int, b: int) -> bool:
+        """Whether two devices can be exchanged."""
+        others = [c for c in range(self.devices) if c not in (a, b)]
+        cuts = self.cuts
+        return (
+            self.memory[a] == self.memory[b]
+            and np.array_equal(self.cost[a], self.cost[b])
+            and np.array_equal(self.once[a], self.once[b])
+            and np.array_equal(cuts[:, a, others], cuts[:, b, others])
+            and np.array_equal(cuts[:, others, a], cuts[:, others, b])
+            and np.array_equal(cuts[:, a, b], cuts[:, b, a])
+        )
+
+    def _subsets(self) -> Iterator[frozenset[int]]:
+        """Sets of devices, small ones first; of alike devices the first ones only, of which the last comes first."""
+        for size in range(1, min(self.devices, self.count) + 1):
+            for members in map(frozenset, combinations(range(self.devices), size)):
+                if all(self.twin[d] < 0 or self.twin[d] in members for d in members):
+                    yield members
 
     def fits(self, device: int, left: int) -> np.ndarray:
         """Which parts [i, j] fit a device that has ``left`` parts from it to the end."""
@@ -174,14 +209,14 @@ class _Parts:
         crossing = np.where(self.cuts <= limit, self.cuts, inf)
         best: dict[tuple[frozenset[int], int], np.ndarray] = {}
         chosen: dict[tuple[frozenset[int], int], tuple[np.ndarray, np.ndarray]] = {}
-        answer: tuple[float, frozenset[int], int] = (inf, frozenset(), -1)
-        for members in _subsets(self.devices, n):
-            for d in sorted(members):
+        best_s, answer = inf, None
+        for members in self._subsets():
+            for d in sorted(members - {self.twin[e] for e in members}):
                 allowed = self.fits(d, len(members)) & (self.busy[d] <= limit)
                 part = np.where(allowed, cost[d], inf)
                 after, following = np.full(n + 1, inf), np.full(n + 1, -1)
                 rest = members - {d}
-                for e in sorted(rest):
+                for e in sorted(rest - {self.twin[f] for f in rest}):
                     value = join(crossing[:, d, e], best[rest, e])
                     following = np.where(value < after, e, following)
                     after = np.minimum(value, after)
@@ -193,17 +228,20 @@ class _Parts:
                 chosen[members, d] = end, following
                 whole = total[0] if period else total[0] + np.where(allowed[0], self.first[d, 0], 0.0)
                 first = int(whole.argmin())
-                if whole[first] < answer[0]:
-                    answer = float(whole[first]), members, d
-                    chosen[frozenset(), -1] = np.array([first]), following
-        return None if answer[2] < 0 else self._walk(chosen, answer)
+                if whole[first] < best_s:
+                    best_s, answer = float(whole[first]), (members, d, first)
+        return None if answer is None else self._walk(chosen, answer, best_s)
 
-    def _walk(self, chosen: dict[tuple[frozenset[int], int], tuple[np.ndarray, np.ndarray]],
-              answer: tuple[float, frozenset[int], int]) -> Cut:  # fmt: skip
-        latency_s, members, d = answer
+    def _walk(
+        self,
+        chosen: dict[tuple[frozenset[int], int], tuple[np.ndarray, np.ndarray]],
+        answer: tuple[frozenset[int], int, int],
+        latency_s: float,
+    ) -> Cut:
+        """The plan that the recursion found, from the devices of its last step, the first of them and where it ends."""
+        members, d, end = answer
         devices, starts = [d], [0]
         start, period_s = 0, 0.0
-        end = int(chosen[frozenset(), -1][0][0])
         while True:
             period_s = max(period_s, float(self.busy[d, start, end]))
             if end == self.count:
@@ -214,11 +252,6 @@ class _Parts:
             devices.append(d)
             starts.append(start)
             end = int(chosen[members, d][0][start])
-
-
-def _subsets(devices: int, groups: int) -> Iterator[frozenset[int]]:
-    for size in range(1, min(devices, groups) + 1):
-        yield from map(frozenset, combinations(range(devices), size))
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
@@ -241,7 +274,7 @@ def _maxima(values: np.ndarray) -> np.ndarray:
     return found
 
 
-def _cuts(problem: Problem) -> np.ndarray:
+def crossings(problem: Problem) -> np.ndarray:
     """[j, a, b]: seconds of all flows over the cut before group j, with a before and b behind it."""
     n, network = len(problem.groups), problem.network
     devices = range(len(network.devices))

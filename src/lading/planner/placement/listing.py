@@ -2,17 +2,17 @@
 
 ``m-topo``, ``m-etf`` and ``m-sct`` are those of Baechi (Jeon et al., "Baechi: Fast Device Placement of Machine Learning
 Graphs", SoCC 2020): in topological order up to an even share of memory; earliest start first; and with each task's
-favourite child kept on its device. They were made for alike devices: a start counts, however slow the device. ``heft``
+favorite child kept on its device. They were made for alike devices: a start counts, however slow the device. ``heft``
 (Topcuoglu, Hariri and Wu 2002) is for unlike ones: tasks by the longest way behind them, each where it ends first.
 
-[Note: favourite children]
+[Note: favorite children]
 m-SCT solves, with p_i the seconds of a task (the least of any device), c_ij those of a transfer (the mean over pairs),
 
-    min w   subject to  s_i + p_i + c_ij x_ij <= s_j,  s_i + p_i <= w,                      ``_favourites``
+    min w   subject to  s_i + p_i + c_ij x_ij <= s_j,  s_i + p_i <= w,                      ``_favorites``
             sum over children j of x_ij >= children - 1,  sum over parents i of x_ij >= parents - 1,  0 <= x <= 1
 
-and takes j as i's favourite child where x_ij < 0.5 (at most one each way, the smallest first). A device that has just
-run i waits for its favourite child, unless another task could start there however its inputs come.
+and takes j as i's favorite child where x_ij < 0.5 (at most one each way, the smallest first). A device that has just
+run i waits for its favorite child, unless another task could start there however its inputs come.
 
 All reserve a group's memory when its first task is placed; each takes the problem and bytes of each device, and gives
 the device of each group, or None where a task finds no room.
@@ -29,7 +29,7 @@ import numpy as np
 from lading.ir.placement import Problem
 from lading.planner.placement.program import LinearProgram
 
-_FAVOURITE = 0.5
+_FAVORITE = 0.5
 
 
 def topo(problem: Problem, memory: Sequence[int]) -> list[int] | None:
@@ -54,8 +54,8 @@ def etf(problem: Problem, memory: Sequence[int]) -> list[int] | None:
 
 
 def sct(problem: Problem, memory: Sequence[int]) -> list[int] | None:
-    """As ``etf``, with devices kept for favourite children (m-SCT)."""
-    return _Listing(problem, memory, favourites(problem)).run()
+    """As ``etf``, with devices kept for favorite children (m-SCT)."""
+    return _Listing(problem, memory, favorites(problem)).run()
 
 
 def heft(problem: Problem, memory: Sequence[int]) -> list[int] | None:
@@ -118,8 +118,8 @@ class _Seat:
 class _Listing:
     """Tasks placed so far, without contention on links."""
 
-    def __init__(self, problem: Problem, memory: Sequence[int], favourites: dict[int, int]) -> None:
-        self.problem, self.favourites = problem, favourites
+    def __init__(self, problem: Problem, memory: Sequence[int], favorites: dict[int, int]) -> None:
+        self.problem, self.favorites = problem, favorites
         self.seats = [_Seat(0.0, float(size)) for size in memory]
         self.where = [-1] * len(problem.groups)
         self.ends = [inf] * len(problem.tasks)
@@ -193,31 +193,31 @@ class _Listing:
         return self.start_s(task, device) + self.problem.tasks[task].seconds[device]
 
     def _start_for(self, task: int, device: int) -> float:
-        """When it may start: on a device that waits for a favourite child, another only once it could anywhere."""
+        """When it may start: on a device that waits for a favorite child, another only once it could anywhere."""
         start_s, last = self.start_s(task, device), self.seats[device].last
-        child = self.favourites.get(last, -1)
+        child = self.favorites.get(last, -1)
         if child < 0 or child == task or isfinite(self.ends[child]):
             return start_s
         return max(start_s, self._urgent_s(task))
 
 
-def favourites(problem: Problem) -> dict[int, int]:
-    """The favourite child of each task that has one ([Note: favourite children])."""
+def favorites(problem: Problem) -> dict[int, int]:
+    """The favorite child of each task that has one ([Note: favorite children])."""
     edges = sorted({(f.source, t, f.size_bytes) for f in problem.flows for t in f.targets})
     if not edges:
         return {}
-    share = _favourites(problem, edges)
+    share = _favorites(problem, edges)
     children: dict[int, int] = {}
     parents: set[int] = set()
     for place in sorted(range(len(edges)), key=lambda e: (float(share[e]), e)):
         source, target, _ = edges[place]
-        if share[place] < _FAVOURITE and source not in children and target not in parents:
+        if share[place] < _FAVORITE and source not in children and target not in parents:
             children[source] = target
             parents.add(target)
     return children
 
 
-def _favourites(problem: Problem, edges: list[tuple[int, int, int]]) -> np.ndarray:
+def _favorites(problem: Problem, edges: list[tuple[int, int, int]]) -> np.ndarray:
     """x_ij of every edge."""
     program, transfer_s = LinearProgram(), _mean_transfer(problem)
     tasks = len(problem.tasks)

@@ -3,7 +3,7 @@
 Columns: x_gd, the share of group g on device d; S_t, when task t starts; T, the step; y_fgab, the share of flow f to
 group g that goes from device a to b (the share within a device included); z_fab, what is sent of f from a to b for all
 its targets together. With p_td the seconds of a task, c_f(a, b) those of a transfer, M micro-batches, r_h the bytes a
-second of the channel h, it minimises T subject to
+second of the channel h, it minimizes T subject to
 
     sum over d of x_gd = 1                                                           ``_Relaxation._shares``
     sum over g of (resident_g + kept_g) x_gd <= memory_d                             ``_Relaxation._memory``
@@ -18,21 +18,25 @@ at least its work, a channel at least its bytes. So T is a lower bound (``bound_
 a chain without a limit of memory the relaxation is a shortest way, so its optimum is a placement. Where y has too many
 columns, only what leaves each device is counted, at the least cost there is (``_Relaxation._leaving``): still a bound.
 
-Rounding (``rounded``): one number in [0, 1) picks each group's device from its shares laid end to end, so neighbours
-with equal shares stay together; several numbers and several orders of devices. ``repaired`` moves groups off a device
-that is too full; ``lading.planner.placement.search`` improves what simulates best.
+Rounding (``rounded``): one number in [0, 1) picks each group's device from its shares laid end to end, so neighbors
+with equal shares stay together; several numbers and several orders of devices. ``lading.planner.placement.priced``
+gives whole placements by the prices of the same rows. ``repaired`` moves groups off a device that is too full;
+``lading.planner.placement.search`` improves what simulates best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from math import isfinite
 
 import numpy as np
 
 from lading.errors import SimulationError
 from lading.ir.placement import Flow, Placement, Problem
+from lading.planner.placement.chain import crossings
+from lading.planner.placement.priced import priced
 from lading.planner.placement.program import LinearProgram
 from lading.planner.placement.search import improve
 from lading.planner.placement.trial import Trial, key_of
@@ -42,7 +46,8 @@ _MOST_COLUMNS = 30_000
 #: What the solver's tolerances may hide, as a share.
 _TOLERANCE = 1e-6
 _PICKS = (0.5, 0.25, 0.75, 0.1, 0.9)
-_IMPROVED = 3
+#: Starts that are simulated at least, and those that are improved: each with half the effort of the one before.
+_FEWEST_TRIED, _IMPROVED = 12, 3
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,18 @@ def place_lp(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | 
     """The relaxation rounded, repaired and improved; None where it has no solution."""
     if relaxed is None:
         return None
-    memory = trial.problem.network.memory_bytes
-    tried = {tuple(repaired(trial.problem, devices, memory)) for devices in rounded(trial.problem, relaxed.shares)}
-    starts = sorted((trial.of(devices, "lp") for devices in tried if trial.can_run(devices)),
-                    key=lambda p: (key_of(p, memory), p.devices))  # fmt: skip
-    better = [improve(trial, start, effort // _IMPROVED) for start in starts[:_IMPROVED]]
+    problem, memory = trial.problem, trial.problem.network.memory_bytes
+    options = chain(
+        (next(rounded(problem, relaxed.shares)),), priced(problem, memory), rounded(problem, relaxed.shares)
+    )
+    cuts = crossings(problem)
+    distinct = dict.fromkeys(map(tuple, options))
+    ways = (cuts, np.zeros_like(cuts))  # runs that grow at their ends, and groups one by one
+    tried = dict.fromkeys(tuple(repaired(problem, devices, memory, way)) for devices in distinct for way in ways)
+    most = max(_FEWEST_TRIED, trial.affordable(effort))
+    starts = [trial.of(devices, "lp") for devices in islice(filter(trial.can_run, tried), most)]
+    starts.sort(key=lambda p: (key_of(p, memory), p.devices))
+    better = [improve(trial, start, effort / 2**turn) for turn, start in enumerate(starts[:_IMPROVED], 1)]
     return min(better, key=lambda p: key_of(p, memory), default=None)
 
 
@@ -92,33 +104,36 @@ def rounded(problem: Problem, shares: np.ndarray) -> Iterator[list[int]]:
                 yield [order[int(place)] for place in places]
 
 
-def repaired(problem: Problem, devices: Sequence[int], memory: Sequence[int]) -> list[int]:
+def repaired(problem: Problem, devices: Sequence[int], memory: Sequence[int], cuts: np.ndarray) -> list[int]:
     """The same, with groups moved off devices that the planner's count says are too full, while there is room.
 
-    Of a full device goes the group whose move costs the fewest seconds for each byte.
+    Of a full device goes the group whose move costs the fewest seconds for each byte, those of the cuts before and
+    behind it included, so that runs grow at their ends.
+
+    Args:
+        cuts: Of ``crossings``.
     """
-    groups = problem.groups
-    found = list(devices)
-    need = [g.resident_bytes + g.kept_bytes for g in groups]
-    free = [float(size) for size in memory]
-    for group, device in enumerate(found):
+    groups, count = problem.groups, len(memory)
+    seconds = np.array([[s + o for s, o in zip(g.seconds, g.once_s, strict=True)] for g in groups])
+    need = np.array([float(g.resident_bytes + g.kept_bytes) for g in groups])
+    found, rows = np.array(devices), np.arange(len(groups))
+    free = np.array(memory, float) - np.bincount(found, weights=need, minlength=count)
+    for _ in rows:
+        if not (full := free < 0).any():
+            break
+        total = seconds.copy()
+        total[1:] += cuts[rows[1:], found[:-1]]
+        total[:-1] += cuts[rows[1:], :, found[1:]]
+        each = (total - total[rows, found][:, None]) / np.maximum(need, 1e-9)[:, None]
+        each[~full[found] | (need <= 0)] = np.inf
+        each[(need[:, None] > free[None, :]) | full[None, :]] = np.inf
+        group, device = divmod(int(np.nan_to_num(each, nan=np.inf).argmin()), count)
+        if not np.isfinite(each[group, device]):
+            break
+        free[found[group]] += need[group]
         free[device] -= need[group]
-    for full in range(len(free)):
-        while free[full] < 0:
-            moves = [
-                ((groups[g].seconds[d] + groups[g].once_s[d] - groups[g].seconds[full]) / need[g], g, d)
-                for g, device in enumerate(found)
-                if device == full and need[g]
-                for d, room in enumerate(free)
-                if d != full and room >= need[g] and isfinite(groups[g].seconds[d] + groups[g].once_s[d])
-            ]
-            if not moves:
-                break
-            _, group, device = min(moves)
-            found[group] = device
-            free[full] += need[group]
-            free[device] -= need[group]
-    return found
+        found[group] = device
+    return found.tolist()
 
 
 class _Relaxation:

@@ -1,6 +1,6 @@
 """Local search: a placement changed a little, again and again, kept when it simulates faster (or fits better).
 
-A change moves one group, or a run of neighbours, to another device, moves the border between two parts, or exchanges
+A change moves one group, or a run of neighbors, to another device, moves the border between two parts, or exchanges
 two groups or two devices. One that is a little slower is kept too, at first by 5%, at last not at all, so that the
 search leaves where no single change helps; the best seen counts. Changes are drawn from a generator with a fixed seed
 and counted, not timed: same problem, same placement.
@@ -13,13 +13,12 @@ from random import Random
 from lading.ir.placement import Placement
 from lading.planner.placement.trial import Trial, key_of
 
-#: Tasks and flows, each as often as there are micro-batches, that a search of effort 1 simulates.
-_WORK = 100_000
+#: Changes tried: at least, and at most for each unit of effort.
 _FEWEST, _MOST = 20, 200
 _LOOSE = 0.05
 
 
-def improve(trial: Trial, start: Placement, effort: int) -> Placement:
+def improve(trial: Trial, start: Placement, effort: float) -> Placement:
     """The best placement found from ``start``.
 
     Args:
@@ -30,8 +29,7 @@ def improve(trial: Trial, start: Placement, effort: int) -> Placement:
     if count == 1:
         return start
     random, memory = Random(0), problem.network.memory_bytes
-    size = (len(problem.tasks) + len(problem.flows)) * problem.micro_batches
-    steps = min(max(_FEWEST, effort * _WORK // size), effort * _MOST)
+    steps = int(min(max(_FEWEST, trial.affordable(effort)), effort * _MOST))
     now = best = start
     for step in range(steps):
         devices = _changed(now, random, count)

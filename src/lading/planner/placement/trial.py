@@ -9,6 +9,8 @@ from math import inf
 from lading.ir.placement import Placement, Problem
 from lading.sim.placed import PlacedSimulator, Run
 
+#: Tasks and flows, each as often as there are micro-batches, that an effort of 1 simulates.
+WORK = 100_000
 #: Plans with less and less memory.
 _ROUNDS = 6
 
@@ -65,6 +67,11 @@ class Trial:
             pairs = zip(found.peak_bytes, self.problem.network.memory_bytes, strict=True)
             memory = [size - max(0, peak - own) for size, (peak, own) in zip(memory, pairs, strict=True)]
         return found
+
+    def affordable(self, effort: float) -> int:
+        """Simulations of an effort in units of ``WORK`` tasks and flows."""
+        size = (len(self.problem.tasks) + len(self.problem.flows)) * self.problem.micro_batches
+        return int(effort * WORK // size)
 
     def can_run(self, devices: Sequence[int]) -> bool:
         """Whether every group can run where it is placed."""

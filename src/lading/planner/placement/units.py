@@ -1,6 +1,6 @@
 """Units: runs of a graph's operations that are placed as one: modules at some depth, or single operations.
 
-Runs are neighbours in program order, so a graph of units has no cycle. What a module does itself between its children
+Runs are neighbors in program order, so a graph of units has no cycle. What a module does itself between its children
 goes with the child before it (in backward, where order is reversed, with the one after it).
 """
 

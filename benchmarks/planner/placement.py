@@ -1,0 +1,196 @@
+"""Placement policies side by side on published shapes of graphs, on the catalog's fleets of unlike devices.
+
+    python benchmarks/planner/placement.py --out benchmarks/planner/results/placement_catalog_YYYYMM
+    python benchmarks/planner/placement.py --shapes gnmt randwire --fleets two-desktops --cases tight
+
+Cases: "tight": a training step where all devices together have 1.5 times what the graph needs, so that none holds it;
+"pass": one forward pass; "pipe": a training step of eight micro-batches. ``--brute`` cuts each graph in a few units and
+tries every placement. All times are as simulated; a bound holds for all placements of the same units.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.planner.graphs import SHAPES, Shape
+
+from lading import __version__
+from lading.capture.initial import defer
+from lading.capture.trace import capture
+from lading.catalog.fleets import load_fleet
+from lading.errors import PlanInfeasible
+from lading.ir.fleet import Fleet
+from lading.ir.graph import StepGraph
+from lading.ir.placement import Problem
+from lading.planner.placement.api import POLICIES, contest
+from lading.planner.placement.build import Grain, problem_of
+from lading.planner.placement.trial import Trial
+from lading.units import format_seconds
+
+FLEETS = ("laptop-and-server", "two-desktops", "one-server-four-gpus", "eight-unlike-gpus")
+CASES = ("tight", "pass", "pipe")
+#: Of what a graph needs, what all devices of the case "tight" have together.
+TIGHT = 1.5
+_PIPE = 8
+_UNITS = 200
+#: Units of a graph that may be few enough to try every placement, and how many are tried at most.
+_FEW, _MOST_TRIED = (12, 10, 8, 7, 6, 5, 4, 3), 6600
+
+
+def problem(graph: StepGraph, fleet: Fleet, case: str, name: str, units: int = _UNITS) -> Problem:
+    """One case of one graph."""
+    grain = Grain(most=units, training=case != "pass")
+    made = problem_of(graph, fleet, grain=grain, micro_batches=_PIPE if case == "pipe" else 1, name=name)
+    return tightened(made) if case == "tight" else made
+
+
+def tightened(made: Problem) -> Problem:
+    """The same with less memory, but for each device enough for the largest group."""
+    needs = [g.resident_bytes + g.kept_bytes for g in made.groups]
+    least = max(n + g.working_bytes for n, g in zip(needs, made.groups, strict=True))
+    have = made.network.memory_bytes
+    share = min(1.0, TIGHT * sum(needs) / sum(have))
+    memory = tuple(min(size, max(int(size * share), least)) for size in have)
+    return dataclasses.replace(made, network=dataclasses.replace(made.network, memory_bytes=memory))
+
+
+def row(made: Problem, fleet: str, case: str, effort: int) -> dict[str, Any]:
+    """Every policy on one problem."""
+    begun = time.process_time()
+    try:
+        found = contest(made, effort=effort)
+    except PlanInfeasible as error:
+        return {"graph": made.name, "fleet": fleet, "case": case, "infeasible": str(error)}
+    best = found.best
+    return {
+        "graph": made.name,
+        "fleet": fleet,
+        "case": case,
+        "tasks": len(made.tasks),
+        "groups": len(made.groups),
+        "flows": len(made.flows),
+        "bound_s": found.bound_s,
+        "steps_s": {p.policy: p.step_s for p in found.placements},
+        "best_from": best.note,
+        "devices_used": len(set(best.devices)),
+        "parts": len(best.parts),
+        "peak_bytes": list(best.peak_bytes),
+        "memory_bytes": list(made.network.memory_bytes),
+        "planned_s": time.process_time() - begun,
+    }
+
+
+def brute(made: Problem, fleet: str, effort: int) -> dict[str, Any]:
+    """Every placement of a problem of few groups."""
+    trial = Trial(made)
+    tried = product(range(len(made.network.devices)), repeat=len(made.groups))
+    placed = (trial.of(devices) for devices in tried if trial.can_run(devices))
+    best = min((p.step_s for p in placed if p.fits), default=math.inf)
+    return {**row(made, fleet, "few units", effort), "brute_s": best}
+
+
+def captured(shape: Shape) -> StepGraph:
+    """The graph of a shape; nothing is computed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return capture(defer(shape.build).model, shape.batch(), shape.loss)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: each policy's step over the best one's."""
+    names = [*POLICIES]
+    yield "| graph | devices | case | groups | best | above bound | devices used | from | " + " | ".join(names) + " |"
+    yield "|---" * (8 + len(names)) + "|"
+    for one in rows:
+        head = f"| {one['graph']} | {one['fleet']} | {one['case']} "
+        if "infeasible" in one:
+            yield head + f"| {one['infeasible']} |"
+            continue
+        best, bound = one["steps_s"]["best"], one["bound_s"]
+        cells = [str(one["groups"]), format_seconds(best), f"{best / bound - 1:.1%}" if bound else "-"]
+        cells += [str(one["devices_used"]), one["best_from"].removeprefix("from ")]
+        steps = [one["steps_s"].get(name) for name in names]
+        cells += ["does not fit" if s is None else f"{s / best:.2f}" for s in steps]
+        yield head + "| " + " | ".join(cells) + " |"
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Means over all rows where a policy finds a placement."""
+    done = [one for one in rows if "infeasible" not in one]
+    yield "| policy | finds a placement | step over the best, geometric mean | fastest or equal |"
+    yield "|---|---|---|---|"
+    for name in POLICIES:
+        ratios = [one["steps_s"][name] / one["steps_s"]["best"] for one in done if name in one["steps_s"]]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+        first = sum(ratio <= 1 + 1e-9 for ratio in ratios)
+        yield f"| {name} | {len(ratios)} of {len(done)} | {mean:.2f} | {first} |"
+
+
+def tried_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: every placement tried against what the policies find."""
+    names = ("best", "lp", "chain", "heft", "m-sct", "m-etf")
+    yield "| graph | devices | groups | every placement | bound below it | " + " | ".join(names) + " |"
+    yield "|---" * (5 + len(names)) + "|"
+    for one in rows:
+        best = one["brute_s"]
+        steps = [one["steps_s"].get(name) for name in names]
+        cells = [str(one["groups"]), format_seconds(best), f"{1 - one['bound_s'] / best:.1%}"]
+        cells += ["does not fit" if s is None else f"{s / best:.3f}" for s in steps]
+        yield f"| {one['graph']} | {one['fleet']} | " + " | ".join(cells) + " |"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
+    parser.add_argument("--fleets", nargs="*", default=list(FLEETS))
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--effort", type=int, default=4)
+    parser.add_argument("--brute", action="store_true", help="also every placement of each graph in a few units")
+    parser.add_argument("--out", type=Path, help="writes OUT.json and OUT.md")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run all cases, printing each."""
+    asked = _arguments()
+    rows: list[dict[str, Any]] = []
+    tried: list[dict[str, Any]] = []
+    for shape in (s for s in SHAPES if s.name in asked.shapes):
+        graph = captured(shape)
+        for name in asked.fleets:
+            fleet = load_fleet(name)
+            for case in asked.cases:
+                rows.append(row(problem(graph, fleet, case, shape.name), name, case, asked.effort))
+                print(json.dumps(rows[-1]), flush=True)
+            if asked.brute and len(fleet.devices) <= 4:
+                cuts = (tightened(problem(graph, fleet, "step", shape.name, units)) for units in _FEW)
+                small = next((p for p in cuts if len(fleet.devices) ** len(p.groups) <= _MOST_TRIED), None)
+                if small is not None and math.isfinite((tried_row := brute(small, name, asked.effort))["brute_s"]):
+                    tried.append(tried_row)
+    lines = [f"Lading {__version__}; times as simulated; steps of policies are shown over the best one's.", ""]
+    lines += [*summary(rows), "", *table(rows)]
+    if tried:
+        lines += ["", "Every placement of the same graphs cut in few units, memory as in tight:", ""]
+        lines += tried_table(tried)
+    print("\n".join(lines))
+    if asked.out is not None:
+        asked.out.with_suffix(".json").write_text(json.dumps({"rows": rows, "tried": tried}, indent=1) + "\n")
+        asked.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+        used = sum(one.get("planned_s", 0.0) for one in rows)
+        print(f"wrote {asked.out}.json and .md; planned in {used:.0f} s of CPU")
+
+
+if __name__ == "__main__":
+    main()

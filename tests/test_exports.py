@@ -36,6 +36,12 @@ def test_the_list_of_names_offers_them() -> None:
         _ = lading.captur  # type: ignore[attr-defined]
 
 
+def test_optimizers_are_there_by_name() -> None:
+    assert lading.optim.Muon.__module__ == "lading.matrices"
+    with pytest.raises(AttributeError, match="no attribute 'Moun'"):
+        _ = lading.optim.Moun  # type: ignore[attr-defined]
+
+
 def test_capture_is_a_function_and_a_folder() -> None:
     from lading.capture import trace
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +263,12 @@ def test_dues_are_spread():
     parameters = [torch.nn.Parameter(torch.zeros(4, 4)) for _ in range(8)]
     optimizer = SOAP([(f"p{i}", p) for i, p in enumerate(parameters)], frequency=2, stagger=True)
     assert sorted(rule.shift % 2 for rule in optimizer._rules) == [0] * 4 + [1] * 4  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_example_learns(tmp_path: Path):
+    """Run as its docstring says."""
+    example = Path(__file__).parent.parent / "examples" / "muon_fsdp2.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(example), "--steps", "6"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "6 steps" in done.stdout

@@ -91,6 +91,8 @@ _DEFINED_IN = MappingProxyType(
 
 def __getattr__(name: str) -> object:
     """Import the module that defines a public name."""
+    if name == "optim":
+        return import_module("lading.optim")
     if name not in _DEFINED_IN:
         raise AttributeError(f"module 'lading' has no attribute {name!r}")
     module = import_module(_DEFINED_IN[name])

@@ -166,6 +166,29 @@ def _biased(segment: Segment, model: Architecture) -> Segment:
     return dataclasses.replace(segment, ops=ops)
 
 
+def with_precise_layers(table: ModelTable, first: int, last: int, layers: int) -> ModelTable:
+    """The table with so many of its first and last blocks apart, whose products stay in 16 bits.
+
+    Args:
+        layers: Blocks of the model; those that predict further tokens stand behind them.
+    """
+    parts: list[tuple[int, Segment, int]] = []
+    at = 0
+    for place, (segment, count) in enumerate(zip(table.segments, table.counts, strict=True)):
+        if not 0 < place < len(table.segments) - 1 or at >= layers:
+            parts.append((place, segment, count))
+            continue
+        ahead = max(0, min(count, first - at))
+        behind = max(0, min(count - ahead, at + count - (layers - last)))
+        kinds = ((ahead, True), (count - ahead - behind, False), (behind, True))
+        parts += [(place, dataclasses.replace(segment, precise=True) if high else segment, n) for n, high in kinds if n]
+        at += count
+    moved = {place: index for index, (place, _, _) in reversed(list(enumerate(parts)))}
+    tied = tuple(((moved[a], one), (moved[b], two)) for (a, one), (b, two) in table.tied)
+    segments, counts = tuple(segment for _, segment, _ in parts), tuple(count for _, _, count in parts)
+    return dataclasses.replace(table, segments=segments, counts=counts, tied=tied)
+
+
 def table_parameters(table: ModelTable, seq_len: int = 1) -> int:
     """Parameters of a model, tied ones once; positions that are learned go by ``seq_len``."""
     sizes = {**table.symbols, "s": seq_len}

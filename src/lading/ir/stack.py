@@ -30,6 +30,7 @@ class Stack:
         collective_launch_s: The same for a collective.
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,
             saving and restoring the states of random generators.
+        module_s: The same for each product and attention of a pass, the experts' apart.
         block_wait_s: Seconds of each pass of a block in which the device stands still however far ahead the host is.
         collective_wait_s: Standard deviation of when ranks come to a collective inside a block: all wait for the last.
         experts_s: The same for each pass of routed experts: counting tokens, waiting for the counts, permuting.
@@ -63,6 +64,8 @@ class Stack:
             "blackwell.memory-bound"); 1 where not given.
         spread: By architecture, the half width of the interval that nine of ten steps of this stack lie in, as a share;
             ``NEVER_SEEN`` where not given.
+        parameter_s: Seconds of the host for each tensor of parameters in a step: hooks, copies and lists of the
+            optimizer; an expert's weights are tensors of their own. What the device needs for the optimizer hides it.
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
         scatter_sends: What a pipeline sends is cut over the tensor-parallel ranks where they hold the same: each sends
             its part, and the parts are gathered behind.
@@ -90,6 +93,7 @@ class Stack:
     launch_s: float = 6e-6
     collective_launch_s: float = 25e-6
     block_s: float = 0.0
+    module_s: float = 0.0
     block_wait_s: float = 0.0
     collective_wait_s: float = 0.0
     experts_s: float = 0.0
@@ -117,6 +121,7 @@ class Stack:
     imbalance: float = 1.0
     in_situ: dict[str, float] = field(default_factory=lambda: {})
     spread: dict[str, float] = field(default_factory=lambda: {})
+    parameter_s: float = 0.0
     step_s: float = 0.0
     scatter_sends: bool = False
     megatron_order: bool = False

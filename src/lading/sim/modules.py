@@ -27,7 +27,7 @@ from lading.sim.parts import MEMORY, cause_of, span
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced, priced, prices_of, rank_segments
-from lading.sim.step import stage_of
+from lading.sim.step import host_s, stage_of
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def modules_of(request: Request, table: ModelTable, parts: Priced | None = None)
         blocks=tuple(blocks),
         order=tuple(order),
         slowdown=prices.slowdown(min(1.0, memory_bound)),
-        rest_s=prices.optimizer_s(stage.trained) + stack.step_s,
+        rest_s=prices.optimizer_s(stage.trained) + host_s([stage], stack, prices),
         waits=waiting_share(layout.devices, every_block=True),
         state_bytes=sum(states.values()) + sum(stage.placeholders.values()),
     )

@@ -24,6 +24,7 @@ PRODUCTS, LOW, ATTENTION, MEMORY = "products", "low-precision products", "attent
 WAITS = "waiting in blocks"
 #: What the host issues.
 _KERNELS, _COLLECTIVES, _BLOCKS, _EXPERTS, _LATE = "kernels", "collectives", "blocks", "experts", "late"
+_MODULES = "modules"
 _CAUSES = {OpKind.MATMUL: PRODUCTS, OpKind.CONVOLUTION: PRODUCTS, OpKind.ATTENTION: ATTENTION}
 
 
@@ -63,8 +64,8 @@ class Part:
     Attributes:
         busy_s: Seconds of the device by cause, of kernels alone.
         comm_s: Seconds of collectives by axis, alone.
-        issued: What the host does for it, counted: kernels, collectives, passes of blocks, passes of experts; and
-            how late the last rank comes to its collectives, summed up.
+        issued: What the host does for it, counted: kernels, collectives, modules, passes of blocks, passes of experts;
+            and how late the last rank comes to its collectives, summed up.
         flops: Of products and attention.
     """
 
@@ -80,6 +81,7 @@ class Part:
             _COLLECTIVES: stack.collective_launch_s,
             _BLOCKS: stack.block_s,
             _EXPERTS: stack.experts_s,
+            _MODULES: stack.module_s,
         }
         return 0.0 if stack.cuda_graphs else sum(seconds * self.issued.get(what, 0.0) for what, seconds in each.items())
 
@@ -123,6 +125,8 @@ def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
             continue
         if kernel.is_experts:
             issued[_EXPERTS] = 1.0
+        elif kernel.kind in _CAUSES:
+            issued[_MODULES] = issued.get(_MODULES, 0.0) + 1
         issued[_KERNELS] = issued.get(_KERNELS, 0.0) + 1
         cause = cause_of(kernel, prices.precision)
         busy[cause] = busy.get(cause, 0.0) + prices.kernel_s(kernel)

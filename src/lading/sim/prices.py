@@ -80,8 +80,9 @@ class MachinePrices:
 
     @property
     def _gathers_low(self) -> bool:
-        """Whether inputs of products are cast before they are gathered, as Transformer Engine does."""
-        return self.stack.fusion == "fused" and self.layout.precision in LOW_PRECISIONS
+        """Whether inputs of products are cast before they are gathered, as Transformer Engine and torchao do."""
+        casts = self.stack.fusion == "fused" or self.stack.gather_dtype == "float8_e4m3fn"
+        return casts and self.layout.precision in LOW_PRECISIONS
 
     def lateness(self, axis: str) -> float:
         """How late the last of an axis' ranks comes to a collective, in standard deviations of one."""

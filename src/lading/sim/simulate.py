@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from lading.catalog.architectures import architecture_table
+from lading.catalog.architectures import architecture_table, with_precise_layers
 from lading.catalog.load import load_machine
 from lading.catalog.network import with_network
 from lading.cost.assumed import assumed_of_links
@@ -196,9 +196,15 @@ def table_of(request: Request) -> ModelTable:
         ConfigError: no table of that family and variant.
     """
     unfused = request.stack.attention == "unfused"
-    return architecture_table(
+    table = architecture_table(
         request.model, unfused=unfused, dropout=request.dropout, alibi=request.alibi, name=request.name
     )
+    kept, layers = request.high_precision_layers, request.model.layers
+    if not kept or request.layout.precision not in LOW_PRECISIONS:
+        return table
+    # Megatron's recipes keep the first block and the others at the end; torchtitan's all at the end.
+    first = int(request.stack.megatron_order)
+    return with_precise_layers(table, first, min(kept, layers) - first, layers)
 
 
 def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> list[Phases]:
@@ -240,7 +246,10 @@ def rank_segments(
     # Embeddings, the head and the loss stay in 16 bits where the blocks' products have fewer.
     high = replace(layout, precision="bf16") if layout.precision in LOW_PRECISIONS else layout
     outside = MachinePrices(prices.machine, high, stack)
-    return [(ranked, prices if ranked.enters and ranked.leaves else outside) for ranked in segments_of(request, table)]
+    return [
+        (ranked, prices if ranked.enters and ranked.leaves and not segment.precise else outside)
+        for segment, ranked in zip(table.segments, segments_of(request, table), strict=True)
+    ]
 
 
 def segments_of(request: Request, table: ModelTable) -> list[RankSegment]:

@@ -13,8 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
+from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
+from lading.ir.work import RankSegment
 from lading.sim.parts import MEMORY, Part, Prices, Span, span, total
 from lading.sim.phases import Phases
 from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
@@ -60,6 +62,7 @@ class Stage:
         trained: Of those, what is trained.
         trained_bytes, frozen_bytes: Of what is trained beside frozen weights, and of these.
         transients: Most alive beyond all that is kept, in forward and in backward.
+        parameters: Tensors of them.
     """
 
     run: Run
@@ -76,6 +79,7 @@ class Stage:
     transients: tuple[int, int]
     placeholders: dict[tuple[int, ...], int]
     flops: float
+    parameters: int
 
     @property
     def backward_s(self) -> float:
@@ -129,7 +133,23 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         transients=(_transient_bytes(run, phases, 0), _transient_bytes(run, phases, 1)),
         placeholders={shape: size for segment, _ in run for shape, size in phases[segment].placeholders.items()},
         flops=sum(count * phases[segment].model_flops for segment, count in run),
+        parameters=sum(count * _parameters(phases[segment].segment) for segment, count in run),
     )
+
+
+def _parameters(segment: RankSegment) -> int:
+    """Tensors of parameters; each expert's weight is one."""
+    stacked = {segment.tensors[t].storage for kernel in segment.kernels if kernel.is_experts for t in kernel.inputs}
+    owned = {t.name: t for t in segment.tensors if t.role is Role.PARAMETER and t.name}
+    return sum(t.shape[0] if t.storage in stacked else 1 for t in owned.values())
+
+
+def host_s(stages: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
+    """Seconds of a rank's host in a step besides micro-batches; the optimizer's Python beside its kernels."""
+    parameters = stack.parameter_s * sum(stage.parameters for stage in stages)
+    if not parameters:
+        return stack.step_s
+    return stack.step_s + max(0.0, parameters - exchange.optimizer_s(trained_of(stages)))
 
 
 def _transient_bytes(run: Run, phases: Sequence[Phases], way: int) -> int:
@@ -161,7 +181,7 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
         reduced = times * _reduced(stage, units, stack, exchange)
         extra = {"data-parallel communication": reduced + _gathered(stage, units, stack, exchange)}
     extra["optimizer"] = exchange.optimizer_s(stage.trained)
-    extra["host"] = stack.step_s
+    extra["host"] = host_s([stage], stack, exchange)
     shares = _shares(stage, micro_batches, extra)
     return Step(sum(shares.values()), shares, (stage,), None, _flops([stage]) * micro_batches)
 
@@ -258,7 +278,7 @@ def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchang
         "bubble": run.makespan_s - busy,
         "data-parallel communication": after + gather,
         "optimizer": max(exchange.optimizer_s(trained_of(own)) for own in ranks),
-        "host": stack.step_s,
+        "host": max(host_s(own, stack, exchange) for own in ranks),
     }
     shares: dict[str, float] = {}
     for stage in ranks[busiest]:

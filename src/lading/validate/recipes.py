@@ -235,10 +235,15 @@ def with_facts(request: Request, text: str) -> tuple[Request, list[str]]:
     return request, evidence
 
 
-def high_precision_layers(stack: str, precision: str, scaling: str) -> int:
+def high_precision_layers(request: Request, text: str) -> int:
     """Layers that a recipe keeps in 16 bits.
 
-    Current scaling of Megatron-Bridge: the first and the last
-    (src/megatron/bridge/training/mixed_precision.py: bf16_with_fp8_current_scaling_mixed).
+    Nemotron 3 Super in 4 bits: the first and the last 14 (Megatron-Bridge src/megatron/bridge/training/
+    mixed_precision.py: nemotron_3_super_bf16_with_nvfp4_mixed). Current scaling of Megatron-Bridge keeps the first and
+    the last, but not in scripts/performance (utils/precision.py), which published tables are made with.
     """
-    return 2 if stack == "megatron-bridge" and precision == "fp8" and scaling in ("", "tensorwise") else 0
+    bridge = request.stack.name.startswith("megatron-bridge")
+    if bridge and request.layout.precision == "nvfp4" and request.model.symbols.get("latent"):
+        return 15
+    scaled = request.layout.precision == "fp8" and request.linear_dtype in ("", "tensorwise")
+    return 2 if bridge and scaled and "perf preset" not in text else 0

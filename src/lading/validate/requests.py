@@ -77,7 +77,7 @@ def _padding(row: Row, stack: Stack) -> int:
 def _as_published(request: Request, text: str, assumed: list[str]) -> Request:
     """With what the recipe it was made with sets and the table does not print."""
     layout, stack = request.layout, request.stack
-    kept = request.high_precision_layers or high_precision_layers(stack.name, layout.precision, request.linear_dtype)
+    kept = request.high_precision_layers or high_precision_layers(request, text)
     request, evidence = with_facts(dataclasses.replace(request, high_precision_layers=kept), text)
     assumed += evidence
     recipe = recipe_of(stack.name, request.machine, request.model, layout)
@@ -120,7 +120,11 @@ def _stack_settings(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     if (graphs := _cuda_graphs(text)) is not None:
         found["cuda_graphs"] = graphs
         if not graphs and re.search(r"CUDA graphs transformer_engine[^;.]*attn", text):
-            found |= {"block_s": 0.0, "launch_s": stack.launch_s / 2}  # of a block, only the experts are launched
+            found |= {
+                "block_s": 0.0,
+                "module_s": 0.0,
+                "launch_s": stack.launch_s / 2,
+            }  # of a block, only the experts are launched
     if "no gradient bucketing" in lowered or "no comm overlap" in lowered:
         found["overlap_grad_reduce"] = False
     if "no comm overlap" in lowered:

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention as rings
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -54,6 +55,7 @@ STACK = Stack(
     master_weights=False,
     early_stop=True,
     regathers=False,
+    fp32_rings=True,
 )
 
 
@@ -207,3 +209,41 @@ def own_peak(request: Request, *, rank: int = 0) -> int:
     """What Lading says is alive at most, without the optimizer's states."""
     memory = simulate(request, table_of(request.model.family, request.model.layers)).memory[rank]
     return sum(size for role, size in memory.items() if role is not Role.OPTIMIZER_STATE)
+
+
+class RingAttention(torch.autograd.Function):
+    """torch's own ring over the ranks of a group (``context_parallel``), with the kernel that a CPU has."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = rings._templated_ring_attention(group, 2, op, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        kept, options = ctx.saved_tensors, {"is_causal": True, "dropout_p": 0.0}
+        found = rings._templated_ring_attention_backward(ctx.group, 2, op, *grads, "grad_out", *kept, **options)
+        return (*found[:3], None)
+
+
+@contextmanager
+def context_parallel(group: dist.ProcessGroup, method: str) -> Iterator[None]:
+    """Attentions meet the keys and values of other ranks: "ring" or "all_gather"."""
+
+    def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> Any:
+        return RingAttention.apply(q, k, v, group)
+
+    before = rings._cp_options.rotate_method
+    rings._cp_options.rotate_method = {
+        "ring": rings._RotateMethod.ALL_TO_ALL,
+        "all_gather": rings._RotateMethod.ALL_GATHER,
+    }[method]
+    try:
+        with patch.object(functional, "scaled_dot_product_attention", ring):
+            yield
+    finally:
+        rings._cp_options.rotate_method = before

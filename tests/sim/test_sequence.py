@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 from tests.sim.parity import (
+    S,
     checkpointed,
     collectives,
+    context_parallel,
     fully_sharded,
     groups_of,
     mesh_of,
@@ -94,3 +96,19 @@ def test_peaks_of_cut_parameters(seq: int, full: bool, micro_batches: int):
         theirs = recorded(model, groups_of(mesh), lambda: [run_once("llama", model, seq) for _ in range(micro_batches)])
     layout = f"dp4,zero3,mb2,gb{8 * micro_batches}" + ",recompute=full" * full
     assert own_peak(request_of("llama", layout, seq=seq)) == pytest.approx(theirs.peak_bytes, rel=0.004)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_context_parallel_inside_cut_parameters(cp: int, method: str):
+    """torch's own loop over the ring; the kernels in it are a CPU's."""
+    with mesh_of(dp=2, cp=cp) as mesh, context_parallel(mesh.get_group("cp"), method):
+        whole = mesh["dp", "cp"]._flatten("dp_cp")
+        model = fully_sharded(torch_model("llama"), whole)
+        groups = {"dp": whole.get_group(), "cp": mesh.get_group("cp")}
+        theirs = recorded(model, groups, lambda: run_once("llama", model, S // cp))
+    request = request_of("llama", f"dp2,cp{cp},cp_comm={method},zero3,mb2")
+    ours = sequence_of(request, table_of("llama"))
+    assert collectives(ours) == collectives(theirs)
+    assert products(ours) == products(theirs)
+    assert own_peak(request) == pytest.approx(theirs.peak_bytes, rel=0.02)

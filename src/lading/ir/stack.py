@@ -78,6 +78,8 @@ class Stack:
         merges: Modules whose projections of one input are one matrix though nothing else is fused.
         regathers: With sequence parallel, backward gathers tokens again (Megatron) instead of keeping what forward
             gathered (torch's ``parallelize_module``).
+        fp32_rings: With context parallel gradients of keys and values go round the ring in fp32, also where keys met by
+            all-gather (torch's ``context_parallel``).
         reduces_each: Where gradients are cut (zero 2) they are reduced after each micro-batch, not once a step.
         early_stop: Full recompute stops once all is there that backward reads, as torch's own does.
         drops_gradients: Gradients come as backward makes them and go after the update (``zero_grad`` of PyTorch); else
@@ -126,6 +128,7 @@ class Stack:
     scatter_sends: bool = False
     megatron_order: bool = False
     regathers: bool = True
+    fp32_rings: bool = False
     reduces_each: bool = False
     early_stop: bool = False
     adapter_dtype: str = ""

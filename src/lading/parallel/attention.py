@@ -7,31 +7,57 @@ the front and one from the back, as Megatron's context parallel and torch's ``co
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 
 from lading.errors import ConfigError
+from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.work import Attention, Collective, Kernel, LocalTensor
 from lading.parallel.choose import CONTEXT
 from lading.parallel.specs import CutKernel
 
+#: Names of what a ring keeps, before the storage of the result.
+MERGED = "merged "
 
-def attention_kernels(k: CutKernel, kernel: Kernel, tensors: list[LocalTensor], cp: int, cp_comm: str) -> list[Kernel]:
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """How ranks work on one sequence.
+
+    Attributes:
+        ranks: How many.
+        comm: How keys and values meet, as ``Layout.cp_comm``.
+        fp32_rings: Gradients of keys and values go round the ring in fp32, also where keys met by all-gather, as
+            torch's ``context_parallel`` sends them (torch 2.13, _context_parallel/_attention.py).
+    """
+
+    ranks: int
+    comm: str
+    fp32_rings: bool = False
+
+
+def attention_kernels(k: CutKernel, kernel: Kernel, tensors: list[LocalTensor], context: Context) -> list[Kernel]:
     """One attention as the kernels and collectives of a rank.
 
     Args:
         k: With query, key and value in its spec.
         kernel: The same with its bytes.
         tensors: Of the rank's segment.
-        cp, cp_comm: As of a Layout.
+        context: Who works on one sequence.
     """
     assert k.spec is not None
     whole = _local_attention(k, tensors)
     if k.spec.axis != CONTEXT:  # keys of a text beside are whole on every rank
         return [dataclasses.replace(kernel, detail=whole)]
-    if cp_comm == "ring":
-        return _ring(kernel, whole, _bytes(k, tensors), cp)
-    if cp_comm == "all_gather":
-        return _all_gather(kernel, whole, _bytes(k, tensors), cp)
-    return _all_to_all(k, kernel, whole, tensors, cp)
+    if context.comm == "ring" or (context.comm == "all_gather" and context.fp32_rings and not whole.window):
+        width = DTYPE_BYTES[tensors[k.spec.tensors[1]].dtype]
+        back = _bytes(k, tensors) // width * (4 if context.fp32_rings else width)
+        found = _ring(kernel, whole, (_bytes(k, tensors), back), context)
+        if not context.fp32_rings:
+            return found
+        return _with_workspace(found, k, tensors, context) if whole.backward else _with_merged(found, tensors)
+    if context.comm == "all_gather":
+        return _all_gather(kernel, whole, _bytes(k, tensors), context.ranks)
+    return _all_to_all(k, kernel, whole, tensors, context.ranks)
 
 
 def _local_attention(k: CutKernel, tensors: list[LocalTensor]) -> Attention:
@@ -74,20 +100,60 @@ def _kv(kernel: Kernel) -> tuple[int, ...]:
     return kernel.inputs[first : first + 2]
 
 
-def _ring(kernel: Kernel, whole: Attention, kv_bytes: int, cp: int) -> list[Kernel]:
-    """Own keys first; then the next rank's, cp - 1 times: with a causal mask half of the pairs of each."""
+def _ring(kernel: Kernel, whole: Attention, sizes: tuple[int, int], context: Context) -> list[Kernel]:
+    """Own keys first; then the next rank's, cp - 1 times: with a causal mask half of the pairs of each.
+
+    Args:
+        sizes: Bytes of a rank's keys and values, and of their gradients.
+    """
     if whole.window:
         raise ConfigError("layout: attention with a window needs cp_comm=all_gather, got ring")
     keys = whole.key_tokens // 2 if whole.causal else whole.key_tokens
     other = dataclasses.replace(whole, causal=False, key_tokens=keys)
     found: list[Kernel] = []
-    for step in range(cp):
-        if step < cp - 1:
-            found.append(_collective(kernel, "send", kv_bytes, _kv(kernel)))
+    if context.comm == "all_gather":
+        found.append(_collective(kernel, "all_gather", sizes[0] * context.ranks, _kv(kernel)))
+    for step in range(context.ranks):
+        if context.comm == "ring" and step < context.ranks - 1:
+            found.append(_collective(kernel, "send", sizes[0], _kv(kernel)))
         found.append(_share(kernel, whole if step == 0 else other))
         if whole.backward:  # gradients of keys and values travel with them, and once more to come home
-            found.append(_collective(kernel, "send", kv_bytes, kernel.outputs[1:3]))
+            found.append(_collective(kernel, "send", sizes[1], kernel.outputs[1:3]))
     return found
+
+
+def _with_merged(kernels: list[Kernel], tensors: list[LocalTensor]) -> list[Kernel]:
+    """What torch's ring adds up is kept heads first, beside what the next product reads of it, tokens first."""
+    made = tensors[kernels[-1].outputs[0]]
+    tensors.append(dataclasses.replace(made, storage=_next(tensors), name=f"{MERGED}{made.storage}"))
+    return [*kernels[:-1], dataclasses.replace(kernels[-1], outputs=(*kernels[-1].outputs, len(tensors) - 1))]
+
+
+def _next(tensors: list[LocalTensor]) -> int:
+    return max(tensor.storage for tensor in tensors) + 1
+
+
+def _with_workspace(kernels: list[Kernel], k: CutKernel, tensors: list[LocalTensor], context: Context) -> list[Kernel]:
+    """Buffers of torch's ring backward, beside the gradients that it returns.
+
+    Of queries: their gradient in fp32, and half of that of the step before. Of keys and values: what is sent and what
+    came, the gradients of the step before, and gradients in fp32 as they are added up, joined, sent and received. Counted
+    on a CPU with torch 2.13's ``_templated_ring_attention_backward``.
+    """
+    assert k.spec is not None
+    query, kv = tensors[k.spec.tensors[0]].size_bytes, _bytes(k, tensors)
+    came = 1 if context.comm == "ring" else context.ranks
+    size = query * 5 // 2 + kv * (10 + came)
+    names = [f"{MERGED}{tensors[t].storage}" for t in kernels[-2].inputs]
+    merged = tuple(place for place, tensor in enumerate(tensors) if tensor.name in names)
+    tensors.append(LocalTensor(_next(tensors), "uint8", (size,), size, Role.WORKSPACE))
+    place = len(tensors) - 1
+    return [
+        dataclasses.replace(k, inputs=(*k.inputs, *merged), outputs=(*k.outputs, place))
+        if isinstance(k.detail, Attention)
+        else k
+        for k in kernels
+    ]
 
 
 def _all_gather(kernel: Kernel, whole: Attention, kv_bytes: int, cp: int) -> list[Kernel]:

@@ -12,7 +12,7 @@ from lading.ir.graph import DTYPE_BYTES, OpKind
 from lading.ir.layout import Layout
 from lading.ir.table import Segment
 from lading.ir.work import Collective, Kernel, LocalTensor, Product, RankSegment
-from lading.parallel.attention import attention_kernels
+from lading.parallel.attention import MERGED, Context, attention_kernels
 from lading.parallel.choose import Axes
 from lading.parallel.cut import cut
 from lading.parallel.shapes import SHARED_HEADS, check, evaluate
@@ -22,7 +22,9 @@ from lading.parallel.specs import CutKernel, CutSegment, Spec
 DENSE, EXPERTS = "dp", "dp/ep"
 
 
-def rank_segment(segment: Segment, sizes: Mapping[str, int], layout: Layout, *, regather: bool = True) -> RankSegment:
+def rank_segment(
+    segment: Segment, sizes: Mapping[str, int], layout: Layout, *, regather: bool = True, fp32_rings: bool = False
+) -> RankSegment:
     """What one rank of a layout runs of a segment.
 
     Args:
@@ -31,12 +33,15 @@ def rank_segment(segment: Segment, sizes: Mapping[str, int], layout: Layout, *, 
         layout: Degrees of tensor, context and expert parallel; pipeline, data parallel and recompute do not matter.
         regather: With sequence parallel, backward gathers tokens again (Megatron) instead of keeping what forward
             gathered (torch's ``parallelize_module``).
+        fp32_rings: See ``lading.parallel.attention.Context``.
 
     Raises:
         ConfigError: the layout cannot be: names the rule, what was found and the nearest that can be.
     """
     cut_segment = cut(segment, axes_of(layout, regather=regather))
-    degrees = _Degrees(layout.tp, layout.cp, layout.ep, layout.expert_tp, layout.cp_comm)
+    degrees = _Degrees(
+        layout.tp, layout.cp, layout.ep, layout.expert_tp, Context(layout.cp, layout.cp_comm, fp32_rings)
+    )
     return _ranked(cut_segment, tuple({"b": layout.micro_batch, **sizes}.items()), degrees)
 
 
@@ -48,7 +53,7 @@ class _Degrees:
     cp: int
     ep: int
     etp: int
-    cp_comm: str
+    context: Context
 
 
 @lru_cache(maxsize=256)
@@ -64,7 +69,7 @@ def _ranked(cut_segment: CutSegment, sizes: tuple[tuple[str, int], ...], ways: _
         tensors=tuple(tensors),
         enters=cut_segment.enters,
         leaves=cut_segment.leaves,
-        saved=cut_segment.saved,
+        saved=(*cut_segment.saved, *(place for place, t in enumerate(tensors) if t.name.startswith(MERGED))),
         parameter_elements=elements,
         summed_parameters=summed,
         parameters=tuple((p.tensor, EXPERTS if p.is_expert else DENSE) for p in cut_segment.parameters),
@@ -113,7 +118,7 @@ def _numbers(cut_segment: CutSegment, lengths: list[int], ways: _Degrees) -> tup
     for k in cut_segment.kernels:
         kernel = _kernel(k, tensors, touched)
         if k.spec is not None and k.spec.form == "attention":
-            kernels.extend(attention_kernels(k, kernel, tensors, ways.cp, ways.cp_comm))
+            kernels.extend(attention_kernels(k, kernel, tensors, ways.context))
         else:
             kernels.append(kernel)
     return tensors, kernels

@@ -259,7 +259,7 @@ def segments_of(request: Request, table: ModelTable) -> list[RankSegment]:
     adapters = adapters_of(request)
     found: list[RankSegment] = []
     for segment in table.segments:
-        ranked = rank_segment(segment, sizes, layout, regather=stack.regathers)
+        ranked = rank_segment(segment, sizes, layout, regather=stack.regathers, fp32_rings=stack.fp32_rings)
         if stack.fusion == "fused" or stack.merges:
             ranked = merge_siblings(ranked, stack.merges)
         if adapters:

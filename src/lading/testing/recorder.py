@@ -133,10 +133,12 @@ class Recorder(TorchDispatchMode):
     def _collective(self, base: str, args: Any, kwargs: Any, made: list[torch.Tensor]) -> Event:
         values = [*args, *kwargs.values()]
         tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        if base == "all_to_all_single" and sum(map(bool, args[2])) == 1:  # each sends all to one: a ring
+            base = "send"
         names = [self._axes[name] for name in map(_group_name, values) if name in self._axes]
         kind = _COLLECTIVES[base]
         if kind in ("send", "receive"):
-            size, peer = sum(t.nbytes for t in tensors), next(v for v in values if isinstance(v, int))
+            size, peer = sum(t.nbytes for t in tensors), next((v for v in values if isinstance(v, int)), -1)
             return Event(kind, size_bytes=size, axis=names[0] if names else "", peer=peer)
         first = tensors[:1] if kind == "all_to_all" and base == "all_to_all_single" else [*tensors, *made]
         return Event(kind, size_bytes=max(t.nbytes for t in first), axis=names[0] if names else "")

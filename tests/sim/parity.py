@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import stage as stage_module
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as rings
 from torch.distributed.tensor.parallel import (
@@ -247,3 +249,90 @@ def context_parallel(group: dist.ProcessGroup, method: str) -> Iterator[None]:
             yield
     finally:
         rings._cp_options.rotate_method = before
+
+
+class Part(nn.Module):
+    """Some layers of a model, with what is before the first and after the last."""
+
+    def __init__(self, model: Any, layers: range) -> None:
+        super().__init__()
+        self.tokens = model.tokens if layers.start == 0 else None
+        self.rope = model.rope
+        self.layers = nn.ModuleList(model.layers[place] for place in layers)
+        last = layers.stop == len(model.layers)
+        self.norm, self.head = (model.norm, model.head) if last else (None, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens or a stream of activations to a stream or logits."""
+        x = x if self.tokens is None else self.tokens(x)
+        for layer in self.layers:
+            x = layer(x, self.rope)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of the last stage."""
+    return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+#: Kind of a schedule -> the class of torch.distributed.pipelining.
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+
+
+def _without_vote(schedule: Any, stages: list[Any], *_: Any) -> None:
+    """Ranks vote on how to start over tensors that no fake rank sends; shapes are given, so they are static."""
+    for stage in stages:
+        stage._inference_mode = stage_module.InferenceMode.STATIC
+
+
+@contextmanager
+def static_pipelines() -> Iterator[None]:
+    """Pipelines whose shapes are given start without a vote."""
+    with patch.object(schedules._PipelineSchedule, "_warmup_p2p", _without_vote):
+        yield
+
+
+def pipeline(
+    kind: str, mesh: DeviceMesh, chunks: int, micro_batches: int, *, layers: int, wrap: Callable[[Any], Any]
+) -> tuple[nn.Module, Callable[[], object]]:
+    """A rank's stages of a Llama in torch's own pipeline: all its modules, and one step.
+
+    Args:
+        mesh: Of the pipeline's ranks, seen by one of them.
+        wrap: What is done to the module of each stage.
+    """
+    group, ranks = mesh.get_group(), mesh.size()
+    rank, stages = mesh.get_local_rank(), ranks * chunks
+    each = layers // stages
+    model = torch_model("llama", layers).to(torch.bfloat16)
+    v_shaped = kind in ("zbv", "dualpipe-v")
+    held = [rank, 2 * ranks - 1 - rank] if v_shaped else [c * ranks + rank for c in range(chunks)]
+    stream = torch.empty(B, S, H, dtype=torch.bfloat16, requires_grad=True)
+    tokens = torch.zeros(B, S, dtype=torch.int64)
+    logits = torch.empty(B, S, V, dtype=torch.bfloat16)
+    made = []
+    for stage in held:
+        part = wrap(Part(model, range(stage * each, (stage + 1) * each)))
+        first, last = stage == 0, stage == stages - 1
+        enters, leaves = (tokens if first else stream), (logits if last else stream)
+        grads = {"input_grads": () if first else (stream.detach(),), "output_grads": () if last else (stream.detach(),)}
+        stage_ = PipelineStage(
+            part, stage, stages, torch.device("cpu"), input_args=(enters,), output_args=(leaves,), group=group, **grads
+        )
+        made.append(stage_)
+    cls = schedules.get_schedule_class(SCHEDULES[kind])
+    plan = cls(made[0] if kind in ("gpipe", "1f1b") else made, micro_batches, loss_fn=cross_entropy)
+    batch = torch.zeros(B * micro_batches, S, dtype=torch.int64)
+
+    def step() -> object:
+        with patch.object(functional, "rms_norm", whole_norm):
+            return plan.step(*((batch,) if 0 in held else ()), target=batch)
+
+    return nn.ModuleList(stage_.submod for stage_ in made), step

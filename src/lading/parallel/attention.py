@@ -137,8 +137,8 @@ def _with_workspace(kernels: list[Kernel], k: CutKernel, tensors: list[LocalTens
     """Buffers of torch's ring backward, beside the gradients that it returns.
 
     Of queries: their gradient in fp32, and half of that of the step before. Of keys and values: what is sent and what
-    came, the gradients of the step before, and gradients in fp32 as they are added up, joined, sent and received. Counted
-    on a CPU with torch 2.13's ``_templated_ring_attention_backward``.
+    came, the gradients of the step before, and gradients in fp32 as they are added up, joined, sent and received.
+    Counted on a CPU with torch 2.13's ``_templated_ring_attention_backward``.
     """
     assert k.spec is not None
     query, kv = tensors[k.spec.tensors[0]].size_bytes, _bytes(k, tensors)

@@ -152,7 +152,10 @@ def _in_pipeline(request: Request, stages: Sequence[Sequence[Unit]], rank: int) 
     layout, stack = request.layout, request.stack
     plan = schedule_of(layout, rules="megatron" if stack.megatron_order else "torch")
     first = [sum(len(s) for s in stages[:stage]) for stage in range(plan.stages)]
-    held = {s: _Writer(stages[s], layout, stack, Keep.STEP, first[s], once=True) for s in plan.stages_of(rank)}
+    held = {
+        s: _Writer(stages[s], layout, stack, Keep.STEP, first[s], True, whole_last=not (s or stack.megatron_order))
+        for s in plan.stages_of(rank)
+    }
     found: list[Issued] = []
     for work, chunk, micro_batch, _ in plan.orders[rank].tolist():
         stage = plan.stage(rank, chunk)
@@ -189,7 +192,13 @@ class _Group:
 
 @dataclass
 class _Writer:
-    """The stage of a rank, being written."""
+    """The stage of a rank, being written.
+
+    Attributes:
+        first: Number of its first unit in the model.
+        once: Gradients are reduced once a step.
+        whole_last: Both gradients are computed where those of the weights are due, as torch does for the first stage.
+    """
 
     units: Sequence[Unit]
     layout: Layout
@@ -197,6 +206,7 @@ class _Writer:
     keep: Keep
     first: int = 0
     once: bool = False
+    whole_last: bool = False
     issued: list[Issued] = field(default_factory=lambda: [])
 
     def __post_init__(self) -> None:
@@ -225,7 +235,10 @@ class _Writer:
         """One action of a schedule."""
         if work is Work.FORWARD:
             return self.forward(micro_batch)
-        self.backward(micro_batch, work)
+        if work is Work.BACKWARD or not self.whole_last:
+            self.backward(micro_batch, work)
+        elif work is Work.BACKWARD_WEIGHT:
+            self.backward(micro_batch)
         self.left -= work in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
         return None if self.left else self._finish()
 
@@ -239,9 +252,12 @@ class _Writer:
             self._spans(number, unit.kernels(Work.FORWARD), micro_batch, forward=True)
 
     def backward(self, micro_batch: int, work: Work = Work.BACKWARD) -> None:
-        """Backward of all units."""
-        for number in reversed(range(len(self.units))):
+        """Backward of all units; torch goes through parameters in their own order where their gradients come apart."""
+        forward = work is Work.BACKWARD_WEIGHT and not self.stack.megatron_order
+        for number in range(len(self.units)) if forward else reversed(range(len(self.units))):
             kernels = self.units[number].kernels(work)
+            if forward and not any(isinstance(kernel.detail, Collective) for kernel in kernels):
+                kernels.reverse()
             self._spans(number, kernels, micro_batch, forward=False)
             if self.layout.zero < 3 and not self.once and self._reduces(micro_batch):
                 for group in reversed(self.groups[number]):

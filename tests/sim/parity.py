@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -59,6 +60,8 @@ STACK = Stack(
     regathers=False,
     fp32_rings=True,
 )
+#: Parameters and gradients in bf16, as a model without FSDP has them here.
+HALF = dataclasses.replace(STACK, parameters_dtype="bfloat16", gradient_dtype="bfloat16")
 
 
 @torch.library.custom_op("parity::rms_norm", mutates_args=())
@@ -133,10 +136,11 @@ def torch_model(family: str, layers: int = LAYERS) -> nn.Module:
 def fully_sharded(model: Any, mesh: DeviceMesh, *, keeps: bool | int = True) -> nn.Module:
     """Cut in units as torchtitan does (models/llama3/infra/parallelize.py, apply_fsdp): the last one stays."""
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": POLICY}
-    before = [model.tokens]
-    for module in (*before, *model.layers):
-        fully_shard(module, **options, reshard_after_forward=keeps)
-    fully_shard([model.norm, model.head], **options, reshard_after_forward=False)
+    for module in (model.tokens, *model.layers):
+        if module is not None:
+            fully_shard(module, **options, reshard_after_forward=keeps)
+    if model.head is not None:
+        fully_shard([model.norm, model.head], **options, reshard_after_forward=False)
     return fully_shard(model, **options)
 
 
@@ -300,18 +304,25 @@ def static_pipelines() -> Iterator[None]:
 
 
 def pipeline(
-    kind: str, mesh: DeviceMesh, chunks: int, micro_batches: int, *, layers: int, wrap: Callable[[Any], Any]
+    kind: str,
+    mesh: DeviceMesh,
+    chunks: int,
+    micro_batches: int,
+    *,
+    layers: int,
+    wrap: Callable[[Any], Any] | None = None,
 ) -> tuple[nn.Module, Callable[[], object]]:
     """A rank's stages of a Llama in torch's own pipeline: all its modules, and one step.
 
     Args:
         mesh: Of the pipeline's ranks, seen by one of them.
-        wrap: What is done to the module of each stage.
+        wrap: What is done to the module of each stage; None for nothing, and parameters in bf16.
     """
     group, ranks = mesh.get_group(), mesh.size()
     rank, stages = mesh.get_local_rank(), ranks * chunks
     each = layers // stages
-    model = torch_model("llama", layers).to(torch.bfloat16)
+    model = torch_model("llama", layers)
+    model = model.to(torch.bfloat16) if wrap is None else model
     v_shaped = kind in ("zbv", "dualpipe-v")
     held = [rank, 2 * ranks - 1 - rank] if v_shaped else [c * ranks + rank for c in range(chunks)]
     stream = torch.empty(B, S, H, dtype=torch.bfloat16, requires_grad=True)
@@ -319,7 +330,8 @@ def pipeline(
     logits = torch.empty(B, S, V, dtype=torch.bfloat16)
     made = []
     for stage in held:
-        part = wrap(Part(model, range(stage * each, (stage + 1) * each)))
+        part = Part(model, range(stage * each, (stage + 1) * each))
+        part = part if wrap is None else wrap(part)
         first, last = stage == 0, stage == stages - 1
         enters, leaves = (tokens if first else stream), (logits if last else stream)
         grads = {"input_grads": () if first else (stream.detach(),), "output_grads": () if last else (stream.detach(),)}
@@ -333,6 +345,6 @@ def pipeline(
 
     def step() -> object:
         with patch.object(functional, "rms_norm", whole_norm):
-            return plan.step(*((batch,) if 0 in held else ()), target=batch)
+            return plan.step(*((batch,) if 0 in held else ()), target=batch, return_outputs=False)
 
     return nn.ModuleList(stage_.submod for stage_ in made), step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.sim.parity import (
+    HALF,
     S,
     checkpointed,
     collectives,
@@ -12,10 +13,12 @@ from tests.sim.parity import (
     groups_of,
     mesh_of,
     own_peak,
+    pipeline,
     products,
     recorded,
     request_of,
     run_once,
+    static_pipelines,
     table_of,
     tensor_parallel,
     torch_model,
@@ -112,3 +115,45 @@ def test_context_parallel_inside_cut_parameters(cp: int, method: str):
     assert collectives(ours) == collectives(theirs)
     assert products(ours) == products(theirs)
     assert own_peak(request) == pytest.approx(theirs.peak_bytes, rel=0.02)
+
+
+PIPELINES = [
+    ("gpipe", 3, 1, 4),
+    ("1f1b", 3, 1, 4),
+    ("interleaved", 2, 2, 4),
+    ("zero-bubble", 2, 1, 4),
+    ("zbv", 2, 2, 4),
+    ("dualpipe-v", 2, 2, 4),
+]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("kind", "ranks", "chunks", "micro_batches"), PIPELINES)
+def test_pipelines_send_and_compute_in_order(kind: str, ranks: int, chunks: int, micro_batches: int, rank: int):
+    """Of several chunks torch asks for receives earlier, when the sender is to send: their own order is compared."""
+    layers = ranks * chunks
+    with mesh_of(rank, pp=ranks) as mesh, static_pipelines():
+        modules, step = pipeline(kind, mesh["pp"], chunks, micro_batches, layers=layers)
+        theirs = recorded(modules, groups_of(mesh), step)
+    request = request_of("llama", f"pp{ranks},vpp{chunks},{kind},mb2,gb{2 * micro_batches}", layers=layers, stack=HALF)
+    ours = sequence_of(request, table_of("llama", layers), rank=rank)
+    assert products(ours) == products(theirs)
+    for op in ("send", "receive") if chunks > 1 or kind == "zero-bubble" else ("",):
+        own = [(i.collective.op, i.peer, i.collective.size_bytes) for i in ours if i.collective]
+        all_of = [(e.kind, e.peer, e.size_bytes) for e in theirs.collectives]
+        assert [c for c in own if c[0] == op or not op] == [c for c in all_of if c[0] == op or not op] != []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_cut_parameters_in_a_pipeline(kind: str, rank: int):
+    """Gathered once a step, reduced once behind the last backward."""
+    with mesh_of(2 * rank, pp=2, dp=2) as mesh, static_pipelines():
+        modules, step = pipeline(
+            kind, mesh["pp"], 1, 3, layers=4, wrap=lambda part: fully_sharded(part, mesh["dp"], keeps=False)
+        )
+        theirs = recorded(modules, groups_of(mesh), step)
+    request = request_of("llama", f"dp2,pp2,{kind},zero3,mb2,gb12", layers=4)
+    ours = sequence_of(request, table_of("llama", 4), rank=rank)
+    assert collectives(ours) == collectives(theirs)
+    assert products(ours) == products(theirs)

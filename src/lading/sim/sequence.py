@@ -171,6 +171,10 @@ def _in_pipeline(request: Request, stages: Sequence[Sequence[Unit]], rank: int) 
         border = writer.leaving if forward else writer.entering
         if work != Work.BACKWARD_WEIGHT and 0 <= after < plan.stages and plan.rank_of(after) != rank:
             found.append(_between("send", border, plan.rank_of(after), micro_batch))
+        if not (forward or writer.left):
+            start = len(writer.issued)
+            writer.finish()
+            found += writer.issued[start:]
     return [*found, *(issued for writer in held.values() for issued in writer.sums())]
 
 
@@ -234,13 +238,12 @@ class _Writer:
     def run(self, work: Work, micro_batch: int) -> None:
         """One action of a schedule."""
         if work is Work.FORWARD:
-            return self.forward(micro_batch)
-        if work is Work.BACKWARD or not self.whole_last:
+            self.forward(micro_batch)
+        elif work is Work.BACKWARD or not self.whole_last:
             self.backward(micro_batch, work)
         elif work is Work.BACKWARD_WEIGHT:
             self.backward(micro_batch)
         self.left -= work in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
-        return None if self.left else self._finish()
 
     def forward(self, micro_batch: int) -> None:
         """Forward of all units."""
@@ -325,7 +328,7 @@ class _Writer:
             whole = size // self.layout.sharding_ranks
             self._collect("all_reduce", "replicate", whole, group.unit, micro_batch)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """After the last backward of a stage in a pipeline."""
         last = self.layout.micro_batches - 1
         for groups in self.groups:

@@ -22,7 +22,7 @@ from lading.catalog.network import with_network
 from lading.cost.assumed import assumed_of_links
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.cost.siblings import merge_siblings
-from lading.ir.graph import Role
+from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Prediction, Request
@@ -38,7 +38,7 @@ from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, phases
 from lading.sim.prices import MachinePrices
 from lading.sim.schedules import alive_peaks, schedule_of
-from lading.sim.step import Run, Stage, Step, elements_of, pipeline_step, replicas_step, stage_of
+from lading.sim.step import Run, Stage, Step, elements_of, pipeline_step, replicas_step, stage_of, trained_of
 
 #: Cause of what a step takes longer because its devices are not equal.
 WAITING = "waiting for the slowest"
@@ -354,9 +354,16 @@ def _memory(request: Request, both: Sequence[Phases], stages: Sequence[Stage], s
             roles = adapter_bytes(frozen, trained, layout, stack)
         else:
             roles = state_bytes(elements_of(own), layout, stack)
-        largest = max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))
         placeholders = {shape: size for stage in own for shape, size in stage.placeholders.items()}
-        roles[Role.WORKSPACE] = 2 * gathered_bytes(largest, layout, stack) + sum(placeholders.values())
+        roles[Role.WORKSPACE] = sum(placeholders.values())
+        if layout.zero == 3 and step.pipeline is not None:  # whole for the step, their gradients too
+            whole = elements_of(own)
+            roles[Role.GRADIENT] = 0
+            unreduced = sum(trained_of(own).values()) * DTYPE_BYTES[stack.gradient_dtype]
+            roles[Role.WORKSPACE] += gathered_bytes(whole, layout, stack) + unreduced
+        elif layout.zero == 3:
+            largest = max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))
+            roles[Role.WORKSPACE] += 2 * gathered_bytes(largest, layout, stack)
         roles[Role.ACTIVATION] = int(activations)
         found.append(roles)
     return found

@@ -23,7 +23,7 @@ from lading.models.llama import Llama, LlamaConfig
 from lading.models.loss import next_byte_loss
 from lading.runtime.data import TextDataset
 
-RATES = (4e-3, 1e-2, 2e-2, 3e-2)
+RATES = (1e-3, 2e-3, 4e-3, 1e-2, 2e-2, 3e-2)
 SEEDS = (0, 1, 2)
 EVERY = 10
 HELD_OUT = 1_000_000

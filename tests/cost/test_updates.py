@@ -1,0 +1,29 @@
+"""Seconds of matrix optimizers on devices of the catalog."""
+
+from __future__ import annotations
+
+import pytest
+
+from lading.catalog.load import load_machine
+from lading.cost.product import peak_flops
+from lading.cost.updates import assumed_of, direction_s
+from lading.rules import SOAP, Muon
+
+
+@pytest.mark.parametrize("shape", [(5120, 25600), (25600, 5120), (1024, 1024)])
+def test_an_iteration_takes_no_less_than_its_products_at_the_peak(shape: tuple[int, int]):
+    device = load_machine("h100").device
+    work = Muon().work(*shape)
+    seconds = direction_s(work, shape[0] * shape[1], device, "bf16", 5e-6)
+    assert work.flops / peak_flops(device, "bf16") < seconds < 4 * work.flops / peak_flops(device, "bf16") + 1e-3
+
+
+def test_small_matrices_take_what_the_host_takes():
+    device = load_machine("h100").device
+    assert direction_s(Muon().work(64, 64), 4096, device, "bf16", 5e-6) == pytest.approx((15 + 4) * 5e-6)
+
+
+def test_decompositions_are_assumed():
+    work = SOAP().work(1024, 1024)
+    assert "5% of the device's fp32 peak" in assumed_of(work)[0]
+    assert assumed_of(Muon().work(8, 8)) == ()

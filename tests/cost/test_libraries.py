@@ -61,12 +61,15 @@ def test_between_fused_products_nothing_is_left_and_their_second_casts_nothing()
 
 def test_biased_experts_pass_over_their_rows_unless_products_do_it() -> None:
     plain, biased = _kernels(PLAIN), _kernels(PLAIN, biased=1)
-    extra = [k for k in biased if k.name.startswith("biased.")]
+    extra = [k for k in biased if k.name.startswith("strided.") and k.module.endswith("experts")]
     forward = sum(k.bytes_read + k.bytes_written for k in extra if k.stage is Stage.FORWARD)
     assert forward == ROWS * (512 * 8 + 512 * 28)  # both clamps and a concatenation; the bias in fp32
-    assert _moved(biased) - _moved(plain) == _moved(tuple(extra))
+    turned = tuple(k for k in biased if k.module == "rope")
+    one = tuple(k for k in plain if k.module == "rope")
+    assert _moved(turned) > 3 * _moved(one)
+    assert _moved(biased) - _moved(plain) == _moved(tuple(extra)) + _moved(turned) - _moved(one)
     inside = _kernels(dataclasses.replace(PLAIN, fused_experts=True), biased=1)
-    assert not any(k.name.startswith("biased.") for k in inside)
+    assert not any(k.name.startswith("strided.") and k.module.endswith("experts") for k in inside)
 
 
 @pytest.mark.parametrize(("machine", "ratio"), [("gb200", 2.0), ("h100", 1.0)])

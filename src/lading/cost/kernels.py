@@ -19,7 +19,7 @@ from dataclasses import replace
 from lading.catalog.kernels import kernel_rates
 from lading.cost.attention import attention_s
 from lading.cost.fusion import unfused
-from lading.cost.libraries import QUANTIZED, SCAN
+from lading.cost.libraries import QUANTIZED, SCAN, STRIDED
 from lading.cost.product import LOW_PRECISIONS, OPERAND_BYTES, groups_launch_s, product_s, quantize_bytes
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind
@@ -41,8 +41,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         ConfigError: a collective, or the device lacks a peak or a kernel.
     """
     detail = kernel.detail
-    if kernel.name.startswith(SCAN):
-        return memory_s(kernel.bytes_read + kernel.bytes_written, "scan", device)
+    if kernel.name.startswith((SCAN, STRIDED)):
+        return memory_s(kernel.bytes_read + kernel.bytes_written, kernel.name.partition(".")[0], device)
     if isinstance(detail, Collective):
         raise ConfigError(f"expected a kernel that computes, got the collective {detail.op}: see cost.collective")
     if precision == "fp16" and kernel.dtype == "bfloat16":

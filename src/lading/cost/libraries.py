@@ -9,7 +9,9 @@
 Megatron-Core's TEGroupedMLP (megatron/core/transformer/moe/experts.py @d98e8a64) adds an expert's bias behind the
 second product in ``_apply_bias``: a product of bias and probability, a sum and a concatenation in fp32, and a cast. The
 gate is clamped by ``weighted_bias_quick_geglu_impl`` (fusions/fused_bias_geglu.py): two clamps and a concatenation
-before its one fused kernel. Bytes of each element are below, operation by operation, autograd's included.
+before its one fused kernel. Bytes of each element are below, operation by operation, autograd's included. PyTorch's
+operations on halves of rows, or on a row and a column, load no vectors: a class of their own. Such models scale rotary
+positions (YaRN), and Transformer Engine's fused kernel does not: eager too (models/common/embeddings/rope_utils.py).
 """
 
 from __future__ import annotations
@@ -27,13 +29,18 @@ _BIAS_BACK = ((2, 4), (4, 2), (4, 4), (4, 0), (4, 4), (4, 0))
 #: Of the first product's rows: both clamps, concatenation; and back.
 _CLAMP = ((2, 2), (2, 2))
 _CLAMP_BACK = ((4, 2), (2, 2))
+#: Of queries and keys: both products, the turned halves (one negated, joined), their sum, the joined rest; and back.
+_TURN = ((2, 2), (1, 1), (2, 2), (2, 2), (4, 2), (2, 2))
+_TURN_BACK = ((2, 2), (2, 2), (1, 1), (2, 2), (4, 2))
 #: Overload of a grouped product whose experts have biases and clamped gates.
 BIASED = "biased"
 #: Ends the name of a product whose operand was cast by the kernel before it.
 QUANTIZED = ".quantized"
 #: Begins the name of a part of a state-space scan.
 SCAN = "scan."
-_SCANNED_MODULE = "mamba"
+#: Begins the name of an eager operation on parts of rows.
+STRIDED = "strided."
+_SCANNED_MODULE, _TURNED_MODULE = "mamba", "rope"
 _CLEARS = ("zeros_like", "new_zeros")
 _SCATTERS = ("index_add", "index_put")
 _POINTWISE = (OpKind.ELEMENTWISE, OpKind.TRANSCENDENTAL, OpKind.REDUCTION, OpKind.COPY)
@@ -44,6 +51,8 @@ def by_libraries(kernels: Sequence[Kernel], segment: RankSegment, stack: Stack) 
     if any(kernel.is_experts for kernel in kernels):
         if stack.fused_permute:
             kernels = _permuted(kernels, segment)
+        if any(kernel.name.endswith(f".{BIASED}") for kernel in kernels):
+            kernels = list(_turned(kernels))
         kernels = _within_products(kernels, segment) if stack.fused_experts else list(_with_biases(kernels))
     return tuple(_scanned(kernel) for kernel in kernels)
 
@@ -105,6 +114,16 @@ def _within_products(kernels: Sequence[Kernel], segment: RankSegment) -> list[Ke
     return found
 
 
+def _turned(kernels: Sequence[Kernel]) -> Iterable[Kernel]:
+    """With the operations of rotary positions one by one."""
+    for kernel in kernels:
+        if kernel.module.rpartition(".")[2] != _TURNED_MODULE or kernel.kind not in _POINTWISE:
+            yield kernel
+            continue
+        passes = _TURN if kernel.stage is Stage.FORWARD else _TURN_BACK
+        yield from _passes(kernel, kernel.bytes_written // 2, passes, kernel.stage)
+
+
 def _with_biases(kernels: Sequence[Kernel]) -> Iterable[Kernel]:
     """With the operations on biases and clamps behind grouped products of forward ([Note: biased experts])."""
     place = 0
@@ -114,18 +133,18 @@ def _with_biases(kernels: Sequence[Kernel]) -> Iterable[Kernel]:
             continue
         forward, backward = ((_CLAMP, _CLAMP_BACK), (_BIAS, _BIAS_BACK))[place % 2]
         place += 1
-        yield from _passes(kernel, forward, Stage.FORWARD)
-        yield from _passes(kernel, backward, Stage.BACKWARD_INPUT)
+        assert isinstance(kernel.detail, Product)
+        elements = kernel.detail.groups * kernel.detail.m * kernel.detail.n
+        yield from _passes(kernel, elements, forward, Stage.FORWARD)
+        yield from _passes(kernel, elements, backward, Stage.BACKWARD_INPUT)
 
 
-def _passes(product: Kernel, passes: Sequence[tuple[int, int]], stage: Stage) -> Iterable[Kernel]:
-    """Operations over the rows that a product made, so many bytes read and written of each element."""
-    assert isinstance(product.detail, Product)
-    elements = product.detail.groups * product.detail.m * product.detail.n
+def _passes(kernel: Kernel, elements: int, passes: Sequence[tuple[int, int]], stage: Stage) -> Iterable[Kernel]:
+    """Operations over so many elements, so many bytes of each read and written."""
     for index, (read, written) in enumerate(passes):
         yield replace(
-            product,
-            name=f"{BIASED}.{index}",
+            kernel,
+            name=f"{STRIDED}{index}",
             kind=OpKind.ELEMENTWISE if written else OpKind.REDUCTION,
             stage=stage,
             detail=None,

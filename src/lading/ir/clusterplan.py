@@ -111,11 +111,21 @@ class ClusterPlan:
         return self.step_s / self.bound_s - 1.0 if self.bound_s else 0.0
 
     @property
+    def micro_batches(self) -> int:
+        """Of each replica in a step."""
+        return parse_layout(self.layout).micro_batches
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of each."""
+        return parse_layout(self.layout).micro_batch
+
+    @property
     def gathers(self) -> tuple[int, int]:
         """All-gathers of parameters in one step, on each rank: in forward and in backward."""
-        micro_batches = parse_layout(self.layout).micro_batches
-        forward = sum(1 if group.keep is Keep.STEP else micro_batches for group in self.groups)
-        return forward, sum(micro_batches for group in self.groups if group.keep is Keep.RELEASE)
+        count = self.micro_batches
+        forward = sum(1 if group.keep is Keep.STEP else count for group in self.groups)
+        return forward, sum(count for group in self.groups if group.keep is Keep.RELEASE)
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

@@ -12,12 +12,11 @@ buckets of atoms in a row, and of each bucket g how long it stays, k_g, and how 
 T and P are what the walk of ``sim.gathers.gathered_step`` finds: one device, one network, in the order in which FSDP2
 asks (its notes). Constraints: ``sim.buckets.Costs.courses`` refuses what is no partition; ``_Search.fits`` has the
 budget; ``_partition`` has the buckets that are tried (half a block, and 1 to 8 blocks), ``_orders`` the orders in which
-they are kept. In one order the bytes at the peak rise with each bucket that is kept, so that the most that fit
-are found by bisection (``_Search.fill``); of the first that does not fit the atoms at its end are kept, down to single
+they are kept. In one order the bytes at the peak rise with each bucket that is kept, so that the most that fit are found
+by bisection (``_Search.fill``); of those that do not fit, the atoms at the end or at the start are kept, down to single
 modules. The fastest found wins; of those within a millionth of it, or within a thousandth where they leave more than 2%
-of the budget, the fullest (``_best``). ZeRO-3, ZeRO-2 and reverse-greedy are
-among what is tried, so the plan is never slower than any of them that fits. What is tried does not depend on the budget
-but for where each order stops.
+of the budget, the fullest (``_best``). ZeRO-3, ZeRO-2 and reverse-greedy are among what is tried, so the plan is never
+slower than any of them that fits. What is tried does not depend on the budget but for where each order stops.
 
 [Note: bound of unsharding]
 Gathering x bytes takes at least x r, with r the rate of gathering everything at once, as time by byte falls with size.
@@ -53,7 +52,7 @@ _ALIKE, _NEARLY, _FULL = 1e-6, 1e-3, 0.98
 #: Blocks of a bucket; 0 for half a block.
 _SIZES = (1, 0, 2, 3, 4, 6, 8)
 #: Buckets in a row of which a part is tried, when filling what is left of the budget.
-_TRIED = 6
+_TRIED = 16
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,7 @@ class _Search:
         return current
 
     def fill(self, base: tuple[Bucket, ...], order: Sequence[int]) -> Iterator[tuple[Bucket, ...]]:
-        """Keep as many buckets as fit in an order, then the ends of those that follow."""
+        """Keep as many buckets as fit in an order, then of those that follow the end, or else the start."""
 
         def first(count: int) -> tuple[Bucket, ...]:
             chosen = set(order[:count])
@@ -311,16 +310,30 @@ class _Search:
         current = first(count)
         yield current
         for number in order[count : count + _TRIED]:
-            bucket, before = base[number], current
-            sizes = [self._size(atom, atom) for atom in range(bucket.last, bucket.first - 1, -1)]
             left = self.budget - self.peak(current)
-            ends = _most(sizes, left, lambda n, b=bucket, c=before: self.fits(self._with_end(c, b, n)))
-            if ends > 0:
-                current = self._with_end(before, bucket, ends)
-                yield current
+            if left < (1 - _FULL) / 4 * self.budget:
+                return
+            for at_end in (True, False):
+                tried = self._with_part(current, base[number], left, at_end)
+                if tried != current:
+                    current = tried
+                    yield current
+                    break
 
-    def _with_end(self, buckets: tuple[Bucket, ...], bucket: Bucket, count: int) -> tuple[Bucket, ...]:
-        return _kept(buckets, bucket.last + 1 - count, bucket.last, self.keep) if count else buckets
+    def _with_part(self, buckets: tuple[Bucket, ...], bucket: Bucket, left: int, at_end: bool) -> tuple[Bucket, ...]:
+        """With as many atoms kept of a bucket's end, or of its start, as fit."""
+        atoms = list(range(bucket.first, bucket.last + 1))
+        atoms = atoms[::-1] if at_end else atoms
+        sizes = [self._size(atom, atom) for atom in atoms]
+        if sizes[0] > left:
+            return buckets
+
+        def part(count: int) -> tuple[Bucket, ...]:
+            own = sorted(atoms[:count])
+            return _kept(buckets, own[0], own[-1], self.keep) if own else buckets
+
+        count = _most(sizes, left, lambda n: self.fits(part(n)))
+        return part(count) if count > 0 else buckets
 
     def _size(self, first: int, last: int) -> int:
         return self.costs.of(Bucket(first, last)).gathered

@@ -14,9 +14,10 @@ asks (its notes). Constraints: ``sim.buckets.Costs.courses`` refuses what is no 
 budget; ``_partition`` has the buckets that are tried (half a block, and 1 to 8 blocks), ``_orders`` the orders in which
 they are kept. In one order the bytes at the peak rise with each bucket that is kept, so that the most that fit are
 found by bisection (``_Search.fill``); of those that do not fit, the atoms at the end or the start are kept, down to
-single modules. The fastest found wins; of those within a millionth of it, or within a thousandth where they leave more than 2%
-of the budget, the fullest (``_best``). ZeRO-3, ZeRO-2 and reverse-greedy are among what is tried, so the plan is never
-slower than any of them that fits. What is tried does not depend on the budget but for where each order stops.
+single modules. The fastest found wins; of those within a millionth of it, or within a thousandth where they leave
+more than 2% of the budget, the fullest (``_best``). ZeRO-3, ZeRO-2 and reverse-greedy are among what is tried, so the
+plan is never slower than any of them that fits. What is tried does not depend on the budget but for where each order
+stops.
 
 [Note: bound of unsharding]
 Gathering x bytes takes at least x r, with r the rate of gathering everything at once, as time by byte falls with size.

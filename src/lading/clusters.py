@@ -10,6 +10,7 @@ from lading.catalog.load import load_machine
 from lading.catalog.models import model_names, named_model
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
+from lading.cost.hosting import tier_of
 from lading.errors import ConfigError
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.request import Architecture, Request
@@ -128,6 +129,9 @@ def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[s
         "fits": prediction.fits,
         "shares": dict(prediction.shares),
         "memory": [{str(role): size for role, size in roles.items()} for roles in simulated.memory],
+        "offload_to": request.layout.offload_to if request.layout.offload else "",
+        "behind_bytes": simulated.behind_bytes,
+        "behind": [{str(role): size for role, size in roles.items()} for roles in simulated.behind],
         "assumptions": list(simulated.assumed),
     }
     if price_per_hour is not None:
@@ -152,11 +156,20 @@ def print_cluster(simulated: Simulated, console: Console, price_per_hour: float 
         console.print(f"{figures['price_per_billion_tokens']:,.0f} for a billion tokens", markup=False)
     console.print(_shares_table(simulated))
     console.print(_memory_table(simulated))
-    verdict = "FITS" if figures["fits"] else "DOES NOT FIT"
-    needed, there = format_bytes(simulated.prediction.high_bytes), format_bytes(figures["device_bytes"])
-    console.print(f"{verdict}: up to {needed} of {there}", style="bold" if figures["fits"] else "bold red")
+    console.print(verdict(simulated), style="bold" if figures["fits"] else "bold red")
     for number, sentence in enumerate(figures["assumptions"]):
         console.print(f"{'Assumed' if not number else '       '} - {sentence}", markup=False, highlight=False)
+
+
+def verdict(simulated: Simulated) -> str:
+    """Whether all fits, and into how much."""
+    prediction, layout = simulated.prediction, simulated.request.layout
+    needed, there = format_bytes(prediction.high_bytes), format_bytes(simulated.machine.device.memory_bytes)
+    sentence = f"{'FITS' if prediction.fits else 'DOES NOT FIT'}: up to {needed} of {there}"
+    if not simulated.behind_bytes:
+        return sentence
+    room = format_bytes(tier_of(simulated.machine, layout.offload_to).capacity_bytes)
+    return f"{sentence}, and {format_bytes(simulated.behind_bytes)} of {room} of {layout.offload_to} for each device"
 
 
 def _shares_table(simulated: Simulated) -> Any:
@@ -177,6 +190,9 @@ def _memory_table(simulated: Simulated) -> Any:
     for role in memory[0]:
         table.add_row(str(role), *(format_bytes(memory[rank][role]) for rank in ranks))
     table.add_row("sum", *(format_bytes(totals[rank]) for rank in ranks), style="bold")
+    for role in simulated.behind[0]:
+        cells = (format_bytes(simulated.behind[rank].get(role, 0)) for rank in ranks)
+        table.add_row(f"{simulated.request.layout.offload_to}: {role}", *cells)
     return table
 
 

@@ -84,3 +84,30 @@ def test_factors_of_a_running_step() -> None:
     assert stack.in_situ_of("hopper", "products") == 1.2
     assert stack.in_situ_of("hopper", "attention") == 1.0
     assert stack.in_situ_of("ampere", "products") == 1.0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["dp8,zero3,offload=parameters", "dp2,offload=optimizer+activations,offload_layers=20,offload_to=disk"],
+)
+def test_what_lies_behind_the_device_round_trips(text: str) -> None:
+    layout = parse_layout(text)
+    assert str(layout) == text
+    assert layout.updates_on_host
+    assert not parse_layout("offload=activations").updates_on_host
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("offload=weights", "offload must be of parameters, optimizer, activations, joined by '[+]', got 'weights'"),
+        ("zero2,offload=parameters", "expected zero3, got zero2"),
+        ("offload=optimizer,offload_layers=3", "expected offload=activations"),
+        ("offload_to=disk", "expected offload= beside it"),
+        ("offload=optimizer,offload_to=tape", "offload_to must be one of host, disk, got 'tape'"),
+        ("offload=activations,offload_layers=-2", "offload_layers must be >= 0, got -2"),
+    ],
+)
+def test_offloads_that_cannot_be(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_layout(text)

@@ -139,9 +139,9 @@ def test_what_published_recipes_set_and_tables_do_not_print(tmp_path: Path) -> N
     parts["hardware"] = {"gpus": 8, "gpu": "GB200 (192GB)"}
     file.write_text(changed(source="Megatron-Bridge docs/performance-summary.md", **parts))
     request = request_of(read_rows([file])[0][0])
-    assert (request.offload, request.offload_layers) == ("activations", 40)
+    assert (request.layout.offload, request.layout.offload_layers) == (("activations",), 40)
     file.write_text(changed(source="torchtitan docs/performance.md", **parts))
-    assert request_of(read_rows([file])[0][0]).offload == "", "another stack, another recipe"
+    assert request_of(read_rows([file])[0][0]).layout.offload == (), "another stack, another recipe"
 
 
 @pytest.mark.parametrize(

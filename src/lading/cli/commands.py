@@ -205,7 +205,11 @@ class Simulate:
         int | None, _optional("N", "With --model, how many; those beyond the layout's are replicas.")
     ] = None
     layout: Annotated[
-        str | None, _optional("LAYOUT", "With --model, such as tp8,cp2,pp16,vpp8,sp,zero1,mb1,gb2048,recompute=full.")
+        str | None,
+        _optional(
+            "LAYOUT",
+            "With --model, such as tp8,cp2,pp16,vpp8,sp,zero1,mb1,gb2048,recompute=full,offload=optimizer+activations.",
+        ),
     ] = None
     seq: Annotated[int | None, _optional("N", "With --model, tokens of a sequence.")] = None
     stack: Annotated[str, arg(metavar="NAME|FILE", help="With --model, the software stack.")] = "default"

@@ -94,12 +94,14 @@ def cluster_page(
     Args:
         figures: Of ``lading.clusters.summary``.
     """
+    from lading.clusters import verdict
     from lading.report.cluster import ClusterPage
     from lading.sim.traces import step_timeline
 
     prediction, request = simulated.prediction, simulated.request
     low, high = format_seconds(prediction.low_s), format_seconds(prediction.high_s)
-    needed, there = format_bytes(prediction.high_bytes), format_bytes(figures["device_bytes"])
+    there, said = format_bytes(figures["device_bytes"]), verdict(simulated)
+    verb = said.partition(":")[0]
     tiles = [
         ("Step", format_seconds(prediction.step_s), f"{low} to {high}"),
         (
@@ -113,10 +115,12 @@ def cluster_page(
     return ClusterPage(
         title=f"{simulated.table.name} on {request.layout.devices:,} x {simulated.machine.device.name}",
         subtitle=f"{request.layout}; software stack {request.stack.name}",
-        fits=(prediction.fits, f"{'Fits' if prediction.fits else 'Does not fit'}: up to {needed} of {there}"),
+        fits=(prediction.fits, f"{said[0]}{said[1:].replace(verb[1:], verb[1:].lower(), 1)}"),
         tiles=tiles,
         shares_s=simulated.step.shares_s,
         memory=[{str(role): size for role, size in roles.items()} for roles in simulated.memory],
+        behind=figures["behind"],
+        behind_tier=figures["offload_to"],
         device_bytes=figures["device_bytes"],
         timeline=step_timeline(simulated),
         growth=grown,

@@ -1,4 +1,4 @@
-"""What seconds of collectives take for granted, in sentences for a report."""
+"""What seconds of collectives and copies take for granted, in sentences for a report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lading.cost.collective import NCCL, Tuning
 from lading.cost.topology import group_of
 from lading.ir.layout import Layout
-from lading.ir.machine import Link, Machine
+from lading.ir.machine import Machine
 
 _ASSUMED = re.compile(r"assumption: ([^;]+)")
 
@@ -27,7 +27,7 @@ def assumed_of_links(layout: Layout, machine: Machine, tuning: Tuning = NCCL) ->
     if world.ranks == 1 or not machine.links:
         return ()
     used = machine.links if world.domains > 1 else machine.links[:1]
-    said = [sentence for link in used for sentence in _of_link(link, machine)]
+    said = [sentence for link in used for sentence in assumptions(machine, f"links.{link.name}", link.name)]
     if world.domains > 2:
         said.append(f"network: {tuning.congestion:.1%} of its rate lost each time the domains double beyond two")
     experts = group_of(layout, "ep", machine)
@@ -40,7 +40,8 @@ def assumed_of_links(layout: Layout, machine: Machine, tuning: Tuning = NCCL) ->
     return tuple(said)
 
 
-def _of_link(link: Link, machine: Machine) -> Iterator[str]:
-    for key, text in machine.sources.items():
-        if key == f"links.{link.name}" or key.startswith(f"links.{link.name}."):
-            yield from (f"{link.name}: {found.strip()}" for found in _ASSUMED.findall(text))
+def assumptions(machine: Machine, key: str, name: str) -> Iterator[str]:
+    """What a machine's sources for a key, and for those below it, say is assumed, each after a name."""
+    for other, text in machine.sources.items():
+        if other == key or other.startswith(f"{key}."):
+            yield from (f"{name}: {found.strip()}" for found in _ASSUMED.findall(text))

@@ -14,6 +14,8 @@ from lading.errors import ConfigError
 PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 RECOMPUTES = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe-v")
+OFFLOADS = ("parameters", "optimizer", "activations")
+OFFLOAD_TIERS = ("host", "disk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,10 @@ class Layout:
         recompute: "none", "selective" (attention's core), or "full".
         recompute_layers: With "full", how many layers of a chunk of a rank are recomputed; -1 all.
         recompute_modules: With "selective", parts of a block recomputed instead of attention's core, by module name.
+        offload: What lies behind the device between uses: "optimizer" (states; the host's processors update them),
+            "parameters" (their pieces, with the optimizer's states) or "activations" (what blocks keep for backward).
+        offload_layers: Blocks of a chunk of a rank whose activations are moved; 0 for all but the last.
+        offload_to: "host" or "disk".
         precision: Of the products; states and reductions have their own rules in the software stack.
     """
 
@@ -56,6 +62,9 @@ class Layout:
     recompute: str = "none"
     recompute_layers: int = -1
     recompute_modules: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    offload_layers: int = 0
+    offload_to: str = "host"
     precision: str = "bf16"
 
     def __post_init__(self) -> None:
@@ -67,6 +76,7 @@ class Layout:
                 raise ConfigError(f"layout: {key} must be one of {', '.join(allowed)}, got {getattr(self, key)!r}")
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"layout: zero must be 0, 1, 2 or 3, got {self.zero}")
+        self._check_offload()
         if self.global_batch and self.global_batch % (self.dp * self.micro_batch):
             raise ConfigError(
                 f"layout: a global batch of {self.global_batch} is no multiple of dp {self.dp} x micro-batch "
@@ -77,6 +87,31 @@ class Layout:
                 f"layout: experts cut {self.ep} x {self.expert_tp} ways do not divide dp {self.dp} x cp {self.cp} x "
                 f"tp {self.tp}"
             )
+
+    def _check_offload(self) -> None:
+        if unknown := [word for word in self.offload if word not in OFFLOADS]:
+            raise ConfigError(f"layout: offload must be of {', '.join(OFFLOADS)}, joined by '+', got {unknown[0]!r}")
+        if self.offload_to not in OFFLOAD_TIERS:
+            raise ConfigError(f"layout: offload_to must be one of {', '.join(OFFLOAD_TIERS)}, got {self.offload_to!r}")
+        if "parameters" in self.offload and self.zero != 3:
+            raise ConfigError(
+                f"layout: offload=parameters moves pieces of cut parameters: expected zero3, got zero{self.zero}"
+            )
+        if self.offload_layers and "activations" not in self.offload:
+            raise ConfigError(
+                "layout: offload_layers says how many blocks' activations move: expected offload=activations"
+            )
+        if self.offload_layers < 0:
+            raise ConfigError(f"layout: offload_layers must be >= 0, got {self.offload_layers}")
+        if self.offload_to != "host" and not self.offload:
+            raise ConfigError(
+                f"layout: offload_to={self.offload_to} moves nothing by itself: expected offload= beside it"
+            )
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the host's processors run the optimizer: its states lie there, with or without the parameters."""
+        return "optimizer" in self.offload or "parameters" in self.offload
 
     @property
     def devices(self) -> int:
@@ -117,7 +152,7 @@ def _text(name: str, value: bool | int | str | tuple[str, ...]) -> str:
         return str(value)
     if name == "recompute":
         return f"recompute={value}"
-    if name in ("cp_comm", "recompute_layers", "recompute_modules"):
+    if name in ("cp_comm", "recompute_layers", "recompute_modules", "offload", "offload_layers", "offload_to"):
         return f"{name}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
     return f"{_SHORT.get(name, name)}{value}"
 
@@ -153,16 +188,17 @@ def _part(part: str) -> dict[str, object]:
         return {"schedule": part}
     if "=" in part:
         key, value = part.split("=", 1)
-        if key == "recompute_layers" and re.fullmatch(r"-?\d+", value):
+        if key in ("recompute_layers", "offload_layers") and re.fullmatch(r"-?\d+", value):
             return {key: int(value)}
-        if key == "recompute_modules":
+        if key in ("recompute_modules", "offload"):
             return {key: tuple(value.split("+"))}
-        if key in ("recompute", "cp_comm"):
+        if key in ("recompute", "cp_comm", "offload_to"):
             return {key: value}
     match = re.fullmatch(r"([a-z]+)(\d+)", part)
     if match and match[1] in _COUNTS:
         return {_LONG.get(match[1], match[1]): int(match[2])}
-    known = [*_COUNTS, "sp", *PRECISIONS, *SCHEDULES, "recompute=", "cp_comm=", "recompute_layers="]
+    keys = ("recompute=", "recompute_layers=", "recompute_modules=", "cp_comm=")
+    known = [*_COUNTS, "sp", *PRECISIONS, *SCHEDULES, *keys, "offload=", "offload_layers=", "offload_to="]
     near = difflib.get_close_matches(part.rstrip("0123456789"), known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"layout: expected parts such as tp8, pp4, sp, bf16, recompute=full, got {part!r}{hint}")

@@ -63,8 +63,6 @@ class Request:
         linear_dtype: How fp8 matrices are scaled: "delayed", "tensorwise", "rowwise", "block"; "" for the default.
         high_precision_layers: Blocks kept in 16 bits though ``layout.precision`` is lower.
         optimizer: "adamw" or "sgd".
-        offload: What lies in host memory: "", "parameters", "optimizer" or "activations".
-        offload_layers: Blocks whose activations are moved, for "activations"; 0 for all.
         async_tp: Tensor-parallel collectives are cut into pieces that run beside the products.
         schedule_detail: Of the schedule, as the source calls it: "ZB-2p", ...
         embedding_is_layer: Pipeline stages count embedding and head as one layer each when they are balanced.
@@ -89,8 +87,6 @@ class Request:
     linear_dtype: str = ""
     high_precision_layers: int = 0
     optimizer: str = "adamw"
-    offload: str = ""
-    offload_layers: int = 0
     async_tp: bool = False
     schedule_detail: str = ""
     embedding_is_layer: bool = False
@@ -118,6 +114,7 @@ class Prediction:
         low_s, high_s: Interval that the measured time is said to lie in.
         peak_bytes: Largest sum of live tensors on any rank, as an allocator counts it; 0 if not predicted.
         low_bytes, high_bytes: Interval of it; ``fits`` goes by the upper end.
+        host_bytes, disk_bytes: Largest sum on any rank behind the device; ``fits`` asks for room there too.
         reserved_bytes: What the allocator holds at its peak, slack included; 0 if not predicted.
         fits: Whether ``high_bytes`` and what the process needs besides fit the device.
         residual: Factor for the software stack that ``step_s`` contains: what no cause explains yet, fitted on rows.
@@ -131,6 +128,8 @@ class Prediction:
     peak_bytes: int = 0
     low_bytes: int = 0
     high_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
     reserved_bytes: int = 0
     fits: bool = True
     residual: float = 1.0

@@ -66,6 +66,8 @@ class Stack:
             ``NEVER_SEEN`` where not given.
         parameter_s: Seconds of the host for each tensor of parameters in a step: hooks, copies and lists of the
             optimizer; an expert's weights are tensors of their own. What the device needs for the optimizer hides it.
+        host_optimizer: Share of what the host's memory allows (a machine's ``optimizer_elements_per_s``) that an
+            optimizer on the host reaches, with its casts, norms and copies within the host.
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
         scatter_sends: What a pipeline sends is cut over the tensor-parallel ranks where they hold the same: each sends
             its part, and the parts are gathered behind.
@@ -124,6 +126,7 @@ class Stack:
     in_situ: dict[str, float] = field(default_factory=lambda: {})
     spread: dict[str, float] = field(default_factory=lambda: {})
     parameter_s: float = 0.0
+    host_optimizer: float = 0.12
     step_s: float = 0.0
     scatter_sends: bool = False
     megatron_order: bool = False
@@ -158,6 +161,8 @@ class Stack:
                 raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         if any(not 0 < width < 1 for width in self.spread.values()):
             raise ConfigError(f"stack {self.name}: each spread must be in (0, 1), got {self.spread}")
+        if not 0 < self.host_optimizer <= 1:
+            raise ConfigError(f"stack {self.name}: host_optimizer must be a share in (0, 1], got {self.host_optimizer}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):
             raise ConfigError(f"stack {self.name}: imbalance must be >= 1 and each of hidden in [0, 1]")
 

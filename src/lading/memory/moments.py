@@ -38,6 +38,7 @@ class Held:
         piece_bytes: Of the largest state of one parameter that the rank keeps.
         whole_bytes: Of that state gathered.
         ranks: That share the stage's states: what one of them gathers is so many times its own, at most.
+        host_bytes: Of what lies on the host all the time.
     """
 
     roles: Mapping[Role, int]
@@ -45,6 +46,7 @@ class Held:
     piece_bytes: int
     whole_bytes: int
     ranks: int
+    host_bytes: int = 0
 
 
 def moments_of(held: Held, save: str = "sharded") -> dict[str, dict[str, int]]:
@@ -63,12 +65,13 @@ def moments_of(held: Held, save: str = "sharded") -> dict[str, dict[str, int]]:
     piece = held.whole_bytes if gathered else held.piece_bytes
     host = {"sharded": min(kept, held.piece_bytes + _AHEAD_BYTES), "async": kept, "gathered": kept * held.ranks}
     read = kept * held.ranks if gathered else 2 * held.piece_bytes
+    there = held.host_bytes
     return {
-        "start": {"device": states, "host": held.piece_bytes},
-        "step": {"device": sum(held.roles.values()), "host": 0},
-        "longest": {"device": held.longest_bytes, "host": 0},
-        "save": {"device": states + (piece if gathered else 0), "host": host[save]},
-        "resume": {"device": states + (piece if gathered else 0), "host": read},
+        "start": {"device": states, "host": there + held.piece_bytes},
+        "step": {"device": sum(held.roles.values()), "host": there},
+        "longest": {"device": held.longest_bytes, "host": there},
+        "save": {"device": states + (piece if gathered else 0), "host": there + host[save]},
+        "resume": {"device": states + (piece if gathered else 0), "host": there + read},
     }
 
 

@@ -30,6 +30,11 @@ def shards(axes: str, layout: Layout) -> int:
     return min(replicas(axes, layout), layout.shard or replicas(axes, layout))
 
 
+def kept_state_bytes(stack: Stack) -> int:
+    """Bytes of the optimizer's states of one parameter: two moments, and a master where there is one."""
+    return 2 * DTYPE_BYTES[stack.moments_dtype] + (4 if stack.master_weights else 0)
+
+
 def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack) -> dict[Role, int]:
     """Bytes of parameters, gradients and optimizer states of one rank.
 
@@ -38,7 +43,7 @@ def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack) -> di
     """
     kept = DTYPE_BYTES.get(stack.parameters_dtype, _PRODUCT_BYTES[layout.precision])
     gradient = DTYPE_BYTES[stack.gradient_dtype] if not stack.parameters_dtype else kept
-    states = 2 * DTYPE_BYTES[stack.moments_dtype] + (4 if stack.master_weights else 0)
+    states = kept_state_bytes(stack)
     found = {Role.PARAMETER: 0.0, Role.GRADIENT: 0.0, Role.OPTIMIZER_STATE: 0.0}
     for axes, number in elements.items():
         ways = shards(axes, layout)
@@ -82,3 +87,27 @@ def gathered_bytes(largest_units: Mapping[str, int], layout: Layout, stack: Stac
 def gathered_width(layout: Layout, stack: Stack) -> int:
     """Bytes of a cut parameter's element as it is gathered."""
     return DTYPE_BYTES.get(stack.gather_dtype, _PRODUCT_BYTES[layout.precision])
+
+
+def behind(
+    roles: dict[Role, int], updated: float, largest: Mapping[str, int], layout: Layout, stack: Stack
+) -> tuple[dict[Role, int], dict[Role, int]]:
+    """What of a rank's parameters, gradients and states stays on the device, and what lies behind it.
+
+    Gradients come down a unit at a time where they are cut; the host has all that it updates by.
+
+    Args:
+        roles: Bytes without offloading.
+        updated: Parameters that the rank updates.
+        largest: Elements of the largest unit.
+    """
+    if not layout.updates_on_host:
+        return roles, {}
+    width = DTYPE_BYTES[stack.gradient_dtype]
+    there = {Role.OPTIMIZER_STATE: roles[Role.OPTIMIZER_STATE], Role.GRADIENT: int(updated * width)}
+    here = {**roles, Role.OPTIMIZER_STATE: 0}
+    if layout.zero >= 2:
+        here[Role.GRADIENT] = min(here[Role.GRADIENT], sum(largest.values()) * width)
+    if "parameters" in layout.offload:
+        there[Role.PARAMETER], here[Role.PARAMETER] = here[Role.PARAMETER], 0
+    return here, there

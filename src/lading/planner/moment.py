@@ -83,7 +83,8 @@ def _scales(chosen: Chosen, home: int) -> dict[str, float]:
         "in reduction": moment.reduced,
     }
     found = {state: sizes[home] / count for state, sizes in states.items() if home in sizes}
-    return {"moved" if modules.request.offload == "parameters" else "sharded": moment.state_bytes / whole, **found}
+    state = "moved" if "parameters" in modules.request.layout.offload else "sharded"
+    return {state: moment.state_bytes / whole, **found}
 
 
 def _keeps(chosen: Chosen, segment: RankSegment, again: bool) -> dict[int, int]:

@@ -132,13 +132,15 @@ def peaks_of(simulated: Simulated, ask: Ask) -> dict[str, dict[str, int]]:
     layout, local, whole = request.layout, *_largest(simulated)
     pieces = max(local * _width(simulated) // (shards("dp", layout) if layout.zero else 1), _kept(simulated, local))
     peaks: dict[str, dict[str, int]] = {}
-    for roles, long in zip(memory, longest, strict=True):
+    on_host = request.layout.offload_to == "host"
+    for roles, long, behind in zip(memory, longest, simulated.behind, strict=True):
         held = Held(
             roles=roles,
             longest_bytes=sum(long.values()),
             piece_bytes=pieces,
             whole_bytes=whole * _width(simulated),
             ranks=layout.devices // layout.pp,
+            host_bytes=sum(behind.values()) if on_host else 0,
         )
         for moment, tiers in moments_of(held, ask.save).items():
             most = peaks.setdefault(moment, dict.fromkeys(tiers, 0))

@@ -23,7 +23,8 @@ from lading.parallel.chunks import chunks
 from lading.sim.parts import MEMORY, Part
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
-from lading.sim.simulate import recomputed_parts, uneven_layers
+from lading.sim.simulate import uneven_layers
+from lading.sim.variants import recomputed_parts
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

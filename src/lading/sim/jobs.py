@@ -65,7 +65,8 @@ def _stretches(stage: Stage, kind: Work, meetings: int, shared_s: float, meets: 
     number = max(1, meetings * sum(count for _, count in stage.run))
     together = sum(s for span in held for cause, s in span.shares_s.items() if cause.endswith(" communication"))
     together = together if meets else 0.0
-    alone = sum(span.seconds for span in held) - together
+    copies_s = stage.copies_s[0] if kind is Work.FORWARD else 0.0 if kind is Work.BACKWARD_WEIGHT else stage.copies_s[1]
+    alone = sum(span.seconds for span in held) + copies_s - together
     together += shared_s * part
     return Stretches((alone / number,) * number, (together / number,) * number)
 

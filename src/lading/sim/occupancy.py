@@ -27,8 +27,9 @@ from lading.sim.gathered import UnitBytes, gathered_passes, own_gradients
 from lading.sim.parts import Part
 from lading.sim.phases import Phases
 from lading.sim.schedules import Schedule, Work, schedule
-from lading.sim.simulate import WAITING, Simulated, units_of
+from lading.sim.simulate import WAITING, Simulated
 from lading.sim.step import Stage
+from lading.sim.storage import on_device, units_of
 
 #: Of more passes through segments than this in a step, a chunk is drawn as one.
 _MANY = 8192
@@ -210,14 +211,15 @@ def _gathering(parts: list[_Part], stage: Stage, simulated: Simulated) -> list[_
         kept += part.saved
         forward, backward = passes[number], passes[-1 - number]
         most = [max(kept, peak.activations) for peak in (forward, backward)]
+        totals = [on_device(peak, request.layout) for peak in (forward, backward)]
         there = simulated.memory[0][Role.GRADIENT] if not any(own) else 0
         found.append(
             replace(
                 part,
                 forward_bytes=most[0] - kept,
                 backward_bytes=most[1] - kept,
-                forward_gathered=max(0, forward.total - most[0] - there),
-                backward_gathered=max(0, backward.total - most[1] - there - sum(own[number + 1 :])),
+                forward_gathered=max(0, totals[0] - most[0] - there),
+                backward_gathered=max(0, totals[1] - most[1] - there - sum(own[number + 1 :])),
                 gradient=own[number],
             )
         )
@@ -237,8 +239,10 @@ def _gathering_all(part: _Part, stage: Stage, simulated: Simulated) -> _Part:
 
 
 def _own(unit: UnitBytes, request: Request) -> int:
-    """Gradients that come with a unit's backward; where micro-batches add up they are there all the time."""
-    return own_gradients(unit, request.layout, request.stack) if request.layout.micro_batches == 1 else 0
+    """Gradients that come with a unit's backward and stay: where micro-batches add up they are there all the time."""
+    layout = request.layout
+    stays = layout.micro_batches == 1 and not layout.updates_on_host
+    return own_gradients(unit, layout, request.stack) if stays else 0
 
 
 def _seconds(phases: Phases) -> tuple[float, float]:

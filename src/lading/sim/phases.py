@@ -21,7 +21,7 @@ class Phases:
     Attributes:
         again: What is run again before backward.
         backward_input, backward_weight: Gradients of activations and those of parameters.
-        saved_bytes: Kept from forward to backward by one micro-batch.
+        saved_bytes: Kept from forward to backward by one micro-batch, on the device.
         transients: Most that forward has alive besides, and backward, recomputed tensors included.
         sent_bytes: Of the activations on its border: what a pipeline sends.
         elements: Parameters by the axes over which they are replicated.
@@ -29,6 +29,7 @@ class Phases:
         trained_bytes, frozen_bytes: Of what is trained beside frozen weights, and of these.
         placeholders: Bytes of gradients that are tensors in name only, by shape; each shape once for a whole rank.
         segment, kept: Of which it is, and what is run again and kept.
+        moved_bytes: Kept behind the device instead.
     """
 
     forward: Part
@@ -45,6 +46,7 @@ class Phases:
     placeholders: dict[tuple[int, ...], int]
     segment: RankSegment
     kept: Recomputed
+    moved_bytes: int = 0
 
     @property
     def model_flops(self) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 from lading.cost.collective import collective_s, collectives_s
 from lading.cost.contention import contention
 from lading.cost.dispatch import dispatch_s
+from lading.cost.hosting import copy_s, host_step_s
 from lading.cost.kernels import adam_bytes, clip_s, kernel_s, memory_s, step_s
 from lading.cost.product import LOW_PRECISIONS, OPERAND_BYTES
 from lading.cost.topology import Group, group_of
@@ -19,7 +20,7 @@ from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.stack import Stack
 from lading.ir.work import Collective, Kernel
-from lading.memory.ranks import gathered_width, shards
+from lading.memory.ranks import gathered_width, kept_state_bytes, shards
 from lading.sim.noise import largest_of
 
 #: Architectures whose switches add (NVLink SHARP).
@@ -96,7 +97,10 @@ class MachinePrices:
         """Reduce the gradients of so many parameters, by the axes over which they are replicated."""
         width = DTYPE_BYTES[self.stack.gradient_dtype]
         pieces = self.stack.pieces
-        return pieces * sum(self._reduced_s(axes, number * width // pieces) for axes, number in elements.items())
+        seconds = pieces * sum(self._reduced_s(axes, number * width // pieces) for axes, number in elements.items())
+        if self.layout.updates_on_host and self.layout.zero >= 2:
+            seconds += copy_s(self._kept(elements) * width, self.machine, "host", out=True)
+        return seconds
 
     def gather_s(self, elements: Mapping[str, int]) -> float:
         """Gather cut parameters; 0 where they are not."""
@@ -122,9 +126,18 @@ class MachinePrices:
 
     def optimizer_s(self, elements: Mapping[str, int]) -> float:
         """Update what a rank keeps of them, clipping included."""
-        kept = sum(number / shards(axes, self.layout) for axes, number in elements.items())
-        device = self.machine.device
+        kept, device = self._kept(elements), self.machine.device
+        if self.layout.updates_on_host:
+            states = kept_state_bytes(self.stack)
+            return host_step_s(kept, self.layout, self.stack, self.machine, state_bytes=states)
         return step_s(kept, adam_bytes(self.stack), device) + clip_s(kept, self.stack, device)
+
+    def copies_beside_s(self, size_bytes: int) -> tuple[float, float]:
+        """Copy what blocks keep to where the layout moves it, and back."""
+        both = self.layout.pp > 1
+        tier = self.layout.offload_to
+        out, back = (copy_s(size_bytes, self.machine, tier, out=out, both=both) for out in (True, False))
+        return out, back
 
     def slowdown(self, memory_bound: float) -> float:
         """By how much longer computing takes while gradients are reduced or parameters gathered beside it."""
@@ -140,6 +153,10 @@ class MachinePrices:
     def gathered_width(self) -> int:
         """Bytes of a parameter as it is gathered."""
         return gathered_width(self.layout, self.stack)
+
+    def _kept(self, elements: Mapping[str, int]) -> float:
+        """Of some parameters, how many a rank updates."""
+        return sum(number / shards(axes, self.layout) for axes, number in elements.items())
 
     def _shard_axis(self, axes: str) -> str:
         return "shard" if self._hybrid and axes == "dp" else axes

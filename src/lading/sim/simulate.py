@@ -14,31 +14,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from lading.catalog.architectures import architecture_table, with_precise_layers
 from lading.catalog.load import load_machine
 from lading.catalog.network import with_network
 from lading.cost.assumed import assumed_of_links
+from lading.cost.hosting import assumed_of_offload, tier_of
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.cost.siblings import merge_siblings
-from lading.ir.graph import DTYPE_BYTES, Role
+from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.machine import Machine
 from lading.ir.request import Prediction, Request
 from lading.ir.table import ModelTable
 from lading.ir.work import RankSegment
-from lading.memory.ranks import adapter_bytes, gathered_bytes, state_bytes
 from lading.parallel.adapters import adapted, adapters_of, packed
 from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
 from lading.sim.eager import eager_memory
-from lading.sim.gathered import UnitBytes, gathered_passes, unit_bytes
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, phases
 from lading.sim.prices import MachinePrices
-from lading.sim.schedules import alive_peaks, schedule_of
-from lading.sim.step import Run, Stage, Step, elements_of, pipeline_step, replicas_step, stage_of, trained_of
+from lading.sim.schedules import schedule_of
+from lading.sim.step import Stage, Step, pipeline_step, replicas_step, stage_of
+from lading.sim.storage import device_roles, stored
+from lading.sim.variants import Parts, moved, parts_of
 
 #: Cause of what a step takes longer because its devices are not equal.
 WAITING = "waiting for the slowest"
@@ -50,7 +49,8 @@ class Simulated:
     """A step of a cluster.
 
     Attributes:
-        memory: By pipeline rank: bytes by role when their sum is largest.
+        memory: By pipeline rank: bytes of the device by role when their sum is largest.
+        behind: The same of what lies in ``layout.offload_to``.
         segments: What each costs, as of ``Priced``; the runs of stages count in them.
     """
 
@@ -59,12 +59,18 @@ class Simulated:
     table: ModelTable
     step: Step
     memory: tuple[dict[Role, int], ...]
+    behind: tuple[dict[Role, int], ...]
     segments: tuple[Phases, ...]
 
     @property
     def peak_bytes(self) -> int:
         """Of the rank that needs most."""
         return max(sum(roles.values()) for roles in self.memory)
+
+    @property
+    def behind_bytes(self) -> int:
+        """Of the rank that needs most in ``layout.offload_to``."""
+        return max(sum(roles.values()) for roles in self.behind)
 
     @property
     def model_flops(self) -> float:
@@ -88,6 +94,7 @@ class Simulated:
         high = int(peak * (1 + MEMORY_SPREAD))
         gpu = self.machine.device.gpu
         spread = self.request.stack.spread_on(gpu.architecture if gpu else "")
+        tier, beside = self.request.layout.offload_to, self.behind_bytes
         return Prediction(
             step_s=step_s,
             low_s=step_s * (1 - spread),
@@ -95,26 +102,26 @@ class Simulated:
             peak_bytes=peak,
             low_bytes=int(peak * (1 - MEMORY_SPREAD)),
             high_bytes=high,
-            fits=high + self.machine.device.overhead_bytes <= self.machine.device.memory_bytes,
+            host_bytes=beside if tier == "host" else 0,
+            disk_bytes=beside if tier == "disk" else 0,
+            fits=high + self.machine.device.overhead_bytes <= self.machine.device.memory_bytes
+            and (not beside or beside <= tier_of(self.machine, tier).capacity_bytes),
             shares={name: seconds / step_s for name, seconds in self.step.shares_s.items()},
             assumed=(
                 *self.request.assumed,
                 *self.table.assumed,
                 *_not_simulated(self.request),
                 *assumed_of_links(self.request.layout, self.machine),
+                *assumed_of_offload(self.request.layout, self.request.stack, self.machine),
             ),
         )
 
 
 def _not_simulated(request: Request) -> tuple[str, ...]:
     """What the request says and the step does not know."""
-    found: list[str] = []
-    if request.offload:
-        layers = f" of {request.offload_layers} layers" if request.offload_layers else ""
-        found.append(f"{request.offload}{layers} lie in host memory: simulated as if on the device")
     if request.schedule_detail and request.layout.pp > 1:
-        found.append(f"schedule {request.schedule_detail} simulated as {schedule_of(request.layout).kind}")
-    return tuple(found)
+        return (f"schedule {request.schedule_detail} simulated as {schedule_of(request.layout).kind}",)
+    return ()
 
 
 class Simulator:
@@ -130,7 +137,7 @@ class Priced:
     """A request's segments, priced: all that does not depend on ``stack.in_situ``.
 
     Attributes:
-        segments: Each as the layout recomputes it, then each as nothing is recomputed.
+        segments: All variants, in the order of ``lading.sim.variants``.
     """
 
     machine: Machine
@@ -169,18 +176,18 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
     parts = parts or priced(request, table)
     machine, table, both = parts.machine, parts.table, parts.segments
     prices = prices_of(request, machine, table)
-    runs = runs_of(request, table)
-    each = {run: _stage(run, both, request, prices) for run in set(runs)}
-    stages = [each[run] for run in runs]
+    parts_of_stages = parts_of(runs_of(request, table), request, table)
+    stages = _stages(parts_of_stages, both, request, prices)
     if request.layout.pp == 1 and request.layout.vpp == 1:
-        parts_run = recomputed_parts(runs[0], len(both) // 2, request.layout.recompute_layers)
-        one = {segment: stage_of([(segment, 1)], both, prices, request.stack) for segment, _ in parts_run}
-        units = [one[segment] for segment, count in parts_run for _ in range(count)]
+        run = parts_of_stages[0]
+        one = {variant: stage_of([(variant, 1)], both, prices, request.stack) for variant, _ in run}
+        units = [one[variant] for variant, count in run for _ in range(count)]
         step = replicas_step(stages[0], units, request.layout, request.stack, prices)
     else:
         step = pipeline_step(stages, request.layout, request.stack, prices, prices.send_s(both[0].sent_bytes))
-    given = _eager(request, table) if request.stack.drops_gradients else _memory(request, both, stages, step)
-    return Simulated(request, machine, table, _waiting(step, request.layout), tuple(given), both)
+    given = _eager(request, table) if request.stack.drops_gradients else device_roles(request, both, stages, step)
+    here, there = zip(*stored(request, given, stages, step), strict=True)
+    return Simulated(request, machine, table, _waiting(step, request.layout), here, there, both)
 
 
 def _waiting(step: Step, layout: Layout) -> Step:
@@ -208,17 +215,27 @@ def table_of(request: Request) -> ModelTable:
 
 
 def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> list[Phases]:
-    """Each segment as the layout recomputes it, then each as nothing is recomputed."""
+    """All variants of each segment, in the order of ``lading.sim.variants``."""
     mode = request.layout.recompute
-    return list(segments_by_mode(request, table, prices, (mode,))[mode])
+    ranked = rank_segments(request, table, prices)
+    found = _by_mode(ranked, request, (mode,))[mode]
+    if "activations" not in request.layout.offload:
+        return list(found)
+    blocks = [bool(segment.enters and segment.leaves) for segment, _ in ranked] * 2
+    return [*found, *(moved(one) if block else one for one, block in zip(found, blocks, strict=True))]
 
 
 def segments_by_mode(
     request: Request, table: ModelTable, prices: MachinePrices, modes: Sequence[str]
 ) -> dict[str, tuple[Phases, ...]]:
     """For each recompute mode each segment as it recomputes it, then each as nothing is recomputed."""
+    return _by_mode(rank_segments(request, table, prices), request, modes)
+
+
+def _by_mode(
+    ranked: Sequence[tuple[RankSegment, MachinePrices]], request: Request, modes: Sequence[str]
+) -> dict[str, tuple[Phases, ...]]:
     stack, modules = request.stack, request.layout.recompute_modules
-    ranked = rank_segments(request, table, prices)
     plain = [phases(segment, "none", (), own, stack) for segment, own in ranked]
     found: dict[str, tuple[Phases, ...]] = {}
     for mode in modes:
@@ -232,20 +249,18 @@ def segments_by_mode(
     return found
 
 
-def _gathers_units(request: Request) -> bool:
-    """Whether parameters are cut and gathered a unit at a time, each of them trained."""
-    layout = request.layout
-    return layout.zero == 3 and layout.pp == layout.vpp == 1 and request.task not in ("lora", "qlora")
+def _outside(prices: MachinePrices) -> MachinePrices:
+    """Embeddings, the head and the loss stay in 16 bits where the blocks' products have fewer."""
+    layout = prices.layout
+    high = replace(layout, precision="bf16") if layout.precision in LOW_PRECISIONS else layout
+    return MachinePrices(prices.machine, high, prices.stack)
 
 
 def rank_segments(
     request: Request, table: ModelTable, prices: MachinePrices
 ) -> list[tuple[RankSegment, MachinePrices]]:
     """Each segment of a request as one rank runs it, and its prices."""
-    layout, stack = request.layout, request.stack
-    # Embeddings, the head and the loss stay in 16 bits where the blocks' products have fewer.
-    high = replace(layout, precision="bf16") if layout.precision in LOW_PRECISIONS else layout
-    outside = MachinePrices(prices.machine, high, stack)
+    outside = _outside(prices)
     return [
         (ranked, prices if ranked.enters and ranked.leaves and not segment.precise else outside)
         for segment, ranked in zip(table.segments, segments_of(request, table), strict=True)
@@ -300,27 +315,10 @@ def uneven_layers(request: Request, layers: int) -> tuple[int, ...]:
     return (each - fewer, *(each for _ in range(stages - 2)), each - fewer)
 
 
-def _stage(run: Run, both: Sequence[Phases], request: Request, prices: MachinePrices) -> Stage:
-    """A chunk of the model, of whose layers the first ``recompute_layers`` are recomputed."""
-    run = recomputed_parts(run, len(both) // 2, request.layout.recompute_layers)
-    return stage_of(run, both, prices, request.stack)
-
-
-def recomputed_parts(run: Run, plain: int, layers: int) -> Run:
-    """A chunk's segments with those that are not recomputed as segments of their own.
-
-    Args:
-        plain: What is added to a segment's number where nothing of it is recomputed.
-        layers: How many of the chunk's first layers are recomputed; -1 all.
-    """
-    if layers < 0:
-        return run
-    parts: list[tuple[int, int]] = []
-    for segment, count in run:
-        again = min(count, layers) if count > 1 else count
-        layers -= again if count > 1 else 0
-        parts += [(segment, again), (segment + plain, count - again)]
-    return [part for part in parts if part[1]]
+def _stages(parts: Sequence[Parts], both: Sequence[Phases], request: Request, prices: MachinePrices) -> list[Stage]:
+    """Chunks of the model summed up, equal ones once."""
+    each = {run: stage_of(run, both, prices, request.stack) for run in set(parts)}
+    return [_copied(each[run], prices) for run in parts]
 
 
 def _eager(request: Request, table: ModelTable) -> list[dict[Role, int]]:
@@ -333,56 +331,10 @@ def _eager(request: Request, table: ModelTable) -> list[dict[Role, int]]:
     )
 
 
-def _memory(request: Request, both: Sequence[Phases], stages: Sequence[Stage], step: Step) -> list[dict[Role, int]]:
-    """Bytes of each pipeline rank by role when their sum is largest."""
-    layout, stack = request.layout, request.stack
-    if _gathers_units(request):
-        return [_gathered_memory(request, both, stages[0])]
-    if step.pipeline is None:
-        alive = [float(stages[0].saved_bytes + max(stages[0].transients))]
-        held = [[stages[0]]]
-    else:
-        plan = step.pipeline.schedule
-        saved = np.array([stage.saved_bytes for stage in stages])
-        spikes = np.array([stage.transients for stage in stages])
-        alive = alive_peaks(plan, saved, saved, spikes[:, 1], spikes[:, 0]).tolist()
-        held = [[stages[s] for s in plan.stages_of(rank)] for rank in range(plan.ranks)]
-    found: list[dict[Role, int]] = []
-    for own, activations in zip(held, alive, strict=True):
-        if request.task in ("lora", "qlora"):
-            frozen, trained = (sum(getattr(stage, name) for stage in own) for name in ("frozen_bytes", "trained_bytes"))
-            roles = adapter_bytes(frozen, trained, layout, stack)
-        else:
-            roles = state_bytes(elements_of(own), layout, stack)
-        placeholders = {shape: size for stage in own for shape, size in stage.placeholders.items()}
-        roles[Role.WORKSPACE] = sum(placeholders.values())
-        if layout.zero == 3 and step.pipeline is not None:  # whole for the step, their gradients too
-            whole = elements_of(own)
-            roles[Role.GRADIENT] = 0
-            unreduced = sum(trained_of(own).values()) * DTYPE_BYTES[stack.gradient_dtype]
-            roles[Role.WORKSPACE] += gathered_bytes(whole, layout, stack) + unreduced
-        elif layout.zero == 3:
-            largest = max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))
-            roles[Role.WORKSPACE] += 2 * gathered_bytes(largest, layout, stack)
-        roles[Role.ACTIVATION] = int(activations)
-        found.append(roles)
-    return found
-
-
-def units_of(request: Request, stage: Stage, segments: Sequence[Phases]) -> list[UnitBytes]:
-    """The units of a stage in order of forward, where parameters are gathered a unit at a time; else none."""
-    if not _gathers_units(request):
-        return []
-    found = {s: unit_bytes(segments[s].segment, segments[s].kept, request.layout, request.stack) for s, _ in stage.run}
-    return [found[segment] for segment, count in stage.run for _ in range(count)]
-
-
-def _gathered_memory(request: Request, both: Sequence[Phases], stage: Stage) -> dict[Role, int]:
-    """Of a rank whose parameters are gathered a unit at a time."""
-    units = units_of(request, stage, both)
-    peak = max(gathered_passes(units, request.layout, request.stack), key=lambda found: found.total)
-    roles = state_bytes(stage.elements, request.layout, request.stack)
-    roles[Role.GRADIENT] = peak.gradients
-    roles[Role.WORKSPACE] = peak.gathered + sum(stage.placeholders.values())
-    roles[Role.ACTIVATION] = peak.activations
-    return roles
+def _copied(stage: Stage, prices: MachinePrices) -> Stage:
+    """With the seconds by which copies of activations last longer than the computing they run beside."""
+    if not stage.moved_bytes:
+        return stage
+    out, back = prices.copies_beside_s(stage.moved_bytes)
+    copies = max(0.0, out - stage.forward.seconds), max(0.0, back - stage.backward_s)
+    return dataclasses.replace(stage, copies_s=copies)

@@ -23,6 +23,8 @@ from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
 from lading.sim.schedules import schedule_of
 from lading.sim.sharded import Unit, fully_sharded, reduced_beside
 
+#: Cause of what a step takes longer because activations go to the host and come back.
+COPIES = "copies to the host and back"
 #: Segments and how often each stands.
 Run = Sequence[tuple[int, int]]
 
@@ -63,6 +65,8 @@ class Stage:
         trained_bytes, frozen_bytes: Of what is trained beside frozen weights, and of these.
         transients: Most alive beyond all that is kept, in forward and in backward.
         parameters: Tensors of them.
+        moved_bytes: Kept behind the device by one micro-batch.
+        copies_s: Seconds by which copying them there makes forward longer, and copying them back makes backward longer.
     """
 
     run: Run
@@ -80,6 +84,8 @@ class Stage:
     placeholders: dict[tuple[int, ...], int]
     flops: float
     parameters: int
+    moved_bytes: int = 0
+    copies_s: tuple[float, float] = (0.0, 0.0)
 
     @property
     def backward_s(self) -> float:
@@ -134,6 +140,7 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         placeholders={shape: size for segment, _ in run for shape, size in phases[segment].placeholders.items()},
         flops=sum(count * phases[segment].model_flops for segment, count in run),
         parameters=sum(count * _parameters(phases[segment].segment) for segment, count in run),
+        moved_bytes=sum(count * phases[segment].moved_bytes for segment, count in run),
     )
 
 
@@ -182,6 +189,8 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
         extra = {"data-parallel communication": reduced + _gathered(stage, units, stack, exchange)}
     extra["optimizer"] = exchange.optimizer_s(stage.trained)
     extra["host"] = host_s([stage], stack, exchange)
+    if any(stage.copies_s):
+        extra[COPIES] = sum(stage.copies_s) * micro_batches
     shares = _shares(stage, micro_batches, extra)
     return Step(sum(shares.values()), shares, (stage,), None, _flops([stage]) * micro_batches)
 
@@ -260,9 +269,9 @@ def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchang
     """
     plan = schedule_of(layout, rules="megatron" if stack.megatron_order else "torch")
     seconds = PipelineSeconds(
-        forward=np.array([s.forward.seconds for s in stages]),
-        backward=np.array([s.backward_s for s in stages]),
-        backward_input=np.array([s.again.seconds + s.backward_input.seconds for s in stages]),
+        forward=np.array([s.forward.seconds + s.copies_s[0] for s in stages]),
+        backward=np.array([s.backward_s + s.copies_s[1] for s in stages]),
+        backward_input=np.array([s.again.seconds + s.backward_input.seconds + s.copies_s[1] for s in stages]),
         backward_weight=np.array([s.backward_weight.seconds for s in stages]),
         send_forward=send_s,
         send_backward=send_s,
@@ -282,7 +291,8 @@ def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchang
     }
     shares: dict[str, float] = {}
     for stage in ranks[busiest]:
-        for name, value in _shares(stage, layout.micro_batches, {}).items():
+        copies = {COPIES: sum(stage.copies_s) * layout.micro_batches} if any(stage.copies_s) else {}
+        for name, value in _shares(stage, layout.micro_batches, copies).items():
             shares[name] = shares.get(name, 0.0) + value
     shares |= extra
     return Step(sum(shares.values()), shares, tuple(stages), run, _flops(stages) * layout.micro_batches)

@@ -51,7 +51,7 @@ def _offloads(machine: str, precision: str, layers: int) -> Recipe:
         zero=3,
         hidden=8192,
         layers=80,
-        settings={"offload": "activations", "offload_layers": layers},
+        settings={"offload": ("activations",), "offload_layers": layers},
         evidence=f"activations of {layers} layers go to the host ({_BRIDGE}: cpu_offloading_num_layers)",
     )
 

@@ -76,11 +76,11 @@ def _padding(row: Row, stack: Stack) -> int:
 
 def _as_published(request: Request, text: str, assumed: list[str]) -> Request:
     """With what the recipe it was made with sets and the table does not print."""
-    layout, stack = request.layout, request.stack
     kept = request.high_precision_layers or high_precision_layers(request, text)
     request, evidence = with_facts(dataclasses.replace(request, high_precision_layers=kept), text)
     assumed += evidence
-    recipe = recipe_of(stack.name, request.machine, request.model, layout)
+    layout = request.layout
+    recipe = recipe_of(request.stack.name, request.machine, request.model, layout)
     if recipe is None or layout.recompute != "none":
         return request
     assumed.append(recipe.evidence)
@@ -227,6 +227,7 @@ def _layout(row: Row, text: str, stack: Stack, assumed: list[str]) -> Layout:
         recompute_layers=layers,
         recompute_modules=modules,
         precision=_precision(stated, assumed),
+        **_offload(stated, text),
     )
 
 
@@ -365,10 +366,15 @@ def _extras(row: Row, text: str, layers: int) -> dict[str, Any]:
         found["high_precision_layers"] = -(-int(share[1]) * layers // 100)
     if "one transformer layer fewer" in detail:
         found["edge_layers_fewer"] = 1
-    offload = str(stated.get("offload", "none")).lower()
-    if offload != "none":
-        found["offload"] = next((part for part in ("param", "activation", "optim") if part in offload), "optim")
-        found["offload"] = {"param": "parameters", "activation": "activations", "optim": "optimizer"}[found["offload"]]
-    if moved := re.search(r"activation[- ]offload\w* (?:of |for )?(\d+) layers", text):
-        found |= {"offload": "activations", "offload_layers": int(moved[1])}
     return found
+
+
+def _offload(stated: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """What lies in host memory."""
+    if moved := re.search(r"activation[- ]offload\w* (?:of |for )?(\d+) layers", text):
+        return {"offload": ("activations",), "offload_layers": int(moved[1])}
+    offload = str(stated.get("offload", "none")).lower()
+    if offload == "none":
+        return {}
+    kinds = {"param": "parameters", "activation": "activations"}
+    return {"offload": (next((kind for word, kind in kinds.items() if word in offload), "optimizer"),)}

@@ -1,0 +1,126 @@
+"""Seconds of what lies behind a device of a cluster: copies to the host or the disk and back, and updates on the host.
+
+[Note: what lies on the host]
+ZeRO-Offload keeps the optimizer's states in the host's memory: gradients go down, the host's processors update, the new
+parameters come up. ZeRO-Infinity and FSDP's CPUOffloadPolicy keep the pieces of the parameters there too, and fetch
+each before it is gathered. A machine's tiers and host processors are those of one device, as all of a node copy and
+update at once. Adam moves 28 bytes an element, so the host's memory bounds it; software reaches a share of that
+(``Stack.host_optimizer``): the median of six published runs of DeepSpeed and Megatron-Core, which lie between 0.04 and
+0.18, is 0.12 (benchmarks/calibrate/offload.py); with threads bound to their memory and one fused kernel it is 0.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lading.cost.assumed import assumptions
+from lading.errors import ConfigError
+from lading.ir.layout import Layout
+from lading.ir.machine import HostDevice, Machine, Tier
+from lading.ir.stack import Stack
+
+#: Bytes of an element as the device's products take it.
+_COMPUTE_BYTES = 2
+
+
+def copy_s(size_bytes: float, machine: Machine, tier: str, *, out: bool, both: bool = False) -> float:
+    """Seconds of copying from the device to a tier behind it, or back.
+
+    Args:
+        tier: "host", or "disk", whose bytes go through the host's memory where there is one.
+        out: Away from the device.
+        both: Copies the other way run at the same time.
+    Raises:
+        ConfigError: the machine has no such tier.
+    """
+    if not size_bytes:
+        return 0.0
+    return max(_tier_s(size_bytes, one, out, both) for one in _way(machine, tier))
+
+
+def _way(machine: Machine, tier: str) -> Iterator[Tier]:
+    yield tier_of(machine, tier)
+    if tier != "host" and (host := machine.tier("host")) is not None:
+        yield host
+
+
+def tier_of(machine: Machine, tier: str) -> Tier:
+    """A tier that a layout moves something to.
+
+    Raises:
+        ConfigError: the machine has none.
+    """
+    found = machine.tier(tier)
+    if found is None:
+        known = ", ".join(one.name for one in machine.tiers) or "none"
+        raise ConfigError(
+            f"offload: expected a tier {tier!r} of {machine.name}, its tiers are: {known}; add [[tiers]] to the "
+            "machine file or leave offload away"
+        )
+    return found
+
+
+def _tier_s(size_bytes: float, tier: Tier, out: bool, both: bool) -> float:
+    if out:
+        rate = tier.mixed_write_bytes_per_s if both else tier.write_bytes_per_s
+    else:
+        rate = tier.mixed_read_bytes_per_s if both else tier.read_bytes_per_s
+    return tier.latency_s + size_bytes / rate
+
+
+def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, stack: Stack) -> float:
+    """Seconds in which the host updates so many elements of each device.
+
+    Args:
+        state_bytes: Of an element's optimizer states; on a disk they are read and written beside updating.
+    Raises:
+        ConfigError: nothing is known of the host's processors, or the machine has no such tier.
+    """
+    host = _processors(machine)
+    seconds = elements / (host.optimizer_elements_per_s * stack.host_optimizer)
+    if tier == "host":
+        return seconds
+    disk = tier_of(machine, tier)
+    moved = elements * state_bytes
+    return max(seconds, _tier_s(moved, disk, True, True), _tier_s(moved, disk, False, True))
+
+
+def _processors(machine: Machine) -> HostDevice:
+    if machine.host_device is None:
+        raise ConfigError(
+            f"offload=optimizer updates on the host: expected a [host_device] of {machine.name}, it has none; add it "
+            "to the machine file or leave offload away"
+        )
+    return machine.host_device
+
+
+def host_step_s(elements: float, layout: Layout, stack: Stack, machine: Machine, *, state_bytes: float) -> float:
+    """Seconds after backward until a device has its updated parameters ([Note: what lies on the host]).
+
+    Gradients of cut buckets came down in backward (``zero`` 2 and 3); others come now. Updated parameters go up beside
+    the update, unless they stay there.
+
+    Args:
+        elements: That a rank updates.
+    """
+    seconds = update_s(elements, state_bytes, machine, layout.offload_to, stack)
+    if "parameters" not in layout.offload:
+        seconds = max(seconds, copy_s(elements * _COMPUTE_BYTES, machine, "host", out=False))
+    if layout.zero < 2:
+        width = 4 if stack.gradient_dtype == "float32" else 2
+        seconds += copy_s(elements * width, machine, "host", out=True)
+    return seconds
+
+
+def assumed_of_offload(layout: Layout, stack: Stack, machine: Machine) -> tuple[str, ...]:
+    """What moving to the host or the disk takes for granted."""
+    if not layout.offload:
+        return ()
+    said = [*assumptions(machine, f"tiers.{layout.offload_to}", layout.offload_to)]
+    if layout.updates_on_host:
+        said += assumptions(machine, "host_device", "host")
+        said.append(
+            f"host: its optimizer reaches {stack.host_optimizer:.0%} of what its memory allows (4% to 18% in six "
+            "published runs, 60% with threads bound and kernels fused)"
+        )
+    return tuple(said)

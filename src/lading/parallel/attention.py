@@ -143,7 +143,7 @@ def _with_workspace(kernels: list[Kernel], k: CutKernel, tensors: list[LocalTens
     assert k.spec is not None
     query, kv = tensors[k.spec.tensors[0]].size_bytes, _bytes(k, tensors)
     came = 1 if context.comm == "ring" else context.ranks
-    size = query * 5 // 2 + kv * (10 + came)
+    size = query * 5 // 2 + kv * (7 + came)
     names = [f"{MERGED}{tensors[t].storage}" for t in kernels[-2].inputs]
     merged = tuple(place for place, tensor in enumerate(tensors) if tensor.name in names)
     tensors.append(LocalTensor(_next(tensors), "uint8", (size,), size, Role.WORKSPACE))

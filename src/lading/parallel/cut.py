@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import cast
 
 from lading.errors import ConfigError
-from lading.ir.graph import OpKind, Phase, Role
+from lading.ir.graph import DTYPE_BYTES, OpKind, Phase, Role
 from lading.ir.table import Segment, TableOp
 from lading.ir.work import Stage
 from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, Choice, choose, is_token
@@ -394,7 +394,7 @@ class _Cutter:
             return False
         grouped = base_name(op.name) == "_grouped_mm"
         stays = all(rows & self._atoms_of(t) for t in op.outputs) if rows else False
-        away = grouped or (stays and any(self._state(t).away for t in op.inputs))
+        away = grouped or (stays and not self._widens(op) and any(self._state(t).away for t in op.inputs))
         for tensor in op.inputs:
             state = self._state(tensor)
             if self._is_free(tensor) or not self._has_tokens(tensor) or state.away == away or not rows:
@@ -403,6 +403,13 @@ class _Cutter:
                 continue
             self._move(tensor, slot, away, stage)
         return away
+
+    def _widens(self, op: TableOp) -> bool:
+        """A cast of a gradient to a wider type: it comes back as its value went, before it was cast."""
+        if base_name(op.name) != "_to_copy" or op.phase is not Phase.BACKWARD:
+            return False
+        before, after = (DTYPE_BYTES[self.segment.tensors[t].dtype] for t in (op.inputs[0], op.outputs[0]))
+        return after > before
 
     def _rows(self, op: TableOp) -> set[int]:
         return self._routed & {atom for t in op.inputs for atom in self._atoms_of(t)}

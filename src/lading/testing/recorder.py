@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -144,7 +145,8 @@ class Recorder(TorchDispatchMode):
         return Event(kind, size_bytes=max(t.nbytes for t in first), axis=names[0] if names else "")
 
     def _hold(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != "meta":
+        # What waits for a collective is a wrapper around its result: it has a storage in name only.
+        if tensor.device.type != "meta" and not isinstance(tensor, AsyncCollectiveTensor):
             self._seen(tensor.untyped_storage())
 
     def _seen(self, storage: torch.UntypedStorage) -> None:

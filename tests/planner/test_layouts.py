@@ -44,7 +44,7 @@ def every(search: Search) -> list[Bounded]:
                         continue
                     replicas = search.ask.devices // (mesh.tp * mesh.cp * pipe.pp)
                     for cut in space.cuts(replicas * mesh.cp, pipe.stages):
-                        found.append(Bounded(0.0, 0.0, block, mode, pipe, cut))
+                        found.append(Bounded(0.0, 0.0, 0.0, block, mode, pipe, cut))
     return found
 
 
@@ -91,10 +91,16 @@ def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
 def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: int, stack: str) -> None:
     asked = ask(model, devices, batch, seq, stack, pins={"micro_batch": 1, "cp": 1}, top=1)
     search = Search(asked)
-    search.run(room_of(asked).device_bytes, lambda done, of, what: None)
-    found = [*search.fitting(), *search.over()]
+    found: list[Bounded] = []
+    for family_s, family in search.families(lambda done, of, what: None):
+        for block in family.blocks:
+            for ideal_s, mode in search.opened(block):
+                layouts = [*search.bounded(block, mode, room_of(asked).device_bytes)]
+                assert all(family_s <= ideal_s <= one.step_s for one in layouts[:1])
+                found += layouts[:: max(1, len(layouts) // 3)]
+    found += search.over
     ratios: list[float] = []
-    for one in found[:: max(1, len(found) // 40)]:
+    for one in found[:: max(1, len(found) // 60)]:
         refined = refine(search, one, room_of(asked))
         assert one.step_s <= refined.step_s
         assert one.peak_bytes <= refined.simulated.peak_bytes

@@ -45,7 +45,7 @@ class Priced:
 
 def priced_block(
     segments: Sequence[Phases],
-    rows: tuple[Ints, Floats],
+    rows: tuple[Ints, Floats, Floats],
     counts: Sequence[int],
     both: tuple[MachinePrices, MachinePrices],
 ) -> Priced:
@@ -71,32 +71,33 @@ def priced_block(
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Layouts of a block: (pipe, number in ``Exchanges``) and of each pipe its micro-batches."""
+    """Layouts of a block: (pipe, number in ``Exchanges``), of each pipe its micro-batches and those alive."""
 
     table: PipeTable
     found: Exchanges
     micro_batches: Floats
+    alive: tuple[Floats, Ints]
     pipe: Ints
     number: Ints
 
 
-def step_bounds(rows: Rows, priced: Priced, stack: Stack, devices: int) -> Floats:
-    """Least seconds of each layout."""
+def step_bounds(rows: Rows, priced: Priced, stack: Stack, devices: int) -> tuple[Floats, Floats]:
+    """Least seconds of each layout, and of its pipeline alone."""
     table, found, costs = rows.table, rows.found, priced.costs
     pipe, number = rows.pipe, rows.number
-    steps = makespans(table, costs, priced.send_s, rows.micro_batches, stack)[pipe]
-    steps += _after(rows, costs, stack) + found.gather_s[number]
+    spans = makespans(table, costs, priced.send_s, rows.micro_batches, stack)[pipe]
+    steps = spans + _after(rows, costs, stack) + found.gather_s[number]
     flat = table.flat[pipe]
     if np.any(flat):
         steps[flat] = _replicas(rows, flat, priced, stack)
     steps += found.optimizer_s[number] + stack.step_s
     waits = np.array([waiting_share(devices, every_block=zero >= 2) for zero in range(4)])
-    return steps * (1 + waits[found.zero[number]])
+    return steps * (1 + waits[found.zero[number]]), spans
 
 
-def peak_bounds(rows: Rows, priced: Priced, stack: Stack) -> Floats:
+def peak_bounds(rows: Rows, priced: Priced) -> Floats:
     """Least bytes of the fullest rank of each layout."""
-    alive = activations(rows.table, priced.costs, rows.micro_batches, stack)
+    alive = activations(rows.table, priced.costs, rows.alive)
     return np.max(alive[rows.pipe] + rows.found.bytes[rows.number], axis=1)
 
 

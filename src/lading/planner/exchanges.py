@@ -17,7 +17,7 @@ from lading.ir.layout import Layout
 from lading.ir.request import Request
 from lading.memory.ranks import state_bytes
 from lading.planner.pipes import WATCHED, PipeTable
-from lading.planner.space import Block, Cut, Space
+from lading.planner.space import Block, Cut, Pipe, Space
 from lading.planner.stages import Floats, Ints
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
@@ -68,59 +68,102 @@ def exchanges(
         watched: Of ``watched_rows``: of each shape three ranks and the first stage.
         segments: Priced for any block of the mesh.
     """
-    request, devices = space.ask.request, space.ask.devices // (block.mesh.tp * block.mesh.cp)
     plain = segments[len(segments) // 2 :]
     alone = np.array([[float(s.elements.get(kind, 0)) for kind in _KINDS] for s in plain])
-    found: list[tuple[Cut, list[Any]]] = []
-    start: list[int] = []
-    for (pp, vpp, _), runs in zip(table.geometries, watched, strict=True):
-        start.append(len(found))
-        if devices % pp or devices // pp * block.mesh.cp * block.mesh.tp % block.mesh.expert_ways:
-            continue
-        held = [_sums(run, alone) for run in runs]
-        for cut in space.cuts(devices // pp * block.mesh.cp, pp * vpp):
-            found.append((cut, _priced(request, _layout(space, block, pp, cut), space, (runs, held, plain, alone))))
-    columns = list(zip(*(row for _, row in found), strict=True)) if found else [()] * 7
-    arrays = [np.array(column, np.float64) for column in columns]
-    cuts = tuple(cut for cut, _ in found)
-    return Exchanges(np.array(start), cuts, np.array([cut.zero for cut in cuts], np.int64), *arrays)
+    shapes: list[Shapes] = []
+    devices = space.ask.devices // (block.mesh.tp * block.mesh.cp)
+    for pp in dict.fromkeys(pp for pp, _, _ in table.geometries):
+        chosen = [place for place, shape in enumerate(table.geometries) if shape[0] == pp]
+        can = devices % pp == 0 and devices // pp * block.mesh.cp * block.mesh.tp % block.mesh.expert_ways == 0
+        single = pp == 1 and table.geometries[chosen[0]][1] == 1
+        cuts = space.cuts(devices // pp * block.mesh.cp, 1 if single else 2) if can else []
+        shapes.append(_shapes(pp, [watched[place] for place in chosen], cuts, plain, alone))
+    found = [_priced(space, block, shape, alone) for shape in shapes]
+    counts = [len(shape.cuts) for shape in shapes for _ in shape.held]
+    cuts = tuple(cut for shape in shapes for _ in shape.held for cut in shape.cuts)
+    arrays = [np.concatenate(column) for column in zip(*found, strict=True)]
+    return Exchanges(np.cumsum(counts) - counts, cuts, np.array([cut.zero for cut in cuts], np.int64), *arrays)
 
 
-def _sums(run: Run, alone: Floats) -> Floats:
-    """Parameters of a run by kind, and its segments counted."""
-    plain = [(segment % len(alone), count) for segment, count in run]
-    return np.append(sum(count * alone[s] for s, count in plain), sum(count for _, count in plain))
+@dataclass(frozen=True, eq=False)
+class Shapes:
+    """Pipeline shapes of so many ranks.
+
+    Attributes:
+        held: (shape, watched rank or first stage, dense and expert parameters and segments counted).
+        largest: (shape, watched rank): parameters of the largest segment; ``placeholders``: bytes.
+    """
+
+    pp: int
+    cuts: list[Cut]
+    held: Floats
+    largest: Floats
+    placeholders: Floats
+
+
+def _shapes(pp: int, runs: Sequence[Sequence[Run]], cuts: list[Cut], plain: Sequence[Phases], alone: Floats) -> Shapes:
+    weights = np.concatenate([alone, np.ones((len(alone), 1))], axis=1)
+    held, largest, placeholders = [], [], []
+    for shape in runs:
+        counts = np.zeros((len(shape), len(plain)))
+        for place, run in enumerate(shape):
+            for segment, count in run:
+                counts[place, segment % len(plain)] += count
+        held.append(counts @ weights)
+        there = counts[:WATCHED] > 0
+        largest.append(np.max(np.where(there, alone.sum(axis=1), 0.0), axis=1))
+        placeholders.append([_placeholders(row, plain) for row in there.tolist()])
+    return Shapes(pp, cuts, np.array(held), np.array(largest), np.array(placeholders, np.float64))
+
+
+def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
+    """Bytes of gradients that are tensors in name only."""
+    shapes = {k: size for s, present in zip(plain, there, strict=True) if present for k, size in s.placeholders.items()}
+    return sum(shapes.values())
 
 
 def _layout(space: Space, block: Block, pp: int, cut: Cut) -> Layout:
     mesh = block.mesh
     dp = space.ask.devices // (mesh.tp * mesh.cp * pp)
-    return Layout(dp=dp, pp=pp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, etp=mesh.etp, zero=cut.zero, shard=cut.shard,
-                  precision=space.ask.request.layout.precision)  # fmt: skip
+    precision = space.layout(block, "none", Pipe(pp, 1, "1f1b", -1), Cut(0, 0), global_batch=0).precision
+    return Layout(
+        dp=dp, pp=pp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, etp=mesh.etp, zero=cut.zero, shard=cut.shard,
+        precision=precision,
+    )  # fmt: skip
 
 
-def _priced(request: Request, layout: Layout, space: Space, of: tuple[Any, Any, Any, Any]) -> list[Any]:
-    """One row of ``Exchanges``."""
-    runs, held, plain, alone = of
-    stack, prices = request.stack, MachinePrices(space.ask.machine, layout, request.stack)
-    ranks, first = np.array(held[:WATCHED]), held[WATCHED]
-    gathers = _each(prices.gather_s, ranks)
-    waits = gathers / np.maximum(1.0, ranks[:, -1]) if stack.overlap_param_gather else gathers
-    size = [_bytes(run, total, layout, request, plain) for run, total in zip(runs, ranks, strict=False)]
-    single = layout.pp == 1
-    return [
-        float(np.max(waits)),
-        max(prices.optimizer_s(_named(row)) for row in ranks),
-        float(_each(prices.reduce_s, first[None])[0]),
-        float(np.max(_each(prices.reduce_s, ranks))),
-        size,
-        _each(prices.gather_s, alone) if single else np.zeros(len(alone)),
-        _each(prices.reduce_s, alone) if single else np.zeros(len(alone)),
-    ]
-
-
-def _named(row: Floats) -> dict[str, int]:
-    return {kind: int(number) for kind, number in zip(_KINDS, row, strict=False) if number}
+def _priced(space: Space, block: Block, shape: Shapes, alone: Floats) -> list[Floats]:
+    """Columns of ``Exchanges``: cuts of the first shape, then of the second."""
+    stack, number = space.ask.request.stack, len(shape.held)
+    every, inverse = np.unique(shape.held.reshape(-1, 3)[:, :2], axis=0, return_inverse=True)
+    place = inverse.reshape(number, WATCHED + 1)
+    columns: list[list[Floats]] = [[] for _ in range(5)]
+    single: list[tuple[Floats, Floats]] = []
+    known: dict[tuple[bool, int], tuple[Floats, Floats, Floats, Floats, Floats]] = {}
+    for cut in shape.cuts:
+        layout = _layout(space, block, shape.pp, cut)
+        prices = MachinePrices(space.ask.machine, layout, stack)
+        key = (cut.zero > 0, cut.shard)
+        if key not in known:
+            own = (
+                (_each(prices.gather_s, alone), _each(prices.reduce_s, alone)) if shape.pp == 1 else (alone[:, 0],) * 2
+            )
+            known[key] = (_each(prices.gather_s, every), _optimizer(prices, every), _each(prices.reduce_s, every), *own)
+        gather, optimizer, reduce, *segment = known[key]
+        waits = gather[place[:, :WATCHED]]
+        if stack.overlap_param_gather:
+            waits = waits / np.maximum(1.0, shape.held[:, :WATCHED, 2])
+        columns[0].append(np.max(waits, axis=1))
+        columns[1].append(np.max(optimizer[place[:, :WATCHED]], axis=1))
+        columns[2].append(reduce[place[:, WATCHED]])
+        columns[3].append(np.max(reduce[place[:, :WATCHED]], axis=1))
+        columns[4].append(_bytes(shape, layout, space.ask.request))
+        single.append((segment[0], segment[1]))
+    if not shape.cuts:
+        empty = np.zeros((0, len(alone)))
+        return [*(np.zeros(0) for _ in range(4)), np.zeros((0, WATCHED)), empty, empty]
+    found = [np.stack(column, axis=1).reshape(number * len(shape.cuts), *column[0].shape[1:]) for column in columns]
+    return [*found, *(np.tile(np.stack(rows), (number, 1)) for rows in zip(*single, strict=True))]
 
 
 def _each(seconds: Any, elements: Floats) -> Floats:
@@ -134,14 +177,19 @@ def _each(seconds: Any, elements: Floats) -> Floats:
     return total
 
 
-def _bytes(run: Run, total: Floats, layout: Layout, request: Request, plain: Sequence[Phases]) -> float:
-    """States of a rank, and placeholders of gradients.
+def _optimizer(prices: MachinePrices, elements: Floats) -> Floats:
+    """Seconds of the optimizer over (number, kind) elements."""
+    seconds: Any = prices.optimizer_s
+    if prices.machine.device.gpu is None:  # whose rates are a curve
+        return np.array([seconds(dict(zip(_KINDS, row, strict=True))) for row in elements.tolist()])
+    return seconds({kind: elements[:, place] for place, kind in enumerate(_KINDS)})
 
-    Where parameters are cut, gradients come with backward, and gathered ones go with their unit: neither is counted, as
-    they need not be there when activations are most.
-    """
-    roles = state_bytes(_named(total), layout, request.stack)
-    there = sorted({segment % len(plain) for segment, _ in run})
-    shapes = {shape: size for segment in there for shape, size in plain[segment].placeholders.items()}
-    own = roles[Role.PARAMETER] + roles[Role.OPTIMIZER_STATE] + (roles[Role.GRADIENT] if layout.zero < 3 else 0)
-    return float(own + sum(shapes.values()))
+
+def _bytes(shape: Shapes, layout: Layout, request: Request) -> Floats:
+    """(shape, watched rank): states of a rank, what is gathered at once, and placeholders of gradients."""
+    roles = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
+    many = 1 << 40
+    each = [state_bytes({kind: many}, layout, request.stack) for kind in _KINDS]
+    own = np.array([sum(found[role] for role in roles) / many for found in each])
+    width = gathered_bytes({"dp": many}, layout, request.stack) / many
+    return shape.held[:, :WATCHED, :2] @ own + 2 * width * shape.largest + shape.placeholders

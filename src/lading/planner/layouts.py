@@ -80,14 +80,20 @@ def find_layouts(ask: Ask, tell: Tell = lambda done, of, what: None) -> Layouts:
         PlanInfeasible: none fits; it names the binding moment and by how much.
     """
     search, room = Search(ask), room_of(ask)
-    search.run(room.device_bytes, tell)
     best, over, proof = refined(search, room, tell)
     if not best:
         raise _nothing(search, over, room)
-    faster = [refine(search, found, room) for found, _ in zip(search.over(), range(_OVER), strict=False)]
+    nearly = sorted(search.over, key=lambda found: (found.step_s, str(search.layout(found))))
+    faster = [refine(search, found, room) for found in nearly[:_OVER]]
     beside = sorted((one for one in (*over, *faster) if one.step_s < best[0].step_s), key=lambda one: one.order)
     return Layouts(
-        ask, tuple(best), tuple(beside[:_OVER]), search.counted, search.evaluated, proof, search.space.left_out()
+        ask,
+        tuple(best[: ask.top]),
+        tuple(beside[:_OVER]),
+        search.counted,
+        search.evaluated,
+        proof,
+        search.space.left_out(),
     )
 
 

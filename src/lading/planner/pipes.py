@@ -39,7 +39,9 @@ class PipeTable:
         geometry: Number of (pp, vpp, shape) of each pipe; ``geometries`` has these.
         row: Of ``StageRows``, of each stage; ``pipe``: of each stage its pipe; ``first``: where a pipe's stages begin.
         rank: Of each stage, numbered through all pipes; ``rank_pipe`` and ``place``: of each rank its pipe and place.
-        watched: Stages of (pipe, watched rank, chunk), -1 where there are fewer chunks.
+        held_rank: Of each stage that a watched rank holds: number of (pipe, watched rank); ``held_chunk``: its chunk
+            there; ``held_stage``: its place among all stages.
+        held_first: Where those of (pipe, watched rank) begin; ``last_stage``: the last stage of each.
     """
 
     pipes: tuple[Pipe, ...]
@@ -54,7 +56,11 @@ class PipeTable:
     rank_pipe: Ints
     place: Ints
     rank_first: Ints
-    watched: Ints
+    held_rank: Ints
+    held_chunk: Ints
+    held_stage: Ints
+    held_first: Ints
+    last_stage: Ints
 
     @cached_property
     def flat(self) -> Bools:
@@ -109,10 +115,12 @@ def pipe_table(pipes: Sequence[Pipe], rows: StageRows) -> PipeTable:
     counts = np.array([pipe.stages for pipe in pipes], np.int64)
     ranks = np.array([pipe.pp for pipe in pipes], np.int64)
     starts, first = np.cumsum(ranks) - ranks, np.cumsum(counts) - counts
-    watched = np.full((len(pipes), WATCHED, max(pipe.vpp for pipe in pipes)), -1, np.int64)
-    for place, shape in enumerate(shapes):
-        stages = _watched(*shape)
-        watched[place, :, : shape[1]] = stages + first[place]
+    seen = {shape: _watched(*shape).reshape(-1) for shape in geometries}
+    wide = np.repeat(np.array([pipe.vpp for pipe in pipes]), WATCHED)
+    held_first = np.cumsum(wide) - wide
+    held_stage = np.concatenate([seen[shape] for shape in shapes]) + np.repeat(
+        first, WATCHED * np.array([pipe.vpp for pipe in pipes])
+    )
     place = np.concatenate([np.arange(pipe.pp) for pipe in pipes])
     return PipeTable(
         pipes=tuple(pipes),
@@ -127,7 +135,11 @@ def pipe_table(pipes: Sequence[Pipe], rows: StageRows) -> PipeTable:
         rank_pipe=np.repeat(np.arange(len(pipes)), ranks),
         place=place,
         rank_first=np.repeat(first, ranks) + place,
-        watched=watched,
+        held_rank=np.repeat(np.arange(len(wide)), wide),
+        held_chunk=np.arange(len(held_stage)) - np.repeat(held_first, wide),
+        held_stage=held_stage,
+        held_first=held_first.reshape(-1, WATCHED),
+        last_stage=held_stage[held_first + wide - 1],
     )
 
 
@@ -193,41 +205,41 @@ def _before(seconds: Floats, table: PipeTable) -> Floats:
     return total - total[table.first][table.pipe]
 
 
-def activations(table: PipeTable, costs: StageCosts, micro_batches: Floats, stack: Stack) -> Floats:
-    """Bytes of activations alive on the watched ranks of each pipe, at least ([Note: activations alive])."""
-    alive, running = _alive(table, micro_batches, stack)
-    stage = np.maximum(table.watched, 0)
-    rows = table.row[stage]
-    kept = np.sum(np.where(table.watched >= 0, alive * costs.saved[rows], 0.0), axis=2)
-    last = np.broadcast_to((table.vpp - 1)[:, None, None], (*running.shape, 1))
-    ahead = np.take_along_axis(costs.ahead[rows], running[..., None], axis=2)[..., 0]
-    behind = np.take_along_axis(costs.behind[rows], last, axis=2)[..., 0]
-    return kept + np.maximum(ahead, behind)
+def activations(table: PipeTable, costs: StageCosts, alive: tuple[Floats, Ints]) -> Floats:
+    """Bytes of activations alive on the watched ranks of each pipe, at least ([Note: activations alive]).
+
+    Args:
+        alive: Of ``alive_of``.
+    """
+    count, running = alive
+    shape = (len(table.pipes), WATCHED)
+    kept = np.bincount(table.held_rank, weights=count * costs.saved[table.row[table.held_stage]])
+    ahead = costs.ahead[table.row[running]]
+    behind = costs.behind[table.row[table.last_stage]]
+    return kept.reshape(shape) + np.maximum(ahead, behind).reshape(shape)
 
 
-def _alive(table: PipeTable, micro_batches: Floats, stack: Stack) -> tuple[Floats, Ints]:
-    """Micro-batches under way of (pipe, watched rank, chunk), and the chunk that runs."""
-    pp, vpp = table.pp[:, None].astype(float), table.vpp[:, None].astype(float)
-    count = micro_batches[:, None]
+def alive_of(table: PipeTable, micro_batches: Floats, stack: Stack) -> tuple[Floats, Ints]:
+    """Micro-batches under way of each stage that a watched rank holds, and the stage of each such rank that runs."""
+    pp, vpp, count = table.pp[:, None].astype(float), table.vpp[:, None].astype(float), micro_batches[:, None]
     place = np.stack([np.zeros(len(table.pp)), np.minimum(1, table.pp - 1), table.pp - 1.0], axis=1)
     group = _groups(table, micro_batches, stack)[:, None]
-    loops, bubble = table.loops[:, None], table.bubble[:, None]
-    warm = np.where(loops, (vpp - 1) * group + 2 * (pp - 1 - place), pp - 1 - place)
+    bubble, turns = table.bubble[:, None], table.turns[:, None]
+    warm = np.where(table.loops[:, None], (vpp - 1) * group + 2 * (pp - 1 - place), pp - 1 - place)
     warm = np.where(bubble, (vpp - 1) * group + pp - 1 - place, warm)
     first = np.where(table.gpipe[:, None], count, np.minimum(warm + 1, vpp * count))
     first = np.where(bubble & (vpp == 1), np.minimum(warm + 1 + place, count), first)
-    chunk: Ints = np.arange(int(table.watched.shape[2]))[None, None, :]
-    cycle, wide = (group * vpp)[..., None], group[..., None]
-    full = np.floor(first[..., None] / cycle)
-    alive: Floats = full * wide + np.clip(first[..., None] - full * cycle - chunk * wide, 0, wide)
-    last = first - 1
-    running = np.floor((last - np.floor(last / (group * vpp)) * group * vpp) / group).astype(np.int64)
-    turns = table.turns[:, None]
-    ways = np.stack([np.minimum(2 * pp - 1 - place, count), np.minimum(place + 1, count)], axis=2)
-    if table.watched.shape[2] > 1:
-        alive[..., :2] = np.where(turns[..., None], ways, alive[..., :2])
-        running = np.where(turns, 1, running)
-    return alive, np.clip(running, 0, (table.vpp - 1)[:, None])
+    cycle = group * vpp
+    full: Floats = np.floor(first / cycle) * group
+    running = np.where(turns, 1, np.floor((first - 1 - np.floor((first - 1) / cycle) * cycle) / group))
+    running = np.clip(running, 0, vpp - 1).astype(np.int64)
+    pipe, chunk = table.held_rank // WATCHED, table.held_chunk
+    wide, rest = group[pipe, 0], (first - full * vpp).reshape(-1)[table.held_rank]
+    alive = full.reshape(-1)[table.held_rank] + np.clip(rest - chunk * wide, 0, wide)
+    turned = np.where(chunk == 0, 2 * pp[pipe, 0] - 1 - place.reshape(-1)[table.held_rank],
+                      place.reshape(-1)[table.held_rank] + 1)  # fmt: skip
+    alive = np.where(table.turns[pipe], np.minimum(turned, micro_batches[pipe]), alive)
+    return alive, table.held_stage[table.held_first + running].reshape(-1)
 
 
 def _groups(table: PipeTable, micro_batches: Floats, stack: Stack) -> Floats:

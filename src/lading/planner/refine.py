@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import insort
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from heapq import heappop, heappush
 from math import prod
 from typing import Any
 
@@ -13,8 +15,9 @@ from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.memory.moments import Held, Room, binding, moments_of, over_bytes
 from lading.memory.ranks import shards
-from lading.planner.search import Bounded, Search
-from lading.planner.space import Ask
+from lading.planner.search import Bounded, Family, Search, Tell
+from lading.planner.space import Ask, Block, Pipe
+from lading.sim.noise import waiting_share
 from lading.sim.simulate import MEMORY_SPREAD, Simulated, segments_of, simulate
 
 #: Layouts simulated before the search gives up proving: so many times as are wanted.
@@ -96,24 +99,111 @@ def room_of(ask: Ask) -> Room:
     )
 
 
-def refined(
-    search: Search, room: Room, tell: Callable[[int, int, str], None]
-) -> tuple[list[Refined], list[Refined], Proof]:
-    """The fastest layouts that fit, those among them that turned out not to, and how far that is proven."""
-    top = search.ask.top
-    good: list[Refined] = []
-    over: list[Refined] = []
-    rest = search.fitting()
-    for number, found in enumerate(rest):
-        good.sort(key=lambda one: one.order)
-        if (len(good) >= top and found.step_s >= good[top - 1].step_s) or number >= _PATIENCE * top:
-            rest_s = min(found.step_s, search.rest_s)
-            return good[:top], over, Proof(rest_s, number)
-        tell(min(number, top), top, "layouts simulated")
-        one = refine(search, found, room)
-        (good if one.fits else over).append(one)
-    good.sort(key=lambda one: one.order)
-    return good[:top], over, Proof(search.rest_s, len(good) + len(over))
+def refined(search: Search, room: Room, tell: Tell) -> tuple[list[Refined], list[Refined], Proof]:
+    """The fastest layouts that fit, those among them that turned out not to, and how far that is proven.
+
+    Always what has the least bound comes next: a family is divided, a block opened, and its layouts are simulated one after
+    another. Once a pipeline has been simulated, what it takes longer than its bound is added to all layouts with it.
+    """
+    queue = _Queue(search, room, tell)
+    while (entry := queue.next()) is not None:
+        bound_s, item = entry
+        if (queue.is_full and bound_s >= queue.worst_s) or queue.simulated >= _PATIENCE * search.ask.top:
+            return queue.good, queue.over, Proof(bound_s, queue.simulated)
+        queue.take(item)
+    return queue.good, queue.over, Proof(float("inf"), queue.simulated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A block's layouts in a recompute mode, none of them looked at."""
+
+    block: Block
+    mode: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A layout, and those of its block behind it; ``exact``: its bound has its pipeline's own seconds."""
+
+    found: Bounded
+    rest: Iterator[Bounded]
+    exact: bool = False
+
+
+class _Queue:
+    """What is left of a search, by bounds; ties go by the order in which they came."""
+
+    def __init__(self, search: Search, room: Room, tell: Tell) -> None:
+        self.search, self.room, self.tell = search, room, tell
+        self.good: list[Refined] = []
+        self.over: list[Refined] = []
+        self._spans: dict[tuple[Block, str, Pipe], float] = {}
+        self._heap: list[tuple[float, int, Family | _Opened | _Layout]] = []
+        self._serial = 0
+        for bound_s, family in search.families(tell):
+            self._push(bound_s, family)
+
+    @property
+    def simulated(self) -> int:
+        """Layouts so far."""
+        return len(self.good) + len(self.over)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many fit as are wanted."""
+        return len(self.good) >= self.search.ask.top
+
+    @property
+    def worst_s(self) -> float:
+        """Seconds of the slowest of those that are wanted."""
+        return self.good[self.search.ask.top - 1].step_s
+
+    def next(self) -> tuple[float, Family | _Opened | _Layout] | None:
+        """The least bound, and of what; None if nothing is left."""
+        if not self._heap:
+            return None
+        bound_s, _, item = heappop(self._heap)
+        return bound_s, item
+
+    def _push(self, bound_s: float, item: Family | _Opened | _Layout) -> None:
+        self._serial += 1
+        heappush(self._heap, (bound_s, self._serial, item))
+
+    def take(self, item: Family | _Opened | _Layout) -> None:
+        """Look closer."""
+        if isinstance(item, Family) and len(item.blocks) > 1:
+            for bound_s, part in self.search.members(item):
+                self._push(bound_s, part)
+        elif isinstance(item, Family):
+            for bound_s, mode in self.search.opened(item.blocks[0]):
+                self._push(bound_s, _Opened(item.blocks[0], mode))
+        elif isinstance(item, _Opened):
+            self._following(self.search.bounded(item.block, item.mode, self.room.device_bytes))
+        else:
+            if not item.exact:
+                self._following(item.rest)
+            self._simulate(item)
+
+    def _following(self, rest: Iterator[Bounded]) -> None:
+        found = next(rest, None)
+        if found is not None:
+            self._push(found.step_s, _Layout(found, rest))
+
+    def _simulate(self, item: _Layout) -> None:
+        found = item.found
+        key = (found.block, found.mode, found.pipe)
+        if not item.exact and key in self._spans:
+            waits = waiting_share(self.search.ask.devices, every_block=found.cut.zero >= 2)
+            later = (self._spans[key] - found.span_s) * (1 + waits)
+            if later > 0:
+                return self._push(found.step_s + later, replace(item, exact=True))
+        top = self.search.ask.top
+        self.tell(min(self.simulated, top), top, "layouts simulated")
+        one = refine(self.search, found, self.room)
+        if one.simulated.step.pipeline is not None:
+            self._spans[key] = one.simulated.step.pipeline.makespan_s
+        insort(self.good if one.fits else self.over, one, key=lambda layout: layout.order)
 
 
 def refine(search: Search, found: Bounded, room: Room) -> Refined:

@@ -1,15 +1,18 @@
-"""Search: every block of a space priced once, and all its layouts bounded.
+"""Search: what the blocks of a space cost, and the bounds of all layouts of a block.
 
-Blocks come in the order of the least that any layout of them can take (``_ideal_s``), so that those which cannot be
-among the wanted are counted and never looked into.
+[Note: three bounds]
+What has the least bound is looked into next. Of a family of blocks, which differ in the micro-batch and in the ways of
+expert parallel only, the one with most of both is priced: more tokens at once, and fewer experts a rank, make products
+no slower but for the unevenness of their tiles, so its seconds without what the experts' ranks send, less a margin, are
+a bound for the others (tests compare). A priced block takes at least all its work without recompute, spread evenly and
+never waiting. An opened one has a bound for each layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +21,7 @@ from lading.ir.layout import Layout
 from lading.ir.request import Request
 from lading.planner.bounds import Rows, peak_bounds, priced_block, step_bounds
 from lading.planner.exchanges import Exchanges, exchanges
-from lading.planner.pipes import Bools, PipeTable, pipe_table, valid, watched_rows
+from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid, watched_rows
 from lading.planner.space import Ask, Block, Cut, Mesh, Pipe, Space, divisors
 from lading.planner.stages import Floats, Ints, StageRows
 from lading.sim.noise import waiting_share
@@ -28,25 +31,31 @@ from lading.sim.simulate import Priced as Segments
 from lading.sim.simulate import segments_by_mode
 from lading.sim.step import stage_of
 
-#: Layouts of one block and mode that are kept by name; the next one's bound is kept for the rest.
-_KEPT = 256
-#: Blocks whose least step is so many times the slowest wanted are not looked into.
-_SLACK = 1.25
-#: What rounding may add to a bound.
-_ROUNDING = 1 - 1e-9
+#: What rounding may add to a bound, and the unevenness of tiles to that of a family.
+_ROUNDING, _UNEVEN = 1 - 1e-9, 0.97
+#: Layouts that do not fit are shown if they are no more than so many times over.
+_NEARLY = 1.3
 Tell = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A layout with its bounds."""
+    """A layout with its bounds; ``span_s`` is that of its pipeline alone."""
 
     step_s: float
+    span_s: float
     peak_bytes: float
     block: Block
     mode: str
     pipe: Pipe
     cut: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Blocks with one bound; the last is its leader, or the family is that block alone."""
+
+    blocks: tuple[Block, ...]
 
 
 @dataclass
@@ -55,22 +64,22 @@ class Search:
 
     Attributes:
         counted: Layouts of the space that can be; ``evaluated``: of them, those bounded one by one.
-        rest_s: No layout that is left out of ``fitting()`` and may fit is faster.
         refused: Why blocks cannot be, with how many.
         lightest: The layout that needs least memory, of those looked into.
+        over: The fastest of each block opened that are a little too large.
     """
 
     ask: Ask
     counted: int = 0
     evaluated: int = 0
-    rest_s: float = float("inf")
     refused: dict[str, int] = field(default_factory=lambda: {})
     lightest: Bounded | None = None
+    over: list[Bounded] = field(default_factory=lambda: [])
     _segments: dict[Block, dict[str, tuple[Phases, ...]]] = field(default_factory=lambda: {})
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
     _tables: dict[bool, PipeTable] = field(default_factory=lambda: {})
-    _kept: dict[bool, list[tuple[Block, str, Floats]]] = field(default_factory=lambda: {True: [], False: []})
-    _best: Floats = field(default_factory=lambda: np.zeros(0))
+    _counts: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: {})
+    _alive: dict[tuple[int, int, bool], tuple[Floats, Ints]] = field(default_factory=lambda: {})
 
     @cached_property
     def space(self) -> Space:
@@ -111,67 +120,102 @@ class Search:
         """Of a bounded layout, for ``simulate``."""
         return Segments(self.ask.machine, self.ask.table, self._segments[found.block][found.mode])
 
-    def fitting(self) -> Iterator[Bounded]:
-        """Layouts that may fit, by their bounds."""
-        return self._named(fits=True)
+    def families(self, tell: Tell) -> Iterator[tuple[float, Family]]:
+        """All blocks that can be in families, with a bound of each ([Note: three bounds]).
 
-    def over(self) -> Iterator[Bounded]:
-        """Layouts that cannot fit, by their bounds."""
-        return self._named(fits=False)
-
-    def run(self, budget_bytes: float, tell: Tell) -> None:
-        """Bound every layout of the space.
-
-        Args:
-            budget_bytes: Of the tensors of a device.
-            tell: Called with what is done, of how many, and what it is.
         Raises:
             ConfigError: no block can be; the message is that of most.
         """
-        modes = self.space.modes()
-        for mode in modes:
+        for mode in self.space.modes():
             self.table(mode)
-        order = self._priced(modes, tell)
-        if not order:
+        families: dict[tuple[object, ...], list[Block]] = {}
+        for mesh in self.space.meshes():
+            for block in self.space.blocks(mesh):
+                key = (mesh.tp, mesh.cp, mesh.etp, block.sp, block.cp_comm)
+                families.setdefault(key, []).append(block)
+        found = False
+        for number, blocks in enumerate(families.values()):
+            tell(number, len(families), "blocks priced")
+            family = Family(tuple(sorted(blocks, key=lambda block: (block.micro_batch, block.mesh.ep))))
+            bound_s = self._family_s(family)
+            if bound_s is not None:
+                found = True
+                self.counted += sum(map(self._count, blocks))
+                yield bound_s, family
+        if not found:
             why = max(self.refused.items(), key=lambda row: row[1])[0] if self.refused else "no degree divides"
             raise ConfigError(f"no layout of {self.ask.devices} devices can be: {why}")
-        stages = self.rows.arrays()
-        for number, (ideal_s, block) in enumerate(order):
-            tell(number, len(order), "layouts bounded")
-            for mode in modes:
-                good, micro_batches = self._good(block, mode)
-                rows = self._rows(block, mode, good, micro_batches)
-                self.counted += len(rows.pipe)
-                if len(self._best) >= self.ask.top and ideal_s > _SLACK * self._best[-1]:
-                    self.rest_s = min(self.rest_s, ideal_s)
-                elif len(rows.pipe):
-                    segments = self._segments[block][mode]
-                    self._bound(block, mode, rows, (segments, stages), budget_bytes)
 
-    def _priced(self, modes: list[str], tell: Tell) -> list[tuple[float, Block]]:
-        """All blocks that can be, with the least seconds of a step of any layout of them, the least first."""
-        blocks = [block for mesh in self.space.meshes() for block in self.space.blocks(mesh)]
-        order: list[tuple[float, Block]] = []
-        for number, block in enumerate(blocks):
-            tell(number, len(blocks), "blocks priced")
-            try:
-                prices = self._prices(block)
-                request = self.request(prices.layout)
-                found = segments_by_mode(request, self.ask.table, prices, modes)
-            except ConfigError as error:
-                self.refused[str(error)] = self.refused.get(str(error), 0) + 1
-                continue
-            self._segments[block] = found
-            order.append((self._ideal_s(block, prices, found[modes[0]]), block))
-        return sorted(order)
+    def members(self, family: Family) -> Iterator[tuple[float, Family]]:
+        """Smaller families of one, with their bounds: by micro-batch, then block by block."""
+        batches = dict.fromkeys(block.micro_batch for block in family.blocks)
+        if len(batches) > 1:
+            parts = [Family(tuple(b for b in family.blocks if b.micro_batch == batch)) for batch in batches]
+        else:
+            parts = [Family((block,)) for block in family.blocks]
+        for part in parts:
+            bound_s = self._family_s(part)
+            if bound_s is None:
+                self.counted -= sum(map(self._count, part.blocks))
+            else:
+                yield bound_s, part
 
-    def _ideal_s(self, block: Block, prices: MachinePrices, segments: tuple[Phases, ...]) -> float:
-        """Least seconds of a step of a block: all its work without recompute, spread evenly and never waiting."""
-        stage = stage_of(list(enumerate(self.ask.table.counts)), segments[len(segments) // 2 :], prices, prices.stack)
-        work = stage.forward.seconds + stage.backward_s
+    def _family_s(self, family: Family) -> float | None:
+        """Least seconds of a step of any block of a family; None if its leader cannot be."""
+        leader = family.blocks[-1]
+        try:
+            prices = self._price(leader)
+        except ConfigError as error:
+            self.refused[str(error)] = self.refused.get(str(error), 0) + len(family.blocks)
+            return None
+        segments = self._segments[leader][self.space.modes()[0]]
+        plain = segments[len(segments) // 2 :]
+        if len(family.blocks) == 1:
+            return self._ideal_s(leader, prices, plain)
+        free = [_without(phases, "ep") for phases in plain]
+        return self._ideal_s(leader, prices, free) * _UNEVEN
+
+    def opened(self, block: Block) -> list[tuple[float, str]]:
+        """(bound, mode) of a block, which is priced if it is not."""
+        prices = self._price(block)
+        found: list[tuple[float, str]] = []
+        for mode, segments in self._segments[block].items():
+            plain = len(segments) // 2
+            partial = mode == "full" or "recompute_layers" in self.ask.pins
+            found.append((self._ideal_s(block, prices, segments[plain if partial else 0 :]), mode))
+        return found
+
+    def _price(self, block: Block) -> MachinePrices:
+        prices = self._prices(block)
+        if block not in self._segments:
+            request = self.request(prices.layout)
+            self._segments[block] = segments_by_mode(request, self.ask.table, prices, self.space.modes())
+        return prices
+
+    def _ideal_s(self, block: Block, prices: MachinePrices, segments: Sequence[Phases]) -> float:
+        """Least seconds of a step of a block: all its work spread evenly and never waiting.
+
+        Args:
+            segments: Of which the model's are the first.
+        """
+        stage = stage_of(list(enumerate(self.ask.table.counts)), segments, prices, prices.stack)
         ranks = self.ask.devices / (block.mesh.tp * block.mesh.cp)
-        least = self.ask.global_batch / block.micro_batch / ranks * work
+        least = self.ask.global_batch / block.micro_batch / ranks * (stage.forward.seconds + stage.backward_s)
         return least * (1 + waiting_share(self.ask.devices, every_block=False)) * _ROUNDING
+
+    def _count(self, block: Block) -> int:
+        """Layouts of a block."""
+        mesh = block.mesh
+        key = (mesh.tp, mesh.cp, mesh.expert_ways, block.micro_batch)
+        if key not in self._counts:
+            ranks, total = self.ask.devices // (mesh.tp * mesh.cp), 0
+            for mode in self.space.modes():
+                table, (good, _) = self.table(mode), self._good(block, mode)
+                ways = np.unique(np.where(table.flat, 0, table.pp)[good], return_counts=True)
+                for pp, count in zip(*(part.tolist() for part in ways), strict=True):
+                    total += count * len(self.space.cuts(ranks // max(1, pp) * mesh.cp, 2 if pp else 1))
+            self._counts[key] = total
+        return self._counts[key]
 
     def _prices(self, block: Block, pp: int = 1) -> MachinePrices:
         """Prices of a block over all devices, in a pipeline of some length."""
@@ -190,58 +234,57 @@ class Search:
             good &= replicas == ask.pins["dp"]
         return good, micro_batches
 
-    def _rows(self, block: Block, mode: str, good: Bools, micro_batches: Floats) -> Rows:
+    def _rows(self, block: Block, mode: str) -> Rows:
         if block.mesh not in self._exchanges:
             table = self.table(self.space.modes()[0])
             segments = self._segments[block][self.space.modes()[0]]
             watched = watched_rows(table, self.rows)
             self._exchanges[block.mesh] = exchanges(self.space, block, watched, table, segments)
-        found = self._exchanges[block.mesh]
-        return Rows(self.table(mode), found, micro_batches, *found.rows(self.table(mode), good))
+        found, table = self._exchanges[block.mesh], self.table(mode)
+        good, micro_batches = self._good(block, mode)
+        key = (block.mesh.tp * block.mesh.cp, block.micro_batch, table is self._tables.get(True))
+        if key not in self._alive:
+            self._alive[key] = alive_of(table, np.maximum(1.0, micro_batches), self.ask.request.stack)
+        return Rows(table, found, micro_batches, self._alive[key], *found.rows(table, good))
 
-    def _bound(
-        self, block: Block, mode: str, rows: Rows, of: tuple[tuple[Phases, ...], tuple[Ints, Floats]], budget: float
-    ) -> None:
-        """Bound the layouts of a block, and keep the best."""
-        segments, stages = of
+    def bounded(self, block: Block, mode: str, budget_bytes: float) -> Iterator[Bounded]:
+        """Layouts of a block that may fit, by their bounds.
+
+        Args:
+            budget_bytes: Of the tensors of a device.
+        """
+        rows = self._rows(block, mode)
+        if not len(rows.pipe):
+            return
         ask, prices = self.ask, self._prices(block)
         ways = next((n for n in divisors(prices.layout.dp) if n > 1), 1)
-        priced = priced_block(segments, stages, ask.table.counts, (prices, self._prices(block, ways)))
-        steps = step_bounds(rows, priced, ask.request.stack, ask.devices) * _ROUNDING
-        peaks = peak_bounds(rows, priced, ask.request.stack) * _ROUNDING
+        both = (prices, self._prices(block, ways))
+        priced = priced_block(self._segments[block][mode], self.rows.arrays(), ask.table.counts, both)
+        steps, spans = step_bounds(rows, priced, ask.request.stack, ask.devices)
+        steps, spans, peaks = steps * _ROUNDING, spans * _ROUNDING, peak_bounds(rows, priced) * _ROUNDING
         self.evaluated += len(steps)
-        fits = peaks <= budget
-        self._lighter(block, mode, rows, steps, peaks)
-        for kind, most in ((True, _KEPT), (False, 2)):
-            places = np.flatnonzero(fits == kind)
-            if len(places) > most:
-                order = np.argpartition(steps[places], most)
-                if kind:
-                    self.rest_s = min(self.rest_s, float(steps[places[order[most]]]))
-                places = places[order[:most]]
-            if len(places):
-                columns: list[Any] = [steps[places], peaks[places], rows.pipe[places], rows.number[places]]
-                kept: Floats = np.stack(columns, axis=1).astype(np.float64)
-                self._kept[kind].append((block, mode, kept))
-                if kind:
-                    self._best = np.sort(np.append(self._best, steps[places]))[: ask.top]
 
-    def _lighter(self, block: Block, mode: str, rows: Rows, steps: Floats, peaks: Floats) -> None:
-        place = int(np.argmin(peaks))
-        if self.lightest is None or peaks[place] < self.lightest.peak_bytes:
-            pipe, number = int(rows.pipe[place]), int(rows.number[place])
-            self.lightest = Bounded(
-                float(steps[place]), float(peaks[place]), block, mode, rows.table.pipes[pipe], rows.found.cuts[number]
-            )
+        def named(place: int) -> Bounded:
+            pipe, cut = rows.table.pipes[int(rows.pipe[place])], rows.found.cuts[int(rows.number[place])]
+            return Bounded(float(steps[place]), float(spans[place]), float(peaks[place]), block, mode, pipe, cut)
 
-    def _named(self, *, fits: bool) -> Iterator[Bounded]:
-        parts = self._kept[fits]
-        if not parts:
-            return
-        every = np.concatenate([kept for _, _, kept in parts])
-        part = np.repeat(np.arange(len(parts)), [len(kept) for _, _, kept in parts])
-        for place in np.lexsort((every[:, 3], every[:, 2], part, every[:, 0])).tolist():
-            block, mode, _ = parts[part[place]]
-            step_s, peak, pipe, number = every[place].tolist()
-            cut = self._exchanges[block.mesh].cuts[int(number)]
-            yield Bounded(step_s, peak, block, mode, self.table(mode).pipes[int(pipe)], cut)
+        least = int(np.argmin(peaks))
+        if self.lightest is None or peaks[least] < self.lightest.peak_bytes:
+            self.lightest = named(least)
+        nearly = np.flatnonzero((peaks > budget_bytes) & (peaks <= _NEARLY * budget_bytes))
+        if len(nearly):
+            self.over.append(named(int(nearly[np.argmin(steps[nearly])])))
+        places = np.flatnonzero(peaks <= budget_bytes)
+        order: list[int] = places[np.argsort(steps[places], kind="stable")].tolist()
+        yield from map(named, order)
+
+
+def _without(phases: Phases, axis: str) -> Phases:
+    """A segment whose collectives of an axis cost nothing."""
+    names = ("forward", "again", "backward_input", "backward_weight")
+    parts = {name: getattr(phases, name) for name in names}
+    free = {
+        name: replace(part, comm_s={key: s for key, s in part.comm_s.items() if key != axis})
+        for name, part in parts.items()
+    }
+    return replace(phases, **free)

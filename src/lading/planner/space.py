@@ -30,7 +30,7 @@ PINS = (
 _WORDS = ("cp_comm", "schedule", "recompute", "precision")
 _YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 #: A rank's part of a sequence under context parallel is no shorter; sequences of a micro-batch are no more.
-_LEAST_TOKENS, _MOST_SEQUENCES = 1024, 16
+_LEAST_TOKENS, _MOST_SEQUENCES = 1024, 32
 
 
 @dataclass(frozen=True, kw_only=True)

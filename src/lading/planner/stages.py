@@ -44,6 +44,7 @@ class StageRows:
     table: ModelTable
     rows: dict[tuple[tuple[int, int], ...], int] = field(default_factory=lambda: {})
     _known: dict[tuple[int, int], Ints] = field(default_factory=lambda: {})
+    _arrays: tuple[Ints, Floats, Floats] | None = None
 
     @property
     def plain(self) -> int:
@@ -63,14 +64,19 @@ class StageRows:
     def _row(self, run: tuple[tuple[int, int], ...]) -> int:
         return self.rows.setdefault(run, len(self.rows))
 
-    def arrays(self) -> tuple[Ints, Floats]:
-        """(segment, count) by row and place; places that a row has not count 0."""
+    def arrays(self) -> tuple[Ints, Floats, Floats]:
+        """(segment, count) by row and place, where places that a row has not count 0; and counts by segment."""
+        if self._arrays is not None and len(self._arrays[0]) == len(self.rows):
+            return self._arrays
         width = max(map(len, self.rows))
         segments, counts = np.zeros((len(self.rows), width), np.int64), np.zeros((len(self.rows), width))
         for run, row in self.rows.items():
             for place, (segment, count) in enumerate(run):
                 segments[row, place], counts[row, place] = segment, count
-        return segments, counts
+        weights = np.zeros((len(self.rows), 2 * self.plain))
+        np.add.at(weights, (np.arange(len(segments))[:, None], segments), counts)
+        self._arrays = (segments, counts, weights)
+        return self._arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +106,7 @@ class StageCosts:
 
 
 def stage_costs(
-    rows: tuple[Ints, Floats], segments: Sequence[Phases], prices: MachinePrices, stack: Stack
+    rows: tuple[Ints, Floats, Floats], segments: Sequence[Phases], prices: MachinePrices, stack: Stack
 ) -> StageCosts:
     """Seconds and bytes of all rows.
 
@@ -108,9 +114,7 @@ def stage_costs(
         rows: Of ``StageRows.arrays``.
         segments: As ``lading.sim.simulate.Priced`` has them.
     """
-    places, counts = rows
-    weights = np.zeros((len(places), len(segments)))
-    np.add.at(weights, (np.arange(len(places))[:, None], places), counts)
+    places, counts, weights = rows
     spans = [
         _spans(weights @ np.array([_features(getattr(s, phase), prices, stack) for s in segments]), prices, stack)
         for phase in _PHASES

@@ -58,7 +58,7 @@ def every(search: Search) -> list[Bounded]:
     ],
 )
 def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
-    asked = ask(stack=stack, pins=pins, batch=8)
+    asked = ask(stack=stack, pins=pins, batch=8, proven=64)
     search, room = Search(asked), room_of(asked)
     found = find_layouts(asked)
     truth: list[tuple[float, str]] = []

@@ -15,15 +15,17 @@ import numpy as np
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.request import Request
-from lading.memory.ranks import state_bytes
+from lading.memory.ranks import shards, state_bytes
 from lading.planner.pipes import WATCHED, PipeTable
-from lading.planner.space import Block, Cut, Pipe, Space
+from lading.planner.space import Block, Cut, Space
 from lading.planner.stages import Floats, Ints
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
 
 _KINDS = ("dp", "dp/ep")
 Run = tuple[tuple[int, int], ...]
+#: Seconds of gathers and of reductions by (tp, cp, ways of experts, pp, cut at all, shard).
+Known = dict[tuple[int, int, int, int, bool, int], tuple[Floats, Floats]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +62,19 @@ class Exchanges:
 
 
 def exchanges(
-    space: Space, block: Block, watched: Sequence[Sequence[Run]], table: PipeTable, segments: Sequence[Phases]
+    space: Space,
+    block: Block,
+    watched: Sequence[Sequence[Run]],
+    table: PipeTable,
+    segments: Sequence[Phases],
+    known: Known,
 ) -> Exchanges:
     """Price all (pipeline shape, cut) of a block's mesh.
 
     Args:
         watched: Of ``watched_rows``: of each shape three ranks and the first stage.
         segments: Priced for any block of the mesh.
+        known: What meshes before it have priced; added to.
     """
     plain = segments[len(segments) // 2 :]
     alone = np.array([[float(s.elements.get(kind, 0)) for kind in _KINDS] for s in plain])
@@ -78,7 +86,7 @@ def exchanges(
         single = pp == 1 and table.geometries[chosen[0]][1] == 1
         cuts = space.cuts(devices // pp * block.mesh.cp, 1 if single else 2) if can else []
         shapes.append(_shapes(pp, [watched[place] for place in chosen], cuts, plain, alone))
-    found = [_priced(space, block, shape, alone) for shape in shapes]
+    found = [_priced(space, block, shape, alone, known) for shape in shapes]
     counts = [len(shape.cuts) for shape in shapes for _ in shape.held]
     cuts = tuple(cut for shape in shapes for _ in shape.held for cut in shape.cuts)
     arrays = [np.concatenate(column) for column in zip(*found, strict=True)]
@@ -91,19 +99,19 @@ class Shapes:
 
     Attributes:
         held: (shape, watched rank or first stage, dense and expert parameters and segments counted).
-        largest: (shape, watched rank): parameters of the largest segment; ``placeholders``: bytes.
+        placeholders: (shape, watched rank): bytes.
     """
 
     pp: int
     cuts: list[Cut]
     held: Floats
-    largest: Floats
     placeholders: Floats
 
 
 def _shapes(pp: int, runs: Sequence[Sequence[Run]], cuts: list[Cut], plain: Sequence[Phases], alone: Floats) -> Shapes:
     weights = np.concatenate([alone, np.ones((len(alone), 1))], axis=1)
-    held, largest, placeholders = [], [], []
+    held: list[Floats] = []
+    placeholders: list[list[int]] = []
     for shape in runs:
         counts = np.zeros((len(shape), len(plain)))
         for place, run in enumerate(shape):
@@ -111,9 +119,8 @@ def _shapes(pp: int, runs: Sequence[Sequence[Run]], cuts: list[Cut], plain: Sequ
                 counts[place, segment % len(plain)] += count
         held.append(counts @ weights)
         there = counts[:WATCHED] > 0
-        largest.append(np.max(np.where(there, alone.sum(axis=1), 0.0), axis=1))
         placeholders.append([_placeholders(row, plain) for row in there.tolist()])
-    return Shapes(pp, cuts, np.array(held), np.array(largest), np.array(placeholders, np.float64))
+    return Shapes(pp, cuts, np.array(held), np.array(placeholders, np.float64))
 
 
 def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
@@ -125,45 +132,65 @@ def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
 def _layout(space: Space, block: Block, pp: int, cut: Cut) -> Layout:
     mesh = block.mesh
     dp = space.ask.devices // (mesh.tp * mesh.cp * pp)
-    precision = space.layout(block, "none", Pipe(pp, 1, "1f1b", -1), Cut(0, 0), global_batch=0).precision
+    precision = space.precision
     return Layout(
         dp=dp, pp=pp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, etp=mesh.etp, zero=cut.zero, shard=cut.shard,
         precision=precision,
     )  # fmt: skip
 
 
-def _priced(space: Space, block: Block, shape: Shapes, alone: Floats) -> list[Floats]:
-    """Columns of ``Exchanges``: cuts of the first shape, then of the second."""
-    stack, number = space.ask.request.stack, len(shape.held)
-    every, inverse = np.unique(shape.held.reshape(-1, 3)[:, :2], axis=0, return_inverse=True)
-    place = inverse.reshape(number, WATCHED + 1)
-    columns: list[list[Floats]] = [[] for _ in range(5)]
-    single: list[tuple[Floats, Floats]] = []
-    known: dict[tuple[bool, int], tuple[Floats, Floats, Floats, Floats, Floats]] = {}
+def _priced(space: Space, block: Block, shape: Shapes, alone: Floats, known: Known) -> list[Floats]:
+    """Columns of ``Exchanges``: all cuts of the first shape, then of the second."""
+    number, wide = len(shape.held), len(shape.cuts)
+    if not wide:
+        empty = np.zeros((0, len(alone)))
+        return [*(np.zeros(0) for _ in range(4)), np.zeros((0, WATCHED)), empty, empty]
+    overlap = space.ask.request.stack.overlap_param_gather
+    every = np.concatenate([shape.held.reshape(-1, 3)[:, :2], alone])
+    gather, reduce, optimizer, size = _by_cut(space, block, shape, every, known)
+    held = (wide, number, WATCHED + 1)
+    gathers, reduces = (part[:, : -len(alone)].reshape(held) for part in (gather, reduce))
+    waits = gathers[..., :WATCHED] / (np.maximum(1.0, shape.held[:, :WATCHED, 2]) if overlap else 1.0)
+    updates = optimizer[:, : -len(alone)].reshape(held)[..., :WATCHED]
+    of_shapes = [
+        waits.max(axis=2),
+        updates.max(axis=2),
+        reduces[..., WATCHED],
+        reduces[..., :WATCHED].max(axis=2),
+        size,
+    ]
+    columns = [np.swapaxes(part, 0, 1).reshape(number * wide, *part.shape[2:]) for part in of_shapes]
+    return [*columns, *(np.tile(part[:, -len(alone) :], (number, 1)) for part in (gather, reduce))]
+
+
+def _by_cut(
+    space: Space, block: Block, shape: Shapes, every: Floats, known: Known
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """Seconds of gathers, reductions and updates of rows of (dense, expert) parameters, by cut; and bytes of ranks.
+
+    Who exchanges an expert's does not depend on ``shard``, and who exchanges the others not on the experts.
+    """
+    mesh, stack = block.mesh, space.ask.request.stack
+    rows: list[list[Floats]] = [[], [], [], []]
     for cut in shape.cuts:
         layout = _layout(space, block, shape.pp, cut)
         prices = MachinePrices(space.ask.machine, layout, stack)
-        key = (cut.zero > 0, cut.shard)
-        if key not in known:
-            own = (
-                (_each(prices.gather_s, alone), _each(prices.reduce_s, alone)) if shape.pp == 1 else (alone[:, 0],) * 2
-            )
-            known[key] = (_each(prices.gather_s, every), _optimizer(prices, every), _each(prices.reduce_s, every), *own)
-        gather, optimizer, reduce, *segment = known[key]
-        waits = gather[place[:, :WATCHED]]
-        if stack.overlap_param_gather:
-            waits = waits / np.maximum(1.0, shape.held[:, :WATCHED, 2])
-        columns[0].append(np.max(waits, axis=1))
-        columns[1].append(np.max(optimizer[place[:, :WATCHED]], axis=1))
-        columns[2].append(reduce[place[:, WATCHED]])
-        columns[3].append(np.max(reduce[place[:, :WATCHED]], axis=1))
-        columns[4].append(_bytes(shape, layout, space.ask.request))
-        single.append((segment[0], segment[1]))
-    if not shape.cuts:
-        empty = np.zeros((0, len(alone)))
-        return [*(np.zeros(0) for _ in range(4)), np.zeros((0, WATCHED)), empty, empty]
-    found = [np.stack(column, axis=1).reshape(number * len(shape.cuts), *column[0].shape[1:]) for column in columns]
-    return [*found, *(np.tile(np.stack(rows), (number, 1)) for rows in zip(*single, strict=True))]
+        dense = (mesh.tp, mesh.cp, 0, shape.pp, cut.zero > 0, cut.shard)
+        expert = (mesh.tp, mesh.cp, mesh.expert_ways, shape.pp, cut.zero > 0, 0)
+        found = [0.0, 0.0]
+        for place, key in enumerate((dense, expert)):
+            if key not in known:
+                part = every * np.eye(2)[place]
+                known[key] = (_each(prices.gather_s, part), _each(prices.reduce_s, part))
+            found = [total + own for total, own in zip(found, known[key], strict=True)]
+        ways = np.array([shards(kind, layout) for kind in _KINDS], np.float64)
+        rows[0].append(np.asarray(found[0]))
+        rows[1].append(np.asarray(found[1]))
+        rows[2].append(every @ (1 / ways))
+        rows[3].append(_bytes(shape, layout, space.ask.request))
+    whole = MachinePrices(space.ask.machine, _layout(space, block, shape.pp, Cut(0, 0)), stack)
+    kept = np.stack(rows[2])
+    return np.stack(rows[0]), np.stack(rows[1]), _optimizer(whole, kept), np.stack(rows[3])
 
 
 def _each(seconds: Any, elements: Floats) -> Floats:
@@ -177,19 +204,23 @@ def _each(seconds: Any, elements: Floats) -> Floats:
     return total
 
 
-def _optimizer(prices: MachinePrices, elements: Floats) -> Floats:
-    """Seconds of the optimizer over (number, kind) elements."""
+def _optimizer(prices: MachinePrices, kept: Floats) -> Floats:
+    """Seconds of the optimizer over numbers of parameters that a rank keeps; ``prices`` are of an uncut layout."""
     seconds: Any = prices.optimizer_s
     if prices.machine.device.gpu is None:  # whose rates are a curve
-        return np.array([seconds(dict(zip(_KINDS, row, strict=True))) for row in elements.tolist()])
-    return seconds({kind: elements[:, place] for place, kind in enumerate(_KINDS)})
+        return np.array([seconds({"dp": number}) for number in kept.reshape(-1).tolist()]).reshape(kept.shape)
+    return seconds({"dp": kept})
 
 
 def _bytes(shape: Shapes, layout: Layout, request: Request) -> Floats:
-    """(shape, watched rank): states of a rank, what is gathered at once, and placeholders of gradients."""
-    roles = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
-    many = 1 << 40
-    each = [state_bytes({kind: many}, layout, request.stack) for kind in _KINDS]
+    """(shape, watched rank): states of a rank, and placeholders of gradients.
+
+    Where parameters are cut, gradients come with backward, and gathered ones go with their unit: neither is counted, as
+    they need not be there when activations are most; nor are gradients where a stack drops them.
+    """
+    many, stack = 1 << 40, request.stack
+    kept = layout.zero < 3 and not stack.drops_gradients
+    roles = (Role.PARAMETER, Role.OPTIMIZER_STATE, *((Role.GRADIENT,) if kept else ()))
+    each = [state_bytes({kind: many}, layout, stack) for kind in _KINDS]
     own = np.array([sum(found[role] for role in roles) / many for found in each])
-    width = gathered_bytes({"dp": many}, layout, request.stack) / many
-    return shape.held[:, :WATCHED, :2] @ own + 2 * width * shape.largest + shape.placeholders
+    return shape.held[:, :WATCHED, :2] @ own + shape.placeholders

@@ -4,7 +4,8 @@
 With f and b the seconds of a micro-batch on a stage, m micro-batches, and v stages on each of p ranks, a step takes at
 least ``head + m * busy + tail`` on every rank: what the first micro-batch takes to reach its first stage, its own work
 and the sends that it waits for, and what the last one takes from there back to the first stage; and at least what one
-micro-batch takes there and back. Schedules that split the backward have a tail of 0.
+micro-batch takes there and back. Schedules that split the backward may leave weight gradients for the end, which are no
+part of the tail (``_late``).
 
 [Note: activations alive]
 When a rank first has as many micro-batches under way as it ever waits for, its schedule's warm-up says how many of each
@@ -189,7 +190,8 @@ def makespans(table: PipeTable, costs: StageCosts, send_s: float, micro_batches:
     path = (reach + forward + leave + back)[end] + 2 * hops * send_s
     place = table.place.astype(float)
     busy = np.bincount(table.rank, weights=forward + both, minlength=len(place))
-    tail = np.where(split[table.rank_pipe], 0.0, leave[table.rank_first] + place * send_s)
+    after = np.where(split[table.rank_pipe], _late(table, costs), 0.0)
+    tail = np.maximum(0.0, leave[table.rank_first] + place * send_s - after)
     head = reach[table.rank_first] + place * send_s
     times = micro_batches[table.rank_pipe]
     waits = (table.vpp == 1) & (not stack.hidden.get("pp", 0.0))
@@ -197,6 +199,20 @@ def makespans(table: PipeTable, costs: StageCosts, send_s: float, micro_batches:
     sends = np.where(waits[table.rank_pipe], ahead * send_s, 0.0)
     starts = np.cumsum(table.pp) - table.pp
     return np.maximum(path, np.maximum.reduceat(head + times * busy + sends + tail, starts))
+
+
+def _late(table: PipeTable, costs: StageCosts) -> Floats:
+    """Seconds of weight gradients that each rank still has to make after its last gradient of activations.
+
+    By the schedules' lists: ``place + 1`` of looped ones, twice as many but one where stages turn around; less what the
+    first rank has left at its end, one.
+    """
+    weights = costs.weights[table.row]
+    most = np.maximum.reduceat(weights, table.first)[table.rank_pipe]
+    first = weights[table.first][table.rank_pipe]
+    left = np.where(table.turns[table.rank_pipe], 2 * table.place + 1, table.place + 1)
+    unknown = np.where(table.dual[table.rank_pipe], 2.0 * table.pp[table.rank_pipe], 0.0)
+    return (left + unknown) * most - first
 
 
 def _before(seconds: Floats, table: PipeTable) -> Floats:

@@ -102,16 +102,23 @@ def room_of(ask: Ask) -> Room:
 def refined(search: Search, room: Room, tell: Tell) -> tuple[list[Refined], list[Refined], Proof]:
     """The fastest layouts that fit, those among them that turned out not to, and how far that is proven.
 
-    Always what has the least bound comes next: a family is divided, a block opened, and its layouts are simulated one after
-    another. Once a pipeline has been simulated, what it takes longer than its bound is added to all layouts with it.
+    Always what has the least bound comes next: a family is divided, a block opened, a layout simulated. Once a pipeline
+    has been simulated, what it takes longer than its bound is added to all layouts with it.
     """
     queue = _Queue(search, room, tell)
     while (entry := queue.next()) is not None:
         bound_s, item = entry
         if (queue.is_full and bound_s >= queue.worst_s) or queue.simulated >= _PATIENCE * search.ask.top:
             return queue.good, queue.over, Proof(bound_s, queue.simulated)
-        queue.take(item)
+        queue.take(bound_s, item)
     return queue.good, queue.over, Proof(float("inf"), queue.simulated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """A family whose leader is priced."""
+
+    family: Family
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,9 @@ class _Layout:
     exact: bool = False
 
 
+_Item = Family | _Priced | _Opened | _Layout
+
+
 class _Queue:
     """What is left of a search, by bounds; ties go by the order in which they came."""
 
@@ -139,10 +149,10 @@ class _Queue:
         self.good: list[Refined] = []
         self.over: list[Refined] = []
         self._spans: dict[tuple[Block, str, Pipe], float] = {}
-        self._heap: list[tuple[float, int, Family | _Opened | _Layout]] = []
+        self._heap: list[tuple[float, int, _Item]] = []
         self._serial = 0
         for bound_s, family in search.families(tell):
-            self._push(bound_s, family)
+            self._push(bound_s, _Priced(family))
 
     @property
     def simulated(self) -> int:
@@ -156,28 +166,33 @@ class _Queue:
 
     @property
     def worst_s(self) -> float:
-        """Seconds of the slowest of those that are wanted."""
-        return self.good[self.search.ask.top - 1].step_s
+        """Seconds of the slowest of those that are to be proven."""
+        return self.good[min(self.search.ask.proven, self.search.ask.top) - 1].step_s
 
-    def next(self) -> tuple[float, Family | _Opened | _Layout] | None:
+    def next(self) -> tuple[float, _Item] | None:
         """The least bound, and of what; None if nothing is left."""
         if not self._heap:
             return None
         bound_s, _, item = heappop(self._heap)
         return bound_s, item
 
-    def _push(self, bound_s: float, item: Family | _Opened | _Layout) -> None:
+    def _push(self, bound_s: float, item: _Item) -> None:
         self._serial += 1
         heappush(self._heap, (bound_s, self._serial, item))
 
-    def take(self, item: Family | _Opened | _Layout) -> None:
+    def take(self, bound_s: float, item: _Item) -> None:
         """Look closer."""
-        if isinstance(item, Family) and len(item.blocks) > 1:
-            for bound_s, part in self.search.members(item):
+        if isinstance(item, _Priced) and len(item.family.blocks) > 1:
+            for part in self.search.divided(item.family):
                 self._push(bound_s, part)
+        elif isinstance(item, _Priced):
+            block = item.family.blocks[0]
+            for own_s, mode in self.search.opened(block):
+                self._push(max(bound_s, own_s), _Opened(block, mode))
         elif isinstance(item, Family):
-            for bound_s, mode in self.search.opened(item.blocks[0]):
-                self._push(bound_s, _Opened(item.blocks[0], mode))
+            own_s = self.search.bound_of(item)
+            if own_s is not None:
+                self._push(max(bound_s, own_s), _Priced(item))
         elif isinstance(item, _Opened):
             self._following(self.search.bounded(item.block, item.mode, self.room.device_bytes))
         else:

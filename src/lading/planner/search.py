@@ -20,7 +20,7 @@ from lading.errors import ConfigError
 from lading.ir.layout import Layout
 from lading.ir.request import Request
 from lading.planner.bounds import Rows, peak_bounds, priced_block, step_bounds
-from lading.planner.exchanges import Exchanges, exchanges
+from lading.planner.exchanges import Exchanges, Known, exchanges
 from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid, watched_rows
 from lading.planner.space import Ask, Block, Cut, Mesh, Pipe, Space, divisors
 from lading.planner.stages import Floats, Ints, StageRows
@@ -78,6 +78,7 @@ class Search:
     _segments: dict[Block, dict[str, tuple[Phases, ...]]] = field(default_factory=lambda: {})
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
     _tables: dict[bool, PipeTable] = field(default_factory=lambda: {})
+    _known: Known = field(default_factory=lambda: {})
     _counts: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: {})
     _alive: dict[tuple[int, int, bool], tuple[Floats, Ints]] = field(default_factory=lambda: {})
 
@@ -146,19 +147,19 @@ class Search:
             why = max(self.refused.items(), key=lambda row: row[1])[0] if self.refused else "no degree divides"
             raise ConfigError(f"no layout of {self.ask.devices} devices can be: {why}")
 
-    def members(self, family: Family) -> Iterator[tuple[float, Family]]:
-        """Smaller families of one, with their bounds: by micro-batch, then block by block."""
+    def divided(self, family: Family) -> list[Family]:
+        """Smaller families of one: by micro-batch, then block by block."""
         batches = dict.fromkeys(block.micro_batch for block in family.blocks)
         if len(batches) > 1:
-            parts = [Family(tuple(b for b in family.blocks if b.micro_batch == batch)) for batch in batches]
-        else:
-            parts = [Family((block,)) for block in family.blocks]
-        for part in parts:
-            bound_s = self._family_s(part)
-            if bound_s is None:
-                self.counted -= sum(map(self._count, part.blocks))
-            else:
-                yield bound_s, part
+            return [Family(tuple(b for b in family.blocks if b.micro_batch == batch)) for batch in batches]
+        return [Family((block,)) for block in family.blocks]
+
+    def bound_of(self, family: Family) -> float | None:
+        """Least seconds of a step of any block of a family; None if they cannot be."""
+        bound_s = self._family_s(family)
+        if bound_s is None:
+            self.counted -= sum(map(self._count, family.blocks))
+        return bound_s
 
     def _family_s(self, family: Family) -> float | None:
         """Least seconds of a step of any block of a family; None if its leader cannot be."""
@@ -239,7 +240,7 @@ class Search:
             table = self.table(self.space.modes()[0])
             segments = self._segments[block][self.space.modes()[0]]
             watched = watched_rows(table, self.rows)
-            self._exchanges[block.mesh] = exchanges(self.space, block, watched, table, segments)
+            self._exchanges[block.mesh] = exchanges(self.space, block, watched, table, segments, self._known)
         found, table = self._exchanges[block.mesh], self.table(mode)
         good, micro_batches = self._good(block, mode)
         key = (block.mesh.tp * block.mesh.cp, block.micro_batch, table is self._tables.get(True))

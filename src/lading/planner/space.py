@@ -41,7 +41,7 @@ class Ask:
         request: Model, machine, stack and all else that is no choice; of its layout the precision counts.
         table: The model's.
         pins: Choices that are made, by the names of ``Layout``.
-        top: Layouts that are refined by events.
+        top: Layouts that fit and are simulated by events; of them ``proven`` are the best of all.
         longest: Tokens of the longest sequence, for the memory of that batch; 0 for that of the request.
         save: How checkpoints are written (``lading.memory.moments``).
         budget_bytes: Of a device; 0 for what the machine has.
@@ -54,12 +54,13 @@ class Ask:
     global_batch: int
     pins: Mapping[str, Any] = field(default_factory=lambda: {})
     top: int = 64
+    proven: int = 1
     longest: int = 0
     save: str = "sharded"
     budget_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("devices", "global_batch", "top"):
+        for name in ("devices", "global_batch", "top", "proven"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name.replace('_', ' ')} >= 1, got {getattr(self, name)}")
         if self.request.task not in ("pretrain", "sft"):
@@ -181,6 +182,11 @@ class Space:
         return sum(self.ask.table.counts[1:-1])
 
     @property
+    def precision(self) -> str:
+        """Of products."""
+        return self.ask.pins.get("precision", self.ask.request.layout.precision)
+
+    @property
     def experts(self) -> int:
         """Of a layer; 1 where there are none."""
         return self.ask.table.symbols.get("e", 1)
@@ -280,7 +286,7 @@ class Space:
             recompute=mode,
             recompute_layers=pipe.layers if mode == "full" or "recompute_layers" in self.ask.pins else -1,
             recompute_modules=self.ask.pins.get("recompute_modules", ()) if mode == "selective" else (),
-            precision=self.ask.pins.get("precision", self.ask.request.layout.precision),
+            precision=self.precision,
         )
 
     def left_out(self) -> tuple[str, ...]:

@@ -127,10 +127,18 @@ def test_pins() -> None:
         find_layouts(ask(devices=8, pins={"tp": 8}))
 
 
-def test_what_does_not_fit_names_the_moment() -> None:
+def test_what_does_not_fit_names_the_moment_and_what_would() -> None:
+    asked = ask("llama3-8b", 1, 4, 8192, pins={"micro_batch": 1})
     with pytest.raises(PlanInfeasible, match="at moment 'step'") as raised:
-        find_layouts(ask("gpt3-175b", 8, 8, 2048, pins={"tp": 8, "micro_batch": 1}))
+        find_layouts(asked)
     assert raised.value.missing_bytes > 0
+    text = str(raised.value)
+    assert "4 devices instead of 1: " in text
+    assert "optimizer's states in host memory" in text
+    with pytest.raises(PlanInfeasible):
+        find_layouts(dataclasses.replace(asked, devices=2))
+    more = find_layouts(dataclasses.replace(asked, devices=4))
+    assert str(more.winner.layout) in text
 
 
 def test_same_plan_on_every_rank(tmp_path: Path) -> None:

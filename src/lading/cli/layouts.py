@@ -35,7 +35,7 @@ def plan_cluster(asked: Plan) -> None:
 
     from lading import __version__
     from lading.planner.layouts import cluster_plan, find_layouts
-    from lading.report.layouts import layout_figures, layouts_table
+    from lading.report.layouts import layouts_table
 
     ask = ask_of(asked)
     console = Console(highlight=False, width=None if Console().is_terminal else 200)
@@ -52,7 +52,23 @@ def plan_cluster(asked: Plan) -> None:
     console.print(layouts_table(rows, over))
     for line in (*_said(found, seconds), *_moments(found.winner)):
         console.print(line, markup=False, soft_wrap=True)
-    document = {
+    if asked.json is not None:
+        from lading.cli.clusters import write_text
+
+        write_text(asked.json, json.dumps(_document(found, rows, over, asked.price), indent=1) + "\n")
+    plan = unsharded(asked, found, cluster_plan(found, __version__), console)
+    plan.save(asked.out)
+    console.print(f"wrote {asked.out}", markup=False)
+
+
+def _document(
+    found: Layouts, rows: Sequence[LayoutRow], over: Sequence[LayoutRow], price: float | None
+) -> dict[str, Any]:
+    """What is written as JSON."""
+    from lading.report.layouts import layout_figures
+
+    ask = found.ask
+    return {
         "model": ask.request.name,
         "machine": ask.machine.name,
         "stack": ask.request.stack.name,
@@ -66,17 +82,10 @@ def plan_cluster(asked: Plan) -> None:
         "proven": found.proven,
         "rest_s": found.proof.rest_s if found.proof.rest_s < float("inf") else None,
         "left_out": list(found.left_out),
-        "layouts": [layout_figures(row, rows[0]) for row in [_row(one, asked.price) for one in found.best]],
+        "layouts": [layout_figures(_row(one, price), rows[0]) for one in found.best],
         "over": [layout_figures(row, rows[0]) for row in over],
         "assumptions": list(found.winner.simulated.assumed),
     }
-    from lading.cli.clusters import write_text
-
-    if asked.json is not None:
-        write_text(asked.json, json.dumps(document, indent=1) + "\n")
-    plan = unsharded(asked, found, cluster_plan(found, __version__), console)
-    plan.save(asked.out)
-    console.print(f"wrote {asked.out}", markup=False)
 
 
 def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) -> ClusterPlan:

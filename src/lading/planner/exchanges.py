@@ -90,7 +90,8 @@ def exchanges(
     counts = [len(shape.cuts) for shape in shapes for _ in shape.held]
     cuts = tuple(cut for shape in shapes for _ in shape.held for cut in shape.cuts)
     arrays = [np.concatenate(column) for column in zip(*found, strict=True)]
-    return Exchanges(np.cumsum(counts) - counts, cuts, np.array([cut.zero for cut in cuts], np.int64), *arrays)
+    start: Ints = np.cumsum(np.array(counts, np.int64)) - np.array(counts, np.int64)
+    return Exchanges(start, cuts, np.array([cut.zero for cut in cuts], np.int64), *arrays)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,13 +23,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lading.errors import ConfigError, LadingError, PlanInfeasible
 from lading.ir.clusterplan import ClusterPlan
-from lading.memory.moments import Room
+from lading.planner.nearest import infeasible
 from lading.planner.refine import Proof, Refined, refine, refined, room_of
 from lading.planner.search import Search, Tell
 from lading.planner.space import Ask
-from lading.units import format_bytes
 
 #: Faster layouts that do not fit, shown beside those that do.
 _OVER = 4
@@ -77,12 +75,12 @@ def find_layouts(ask: Ask, tell: Tell = lambda done, of, what: None) -> Layouts:
         tell: Called with what is done, of how many, and what it is.
     Raises:
         ConfigError: no layout can be.
-        PlanInfeasible: none fits; it names the binding moment and by how much.
+        PlanInfeasible: none fits; it names the binding moment, by how much, and the nearest plans that fit.
     """
     search, room = Search(ask), room_of(ask)
     best, over, proof = refined(search, room, tell)
     if not best:
-        raise _nothing(search, over, room)
+        raise infeasible(ask, search, over, tell)
     nearly = sorted(search.over, key=lambda found: (found.step_s, str(search.layout(found))))
     faster = [refine(search, found, room) for found in nearly[:_OVER]]
     beside = sorted((one for one in (*over, *faster) if one.step_s < best[0].step_s), key=lambda one: one.order)
@@ -94,28 +92,6 @@ def find_layouts(ask: Ask, tell: Tell = lambda done, of, what: None) -> Layouts:
         search.evaluated,
         proof,
         search.space.left_out(),
-    )
-
-
-def _nothing(search: Search, over: list[Refined], room: Room) -> LadingError:
-    """Why nothing fits."""
-    ask, lightest = search.ask, search.lightest
-    if over:
-        nearest = min(over, key=lambda one: (one.over_bytes, one.order))
-    elif lightest is not None:
-        nearest = refine(search, lightest, room)
-    else:
-        return ConfigError(
-            f"no layout of {ask.devices} devices divides a global batch of {ask.global_batch}; change either"
-        )
-    moment, tier, _ = nearest.binding
-    there = room.device_bytes if tier == "device" else room.host_bytes
-    needed = nearest.peaks[moment][tier]
-    return PlanInfeasible(
-        f"no layout of {ask.devices} devices fits: the lightest, {nearest.layout}, needs {format_bytes(needed)} of the "
-        f"{tier} at moment {moment!r}, {format_bytes(nearest.over_bytes)} more than there are ({format_bytes(there)})",
-        missing_bytes=nearest.over_bytes,
-        smallest_budget_bytes=needed,
     )
 
 

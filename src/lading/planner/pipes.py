@@ -211,7 +211,7 @@ def _late(table: PipeTable, costs: StageCosts) -> Floats:
     most = np.maximum.reduceat(weights, table.first)[table.rank_pipe]
     first = weights[table.first][table.rank_pipe]
     left = np.where(table.turns[table.rank_pipe], 2 * table.place + 1, table.place + 1)
-    unknown = np.where(table.dual[table.rank_pipe], 2.0 * table.pp[table.rank_pipe], 0.0)
+    unknown: Floats = np.where(table.dual, 2.0 * table.pp, 0.0)[table.rank_pipe]
     return (left + unknown) * most - first
 
 
@@ -229,10 +229,12 @@ def activations(table: PipeTable, costs: StageCosts, alive: tuple[Floats, Ints])
     """
     count, running = alive
     shape = (len(table.pipes), WATCHED)
-    kept = np.bincount(table.held_rank, weights=count * costs.saved[table.row[table.held_stage]])
+    sizes = count * costs.saved[table.row[table.held_stage]]
+    kept = np.asarray(np.bincount(table.held_rank, weights=sizes), np.float64)
     ahead = costs.ahead[table.row[running]]
     behind = costs.behind[table.row[table.last_stage]]
-    return kept.reshape(shape) + np.maximum(ahead, behind).reshape(shape)
+    spike: Floats = np.maximum(ahead, behind)
+    return kept.reshape(shape) + spike.reshape(shape)
 
 
 def alive_of(table: PipeTable, micro_batches: Floats, stack: Stack) -> tuple[Floats, Ints]:

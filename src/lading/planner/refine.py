@@ -182,7 +182,7 @@ class _Queue:
 
     def take(self, bound_s: float, item: _Item) -> None:
         """Look closer."""
-        if isinstance(item, _Priced) and len(item.family.blocks) > 1:
+        if isinstance(item, _Priced) and item.family.is_many:
             for part in self.search.divided(item.family):
                 self._push(bound_s, part)
         elif isinstance(item, _Priced):

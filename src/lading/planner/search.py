@@ -57,6 +57,11 @@ class Family:
 
     blocks: tuple[Block, ...]
 
+    @property
+    def is_many(self) -> bool:
+        """Whether it can be divided."""
+        return len(self.blocks) > 1
+
 
 @dataclass
 class Search:

@@ -158,6 +158,12 @@ FACTS: tuple[Fact, ...] = (
         "dgxc-benchmarking v25.01.1 nemotron/nemotron4-340b-synth.yaml: ub_tp_comm_overlap and overlap_p2p_comm false",
     ),
     Fact(
+        r"dgxc.*v25\.01",
+        lambda request: request.stack.name == "nemo" and request.model.family in ("llama", "nemotron"),
+        {"fused_loss": True},
+        "dgxc-benchmarking v25.01.1 llama3.1/*.yaml and nemotron/*.yaml: cross_entropy_loss_fusion true",
+    ),
+    Fact(
         r"dgxc.*v25\.05",
         lambda request: "kr" in request.model.symbols and request.machine.startswith(("gb", "b")),
         {"attention": "unfused"},

@@ -59,7 +59,7 @@ def request_of(row: Row) -> Request:
         lora_rank=_rank(row, assumed) if task in ("lora", "qlora") else 0,
         trains_embeddings="(emb)" in str(row.layout.get("task", "")),
         packed_tokens=_packed(text, stack, task, assumed),
-        dropout=_dropout(stack, text, assumed),
+        dropout=_dropout(stack, model.family, text, assumed),
         alibi="alibi" in text.lower(),
         **_extras(row, text, model.layers),
     )
@@ -182,11 +182,14 @@ def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
     return 160
 
 
-def _dropout(stack: Stack, text: str, assumed: list[str]) -> float:
+def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
     if found := re.search(r"dropout (0\.\d+)", text):
         return float(found[1])
     if stack.name.startswith(_DROPOUT_STACKS):
         assumed.append("dropout 0.1, Megatron-LM's default of those years")
+        return 0.1
+    if stack.name == "nemo" and family == "gpt":
+        assumed.append("dropout 0.1: dgxc-benchmarking v25.01.1 nemo_megatron/gpt3_175b_hydra.yaml")
         return 0.1
     return 0.0
 

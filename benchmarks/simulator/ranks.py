@@ -1,8 +1,8 @@
 """Small runs of stock PyTorch on gloo ranks of this host: DDP, FSDP2, tensor parallel and pipelines.
 
-``here.py`` runs and predicts them; one by hand, its figures as JSON:
+``here.py`` runs and predicts them; one by hand, for so many seconds, its figures as JSON:
 
-    python benchmarks/simulator/ranks.py 5
+    python benchmarks/simulator/ranks.py 5 4.0
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lading.ir.layout import Layout, parse_layout
 from lading.models.registry import build_model, model_class
+from lading.runtime.probe_sharing import kernels_s
 from lading.testing.batches import random_batch
 from lading.testing.recorder import Recorder
 
@@ -75,6 +76,8 @@ _MOE = {
     "num_layers": 3, "dim": 256, "num_heads": 4, "num_kv_heads": 4, "hidden_dim": 512, "vocab_size": 2048,
     "max_seq_len": 256,
 }  # fmt: skip
+#: Seconds for which kernels are timed before and after the steps.
+_KERNELS_S = 0.6
 #: Modules before and after the layers; positions are read without a call, so they stay with the root.
 _BEFORE, _AFTER = ("tokens", "patches", "steps", "labels"), ("norm", "modulation", "head")
 _DIT = {"num_layers": 6, "dim": 384, "num_heads": 6}
@@ -260,12 +263,16 @@ def _group(rank: int, layout: Layout, folder: str) -> Iterator[DeviceMesh]:
 
 
 def _rank(rank: int, run: Run, folder: str, seconds: float, max_steps: int) -> None:
-    """One rank; writes its figures."""
+    """One rank; writes its figures. What the host's kernels take is measured before the steps and after."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with _group(rank, run.parsed, folder) as mesh:
         made: Callable[[Run, DeviceMesh], Callable[[], None]] = PipelineStep if run.parsed.pp > 1 else Step
-        found = _timed(made(run, mesh), seconds, max_steps) if seconds else _peak(lambda: made(run, mesh))
+        found = _peak(lambda: made(run, mesh))
+        if seconds:
+            before = kernels_s(_KERNELS_S)
+            found |= _timed(made(run, mesh), seconds, max_steps)
+            found["kernels_s"] = [before, kernels_s(_KERNELS_S)]
         Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
 
 
@@ -305,7 +312,7 @@ def _peak(make: Callable[[], Callable[[], None]]) -> dict[str, Any]:
 
 
 def measure(run: Run, seconds: float, max_steps: int = 60) -> list[dict[str, Any]]:
-    """Figures of each rank: of steps for so many seconds, or with 0 of memory."""
+    """Figures of each rank: memory, and steps for so many seconds if not 0."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_rank, (run, folder, seconds, max_steps), nprocs=run.parsed.devices, start_method="spawn")
         return [json.loads(Path(folder, f"rank{r}.json").read_text()) for r in range(run.parsed.devices)]
@@ -314,6 +321,4 @@ def measure(run: Run, seconds: float, max_steps: int = 60) -> list[dict[str, Any
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     chosen = RUNS[int(sys.argv[1])]
-    memory, times = measure(chosen, 0.0), measure(chosen, float(sys.argv[2]) if len(sys.argv) > 2 else 4.0)
-    medians = [sorted(t["wall_s"])[len(t["wall_s"]) // 2] for t in times]
-    print(json.dumps({"run": str(chosen), "peak_bytes": [m["peak_bytes"] for m in memory], "wall_s": medians}))
+    print(json.dumps(measure(chosen, float(sys.argv[2]) if len(sys.argv) > 2 else 4.0)))

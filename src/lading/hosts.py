@@ -41,16 +41,22 @@ def probe_to(
     """Measure this host (its GPU if it has one, or ``device``) and the disk of ``folder``; writes the machine file.
 
     Args:
-        ranks: Collectives are measured among so many processes too.
+        ranks: What so many processes share, and collectives among them, are measured too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = probe(folder=folder, threads=threads, seconds=seconds, device=device, progress=print)
     if ranks > 1:
         from lading.runtime.probe_ranks import probe_ranks
+        from lading.runtime.probe_sharing import probe_sharing
 
-        print(f"collectives among 2 to {ranks} processes")
-        sources = {**machine.sources, "collectives": f"measured {machine.date} over gloo, mean of the faster half"}
-        machine = dataclasses.replace(machine, collectives=probe_ranks(ranks, seconds / 5), sources=sources)
+        print(f"collectives among 2 to {ranks} processes, and what they share")
+        how = f"measured {machine.date} over gloo, mean of the faster half"
+        machine = dataclasses.replace(
+            machine,
+            collectives=probe_ranks(ranks, seconds / 5),
+            processes=probe_sharing(ranks, seconds / 4),
+            sources={**machine.sources, "collectives": how, "processes": how},
+        )
     save_machine(machine, path)
     return machine

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from lading.catalog.inherit import resolve
 from lading.errors import ConfigError, StorageError
-from lading.ir.machine import Curve, Device, Gpu, HostDevice, Link, Machine, Tier
+from lading.ir.machine import Curve, Device, Gpu, HostDevice, Link, Machine, Processes, Tier
 
 _FOLDER = Path(__file__).parent / "machines"
 _BASES = Path(__file__).parent / "bases"
@@ -232,6 +232,10 @@ def _optional_host(value: object, where: str, origin: str) -> HostDevice | None:
     return None if value is None else _build(HostDevice, value, where, origin)
 
 
+def _optional_processes(value: object, where: str, origin: str) -> Processes | None:
+    return None if value is None else _build(Processes, value, where, origin)
+
+
 def _optional_gpu(value: object, where: str, origin: str) -> Gpu | None:
     return None if value is None else _build(Gpu, value, where, origin)
 
@@ -252,9 +256,11 @@ _READERS: dict[str, Callable[[object, str, str], Any]] = {
     "Curve | None": _optional_curve,
     "HostDevice | None": _optional_host,
     "Gpu | None": _optional_gpu,
+    "Processes | None": _optional_processes,
     "dict[str, str]": _dict_of(_str),
     "dict[str, float]": _dict_of(_float),
     "dict[str, Curve]": _dict_of(_curve),
+    "dict[str, tuple[float, ...]]": _dict_of(_tuple_of(_float)),
     "tuple[float, ...]": _tuple_of(_float),
     "tuple[Tier, ...]": _tuple_of(_tier),
     "tuple[Link, ...]": _tuple_of(_link),

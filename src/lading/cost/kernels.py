@@ -20,6 +20,7 @@ from lading.catalog.kernels import kernel_rates
 from lading.cost.attention import attention_s
 from lading.cost.fusion import unfused
 from lading.cost.libraries import QUANTIZED, SCAN, STRIDED
+from lading.cost.processor import processor_s
 from lading.cost.product import LOW_PRECISIONS, OPERAND_BYTES, groups_launch_s, product_s, quantize_bytes
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind
@@ -45,6 +46,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         return memory_s(kernel.bytes_read + kernel.bytes_written, kernel.name.partition(".")[0], device)
     if isinstance(detail, Collective):
         raise ConfigError(f"expected a kernel that computes, got the collective {detail.op}: see cost.collective")
+    if device.kind == "cpu":
+        return processor_s(kernel, device)
     if precision == "fp16" and kernel.dtype == "bfloat16":
         kernel = replace(kernel, dtype="float16")
     if isinstance(detail, Attention):

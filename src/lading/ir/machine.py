@@ -239,6 +239,45 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Processes:
+    """What processes of one host that train together share, as ``lading probe --ranks`` measures it.
+
+    Attributes:
+        slowdown: How many times longer kernels take while 1, 2, 3, ... processes of one thread compute at once, by
+            cause ("products", "memory-bound"): processors that are shared in turns, caches, bandwidth.
+        busy: Processors that a collective keeps busy, by operation and number of ranks ("all_reduce.4").
+        overhead_s: Seconds that the host spends on things that are no kernel of the model: "operation" (launching one
+            in eager, forward or backward), "tensor-parallel" (a linear layer of DTensors forward and back, beyond a
+            plain one), "unit" (FSDP2's hooks of a unit, forward and back).
+        cores: Processors of the host.
+    """
+
+    cores: int
+    slowdown: dict[str, tuple[float, ...]]
+    busy: dict[str, float] = field(default_factory=lambda: {})
+    overhead_s: dict[str, float] = field(default_factory=lambda: {})
+
+    def __post_init__(self) -> None:
+        if self.cores < 1 or not self.slowdown:
+            raise ConfigError(f"processes: expected cores >= 1 and a slowdown, got {self.cores} and {self.slowdown}")
+        for cause, times in self.slowdown.items():
+            if not times or min(times) <= 0:
+                raise ConfigError(f"processes.slowdown.{cause}: expected positive factors from one process on")
+
+    def slower(self, cause: str, processes: int) -> float:
+        """How many times longer kernels of a cause take while so many processes compute; others as "memory-bound".
+
+        Beyond what was measured processes take turns.
+        """
+        times = self.slowdown.get(cause) or self.slowdown["memory-bound"]
+        return times[min(processes, len(times)) - 1] * max(1.0, processes / len(times))
+
+    def launch_s(self, processes: int) -> float:
+        """Seconds to launch an operation while so many processes compute."""
+        return self.overhead_s.get("operation", 0.0) * self.slower("products", processes)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """A host: one device and the tiers behind it, nearest first.
 
@@ -246,6 +285,7 @@ class Machine:
         links: What joins this device to others of its kind, nearest first; () where nothing is known.
         collectives: Measured among processes of this host: bytes/s against size, by operation and number of ranks
             ("all_reduce.4"); they come before what ``links`` would give.
+        processes: What processes of this host share, measured; None where nothing is known of it.
         host_device: What the host computes with; None where the device is the host's CPU, or nothing is known of it.
         host_id: What identifies the host a probe ran on (CPU model, cores, memory); "" for a catalog entry.
         sources: Where each number comes from, by key.
@@ -258,6 +298,7 @@ class Machine:
     tiers: tuple[Tier, ...] = ()
     links: tuple[Link, ...] = ()
     collectives: dict[str, Curve] = field(default_factory=lambda: {})
+    processes: Processes | None = None
     host_device: HostDevice | None = None
     host_id: str = ""
     sources: dict[str, str] = field(default_factory=lambda: {})

@@ -56,7 +56,7 @@ def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: fl
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
     try:
         share = seconds / len(OPS) / len(sizes)
-        times = {op: [_seconds(_call(op, size, rank, count), share) for size in sizes] for op in OPS}
+        times = {op: [_seconds(call_of(op, size, rank, count), share) for size in sizes] for op in OPS}
         if rank == 0:
             text = "\n".join(" ".join([op, *map(repr, found)]) for op, found in times.items())
             (Path(folder) / "times").write_text(text)
@@ -64,7 +64,8 @@ def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: fl
         dist.destroy_process_group()
 
 
-def _call(op: str, size: int, rank: int, count: int) -> Callable[[], object]:
+def call_of(op: str, size: int, rank: int, count: int) -> Callable[[], object]:
+    """One collective of so many bytes, ready to be called on this rank of ``count``."""
     whole = torch.zeros(max(count, size // 4 // count * count))
     part = torch.zeros(whole.numel() // count)
     other = torch.zeros_like(whole)

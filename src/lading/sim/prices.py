@@ -22,9 +22,14 @@ from lading.ir.stack import Stack
 from lading.ir.work import Collective, Kernel
 from lading.memory.ranks import gathered_width, kept_state_bytes, shards
 from lading.sim.noise import largest_of
+from lading.sim.parts import ATTENTION, LOW, PRODUCTS
 
 #: Architectures whose switches add (NVLink SHARP).
 _ADDING = ("hopper", "blackwell")
+
+
+#: Key of ``Processes.slowdown`` by cause; of others it is "memory-bound".
+_SHARED = {PRODUCTS: "products", LOW: "products", ATTENTION: "products"}
 
 
 def _beside(axis: str) -> str:
@@ -38,12 +43,14 @@ class MachinePrices:
     Numbers of elements may be arrays where exchanges and the optimizer are priced; seconds are then arrays too.
     """
 
-    def __init__(self, machine: Machine, layout: Layout, stack: Stack, active: int = 1) -> None:
+    def __init__(self, machine: Machine, layout: Layout, stack: Stack, active: int = 1, computing: int = 0) -> None:
         """Prices of one request.
 
         Args:
             active: Experts of a token.
+            computing: Processes of a host that compute at once, where ranks are such; 0 for all of the layout's.
         """
+        self.computing = computing or layout.devices
         self.active = active
         self.machine = machine
         self.layout = layout
@@ -57,7 +64,9 @@ class MachinePrices:
 
     def in_situ(self, cause: str) -> float:
         """How many times longer kernels of a cause take in a running step."""
-        return self.stack.in_situ_of(self.architecture, cause)
+        shared = self.machine.processes
+        slower = shared.slower(_SHARED.get(cause, "memory-bound"), self.computing) if shared else 1.0
+        return slower * self.stack.in_situ_of(self.architecture, cause)
 
     @property
     def precision(self) -> str:
@@ -176,7 +185,19 @@ class MachinePrices:
     def _collective_s(self, op: str, size_bytes: Any, axis: str) -> Any:
         """Of one size, or of an array of them."""
         seconds: Any = collectives_s if isinstance(size_bytes, np.ndarray) else collective_s
-        return seconds(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
+        alone = seconds(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
+        return alone * max(1.0, self.taken(op, axis))
+
+    def taken(self, op: str, axis: str) -> float:
+        """Share of a host's processors that a collective takes in all groups of an axis at once, above 1 if they wait.
+
+        0 where ranks are no processes of one host.
+        """
+        shared = self.machine.processes
+        if shared is None:
+            return 0.0
+        ranks = self._group(axis).ranks
+        return self.layout.devices // ranks * shared.busy.get(f"{op}.{ranks}", float(ranks)) / shared.cores
 
     def _group(self, axis: str) -> Group:
         group = group_of(self.layout, axis, self.machine, self._order)

@@ -34,6 +34,7 @@ from lading.sim.eager import eager_memory
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, phases
 from lading.sim.prices import MachinePrices
+from lading.sim.processes import processes_step
 from lading.sim.schedules import schedule_of
 from lading.sim.step import Stage, Step, pipeline_step, replicas_step, stage_of
 from lading.sim.storage import device_roles, stored
@@ -154,9 +155,18 @@ def priced(request: Request, table: ModelTable | None = None) -> Priced:
 def machine_of(request: Request) -> Machine:
     """The machine of a request, on its network."""
     machine = load_machine(request.machine)
+    request = _on_host(request, machine)
     if request.network or request.ranks_per_node:
         machine = with_network(machine, request.network or None, request.ranks_per_node)
     return machine
+
+
+def _on_host(request: Request, machine: Machine) -> Request:
+    """The request with what was measured of launching on a host, where its stack leaves that open."""
+    if machine.processes is None or request.stack.launch_s:
+        return request
+    stack = replace(request.stack, launch_s=machine.processes.launch_s(request.layout.devices))
+    return replace(request, stack=stack)
 
 
 def prices_of(request: Request, machine: Machine, table: ModelTable) -> MachinePrices:
@@ -175,10 +185,13 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
     """
     parts = parts or priced(request, table)
     machine, table, both = parts.machine, parts.table, parts.segments
+    request = _on_host(request, machine)
     prices = prices_of(request, machine, table)
     parts_of_stages = parts_of(runs_of(request, table), request, table)
     stages = _stages(parts_of_stages, both, request, prices)
-    if request.layout.pp == 1 and request.layout.vpp == 1:
+    if machine.processes is not None:
+        step = processes_step(request, machine, both, parts_of_stages)
+    elif request.layout.pp == 1 and request.layout.vpp == 1:
         run = parts_of_stages[0]
         one = {variant: stage_of([(variant, 1)], both, prices, request.stack) for variant, _ in run}
         units = [one[variant] for variant, count in run for _ in range(count)]

@@ -191,7 +191,7 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
     extra["host"] = host_s([stage], stack, exchange)
     if any(stage.copies_s):
         extra[COPIES] = sum(stage.copies_s) * micro_batches
-    shares = _shares(stage, micro_batches, extra)
+    shares = shares_of(stage, micro_batches, extra)
     return Step(sum(shares.values()), shares, (stage,), None, _flops([stage]) * micro_batches)
 
 
@@ -244,7 +244,7 @@ def _gathered(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exch
     return beside.seconds - stage.forward.seconds + slowed
 
 
-def _shares(stage: Stage, times: float, extra: Mapping[str, float]) -> dict[str, float]:
+def shares_of(stage: Stage, times: float, extra: Mapping[str, float]) -> dict[str, float]:
     """Seconds by cause of a rank that runs a stage so many times."""
     shares: dict[str, float] = {}
     for part in (stage.forward, stage.backward_input, stage.backward_weight):
@@ -292,7 +292,7 @@ def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchang
     shares: dict[str, float] = {}
     for stage in ranks[busiest]:
         copies = {COPIES: sum(stage.copies_s) * layout.micro_batches} if any(stage.copies_s) else {}
-        for name, value in _shares(stage, layout.micro_batches, copies).items():
+        for name, value in shares_of(stage, layout.micro_batches, copies).items():
             shares[name] = shares.get(name, 0.0) + value
     shares |= extra
     return Step(sum(shares.values()), shares, tuple(stages), run, _flops(stages) * layout.micro_batches)

@@ -1,0 +1,183 @@
+"""What processes of this host that train together share, measured: processors, caches, bandwidth; and PyTorch's host.
+
+1, 2, ... processes of one thread run the same kernels at once, and each round lasts until the last of them is done, as
+it does in a step. Rounds are longer than a scheduler's turn.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.multiprocessing.spawn import start_processes
+
+from lading.errors import ConfigError
+from lading.ir.machine import Processes
+from lading.runtime.probe_ranks import OPS, call_of
+
+#: Bytes of the collectives whose processors are counted.
+_BUSY_BYTES = 8 << 20
+_ROUND_S = 0.04
+#: Rows, columns and depth of the product that stands for all.
+PRODUCT = (512, 1408, 512)
+_FASTEST_SHARE = 0.5
+#: Layers of the tiny models, and kernels of one: a product with its bias and a GELU, and four on the way back.
+_LAYERS, _KERNELS = 12, 6
+
+
+def probe_sharing(ranks: int, seconds: float = 12.0) -> Processes:
+    """Slowdowns of kernels, processors that collectives keep busy, and seconds of PyTorch's host.
+
+    Args:
+        ranks: Most processes, >= 2.
+        seconds: Time to measure for, in all; starting processes comes on top.
+    Raises:
+        ConfigError: fewer than two ranks, or no time.
+    """
+    if ranks < 2 or seconds <= 0:
+        raise ConfigError(f"expected ranks >= 2 and seconds > 0, got {ranks} and {seconds}")
+    taken: dict[str, list[float]] = {}
+    busy: dict[str, float] = {}
+    overhead: dict[str, float] = {}
+    for count in range(1, ranks + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            start_processes(_run, (count, folder, seconds / ranks), nprocs=count, start_method="spawn")
+            lines = (Path(folder) / "found").read_text().splitlines()
+        for line in lines:
+            what, name, text = line.split()
+            if what == "kernels":
+                taken.setdefault(name, []).append(float(text))
+            elif what == "busy":
+                busy[f"{name}.{count}"] = float(text)
+            else:
+                overhead[name] = float(text)
+    slowdown = {name: tuple(each / times[0] for each in times) for name, times in taken.items()}
+    return Processes(cores=os.cpu_count() or 1, slowdown=slowdown, busy=busy, overhead_s=overhead)
+
+
+def _run(rank: int, count: int, folder: str, seconds: float) -> None:
+    """One process; the first writes what all of them took."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
+    try:
+        lines = [f"kernels {name} {each!r}" for name, each in kernels_s(0.6 * seconds).items()]
+        if count > 1:
+            found = {op: _busy(op, rank, count) for op in OPS if op != "send" or count == 2}
+            lines += [f"busy {op} {share!r}" for op, share in found.items()]
+        if count == 1:
+            lines.append(f"overhead operation {_operation_s()!r}")
+        if count == 2:
+            lines += [f"overhead {name} {each!r}" for name, each in _hooks().items()]
+        if rank == 0:
+            (Path(folder) / "found").write_text("\n".join(lines))
+    finally:
+        dist.destroy_process_group()
+
+
+def kernels_s(seconds: float) -> dict[str, float]:
+    """Seconds of a kernel of each cause while all processes run it: the mean of the faster half of rounds.
+
+    Args:
+        seconds: Time to measure for; a process group is there.
+    """
+    m, n, k = PRODUCT
+    a, b, out = torch.rand(m, k), torch.rand(k, n), torch.empty(m, n)
+    wide, other, made = (torch.rand(1 << 20) for _ in range(3))
+    calls: dict[str, Callable[[], object]] = {
+        "products": lambda: torch.mm(a, b, out=out),
+        "memory-bound": lambda: torch.mul(wide, other, out=made),
+    }
+    numbers = {name: _repeats(call) for name, call in calls.items()}
+    rounds = max(4, int(seconds / len(calls) / _ROUND_S / max(1.0, dist.get_world_size() / (os.cpu_count() or 1))))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(numbers[name]):
+                call()
+            times[name].append(_slowest(time.perf_counter() - start) / numbers[name])
+    return {name: _faster(found) for name, found in times.items()}
+
+
+def _repeats(call: Callable[[], object]) -> int:
+    """As many calls as a round has, the same on all processes."""
+    call()
+    start = time.perf_counter()
+    call()
+    return max(1, round(_ROUND_S / _slowest(time.perf_counter() - start)))
+
+
+def _slowest(seconds: float) -> float:
+    found = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+def _faster(times: list[float]) -> float:
+    kept = sorted(times)[: max(1, int(len(times) * _FASTEST_SHARE))]
+    return statistics.fmean(kept)
+
+
+def _busy(op: str, rank: int, count: int, times: int = 12) -> float:
+    """Processors that all processes together keep busy in a collective."""
+    call = call_of(op, _BUSY_BYTES, rank, count)
+    for _ in range(2):
+        call()
+    dist.barrier()
+    start, used = time.perf_counter(), time.process_time()
+    for _ in range(times):
+        call()
+    spent = torch.tensor([time.process_time() - used], dtype=torch.float64)
+    elapsed = _slowest(time.perf_counter() - start)
+    dist.all_reduce(spent)
+    return float(spent) / elapsed
+
+
+def _tiny() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(_LAYERS)))
+
+
+def _pass_s(model: nn.Module, times: int = 40) -> float:
+    """Seconds of its own thread that a tiny model takes forward and back: waiting for others is not in it."""
+    x, found = torch.rand(4, 32), list[float]()
+    for _ in range(times + 5):
+        start = time.thread_time()
+        model(x).sum().backward()
+        found.append(time.thread_time() - start)
+        model.zero_grad(set_to_none=True)
+    return statistics.median(found[5:])
+
+
+def _operation_s() -> float:
+    """Seconds to launch a kernel in eager, forward and back alike."""
+    return _pass_s(_tiny()) / (_LAYERS * _KERNELS)
+
+
+def _hooks() -> dict[str, float]:
+    """Seconds of the host for each linear layer of DTensors, and for each unit of FSDP2, beyond plain ones."""
+    mesh = init_device_mesh("cpu", (2,))
+    plain = _pass_s(_tiny())
+    styles: dict[str, ParallelStyle] = {
+        f"{i}.0": ColwiseParallel() if i % 2 == 0 else RowwiseParallel() for i in range(_LAYERS)
+    }
+    cut = parallelize_module(_tiny(), mesh, styles)
+    sharded: Any = _tiny()
+    for layer in sharded:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    return {
+        "tensor-parallel": max(0.0, (_pass_s(cut) - plain) / _LAYERS),
+        "unit": max(0.0, (_pass_s(sharded) - plain) / _LAYERS),
+    }

@@ -1,0 +1,127 @@
+"""Steps of ranks that share a host's processors, on a machine file with made-up figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml, save_machine
+from lading.catalog.stacks import stack_by_name
+from lading.catalog.tables import family_table
+from lading.errors import ConfigError
+from lading.ir.layout import parse_layout
+from lading.ir.machine import Curve, Machine, Processes
+from lading.ir.request import Architecture, Request
+from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
+from lading.sim.processes import shared_pipeline
+from lading.sim.schedules import schedule
+from lading.sim.simulate import Simulated, simulate
+
+SHARED = Processes(
+    cores=2,
+    slowdown={"products": (1.0, 1.0, 1.5, 2.0), "memory-bound": (1.0, 1.5, 2.25, 3.0)},
+    busy={"all_reduce.2": 1.0, "all_gather.2": 2.0, "reduce_scatter.2": 2.0, "send.2": 1.0},
+    overhead_s={"operation": 1e-5, "tensor-parallel": 1e-3, "unit": 2e-3},
+)
+LINE = Curve(size=(1e3, 1e9), rate=(1e9, 1e9))
+
+
+def host(shared: Processes | None = SHARED) -> Machine:
+    names = ("all_reduce", "all_gather", "reduce_scatter", "send")
+    collectives = {f"{op}.{n}": LINE for op in names for n in (2, 3, 4)}
+    return dataclasses.replace(load_machine("cpu"), collectives=collectives, processes=shared)
+
+
+def simulated(folder: Path, layout: str, machine: Machine | None = None) -> Simulated:
+    path = folder / "machine.toml"
+    save_machine(machine or host(), path)
+    request = Request(
+        name=layout,
+        model=Architecture(family="gpt", symbols={}, blocks=(("block", 4),)),
+        seq_len=256,
+        machine=str(path),
+        layout=parse_layout(layout),
+        stack=stack_by_name("torch-eager-cpu"),
+    )
+    return simulate(request, family_table("gpt", layers=4, h=256, n=4, v=1000))
+
+
+def test_what_processes_share_is_kept_in_a_machine_file() -> None:
+    assert machine_from_dict(tomllib.loads(machine_to_toml(host())), "again") == host()
+    assert SHARED.slower("products", 4) == 2.0
+    assert SHARED.slower("attention", 2) == 1.5
+    assert SHARED.slower("products", 8) == 4.0
+    with pytest.raises(ConfigError, match="positive factors"):
+        Processes(cores=2, slowdown={"products": (1.0, 0.0)})
+
+
+def test_replicas_take_turns_on_the_processors(tmp_path: Path) -> None:
+    """Equal work a rank: as long on two processors as alone but for bandwidth, twice as long for four ranks."""
+    one, two, four = (simulated(tmp_path, f"dp{n},mb1,gb{n}").step.shares_s for n in (1, 2, 4))
+    assert one["products"] == pytest.approx(two["products"]) == pytest.approx(four["products"] / 2)
+    assert two["memory-bound"] == pytest.approx(1.5 * one["memory-bound"])
+    assert four["memory-bound"] == pytest.approx(3 * one["memory-bound"])
+    assert one["launches"] == pytest.approx(two["launches"]) == pytest.approx(four["launches"] / 2)
+
+
+def test_a_reduction_beside_backward_costs_what_it_keeps_busy(tmp_path: Path) -> None:
+    half, whole = (
+        simulated(
+            tmp_path, "dp2,mb1,gb2", host(dataclasses.replace(SHARED, busy={"all_reduce.2": processors}))
+        ).step.shares_s["data-parallel communication"]
+        for processors in (1.0, 2.0)
+    )
+    elements = sum(simulated(tmp_path, "dp2,mb1,gb2").step.stages[0].elements.values())
+    assert whole - half == pytest.approx(elements * 4 / 1e9 / 2, rel=1e-3)
+
+
+def test_fsdp_waits_for_every_collective(tmp_path: Path) -> None:
+    """All but the last unit are gathered twice, each is reduced once; copies and hooks come on top."""
+    step = simulated(tmp_path, "dp2,zero3,mb1,gb2").step
+    elements = sum(step.stages[0].elements.values())
+    last = 1000 * 256 + 2 * 256
+    alone = (3 * elements - last) * 4 / 1e9
+    assert alone < step.shares_s["data-parallel communication"] < 1.5 * alone
+    assert step.shares_s["host"] == pytest.approx(6 * 2e-3)
+    kept = simulated(tmp_path, "dp2,zero2,mb1,gb2").step
+    assert kept.step_s < step.step_s
+
+
+def test_groups_beside_each_other_share_the_processors(tmp_path: Path) -> None:
+    alone = simulated(tmp_path, "tp2,mb1,gb1").step.shares_s["tp communication"]
+    beside = simulated(tmp_path, "tp2,dp2,mb1,gb2").step.shares_s["tp communication"]
+    assert beside == pytest.approx(alone)  # one processor each
+    busier = host(dataclasses.replace(SHARED, busy={"all_reduce.2": 2.0}))
+    assert simulated(tmp_path, "tp2,dp2,mb1,gb2", busier).step.shares_s["tp communication"] == pytest.approx(2 * alone)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_a_pipeline_on_processors_of_its_own_is_the_textbook_one(kind: str) -> None:
+    plan = schedule(kind, 2, 1, 4)
+    forward, backward = [[1.0, 1.0]] * 2, [[2.0, 2.0]] * 2
+    run = shared_pipeline(plan, forward, backward, 0.0)
+    assert run.makespan_s == pytest.approx((4 + 1) * 3.0)
+    assert run.busy_s.tolist() == pytest.approx([12.0, 12.0])
+    same = simulate_pipeline(plan, PipelineSeconds(forward=np.ones(2), backward=2 * np.ones(2)))
+    for ours, theirs in zip(run.end_s, same.end_s, strict=True):
+        assert ours.tolist() == pytest.approx(theirs.tolist())
+    later = shared_pipeline(plan, forward, backward, 0.1)
+    assert later.makespan_s > run.makespan_s
+    assert later.send_s == pytest.approx(0.1)
+
+
+def test_a_pipeline_on_one_processor_has_no_bubble() -> None:
+    plan = schedule("1f1b", 2, 1, 4)
+    run = shared_pipeline(plan, [[1.0, 1.0], [2.0, 2.0]], [[2.0, 2.0], [4.0, 4.0]], 0.0)
+    assert run.makespan_s == pytest.approx(2 * 4 * 3.0)
+
+
+def test_a_pipeline_adds_up(tmp_path: Path) -> None:
+    step = simulated(tmp_path, "pp2,dp2,zero2,gpipe,mb1,gb8").step
+    assert sum(step.shares_s.values()) == pytest.approx(step.step_s)
+    with pytest.raises(ConfigError, match="gpipe, 1f1b and interleaved"):
+        simulated(tmp_path, "pp2,zero-bubble,mb1,gb4")

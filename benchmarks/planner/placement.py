@@ -39,7 +39,13 @@ from lading.planner.placement.build import Grain, problem_of
 from lading.planner.placement.trial import Trial
 from lading.units import format_seconds
 
-FLEETS = ("laptop-and-server", "two-desktops", "one-server-four-gpus", "eight-unlike-gpus")
+#: Cases of each fleet, unless asked otherwise.
+FLEETS = {
+    "two-desktops": ("tight",),
+    "laptop-and-server": ("tight",),
+    "one-server-four-gpus": ("tight", "pipe", "pass"),
+    "eight-unlike-gpus": ("tight",),
+}
 CASES = ("tight", "pass", "pipe")
 #: Of what a graph needs, what all devices of the case "tight" have together.
 TIGHT = 1.5
@@ -155,7 +161,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", default=[shape.name for shape in SHAPES])
     parser.add_argument("--fleets", nargs="*", default=list(FLEETS))
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES)
+    parser.add_argument("--cases", nargs="*", choices=CASES, help="default: those of each fleet")
     parser.add_argument("--effort", type=int, default=4)
     parser.add_argument("--brute", action="store_true", help="also every placement of each graph in a few units")
     parser.add_argument("--out", type=Path, help="writes OUT.json and OUT.md")
@@ -171,10 +177,10 @@ def main() -> None:
         graph = captured(shape)
         for name in asked.fleets:
             fleet = load_fleet(name)
-            for case in asked.cases:
+            for case in asked.cases or FLEETS.get(name, CASES):
                 rows.append(row(problem(graph, fleet, case, shape.name), name, case, asked.effort))
                 print(json.dumps(rows[-1]), flush=True)
-            if asked.brute and len(fleet.devices) <= 4:
+            if asked.brute and len(fleet.devices) <= 3:
                 cuts = (tightened(problem(graph, fleet, "step", shape.name, units)) for units in _FEW)
                 small = next((p for p in cuts if len(fleet.devices) ** len(p.groups) <= _MOST_TRIED), None)
                 if small is not None and math.isfinite((tried_row := brute(small, name, asked.effort))["brute_s"]):

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lading.catalog.models import model_names, named_model
-from lading.errors import ConfigError
+from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.fleet import Fleet
 from lading.ir.placement import Problem
+
+if TYPE_CHECKING:
+    from lading.planner.placement.api import Contest
+
+#: Micro-batches of a step that are tried, where they divide it.
+_COUNTS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +70,42 @@ def problem_on(asked: Placing, fleet: Fleet) -> Problem:
             micro_batches=asked.micro_batches,
             training=not asked.latency,
         )
+    if not any(mark in asked.model for mark in ":/."):
+        named_model(asked.model)  # says what there is, before anything is imported to capture
     return _captured(asked, fleet)
+
+
+def best_of(asked: Placing, fleet: Fleet, batch: int) -> tuple[Contest, dict[int, float | None]]:
+    """The fastest placement of a step of ``batch`` sequences, over numbers of micro-batches that divide it.
+
+    Each number is searched briefly, the best one in full.
+
+    Returns:
+        The placement beside the other policies', and what each number came to, seconds; None: it does not fit.
+
+    Raises:
+        ConfigError: the batch is below 1.
+        PlanInfeasible: none fits.
+    """
+    from lading.planner.placement.api import contest
+
+    if batch < 1:
+        raise ConfigError(f"expected a batch of 1 sequence or more, got {batch}")
+    tried: dict[int, float | None] = {}
+    error: PlanInfeasible | None = None
+    for count in (n for n in _COUNTS if batch % n == 0):
+        problem = problem_on(dataclasses.replace(asked, batch=batch // count, micro_batches=count), fleet)
+        try:
+            tried[count] = contest(problem, effort=0).best.step_s
+        except PlanInfeasible as infeasible:
+            tried[count], error = None, infeasible
+    fits = {count: seconds for count, seconds in tried.items() if seconds is not None}
+    if not fits:
+        assert error is not None
+        raise error
+    count = min(fits, key=fits.__getitem__)
+    problem = problem_on(dataclasses.replace(asked, batch=batch // count, micro_batches=count), fleet)
+    return contest(problem), tried
 
 
 def _captured(asked: Placing, fleet: Fleet) -> Problem:

@@ -43,6 +43,19 @@ def test_a_model_of_the_catalog_on_unlike_devices(tmp_path: Path, capsys: pytest
     assert trace.stat().st_size > 1000
 
 
+def test_plan_takes_a_list_of_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    asked = ["plan", "--model", "gpt2", "--machine", "two-desktops", "--seq", "128", "--out", str(out)]
+    assert main([*asked, "--global-batch", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "micro-batches of a step, searched briefly: 1: " in said
+    found = json.loads(out.read_text())
+    assert found["micro_batches"] in (1, 2, 4)
+    assert found["step_s"] >= found["bound_s"] > 0
+    assert main([*asked, "--devices", "8"]) == 2
+    assert "--devices belongs to a cluster of alike devices" in capsys.readouterr().err
+
+
 def test_a_graph_of_plain_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(GRAPH))

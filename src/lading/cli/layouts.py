@@ -30,7 +30,14 @@ OPTIONS = (
 
 
 def plan_cluster(asked: Plan) -> None:
-    """Print the layouts found, and save the winner."""
+    """Print the layouts found, and save the winner; a machine that lists unlike devices gets a placement instead."""
+    if asked.machine is not None:
+        from lading.catalog.fleets import lists_devices
+
+        if lists_devices(asked.machine):
+            from lading.cli.placement import plan_fleet
+
+            return plan_fleet(asked)
     from rich.console import Console
 
     from lading import __version__

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from tyro.conf import FlagCreatePairsOff, arg
 
 from lading.errors import ConfigError, StorageError
+from lading.units import format_seconds
 
 if TYPE_CHECKING:
+    from lading.cli.commands import Plan
     from lading.ir.placement import Problem
     from lading.planner.placement.api import Contest
+
+
+#: Options of ``lading plan --model`` that mean nothing for a list of devices.
+_OF_CLUSTERS = ("overrides", "devices", "network", "precision", "pin", "price", "longest", "budget", "tree")
 
 
 def _optional(metavar: str, text: str) -> object:
@@ -99,6 +105,37 @@ class Place:
         return problem_on(asked, load_fleet(self.machine))
 
 
+def plan_fleet(asked: Plan) -> None:
+    """``lading plan --model X --machine LIST``: the placement of a step, in as many micro-batches as are fastest.
+
+    Raises:
+        ConfigError: an option that belongs to a cluster of alike devices.
+        PlanInfeasible: no number of micro-batches gives one that fits.
+    """
+    for name in _OF_CLUSTERS:
+        if getattr(asked, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} belongs to a cluster of alike devices, got it next to {asked.machine}, "
+                "which lists unlike ones; leave it out"
+            )
+    if asked.model is None or asked.machine is None or asked.json == asked.out:
+        raise ConfigError("expected --model and --machine, and --json and --out of different files")
+    from lading.catalog.fleets import load_fleet
+    from lading.placing import Placing, best_of
+    from lading.report.placement import summary
+
+    fleet = load_fleet(asked.machine)
+    placing = Placing(model=asked.model, seq_len=asked.seq or 0, stack=asked.stack or "default")
+    found, tried = best_of(placing, fleet, asked.global_batch or 1)
+    _print(found, latency=False)
+    if len(tried) > 1:
+        steps = ", ".join(f"{count}: {format_seconds(s) if s else 'does not fit'}" for count, s in tried.items())
+        print(f"micro-batches of a step, searched briefly: {steps}")
+    for path in (asked.out, asked.json):
+        if path is not None:
+            _write(path, json.dumps(summary(found.problem, found.placements, found.failed), indent=1) + "\n")
+
+
 def _contest(problem: Problem, policy: str | None, effort: int) -> Contest:
     from lading.planner.placement.api import Contest, contest, place
 
@@ -112,7 +149,6 @@ def _print(found: Contest, *, latency: bool) -> None:
     from rich.console import Console
 
     from lading.report.placement import devices_table, limit, parts_table, policies_table
-    from lading.units import format_seconds
 
     problem, best = found.problem, found.best
     console = Console(width=None if Console().is_terminal else 130, highlight=False)

@@ -2,6 +2,7 @@
 
 ``chain``    contiguous parts, exact (``lading.planner.placement.chain``)
 ``lp``       any placement: relaxation, rounding, local search (``lading.planner.placement.relaxed``)
+``branch``   as ``lp``, branching where the program is small: the sharpest bound
 ``m-topo``, ``m-etf``, ``m-sct``, ``heft``    for comparison (``lading.planner.placement.listing``)
 ``single``   everything on the one device where that is fastest
 ``even``     contiguous parts of equal work on all devices in their order, as one would cut by hand
@@ -18,7 +19,7 @@ from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.placement import Placement, Problem
 from lading.planner.placement.chain import MOST_DEVICES, place_chain
 from lading.planner.placement.listing import etf, heft, sct, topo
-from lading.planner.placement.relaxed import Relaxed, place_lp, relax
+from lading.planner.placement.relaxed import Relaxed, place_branch, place_lp, relax
 from lading.planner.placement.search import improve
 from lading.planner.placement.trial import Trial, key_of
 from lading.units import format_bytes
@@ -70,7 +71,7 @@ def place(problem: Problem, policy: str = BEST, *, effort: int = _EFFORT) -> Pla
     found = POLICIES[policy](trial, relaxed, effort)
     if found is None or not found.fits:
         raise _infeasible(problem, found, policy)
-    return dataclasses.replace(found, bound_s=relaxed.bound_s if relaxed else 0.0)
+    return dataclasses.replace(found, bound_s=max(found.bound_s, relaxed.bound_s if relaxed else 0.0))
 
 
 def contest(problem: Problem, *, effort: int = _EFFORT) -> Contest:
@@ -90,11 +91,13 @@ def contest(problem: Problem, *, effort: int = _EFFORT) -> Contest:
             continue
         found = policy(trial, relaxed, effort)
         if found is not None:
+            bound_s = max(bound_s, found.bound_s)
             tried.append(dataclasses.replace(found, policy=name))
         if found is None or not found.fits:
-            failed.append((name, "finds none that fits"))
+            large = name == "branch" and found is None
+            failed.append((name, "not tried: too large, or a pipeline" if large else "finds none that fits"))
         else:
-            placements.append(dataclasses.replace(found, policy=name, bound_s=bound_s))
+            placements.append(dataclasses.replace(found, policy=name))
     memory = problem.network.memory_bytes
     tried.sort(key=lambda p: key_of(p, memory))
     starts = list({p.devices: p for p in reversed(tried)}.values())[::-1][:_IMPROVED]
@@ -103,8 +106,8 @@ def contest(problem: Problem, *, effort: int = _EFFORT) -> Contest:
     if best is None or start is None or not best.fits:
         raise _infeasible(problem, best, BEST)
     note = f"from {start.policy}"
-    placements.append(dataclasses.replace(best, policy=BEST, bound_s=bound_s, note=note))
-    return Contest(problem, tuple(placements), tuple(failed), bound_s)
+    placements.append(dataclasses.replace(best, policy=BEST, note=note))
+    return Contest(problem, tuple(dataclasses.replace(p, bound_s=bound_s) for p in placements), tuple(failed), bound_s)
 
 
 def _infeasible(problem: Problem, found: Placement | None, policy: str) -> PlanInfeasible:
@@ -178,4 +181,5 @@ POLICIES: dict[str, Policy] = {
     "heft": _lists(heft),
     "chain": lambda trial, relaxed, effort: place_chain(trial),
     "lp": place_lp,
+    "branch": place_branch,
 }

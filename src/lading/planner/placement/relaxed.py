@@ -22,12 +22,16 @@ Rounding (``rounded``): one number in [0, 1) picks each group's device from its 
 with equal shares stay together; several numbers and several orders of devices. ``lading.planner.placement.priced``
 gives whole placements by the prices of the same rows. ``repaired`` moves groups off a device that is too full;
 ``lading.planner.placement.search`` improves what simulates best.
+
+Branching (``place_branch``): where the program is small, HiGHS branches on x for a number of nodes. What it has proven
+by then is a bound too, often far above the relaxation's, where links are slow: shares cost no transfers, whole groups
+do. It knows no contention and no order; the simulation does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import isfinite
 
@@ -48,6 +52,8 @@ _TOLERANCE = 1e-6
 _PICKS = (0.5, 0.25, 0.75, 0.1, 0.9)
 #: Starts that are simulated at least, and those that are improved: each with half the effort of the one before.
 _FEWEST_TRIED, _IMPROVED = 12, 3
+#: Columns of a program that is branched on, nodes for each unit of effort, and how often for less and less memory.
+_MOST_BRANCHED, _NODES, _BRANCHED = 8000, 4, 3
 
 
 @dataclass(frozen=True)
@@ -57,10 +63,12 @@ class Relaxed:
     Attributes:
         shares: [group, device].
         bound_s: No placement that fits takes less.
+        columns: Of the program.
     """
 
     shares: np.ndarray
     bound_s: float
+    columns: int
 
 
 def relax(problem: Problem, *, nodes: int = 0) -> Relaxed | None:
@@ -89,6 +97,31 @@ def place_lp(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | 
     starts.sort(key=lambda p: (key_of(p, memory), p.devices))
     better = [improve(trial, start, effort / 2**turn) for turn, start in enumerate(starts[:_IMPROVED], 1)]
     return min(better, key=lambda p: key_of(p, memory), default=None)
+
+
+def place_branch(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | None:
+    """The program branched on, until shares are whole or the nodes are used up, and improved; with its own bound.
+
+    None where the program is too large for that, and for pipelines, whose bound it does not move.
+    """
+    problem = trial.problem
+    if relaxed is None or not effort or relaxed.columns > _MOST_BRANCHED or problem.micro_batches > 1:
+        return None
+    bounds: list[float] = []
+
+    def plan(memory: Sequence[int]) -> list[int] | None:
+        network = replace(problem.network, memory_bytes=tuple(memory))
+        found = relax(replace(problem, network=network), nodes=_NODES * effort)
+        if found is None:
+            return None
+        bounds.append(found.bound_s)
+        devices = [int(d) for d in found.shares.argmax(axis=1)]
+        return devices if trial.can_run(devices) else None
+
+    placed = trial.fitting(plan, "branch", rounds=_BRANCHED)
+    if placed is None:
+        return None
+    return replace(improve(trial, placed, effort / 2), bound_s=bounds[0])
 
 
 def rounded(problem: Problem, shares: np.ndarray) -> Iterator[list[int]]:
@@ -167,7 +200,7 @@ class _Relaxation:
         except SimulationError:
             return None
         shares = np.clip(found.values[self.share], 0.0, 1.0)
-        return Relaxed(shares, max(0.0, found.bound * self.unit * (1 - _TOLERANCE)))
+        return Relaxed(shares, max(0.0, found.bound * self.unit * (1 - _TOLERANCE)), len(found.values))
 
     def _groups(self, flow: Flow) -> list[int]:
         """Other groups that a flow goes to."""

@@ -50,14 +50,16 @@ class Trial:
         self.runs += 1
         return self.simulator.run(devices, windows_of(self.problem, devices), record=record)
 
-    def fitting(self, plan: Callable[[Sequence[int]], Sequence[int] | None], policy: str) -> Placement | None:
+    def fitting(
+        self, plan: Callable[[Sequence[int]], Sequence[int] | None], policy: str, rounds: int = _ROUNDS
+    ) -> Placement | None:
         """What ``plan`` gives for so many bytes of each device; while a simulated peak is above, for so many fewer.
 
         Returns:
             The first that fits; else the last, or None where there is none.
         """
         memory, found = list(self.problem.network.memory_bytes), None
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             devices = plan(memory)
             if devices is None:
                 return found

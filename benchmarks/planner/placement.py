@@ -50,7 +50,7 @@ CASES = ("tight", "pass", "pipe")
 #: Of what a graph needs, what all devices of the case "tight" have together.
 TIGHT = 1.5
 _PIPE = 8
-_UNITS = 200
+_UNITS = 64
 #: Units of a graph that may be few enough to try every placement, and how many are tried at most.
 _FEW, _MOST_TRIED = (12, 10, 8, 7, 6, 5, 4, 3), 6600
 
@@ -89,6 +89,7 @@ def row(made: Problem, fleet: str, case: str, effort: int) -> dict[str, Any]:
         "flows": len(made.flows),
         "bound_s": found.bound_s,
         "steps_s": {p.policy: p.step_s for p in found.placements},
+        "failed": dict(found.failed),
         "best_from": best.note,
         "devices_used": len(set(best.devices)),
         "parts": len(best.parts),
@@ -127,9 +128,15 @@ def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         best, bound = one["steps_s"]["best"], one["bound_s"]
         cells = [str(one["groups"]), format_seconds(best), f"{best / bound - 1:.1%}" if bound else "-"]
         cells += [str(one["devices_used"]), one["best_from"].removeprefix("from ")]
-        steps = [one["steps_s"].get(name) for name in names]
-        cells += ["does not fit" if s is None else f"{s / best:.2f}" for s in steps]
+        cells += [_cell(one, name, 2) for name in names]
         yield head + "| " + " | ".join(cells) + " |"
+
+
+def _cell(one: dict[str, Any], name: str, digits: int, base: float = 0.0) -> str:
+    """A policy's step over the best one's, or why there is none."""
+    if name in one["steps_s"]:
+        return f"{one['steps_s'][name] / (base or one['steps_s']['best']):.{digits}f}"
+    return "-" if one["failed"][name].startswith("not tried") else "does not fit"
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -146,14 +153,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def tried_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Markdown: every placement tried against what the policies find."""
-    names = ("best", "lp", "chain", "heft", "m-sct", "m-etf")
+    names = ("best", "branch", "lp", "chain", "heft", "m-sct", "m-etf", "m-topo")
     yield "| graph | devices | groups | every placement | bound below it | " + " | ".join(names) + " |"
     yield "|---" * (5 + len(names)) + "|"
     for one in rows:
         best = one["brute_s"]
-        steps = [one["steps_s"].get(name) for name in names]
         cells = [str(one["groups"]), format_seconds(best), f"{1 - one['bound_s'] / best:.1%}"]
-        cells += ["does not fit" if s is None else f"{s / best:.3f}" for s in steps]
+        cells += [_cell(one, name, 3, best) for name in names]
         yield f"| {one['graph']} | {one['fleet']} | " + " | ".join(cells) + " |"
 
 

@@ -22,6 +22,11 @@ class Solution:
     bound: float
 
 
+#: Of a search: how near to its bound a solution ends it, and HiGHS's share of work for finding solutions, which is left
+#: to the local search.
+_NEAR, _HEURISTICS = 0.01, 0.01
+
+
 class LinearProgram:
     """Columns in [0, upper], rows between a low and a high, least cost."""
 
@@ -77,6 +82,8 @@ class LinearProgram:
             whole = np.flatnonzero(self._whole).astype(np.int32)
             model.changeColsIntegrality(len(whole), whole, np.full(len(whole), highspy.HighsVarType.kInteger))
             model.setOptionValue("mip_max_nodes", nodes)
+            model.setOptionValue("mip_rel_gap", _NEAR)
+            model.setOptionValue("mip_heuristic_effort", _HEURISTICS)
         model.run()
         status, info = model.getModelStatus(), model.getInfo()
         values = np.array(model.getSolution().col_value)

@@ -53,7 +53,7 @@ _PICKS = (0.5, 0.25, 0.75, 0.1, 0.9)
 #: Starts that are simulated at least, and those that are improved: each with half the effort of the one before.
 _FEWEST_TRIED, _IMPROVED = 12, 3
 #: Columns of a program that is branched on, nodes for each unit of effort, and how often for less and less memory.
-_MOST_BRANCHED, _NODES, _BRANCHED = 8000, 4, 3
+_MOST_BRANCHED, _NODES, _BRANCHED = 5000, 3, 2
 
 
 @dataclass(frozen=True)

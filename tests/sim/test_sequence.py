@@ -6,6 +6,7 @@ import pytest
 from tests.sim.parity import (
     HALF,
     LAYERS,
+    H,
     S,
     checkpointed,
     collectives,
@@ -27,8 +28,10 @@ from tests.sim.parity import (
 from tests.sim.parity_experts import experts_model, shard_experts
 from torch.distributed.tensor.parallel import loss_parallel
 
+from lading.catalog.load import load_machine
 from lading.ir.clusterplan import Keep
 from lading.sim.sequence import collectives_of, sequence_of
+from lading.sim.simulate import prices_of, simulate
 
 
 def test_gathers_and_reductions_of_cut_parameters():
@@ -180,3 +183,17 @@ def test_experts_over_ranks_inside_cut_parameters(ep: int):
     assert collectives(ours) == collectives(theirs)
     assert products(ours) == products(theirs)
     assert own_peak(request) == pytest.approx(theirs.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("layout", ["dp2,tp2,sp,zero3,mb2,gb8", "dp2,tp2,sp,zero1,mb2,gb8"])
+def test_sums_over_tp_are_priced_as_they_are_issued(layout: str):
+    """One for each norm and micro-batch where parameters are cut, else one for all of them behind the step."""
+    request, table = request_of("llama", layout), table_of("llama")
+    issued = [i.collective for i in sequence_of(request, table) if i.kernel is None and i.collective]
+    sums = [c for c in issued if c.axis == "tp"]
+    assert len(sums) == (2 * (2 * LAYERS + 1) if request.layout.zero == 3 else 1)
+    assert sum(c.size_bytes for c in sums) == (2 * 2 if request.layout.zero == 3 else 4) * (2 * LAYERS + 1) * H
+    prices = prices_of(request, load_machine("h100"), table)
+    (stage,) = simulate(request, table).step.stages
+    times = 2 if request.layout.zero == 3 else 1
+    assert times * prices.sums_s(stage.summed) == pytest.approx(sum(prices.collective_s(c) for c in sums))

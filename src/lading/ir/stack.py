@@ -82,7 +82,6 @@ class Stack:
             gathered (torch's ``parallelize_module``).
         fp32_rings: With context parallel gradients of keys and values go round the ring in fp32, also where keys met by
             all-gather (torch's ``context_parallel``).
-        reduces_each: Where gradients are cut (zero 2) they are reduced after each micro-batch, not once a step.
         early_stop: Full recompute stops once all is there that backward reads, as torch's own does.
         drops_gradients: Gradients come as backward makes them and go after the update (``zero_grad`` of PyTorch); else
             they have buffers that are always there.
@@ -132,7 +131,6 @@ class Stack:
     megatron_order: bool = False
     regathers: bool = True
     fp32_rings: bool = False
-    reduces_each: bool = False
     early_stop: bool = False
     adapter_dtype: str = ""
     adapter_dropout: bool = False

@@ -121,6 +121,16 @@ class MachinePrices:
             for axes, number in elements.items()
         )
 
+    def sums_s(self, summed: Mapping[int, int]) -> float:
+        """Sum gradients over tp ranks that have a part of each ([Note: sums] in lading.sim.step)."""
+        if self.layout.tp == 1 or not summed:
+            return 0.0
+        if self.layout.zero == 3:
+            width = gathered_width(self.layout, self.stack)
+            return sum(count * self._collective_s("all_reduce", n * width, "tp") for n, count in summed.items())
+        elements = sum(n * count for n, count in summed.items())
+        return self._collective_s("all_reduce", elements * DTYPE_BYTES[self.stack.gradient_dtype], "tp")
+
     def send_s(self, size_bytes: int) -> float:
         """Hand the activations on a stage's border to the next."""
         ranks = self.layout.tp

@@ -10,8 +10,9 @@ released when it ends. When its backward begins it is gathered if it is not ther
 before its own is asked for; when its backward ends it is released and its gradients are reduced. The last unit's groups
 stay from forward to backward. In a pipeline all groups stay from the first forward on, and gradients are reduced once,
 in the order of forward, when the last backward of a stage has ended (distributed/pipelining/stage.py).
-Where parameters are whole, gradients are reduced a unit at a time in the last micro-batch, and what an optimizer
-updated in parts is gathered in the first (Megatron's distributed optimizer; DeepSpeed).
+Where parameters are whole, gradients are reduced a unit at a time in the last micro-batch, or in each where they are
+cut (zero 2: DeepSpeed's runtime/zero/stage_1_and_2.py, reduce_ready_partitions_and_remove_grads), and what an optimizer
+updated in parts is gathered in the first. Sums over tp ([Note: sums] in lading.sim.step) come last.
 
 >>> [issued.collective for issued in sequence_of(request) if issued.collective]
 """
@@ -267,8 +268,7 @@ class _Writer:
                     self._reduce(group, micro_batch)
 
     def _reduces(self, micro_batch: int) -> bool:
-        each = self.layout.zero == 3 or (self.layout.zero == 2 and self.stack.reduces_each)
-        return each or micro_batch == self.layout.micro_batches - 1
+        return self.layout.zero >= 2 or micro_batch == self.layout.micro_batches - 1
 
     def _spans(self, number: int, kernels: Sequence[Kernel], micro_batch: int, *, forward: bool) -> None:
         """Kernels of a unit, with what its groups do when theirs begin and end."""

@@ -3,12 +3,18 @@
 Segments are summed up ([Note: one stretch of kernels]), stages of them put into the order of the pipeline's schedule,
 and what data-parallel ranks exchange is laid beside or behind computing ([Note: units]); the optimizer follows. A step
 lasts as long as its slowest pipeline rank. ``Step`` keeps all of it, so that a report can say why.
+
+[Note: sums]
+With sequence parallel each tp rank has a part of the gradients of norms, and of what else is whole but works on cut
+tokens. Megatron sums all of them at the end of a step, in one all-reduce (core/distributed/finalize_model_grads.py,
+_allreduce_layernorm_grads); FSDP2 each by itself before a unit's gradients are reduced (torch 2.13,
+_fully_shard/_fsdp_param.py, _get_grad_inner_tensor; tests compare). Computing waits for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +40,10 @@ class Exchange(Protocol):
 
     def reduce_s(self, elements: Mapping[str, int]) -> float:
         """Reduce the gradients of so many parameters, by the axes over which they are replicated."""
+        ...
+
+    def sums_s(self, summed: Mapping[int, int]) -> float:
+        """Sum over tp ranks the gradients of so many parameters of so many elements each ([Note: sums])."""
         ...
 
     def gather_s(self, elements: Mapping[str, int]) -> float:
@@ -65,6 +75,7 @@ class Stage:
         trained_bytes, frozen_bytes: Of what is trained beside frozen weights, and of these.
         transients: Most alive beyond all that is kept, in forward and in backward.
         parameters: Tensors of them.
+        summed: Parameters whose gradients are summed over tp ranks: how many, by their elements.
         moved_bytes: Kept behind the device by one micro-batch.
         copies_s: Seconds by which copying them there makes forward longer, and copying them back makes backward longer.
     """
@@ -86,6 +97,7 @@ class Stage:
     parameters: int
     moved_bytes: int = 0
     copies_s: tuple[float, float] = (0.0, 0.0)
+    summed: dict[int, int] = field(default_factory=lambda: {})
 
     @property
     def backward_s(self) -> float:
@@ -121,9 +133,12 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
 
     elements: dict[str, int] = {}
     trained: dict[str, int] = {}
+    sums: dict[int, int] = {}
     for segment, count in run:
         _add(elements, phases[segment].elements, count)
         _add(trained, phases[segment].trained, count)
+        for size in phases[segment].segment.summed_parameters:
+            sums[size] = sums.get(size, 0) + count
     return Stage(
         run,
         summed("forward"),
@@ -141,6 +156,7 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         flops=sum(count * phases[segment].model_flops for segment, count in run),
         parameters=sum(count * _parameters(phases[segment].segment) for segment, count in run),
         moved_bytes=sum(count * phases[segment].moved_bytes for segment, count in run),
+        summed=sums,
     )
 
 
@@ -187,6 +203,8 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
         times = micro_batches if layout.zero == 2 else 1
         reduced = times * _reduced(stage, units, stack, exchange)
         extra = {"data-parallel communication": reduced + _gathered(stage, units, stack, exchange)}
+    if stage.summed:
+        extra["tp communication"] = exchange.sums_s(stage.summed) * (micro_batches if layout.zero == 3 else 1)
     extra["optimizer"] = exchange.optimizer_s(stage.trained)
     extra["host"] = host_s([stage], stack, exchange)
     if any(stage.copies_s):
@@ -295,6 +313,8 @@ def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchang
         for name, value in shares_of(stage, layout.micro_batches, copies).items():
             shares[name] = shares.get(name, 0.0) + value
     shares |= extra
+    if sums := max(sum(exchange.sums_s(stage.summed) for stage in own) for own in ranks):
+        shares["tp communication"] = shares.get("tp communication", 0.0) + sums
     return Step(sum(shares.values()), shares, tuple(stages), run, _flops(stages) * layout.micro_batches)
 
 

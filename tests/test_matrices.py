@@ -156,7 +156,7 @@ def test_parts_add_up():
 
 
 def test_a_setting_that_is_not_known():
-    with pytest.raises(ConfigError, match="unknown setting 'moment' of Muon; expected coefficients"):
+    with pytest.raises(ConfigError, match="unknown setting 'moment' of Muon; expected coefficients, dtype"):
         Muon([Model().up.weight], moment=0.9)
 
 
@@ -272,3 +272,41 @@ def test_the_example_learns(tmp_path: Path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "6 steps" in done.stdout
+
+
+def own_gradients(step: int, rank: int) -> list[torch.Tensor]:
+    return gradients(1000 * step + rank)
+
+
+def _reduced(rank: int, ranks: int, expected: dict[str, list[torch.Tensor]]) -> None:
+    for kind, whole_run in expected.items():
+        model = Model()
+        optimizer = KINDS[kind](groups_of(model), reduces=True, groups=2)
+        for step in range(STEPS):
+            for parameter, grad in zip(model.parameters(), own_gradients(step, rank), strict=True):
+                parameter.grad = grad
+            optimizer.step()
+        for now, then in zip(model.parameters(), whole_run, strict=True):
+            assert torch.equal(now, then), kind
+        # What a reduce-scatter and an all-gather of all parameters move.
+        sent = torch.tensor([optimizer.traffic.elements])
+        dist.all_reduce(sent)
+        assert int(sent) == STEPS * 2 * (ranks - 1) * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_replicas_whose_gradients_are_reduced_at_owners(ranks: int):
+    """ZeRO-1: the bits of one process that is given the mean, and no more bytes than a reduction and a gather."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected: dict[str, list[torch.Tensor]] = {}
+    for kind, make in KINDS.items():
+        model = Model()
+        optimizer = make(groups_of(model))
+        for step in range(STEPS):
+            each = [own_gradients(step, rank) for rank in range(ranks)]
+            give(model, [sum(parts[1:], parts[0].clone()) / ranks for parts in zip(*each, strict=True)])
+            optimizer.step()
+        expected[kind] = [p.detach() for p in model.parameters()]
+    torch.set_num_threads(threads)
+    run_ranks(_reduced, ranks, ranks, expected)

@@ -25,10 +25,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lading.config import AdamW
 from lading.errors import ConfigError
-from lading.ir.routes import Box, micro_groups, pieces, wholes_of
+from lading.ir.routes import Box, Whole, micro_groups, pieces, wholes_of
 from lading.optim.adam import AdamWRule
 from lading.optim.muon import MuonRule
-from lading.optim.rule import Held, Rule, States, fresh
+from lading.optim.rule import Held, Rule, State, States
 from lading.optim.shampoo import ShampooRule
 from lading.optim.soap import SOAPRule
 from lading.planner.owners import Matrix, Owners, assign, spread_turns
@@ -38,9 +38,36 @@ from lading.rules import Muon as MuonSettings
 from lading.rules import Shampoo as ShampooSettings
 from lading.runtime.exchange import Team, Traffic, agree
 from lading.runtime.matrices import MatrixStep, Moving
+from lading.runtime.replicas import Replica, ReplicaStep
 
-#: Groups that travel apart, unless it is said.
-_GROUPS = 4
+#: Of one element, beside products: reads and writes of AdamW count for more than its few operations.
+_ADAMW_FLOPS = 100.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How a step is run.
+
+    Attributes:
+        groups: All-to-alls in each direction that it is cut into, at most.
+        stagger: Spread what is due every so many updates (roots, bases) over the updates between, matrix by matrix, and
+            give owners as much of it at each. When a matrix's turn is does not depend on who owns it.
+        reduces: Gradients are each rank's own: owners take their mean over ranks, hold all states and send results to
+            every replica (ZeRO-1), in the bytes of a reduce-scatter and an all-gather. Not with DDP, which reduces
+            already, and not with DTensors.
+        skip_nonfinite: Leave out a step in which a gradient is not finite, on every rank.
+        state_cap_bytes: Most bytes on one rank of states that lie with owners.
+    """
+
+    groups: int = 4
+    stagger: bool = False
+    reduces: bool = False
+    skip_nonfinite: bool = True
+    state_cap_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ConfigError(f"expected groups >= 1, got {self.groups}")
 
 
 @dataclass(frozen=True)
@@ -67,9 +94,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Iterable[Any], rule: MatrixRule, lr: float, *, mesh: DeviceMesh | None = None,
-        groups: int = _GROUPS, skip_nonfinite: bool = True, stagger: bool = False, state_cap_bytes: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[Any],
+        rule: MatrixRule,
+        lr: float,
+        *,
+        mesh: DeviceMesh | None = None,
+        how: How | None = None,
+    ) -> None:
         """An optimizer.
 
         Args:
@@ -77,33 +109,24 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 ``lading.AdamW``, for what is no matrix), ``lr``, and ``parts``: rows of the parts of a fused matrix.
             rule: Of groups that do not say.
             mesh: Ranks that share the work; None for the mesh of the parameters, or all ranks where they have none.
-            groups: All-to-alls in each direction that a step is cut into, at most.
-            stagger: Spread what is due every so many updates (roots, bases) over the updates between, matrix by matrix,
-                and give owners as much of it at each. When a matrix's turn is does not depend on who owns it.
-            skip_nonfinite: Leave out a step in which a gradient is not finite, on every rank.
-            state_cap_bytes: Most bytes of whole states on one rank.
         Raises:
             ConfigError: a parameter that is no matrix under a rule for matrices; ranks that differ in what they have.
         """
+        how = how or How()
         given, rules = _groups(params, rule, lr)
         super().__init__(given, {"lr": lr, "parts": ()})
-        self.skip_nonfinite = skip_nonfinite
+        self.how = how
         self.skipped = 0
         numbered = enumerate(zip(self.param_groups, rules, strict=True))
         self._members = [m for number, (group, r) in numbered for m in _members(number, group, r)]
         self._team = Team.of(_process_group(mesh, [m.param for m in self._members]))
-        self._wholes = [
-            whole
-            for number, m in enumerate(self._members)
-            if m.is_matrix
-            for whole in wholes_of(number, m.name, m.param.shape, m.group["parts"])
-        ]
-        self._rules = self._rules_of_wholes(stagger=stagger)
+        self._wholes = [whole for number, m in enumerate(self._members) for whole in self._wholes_of(number, m)]
+        self._rules = self._rules_of_wholes()
         holdings = self._holdings()
         self._boxes = [row[self._team.rank] for row in holdings]
-        self.owners = self._planned(state_cap_bytes)
+        self.owners = self._planned()
         owner = [gang[0] for gang in self.owners.ranks] if self.owners else []
-        self._step = self._routed(holdings, owner, groups)
+        self._step = self._routed(holdings, owner)
         self._whole = {number: self._fresh(number) for number, rank in enumerate(owner) if rank == self._team.rank}
         for member in self._members:
             self._begin(member)
@@ -113,18 +136,26 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """What this rank has sent so far."""
         return self._step.traffic
 
-    def _rules_of_wholes(self, *, stagger: bool) -> list[Rule]:
+    def _wholes_of(self, number: int, member: _Member) -> list[Whole]:
+        """What of a parameter has an owner."""
+        param = member.param
+        if self.how.reduces and isinstance(param, DTensor):
+            raise ConfigError(
+                f"{member.name}: expected replicas under reduces, got a DTensor, whose gradient is reduced"
+            )
+        if member.is_matrix:
+            return wholes_of(number, member.name, param.shape, member.group["parts"])
+        return [Whole(member.name, number, Box((0,) * param.ndim, tuple(param.shape)))] if self.how.reduces else []
+
+    def _rules_of_wholes(self) -> list[Rule | AdamWRule]:
         """Of each matrix; staggered, matrices of one shape take turns in the order of their names."""
-        turns: dict[tuple[int, int], int] = {}
+        turns: dict[tuple[int, ...], int] = {}
         shifts: dict[str, int] = {}
         for whole in sorted(self._wholes, key=lambda w: w.name):
-            shifts[whole.name] = turns.get(whole.rows_columns, 0)
-            turns[whole.rows_columns] = shifts[whole.name] + 1
-        found: list[Rule] = []
-        for whole in self._wholes:
-            rule = self._members[whole.parameter].settings
-            found.append(cast(Rule, _maths(rule, shifts[whole.name] if stagger else 0)))
-        return found
+            shifts[whole.name] = turns.get(whole.box.shape, 0)
+            turns[whole.box.shape] = shifts[whole.name] + 1
+        settings = [self._members[whole.parameter].settings for whole in self._wholes]
+        return [_maths(s, shifts[w.name] * self.how.stagger) for s, w in zip(settings, self._wholes, strict=True)]
 
     def _holdings(self) -> list[list[Box]]:
         """What every rank has of every parameter; the same list on all of them."""
@@ -137,34 +168,41 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 raise ConfigError(f"ranks differ in their parameters: rank {rank} does not have {differs}")
         return [[boxes[number] for _, boxes in everyone] for number in range(len(mine))]
 
-    def _planned(self, cap_bytes: int | None) -> Owners | None:
+    def _planned(self) -> Owners | None:
         if not self._wholes:
             return None
         items = [self._item(number) for number in range(len(self._wholes))]
-        planned = spread_turns(items, assign(items, self._team.ranks, cap_bytes=cap_bytes))
+        planned = spread_turns(items, assign(items, self._team.ranks, cap_bytes=self.how.state_cap_bytes))
         digest = hashlib.sha256(repr(planned.ranks).encode()).hexdigest()
         if len(set(self._team.gather(digest))) > 1:
             raise ConfigError("ranks planned different owners: expected equal versions of Lading on every rank")
         return planned
 
-    def _routed(self, holdings: list[list[Box]], owner: list[int], groups: int) -> MatrixStep:
-        wholes = list(zip(self._wholes, self._rules, strict=True))
-        sizes = [rule.work(*whole.rows_columns).flops for whole, rule in wholes]
-        routes = pieces(self._wholes, holdings, owner)
-        return MatrixStep(wholes, owner, micro_groups(sizes, owner, groups), routes, self._team)
+    def _routed(self, holdings: list[list[Box]], owner: list[int]) -> MatrixStep | ReplicaStep:
+        travelling = micro_groups([self._item(number).seconds for number in range(len(owner))], owner, self.how.groups)
+        if self.how.reduces:
+            return ReplicaStep(list(zip(self._wholes, self._rules, strict=True)), owner, travelling, self._team)
+        wholes = [(whole, cast(Rule, rule)) for whole, rule in zip(self._wholes, self._rules, strict=True)]
+        return MatrixStep(wholes, owner, travelling, pieces(self._wholes, holdings, owner), self._team)
+
+    def _states_of(self, number: int) -> dict[str, State]:
+        """Of a matrix: those that lie with its owner."""
+        whole, rule = self._wholes[number], self._rules[number]
+        shape = whole.box.shape if isinstance(rule, AdamWRule) else whole.rows_columns
+        found = rule.states(cast(Any, shape), self._members[whole.parameter].param.dtype)
+        return {name: state for name, state in found.items() if self.how.reduces or state.held is Held.WHOLE}
 
     def _fresh(self, number: int) -> States:
-        whole = self._wholes[number]
-        param = self._members[whole.parameter].param
-        return fresh(self._rules[number], whole.rows_columns, param.dtype, param.device)[1]
+        device = self._members[self._wholes[number].parameter].param.device
+        return {n: torch.zeros(s.shape, dtype=s.dtype, device=device) for n, s in self._states_of(number).items()}
 
     def _item(self, number: int) -> Matrix:
         whole, rule = self._wholes[number], self._rules[number]
-        shape = whole.rows_columns
-        states = rule.states(shape, self._members[whole.parameter].param.dtype).values()
-        kept = sum(_bytes(state.shape, state.dtype) for state in states if state.held is Held.WHOLE)
+        kept = sum(_bytes(state.shape, state.dtype) for state in self._states_of(number).values())
+        if isinstance(rule, AdamWRule):
+            return Matrix(whole.name, _ADAMW_FLOPS * whole.box.size, whole.box.size, state_bytes=kept)
         turn = getattr(rule, "shift", 0) % getattr(rule.settings, "frequency", 1)
-        return Matrix(whole.name, rule.work(*shape).flops, whole.box.size, state_bytes=kept, turn=turn)
+        return Matrix(whole.name, rule.work(*whole.rows_columns).flops, whole.box.size, state_bytes=kept, turn=turn)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -179,9 +217,25 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 loss = closure()
         gradients = [_gradient(m.param) for m in self._members]
         names = [m.name for m in self._members]
-        if not agree(gradients, names, self._team, check_finite=self.skip_nonfinite):
+        if not agree(gradients, names, self._team, check_finite=self.how.skip_nonfinite):
             self.skipped += 1
             return loss
+        if isinstance(self._step, ReplicaStep):
+            self._step.run(self._replicas(gradients), self._whole)
+        else:
+            self._step.run(self._moving(gradients), self._whole)
+        return loss
+
+    def _replicas(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, Replica]:
+        found: dict[int, Replica] = {}
+        for number, (member, grad) in enumerate(zip(self._members, gradients, strict=True)):
+            if grad is not None:
+                _, update = self._held(member)
+                found[number] = Replica(member.param, grad, float(member.group["lr"]), update)
+        return found
+
+    def _moving(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, Moving]:
+        """Matrices on their way; what is none is moved here."""
         moving: dict[int, Moving] = {}
         for number, (member, grad) in enumerate(zip(self._members, gradients, strict=True)):
             if grad is None:
@@ -193,14 +247,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 continue
             travels = member.rule.pre(grad, held, update)
             moving[number] = Moving(local, travels, self._boxes[number], rate, update)
-        if moving:
-            self._step.run(moving, self._whole)
-        return loss
+        return moving
 
     def _begin(self, member: _Member) -> None:
         """This rank's elementwise states, before the first update."""
         param, state = member.param, self.state[member.param]
         state["step"] = torch.zeros((), dtype=torch.float32)
+        if self.how.reduces:
+            return
         for name, kind in member.rule.states(cast(Any, tuple(param.shape[-2:])), param.dtype).items():
             if kind.held is Held.ELEMENTWISE:
                 state[name] = torch.zeros_like(param, dtype=kind.dtype, requires_grad=False)
@@ -281,40 +335,37 @@ class Muon(MatrixOptimizer):
     """Muon (``lading.rules.Muon``); bit-equal to ``torch.optim.Muon`` on one process and on any number of ranks."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, mesh: DeviceMesh | None = None, **settings: Any):
-        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.Muon``."""
-        rule, options = _split(MuonSettings, settings)
-        super().__init__(params, rule, lr, mesh=mesh, **options)
+        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.Muon`` and ``How``."""
+        rule, how = _split(MuonSettings, settings)
+        super().__init__(params, rule, lr, mesh=mesh, how=how)
 
 
 class Shampoo(MatrixOptimizer):
     """Shampoo (``lading.rules.Shampoo``)."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, mesh: DeviceMesh | None = None, **settings: Any):
-        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.Shampoo``."""
-        rule, options = _split(ShampooSettings, settings)
-        super().__init__(params, rule, lr, mesh=mesh, **options)
+        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.Shampoo`` and ``How``."""
+        rule, how = _split(ShampooSettings, settings)
+        super().__init__(params, rule, lr, mesh=mesh, how=how)
 
 
 class SOAP(MatrixOptimizer):
     """SOAP (``lading.rules.SOAP``)."""
 
     def __init__(self, params: Iterable[Any], lr: float = 3e-3, *, mesh: DeviceMesh | None = None, **settings: Any):
-        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.SOAP``."""
-        rule, options = _split(SOAPSettings, settings)
-        super().__init__(params, rule, lr, mesh=mesh, **options)
+        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.SOAP`` and ``How``."""
+        rule, how = _split(SOAPSettings, settings)
+        super().__init__(params, rule, lr, mesh=mesh, how=how)
 
 
-_OPTIONS = ("groups", "skip_nonfinite", "stagger", "state_cap_bytes")
-
-
-def _split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The rule, and what is the optimizer's own."""
-    options = {key: settings.pop(key) for key in _OPTIONS if key in settings}
-    known = {f.name for f in dataclasses.fields(kind)}
+def _split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, How]:
+    """The rule, and how its steps are run."""
+    own, ways = ({f.name for f in dataclasses.fields(k)} for k in (kind, How))
     for key in settings:
-        if key not in known:
-            raise ConfigError(f"unknown setting {key!r} of {kind.__name__}; expected {', '.join(sorted(known))}")
-    return kind(**settings), options
+        if key not in own | ways:
+            raise ConfigError(f"unknown setting {key!r} of {kind.__name__}; expected {', '.join(sorted(own | ways))}")
+    how = How(**{key: value for key, value in settings.items() if key in ways})
+    return kind(**{key: value for key, value in settings.items() if key in own}), how
 
 
 def _maths(rule: MatrixRule | AdamW, shift: int = 0) -> Rule | AdamWRule:

@@ -43,7 +43,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A matrix to be seen whole: a box of parameter number ``parameter``, of which all but two lengths are 1."""
+    """What one rank is to see whole: a box of parameter number ``parameter``; a matrix has two lengths above 1."""
 
     name: str
     parameter: int

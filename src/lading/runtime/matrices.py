@@ -78,7 +78,7 @@ class MatrixStep:
             moving: By parameter.
             whole: Whole states of the matrices that this rank owns, by matrix.
         """
-        groups = self._prepared(moving)
+        groups = self._prepared(moving) if moving else []
         last: _Group | None = None
         if groups:
             self._send(groups[0], moving)

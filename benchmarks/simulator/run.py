@@ -9,6 +9,7 @@ has another. CPU seconds count beside wall seconds, as the latter on a shared ho
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -25,11 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from lading.clusters import Question, request_of
 from lading.report.perfetto import write_trace
 from lading.sim.cluster import Job, Stretches, simulate_cluster
 from lading.sim.noise import Noise
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 from lading.sim.schedules import Work, schedule
+from lading.sim.simulate import simulate
 from lading.sim.traces import pipeline_timeline
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -39,6 +43,13 @@ from engines import ENGINES
 Pipeline = tuple[str, int, int, int]
 SMALL: Pipeline = ("1f1b", 8, 1, 64)
 LARGE: Pipeline = ("interleaved", 16, 8, 128)
+
+#: Model, devices and layout of predictions, on H100.
+PREDICTED = (
+    ("llama3-70b", 64, "tp8,zero3,gb512,recompute=full"),
+    ("llama3-405b", 16384, "tp8,cp2,pp16,sp,zero1,gb2048"),
+    ("deepseek-v3", 2048, "pp16,ep64,gb15360"),
+)
 
 
 def uneven(case: Pipeline) -> tuple[Any, PipelineSeconds, int]:
@@ -127,6 +138,21 @@ def whole(repeats: int) -> list[dict[str, Any]]:
     return [row("whole", f"schedule to trace, {LARGE[0]} {'x'.join(map(str, LARGE[1:]))}", events, repeats, everything)]
 
 
+def predictions(repeats: int) -> list[dict[str, Any]]:
+    """A step with its explanation; each repeat has a sequence length of its own, so that no number is known before."""
+    rows = []
+    for model, devices, layout in PREDICTED:
+        question = Question(model=model, machine="h100", devices=devices, layout=layout)
+        request, table = request_of(question)
+        lengths = count(4096, 256)
+
+        def predict(request: Any = request, table: Any = table, lengths: Any = lengths) -> float:
+            return simulate(dataclasses.replace(request, seq_len=next(lengths)), table).prediction.step_s
+
+        rows.append(row("prediction", f"{model} on {devices:,}: {layout}", 1, repeats, predict))
+    return rows
+
+
 def clusters(repeats: int, most: int) -> list[dict[str, Any]]:
     """All ranks with jitter, a straggler and a slow link; 512 actions of 20 stretches and 20 collectives a rank."""
     work = {
@@ -165,7 +191,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="results without a suffix: .json and .md are written")
     settings = parser.parse_args()
     load = os.getloadavg()[0]
-    rows = engines(settings.repeats) + growth(settings.repeats) + whole(settings.repeats)
+    rows = (
+        engines(settings.repeats) + growth(settings.repeats) + whole(settings.repeats) + predictions(settings.repeats)
+    )
     rows += clusters(min(settings.repeats, 3), settings.most_ranks)
     names = ("numpy", "simpy") if find_spec("simpy") else ("numpy",)
     about = {

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +78,11 @@ class Schedule:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages of a rank, by chunk."""
-        return tuple(self.stage(rank, chunk) for chunk in range(self.chunks))
+        return self._held[rank]
+
+    @cached_property
+    def _held(self) -> list[tuple[int, ...]]:
+        return [tuple(self.stage(rank, chunk) for chunk in range(self.chunks)) for rank in range(self.ranks)]
 
     def texts(self, rank: int) -> list[str]:
         """Actions as torch prints them: ``["0F0", "4F0", "(0F3;4B0)OVERLAP_F_B", ...]``."""

@@ -13,9 +13,9 @@ _fully_shard/_fsdp_param.py, _get_grad_inner_tensor; tests compare). Computing w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
 from lading.sim.schedules import schedule_of
 from lading.sim.sharded import Unit, fully_sharded, reduced_beside
 
+_T = TypeVar("_T")
 #: Cause of what a step takes longer because activations go to the host and come back.
 COPIES = "copies to the host and back"
 #: Segments and how often each stands.
@@ -213,6 +214,15 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
     return Step(sum(shares.values()), shares, (stage,), None, _flops([stage]) * micro_batches)
 
 
+def _each(units: Sequence[Stage], work: Callable[[Stage], _T]) -> list[_T]:
+    """What ``work`` gives for each unit; those that stand many times are one object, which is worked on once."""
+    found: dict[int, _T] = {}
+    for unit in units:
+        if id(unit) not in found:
+            found[id(unit)] = work(unit)
+    return [found[id(unit)] for unit in units]
+
+
 def _unit(stage: Stage, stack: Stack, exchange: Exchange, gathers: int) -> Unit:
     copied = exchange.copies_s(stage.elements, stack.gather_copy_bytes)
     return Unit(
@@ -227,7 +237,7 @@ def _unit(stage: Stage, stack: Stack, exchange: Exchange, gathers: int) -> Unit:
 def _cut(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
     """Seconds by which gathering cut parameters and reducing their gradients makes a micro-batch longer."""
     gathers = stack.gathers if stage.again.seconds else 2
-    found = [_unit(u, stack, exchange, gathers) for u in units]
+    found = _each(units, lambda u: _unit(u, stack, exchange, gathers))
     if not stack.overlap_param_gather:
         return sum(gathers * u.gather_s + u.reduce_s for u in found) - found[-1].gather_s
     return fully_sharded(found, _slowdown(stage, exchange)).seconds - stage.forward.seconds - stage.backward_s
@@ -244,7 +254,7 @@ def _reduced(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Excha
         return exchange.reduce_s(stage.trained)
     again = list(reversed(units))
     beside = reduced_beside(
-        [u.backward_s for u in again], [exchange.reduce_s(u.trained) for u in again], _slowdown(stage, exchange)
+        [u.backward_s for u in again], _each(again, lambda u: exchange.reduce_s(u.trained)), _slowdown(stage, exchange)
     )
     return beside.seconds - stage.backward_s
 
@@ -254,7 +264,7 @@ def _gathered(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exch
     whole = exchange.gather_s(stage.trained)
     if not stack.overlap_param_gather or not whole:
         return whole
-    gathers = [exchange.gather_s(u.trained) for u in units]
+    gathers = _each(units, lambda u: exchange.gather_s(u.trained))
     # The network goes first here, and computing follows it.
     beside = reduced_beside(gathers, [u.forward.seconds for u in units], 0.0)
     slowdown = _slowdown(stage, exchange)

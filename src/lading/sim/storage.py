@@ -95,7 +95,8 @@ def _moved(stages: Sequence[Stage], step: Step) -> list[float]:
     if step.pipeline is None:
         return [float(stages[0].moved_bytes)]
     moved = np.array([stage.moved_bytes for stage in stages])
-    return alive_peaks(step.pipeline.schedule, moved, moved).tolist()
+    plan = step.pipeline.schedule
+    return alive_peaks(plan, moved, moved).tolist() if moved.any() else [0.0] * plan.ranks
 
 
 def _updated(own: Sequence[Stage], layout: Layout) -> float:

@@ -43,6 +43,13 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert [member.memory_bytes for member in fleet.devices] == [load_machine("t4").device.memory_bytes, 10**9]
 
 
+def test_a_list_is_no_machine(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(HEAD + DEVICES + LINK)
+    with pytest.raises(ConfigError, match="expected one device, got a list of them; only lading place"):
+        load_machine(path)
+
+
 def test_a_machine_stands_for_itself(tmp_path: Path) -> None:
     save_machine(load_machine("t4"), tmp_path / "mine.toml")
     for name in ("t4", tmp_path / "mine.toml"):

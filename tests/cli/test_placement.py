@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lading.catalog.fleets import load_fleet
 from lading.cli.main import main
 
 GRAPH = {
@@ -38,6 +39,8 @@ def test_a_model_of_the_catalog_on_unlike_devices(tmp_path: Path, capsys: pytest
     found = json.loads(figures.read_text())
     assert {p["policy"] for p in found["policies"]} >= {"chain", "lp", "m-etf", "m-sct", "m-topo", "heft", "best"}
     assert 0 <= found["gap"] < 0.2
+    assert found["machine"] == "laptop-and-server"
+    assert found["machine_fingerprint"] == load_fleet("laptop-and-server").fingerprint
     assert sum(len(part["groups"]) for part in found["parts"]) == 18
     assert all(d["peak_bytes"] <= d["memory_bytes"] for d in found["devices"])
     assert trace.stat().st_size > 1000

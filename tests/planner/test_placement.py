@@ -62,7 +62,7 @@ def test_the_cut_of_a_training_chain_is_the_best_of_all_cuts(seed: int) -> None:
     assert place(problem, "chain").step_s == pytest.approx(best.step_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", SEEDS[:3])
 @pytest.mark.parametrize("make", [chain, training, graph])
 @pytest.mark.parametrize("memory", [0.5, 1.0])
 def test_no_placement_is_below_the_bound_and_lp_is_near_the_best(make, seed: int, memory: float) -> None:
@@ -73,14 +73,24 @@ def test_no_placement_is_below_the_bound_and_lp_is_near_the_best(make, seed: int
         with pytest.raises(PlanInfeasible):
             contest(problem)
         return
-    relaxed, found = relax(problem), contest(problem)
-    assert relaxed is not None
-    assert 0 < relaxed.bound_s <= best.step_s * (1 + 1e-9)
+    found, rough = contest(problem, effort=2), _leaving_only(problem)
+    assert 0 < rough <= found.bound_s * (1 + 1e-6)
+    assert found.bound_s <= best.step_s * (1 + 1e-9)
+    assert relax(problem).bound_s <= found.bound_s  # pyright: ignore[reportOptionalMemberAccess]
     by_name = {p.policy: p for p in found.placements}
     assert found.best.fits
     assert found.best.step_s == min(p.step_s for p in found.placements)
     assert best.step_s * (1 - 1e-9) <= found.best.step_s <= best.step_s * 1.04
     assert by_name["lp"].step_s <= best.step_s * 1.04
+
+
+def _leaving_only(problem: Problem) -> float:
+    """The bound as of a problem with many columns, where transfers count by where they leave."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lading.planner.placement.relaxed._MOST_COLUMNS", 0)
+        rough = relax(problem)
+    assert rough is not None
+    return rough.bound_s
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -209,7 +219,7 @@ def test_repair_moves_what_costs_least_a_byte() -> None:
 
 
 def test_the_same_problem_gets_the_same_placement() -> None:
-    first, second = (contest(graph(3, count=9, memory=0.6)) for _ in range(2))
+    first, second = (contest(graph(3, count=9, memory=0.6), effort=1) for _ in range(2))
     assert first.placements == second.placements
 
 

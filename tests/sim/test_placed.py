@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+
 import pytest
+from tests.planner.placements import chain, graph, training
 
 from lading.errors import ConfigError, SimulationError
 from lading.ir.fleet import Join, Network, network_of
@@ -84,6 +89,42 @@ def test_a_window_of_one_waits_for_the_whole_micro_batch() -> None:
     run = PlacedSimulator(_pipeline(3)).run((0, 1), (1, 1))
     assert run.step_s == 3 * 6 + 1
     assert run.peak_bytes == (13, 13)
+
+
+@pytest.mark.parametrize("make", [chain, training, graph])
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_is_placed_nothing_is_overbooked(make: Callable[..., Problem], seed: int) -> None:
+    problem = make(seed, count=6, micro_batches=1 + seed % 3)
+    random = Random(seed)
+    devices = [random.randrange(3) for _ in problem.groups]
+    simulator = PlacedSimulator(problem)
+    run = simulator.run(devices, (2, 1, 3), record=True)
+    assert simulator.run(devices, (2, 1, 3), record=True) == run
+    for stream in {stream for stream, *_ in run.events}:
+        spans = sorted((a, b) for name, _, a, b in run.events if name == stream)
+        assert all(a <= b for a, b in spans)
+        assert all(end <= begin + 1e-12 for (_, end), (begin, _) in pairwise(spans))
+    assert max(*run.busy_s, *run.channel_s) <= run.step_s * (1 + 1e-12)
+    assert run.step_s >= _longest_way(problem, devices) * (1 - 1e-12)
+    alone = [sum(g.resident_bytes for g, d in zip(problem.groups, devices, strict=True) if d == n) for n in range(3)]
+    assert all(peak >= size for peak, size in zip(run.peak_bytes, alone, strict=True))
+    assert sum(run.busy_s) == pytest.approx(
+        problem.micro_batches * sum(g.seconds[d] for g, d in zip(problem.groups, devices, strict=True))
+    )
+
+
+def _longest_way(problem: Problem, devices: list[int]) -> float:
+    """Seconds of one micro-batch where nothing waits for anything but its inputs."""
+    ends: list[float] = []
+    for number, task in enumerate(problem.tasks):
+        own = devices[problem.group_of[number]]
+        ready = [
+            ends[f.source] + problem.network.transfer_s(devices[problem.group_of[f.source]], own, f.size_bytes)
+            for f in problem.flows
+            if number in f.targets
+        ]
+        ends.append(max(ready, default=0.0) + task.seconds[own])
+    return max(ends)
 
 
 def test_what_cannot_be_is_an_error() -> None:

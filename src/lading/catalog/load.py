@@ -83,6 +83,10 @@ def machine_from_dict(data: object, origin: str) -> Machine:
     Raises:
         ConfigError: a key is unknown or missing, or a value has the wrong type or range; names key and file.
     """
+    if "devices" in _table(data, "the file", origin):
+        raise ConfigError(
+            f"{origin}: expected one device, got a list of them; only lading place and lading plan --model take a list"
+        )
     return _build(Machine, data, "", origin)
 
 

@@ -14,6 +14,7 @@ from lading.units import format_seconds
 
 if TYPE_CHECKING:
     from lading.cli.commands import Plan
+    from lading.ir.fleet import Fleet
     from lading.ir.placement import Problem
     from lading.planner.placement.api import Contest
 
@@ -65,13 +66,15 @@ class Place:
                 raise ConfigError(f"expected a file in a folder that exists, got {str(path)!r}; make its folder first")
         if self.effort < 0:
             raise ConfigError(f"--effort: expected 0 or more, got {self.effort}")
-        problem = self._problem()
+        problem, fleet = self._problem()
         found = _contest(problem, self.policy, self.effort)
         _print(found, latency=self.latency)
         if self.json is not None:
+            from lading import __version__
             from lading.report.placement import summary
 
-            figures = summary(problem, found.placements, found.failed)
+            figures = summary(problem, found.placements, found.failed, fleet)
+            figures["version"] = __version__
             _write(self.json, json.dumps(figures, indent=1) + "\n")
         if self.trace is not None:
             from lading.planner.placement.trial import Trial
@@ -80,13 +83,13 @@ class Place:
             write_trace(self.trace, [Trial(problem).run(found.best.devices, record=True).timeline()])
             print(f"wrote {self.trace}")
 
-    def _problem(self) -> Problem:
+    def _problem(self) -> tuple[Problem, Fleet | None]:
         if self.graph is not None:
             if self.model is not None or self.machine is not None:
                 raise ConfigError("expected --graph, or --model and --machine; got both")
             from lading.planner.placement.plain import read_problem
 
-            return read_problem(self.graph)
+            return read_problem(self.graph), None
         if self.model is None or self.machine is None:
             raise ConfigError("expected --model and --machine, or --graph GRAPH.json")
         from lading.catalog.fleets import load_fleet
@@ -102,7 +105,8 @@ class Place:
             captured=self.units is not None,
             precision=self.precision,
         )
-        return problem_on(asked, load_fleet(self.machine))
+        fleet = load_fleet(self.machine)
+        return problem_on(asked, fleet), fleet
 
 
 def plan_fleet(asked: Plan) -> None:
@@ -120,6 +124,7 @@ def plan_fleet(asked: Plan) -> None:
             )
     if asked.model is None or asked.machine is None or asked.json == asked.out:
         raise ConfigError("expected --model and --machine, and --json and --out of different files")
+    from lading import __version__
     from lading.catalog.fleets import load_fleet
     from lading.placing import Placing, best_of
     from lading.report.placement import summary
@@ -133,7 +138,9 @@ def plan_fleet(asked: Plan) -> None:
         print(f"micro-batches of a step, searched briefly: {steps}")
     for path in (asked.out, asked.json):
         if path is not None:
-            _write(path, json.dumps(summary(found.problem, found.placements, found.failed), indent=1) + "\n")
+            figures = summary(found.problem, found.placements, found.failed, fleet)
+            figures["version"] = __version__
+            _write(path, json.dumps(figures, indent=1) + "\n")
 
 
 def _contest(problem: Problem, policy: str | None, effort: int) -> Contest:

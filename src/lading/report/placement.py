@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lading.ir.fleet import Fleet
 from lading.ir.placement import Placement, Problem
 from lading.report.table import figures_table
 from lading.units import format_bytes, format_seconds
@@ -102,12 +103,23 @@ def parts_table(problem: Problem, placement: Placement) -> Table | None:
     return table
 
 
-def summary(problem: Problem, placements: Sequence[Placement], failed: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """Figures by name: seconds, bytes and shares; the last placement is the chosen one."""
+def summary(
+    problem: Problem,
+    placements: Sequence[Placement],
+    failed: Sequence[tuple[str, str]],
+    fleet: Fleet | None = None,
+) -> dict[str, Any]:
+    """Figures by name: seconds, bytes and shares; the last placement is the chosen one.
+
+    Args:
+        fleet: What it is for; None for devices as plain numbers.
+    """
     best, network = placements[-1], problem.network
     sent = traffic(problem, best.devices)
     return {
         "model": problem.name,
+        "machine": fleet.name if fleet else None,
+        "machine_fingerprint": fleet.fingerprint if fleet else None,
         "micro_batches": problem.micro_batches,
         "policy": best.policy,
         "step_s": best.step_s,

@@ -21,6 +21,7 @@ from lading.errors import LadingError
 from lading.ir.request import Request
 from lading.sim.noise import largest_of
 from lading.sim.simulate import WAITING, simulate
+from lading.sim.step import DATA_PARALLEL
 from lading.validate.requests import request_of
 from lading.validate.rows import read_rows
 
@@ -29,7 +30,7 @@ ENDS, BLOCKS = "meet at the end of a step", "meet in every block"
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A measured step: expected largest of its devices, and the logarithm of measured over predicted."""
+    """A measured step: expected largest of its devices, as far as they work, and log of measured over predicted."""
 
     devices: int
     lag: float
@@ -64,8 +65,10 @@ def groups_of(files: list[Path]) -> dict[tuple[str, ...], list[Point]]:
         except LadingError:
             continue
         devices = request.layout.devices
-        error = float(np.log(seconds / (step.step_s - step.shares_s[WAITING])))
-        found[group_of(request, row.family)].append(Point(devices, largest_of(devices), error))
+        equal_s = step.step_s - step.shares_s[WAITING]
+        working = 1 - max(0.0, step.shares_s.get(DATA_PARALLEL, 0.0)) / equal_s
+        error = float(np.log(seconds / equal_s))
+        found[group_of(request, row.family)].append(Point(devices, largest_of(devices) * working, error))
     return {key: points for key, points in found.items() if len({p.devices for p in points}) > 1}
 
 

@@ -86,13 +86,15 @@ def step_bounds(rows: Rows, priced: Priced, stack: Stack, devices: int) -> tuple
     table, found, costs = rows.table, rows.found, priced.costs
     pipe, number = rows.pipe, rows.number
     spans = makespans(table, costs, priced.send_s, rows.micro_batches, stack)[pipe]
-    steps = spans + _after(rows, costs, stack) + found.gather_s[number]
+    steps, working = spans + _after(rows, costs, stack) + found.gather_s[number], spans.copy()
     flat = table.flat[pipe]
     if np.any(flat):
         steps[flat] = _replicas(rows, flat, priced, stack)
-    steps += found.optimizer_s[number] + stack.step_s
+        row = table.row[table.first][pipe[flat]]
+        working[flat] = rows.micro_batches[pipe[flat]] * (costs.forward[row] + costs.backward[row])
+    rest = found.optimizer_s[number] + stack.step_s
     waits = np.array([waiting_share(devices, every_block=zero >= 2) for zero in range(4)])
-    return steps * (1 + waits[found.zero[number]]), spans
+    return steps + rest + (working + rest) * waits[found.zero[number]], spans
 
 
 def peak_bounds(rows: Rows, priced: Priced) -> Floats:

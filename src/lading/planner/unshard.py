@@ -175,7 +175,8 @@ def lower_bound(modules: Modules, costs: Costs, budget: int) -> float:
     windows = max(forward + once * lost, once) + max(backward + again * lost, again) * micro_batches
     windows += max(forward + again * lost, again) * (micro_batches - 1)
     device = ends + computing + max(0.0, network - ends) * lost
-    return (max(network, device, windows) + modules.rest_s) * (1 + modules.waits)
+    waited = (micro_batches * modules.computing_s + modules.rest_s) * modules.waits
+    return max(network, device, windows) + modules.rest_s + waited
 
 
 def _network_s(modules: Modules, kept: int) -> tuple[float, float, float]:

@@ -97,7 +97,7 @@ def gathered_step(
         walk.streams.used += more * used
     modules = costs.modules
     return Gathered(
-        step_s=(walk.streams.device + modules.rest_s) * (1 + modules.waits),
+        step_s=walk.streams.device + modules.rest_s + (count * modules.computing_s + modules.rest_s) * modules.waits,
         exposed_s=walk.streams.device - walk.streams.busy,
         network_s=walk.streams.used,
         peak_bytes=walk.peak,

@@ -15,9 +15,7 @@ from lading.sim.parts import Span
 from lading.sim.prices import MachinePrices
 from lading.sim.schedules import Schedule, Work, schedule
 from lading.sim.simulate import Simulated
-from lading.sim.step import Stage
-
-_DATA_PARALLEL = "data-parallel communication"
+from lading.sim.step import DATA_PARALLEL, Stage
 
 
 def job_of(simulated: Simulated, *, meetings: int = 2) -> Job:
@@ -39,7 +37,7 @@ def job_of(simulated: Simulated, *, meetings: int = 2) -> Job:
     group, shared_s = layout.tp * layout.cp, 0.0
     if layout.zero == 3:
         group = layout.tp * layout.sharding_ranks
-        shared_s = max(0.0, step.shares_s.get(_DATA_PARALLEL, 0.0)) / layout.micro_batches
+        shared_s = max(0.0, step.shares_s.get(DATA_PARALLEL, 0.0)) / layout.micro_batches
     job = Job(
         plan=plan,
         work={kind: [_stretches(s, kind, meetings, shared_s, group > 1) for s in step.stages] for kind in Work},

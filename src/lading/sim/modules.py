@@ -101,7 +101,7 @@ class Modules:
         order: Place among ``blocks`` of each in the order of forward, and the path of the module that it is.
         slowdown: By how much longer computing takes while the network's kernels run beside it.
         rest_s: Of a step besides: the optimizer, the host.
-        waits: Share by which a step is longer as its devices are not equal.
+        waits: Share by which work takes longer as devices are not equal.
         state_bytes: Of cut parameters, gradients and the optimizer's states, and of what is kept for good.
     """
 
@@ -119,6 +119,12 @@ class Modules:
     def atoms(self) -> tuple[tuple[int, int], ...]:
         """Place in ``order`` and number in its block of every atom, in the order of forward."""
         return tuple((place, n) for place, (block, _) in enumerate(self.order) for n in range(self._count(block)))
+
+    @cached_property
+    def computing_s(self) -> float:
+        """Seconds of a micro-batch's forward and backward with nothing beside them."""
+        blocks = [self.blocks[block] for block, _ in self.order]
+        return sum(piece.seconds for block in blocks for piece in (*block.forward, *block.backward))
 
     def atom(self, number: int) -> Atom:
         """An atom by its place in ``atoms``."""

@@ -137,15 +137,15 @@ def _mean_of_largest(value: Callable[[float], float], count: int) -> float:
     return sum(value(-normal.inv_cdf(-np.expm1(log(u) / count))) for u in chances) / points
 
 
-#: Published steps of one layout on more and more devices (benchmarks/calibrate/scale.py, November 2026) lose 0.028 +-
-#: 0.006 for a unit of ``largest_of`` where ranks meet at the end of a step, and 0.064 +- 0.008 where all meet in every
+#: Published steps of one layout on more and more devices (benchmarks/calibrate/scale.py, November 2026) lose 0.026 +-
+#: 0.007 for a unit of ``largest_of`` where ranks meet at the end of a step, and 0.057 +- 0.011 where all meet in every
 #: block: what devices differ by, and with it what a stretch of work varies by.
-DEVICE_SPREAD, BLOCK_SPREAD = 0.028, 0.064
+DEVICE_SPREAD, BLOCK_SPREAD = 0.026, 0.057
 _NODE = 8  # what a node's devices lose to each other is in the factors of a running step, which are fitted there
 
 
 def waiting_share(devices: int, *, every_block: bool) -> float:
-    """Share by which a step takes longer on so many devices than on one node's, for waiting for the slowest.
+    """Share by which work takes longer on so many devices than on one node's, for waiting for the slowest.
 
     Args:
         every_block: Whether all meet in every block, as where parameters are cut, and not only at the end of a step.

@@ -36,7 +36,7 @@ from lading.sim.phases import Phases, phases
 from lading.sim.prices import MachinePrices
 from lading.sim.processes import processes_step
 from lading.sim.schedules import schedule_of
-from lading.sim.step import Stage, Step, pipeline_step, replicas_step, stage_of
+from lading.sim.step import DATA_PARALLEL, Stage, Step, pipeline_step, replicas_step, stage_of
 from lading.sim.storage import device_roles, stored
 from lading.sim.variants import Parts, moved, parts_of
 
@@ -112,6 +112,7 @@ class Simulated:
                 *self.request.assumed,
                 *self.table.assumed,
                 *_not_simulated(self.request),
+                *_not_fitted(self.request, self.machine),
                 *assumed_of_links(self.request.layout, self.machine),
                 *assumed_of_offload(self.request.layout, self.request.stack, self.machine),
             ),
@@ -123,6 +124,16 @@ def _not_simulated(request: Request) -> tuple[str, ...]:
     if request.schedule_detail and request.layout.pp > 1:
         return (f"schedule {request.schedule_detail} simulated as {schedule_of(request.layout).kind}",)
     return ()
+
+
+def _not_fitted(request: Request, machine: Machine) -> tuple[str, ...]:
+    """What is not known of the stack on these devices."""
+    stack, gpu = request.stack, machine.device.gpu
+    if gpu is None or gpu.architecture in stack.spread:
+        return ()
+    return (
+        f"no step of {stack.name} on {gpu.architecture} was seen: kernels in a running step as other stacks' there",
+    )
 
 
 class Simulator:
@@ -204,8 +215,9 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
 
 
 def _waiting(step: Step, layout: Layout) -> Step:
-    """The step with what its ranks wait for the slowest of them."""
-    waited = step.step_s * waiting_share(layout.devices, every_block=layout.zero >= 2)
+    """The step with what its ranks wait for the slowest of them: late is who computes, not who waits for a network."""
+    working = step.step_s - max(0.0, step.shares_s.get(DATA_PARALLEL, 0.0))
+    waited = working * waiting_share(layout.devices, every_block=layout.zero >= 2)
     return dataclasses.replace(step, step_s=step.step_s + waited, shares_s={**step.shares_s, WAITING: waited})
 
 

@@ -32,6 +32,8 @@ from lading.sim.sharded import Unit, fully_sharded, reduced_beside
 _T = TypeVar("_T")
 #: Cause of what a step takes longer because activations go to the host and come back.
 COPIES = "copies to the host and back"
+#: Cause of what data-parallel ranks exchange and computing does not hide.
+DATA_PARALLEL = "data-parallel communication"
 #: Segments and how often each stands.
 Run = Sequence[tuple[int, int]]
 
@@ -198,12 +200,12 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
     """
     micro_batches = layout.micro_batches
     if layout.zero == 3:
-        extra = {"data-parallel communication": _cut(stage, units, stack, exchange) * micro_batches}
+        extra = {DATA_PARALLEL: _cut(stage, units, stack, exchange) * micro_batches}
     else:
         # Cut gradients are reduced in every micro-batch: no rank has the room to add them up.
         times = micro_batches if layout.zero == 2 else 1
         reduced = times * _reduced(stage, units, stack, exchange)
-        extra = {"data-parallel communication": reduced + _gathered(stage, units, stack, exchange)}
+        extra = {DATA_PARALLEL: reduced + _gathered(stage, units, stack, exchange)}
     if stage.summed:
         extra["tp communication"] = exchange.sums_s(stage.summed) * (micro_batches if layout.zero == 3 else 1)
     extra["optimizer"] = exchange.optimizer_s(stage.trained)
@@ -313,7 +315,7 @@ def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchang
     gather = max(_rank_gather(own, stack, exchange) for own in ranks)
     extra = {
         "bubble": run.makespan_s - busy,
-        "data-parallel communication": after + gather,
+        DATA_PARALLEL: after + gather,
         "optimizer": max(exchange.optimizer_s(trained_of(own)) for own in ranks),
         "host": max(host_s(own, stack, exchange) for own in ranks),
     }

@@ -20,8 +20,9 @@ from lading.planner.space import Ask, Block, Pipe
 from lading.sim.noise import waiting_share
 from lading.sim.simulate import MEMORY_SPREAD, Simulated, segments_of, simulate
 
-#: Layouts simulated before the search gives up proving: so many times as are wanted.
-_PATIENCE = 4
+#: Layouts simulated before the search gives up proving: so many times as are wanted, and so many at least; and before
+#: it gives up finding one that fits.
+_PATIENCE, _LEAST, _MOST = 4, 64, 1024
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def refined(search: Search, room: Room, tell: Tell) -> tuple[list[Refined], list
     queue = _Queue(search, room, tell)
     while (entry := queue.next()) is not None:
         bound_s, item = entry
-        if (queue.is_full and bound_s >= queue.worst_s) or queue.simulated >= _PATIENCE * search.ask.top:
+        if (queue.is_full and bound_s >= queue.worst_s) or queue.is_tired:
             return queue.good, queue.over, Proof(bound_s, queue.simulated)
         queue.take(bound_s, item)
     return queue.good, queue.over, Proof(float("inf"), queue.simulated)
@@ -168,6 +169,11 @@ class _Queue:
     def worst_s(self) -> float:
         """Seconds of the slowest of those that are to be proven."""
         return self.good[min(self.search.ask.proven, self.search.ask.top) - 1].step_s
+
+    @property
+    def is_tired(self) -> bool:
+        """Whether as many have been simulated as may be."""
+        return self.simulated >= (max(_LEAST, _PATIENCE * self.search.ask.top) if self.good else _MOST)
 
     def next(self) -> tuple[float, _Item] | None:
         """The least bound, and of what; None if nothing is left."""

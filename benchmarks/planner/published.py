@@ -2,9 +2,9 @@
 
     python benchmarks/planner/published.py benchmarks/validation/measurements.jsonl --most 40 [--out results.json]
 
-A set-up is a model, a machine, devices, sequences of a step and their length, a precision and a software stack; of several
-published layouts of one set-up the one that is fastest as simulated counts. The plan is found with the same stack, under the
-memory of the machine. A published layout that does not fit as predicted is said to: the plan has to.
+A set-up is a model, a machine, devices, sequences of a step and their length, a precision and a software stack; of
+several published layouts of one set-up the one that is fastest as simulated counts. The plan is found with the same
+stack, under the memory of the machine, while a published layout may not fit as predicted, which is said.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def setups(files: list[Path]) -> dict[str, Simulated]:
     for row in rows:
         try:
             request = request_of(row)
-            if request.task not in ("pretrain", "sft") or request.offload:
+            if request.task not in ("pretrain", "sft") or request.layout.offload not in ((), ("optimizer",)):
                 continue
             simulated = simulate(request)
         except LadingError:

@@ -128,13 +128,16 @@ def test_pins() -> None:
 
 
 def test_what_does_not_fit_names_the_moment_and_what_would() -> None:
-    asked = ask("llama3-8b", 1, 4, 8192, pins={"micro_batch": 1})
+    asked = ask("llama3-8b", 1, 4, 8192, pins={"micro_batch": 1, "offload": ()})
     with pytest.raises(PlanInfeasible, match="at moment 'step'") as raised:
         find_layouts(asked)
     assert raised.value.missing_bytes > 0
     text = str(raised.value)
     assert "4 devices instead of 1: " in text
-    assert "optimizer's states in host memory" in text
+    assert "offload not pinned to none: " in text
+    hosted = find_layouts(dataclasses.replace(asked, pins={"micro_batch": 1}))
+    assert hosted.winner.layout.offload == ("optimizer",)
+    assert hosted.winner.peaks["step"]["host"] > hosted.winner.peaks["step"]["device"] / 4
     with pytest.raises(PlanInfeasible):
         find_layouts(dataclasses.replace(asked, devices=2))
     more = find_layouts(dataclasses.replace(asked, devices=4))

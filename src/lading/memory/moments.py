@@ -61,10 +61,10 @@ def moments_of(held: Held, save: str = "sharded") -> dict[str, dict[str, int]]:
         raise ConfigError(f"expected checkpoints that are {', '.join(SAVES)}, got {save!r}")
     states = sum(held.roles.get(role, 0) for role in _STATES)
     kept = states - held.roles.get(Role.GRADIENT, 0)
-    gathered = save == "gathered"
+    every, gathered = kept + held.host_bytes, save == "gathered"
     piece = held.whole_bytes if gathered else held.piece_bytes
-    host = {"sharded": min(kept, held.piece_bytes + _AHEAD_BYTES), "async": kept, "gathered": kept * held.ranks}
-    read = kept * held.ranks if gathered else 2 * held.piece_bytes
+    host = {"sharded": min(kept, held.piece_bytes + _AHEAD_BYTES), "async": every, "gathered": every * held.ranks}
+    read = every * held.ranks if gathered else 2 * held.piece_bytes
     there = held.host_bytes
     return {
         "start": {"device": states, "host": there + held.piece_bytes},

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from lading.cost.hosting import host_step_s
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.request import Request
-from lading.memory.ranks import shards, state_bytes
+from lading.memory.ranks import kept_state_bytes, shards, state_bytes
 from lading.planner.pipes import WATCHED, PipeTable
 from lading.planner.space import Block, Cut, Space
 from lading.planner.stages import Floats, Ints
@@ -136,7 +137,7 @@ def _layout(space: Space, block: Block, pp: int, cut: Cut) -> Layout:
     precision = space.precision
     return Layout(
         dp=dp, pp=pp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, etp=mesh.etp, zero=cut.zero, shard=cut.shard,
-        precision=precision,
+        precision=precision, offload=("optimizer",) if cut.hosted else (),
     )  # fmt: skip
 
 
@@ -189,9 +190,19 @@ def _by_cut(
         rows[1].append(np.asarray(found[1]))
         rows[2].append(every @ (1 / ways))
         rows[3].append(_bytes(shape, layout, space.ask.request))
-    whole = MachinePrices(space.ask.machine, _layout(space, block, shape.pp, Cut(0, 0)), stack)
     kept = np.stack(rows[2])
-    return np.stack(rows[0]), np.stack(rows[1]), _optimizer(whole, kept), np.stack(rows[3])
+    updates = _optimizer(MachinePrices(space.ask.machine, _layout(space, block, shape.pp, Cut(0, 0)), stack), kept)
+    for place, cut in enumerate(shape.cuts):
+        if cut.hosted:
+            updates[place] = _on_host(space, _layout(space, block, shape.pp, cut), kept[place])
+    return np.stack(rows[0]), np.stack(rows[1]), updates, np.stack(rows[3])
+
+
+def _on_host(space: Space, layout: Layout, kept: Floats) -> Floats:
+    """Seconds of the optimizer on the host, at least: what the most takes, by number, as all of it is affine."""
+    stack, most = space.ask.request.stack, float(np.max(kept))
+    states = kept_state_bytes(stack)
+    return kept / most * host_step_s(most, layout, stack, space.ask.machine, state_bytes=states)
 
 
 def _each(seconds: Any, elements: Floats) -> Floats:
@@ -217,11 +228,13 @@ def _bytes(shape: Shapes, layout: Layout, request: Request) -> Floats:
     """(shape, watched rank): states of a rank, and placeholders of gradients.
 
     Where parameters are cut, gradients come with backward, and gathered ones go with their unit: neither is counted, as
-    they need not be there when activations are most; nor are gradients where a stack drops them.
+    they need not be there when activations are most; nor are gradients where a stack drops them, or cut ones where the
+    host updates.
     """
     many, stack = 1 << 40, request.stack
-    kept = layout.zero < 3 and not stack.drops_gradients
-    roles = (Role.PARAMETER, Role.OPTIMIZER_STATE, *((Role.GRADIENT,) if kept else ()))
+    gradients = layout.zero < (2 if layout.offload else 3) and not stack.drops_gradients
+    roles = [Role.PARAMETER, *([Role.GRADIENT] if gradients else [])]
+    roles += [] if layout.offload else [Role.OPTIMIZER_STATE]
     each = [state_bytes({kind: many}, layout, stack) for kind in _KINDS]
     own = np.array([sum(found[role] for role in roles) / many for found in each])
     return shape.held[:, :WATCHED, :2] @ own + shape.placeholders

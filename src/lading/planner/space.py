@@ -25,7 +25,7 @@ _SHORT = {"mb": "micro_batch"}
 #: What ``--pin`` takes.
 PINS = (
     "dp", "tp", "cp", "pp", "ep", "etp", "vpp", "sp", "zero", "shard", "cp_comm", "micro_batch", "schedule",
-    "recompute", "recompute_layers", "recompute_modules", "precision",
+    "recompute", "recompute_layers", "recompute_modules", "precision", "offload",
 )  # fmt: skip
 _WORDS = ("cp_comm", "schedule", "recompute", "precision")
 _YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -112,10 +112,11 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cut:
-    """Who keeps the states of a parameter."""
+    """Who keeps the states of a parameter, and whether the host keeps and updates them."""
 
     zero: int
     shard: int
+    hosted: bool = False
 
 
 def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
@@ -144,6 +145,13 @@ def _value(key: str, value: str) -> Any:
         return value
     if key == "recompute_modules":
         return tuple(filter(None, value.split("+")))
+    if key == "offload":
+        if value not in ("none", "optimizer"):
+            raise ConfigError(
+                f"--pin offload: expected none or optimizer, got {value!r}: parameters and activations behind the "
+                "device are simulated, not searched; give lading simulate a layout"
+            )
+        return () if value == "none" else (value,)
     if key == "sp":
         if value.lower() not in _YES:
             raise ConfigError(f"--pin sp: expected yes or no, got {value!r}")
@@ -161,6 +169,8 @@ def _value(key: str, value: str) -> Any:
 def pins_of(text: str) -> dict[str, Any]:
     """All choices of a layout as it prints: what ``--pin`` of every key would be."""
     layout = parse_layout(text)
+    if layout.offload not in ((), ("optimizer",)):
+        raise ConfigError(f"expected a layout that offloads nothing or the optimizer, got {text!r}")
     return {key: getattr(layout, key) for key in PINS}
 
 
@@ -259,8 +269,17 @@ class Space:
         found: list[Cut] = []
         for zero in self._pinned("zero", stages if data > 1 else [0]):
             parts = [0, *(n for n in divisors(data) if 1 < n < data)] if zero else [0]
-            found += [Cut(zero, shard) for shard in self._pinned("shard", parts)]
+            shards = self._pinned("shard", parts)
+            found += [Cut(zero, shard, hosted) for hosted in self._hosted for shard in shards]
         return found
+
+    @cached_property
+    def _hosted(self) -> list[bool]:
+        """Whether the optimizer's states lie on the host."""
+        if "offload" in self.ask.pins:
+            return [self.ask.pins["offload"] == ("optimizer",)]
+        there = self.ask.machine.tier("host") is not None and self.ask.machine.host_device is not None
+        return [False, True] if there else [False]
 
     def layout(self, block: Block, mode: str, pipe: Pipe, cut: Cut, global_batch: int | None = None) -> Layout:
         """The layout of the four.
@@ -287,6 +306,7 @@ class Space:
             recompute_layers=pipe.layers if mode == "full" or "recompute_layers" in self.ask.pins else -1,
             recompute_modules=self.ask.pins.get("recompute_modules", ()) if mode == "selective" else (),
             precision=self.precision,
+            offload=("optimizer",) if cut.hosted else (),
         )
 
     def left_out(self) -> tuple[str, ...]:

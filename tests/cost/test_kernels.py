@@ -56,6 +56,8 @@ def test_rows_that_start_at_few_bytes_slow_products_as_measured():
     assert median(off[False]) < 0.2
     even, odd = (product_s(Product(8192, n, 14336), "float16", device("a100")) for n in (51200, 51201))
     assert 3 < odd / even < 4
+    even, odd = (product_s(Product(8192, n, 14336), "float32", device("a100")) for n in (51200, 51201))
+    assert odd == pytest.approx(even, rel=0.05)
     gradients = [product_s(Product(51201, 14336, 8192), "float16", device("a100"), of_weight=w) for w in (True, False)]
     assert 3 < gradients[0] / gradients[1] < 4  # only there are its columns rows in memory
 

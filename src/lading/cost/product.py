@@ -112,7 +112,9 @@ def _known(
 
 
 def unaligned(product: Product, operand_bytes: float, rates: ProductRates, *, of_weight: bool = False) -> float:
-    """How many times longer computing takes because of the addresses at which rows start, >= 1."""
+    """How many times longer computing takes because of the addresses at which rows of 16-bit numbers start, >= 1."""
+    if operand_bytes != _OUT_BYTES:
+        return 1.0  # not measured: fp32 without tensor cores loads single numbers, 8 bits refuse such rows
     rows = (product.m, product.n) if of_weight else (product.n, product.k)
     return max(rates.unaligned_at(int(row * operand_bytes)) for row in rows)
 

@@ -10,7 +10,8 @@ import pytest
 from lading.clusters import Question, request_of
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import Keep
-from lading.planner.unshard import POLICIES, Chosen, choose_groups, lower_bound, plan_of
+from lading.planner.unshard import POLICIES, Chosen, choose_groups, plan_of
+from lading.planner.unshardbound import lower_bound
 from lading.sim.buckets import Bucket, Costs
 from lading.sim.gathers import gathered_step
 from lading.sim.modules import Modules, modules_of
@@ -58,7 +59,7 @@ def test_between_its_neighbours(case: str) -> None:
         assert found.gathered.step_s == found.step_s
         assert rows["zero2"].fits == (share == 1.0)
     for less, more in pairwise(shares):
-        assert chosen(case, more).step_s <= chosen(case, less).step_s * (1 + 1e-3)
+        assert chosen(case, more).step_s <= chosen(case, less).step_s * (1 + 5e-3)
 
 
 def test_groups_have_every_parameter_once() -> None:
@@ -97,7 +98,7 @@ def test_bound_is_below_everything_that_can_be() -> None:
     assert len(steps) > 200
     for budget in sorted({step.peak_bytes for step in steps}):
         fastest = min(step.step_s for step in steps if step.peak_bytes <= budget)
-        assert lower_bound(of, costs, budget) <= fastest
+        assert lower_bound(of, budget) <= fastest
 
 
 def test_plan_is_saved_as_chosen(tmp_path) -> None:

@@ -42,7 +42,7 @@ def cases(name: str) -> dict[str, ClusterPlan]:
     """Plans by name."""
     if name == "few":
         found = {"residency": planned("dp2,zero3,mb2,gb8", "residency")}
-        greedy = planned("dp2,zero3,mb2,gb4", "reverse-greedy")
+        greedy = planned("dp2,zero3,mb2,gb8", "reverse-greedy")
         further = tuple(dataclasses.replace(group, ahead=2, ahead_backward=3) for group in greedy.groups)
         return {**found, "ahead": dataclasses.replace(greedy, groups=further), "refused": greedy}
     if name == "policies":
@@ -52,12 +52,18 @@ def cases(name: str) -> dict[str, ClusterPlan]:
             "greedy": planned("dp2,zero3,mb2,gb12", "reverse-greedy"),
             "residency-full": planned("dp2,zero3,mb2,gb8", "residency", 0.9),
             "recomputed": planned("dp2,zero3,mb2,gb8,recompute=full", "reverse-greedy"),
+            "once": dataclasses.replace(planned("dp2,zero3,mb2,gb12", "residency"), reduces_each=False),
+            "offloaded": _offloaded(planned("dp2,zero3,mb2,gb8", "residency")),
         }
     return {
         "residency": planned("dp4,zero3,mb2,gb16", "residency"),
         "recomputed": planned("dp4,zero3,mb2,gb16,recompute=full", "reverse-greedy"),
         "hybrid": planned("dp4,zero3,shard2,mb2,gb16", "residency"),
     }
+
+
+def _offloaded(plan: ClusterPlan) -> ClusterPlan:
+    return dataclasses.replace(plan, groups=tuple(dataclasses.replace(g, offload=True) for g in plan.groups))
 
 
 def run(name: str, folder: Path) -> None:
@@ -90,8 +96,8 @@ def test_the_same_numbers_and_the_planned_gathers(name: str, tmp_path: Path) -> 
         counts = Counter(found["found"])
         gathers = tuple(counts[f"{phase} _allgather_base_"] for phase in ("forward", "backward"))
         assert gathers == tuple(STEPS * n for n in plan.gathers), each
-        micro_batches = parse_layout(plan.layout).micro_batches
-        assert counts["backward _reduce_scatter_base_"] == STEPS * micro_batches * len(plan.groups), each
+        reductions = len(plan.groups) * (plan.micro_batches if plan.reduces_each else 1)
+        assert counts["backward _reduce_scatter_base_"] == STEPS * reductions, each
         if each.startswith("residency"):
             assert 0.97 * plan.peaks["step"]["device"] <= found["peak_bytes"] <= plan.budget_bytes
 
@@ -103,12 +109,15 @@ def _check_refusals(said: list[str]) -> None:
     assert "expected 12 bytes of parameters in group 0 (tokens), found 65,536" in said[2]
     assert "found 'tokens.weight' in none" in said[3]
     assert "expected a plan that cuts parameters" in said[4]
+    assert "expected 2 micro-batches before a step of the optimizer, as planned, got 1" in said[5]
+    assert "expected a step of the optimizer after 2 micro-batches, as planned, got one more" in said[6]
 
 
 def test_plans_are_what_they_are_for() -> None:
     """The cases differ in what they try: whole blocks and parts, all lengths of stay, several blocks in a bucket."""
     groups = [group for name in ("few", "policies") for plan in cases(name).values() for group in plan.groups]
     assert {group.keep for group in groups} == set(Keep)
+    assert [group.modules for group in cases("few")["residency"].groups if not group.again] == [("tokens",)]
     assert any(len(group.modules) > 1 and "layers.0" in group.modules for group in groups)
     assert any(group.modules[0].count(".") > 1 for group in groups)
     assert cases("policies")["recomputed"].recomputed == ("layers.0", "layers.1", "layers.2", "layers.3")

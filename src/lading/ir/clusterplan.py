@@ -41,6 +41,7 @@ class GatherGroup:
         modules: Paths of the modules whose parameters they are, in order of forward; a parameter belongs to the nearest
             module named by any group. "" is the model itself: what no other group has.
         keep: How long they stay gathered.
+        again: What is released is gathered again for backward; False where backward does not read it (an embedding).
         ahead: Groups before this one, in order of forward, at whose beginning its gather is asked for.
         ahead_backward: The same in order of backward.
         recompute: The forward of these modules runs again in backward (activation checkpointing).
@@ -50,6 +51,7 @@ class GatherGroup:
 
     modules: tuple[str, ...]
     keep: Keep = Keep.RELEASE
+    again: bool = True
     ahead: int = 1
     ahead_backward: int = 1
     recompute: bool = False
@@ -125,7 +127,7 @@ class ClusterPlan:
         """All-gathers of parameters in one step, on each rank: in forward and in backward."""
         count = self.micro_batches
         forward = sum(1 if group.keep is Keep.STEP else count for group in self.groups)
-        return forward, sum(count for group in self.groups if group.keep is Keep.RELEASE)
+        return forward, sum(count for group in self.groups if group.keep is Keep.RELEASE and group.again)
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

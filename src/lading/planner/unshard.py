@@ -11,24 +11,13 @@ buckets of atoms in a row, and of each bucket g how long it stays, k_g, and how 
 
 T and P are what the walk of ``sim.gathers.gathered_step`` finds: one device, one network, in the order in which FSDP2
 asks (its notes). Constraints: ``sim.buckets.Costs.courses`` refuses what is no partition; ``_Search.fits`` has the
-budget; ``_partition`` has the buckets that are tried (half a block, and 1 to 8 blocks), ``_orders`` the orders in which
-they are kept. In one order the bytes at the peak rise with each bucket that is kept, so that the most that fit are
-found by bisection (``_Search.fill``); of those that do not fit, the atoms at the end or the start are kept, down to
-single modules. The fastest found wins; of those within a millionth of it, or within a thousandth where they leave
-more than 2% of the budget, the fullest (``_best``). ZeRO-3, ZeRO-2 and reverse-greedy are among what is tried, so the
-plan is never slower than any of them that fits. What is tried does not depend on the budget but for where each order
-stops.
-
-[Note: bound of unsharding]
-Gathering x bytes takes at least x r, with r the rate of gathering everything at once, as time by byte falls with size.
-What is not gathered again in backward is there at the turn of a micro-batch, next to all saved activations A and the
-states S, so at most K = budget - S - A bytes are. A step of m micro-batches then gathers for at least
-
-    N = r (2m X - (2m - 1) min(K, X)),     and reduces for at least m R                  (``_network_s``)
-
-It lasts at least N + m R; at least the first gather, all computing C, which loses s / (1 + s) of each second that the
-network is busy beside it, and the last reduction; and in each forward and backward at least what is gathered there.
-``lower_bound`` takes the largest.
+budget; ``_partition`` has the buckets that are tried (half a block, and 1 to 8 blocks; a small one first, if that is
+faster), ``_orders`` the orders in which they are kept. In one order the bytes at the peak rise with each bucket that
+is kept, so that the most that fit are found by bisection (``_Search.fill``); of those that do not fit, the atoms at
+the end or the start are kept, down to single modules. The fastest found wins; of those within a millionth of it, or
+within half a percent where they leave more than 2% of the budget, the fullest (``_best``). ZeRO-3, ZeRO-2 and
+reverse- greedy are among what is tried, so the plan is never slower than any of them that fits. What is tried does
+not depend on the budget but for where each order stops.
 """
 
 from __future__ import annotations
@@ -41,6 +30,7 @@ from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
+from lading.planner.unshardbound import lower_bound
 from lading.report.unshard import UnshardRow
 from lading.sim.buckets import Bucket, Costs, names_of
 from lading.sim.gathers import Gathered, gathered_step
@@ -48,8 +38,8 @@ from lading.sim.modules import Modules, modules_of
 from lading.sim.simulate import Priced
 
 POLICIES = ("zero3", "zero2", "reverse-greedy", "residency")
-#: Plans whose times differ by less are as fast; and where the budget would not be filled to this share.
-_ALIKE, _NEARLY, _FULL = 1e-6, 1e-3, 0.98
+#: Plans whose times differ by less are as fast; where they do not fill the budget to ``_FULL``, by less than the next.
+_ALIKE, _FULL = (1e-6, 1e-3, 5e-3), 0.98
 #: Blocks of a bucket; 0 for half a block.
 _SIZES = (1, 0, 2, 3, 4, 6, 8)
 #: Buckets in a row of which a part is tried, when filling what is left of the budget.
@@ -106,7 +96,7 @@ def choose_groups(
     device = modules.machine.device
     budget = budget_bytes or device.memory_bytes - device.overhead_bytes
     search = _Search(modules, budget)
-    bound = lower_bound(modules, search.costs, budget)
+    bound = lower_bound(modules, budget)
     found = {name: search.found(name) for name in POLICIES}
     rows = tuple(_row(name, *found[name], budget, bound) for name in POLICIES)
     buckets, step = found[policy]
@@ -156,51 +146,6 @@ def plan_of(chosen: Chosen, version: str) -> ClusterPlan:
     )
 
 
-def lower_bound(modules: Modules, costs: Costs, budget: int) -> float:
-    """Seconds of a step below which no choice is ([Note: bound of unsharding])."""
-    micro_batches = modules.request.layout.micro_batches
-    blocks = [modules.blocks[block] for block, _ in modules.order]
-    forward = sum(piece.seconds for block in blocks for piece in block.forward)
-    backward = sum(piece.seconds for block in blocks for piece in block.backward)
-    kept = max(0, budget - modules.state_bytes - sum(block.saved_bytes for block in blocks))
-    once, again, reduced = _network_s(modules, kept)
-    ends = _ends_s(modules)
-    network = once + (2 * micro_batches - 1) * again + micro_batches * reduced
-    lost = modules.slowdown / (1 + modules.slowdown)
-    elements, stack = modules.elements(range(len(modules.atoms))), modules.request.stack
-    backward += modules.prices.copies_s(elements, stack.reduce_copy_bytes)
-    copied = modules.prices.copies_s(elements, stack.gather_copy_bytes)
-    share = again / once if once else 0.0
-    computing = micro_batches * (forward + backward) + copied * (1 + (2 * micro_batches - 1) * share)
-    windows = max(forward + once * lost, once) + max(backward + again * lost, again) * micro_batches
-    windows += max(forward + again * lost, again) * (micro_batches - 1)
-    device = ends + computing + max(0.0, network - ends) * lost
-    waited = (micro_batches * modules.computing_s + modules.rest_s) * modules.waits
-    return max(network, device, windows) + modules.rest_s + waited
-
-
-def _network_s(modules: Modules, kept: int) -> tuple[float, float, float]:
-    """Least seconds to gather everything once, what cannot be kept, and to reduce all gradients."""
-    elements = modules.elements(range(len(modules.atoms)))
-    again, left = 0.0, kept
-    rates = {axes: modules.prices.gather_s({axes: count}) / count for axes, count in elements.items()}
-    for axes in sorted(rates, key=lambda name: -rates[name]):
-        held = min(left, modules.gathered({axes: elements[axes]}))
-        left -= held
-        again += rates[axes] * elements[axes] * (1 - held / modules.gathered({axes: elements[axes]}))
-    once = sum(rates[axes] * count for axes, count in elements.items())
-    return once, again, modules.prices.reduce_s(elements)
-
-
-def _ends_s(modules: Modules) -> float:
-    """Least seconds of the first gather, before all computing, and of the last reduction, behind it."""
-    first = modules.atom(0)
-    block = modules.blocks[modules.order[0][0]]
-    head = modules.prices.gather_s(first.elements) if block.lasts(first.module, backward=False)[0] == 0 else 0.0
-    tail = modules.prices.reduce_s(first.elements) if 0 in block.backward[-1].gradients else 0.0
-    return head + tail
-
-
 def _row(policy: str, buckets: Sequence[Bucket], step: Gathered, budget: int, bound: float) -> UnshardRow:
     return UnshardRow(
         policy=policy,
@@ -219,6 +164,7 @@ def _group(modules: Modules, costs: Costs, bucket: Bucket) -> GatherGroup:
     return GatherGroup(
         modules=names_of(modules, bucket),
         keep=bucket.keep,
+        again=bucket.again,
         ahead=bucket.ahead,
         ahead_backward=bucket.ahead_backward,
         recompute=modules.blocks[modules.order[place][0]].again,
@@ -337,6 +283,26 @@ class _Search:
         count = _most(sizes, left, lambda n: self.fits(part(n)))
         return part(count) if count > 0 else buckets
 
+    def _with_small_start(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """With a small bucket of blocks first, if that is faster: it is waited for, and reduced last."""
+        place = next((n for n, (first, _) in enumerate(spans) if self._path(first)), None)
+        if place is None:
+            return spans
+        first, last = spans[place]
+        homes = [self.modules.atoms[n][0] - self.modules.atoms[first][0] for n in range(first, last + 1)]
+        whole = {first + homes.index(n) - 1 for n in (1, 2, 3) if n in homes}
+        half = _halves(self.modules, first, min(whole, default=last))[0][1]
+        cuts = [cut for cut in sorted({half, *whole}) if cut < last]
+        tried = [[*spans[:place], (first, cut), (cut + 1, last), *spans[place + 1 :]] for cut in cuts]
+        return min([spans, *tried], key=lambda each: self.step(self.zero3(each)).step_s)
+
+    def _path(self, atom: int) -> str:
+        return self.modules.order[self.modules.atoms[atom][0]][1]
+
+    def _is_read_again(self, bucket: Bucket) -> bool:
+        """Whether backward reads any of it."""
+        return any(self.modules.atom(n).read_again for n in range(bucket.first, bucket.last + 1))
+
     def _size(self, first: int, last: int) -> int:
         return self.costs.of(Bucket(first, last)).gathered
 
@@ -346,11 +312,11 @@ class _Search:
             yield self.found(policy)
         blocks = max(_runs(self.modules))
         for size in _SIZES[: 2 + sum(size < blocks for size in _SIZES[2:])]:
-            spans = _partition(self.modules, size)
+            spans = self._with_small_start(_partition(self.modules, size))
             before = float("inf")
             for ahead in (1, 2):
-                base = self.zero3(spans, ahead)
-                if self.step(base).step_s >= before * (1 - _ALIKE):
+                base = tuple(replace(b, again=self._is_read_again(b)) for b in self.zero3(spans, ahead))
+                if self.step(base).step_s >= before * (1 - _ALIKE[0]):
                     break  # asking earlier gains nothing
                 before = self.step(base).step_s
                 for order in _orders(self.step(base)):
@@ -374,8 +340,8 @@ def _best(found: Sequence[_Found], budget: int, plain: float) -> _Found:
         alike = [each for each in found if each[1].step_s <= min(plain, fastest * (1 + nearly))]
         return max(alike, key=lambda each: each[1].peak_bytes)
 
-    best = fullest(_ALIKE)
-    return best if best[1].peak_bytes >= _FULL * budget else fullest(_NEARLY)
+    tried = [fullest(nearly) for nearly in _ALIKE]
+    return next((each for each in tried if each[1].peak_bytes >= _FULL * budget), tried[0])
 
 
 def _most(sizes: Sequence[int], left: int, holds: Callable[[int], bool]) -> int:

@@ -71,6 +71,8 @@ def apply(plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh) ->
         else:
             fully_shard(members[0], reshard_after_forward=released, **arguments)
         sharded[number] = _as_sharded(members[0])
+        if not group.again:
+            sharded[number].set_unshard_in_backward(False)
     if not isinstance(model, FSDPModule):
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _prefetch(plan.groups, sharded)
@@ -87,6 +89,8 @@ def _check(plan: ClusterPlan, layout: Layout, mesh: DeviceMesh) -> None:
         )
     if layout.pp > 1 or layout.ep > 1:
         raise ConfigError(f"apply: expected a plan without pipeline and expert parallel, got {plan.layout}")
+    if plan.gather_dtype not in ("", "float32", "bfloat16", "float16"):
+        raise ConfigError(f"apply: expected parameters gathered in 16 or 32 bits, got {plan.gather_dtype}")
     if layout.recompute == "selective":
         raise ConfigError(
             "apply: expected recompute none or full, got selective; plan with --pin recompute=full or none"

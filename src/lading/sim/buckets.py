@@ -16,7 +16,7 @@ class Bucket:
 
     Attributes:
         first, last: By number in ``Modules.atoms``.
-        ahead, ahead_backward: As in ``GatherGroup``.
+        keep, again, ahead, ahead_backward: As in ``GatherGroup``.
     """
 
     first: int
@@ -24,6 +24,7 @@ class Bucket:
     keep: Keep = Keep.RELEASE
     ahead: int = 1
     ahead_backward: int = 1
+    again: bool = True
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,11 @@ class Costs:
         Raises:
             ConfigError: the buckets are not all atoms in order, each once.
         """
+        for bucket in buckets:
+            read = [n for n in range(bucket.first, bucket.last + 1) if self.modules.atom(n).read_again]
+            if read and not bucket.again:
+                name = names_of(self.modules, Bucket(read[0], read[0]))[0]
+                raise ConfigError(f"buckets: expected {name!r} to be gathered again, as backward reads it")
         numbers = [n for bucket in buckets for n in range(bucket.first, bucket.last + 1)]
         if numbers != list(range(len(self.modules.atoms))):
             raise ConfigError(f"buckets: expected each of {len(self.modules.atoms)} atoms once, in order of forward")

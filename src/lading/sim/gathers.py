@@ -204,7 +204,7 @@ class _Walk:
     def _begin(self, order: Sequence[int], index: int, backward: bool) -> None:
         """Wait for a bucket, copy it out, and ask for those that follow."""
         number = order[index]
-        cost, is_new = self.costs[number], number not in self.gathered
+        cost, is_new = self.costs[number], number not in self.gathered and (self.buckets[number].again or not backward)
         if is_new:
             self._ask(number, backward)
             waited = self.streams.wait(self.asked.pop(number))
@@ -226,6 +226,8 @@ class _Walk:
 
     def _ask(self, number: int, backward: bool, *, early: bool = True) -> None:
         """Have a bucket gathered; where it is not asked for ``early``, its buffer is there only when it begins."""
+        if backward and not self.buckets[number].again:
+            return
         if number not in self.gathered and number not in self.asked:
             times = self.times[backward]
             self.asked[number] = self.streams.take(self.costs[number].gather_s * times)
@@ -276,8 +278,9 @@ class _Walk:
             self.streams.wait(self.reducing[-1])
 
     def _release(self, number: int) -> None:
-        self.gathered.remove(number)
-        self.now -= self.costs[number].gathered
+        if number in self.gathered:
+            self.gathered.remove(number)
+            self.now -= self.costs[number].gathered
 
     def _drop_flat(self, number: int) -> None:
         self.now -= self.flat.pop(number, 0)

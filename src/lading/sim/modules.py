@@ -18,7 +18,7 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Machine
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
-from lading.ir.work import Collective, RankSegment
+from lading.ir.work import Collective, RankSegment, Stage
 from lading.memory.ranks import gathered_bytes, shards, state_bytes
 from lading.parallel.memory import AliveBytes, alive_bytes
 from lading.parallel.recompute import recomputed
@@ -37,10 +37,12 @@ class Atom:
     Attributes:
         module: Within its block.
         elements: By the axes over which they are replicated.
+        read_again: Backward, or what is recomputed for it, reads them.
     """
 
     module: str
     elements: dict[str, int]
+    read_again: bool = True
 
     @property
     def count(self) -> int:
@@ -247,7 +249,7 @@ def _block(ranked: RankSegment, prices: MachinePrices, whole: Phases, request: R
         "backward": span(whole.backward_input, prices, stack).seconds
         + span(whole.backward_weight, prices, stack).seconds,
     }
-    atoms, homes = _atoms(ranked)
+    atoms, homes = _atoms(ranked, kept.kernels)
     ends = _ends(ranked, alive, homes)
     split = len(kept.kernels)
     return Block(
@@ -262,8 +264,12 @@ def _block(ranked: RankSegment, prices: MachinePrices, whole: Phases, request: R
     )
 
 
-def _atoms(ranked: RankSegment) -> tuple[tuple[Atom, ...], dict[int, int]]:
-    """Atoms in the order in which forward comes to them, and the atom of each parameter by its local tensor."""
+def _atoms(ranked: RankSegment, again: Sequence[int]) -> tuple[tuple[Atom, ...], dict[int, int]]:
+    """Atoms in the order in which forward comes to them, and the atom of each parameter by its local tensor.
+
+    Args:
+        again: Kernels of forward that are run again.
+    """
     elements: dict[str, dict[str, int]] = {}
     modules: dict[int, str] = {}
     for tensor, axes in ranked.parameters:
@@ -276,12 +282,17 @@ def _atoms(ranked: RankSegment) -> tuple[tuple[Atom, ...], dict[int, int]]:
         own[axes] = own.get(axes, 0) + count
     storages = {ranked.tensors[t].storage: module for t, module in modules.items()}
     first: dict[str, int] = {}
+    read: set[str] = set()
     for place, kernel in enumerate(ranked.kernels):
         for t in kernel.inputs:
             if (module := storages.get(ranked.tensors[t].storage)) is not None:
                 first.setdefault(module, place)
+                if kernel.stage is not Stage.FORWARD or place in again:
+                    read.add(module)
     names = sorted(elements, key=lambda module: first.get(module, len(ranked.kernels)))
-    return tuple(Atom(name, elements[name]) for name in names), {t: names.index(m) for t, m in modules.items()}
+    return tuple(Atom(name, elements[name], name in read) for name in names), {
+        t: names.index(m) for t, m in modules.items()
+    }
 
 
 def _ends(ranked: RankSegment, alive: AliveBytes, homes: Mapping[int, int]) -> dict[int, list[int]]:

@@ -53,7 +53,7 @@ class Place:
     ] = None
     precision: Annotated[Literal["fp32", "bf16"], arg(metavar="fp32|bf16", help="Of a captured model.")] = "fp32"
     policy: Annotated[
-        str | None, _optional("NAME", "Only this: chain, lp, m-etf, m-sct, m-topo, heft, even or single.")
+        str | None, _optional("NAME", "Only this: chain, lp, branch, m-etf, m-sct, m-topo, heft, even or single.")
     ] = None
     effort: Annotated[int, arg(metavar="N", help="Of local search; twice as much takes twice as long.")] = 6
     trace: Annotated[Path | None, _optional("FILE.pftrace", "Also write a trace for ui.perfetto.dev.")] = None

@@ -194,3 +194,18 @@ class Placement:
             else:
                 found.append(Part(device, number, number))
         return tuple(found)
+
+
+def split_points(problem: Problem, placement: Placement) -> tuple[str, ...]:
+    """Modules at which each part but the first begins, for ``torch.distributed.pipelining.pipeline``'s ``split_spec``.
+
+    The stages are then the parts in order. Of a captured model, whose groups go by the names of its modules.
+
+    Raises:
+        ConfigError: a device has several parts, so that they are no pipeline.
+    """
+    parts = placement.parts
+    if len({part.device for part in parts}) < len(parts):
+        names = ", ".join(problem.network.devices[part.device] for part in parts)
+        raise ConfigError(f"expected one part on each device, got parts on {names}; place with the policy chain")
+    return tuple(problem.groups[part.first].name for part in parts[1:])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from lading.errors import ConfigError
 from lading.ir.fleet import Fleet
-from lading.ir.placement import Placement, Problem
+from lading.ir.placement import Placement, Problem, split_points
 from lading.report.table import figures_table
 from lading.units import format_bytes, format_seconds
 
@@ -45,6 +46,14 @@ def limit(problem: Problem, placement: Placement) -> str:
         sending = sum(placement.channel_s) / step_s
         said += f"; parts wait for one another, and for transfers {sending:.0%} of it"
     return said + (f"; the memory of {' and '.join(full)} is full" if full else "")
+
+
+def _split_points(problem: Problem, placement: Placement) -> list[str] | None:
+    """Where torch's pipeline would be split; None where parts are no pipeline."""
+    try:
+        return list(split_points(problem, placement))
+    except ConfigError:
+        return None
 
 
 def policies_table(placements: Sequence[Placement], failed: Sequence[tuple[str, str]]) -> Table:
@@ -144,6 +153,7 @@ def summary(
             }
             for part in best.parts
         ],
+        "split_points": _split_points(problem, best),
         "sent": [
             {"source": network.devices[a], "target": network.devices[b], "size_bytes": size}
             for (a, b), size in sent.items()

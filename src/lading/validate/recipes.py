@@ -195,6 +195,14 @@ FACTS: tuple[Fact, ...] = (
         "Megatron-Bridge src/megatron/bridge/training/mixed_precision.py: fp8_param_gather",
     ),
     Fact(
+        r"megatron-bridge skills",
+        lambda request: request.model.family == "mla-moe" and not request.model.symbols.get("qr"),
+        {"hidden": {"tp": 0.0}, "experts_s": 2.5e-3, "step_s": 0.045},
+        "Megatron-Bridge recipes/moonlight/h100/moonlight_16b.py, without scripts/performance: tp_comm_overlap and "
+        "moe_router_fusion False, manual_gc_interval 5; assumption: 25 launches of 10 us more for a router in parts, "
+        "0.15 s for a collection of garbage each fifth step",
+    ),
+    Fact(
         r"megatron-bridge|mbridge",
         lambda request: request.model.family == "mla-moe",
         {"moments_dtype": "bfloat16"},

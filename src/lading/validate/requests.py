@@ -20,6 +20,12 @@ from lading.validate.words import machine_of, stack_rule_of
 #: Megatron pads a vocabulary to a multiple of this times the tensor-parallel ways (--make-vocab-size-divisible-by).
 _MEGATRON_PADDING = 128
 #: Megatron-LM's arguments default to dropout 0.1; BLOOM's tr11-176B-ml.slurm does not set it either.
+#: Of the host's time for a pass of experts, what is left where router and preprocessing are a graph and tokens go by
+#: HybridEP: Qwen3-30B-A3B on 16 H100 takes 6.9 ms a layer and micro-batch then, and 9.6 without a graph
+#: (Megatron-Bridge skills and docs/performance-summary.md, release 26.04).
+_REPLAYED_ROUTER = 0.65
+#: Assumption: Python on a core of a Grace CPU takes this many times as long as on one of an x86 host of H100s or B200s.
+_GRACE = 1.3
 _DROPOUT_STACKS = ("megatron-2021", "megatron-2022", "megatron-2023", "megatron-deepspeed", "deepspeed-zero3")
 _SCHEDULES = {"gpipe": "gpipe", "afab": "gpipe", "zb": "zero-bubble", "zero": "zero-bubble", "dualpipe": "dualpipe-v"}
 _PRECISION_WORDS = (
@@ -119,7 +125,7 @@ def _stack_settings(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     lowered = text.lower()
     if (graphs := _cuda_graphs(text)) is not None:
         found["cuda_graphs"] = graphs
-        if not graphs and re.search(r"CUDA graphs transformer_engine[^;.]*attn", text):
+        if not graphs and re.search(r"CUDA graphs [^;.]*attn", text):
             found |= {
                 "block_s": 0.0,
                 "module_s": 0.0,
@@ -133,6 +139,9 @@ def _stack_settings(row: Row, text: str, stack: Stack) -> dict[str, Any]:
         found["fused_loss"] = False  # recipes/llama/llama3.py, v0.5.0: PEFT disables cross_entropy_loss_fusion
     if "hybridep" in lowered or "deepep" in lowered:
         found["dispatcher"] = "deepep"
+        if not found.get("cuda_graphs", True) and re.search(r"CUDA graphs [^;.]*moe_router", text):
+            grace = machine_of(str(row.hardware.get("gpu", "")))[0].startswith("gb")
+            found["experts_s"] = _REPLAYED_ROUTER * (_GRACE if grace else 1.0) * stack.experts_s
     elif "alltoall dispatcher" in lowered:
         found["dispatcher"] = "alltoall"
     if "fp32 grad accumulation" in lowered or "fp32 gradient accumulation" in lowered:
@@ -150,7 +159,7 @@ def _cuda_graphs(text: str) -> bool | None:
     """Whether most kernels are replayed: graphs of the router alone leave the rest to be launched. None: not told."""
     if found := re.search(r"CUDA graphs ([^;.]*)", text):
         scope = found[1]
-        return not scope.startswith("transformer_engine")
+        return not scope.startswith(("transformer_engine", "moe_", "attn", "mamba"))
     if re.search(r"CUDA graphs", text):
         return True
     return False if "perf preset" in text and "No exactly matching" not in text else None

@@ -154,7 +154,7 @@ def main() -> None:
     """Parse the command line; probe, run what is not done, predict, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="path without suffix: .json, .txt, .toml are written")
-    parser.add_argument("--seconds", type=float, default=6.0, help="training time of each run")
+    parser.add_argument("--seconds", type=float, default=5.0, help="training time of each run")
     parser.add_argument("--probe-seconds", type=float, default=50.0)
     parser.add_argument(
         "--machine", type=Path, help="a machine file probed with --ranks; without it this host is probed"

@@ -23,8 +23,6 @@ from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Machine, Processes
 from lading.ir.request import Request
-from lading.ir.work import Product
-from lading.ir.work import Stage as When
 from lading.memory.ranks import shards
 from lading.sim.parts import MEMORY
 from lading.sim.phases import Phases
@@ -123,7 +121,7 @@ class _Host:
         """The host's work beyond launching kernels."""
         layout, each = self.request.layout, self.shared.overhead_s
         units = sum(count for _, count in run) if layout.zero else 0
-        cut = sum(count * _linears(self.segments[s]) for s, count in run) if layout.tp > 1 else 0
+        cut = sum(count * _cut_modules(self.segments[s], layout.sp) for s, count in run) if layout.tp > 1 else 0
         seconds = units * each.get("unit", 0.0) + cut * each.get("tensor-parallel", 0.0)
         return times * seconds * self.shared.slower("products", layout.devices)
 
@@ -171,9 +169,11 @@ class _Host:
         return gathers + reduces
 
 
-def _linears(segment: Phases) -> int:
-    """Products of forward."""
-    return sum(isinstance(k.detail, Product) and k.stage is When.FORWARD for k in segment.segment.kernels)
+def _cut_modules(segment: Phases, sp: bool) -> int:
+    """Modules that work on DTensors: those with a matrix, with sequence parallel also those with vectors (norms)."""
+    tensors = segment.segment.tensors
+    named = [tensors[t] for t, _ in segment.segment.parameters]
+    return len({t.name.rpartition(".")[0] for t in named if sp or len(t.shape) > 1})
 
 
 def shared_pipeline(

@@ -132,7 +132,7 @@ def _not_fitted(request: Request, machine: Machine) -> tuple[str, ...]:
     if gpu is None or gpu.architecture in stack.spread:
         return ()
     return (
-        f"no step of {stack.name} on {gpu.architecture} was seen: kernels in a running step as other stacks' there",
+        f"software stack {stack.name} on {gpu.architecture}: no step was seen, its kernels slow down as others' do there",
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lading.cost.kernels import adam_bytes
+from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
 from lading.ir.stack import Stack
@@ -51,3 +53,13 @@ def test_moments_in_16_bits() -> None:
     half = Stack(name="s", title="t", moments_dtype="bfloat16")
     states = [state_bytes(ELEMENTS, parse_layout("dp2"), s)[Role.OPTIMIZER_STATE] for s in (HALF, half)]
     assert states == [12 * ELEMENTS["dp"], 8 * ELEMENTS["dp"]]
+
+
+def test_sgd_keeps_no_moments() -> None:
+    layout, adam = parse_layout("dp4,zero1"), Stack(name="s", title="t")
+    plain = Stack(name="s", title="t", moments=0)
+    states = [state_bytes({"dp": 1000}, layout, stack)[Role.OPTIMIZER_STATE] for stack in (adam, plain)]
+    assert states == [1000 * 12 // 4, 1000 * 4 // 4]
+    assert adam_bytes(adam) - adam_bytes(plain) == 16
+    with pytest.raises(ConfigError, match="moments must be 0, 1 or 2, got 3"):
+        Stack(name="s", title="t", moments=3)

@@ -144,16 +144,15 @@ def step_s(elements: float, bytes_per_element: float, device: Device, kernels: i
 
 
 def adam_bytes(stack: Stack) -> float:
-    """Bytes of Adam for each parameter: gradient read; both moments and the fp32 value read and written; 16-bit copy.
+    """Bytes of an update for each parameter: gradient read; moments and the fp32 value read and written; 16-bit copy.
 
     The value is the master where the stack keeps one, whose 16-bit copy is written too, else the parameter itself.
     """
     gradient = 4.0 if stack.gradient_dtype == "float32" else 2.0
     if stack.master_weights:
-        return gradient + 8 * 3 + 2
+        return gradient + 8 * (stack.moments + 1) + 2
     own = 8.0 if stack.parameters_dtype == "float32" else 4.0
-    moments = 2 * own
-    return gradient + moments + own
+    return gradient + stack.moments * own + own
 
 
 def clip_s(elements: float, stack: Stack, device: Device) -> float:

@@ -62,7 +62,6 @@ class Request:
         alibi: Attention adds a bias by distance (unfused kernels read it).
         linear_dtype: How fp8 matrices are scaled: "delayed", "tensorwise", "rowwise", "block"; "" for the default.
         high_precision_layers: Blocks kept in 16 bits though ``layout.precision`` is lower.
-        optimizer: "adamw" or "sgd".
         async_tp: Tensor-parallel collectives are cut into pieces that run beside the products.
         schedule_detail: Of the schedule, as the source calls it: "ZB-2p", ...
         embedding_is_layer: Pipeline stages count embedding and head as one layer each when they are balanced.
@@ -86,7 +85,6 @@ class Request:
     alibi: bool = False
     linear_dtype: str = ""
     high_precision_layers: int = 0
-    optimizer: str = "adamw"
     async_tp: bool = False
     schedule_detail: str = ""
     embedding_is_layer: bool = False

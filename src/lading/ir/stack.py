@@ -46,7 +46,8 @@ class Stack:
         gradient_dtype: In which gradients are accumulated and reduced.
         gather_dtype: In which cut parameters are gathered; "" means that of the products.
         master_weights: Whether a copy of the parameters in fp32 is kept beside them.
-        moments_dtype: Of Adam's two moments.
+        moments: That the optimizer keeps of a parameter: Adam two, SGD none, or one with momentum.
+        moments_dtype: Of these.
         parameters_dtype: Of the parameters themselves: "float32" where autocast casts them in every use.
         overlap_grad_reduce, overlap_param_gather: Run beside computing.
         gathers: How often a block's cut parameters are gathered where it is recomputed: 2, for forward and for
@@ -110,6 +111,7 @@ class Stack:
     gradient_dtype: str = "float32"
     gather_dtype: str = ""
     master_weights: bool = True
+    moments: int = 2
     moments_dtype: str = "float32"
     parameters_dtype: str = ""
     overlap_grad_reduce: bool = True
@@ -159,6 +161,8 @@ class Stack:
                 raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         if any(not 0 < width < 1 for width in self.spread.values()):
             raise ConfigError(f"stack {self.name}: each spread must be in (0, 1), got {self.spread}")
+        if self.moments not in (0, 1, 2):
+            raise ConfigError(f"stack {self.name}: moments must be 0, 1 or 2, got {self.moments}")
         if not 0 < self.host_optimizer <= 1:
             raise ConfigError(f"stack {self.name}: host_optimizer must be a share in (0, 1], got {self.host_optimizer}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):

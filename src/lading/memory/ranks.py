@@ -31,8 +31,8 @@ def shards(axes: str, layout: Layout) -> int:
 
 
 def kept_state_bytes(stack: Stack) -> int:
-    """Bytes of the optimizer's states of one parameter: two moments, and a master where there is one."""
-    return 2 * DTYPE_BYTES[stack.moments_dtype] + (4 if stack.master_weights else 0)
+    """Bytes of the optimizer's states of one parameter: its moments, and a master where there is one."""
+    return stack.moments * DTYPE_BYTES[stack.moments_dtype] + (4 if stack.master_weights else 0)
 
 
 def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack) -> dict[Role, int]:
@@ -56,16 +56,16 @@ def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack) -> di
 def adapter_bytes(frozen_bytes: int, trained_bytes: int, layout: Layout, stack: Stack) -> dict[Role, int]:
     """Bytes of frozen weights and of what is trained beside them: value, gradient and moments of one rank.
 
-    Both moments are kept as the values are, or in fp32 where the stack keeps master weights.
+    Moments are kept as the values are, or in fp32 where the stack keeps master weights.
 
     Args:
         frozen_bytes: Of the rank's weights, 4-bit ones as they are packed.
         trained_bytes: Of adapters and, where they are trained, of copies of embedding and head.
     """
     ways = shards("dp", layout)
-    states = 2 * trained_bytes
+    states = stack.moments * trained_bytes
     if stack.master_weights:
-        states = trained_bytes // 2 * (2 * DTYPE_BYTES[stack.moments_dtype] + 4)
+        states = trained_bytes // 2 * kept_state_bytes(stack)
     return {
         Role.PARAMETER: (frozen_bytes + trained_bytes) // (ways if layout.zero == 3 else 1),
         Role.GRADIENT: trained_bytes // (ways if layout.zero >= 2 else 1),

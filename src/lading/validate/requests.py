@@ -133,6 +133,8 @@ def _stack_settings(row: Row, text: str, stack: Stack) -> dict[str, Any]:
             }  # of a block, only the experts are launched
     if "no gradient bucketing" in lowered or "no comm overlap" in lowered:
         found["overlap_grad_reduce"] = False
+    if str(row.layout.get("optimizer", "")).lower() == "sgd":
+        found["moments"] = 0
     if "no comm overlap" in lowered:
         found |= {"overlap_param_gather": False, "hidden": {}}
     if stack.name.startswith("megatron-bridge") and _task(row) == "lora":
@@ -368,7 +370,6 @@ def _extras(row: Row, text: str, layers: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "async_tp": bool(stated.get("async_tp", False)),
         "embedding_is_layer": bool(stated.get("embedding_as_layer", False)),
-        "optimizer": "sgd" if str(stated.get("optimizer", "")).lower() == "sgd" else "adamw",
         "schedule_detail": str(stated.get("pp_schedule", "")),
     }
     if stated.get("precision") == "fp8":

@@ -132,7 +132,8 @@ def _not_fitted(request: Request, machine: Machine) -> tuple[str, ...]:
     if gpu is None or gpu.architecture in stack.spread:
         return ()
     return (
-        f"software stack {stack.name} on {gpu.architecture}: no step was seen, its kernels slow down as others' do there",
+        f"software stack {stack.name} on {gpu.architecture}: no step was seen, its kernels slow down as others' do "
+        "there",
     )
 
 

@@ -13,6 +13,7 @@ from lading.ir.clusterplan import Keep
 from lading.sim.buckets import Bucket, Costs, names_of
 from lading.sim.gathers import gathered_step
 from lading.sim.modules import Modules, modules_of
+from lading.sim.sequence import sequence_of
 from lading.sim.simulate import simulate
 
 
@@ -122,6 +123,24 @@ def test_asking_earlier_is_never_slower_and_takes_memory() -> None:
     one, two = gathered_step(costs, blocks(of)), gathered_step(costs, early)
     assert two.step_s <= one.step_s * (1 + 1e-9)
     assert two.peak_bytes >= one.peak_bytes
+
+
+@pytest.mark.parametrize("keep", Keep)
+def test_gathers_are_those_a_rank_issues(keep: Keep) -> None:
+    """As many of the same bytes as the sequence has that is compared with FSDP2's own."""
+    of = modules("llama3-8b", "zero3,gb192", 64, "torchtitan-compile")
+    issued = sequence_of(
+        of.request, request_of(question("llama3-8b", "zero3,gb192", 64, "torchtitan-compile"))[1], keep=keep
+    )
+    collectives = [each.collective for each in issued if each.collective and each.collective.axis == "dp"]
+    costs, plan = Costs(of), blocks(of, keep)
+    found = gathered_step(costs, plan)
+    gathers = [costs.of(bucket).gathered for bucket in plan]
+    planned = sum((f + b) * size for f, b, size in zip(found.forward, found.backward, gathers, strict=True))
+    assert sum(found.forward) + sum(found.backward) == sum(each.op == "all_gather" for each in collectives)
+    assert planned == sum(each.size_bytes for each in collectives if each.op == "all_gather")
+    reduced = 3 * sum(costs.of(bucket).reduced for bucket in plan)
+    assert reduced == sum(each.size_bytes for each in collectives if each.op == "reduce_scatter")
 
 
 def test_refused() -> None:

@@ -208,7 +208,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> nn.Modul
         plan |= {p + name: SequenceParallel() for name in ("attn_norm", "mlp_norm") if sp}
     plan["tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
     plan["head"] = ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)
-    return parallelize_module(model, mesh, plan)
+    there = {name for name, _ in model.named_modules()}  # a part of a pipeline has some of them
+    return parallelize_module(model, mesh, {name: style for name, style in plan.items() if name in there})
 
 
 def own_peak(request: Request, *, rank: int = 0) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 from tests.sim.parity import (
     HALF,
     LAYERS,
+    POLICY,
     H,
     S,
     checkpointed,
@@ -26,12 +30,15 @@ from tests.sim.parity import (
     torch_model,
 )
 from tests.sim.parity_experts import experts_model, shard_experts
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.tensor.parallel import loss_parallel
 
 from lading.catalog.load import load_machine
 from lading.ir.clusterplan import Keep
 from lading.sim.sequence import collectives_of, sequence_of
 from lading.sim.simulate import prices_of, simulate
+
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def test_gathers_and_reductions_of_cut_parameters():
@@ -63,7 +70,7 @@ def test_hybrid_sharding_reduces_twice():
     assert own_peak(request) == pytest.approx(theirs.peak_bytes, rel=0.02)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize("micro_batches", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_micro_batch_gathers_and_reduces(micro_batches: int):
     with mesh_of(dp=4) as mesh:
         model = fully_sharded(torch_model("llama"), mesh)
@@ -74,8 +81,7 @@ def test_each_micro_batch_gathers_and_reduces(micro_batches: int):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # an embedding cut over tp hands on a view
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize(("sp", "full"), [(False, True), (True, False), SLOW(False, False), SLOW(True, True)])
 def test_tensor_parallel_inside_cut_parameters(sp: bool, full: bool):
     """With sequence parallel the gradients of norms are summed over tp, a parameter at a time, before they are cut."""
     with mesh_of(dp=2, tp=2) as mesh, loss_parallel():
@@ -97,9 +103,8 @@ def test_tensor_parallel_inside_cut_parameters(sp: bool, full: bool):
     ("seq", "full", "micro_batches"),
     [
         (4, False, 1),
-        (16, False, 2),
-        (64, True, 1),
-        *(pytest.param(s, f, m, marks=pytest.mark.slow) for s in (4, 16, 64) for f in (False, True) for m in (1, 2)),
+        (16, True, 2),
+        *(SLOW(s, f, m) for s in (4, 16, 64) for f in (False, True) for m in (1, 2)),
     ],
 )
 def test_peaks_of_cut_parameters(seq: int, full: bool, micro_batches: int):
@@ -138,7 +143,7 @@ PIPELINES = [
 ]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [SLOW(0), 1])
 @pytest.mark.parametrize(("kind", "ranks", "chunks", "micro_batches"), PIPELINES)
 def test_pipelines_send_and_compute_in_order(kind: str, ranks: int, chunks: int, micro_batches: int, rank: int):
     """Of several chunks torch asks for receives earlier, when the sender is to send: their own order is compared."""
@@ -156,7 +161,7 @@ def test_pipelines_send_and_compute_in_order(kind: str, ranks: int, chunks: int,
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("kind", [SLOW("gpipe"), "1f1b"])
 def test_cut_parameters_in_a_pipeline(kind: str, rank: int):
     """Gathered once a step, reduced once behind the last backward."""
     with mesh_of(2 * rank, pp=2, dp=2) as mesh, static_pipelines():
@@ -197,3 +202,35 @@ def test_sums_over_tp_are_priced_as_they_are_issued(layout: str):
     (stage,) = simulate(request, table).step.stages
     times = 2 if request.layout.zero == 3 else 1
     assert times * prices.sums_s(stage.summed) == pytest.approx(sum(prices.collective_s(c) for c in sums))
+
+
+@pytest.mark.parametrize("micro_batches", [SLOW(1), 2])
+def test_replicas_reduce_in_the_last_micro_batch(micro_batches: int):
+    """torch's ``replicate``, which reduces a unit at a time."""
+    with mesh_of(dp=4) as mesh:
+        model: Any = torch_model("llama")
+        for modules in (model.tokens, *model.layers, [model.norm, model.head], model):
+            replicate(modules, mesh=mesh, mp_policy=POLICY)
+
+        def step() -> None:
+            for number in range(micro_batches):
+                model.set_requires_gradient_sync(number == micro_batches - 1)
+                run_once("llama", model)
+
+        theirs = recorded(model, groups_of(mesh), step)
+    ours = sequence_of(request_of("llama", f"dp4,mb2,gb{8 * micro_batches}"), table_of("llama"))
+    assert collectives(ours) == collectives(theirs)
+    assert products(ours) == products(theirs)
+
+
+@pytest.mark.parametrize(("rank", "tp"), [(0, 2), SLOW(1, 4)])
+def test_tensor_parallel_inside_a_pipeline(rank: int, tp: int):
+    with mesh_of(rank * tp, pp=2, tp=tp) as mesh, static_pipelines(), loss_parallel():
+        modules, step = pipeline(
+            "1f1b", mesh["pp"], 1, 3, layers=4, wrap=lambda part: tensor_parallel(part.bfloat16(), mesh["tp"], sp=False)
+        )
+        theirs = recorded(modules, groups_of(mesh), step)
+    request = request_of("llama", f"pp2,tp{tp},1f1b,mb2,gb6", layers=4, stack=HALF)
+    ours = sequence_of(request, table_of("llama", 4), rank=rank)
+    assert collectives(ours) == collectives(theirs)
+    assert products(ours) == products(theirs)

@@ -198,6 +198,7 @@ class Entries:
         sends: Seconds of the send; 0 where the other chunk is on the same rank.
         links: Of the sender: down, up, and within it.
         sending, joint: Whether it sends to another rank; whether it is the first of a pair.
+        wires: ``needs``, ``also``, ``posts`` and ``links`` as lists, where they are known.
     """
 
     bounds: list[int]
@@ -209,6 +210,7 @@ class Entries:
     links: Ints
     sending: Bools
     joint: Bools
+    wires: tuple[list[int], list[int], list[int], list[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,6 +227,7 @@ class _Wiring:
     links: Ints
     sending: Bools
     pairs: Bools
+    wires: tuple[list[int], list[int], list[int], list[int]]
 
 
 @lru_cache(maxsize=64)
@@ -247,7 +250,8 @@ def _wiring(plan: Schedule) -> _Wiring:
     pairs = joint == 1
     also = np.full(len(work), nothing)
     also[pairs] = np.roll(needs, -1)[pairs]
-    return _Wiring(bounds.tolist(), work, stage, micro_batch, needs, also, posts, links, sending, pairs)
+    wires = needs.tolist(), also.tolist(), posts.tolist(), links.tolist()
+    return _Wiring(bounds.tolist(), work, stage, micro_batch, needs, also, posts, links, sending, pairs, wires)
 
 
 def entries_of(plan: Schedule, seconds: PipelineSeconds) -> Entries:
@@ -260,7 +264,7 @@ def entries_of(plan: Schedule, seconds: PipelineSeconds) -> Entries:
     sends = np.where(w.sending, layers[np.where(w.work == Work.FORWARD, 4, 5), w.stage, w.micro_batch], 0.0)
     lasts[w.pairs] = seconds.joint * (lasts + np.roll(lasts, -1))[w.pairs]
     lasts[np.flatnonzero(w.pairs) + 1] = 0.0
-    return Entries(w.bounds, lasts, w.needs, w.also, w.posts, sends, w.links, w.sending, w.pairs)
+    return Entries(w.bounds, lasts, w.needs, w.also, w.posts, sends, w.links, w.sending, w.pairs, w.wires)
 
 
 def time_entries(entries: Entries, overlap: bool) -> tuple[Floats, Floats, Floats, Floats]:
@@ -270,10 +274,12 @@ def time_entries(entries: Entries, overlap: bool) -> tuple[Floats, Floats, Float
     """
     lasts: list[float] = entries.lasts.tolist()
     sends: list[float] = entries.sends.tolist()
-    needs: list[int] = entries.needs.tolist()
-    also: list[int] = entries.also.tolist()
-    posts: list[int] = entries.posts.tolist()
-    links: list[int] = entries.links.tolist()
+    needs, also, posts, links = entries.wires or (
+        entries.needs.tolist(),
+        entries.also.tolist(),
+        entries.posts.tolist(),
+        entries.links.tolist(),
+    )
     bounds = entries.bounds
     total, slots = bounds[-1], max(int(entries.posts.max()), int(entries.needs.max())) + 1
     nothing = slots - 1

@@ -48,6 +48,19 @@ def limit(problem: Problem, placement: Placement) -> str:
     return said + (f"; the memory of {' and '.join(full)} is full" if full else "")
 
 
+def _device_figures(problem: Problem, placement: Placement) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "memory_bytes": problem.network.memory_bytes[d],
+            "peak_bytes": placement.peak_bytes[d],
+            "busy_s": placement.busy_s[d],
+            "under_way": placement.windows[d],
+        }
+        for d, name in enumerate(problem.network.devices)
+    ]
+
+
 def _split_points(problem: Problem, placement: Placement) -> list[str] | None:
     """Where torch's pipeline would be split; None where parts are no pipeline."""
     try:
@@ -135,16 +148,7 @@ def summary(
         "bound_s": best.bound_s,
         "gap": best.gap if best.bound_s else None,
         "limits": limit(problem, best),
-        "devices": [
-            {
-                "name": name,
-                "memory_bytes": network.memory_bytes[d],
-                "peak_bytes": best.peak_bytes[d],
-                "busy_s": best.busy_s[d],
-                "under_way": best.windows[d],
-            }
-            for d, name in enumerate(network.devices)
-        ],
+        "devices": _device_figures(problem, best),
         "channels": [{"name": name, "busy_s": best.channel_s[c]} for c, name in enumerate(network.channels)],
         "parts": [
             {

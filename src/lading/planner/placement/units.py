@@ -29,12 +29,15 @@ class Unit:
 
 
 def modules(graph: StepGraph, most: int, *, training: bool) -> list[Unit]:
-    """Units by module, at the greatest depth that gives at most ``most`` of them in forward; at least depth 1."""
+    """Units by module, at the greatest depth that has at most ``most`` modules in forward; at least depth 1.
+
+    A module that runs several times, such as a cell over time, is a unit each time.
+    """
     best = _cut(graph, _at_depth(1), training=training)
     depth = 2
     while True:
         found = _cut(graph, _at_depth(depth), training=training)
-        if sum(u.phase is Phase.FORWARD for u in found) > most:
+        if len({u.key for u in found if u.phase is Phase.FORWARD}) > most:
             return best
         deepest = max((op.module.count(".") + 1 for op in graph.ops if op.module), default=1)
         best, depth = found, depth + 1

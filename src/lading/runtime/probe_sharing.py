@@ -28,7 +28,8 @@ from lading.runtime.probe_ranks import OPS, call_of
 
 #: Bytes of the collectives whose processors are counted.
 _BUSY_BYTES = 8 << 20
-_ROUND_S = 0.04
+#: Longer than a scheduler takes to spread three processes over two processors.
+_ROUND_S = 0.1
 #: Rows, columns and depth of the product that stands for all.
 PRODUCT = (512, 1408, 512)
 _FASTEST_SHARE = 0.5

@@ -7,8 +7,9 @@ of the same processors. FSDP2 and tensor parallel wait for theirs, as nothing el
 DistributedDataParallel reduces beside backward takes from it what the collective keeps busy.
 
 Beside kernels there is what PyTorch does to gradients and parameters: a gradient is added to that of the micro-batch
-before (12 bytes an element in fp32); DDP copies it to its bucket and divides it (16); FSDP2 copies gathered parameters
-out of their buffer (8) and gradients into another, which is divided (16).
+before (12 bytes an element in fp32); DDP divides it into its bucket (8: csrc/distributed/c10d/reducer.cpp,
+mark_variable_ready_dense); FSDP2 copies gathered parameters out of their buffer (8) and gradients into another (8), of
+which gloo takes the mean (fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lading.sim.prices import MachinePrices
 from lading.sim.schedules import Schedule, Work, schedule_of
 from lading.sim.step import Run, Stage, Step, elements_of, shares_of, stage_of
 
-_ADD, _TO_BUCKET, _GATHERED, _REDUCED = 12, 16, 8, 16
+_ADD, _TO_BUCKET, _GATHERED, _REDUCED = 12, 8, 8, 8
 #: DistributedDataParallel's ``bucket_cap_mb``.
 _BUCKET_BYTES = 25 << 20
 

@@ -26,7 +26,6 @@ from lading.capture.table import module_table
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.cost.product import product_s
-from lading.hosts import probe_to
 from lading.ir.machine import Machine
 from lading.ir.request import Architecture, Request
 from lading.ir.work import Product
@@ -68,6 +67,13 @@ def predicted(run: Run, machine: Path) -> Simulated:
         stack=stack_by_name(_STACK),
     )
     return simulate(request, table)
+
+
+def probe(machine_file: Path) -> None:
+    """``lading probe --ranks 4`` with one thread, as a user runs it."""
+    command = [sys.executable, "-m", "lading.cli.main", "probe", "--ranks", "4"]
+    command += ["--out", str(machine_file), "--folder", str(machine_file.parent)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=2 * _LONGEST_S)
 
 
 def measured(number: int, seconds: float) -> dict[str, Any]:
@@ -155,7 +161,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="path without suffix: .json, .txt, .toml are written")
     parser.add_argument("--seconds", type=float, default=5.0, help="training time of each run")
-    parser.add_argument("--probe-seconds", type=float, default=50.0)
     parser.add_argument(
         "--machine", type=Path, help="a machine file probed with --ranks; without it this host is probed"
     )
@@ -167,7 +172,7 @@ def main() -> None:
     before: dict[str, Any] = json.loads(kept.read_text()) if kept.is_file() and not options.again else {}
     machine_file = options.machine or options.out.with_suffix(".toml")
     if not machine_file.is_file() or (options.again and not options.machine):
-        probe_to(machine_file, options.out.parent, threads=1, seconds=options.probe_seconds, device="cpu", ranks=4)
+        probe(machine_file)
         before = {}
     machine = load_machine(machine_file)
     done: dict[str, Any] = before.get("measured", {})

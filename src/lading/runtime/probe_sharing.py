@@ -17,9 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import start_processes
 
 from lading.errors import ConfigError
@@ -168,6 +165,10 @@ def _operation_s() -> float:
 
 def _hooks() -> dict[str, float]:
     """Seconds of the host for each linear layer of DTensors, and for each unit of FSDP2, beyond plain ones."""
+    from torch.distributed.device_mesh import init_device_mesh  # seconds to load: here only
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
     mesh = init_device_mesh("cpu", (2,))
     plain = _pass_s(_tiny())
     styles: dict[str, ParallelStyle] = {

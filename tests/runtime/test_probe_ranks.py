@@ -14,6 +14,7 @@ from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
 from lading.ir.machine import Curve
 from lading.runtime.probe_ranks import OPS, probe_ranks
+from lading.runtime.probe_sharing import probe_sharing
 
 
 def test_what_was_measured_is_what_a_collective_takes() -> None:
@@ -40,6 +41,18 @@ def test_processes_of_this_host_are_measured() -> None:
         assert 1e-6 < small < large < 1, name
 
 
+@pytest.mark.slow
+def test_what_processes_share_is_measured() -> None:
+    found = probe_sharing(2, seconds=1.0)
+    assert {cause: len(times) for cause, times in found.slowdown.items()} == {"products": 2, "memory-bound": 2}
+    assert all(times[0] == 1.0 for times in found.slowdown.values())
+    assert set(found.busy) == {f"{op}.2" for op in OPS}
+    assert set(found.overhead_s) == {"operation", "tensor-parallel", "unit"}
+    assert 0 < found.overhead_s["operation"] < found.overhead_s["tensor-parallel"] < 1
+
+
 def test_nothing_to_measure_is_refused() -> None:
+    with pytest.raises(ConfigError, match="ranks >= 2"):
+        probe_sharing(1)
     with pytest.raises(ConfigError, match="ranks >= 2"):
         probe_ranks(1)

@@ -61,7 +61,7 @@ def compare(published: Simulated) -> dict[str, Any]:
     request = published.request
     plain = dataclasses.replace(request.layout, recompute_modules=())
     ask = Ask(
-        request=dataclasses.replace(request, layout=plain, schedule_detail=""),
+        request=dataclasses.replace(request, layout=plain, schedule_detail="", edge_layers_fewer=0),
         table=published.table,
         machine=machine_of(request),
         devices=request.layout.devices,

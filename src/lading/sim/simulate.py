@@ -335,7 +335,7 @@ def uneven_layers(request: Request, layers: int) -> tuple[int, ...]:
         each, ahead = -(-blocks // stages), layers - blocks
         last = blocks - each * (stages - 1)
         return (*(each for _ in range(stages - 1)), last + ahead) if last > 0 and last + ahead != each else ()
-    if not fewer:
+    if not fewer or stages == 1:
         return ()
     each = (layers + 2 * fewer) // stages
     return (each - fewer, *(each for _ in range(stages - 2)), each - fewer)

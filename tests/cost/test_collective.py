@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lading.catalog.load import load_machine
 from lading.catalog.network import with_network
-from lading.cost.collective import OPS, algorithm, collective_s, lines, nic_share
+from lading.cost.collective import OPS, algorithm, collective_s, collectives_s, lines, nic_share
 from lading.cost.topology import Group, group_of, group_of_ranks
 from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
@@ -67,6 +68,19 @@ def test_time_has_no_jumps(name: str, op: str) -> None:
     for size in SIZES:
         step = collective_s(op, size * 1.01, group, machine) / collective_s(op, size, group, machine)
         assert 1 <= step < 1.011
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("name", MACHINES)
+def test_many_sizes_at_once_take_as_long_as_one_by_one(name: str, op: str) -> None:
+    machine = load_machine(name)
+    for ranks in (1, 4, 8, 64):
+        group = group_of_ranks(ranks, machine, devices=max(ranks, 64))
+        many = collectives_s(op, np.array([0, *SIZES]), group, machine)
+        alone = [collective_s(op, size, group, machine) for size in (0, *SIZES)]
+        np.testing.assert_allclose(many, alone, rtol=1e-12)
+    with pytest.raises(ConfigError, match="expected sizes >= 0"):
+        collectives_s(op, np.array([1.0, -1.0]), group, machine)
 
 
 def test_more_ranks_take_longer() -> None:

@@ -170,7 +170,7 @@ class Search:
         """Least seconds of a step of any block of a family; None if its leader cannot be."""
         leader = family.blocks[-1]
         try:
-            prices = self._price(leader)
+            prices = self._price(leader, self.space.modes()[:1])
         except ConfigError as error:
             self.refused[str(error)] = self.refused.get(str(error), 0) + len(family.blocks)
             return None
@@ -183,7 +183,7 @@ class Search:
 
     def opened(self, block: Block) -> list[tuple[float, str]]:
         """(bound, mode) of a block, which is priced if it is not."""
-        prices = self._price(block)
+        prices = self._price(block, self.space.modes())
         found: list[tuple[float, str]] = []
         for mode, segments in self._segments[block].items():
             plain = len(segments) // 2
@@ -191,11 +191,10 @@ class Search:
             found.append((self._ideal_s(block, prices, segments[plain if partial else 0 :]), mode))
         return found
 
-    def _price(self, block: Block) -> MachinePrices:
-        prices = self._prices(block)
-        if block not in self._segments:
-            request = self.request(prices.layout)
-            self._segments[block] = segments_by_mode(request, self.ask.table, prices, self.space.modes())
+    def _price(self, block: Block, modes: Sequence[str]) -> MachinePrices:
+        prices, known = self._prices(block), self._segments.setdefault(block, {})
+        if missing := [mode for mode in modes if mode not in known]:
+            known.update(segments_by_mode(self.request(prices.layout), self.ask.table, prices, missing))
         return prices
 
     def _ideal_s(self, block: Block, prices: MachinePrices, segments: Sequence[Phases]) -> float:

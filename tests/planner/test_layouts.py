@@ -108,6 +108,12 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
     assert sum(ratios) / len(ratios) < 1.04
 
 
+def test_experts_over_all_ranks() -> None:
+    found = find_layouts(ask("mixtral-8x7b", 8, 32, 2048, pins={"ep": 8, "tp": 1, "cp": 1, "micro_batch": 1, "pp": 1}))
+    assert found.proven
+    assert found.winner.layout.ep == 8
+
+
 def test_pins() -> None:
     text = "dp2,tp2,pp2,vpp2,sp,zero1,mb2,gb16,interleaved,recompute=full,recompute_layers=1"
     asked = ask(devices=8, pins=pins_of(text))

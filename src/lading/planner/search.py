@@ -263,7 +263,8 @@ class Search:
             return
         ask, prices = self.ask, self._prices(block)
         ways = next((n for n in divisors(prices.layout.dp) if n > 1), 1)
-        both = (prices, self._prices(block, ways))
+        alone = replace(block, mesh=replace(block.mesh, ep=1, etp=0))  # sends do not depend on experts
+        both = (prices, self._prices(alone, ways))
         priced = priced_block(self._segments[block][mode], self.rows.arrays(), ask.table.counts, both)
         steps, spans = step_bounds(rows, priced, ask.request.stack, ask.devices)
         steps, spans, peaks = steps * _ROUNDING, spans * _ROUNDING, peak_bounds(rows, priced) * _ROUNDING

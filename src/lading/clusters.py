@@ -182,10 +182,11 @@ def _shares_table(simulated: Simulated) -> Any:
 
 
 def _memory_table(simulated: Simulated) -> Any:
-    """First, last and fullest pipeline rank."""
+    """First, last and fullest pipeline rank, and the one that has most behind its device."""
     memory = simulated.memory
     totals = [sum(roles.values()) for roles in memory]
-    ranks = sorted(set(_ranks_shown(simulated)))
+    there = [sum(roles.values()) for roles in simulated.behind]
+    ranks = sorted({*_ranks_shown(simulated), *([there.index(max(there))] if max(there) else [])})
     table = figures_table("Memory of a device", "role", *(f"pipeline rank {rank}" for rank in ranks))
     for role in memory[0]:
         table.add_row(str(role), *(format_bytes(memory[rank][role]) for rank in ranks))

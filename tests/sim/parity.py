@@ -30,7 +30,6 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lading.catalog.tables import family_table
-from lading.ir.clusterplan import Keep
 from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, Request
@@ -38,7 +37,7 @@ from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import Product
 from lading.models.registry import build_model, model_class
-from lading.sim.sequence import Issued, sequence_of
+from lading.sim.sequence import Issued
 from lading.sim.simulate import simulate
 from lading.testing.recorder import Recorder
 
@@ -162,11 +161,6 @@ def recorded(
     with Recorder(groups, [*model.parameters(), *model.buffers()]) as recorder:
         step()
     return recorder
-
-
-def own(request: Request, table: ModelTable, *, rank: int = 0, keep: Keep = Keep.RELEASE) -> list[Issued]:
-    """What Lading says that the rank issues."""
-    return sequence_of(request, table, rank=rank, keep=keep)
 
 
 Named = tuple[str, str, int]

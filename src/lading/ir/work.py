@@ -71,7 +71,7 @@ class Collective:
     """Communication of the ranks of one group.
 
     Attributes:
-        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast" or "send".
+        op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "receive".
         axis: Axis of the layout whose ranks take part: "tp", "cp", "ep", "etp" (tp ranks that share an expert), "dp",
             "pp".
         size_bytes: Of the whole tensor: what each rank holds before a reduction, after an all-gather; for an

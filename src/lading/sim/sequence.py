@@ -354,8 +354,3 @@ class _Writer:
     def _shard_axis(self, axes: str) -> str:
         hybrid = 0 < self.layout.shard < self.layout.dp * self.layout.cp
         return "shard" if hybrid and axes == "dp" else axes
-
-
-def computing(issued: Sequence[Issued]) -> list[Kernel]:
-    """Of what is issued, the kernels that compute."""
-    return [i.kernel for i in issued if i.kernel is not None and i.collective is None]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, cast
 
 import torch
@@ -43,11 +42,10 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A product, a collective, or a mark.
+    """A product or a collective.
 
     Attributes:
-        kind: "product", the name of a collective as ``lading.ir.work.Collective`` has it, "receive", or what
-            ``Recorder.mark`` was given.
+        kind: "product", or the name of a collective as ``lading.ir.work.Collective`` has it.
         shape: Of a product (m, n, k), with the number of groups in front if there are more than one.
         size_bytes: Of a collective's whole tensor.
         axis: Whose ranks take part: the name of the group.
@@ -100,10 +98,6 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         cast("Any", torch.UntypedStorage).resize_ = self._resize
         super().__exit__(*raised)
-
-    def mark(self, kind: str) -> None:
-        """Write down that something else begins or ends here."""
-        self.events.append(Event(kind))
 
     @property
     def collectives(self) -> list[Event]:
@@ -180,8 +174,3 @@ def _product(base: str, args: Any, made: torch.Tensor) -> tuple[int, ...]:
     if base in ("bmm", "baddbmm"):
         return (a.shape[0], a.shape[1], b.shape[2], a.shape[2])
     return (a.shape[0], b.shape[1], a.shape[1])
-
-
-def nbytes(shape: Iterable[int], dtype: torch.dtype) -> int:
-    """Bytes of a tensor of this shape."""
-    return prod(shape) * dtype.itemsize

@@ -29,8 +29,8 @@ PINS = (
 )  # fmt: skip
 _WORDS = ("cp_comm", "schedule", "recompute", "precision")
 _YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-#: A rank's part of a sequence under context parallel is no shorter; sequences of a micro-batch are no more.
-_LEAST_TOKENS, _MOST_SEQUENCES = 1024, 32
+#: A rank's part of a sequence under context parallel is no shorter; a micro-batch has no more tokens, or sequences.
+_LEAST_TOKENS, _MOST_TOKENS, _MOST_SEQUENCES = 1024, 1 << 17, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,8 @@ class Space:
 
     def blocks(self, mesh: Mesh) -> Iterator[Block]:
         """Of a mesh, in a fixed order."""
-        batches = [n for n in divisors(self.ask.global_batch) if n <= _MOST_SEQUENCES]
+        most = max(_MOST_SEQUENCES, _MOST_TOKENS // self.ask.request.seq_len)
+        batches = [n for n in divisors(self.ask.global_batch) if n <= most]
         for micro_batch in self._pinned("micro_batch", batches):
             for sp in self._pinned("sp", [False, True] if mesh.tp > 1 else [False]):
                 ways = ["ring", "all_gather", "all_to_all"] if mesh.cp > 1 else ["ring"]
@@ -313,8 +314,8 @@ class Space:
         """What is not searched unless it is pinned."""
         found = [
             "cut gradients or parameters (zero 2, 3) in a pipeline: DeepSpeed refuses them, others keep them gathered",
-            f"context parallel with parts of a sequence under {_LEAST_TOKENS} tokens, and more than {_MOST_SEQUENCES} "
-            "sequences in a micro-batch",
+            f"context parallel with parts of a sequence under {_LEAST_TOKENS} tokens, and micro-batches of more than "
+            f"{_MOST_TOKENS:,} tokens and {_MOST_SEQUENCES} sequences",
             "tensor parallel over more than two domains of the nearest link",
         ]
         if self.ask.request.stack.megatron_order:

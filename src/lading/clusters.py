@@ -186,7 +186,10 @@ def _memory_table(simulated: Simulated) -> Any:
     memory = simulated.memory
     totals = [sum(roles.values()) for roles in memory]
     there = [sum(roles.values()) for roles in simulated.behind]
-    ranks = sorted({*_ranks_shown(simulated), *([there.index(max(there))] if max(there) else [])})
+    shown = set(_ranks_shown(simulated))
+    if max(there):
+        shown.add(there.index(max(there)))
+    ranks = sorted(shown)
     table = figures_table("Memory of a device", "role", *(f"pipeline rank {rank}" for rank in ranks))
     for role in memory[0]:
         table.add_row(str(role), *(format_bytes(memory[rank][role]) for rank in ranks))

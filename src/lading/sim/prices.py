@@ -144,12 +144,13 @@ class MachinePrices:
         return memory_s(sum(elements.values()) * bytes_each, "copy", self.machine.device) if bytes_each else 0.0
 
     def optimizer_s(self, elements: Mapping[str, int]) -> float:
-        """Update what a rank keeps of them, clipping included."""
+        """Update what a rank keeps of them, with clipping where the stack clips."""
         kept, device = self._kept(elements), self.machine.device
         if self.layout.updates_on_host:
             states = kept_state_bytes(self.stack)
             return host_step_s(kept, self.layout, self.stack, self.machine, state_bytes=states)
-        return step_s(kept, adam_bytes(self.stack), device) + clip_s(kept, self.stack, device)
+        clipped = clip_s(kept, self.stack, device) if self.stack.clips else 0.0
+        return step_s(kept, adam_bytes(self.stack), device) + clipped
 
     def copies_beside_s(self, size_bytes: int) -> tuple[float, float]:
         """Copy what blocks keep to where the layout moves it, and back."""

@@ -73,7 +73,7 @@ def test_no_placement_is_below_the_bound_and_lp_is_near_the_best(make, seed: int
         with pytest.raises(PlanInfeasible):
             contest(problem)
         return
-    found, rough = contest(problem, effort=2), _leaving_only(problem)
+    found, rough = contest(problem), _leaving_only(problem)
     assert 0 < rough <= found.bound_s * (1 + 1e-6)
     assert found.bound_s <= best.step_s * (1 + 1e-9)
     assert relax(problem).bound_s <= found.bound_s  # pyright: ignore[reportOptionalMemberAccess]

@@ -2,8 +2,9 @@
 
 A change moves one group, or a run of neighbors, to another device, moves the border between two parts, or exchanges
 two groups or two devices. One that is a little slower is kept too, at first by 5%, at last not at all, so that the
-search leaves where no single change helps; the best seen counts. Changes are drawn from a generator with a fixed seed
-and counted, not timed: same problem, same placement.
+search leaves where no single change helps. So is one that does not fit, counted longer by the memory it lacks, mildly
+at first: the way between two that fit often leads through some that do not. The best seen counts. Changes are drawn
+from a generator with a fixed seed and counted, not timed: same problem, same placement.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from lading.planner.placement.trial import Trial, key_of
 #: Changes tried: at least, and at most for each unit of effort.
 _FEWEST, _MOST = 20, 200
 _LOOSE = 0.05
+#: What lacks all memory there is counts so many times its step more, at first and at last.
+_MILD, _HARD = 5.0, 1000.0
 
 
 def improve(trial: Trial, start: Placement, effort: float) -> Placement:
@@ -30,15 +33,19 @@ def improve(trial: Trial, start: Placement, effort: float) -> Placement:
         return start
     random, memory = Random(0), problem.network.memory_bytes
     steps = int(min(max(_FEWEST, trial.affordable(effort)), effort * _MOST))
-    now = best = start
+    now, best, room = start, start, sum(memory)
+
+    def worth(placement: Placement, done: float) -> float:
+        missing, step_s = key_of(placement, memory)
+        return step_s * (1 + _MILD * (_HARD / _MILD) ** done * missing / room)
+
     for step in range(steps):
         devices = _changed(now, random, count)
         if devices == list(now.devices) or not trial.can_run(devices):
             continue
         found = trial.of(devices, start.policy)
-        missing, step_s = key_of(found, memory)
-        most, now_s = key_of(now, memory)
-        if missing < most or (missing == most and step_s <= now_s * (1 + _LOOSE * (1 - step / steps))):
+        done = step / steps
+        if worth(found, done) <= worth(now, done) * (1 + _LOOSE * (1 - done)):
             now = found
         if key_of(found, memory) < key_of(best, memory):
             best = found

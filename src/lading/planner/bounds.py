@@ -23,6 +23,9 @@ from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
 from lading.sim.step import stage_of
 
+#: What computing loses beside hidden collectives goes by its mix, so a stage may take this much more than its units.
+HIDDEN = 0.995
+
 
 @dataclass(frozen=True, eq=False)
 class Priced:
@@ -89,7 +92,7 @@ def step_bounds(rows: Rows, priced: Priced, stack: Stack, devices: int) -> tuple
     steps, working = spans + _after(rows, costs, stack) + found.gather_s[number], spans.copy()
     flat = table.flat[pipe]
     if np.any(flat):
-        steps[flat] = _replicas(rows, flat, priced, stack)
+        steps[flat] = _replicas(rows, flat, priced, stack) * (HIDDEN if stack.hidden else 1.0)
         row = table.row[table.first][pipe[flat]]
         working[flat] = rows.micro_batches[pipe[flat]] * (costs.forward[row] + costs.backward[row])
     rest = found.optimizer_s[number] + stack.step_s
@@ -125,7 +128,7 @@ def _replicas(rows: Rows, flat: Bools, priced: Priced, stack: Stack) -> Floats:
     gathers, reduces = found.segment_gather_s[number], found.segment_reduce_s[number]
     passes = np.where(costs.again[row] > 0, stack.gathers, 2)
     cut = _cut(priced, stack, (gathers, reduces), forward + backward, passes)
-    reduced = _reduced(priced, stack, reduces, backward) * np.where(zero == 2, times, 1.0)
+    reduced = _reduced(priced, stack, reduces) * np.where(zero == 2, times, 1.0)
     once = reduced + _gathered(priced, stack, gathers, forward)
     return times * (forward + backward) + np.where(zero == 3, times * cut, once)
 
@@ -147,11 +150,10 @@ def _beside(computed: Floats, network: Floats, alone: Floats, slowdown: float) -
     return np.maximum(network, computed + (network - alone) * (slowdown / (1 + slowdown)) + alone)
 
 
-def _reduced(priced: Priced, stack: Stack, reduces: Floats, backward: Floats) -> Floats:
-    network = reduces @ priced.counts
+def _reduced(priced: Priced, stack: Stack, reduces: Floats) -> Floats:
     if not stack.overlap_grad_reduce:
-        return network
-    return _beside(backward, network, reduces[:, 0], priced.slowdown) - backward
+        return reduces @ priced.counts
+    return reduces[:, 0]  # the last one is beside nothing
 
 
 def _gathered(priced: Priced, stack: Stack, gathers: Floats, forward: Floats) -> Floats:

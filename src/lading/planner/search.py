@@ -2,10 +2,10 @@
 
 [Note: three bounds]
 What has the least bound is looked into next. Of a family of blocks, which differ in the micro-batch and in the ways of
-expert parallel only, the one with most of both is priced: more tokens at once, and fewer experts a rank, make products
-no slower but for the unevenness of their tiles, so its seconds without what the experts' ranks send, less a margin, are
-a bound for the others (tests compare). A priced block takes at least all its work without recompute, spread evenly and
-never waiting. An opened one has a bound for each layout.
+expert parallel only (none is a family of its own), the one with most of both is priced: more tokens at once, and fewer
+experts a rank, make products no slower but for the unevenness of their tiles, so its seconds without what the experts'
+ranks send, less a margin, are a bound for the others (tests compare). A priced block takes at least all its work
+without recompute, spread evenly and never waiting. An opened one has a bound for each layout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from lading.errors import ConfigError
 from lading.ir.layout import Layout
 from lading.ir.request import Request
-from lading.planner.bounds import Rows, peak_bounds, priced_block, step_bounds
+from lading.planner.bounds import HIDDEN, Rows, peak_bounds, priced_block, step_bounds
 from lading.planner.exchanges import Exchanges, Known, exchanges
 from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid, watched_rows
 from lading.planner.space import Ask, Block, Cut, Mesh, Pipe, Space, divisors
@@ -137,7 +137,7 @@ class Search:
         families: dict[tuple[object, ...], list[Block]] = {}
         for mesh in self.space.meshes():
             for block in self.space.blocks(mesh):
-                key = (mesh.tp, mesh.cp, mesh.etp, block.sp, block.cp_comm)
+                key = (mesh.tp, mesh.cp, mesh.etp, mesh.ep > 1, block.sp, block.cp_comm)
                 families.setdefault(key, []).append(block)
         found = False
         for number, blocks in enumerate(families.values()):
@@ -206,7 +206,11 @@ class Search:
         stage = stage_of(list(enumerate(self.ask.table.counts)), segments, prices, prices.stack)
         ranks = self.ask.devices / (block.mesh.tp * block.mesh.cp)
         least = self.ask.global_batch / block.micro_batch / ranks * (stage.forward.seconds + stage.backward_s)
-        return least * (1 + waiting_share(self.ask.devices, every_block=False)) * _ROUNDING
+        return (
+            least
+            * (1 + waiting_share(self.ask.devices, every_block=False))
+            * (HIDDEN if prices.stack.hidden else _ROUNDING)
+        )
 
     def _count(self, block: Block) -> int:
         """Layouts of a block."""

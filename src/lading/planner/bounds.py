@@ -128,8 +128,10 @@ def _replicas(rows: Rows, flat: Bools, priced: Priced, stack: Stack) -> Floats:
     gathers, reduces = found.segment_gather_s[number], found.segment_reduce_s[number]
     passes = np.where(costs.again[row] > 0, stack.gathers, 2)
     cut = _cut(priced, stack, (gathers, reduces), forward + backward, passes)
-    reduced = _reduced(priced, stack, reduces) * np.where(zero == 2, times, 1.0)
-    once = reduced + _gathered(priced, stack, gathers, forward)
+    alone = reduces[:, 0] if stack.overlap_grad_reduce else found.reduce_all_s[number]  # the last is beside nothing
+    reduced = alone * np.where(zero == 2, times, 1.0)
+    whole = found.gather_s[number] * (max(1.0, float(priced.counts.sum())) if stack.overlap_param_gather else 1.0)
+    once = reduced + _gathered(priced, stack, (gathers, whole), forward)
     return times * (forward + backward) + np.where(zero == 3, times * cut, once)
 
 
@@ -150,14 +152,8 @@ def _beside(computed: Floats, network: Floats, alone: Floats, slowdown: float) -
     return np.maximum(network, computed + (network - alone) * (slowdown / (1 + slowdown)) + alone)
 
 
-def _reduced(priced: Priced, stack: Stack, reduces: Floats) -> Floats:
-    if not stack.overlap_grad_reduce:
-        return reduces @ priced.counts
-    return reduces[:, 0]  # the last one is beside nothing
-
-
-def _gathered(priced: Priced, stack: Stack, gathers: Floats, forward: Floats) -> Floats:
-    whole = gathers @ priced.counts
+def _gathered(priced: Priced, stack: Stack, of: tuple[Floats, Floats], forward: Floats) -> Floats:
+    gathers, whole = of
     if not stack.overlap_param_gather:
         return whole
     slowdown = priced.slowdown

@@ -310,3 +310,32 @@ def test_replicas_whose_gradients_are_reduced_at_owners(ranks: int):
         expected[kind] = [p.detach() for p in model.parameters()]
     torch.set_num_threads(threads)
     run_ranks(_reduced, ranks, ranks, expected)
+
+
+def _fails_everywhere(rank: int) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = Shampoo([("a", parameters[0]), ("b", parameters[1])])
+    parameters[0].grad, parameters[1].grad = torch.full((4, 4), 1e25), torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match="direction failed on some rank"):
+        optimizer.step()
+
+
+def test_an_owner_that_fails_is_told_to_all():
+    run_ranks(_fails_everywhere, 2)
+
+
+def test_names_differ():
+    twice = [{"params": [("w", torch.nn.Parameter(torch.ones(2, 2)))]} for _ in range(2)]
+    with pytest.raises(ConfigError, match="different names, found 'w' more than once"):
+        Muon(twice)
+
+
+def test_replicas_of_two_dtypes():
+    """A 16-bit matrix and a 32-bit vector in one exchange."""
+    matrix = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    norm = torch.nn.Parameter(torch.ones(4))
+    optimizer = Muon([{"params": [matrix]}, {"params": [norm], "rule": AdamW()}], lr=0.1, reduces=True, groups=1)
+    matrix.grad, norm.grad = torch.ones_like(matrix), torch.ones_like(norm)
+    optimizer.step()
+    assert float((matrix.detach() - 1).abs().max()) > 0
+    assert float((norm.detach() - 1).abs().max()) > 0

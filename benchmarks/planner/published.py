@@ -96,7 +96,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     every = sorted(setups(asked.files).items())
-    step = max(1, len(every) // asked.most) if asked.most else 1
+    step = max(1, -(-len(every) // asked.most)) if asked.most else 1
     rows: list[dict[str, Any]] = []
     for name, published in every[::step]:
         rows.append({"setup": name} | compare(published))

@@ -36,7 +36,7 @@ from lading.rules import SOAP as SOAPSettings
 from lading.rules import MatrixRule
 from lading.rules import Muon as MuonSettings
 from lading.rules import Shampoo as ShampooSettings
-from lading.runtime.exchange import Team, Traffic, agree
+from lading.runtime.exchange import Team, Traffic, agree_finite, agree_presence
 from lading.runtime.matrices import MatrixStep, Moving
 from lading.runtime.replicas import Replica, ReplicaStep
 
@@ -121,6 +121,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._members = [m for number, (group, r) in numbered for m in _members(number, group, r)]
         self._team = Team.of(_process_group(mesh, [m.param for m in self._members]))
         self._wholes = [whole for number, m in enumerate(self._members) for whole in self._wholes_of(number, m)]
+        self._check_names()
         self._rules = self._rules_of_wholes()
         holdings = self._holdings()
         self._boxes = [row[self._team.rank] for row in holdings]
@@ -146,6 +147,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if member.is_matrix:
             return wholes_of(number, member.name, param.shape, member.group["parts"])
         return [Whole(member.name, number, Box((0,) * param.ndim, tuple(param.shape)))] if self.how.reduces else []
+
+    def _check_names(self) -> None:
+        for names in ([m.name for m in self._members], [whole.name for whole in self._wholes]):
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ConfigError(f"expected parameters of different names, found {twice[0]!r} more than once")
 
     def _rules_of_wholes(self) -> list[Rule | AdamWRule]:
         """Of each matrix; staggered, matrices of one shape take turns in the order of their names."""
@@ -215,9 +221,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        has = {m.name: m.param.grad is not None for m in self._members}
+        device = self._members[0].param.device
+        agree_presence(has, self._team, device)
         gradients = [_gradient(m.param) for m in self._members]
-        names = [m.name for m in self._members]
-        if not agree(gradients, names, self._team, check_finite=self.how.skip_nonfinite):
+        if self.how.skip_nonfinite and not agree_finite(gradients, self._team, device):
             self.skipped += 1
             return loss
         if isinstance(self._step, ReplicaStep):
@@ -378,11 +386,18 @@ def _maths(rule: MatrixRule | AdamW, shift: int = 0) -> Rule | AdamWRule:
 
 def _process_group(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> dist.ProcessGroup | None:
     """Of the mesh, flattened where it has several dims."""
-    meshes = {p.device_mesh for p in params if isinstance(p, DTensor)}
+    meshes = list(dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor)))
     mesh = mesh or max(meshes, key=lambda m: m.size(), default=None)
     if mesh is None:
         return None
-    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    ranks = set(mesh.mesh.flatten().tolist())
+    if any(set(other.mesh.flatten().tolist()) - ranks for other in meshes):
+        raise ConfigError("the parameters' meshes do not lie in one of them; give mesh=, the ranks that share the work")
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.mesh_dim_names is None:
+        raise ConfigError("expected a mesh whose dims have names; give init_device_mesh mesh_dim_names")
+    return mesh._flatten().get_group()
 
 
 def _box(param: torch.Tensor) -> Box:

@@ -14,8 +14,8 @@ from lading.ir.placement import Problem
 if TYPE_CHECKING:
     from lading.planner.placement.api import Contest
 
-#: Micro-batches of a step that are tried, where they divide it.
-_COUNTS = (1, 2, 4, 8, 16, 32)
+#: Micro-batches of a step that are tried, where they divide it; and one sequence each.
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class Placing:
     def __post_init__(self) -> None:
         if min(self.batch, self.micro_batches) < 1 or min(self.units, self.seq_len) < 0:
             raise ConfigError(
-                f"expected a batch and micro-batches of 1 or more and units of 0 or more, got {self.batch}, "
-                f"{self.micro_batches} and {self.units}"
+                f"expected a batch and micro-batches of 1 or more, units and a sequence length of 0 or more, got "
+                f"{self.batch}, {self.micro_batches}, {self.units} and {self.seq_len}"
             )
 
 
@@ -93,7 +93,7 @@ def best_of(asked: Placing, fleet: Fleet, batch: int) -> tuple[Contest, dict[int
         raise ConfigError(f"expected a batch of 1 sequence or more, got {batch}")
     tried: dict[int, float | None] = {}
     error: PlanInfeasible | None = None
-    for count in (n for n in _COUNTS if batch % n == 0):
+    for count in sorted(n for n in {*_COUNTS, batch} if batch % n == 0):
         problem = problem_on(dataclasses.replace(asked, batch=batch // count, micro_batches=count), fleet)
         try:
             tried[count] = contest(problem, effort=0).best.step_s

@@ -213,8 +213,9 @@ class SOAP:
         return (update + shift) % self.frequency == 0
 
     def work(self, rows: int, columns: int) -> Work:
-        """Mean over updates: into and out of the basis twice (the moment turns with it), factors, QR now and then."""
-        sides = ((4.0, rows, columns, rows), (4.0, rows, columns, columns))
+        """Mean over updates: into and out of the basis, and the moment when it turns; factors; QR now and then."""
+        times = 2 + 2 / self.frequency
+        sides = ((times, rows, columns, rows), (times, rows, columns, columns))
         factors = ((1.0, rows, rows, columns), (1.0, columns, columns, rows))
         turned = tuple((1.0 / self.frequency, n, n, n) for n in (rows, columns))
         return Work((*sides, *factors, *turned), tuple((0.15 / self.frequency, n) for n in (rows, columns)), passes=10)

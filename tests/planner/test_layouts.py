@@ -184,6 +184,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(saved.peaks) == {"start", "step", "longest", "save", "resume"}
     assert saved.step_s == document["layouts"][0]["step_s"] >= saved.bound_s
     assert all(row["loses_because"] for row in document["layouts"])
+    assert document["layouts"][0]["loses_because"] == "fastest"
     assert main(["plan", "--model", "gpt2-xl", "--machine", "h100", "--out", str(plan)]) == 2
     assert "expected --devices and --global-batch next to --model" in capsys.readouterr().err
     assert main(["plan", "run.toml", "--devices", "8", "--out", str(plan)]) == 2

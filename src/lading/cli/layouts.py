@@ -32,8 +32,9 @@ OPTIONS = (
 def plan_cluster(asked: Plan) -> None:
     """Print the layouts found, and save the winner; a machine that lists unlike devices gets a placement instead."""
     if asked.machine is not None:
-        from lading.catalog.fleets import lists_devices
+        from lading.catalog.fleets import lists_devices, load_fleet
 
+        load_fleet(asked.machine)
         if lists_devices(asked.machine):
             from lading.cli.placement import plan_fleet
 
@@ -110,8 +111,10 @@ def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) 
         if asked.tree:
             console.print(f"no tree: {reason}; pin zero=3 and pp=1 for one", markup=False, soft_wrap=True)
         return plan
+    moments = found.winner.peaks
+    grown = max(0, moments["longest"]["device"] - moments["step"]["device"])
     try:
-        chosen = choose_groups(request, ask.table, room_of(ask).device_bytes, asked.unshard)
+        chosen = choose_groups(request, ask.table, room_of(ask).device_bytes - grown, asked.unshard)
     except PlanInfeasible as error:  # its peak is counted buffer by buffer, that of the search by its largest
         console.print(f"no groups of parameters chosen: {error}", style="bold red", markup=False, soft_wrap=True)
         return plan
@@ -119,7 +122,9 @@ def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) 
     if asked.tree:
         print_tree(tree_of(chosen, ask.table), console)
     own = plan_of(chosen, plan.version)
-    peaks = {**plan.peaks, "step": {**plan.peaks.get("step", {}), **own.peaks["step"]}}
+    steady = own.peaks["step"]["device"]
+    longest = {**plan.peaks["longest"], "device": steady + grown}
+    peaks = {**plan.peaks, "step": {**plan.peaks["step"], **own.peaks["step"]}, "longest": longest}
     return dataclasses.replace(own, peaks=peaks, assumptions=plan.assumptions)
 
 
@@ -222,7 +227,7 @@ def _said(found: Layouts, seconds: float) -> list[str]:
         lines.append(f"proven: no plan of the space that fits is faster as simulated, nor comes before the first "
                      f"{found.proven} of {len(found.best)}")  # fmt: skip
     else:
-        gap = winner.step_s / proof.rest_s - 1
+        gap = 1 - proof.rest_s / winner.step_s
         lines.append(f"not proven: plans that were not simulated take at least {format_seconds(proof.rest_s)}, "
                      f"{gap:.2%} less than the first")  # fmt: skip
     lines += [f"not searched - {sentence}" for sentence in found.left_out]

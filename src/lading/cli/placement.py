@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 
 #: Options of ``lading plan --model`` that mean nothing for a list of devices.
-_OF_CLUSTERS = ("overrides", "devices", "network", "precision", "pin", "price", "longest", "budget", "tree")
+_OF_CLUSTERS = (
+    "overrides", "devices", "network", "precision", "pin", "price", "longest", "budget", "tree", "unshard", "top",
+    "save",
+)  # fmt: skip
 
 
 def _optional(metavar: str, text: str) -> object:
@@ -116,8 +120,9 @@ def plan_fleet(asked: Plan) -> None:
         ConfigError: an option that belongs to a cluster of alike devices.
         PlanInfeasible: no number of micro-batches gives one that fits.
     """
+    defaults = {option.name: option.default for option in dataclasses.fields(asked)}
     for name in _OF_CLUSTERS:
-        if getattr(asked, name):
+        if getattr(asked, name) != defaults[name]:
             raise ConfigError(
                 f"--{name.replace('_', '-')} belongs to a cluster of alike devices, got it next to {asked.machine}, "
                 "which lists unlike ones; leave it out"
@@ -131,7 +136,7 @@ def plan_fleet(asked: Plan) -> None:
 
     fleet = load_fleet(asked.machine)
     placing = Placing(model=asked.model, seq_len=asked.seq or 0, stack=asked.stack or "default")
-    found, tried = best_of(placing, fleet, asked.global_batch or 1)
+    found, tried = best_of(placing, fleet, 1 if asked.global_batch is None else asked.global_batch)
     _print(found, latency=False)
     if len(tried) > 1:
         steps = ", ".join(f"{count}: {format_seconds(s) if s else 'does not fit'}" for count, s in tried.items())

@@ -12,6 +12,9 @@ update at once. Adam moves 28 bytes an element, so the host's memory bounds it; 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from lading.cost.assumed import assumptions
 from lading.errors import ConfigError
@@ -23,19 +26,21 @@ from lading.ir.stack import Stack
 _COMPUTE_BYTES = 2
 
 
-def copy_s(size_bytes: float, machine: Machine, tier: str, *, out: bool, both: bool = False) -> float:
+def copy_s(size_bytes: Any, machine: Machine, tier: str, *, out: bool, both: bool = False) -> Any:
     """Seconds of copying from the device to a tier behind it, or back.
 
     Args:
+        size_bytes: A number, or an array of them.
         tier: "host", or "disk", whose bytes go through the host's memory where there is one.
         out: Away from the device.
         both: Copies the other way run at the same time.
     Raises:
         ConfigError: the machine has no such tier.
     """
-    if not size_bytes:
-        return 0.0
-    return max(_tier_s(size_bytes, one, out, both) for one in _way(machine, tier))
+    found = [_tier_s(size_bytes, one, out, both) for one in _way(machine, tier)]
+    if isinstance(size_bytes, np.ndarray):
+        return np.where(size_bytes > 0, np.maximum.reduce(found), 0.0)
+    return max(found) if size_bytes else 0.0
 
 
 def _way(machine: Machine, tier: str) -> Iterator[Tier]:
@@ -60,7 +65,7 @@ def tier_of(machine: Machine, tier: str) -> Tier:
     return found
 
 
-def _tier_s(size_bytes: float, tier: Tier, out: bool, both: bool) -> float:
+def _tier_s(size_bytes: Any, tier: Tier, out: bool, both: bool) -> Any:
     if out:
         rate = tier.mixed_write_bytes_per_s if both else tier.write_bytes_per_s
     else:

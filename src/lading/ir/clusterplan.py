@@ -61,8 +61,9 @@ class GatherGroup:
     def __post_init__(self) -> None:
         if not self.modules:
             raise ConfigError("a gather group: expected at least one module, got none")
-        if self.ahead < 0 or self.ahead_backward < 0:
-            raise ConfigError(f"gather group {self.modules[0]!r}: expected ahead >= 0, got {self.ahead}")
+        ahead = min(self.ahead, self.ahead_backward)
+        if ahead < 1:
+            raise ConfigError(f"gather group {self.modules[0]!r}: expected ahead >= 1, got {ahead}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -182,6 +182,8 @@ def network_of(memory_bytes: Mapping[str, int], links: Sequence[Join]) -> Networ
     channels: dict[str, int] = {}
     direct: dict[tuple[int, int], Hop] = {}
     for link in links:
+        if unknown := [name for name in link.devices if name not in place]:
+            raise ConfigError(f"link {link.name}: expected devices among {', '.join(names)}, got {', '.join(unknown)}")
         for a, b in permutations(link.devices, 2):
             held = tuple(channels.setdefault(name, len(channels)) for name in _held(link, a, b))
             hop = Hop(held, link.latency_s, 1 / (link.bandwidth_bytes_per_s * link.efficiency))

@@ -263,14 +263,16 @@ class Processes:
         for cause, times in self.slowdown.items():
             if not times or min(times) <= 0:
                 raise ConfigError(f"processes.slowdown.{cause}: expected positive factors from one process on")
+        if "memory-bound" not in self.slowdown:
+            raise ConfigError(f"processes.slowdown: expected memory-bound, got {', '.join(sorted(self.slowdown))}")
 
     def slower(self, cause: str, processes: int) -> float:
         """How many times longer kernels of a cause take while so many processes compute; others as "memory-bound".
 
-        Beyond what was measured processes take turns.
+        Beyond what was measured processes take turns once all processors are busy.
         """
         times = self.slowdown.get(cause) or self.slowdown["memory-bound"]
-        return times[min(processes, len(times)) - 1] * max(1.0, processes / len(times))
+        return times[min(processes, len(times)) - 1] * max(1.0, processes / max(len(times), self.cores))
 
     def launch_s(self, processes: int) -> float:
         """Seconds to launch an operation while so many processes compute."""

@@ -90,6 +90,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         count = len(self.network.devices)
+        if not count or min(self.network.memory_bytes) < 0:
+            raise ConfigError(f"expected devices with memory >= 0, got {self.network.memory_bytes}")
         if self.micro_batches < 1 or not self.tasks:
             raise ConfigError(f"expected tasks and micro_batches >= 1, got {len(self.tasks)} and {self.micro_batches}")
         for task in self.tasks:
@@ -98,6 +100,8 @@ class Problem:
             if min(task.resident_bytes, task.kept_bytes, task.working_bytes) < 0:
                 raise ConfigError(f"task {task.name}: expected bytes >= 0, got {task}")
         for flow in self.flows:
+            if not flow.targets:
+                raise ConfigError(f"expected a flow to at least one task, got {flow}")
             if not all(0 <= flow.source < target < len(self.tasks) for target in flow.targets) or flow.size_bytes < 0:
                 raise ConfigError(f"expected a flow of >= 0 bytes to later tasks, got {flow}")
         for group in self.groups:

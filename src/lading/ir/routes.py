@@ -130,11 +130,6 @@ def pieces(
     return inbound, outbound
 
 
-def moved_elements(found: Sequence[Piece]) -> int:
-    """Elements that leave their rank."""
-    return sum(piece.box.size for piece in found if piece.source != piece.target)
-
-
 def micro_groups(seconds: Sequence[float], owners: Sequence[int], groups: int) -> list[list[int]]:
     """Matrices in groups such that each owner has about the same work in each.
 

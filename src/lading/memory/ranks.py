@@ -89,6 +89,11 @@ def gathered_width(layout: Layout, stack: Stack) -> int:
     return DTYPE_BYTES.get(stack.gather_dtype, _PRODUCT_BYTES[layout.precision])
 
 
+def gradient_width(layout: Layout, stack: Stack) -> int:
+    """Bytes of an element of a gradient as products make it: no fewer than 16 bits, however parameters travel."""
+    return max(2, gathered_width(layout, stack))
+
+
 def behind(
     roles: dict[Role, int], updated: float, largest: Mapping[str, int], layout: Layout, stack: Stack
 ) -> tuple[dict[Role, int], dict[Role, int]]:

@@ -100,5 +100,5 @@ def update_matrix(
     """
     shape = (param.shape[0], param.shape[1])
     travels = rule.pre(grad, held, update)
-    direction = rule.direction(travels.to(rule.travels or travels.dtype).contiguous(), whole, update)
-    rule.post(param, direction, shape, lr=lr, update=update)
+    matrix = travels.to(rule.travels or travels.dtype).contiguous()
+    rule.post(param, rule.direction(matrix, whole, update).to(matrix.dtype), shape, lr=lr, update=update)

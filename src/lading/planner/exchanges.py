@@ -26,7 +26,7 @@ from lading.sim.prices import MachinePrices
 _KINDS = ("dp", "dp/ep")
 Run = tuple[tuple[int, int], ...]
 #: Seconds of gathers and of reductions by (tp, cp, ways of experts, pp, cut at all, shard).
-Known = dict[tuple[int, int, int, int, bool, int], tuple[Floats, Floats]]
+Known = dict[tuple[int, int, int, int, bool, int, bool], tuple[Floats, Floats]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +177,9 @@ def _by_cut(
     for cut in shape.cuts:
         layout = _layout(space, block, shape.pp, cut)
         prices = MachinePrices(space.ask.machine, layout, stack)
-        dense = (mesh.tp, mesh.cp, 0, shape.pp, cut.zero > 0, cut.shard)
-        expert = (mesh.tp, mesh.cp, mesh.expert_ways, shape.pp, cut.zero > 0, 0)
+        comes_down = cut.hosted and cut.zero >= 2
+        dense = (mesh.tp, mesh.cp, 0, shape.pp, cut.zero > 0, cut.shard, comes_down)
+        expert = (mesh.tp, mesh.cp, mesh.expert_ways, shape.pp, cut.zero > 0, 0, comes_down)
         found = [0.0, 0.0]
         for place, key in enumerate((dense, expert)):
             if key not in known:

@@ -79,7 +79,11 @@ def _shorter(ask: Ask) -> Iterator[tuple[str, Ask]]:
     for power in range(1, _HALVINGS + 1):
         tokens = whole >> power
         request = replace(ask.request, seq_len=tokens)
-        yield f"sequences of {tokens:,} tokens instead of {whole:,}", replace(ask, request=request, longest=0)
+        if not tokens:
+            return
+        longest = f", the longest of {ask.longest >> power:,}" if ask.longest else ""
+        what = f"sequences of {tokens:,} tokens instead of {whole:,}{longest}"
+        yield what, replace(ask, request=request, longest=ask.longest >> power)
 
 
 def _first(asks: Iterator[tuple[str, Ask]], tell: Tell) -> Near | None:

@@ -239,7 +239,8 @@ def peaks_of(simulated: Simulated, ask: Ask) -> dict[str, dict[str, int]]:
     request = simulated.request
     memory = longest = simulated.memory
     if ask.longest > request.seq_len:
-        longest = simulate(replace(request, seq_len=ask.longest), simulated.table).memory
+        unit = 2 * request.layout.cp * request.layout.tp
+        longest = simulate(replace(request, seq_len=-(-ask.longest // unit) * unit), simulated.table).memory
     layout, local, whole = request.layout, *_largest(simulated)
     pieces = max(local * _width(simulated) // (shards("dp", layout) if layout.zero else 1), _kept(simulated, local))
     peaks: dict[str, dict[str, int]] = {}

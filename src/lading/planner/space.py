@@ -63,6 +63,15 @@ class Ask:
         for name in ("devices", "global_batch", "top", "proven"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name.replace('_', ' ')} >= 1, got {getattr(self, name)}")
+        if self.longest and self.longest < self.request.seq_len:
+            raise ConfigError(
+                f"expected longest >= the {self.request.seq_len} tokens of a sequence, got {self.longest}"
+            )
+        if self.machine.processes is not None:
+            raise ConfigError(
+                f"layouts of {self.machine.name}, whose processes share a host, are simulated, not searched; give "
+                "lading simulate a layout"
+            )
         if self.request.task not in ("pretrain", "sft"):
             raise ConfigError(
                 f"expected a task that trains all weights, got {self.request.task!r}: layouts of adapters are "

@@ -55,7 +55,7 @@ def loses_because(row: LayoutRow, winner: LayoutRow) -> str:
     """Why a layout is not the winner: what it takes longer for, the two largest, or what does not fit."""
     if row.over:
         return f"does not fit: {row.over}"
-    if row is winner:
+    if row.layout == winner.layout:
         return "fastest"
     causes = sorted({*row.shares_s, *winner.shares_s})
     more = [(row.shares_s.get(cause, 0.0) - winner.shares_s.get(cause, 0.0), cause) for cause in causes]

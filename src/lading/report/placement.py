@@ -35,7 +35,7 @@ def traffic(problem: Problem, devices: Sequence[int]) -> dict[tuple[int, int], i
 
 def limit(problem: Problem, placement: Placement) -> str:
     """What keeps the step from being shorter, in a sentence."""
-    network, step_s = problem.network, placement.step_s
+    network, step_s = problem.network, placement.step_s or 1.0
     busy = [(s / step_s, f"{network.devices[d]} computes") for d, s in enumerate(placement.busy_s)]
     busy += [(s / step_s, f"the link {network.channels[c]} sends") for c, s in enumerate(placement.channel_s)]
     share, name = max(busy)
@@ -98,7 +98,7 @@ def devices_table(problem: Problem, placement: Placement) -> Table:
             format_bytes(placement.peak_bytes[d]),
             format_bytes(problem.network.memory_bytes[d]),
             format_seconds(busy),
-            f"{busy / placement.step_s:.0%}",
+            f"{busy / (placement.step_s or 1.0):.0%}",
             format_bytes(sum(size for (a, _), size in sent.items() if a == d)),
             str(placement.windows[d]),
         )

@@ -87,6 +87,8 @@ def _check(plan: ClusterPlan, layout: Layout, mesh: DeviceMesh) -> None:
         raise ConfigError(
             f"apply: expected a plan that cuts parameters (zero3), got {plan.layout}; plan with --pin zero=3"
         )
+    if layout.offload:
+        raise ConfigError(f"apply: expected everything on the device, got {plan.layout}; plan without offload")
     if layout.pp > 1 or layout.ep > 1:
         raise ConfigError(f"apply: expected a plan without pipeline and expert parallel, got {plan.layout}")
     if plan.gather_dtype not in ("", "float32", "bfloat16", "float16"):
@@ -135,8 +137,9 @@ def _check_parameters(plan: ClusterPlan, model: nn.Module, groups: Sequence[Sequ
                 f"apply: {other!r} and {name!r} are one parameter, expected them in one group, got groups {number} and "
                 f"{home[path]}; untie them"
             )
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        counts[home[path]] += local.numel()
+        if other == name:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            counts[home[path]] += local.numel()
     for number, (group, count) in enumerate(zip(plan.groups, counts, strict=True)):
         width = DTYPE_BYTES[plan.gather_dtype] if plan.gather_dtype else _width(model)
         if group.gathered_bytes and count * width != group.gathered_bytes:
@@ -227,6 +230,8 @@ class _MicroBatches:
     def _begin(self, module: nn.Module, arguments: Any) -> None:
         if not torch.is_grad_enabled() or not module.training:
             return
+        if self.begun == self.count and all(p.grad is None for p in module.parameters()):
+            self.begun = 0  # a step was left out, as where gradients are not finite
         self.begun += 1
         if self.begun > self.count:
             raise ConfigError(

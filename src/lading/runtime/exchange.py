@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from lading.errors import LadingError
 from lading.ir.routes import Box, Piece
 
+#: What a rule raises where a matrix cannot be decomposed.
+FAILURES = (LadingError, torch.linalg.LinAlgError)  # pyright: ignore[reportPrivateImportUsage]
 #: The tensor that has a piece, and the box that it is, by matrix.
 Place = Callable[[int], tuple[torch.Tensor, Box]]
 
@@ -130,31 +133,41 @@ def _view(place: Place, piece: Piece) -> torch.Tensor:
     return tensor[piece.box.within(box)]
 
 
-def agree(
-    gradients: Sequence[torch.Tensor | None],
-    names: Sequence[str],
-    team: Team,
-    *,
-    check_finite: bool,
-) -> bool:
-    """Agree with one small reduction that all ranks have the same gradients, and whether all of all is finite.
+def agree_presence(has: Mapping[str, bool], team: Team, device: torch.device) -> None:
+    """Make sure that all ranks have the same gradients, before any is sent.
 
+    Args:
+        has: By parameter's name, whether this rank has its gradient.
     Raises:
         ValueError: a parameter has a gradient on some ranks only; on every rank.
     """
-    has = torch.tensor([g is not None for g in gradients], dtype=torch.int32)
-    bad = 0
-    if check_finite:
-        bad = int(any(not bool(torch.isfinite(g).all()) for g in gradients if g is not None))
-    device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
-    counted = torch.cat([has, torch.tensor([bad], dtype=torch.int32)]).to(device)
-    if team.ranks > 1:
-        dist.all_reduce(counted, group=team.group)
-    found = counted.tolist()
-    for name, count in zip(names, found, strict=False):
+    counted = _summed([int(one) for one in has.values()], team, device)
+    for name, count in zip(has, counted, strict=True):
         if 0 < count < team.ranks:
             raise ValueError(
                 f"{name}: expected a gradient on all {team.ranks} ranks or on none, found one on {count}; use the "
                 "parameter on every rank, if only times 0, or freeze it"
             )
-    return found[-1] == 0
+
+
+def agree_finite(gradients: Sequence[torch.Tensor | None], team: Team, device: torch.device) -> bool:
+    """Whether all of all ranks' gradients is finite."""
+    bad = any(not bool(torch.isfinite(g).all()) for g in gradients if g is not None)
+    return not _summed([int(bad)], team, device)[0]
+
+
+def agree_done(error: Exception | None, team: Team, device: torch.device) -> None:
+    """Raise on every rank if one could not compute what it owns.
+
+    Raises:
+        RuntimeError: from the error, on the rank that has it.
+    """
+    if _summed([int(error is not None)], team, device)[0]:
+        raise RuntimeError(f"a matrix's direction failed on some rank: {error or 'see the others'}") from error
+
+
+def _summed(values: Sequence[int], team: Team, device: torch.device) -> list[int]:
+    counted = torch.tensor(values, dtype=torch.int32, device=device)
+    if team.ranks > 1:
+        dist.all_reduce(counted, group=team.group)
+    return counted.tolist()

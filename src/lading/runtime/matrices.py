@@ -16,7 +16,7 @@ import torch
 
 from lading.ir.routes import Box, Piece, Whole
 from lading.optim.rule import Rule, States
-from lading.runtime.exchange import Exchange, Team, Traffic, Under
+from lading.runtime.exchange import FAILURES, Exchange, Team, Traffic, Under, agree_done
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ class MatrixStep:
         self.wholes, self.rules = [whole for whole, _ in wholes], [rule for _, rule in wholes]
         self.owners, self.groups, self.team = owners, groups, team
         self.traffic = Traffic()
+        self._failed: Exception | None = None
+        #: Decompositions may not end; products do.
+        self._may_fail = any(hasattr(rule.settings, "frequency") for rule in self.rules)
         self._inbound, self._outbound = routes
         self._known: dict[object, list[tuple[list[int], Exchange, Exchange]]] = {}
 
@@ -79,6 +82,7 @@ class MatrixStep:
             whole: Whole states of the matrices that this rank owns, by matrix.
         """
         groups = self._prepared(moving) if moving else []
+        self._failed = None
         last: _Group | None = None
         if groups:
             self._send(groups[0], moving)
@@ -91,6 +95,8 @@ class MatrixStep:
             last = group
         if last is not None:
             self._apply(last, moving)
+        if groups and self._may_fail:
+            agree_done(self._failed, self.team, _device(moving))
 
     def _prepared(self, moving: Mapping[int, Moving]) -> list[_Group]:
         key = tuple((number, m.travels.dtype) for number, m in sorted(moving.items()))
@@ -138,13 +144,21 @@ class MatrixStep:
         for number in mine:
             matrix = self.wholes[number]
             own = moving[matrix.parameter]
-            found = self.rules[number].direction(
-                arrived.pop(number).view(matrix.rows_columns), whole.get(number, {}), own.update
+            found = self._direction(
+                number, arrived.pop(number).view(matrix.rows_columns), whole.get(number, {}), own.update
             )
             group.matrices[number] = found.to(group.outbound.dtype).reshape(matrix.box.shape)
         group.under = group.outbound.start(
             lambda number: (group.matrices[number], self.wholes[number].box), _device(moving), self.traffic
         )
+
+    def _direction(self, number: int, seen: torch.Tensor, states: States, update: int) -> torch.Tensor:
+        """What the rule makes of a matrix; where it fails, zeros travel, and all ranks are told at the end."""
+        try:
+            return self.rules[number].direction(seen, states, update)
+        except FAILURES as error:
+            self._failed = error
+            return torch.zeros_like(seen)
 
     def _apply(self, group: _Group, moving: Mapping[int, Moving]) -> None:
         """Wait for a group's directions, and move this rank's pieces along them."""

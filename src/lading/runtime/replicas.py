@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lading.ir.routes import Box, Whole
 from lading.optim.adam import AdamWRule
 from lading.optim.rule import Rule, States
-from lading.runtime.exchange import Team, Traffic
+from lading.runtime.exchange import FAILURES, Team, Traffic, agree_done
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class ReplicaStep:
         """A step of ``wholes``; groups of them travel together, in order."""
         self.wholes, self.owners, self.groups, self.team = wholes, owners, groups, team
         self.traffic = Traffic()
+        self._failed: Exception | None = None
+        self._may_fail = any(hasattr(rule.settings, "frequency") for _, rule in wholes)
 
     def run(self, moving: Mapping[int, Replica], states: Mapping[int, States]) -> None:
         """Move every parameter of ``moving``, the same ones on every rank.
@@ -59,6 +61,7 @@ class ReplicaStep:
         """
         groups = [[n for n in group if self.wholes[n][0].parameter in moving] for group in self.groups]
         groups = [group for group in groups if group]
+        self._failed = None
         inbound = self._send_in(groups[0], moving) if groups else None
         last: tuple[list[int], _Sent] | None = None
         for place, group in enumerate(groups):
@@ -71,6 +74,8 @@ class ReplicaStep:
             inbound = following
         if last is not None:
             self._apply(*last, moving)
+        if groups and self._may_fail:
+            agree_done(self._failed, self.team, next(iter(moving.values())).param.device)
 
     def _size(self, number: int) -> int:
         return self.wholes[number][0].box.size
@@ -106,7 +111,7 @@ class ReplicaStep:
             whole, rule = self.wholes[number]
             own, shape = moving[whole.parameter], whole.box.shape
             # A tensor of its own: products differ in bits with where in memory their operands begin.
-            grad = total[start : start + whole.box.size].view(shape).clone()
+            grad = total[start : start + whole.box.size].view(shape).to(own.grad.dtype, copy=True)
             start += whole.box.size
             if isinstance(rule, AdamWRule):
                 value = self._view(number, moving, "param").clone()
@@ -114,13 +119,22 @@ class ReplicaStep:
                 found.append(value.reshape(-1))
                 continue
             matrix = rule.pre(grad.view(whole.rows_columns), states[number], own.update)
-            found.append(rule.direction(matrix.contiguous(), states[number], own.update).reshape(-1))
+            found.append(self._direction(rule, matrix.contiguous(), states[number], own.update).reshape(-1))
         return found
+
+    def _direction(self, rule: Rule, seen: torch.Tensor, states: States, update: int) -> torch.Tensor:
+        """As the rule has it; where it fails, zeros travel, and all ranks are told at the end."""
+        try:
+            return rule.direction(seen, states, update).to(seen.dtype)
+        except FAILURES as error:
+            self._failed = error
+            return torch.zeros_like(seen)
 
     def _send_out(self, group: Sequence[int], found: list[torch.Tensor], moving: Mapping[int, Replica]) -> _Sent:
         """Results to every replica; one dtype travels, that of the group's widest."""
         dtype = self._dtype(group, moving)
-        flat = torch.cat([part.to(dtype) for part in found]) if found else torch.empty(0, dtype=dtype)
+        device = next(iter(moving.values())).param.device
+        flat = torch.cat([part.to(dtype) for part in found]) if found else torch.empty(0, dtype=dtype, device=device)
         sizes = [sum(map(self._size, self._of(group, rank))) for rank in range(self.team.ranks)]
         return self._exchange(flat.repeat(self.team.ranks), sizes, [flat.numel()] * self.team.ranks, self.team.outbound)
 

@@ -24,7 +24,7 @@ cut logits makes one tensor of their size more in backward (tensor/parallel/loss
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Role
@@ -258,7 +258,7 @@ def _walked(
     for unit in whole:
         for axes, number in unit.elements.items():
             elements[axes] = elements.get(axes, 0) + number
-    cut = layout if layout.zero != 2 else Layout(dp=layout.dp, tp=layout.tp, zero=3)
+    cut = layout if layout.zero != 2 else replace(layout, zero=3)
     roles = state_bytes(elements, cut if layout.zero else layout, stack)
     in_buffers = layout.zero == 0 and layout.dp * layout.cp > 1
     if not in_buffers:

@@ -20,7 +20,7 @@ from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 from lading.ir.work import Collective, Kernel, RankSegment, Stage
-from lading.memory.ranks import gathered_width, replicas, shards
+from lading.memory.ranks import gathered_width, gradient_width, replicas, shards
 from lading.parallel.memory import alive_bytes
 from lading.parallel.ranks import EXPERTS
 from lading.parallel.recompute import Recomputed
@@ -83,7 +83,8 @@ def bounds(segment: RankSegment, kernels: Sequence[Kernel], groups: Sequence[tup
     if not segment.leaves and groups and kernels:
         uses = [at for at, k in enumerate(kernels) if any(segment.tensors[t].role is Role.PARAMETER for t in k.inputs)]
         forward = kernels[0].stage is Stage.FORWARD
-        first, last = (0, uses[-1] + 1) if forward else (uses[0], len(kernels))
+        if uses:
+            first, last = (0, uses[-1] + 1) if forward else (uses[0], len(kernels))
     experts = [at for at, k in enumerate(kernels) if k.is_experts or _travels(k)]
     return [(experts[0], experts[-1] + 1) if axes == EXPERTS and experts else (first, last) for axes, _ in groups]
 
@@ -96,7 +97,7 @@ def unit_bytes(segment: RankSegment, again: Recomputed, layout: Layout, stack: S
     """Of one unit; ``again`` is what runs again in its backward."""
     alive = alive_bytes(segment, again, stack.fusion, fused_loss=stack.fused_loss)
     groups = groups_of(segment, layout)
-    width = gathered_width(layout, stack)
+    width = gradient_width(layout, stack)
     made: dict[int, list[tuple[int, int]]] = {}
     names = [axes for axes, _ in groups]
     for tensor, axes in segment.parameters:
@@ -196,7 +197,8 @@ class _Walk:
 
     def __init__(self, units: Sequence[UnitBytes], layout: Layout, stack: Stack) -> None:
         self.units, self.layout = units, layout
-        self.width, self.reduced = gathered_width(layout, stack), DTYPE_BYTES[stack.gradient_dtype]
+        self.width, self.made = gathered_width(layout, stack), gradient_width(layout, stack)
+        self.reduced = DTYPE_BYTES[stack.gradient_dtype]
         self.accumulates = layout.micro_batches > 1
         self.peak = Peak()
         self.saved = self.whole = self.buffer = self.reducing = self.gradients = 0
@@ -242,7 +244,7 @@ class _Walk:
                 axes, elements = unit.groups[group]
                 self.whole -= elements * self.width
                 self.reducing = elements * self.reduced
-                own, unreduced = self._part(axes, elements), elements * self.width
+                own, unreduced = self._part(axes, elements), elements * self.made
                 self._see(stretch.left, self.buffer, unreduced)
                 self._see(stretch.left - unreduced, self.buffer + own)
                 self.gradients += 0 if self.accumulates else own

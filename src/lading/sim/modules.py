@@ -173,6 +173,8 @@ def unfit(request: Request) -> str:
     layout = request.layout
     if layout.zero != 3 or layout.pp > 1 or layout.vpp > 1:
         return f"expected a layout with zero3 and without pp, got {layout}"
+    if layout.offload:
+        return f"expected everything on the device, got {layout}; groups do not know what is offloaded"
     if request.task in ("lora", "qlora"):
         return f"expected all weights to be trained, got task {request.task!r}"
     return ""

@@ -116,10 +116,13 @@ class MachinePrices:
         if self.layout.zero == 0:
             return 0.0
         pieces, width = self.stack.pieces, gathered_width(self.layout, self.stack)
-        return pieces * sum(
+        seconds = pieces * sum(
             self._collective_s("all_gather", number * width // pieces, self._shard_axis(axes))
             for axes, number in elements.items()
         )
+        if "parameters" in self.layout.offload:
+            seconds += copy_s(self._kept(elements) * width, self.machine, self.layout.offload_to, out=False)
+        return seconds
 
     def sums_s(self, summed: Mapping[int, int]) -> float:
         """Sum gradients over tp ranks that have a part of each ([Note: sums] in lading.sim.step)."""
@@ -168,11 +171,6 @@ class MachinePrices:
         """Of the device's kernels; "" where nothing is known of them."""
         gpu = self.machine.device.gpu
         return gpu.architecture if gpu else ""
-
-    @property
-    def gathered_width(self) -> int:
-        """Bytes of a parameter as it is gathered."""
-        return gathered_width(self.layout, self.stack)
 
     def _kept(self, elements: Mapping[str, int]) -> float:
         """Of some parameters, how many a rank updates."""

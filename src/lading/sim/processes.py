@@ -49,6 +49,10 @@ def processes_step(request: Request, machine: Machine, segments: Sequence[Phases
     shared, layout = machine.processes, request.layout
     if shared is None:
         raise ConfigError(f"{machine.name}: expected what its processes share; measure it with lading probe --ranks N")
+    if layout.zero == 1 or layout.offload:
+        raise ConfigError(
+            f"processes of one host run stock PyTorch: expected zero0, zero2 or zero3 and no offload, got {layout}"
+        )
     host = _Host(request, machine, shared, segments)
     if layout.pp == 1 and layout.vpp == 1:
         stage = host.stage(runs[0], layout.devices)

@@ -29,7 +29,7 @@ from lading.ir.request import Request
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import Collective, Kernel, RankSegment, Stage
-from lading.memory.ranks import gathered_width, replicas
+from lading.memory.ranks import gathered_width, gradient_width, replicas
 from lading.parallel.ranks import EXPERTS
 from lading.parallel.recompute import Recomputed, recomputed
 from lading.sim.gathered import bounds, groups_of
@@ -313,7 +313,7 @@ class _Writer:
         """Sums over tp of what each rank has a part of go first, a parameter at a time, in the gradient's own dtype."""
         segment = self.units[group.unit].segment
         if self.layout.zero == 3 and group.axes != EXPERTS:
-            width = gathered_width(self.layout, self.stack)
+            width = gradient_width(self.layout, self.stack)
             for elements in segment.summed_parameters:
                 self._collect("all_reduce", "tp", elements * width, group.unit, micro_batch)
         if self._ranks(group) == 1:

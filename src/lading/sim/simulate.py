@@ -167,7 +167,6 @@ def priced(request: Request, table: ModelTable | None = None) -> Priced:
 def machine_of(request: Request) -> Machine:
     """The machine of a request, on its network."""
     machine = load_machine(request.machine)
-    request = _on_host(request, machine)
     if request.network or request.ranks_per_node:
         machine = with_network(machine, request.network or None, request.ranks_per_node)
     return machine
@@ -279,7 +278,7 @@ def _outside(prices: MachinePrices) -> MachinePrices:
     """Embeddings, the head and the loss stay in 16 bits where the blocks' products have fewer."""
     layout = prices.layout
     high = replace(layout, precision="bf16") if layout.precision in LOW_PRECISIONS else layout
-    return MachinePrices(prices.machine, high, prices.stack)
+    return MachinePrices(prices.machine, high, prices.stack, prices.active, prices.computing)
 
 
 def rank_segments(

@@ -73,6 +73,8 @@ def read_problem(path: Path) -> Problem:
     names = {name for flow in read.flows for name in (flow.source, *flow.targets)}
     if unknown := sorted(names - number.keys()):
         raise ConfigError(f"{path}: expected flows between tasks of the file, got {', '.join(unknown[:3])}")
+    if len({device.name for device in read.devices}) != len(read.devices):
+        raise ConfigError(f"{path}: expected devices of different names; number those that repeat")
     tasks = tuple(_task(task) for task in read.tasks)
     flows = tuple(Flow(number[f.source], tuple(number[t] for t in f.targets), f.size_bytes) for f in read.flows)
     try:

@@ -272,10 +272,15 @@ class _Relaxation:
         return terms
 
     def _sent(self, flow: Flow, moved: list[np.ndarray]) -> None:
-        """What of a flow passes each channel."""
-        tasks = self.problem.tasks
-        late = all(tasks[t].once for t in flow.targets)
-        times = 1 if late else self.problem.micro_batches
+        """What of a flow passes each channel: for each micro-batch, or once for what works once a step."""
+        tasks, number = self.problem.tasks, self.problem.group_of
+        for late, times in ((False, self.problem.micro_batches), (True, 1)):
+            own = {number[t] for t in flow.targets if tasks[t].once is late}
+            part = [columns for g, columns in zip(self._groups(flow), moved, strict=True) if g in own]
+            if part:
+                self._passes(flow, part, times)
+
+    def _passes(self, flow: Flow, moved: list[np.ndarray], times: int) -> None:
         for a in self.devices:
             for b in self.devices:
                 hops = self.network.routes[a][b]

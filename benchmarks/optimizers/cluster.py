@@ -19,6 +19,7 @@ from lading.planner.owner_policies import POLICIES
 from lading.planner.owners import Matrix, Owners, assign
 from lading.rules import Muon
 from lading.sim.simulate import Simulated, simulate
+from lading.testing.projections import projections
 from lading.units import format_seconds
 
 GROUPS = 4
@@ -27,16 +28,12 @@ WIDTH = 2
 
 
 def _matrices(sim: Simulated) -> list[Matrix]:
-    """Projections of the blocks, q, k, v, gate and up apart, priced on the device."""
-    sizes, device, launch_s = sim.table.symbols, sim.machine.device, sim.request.stack.launch_s
-    hidden, wide, heads, keys, head = (sizes[key] for key in ("h", "f", "n", "k", "d"))
-    shapes = {"q": (heads * head, hidden), "k": (keys * head, hidden), "v": (keys * head, hidden)}
-    shapes |= {"o": (hidden, heads * head), "gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}
+    """Projections of the blocks, priced on the device."""
+    device, launch_s = sim.machine.device, sim.request.stack.launch_s
     found: list[Matrix] = []
-    for layer in range(sum(sim.table.counts) - 2):
-        for key, (rows, columns) in shapes.items():
-            seconds = direction_s(Muon().work(rows, columns), rows * columns, device, "bf16", launch_s)
-            found.append(Matrix(f"{layer}.{key}", seconds, rows * columns, layer))
+    for layer, key, rows, columns in projections(sim.table):
+        seconds = direction_s(Muon().work(rows, columns), rows * columns, device, "bf16", launch_s)
+        found.append(Matrix(f"{layer}.{key}", seconds, rows * columns, layer))
     return found
 
 

@@ -14,28 +14,18 @@ import time
 from lading.planner.owner_policies import POLICIES
 from lading.planner.owners import Matrix, assign
 from lading.rules import Muon
+from lading.testing.projections import projections
 
-#: (layers, hidden, feed-forward, query heads), 8 key heads of 128: the Qwen3 report, arXiv:2505.09388, table 1.
-QWEN3 = {
-    "1.7B": (28, 2048, 6144, 16),
-    "4B": (36, 2560, 9728, 32),
-    "8B": (36, 4096, 12288, 32),
-    "14B": (40, 5120, 17408, 40),
-    "32B": (64, 5120, 25600, 64),
-}
+MODELS = ("1.7b", "4b", "8b", "14b", "32b")
 
 
 def matrices(name: str, *, shared: bool) -> list[Matrix]:
     """One for each projection, q, k, v, gate and up apart."""
-    layers, hidden, wide, heads = QWEN3[name]
-    shapes = {"q": (heads * 128, hidden), "k": (1024, hidden), "v": (1024, hidden), "o": (hidden, heads * 128)}
-    shapes |= {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}
     found: list[Matrix] = []
-    for layer in range(layers):
-        for key, (rows, columns) in shapes.items():
-            seconds = Muon().work(rows, columns).flops / 1e15
-            gangs = tuple(seconds / (2 * 0.85) ** power for power in (1, 2, 3, 4)) if shared else ()
-            found.append(Matrix(f"{layer}.{key}", seconds, rows * columns, layer, shared_s=gangs))
+    for layer, key, rows, columns in projections(f"qwen3-{name}"):
+        seconds = Muon().work(rows, columns).flops / 1e15
+        gangs = tuple(seconds / (2 * 0.85) ** power for power in (1, 2, 3, 4)) if shared else ()
+        found.append(Matrix(f"{layer}.{key}", seconds, rows * columns, layer, shared_s=gangs))
     return found
 
 
@@ -43,7 +33,7 @@ def main() -> None:
     """Print a row for each model and number of ranks."""
     head = ["model", "ranks", "ours", "bound proven", "shared", "gap", "ms", *POLICIES]
     print(" | ".join(head))
-    for name in QWEN3:
+    for name in MODELS:
         for ranks in (16, 32, 64, 128, 256):
             alone, shared = matrices(name, shared=False), matrices(name, shared=True)
             owners = assign(alone, ranks)

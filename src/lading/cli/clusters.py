@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
@@ -13,6 +13,7 @@ from lading.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from lading.cli.commands import Simulate
+    from lading.sim.simulate import Simulated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +102,18 @@ def simulate_cluster(asked: Simulate) -> None:
         names = ("devices", "step_s", "tokens_per_s_per_device")
         figures["growth"] = [dict(zip(names, point, strict=True)) for point in grown]
     whole = summary(simulated, asked.price) | figures
-    if asked.json is not None:
-        write_text(asked.json, json.dumps(whole, indent=1) + "\n")
     if asked.report is not None:
         from lading.report.cluster import write_cluster_page
 
         write_cluster_page(asked.report, cluster_page(simulated, whole, sentences, grown))
         print(f"wrote {asked.report}")
+    _write_files(asked, simulated, whole)
+
+
+def _write_files(asked: Simulate, simulated: Simulated, figures: dict[str, Any]) -> None:
+    """Figures, trace and snapshot, where they are asked for."""
+    if asked.json is not None:
+        write_text(asked.json, json.dumps(figures, indent=1) + "\n")
     if asked.trace is not None:
         from lading.report.perfetto import write_trace
         from lading.sim.traces import step_timeline

@@ -31,10 +31,3 @@ def direction_s(work: Work, elements: int, device: Device, precision: str, launc
     decomposed = eigen / (_EIGEN_SHARE * peak_flops(device, "fp32")) if eigen else 0.0
     kernels = sum(times for times, *_ in work.products) + work.passes
     return max(products + passes + decomposed, kernels * launch_s)
-
-
-def assumed_of(work: Work) -> tuple[str, ...]:
-    """What ``direction_s`` takes for granted of it."""
-    if not work.eigen:
-        return ()
-    return (f"decompositions of symmetric matrices reach {_EIGEN_SHARE:.0%} of the device's fp32 peak",)

@@ -78,6 +78,28 @@ class Rule(Protocol):
         ...
 
 
+class WholeRule:
+    """What rules have in common whose states all lie with the owner, as their factors see the raw gradient."""
+
+    def __init__(self, settings: Any, shift: int = 0) -> None:
+        """A rule; ``shift`` staggers the updates at which decompositions are due."""
+        self.settings = settings
+        self.shift = shift
+
+    @property
+    def travels(self) -> torch.dtype | None:
+        """As the gradient is."""
+        return None
+
+    def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
+        """The gradient itself."""
+        return grad
+
+    def work(self, rows: int, columns: int) -> Work:
+        """Mean over updates."""
+        return self.settings.work(rows, columns)
+
+
 def fresh(
     rule: Rule, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[States, States]:

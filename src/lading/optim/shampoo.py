@@ -7,25 +7,17 @@ from collections.abc import Mapping
 import torch
 
 from lading.optim.roots import eigen_root, newton_root
-from lading.optim.rule import Held, State, States
-from lading.rules import Shampoo, Work
+from lading.optim.rule import Held, State, States, WholeRule
+from lading.rules import Shampoo
 
 #: Added to the norm that an update is divided by (Shi et al., arXiv:2309.06497, their code).
 _TINY = 1e-16
 
 
-class ShampooRule:
+class ShampooRule(WholeRule):
     """``lading.optim.rule.Rule`` of Shampoo. Factors see the raw gradient, so that every state is whole."""
 
-    def __init__(self, settings: Shampoo, shift: int = 0) -> None:
-        """A rule; ``shift`` staggers the updates at which roots are taken."""
-        self.settings = settings
-        self.shift = shift
-
-    @property
-    def travels(self) -> torch.dtype | None:
-        """As the gradient is."""
-        return None
+    settings: Shampoo
 
     def states(self, shape: tuple[int, int], dtype: torch.dtype) -> Mapping[str, State]:
         """Filtered gradient, factors and their roots; the grafted method's second moment."""
@@ -35,10 +27,6 @@ class ShampooRule:
         if self.settings.grafting == "adam":
             sizes["grafted"] = shape
         return {name: State(Held.WHOLE, size, torch.float32) for name, size in sizes.items()}
-
-    def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
-        """The gradient itself."""
-        return grad
 
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:
         """Factors move, then roots if they are due, then the filtered gradient goes through them."""
@@ -74,7 +62,3 @@ class ShampooRule:
         """Weights decay, then move."""
         param.mul_(1 - lr * self.settings.weight_decay)
         param.add_(direction, alpha=-lr)
-
-    def work(self, rows: int, columns: int) -> Work:
-        """Mean over updates."""
-        return self.settings.work(rows, columns)

@@ -6,24 +6,16 @@ from collections.abc import Mapping
 
 import torch
 
-from lading.optim.rule import Held, State, States
-from lading.rules import SOAP, Work
+from lading.optim.rule import Held, State, States, WholeRule
+from lading.rules import SOAP
 
 _SIDES = ("left", "right")
 
 
-class SOAPRule:
+class SOAPRule(WholeRule):
     """``lading.optim.rule.Rule`` of SOAP, as its authors' code: the first update makes the bases and moves nothing."""
 
-    def __init__(self, settings: SOAP, shift: int = 0) -> None:
-        """A rule; ``shift`` staggers the updates after which bases are turned."""
-        self.settings = settings
-        self.shift = shift
-
-    @property
-    def travels(self) -> torch.dtype | None:
-        """As the gradient is."""
-        return None
+    settings: SOAP
 
     def states(self, shape: tuple[int, int], dtype: torch.dtype) -> Mapping[str, State]:
         """Moments in the eigenbasis, factors and their bases."""
@@ -31,10 +23,6 @@ class SOAPRule:
         sizes = {"exp_avg": shape, "exp_avg_sq": shape, "left": (rows, rows), "right": (columns, columns)}
         sizes |= {"left_basis": (rows, rows), "right_basis": (columns, columns)}
         return {name: State(Held.WHOLE, size, torch.float32) for name, size in sizes.items()}
-
-    def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
-        """The gradient itself."""
-        return grad
 
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:
         """Adam's update in the bases of the update before, turned back; bases then turn if they are due."""
@@ -81,10 +69,6 @@ class SOAPRule:
         param.add_(direction, alpha=-rate)
         if s.weight_decay > 0:
             param.add_(param, alpha=-lr * s.weight_decay)
-
-    def work(self, rows: int, columns: int) -> Work:
-        """Mean over updates."""
-        return self.settings.work(rows, columns)
 
 
 def _eigenbasis(factor: torch.Tensor) -> torch.Tensor:

@@ -13,28 +13,32 @@ No assignment of whole matrices takes less than
     max( sum c_i / R,  max c_i,  c_{kR+1} + ... + c_{kR-k+1} for k >= 1 )     with c sorted down              `bound_s`
 
 since among the kR+1 largest some rank has k+1, which are no shorter than the k+1 shortest of them. Where matrices can
-be shared, the second and third term go over c_i(k) at the largest k instead.
+be shared, T is too short if R T is less than the sum over i of the least k c_i(k) with c_i(k) <= T (`_shared_bound_s`).
 
 Found by largest-first and by fitting into bins of a bisected size (`fill_largest_first`, `_multifit`), each improved by
-moves and swaps away from the fullest rank (`_exchange`); then again with large matrices shared (`_shared`); the best
-counts. Graham, doi:10.1137/0117039, and Coffman, Garey and Johnson, doi:10.1137/0207001, bound the first two.
+moves and swaps away from the fullest rank (`_exchange`). Graham, doi:10.1137/0117039, and Coffman, Garey and Johnson,
+doi:10.1137/0207001, bound the first two. Where that is not at the bound and matrices are of few kinds, what a rank may
+own is listed: it gives the shortest assignment and proves it, and gangs (``lading.planner.owner_kinds``).
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from lading.errors import ConfigError, LadingError
+from lading.planner.owner_kinds import GANGS, Kind, Packing, kinds_of, shortest, shortest_shared
 
-#: Ranks that may share a matrix.
-_GANGS = (2, 4, 8, 16)
 #: Better than this share of the makespan is better.
 _EPSILON = 1e-12
+#: What is this near to a bound is not searched on, and what sharing saves has to be as much.
+_NEAR = 1e-3
 
 
 class OwnersInfeasible(LadingError):
@@ -92,7 +96,7 @@ class Owners:
     @property
     def gap(self) -> float:
         """How far above the bound, as a share of it."""
-        return self.makespan_s / self.bound_s - 1
+        return max(0.0, self.makespan_s / self.bound_s - 1)
 
 
 @dataclass
@@ -132,28 +136,61 @@ def assign(matrices: Sequence[Matrix], ranks: int, *, cap_bytes: int | None = No
     if ranks < 1 or not matrices:
         raise ConfigError(f"owners: expected matrices and at least one rank, got {len(matrices)} and {ranks}")
     _check_cap(matrices, ranks, cap_bytes)
-    bound = bound_s(matrices, ranks, share=share)
-    found: list[Loads] = []
-    proven = bound_s(matrices, ranks) * (1 + 1e-3)
-    for build in (fill_largest_first, _multifit):
-        loads = build(matrices, ranks, cap_bytes)
-        if loads is not None:
-            found.append(_exchange(matrices, loads))
-            if found[-1].seconds.max() <= proven:
-                break
+    bound = bound_s(matrices, ranks)
+    best = _heuristic(matrices, ranks, cap_bytes, bound)
+    kinds = kinds_of([(m.seconds, m.state_bytes, m.shared_s if share else ()) for m in matrices])
+    best_s = 3 * bound if best is None else float(best.seconds.max())
+    if kinds and best_s > bound * (1 + _NEAR):
+        bound, packing = shortest(kinds, ranks, cap_bytes, bound, best_s)
+        if packing is not None:
+            best = _packed(matrices, kinds, packing, Loads(ranks, cap_bytes))
+            best_s = float(best.seconds.max())
     if share and any(m.shared_s for m in matrices):
-        found.extend(
-            _shared(
-                matrices, ranks, cap_bytes, min((float(loads.seconds.max()) for loads in found), default=float("inf"))
-            )
-        )
-    if not found:
+        bound = _shared_bound_s(matrices, ranks)
+        packing = shortest_shared(kinds, ranks, cap_bytes, bound, best_s * (1 - _NEAR)) if kinds else None
+        if packing is not None:
+            best = _packed(matrices, kinds, packing, Loads(ranks, cap_bytes))
+    if best is None:
         raise OwnersInfeasible(
             f"owners: {sum(m.state_bytes for m in matrices)} bytes of whole state in {len(matrices)} matrices were not "
             f"fitted into {cap_bytes} bytes on each of {ranks} ranks; expected a larger cap, or smaller matrices"
         )
-    best = min(found, key=lambda loads: float(loads.seconds.max()))
     return owners_of("balanced", matrices, best, bound)
+
+
+def _heuristic(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, bound: float) -> Loads | None:
+    """The better of both ways of filling, after exchanges."""
+    found: list[Loads] = []
+    for build in (fill_largest_first, _multifit):
+        loads = build(matrices, ranks, cap_bytes)
+        if loads is not None:
+            found.append(_exchange(matrices, loads))
+            if found[-1].seconds.max() <= bound * (1 + _NEAR):
+                break
+    return min(found, key=lambda loads: float(loads.seconds.max()), default=None)
+
+
+def _packed(matrices: Sequence[Matrix], kinds: Sequence[Kind], packing: Packing, loads: Loads) -> Loads:
+    """Matrices on ranks by patterns: ranks that share the same lie side by side; gangs first, in one order on all."""
+    waiting = [list(reversed(kind.members)) for kind in kinds]
+    first = 0
+    for shared, rows in itertools.groupby(
+        sorted(packing, key=lambda row: row[0].shared, reverse=True), lambda row: row[0].shared
+    ):
+        alone = [pattern.alone for pattern, count in rows for _ in range(count)]
+        for kind, place in shared:
+            for start in range(first, first + len(alone), GANGS[place]):
+                if waiting[kind]:
+                    number = waiting[kind].pop()
+                    gang = tuple(range(start, start + GANGS[place]))
+                    loads.put(number, matrices[number], gang, matrices[number].shared_s[place])
+        for rank, counts in enumerate(alone, first):
+            for kind, count in enumerate(counts):
+                for number in waiting[kind][max(0, len(waiting[kind]) - count) :]:
+                    loads.put(number, matrices[number], (rank,), matrices[number].seconds)
+                del waiting[kind][max(0, len(waiting[kind]) - count) :]
+        first += len(alone)
+    return loads
 
 
 def _check_cap(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None) -> None:
@@ -169,17 +206,28 @@ def owners_of(policy: str, matrices: Sequence[Matrix], loads: Loads, bound: floa
     return Owners(policy, owner, tuple(loads.seconds.tolist()), bound, tuple(loads.kept.tolist()))
 
 
-def bound_s(matrices: Sequence[Matrix], ranks: int, *, share: bool = False) -> float:
-    """Seconds below which no assignment is ([Note: the problem])."""
-    alone = sorted((min((m.seconds, *(m.shared_s if share else ()))) for m in matrices), reverse=True)
-    bound = max(sum(m.seconds for m in matrices) / ranks, alone[0])
-    if share and any(m.shared_s for m in matrices):
-        return bound
+def bound_s(matrices: Sequence[Matrix], ranks: int) -> float:
+    """Seconds below which no assignment of whole matrices is ([Note: the problem])."""
+    alone = sorted((m.seconds for m in matrices), reverse=True)
+    bound = max(sum(alone) / ranks, alone[0])
     total = np.concatenate([[0.0], np.cumsum(alone)])
     for k in range(1, (len(alone) - 1) // ranks + 1):
         last = k * ranks + 1
         bound = max(bound, float(total[last] - total[last - k - 1]))
     return bound
+
+
+def _shared_bound_s(matrices: Sequence[Matrix], ranks: int) -> float:
+    """Seconds below which no assignment with gangs is: all work, each matrix in the gang of least that is in time."""
+    ways = Counter(tuple(zip((1, *GANGS), (m.seconds, *m.shared_s), strict=False)) for m in matrices)
+
+    def work_s(level: float) -> float:
+        return sum(count * min((k * s for k, s in way if s <= level), default=np.inf) for way, count in ways.items())
+
+    levels = sorted({s for way in ways for _, s in way})
+    needed = [(level, work_s(level) / ranks) for level in levels]
+    # Work falls from level to level; between two, time as long as the work at the shorter one is enough.
+    return min(max(level, work) for level, work in needed)
 
 
 def fill_largest_first(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None) -> Loads | None:
@@ -300,43 +348,6 @@ def _apply(
     where[given] = to
     loads.seconds[[fullest, to]] += (-seconds, seconds)
     loads.kept[[fullest, to]] += (-size, size)
-
-
-def _shared(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, best_s: float) -> list[Loads]:
-    """With every matrix above a level shared by as few ranks as bring it below: one result for each level of use."""
-    pieces = {s for m in matrices for s in m.shared_s if s < best_s}
-    least = sum(m.seconds for m in matrices) / ranks
-    found: list[Loads] = []
-    for level in sorted((s for s in pieces if s >= least / 4), reverse=True)[:16]:
-        loads = _with_gangs(matrices, ranks, cap_bytes, level)
-        if loads is not None:
-            found.append(_exchange(matrices, loads))
-    return found
-
-
-def _with_gangs(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, level: float) -> Loads | None:
-    """Gangs first, each on the least loaded ranks; then the rest, largest first."""
-    loads = Loads(ranks, cap_bytes)
-    alone: list[int] = []
-    order = sorted(range(len(matrices)), key=lambda i: (-matrices[i].seconds, i))
-    for number in order:
-        matrix = matrices[number]
-        size = next((k for k, s in zip(_GANGS, matrix.shared_s, strict=False) if s <= level and k <= ranks), 1)
-        if matrix.seconds <= level or size == 1:
-            alone.append(number)
-            continue
-        ready = np.argsort(loads.seconds, kind="stable")[:size]
-        gang = sorted((int(rank) for rank in ready), key=lambda rank: (int(loads.kept[rank]), rank))
-        if not loads.room(gang[0], matrix):
-            return None
-        loads.put(number, matrix, tuple(gang), matrix.shared_s[_GANGS.index(size)])
-    for number in alone:
-        ready = np.argsort(loads.seconds, kind="stable")
-        rank = next((int(r) for r in ready if loads.room(int(r), matrices[number])), None)
-        if rank is None:
-            return None
-        loads.put(number, matrices[number], (rank,), matrices[number].seconds)
-    return loads
 
 
 def spread_turns(matrices: Sequence[Matrix], owners: Owners) -> Owners:

@@ -1,0 +1,223 @@
+"""Owners by kinds of equal matrices: a model has a few shapes, so that what one rank may own can be listed whole.
+
+[Note: patterns]
+Matrices of equal seconds and state are of one kind j, of which there are n_j. A pattern x says how many of each kind a
+rank owns; those of at most T seconds are few. With y_x ranks of pattern x, an assignment of at most T is
+
+    sum over x of y_x <= R,    sum over x of x_j y_x >= n_j for each kind,    y whole                      `_packing`
+
+over the patterns to which nothing can be added (Gilmore and Gomory, doi:10.1287/opre.9.6.849). Where there is none, no
+assignment is as short as T: a makespan is the seconds of some pattern, so that those of the next longer one are a bound
+(`shortest`). Where ranks share matrices, a pattern also has matrices that it works on with others, at most
+`_MOST_SHARED`, largest gangs first. The ranks of one such list are a multiple of its largest gang: all of a gang begin
+together and nobody waits (`shortest_shared`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+#: Ranks that may share a matrix.
+GANGS = (2, 4, 8, 16)
+#: More kinds, and more patterns at once, are not listed.
+_MOST_KINDS, _MOST_PATTERNS = 8, 4_000
+#: Matrices that a rank works on with others.
+_MOST_SHARED = 3
+#: Nodes of a search for whole numbers: so many prove or find it, or it stays open.
+_NODES = 200
+#: Seconds are equal within this share.
+_SAME = 1e-9
+#: With gangs, makespans are bisected down to this share.
+_NEAR = 0.004
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Equal matrices: seconds alone and in gangs, bytes of state of each, and their numbers."""
+
+    seconds: float
+    state_bytes: int
+    shared_s: tuple[float, ...]
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What one rank works on.
+
+    Attributes:
+        shared: (kind, place in ``GANGS``) of each matrix it works on with others, largest gang first.
+        alone: Matrices of each kind that it owns alone.
+    """
+
+    shared: tuple[tuple[int, int], ...]
+    alone: tuple[int, ...]
+
+    @property
+    def gang(self) -> int:
+        """Ranks of its largest gang; 1 if it shares nothing."""
+        return GANGS[self.shared[0][1]] if self.shared else 1
+
+
+#: Patterns, and how many ranks have each.
+Packing = list[tuple[Pattern, int]]
+
+
+def kinds_of(keys: Sequence[tuple[float, int, tuple[float, ...]]]) -> list[Kind]:
+    """Kinds of matrices (seconds, bytes, seconds in gangs), longest first; none if they are too many to be listed."""
+    members: dict[tuple[float, int, tuple[float, ...]], list[int]] = {}
+    for number, key in enumerate(keys):
+        members.setdefault(key, []).append(number)
+    if len(members) > _MOST_KINDS:
+        return []
+    return [Kind(*key, tuple(numbers)) for key, numbers in sorted(members.items(), reverse=True)]
+
+
+def shortest(
+    kinds: Sequence[Kind], ranks: int, cap_bytes: int | None, low_s: float, high_s: float
+) -> tuple[float, Packing | None]:
+    """What no assignment is below, and the shortest one that was found ([Note: patterns]).
+
+    Args:
+        low_s, high_s: What is known: no assignment is below the one, and one takes the other.
+    Returns:
+        A bound, ``low_s`` or more; patterns shorter than ``high_s``, if there are.
+    """
+    levels = _levels(kinds, cap_bytes, low_s, high_s)
+    if levels is None:
+        return low_s, None
+    first, last, bound, found = 0, len(levels), low_s, None
+    while first < last:
+        middle = (first + last) // 2
+        patterns = list(_alone(kinds, cap_bytes, levels[middle], ()))
+        possible, packing = _packing(kinds, patterns, ranks)
+        if packing is not None:
+            last, found = middle, packing
+            continue
+        if not possible:
+            bound = levels[middle + 1] if middle + 1 < len(levels) else high_s
+        first = middle + 1
+    return max(bound, levels[0] if len(levels) else high_s), found
+
+
+def shortest_shared(
+    kinds: Sequence[Kind], ranks: int, cap_bytes: int | None, low_s: float, high_s: float
+) -> Packing | None:
+    """Patterns with gangs, as much shorter than ``high_s`` as bisection finds them; None if none are."""
+    found: Packing | None = None
+    while high_s > low_s * (1 + _NEAR):
+        level = (low_s + high_s) / 2 if high_s < 1.2 * low_s else (low_s * 2 + high_s) / 3
+        patterns = list(itertools.islice(_sharing(kinds, cap_bytes, level, ranks), _MOST_PATTERNS))
+        _, packing = _packing(kinds, patterns, ranks)
+        if packing is None:
+            low_s = level
+        else:
+            found, high_s = packing, max(seconds_of(kinds, pattern) for pattern, _ in packing)
+    return found
+
+
+def seconds_of(kinds: Sequence[Kind], pattern: Pattern) -> float:
+    """That a rank of a pattern works."""
+    shared = sum(kinds[kind].shared_s[place] for kind, place in pattern.shared)
+    return shared + sum(kind.seconds * count for kind, count in zip(kinds, pattern.alone, strict=True))
+
+
+def _levels(kinds: Sequence[Kind], cap_bytes: int | None, low_s: float, high_s: float) -> list[float] | None:
+    """Seconds of patterns from ``low_s`` to below ``high_s``, each once; None if there are too many."""
+    counts = [min(len(kind.members), int(high_s / kind.seconds)) + 1 for kind in kinds]
+    if math.prod(counts) > 50 * _MOST_PATTERNS:
+        return None
+    grid = np.indices(counts).reshape(len(kinds), math.prod(counts))
+    seconds = np.array([kind.seconds for kind in kinds]) @ grid
+    within = (seconds >= low_s * (1 - _SAME)) & (seconds < high_s * (1 - 1e-6))
+    if cap_bytes is not None:
+        within &= np.array([kind.state_bytes for kind in kinds]) @ grid <= cap_bytes
+    found: list[float] = []
+    for value in np.sort(seconds[within]).tolist():
+        if not found or value > found[-1] * (1 + _SAME):
+            found.append(value)
+    return found
+
+
+def _alone(
+    kinds: Sequence[Kind], cap_bytes: int | None, level: float, shared: tuple[tuple[int, int], ...]
+) -> Iterator[Pattern]:
+    """Patterns of at most ``level`` seconds with what is shared; as many of the shortest kind as fit."""
+    level -= sum(kinds[kind].shared_s[place] for kind, place in shared)
+    room = np.inf if cap_bytes is None else cap_bytes - sum(kinds[kind].state_bytes for kind, _ in shared)
+    if level < 0 or room < 0:
+        return
+    level *= 1 + _SAME
+    counts = [min(len(kind.members), int(level / kind.seconds)) + 1 for kind in kinds[:-1]]
+    if math.prod(counts) > 50 * _MOST_PATTERNS:
+        return
+    grid = np.indices(counts).reshape(len(counts), math.prod(counts))
+    left = level - np.array([kind.seconds for kind in kinds[:-1]]) @ grid
+    free = room - np.array([kind.state_bytes for kind in kinds[:-1]], dtype=float) @ grid
+    last = np.minimum(left / kinds[-1].seconds, len(kinds[-1].members))
+    if kinds[-1].state_bytes:
+        last = np.minimum(last, free / kinds[-1].state_bytes)
+    for place in np.flatnonzero((left >= 0) & (free >= 0)).tolist():
+        yield Pattern(shared, (*(int(n) for n in grid[:, place]), int(last[place] + _SAME)))
+
+
+def _sharing(kinds: Sequence[Kind], cap_bytes: int | None, level: float, ranks: int) -> Iterator[Pattern]:
+    """Patterns with and without gangs; what takes a small part of the level alone is not shared."""
+    pieces = [
+        (kind, place)
+        for place in reversed(range(len(GANGS)))
+        for kind, matrices in enumerate(kinds)
+        if place < len(matrices.shared_s) and GANGS[place] <= ranks
+        if matrices.seconds > level / 4 and matrices.shared_s[place] <= level
+    ]
+    yield from _alone(kinds, cap_bytes, level, ())
+    for length in range(1, _MOST_SHARED + 1):
+        for shared in itertools.combinations_with_replacement(pieces, length):
+            yield from _alone(kinds, cap_bytes, level, shared)
+
+
+def _packing(kinds: Sequence[Kind], patterns: Sequence[Pattern], ranks: int) -> tuple[bool, Packing | None]:
+    """Whether so many ranks may be enough, and which patterns they then have, if they are found."""
+    import highspy
+
+    if not patterns:
+        return False, None
+    alone = np.array([pattern.alone for pattern in patterns], dtype=float)
+    lists = {shared: n for n, shared in enumerate(dict.fromkeys(p.shared for p in patterns if p.shared))}
+    done = np.zeros((len(kinds) + len(lists) + 1, len(patterns) + len(lists)))
+    done[: len(kinds), : len(patterns)] = alone.T
+    done[-1, : len(patterns)] = 1.0
+    for column, pattern in enumerate(patterns):
+        for kind, place in pattern.shared:
+            done[kind, column] += 1 / GANGS[place]
+        if pattern.shared:
+            done[len(kinds) + lists[pattern.shared], column] = 1.0
+    for shared, number in lists.items():
+        done[len(kinds) + number, len(patterns) + number] = -GANGS[shared[0][1]]
+    model = highspy.Highs()
+    for option, value in (("output_flag", False), ("threads", 1), ("mip_max_nodes", _NODES)):
+        model.setOptionValue(option, value)
+    columns, empty = done.shape[1], np.empty(0, np.int32)
+    model.addCols(
+        columns, np.zeros(columns), np.zeros(columns), np.full(columns, float(ranks)), 0, empty, empty, np.empty(0)
+    )
+    low = np.array([*(float(len(kind.members)) for kind in kinds), *(0.0 for _ in lists), 0.0])
+    high = np.array([*(highspy.kHighsInf for _ in kinds), *(0.0 for _ in lists), float(ranks)])
+    row, column = np.nonzero(done)
+    starts = np.searchsorted(row, np.arange(len(low))).astype(np.int32)
+    model.addRows(len(low), low, high, len(row), starts, column.astype(np.int32), done[row, column])
+    model.changeColsIntegrality(
+        columns, np.arange(columns, dtype=np.int32), np.full(columns, highspy.HighsVarType.kInteger)
+    )
+    model.run()
+    if model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+        return False, None
+    values = np.rint(model.getSolution().col_value).astype(int)
+    if model.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return True, None
+    return True, [(pattern, int(n)) for pattern, n in zip(patterns, values, strict=False) if n]

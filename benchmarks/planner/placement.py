@@ -64,10 +64,10 @@ def problem(graph: StepGraph, fleet: Fleet, case: str, name: str, units: int = _
 
 def tightened(made: Problem) -> Problem:
     """The same with less memory, but for each device enough for the largest group."""
-    needs = [g.resident_bytes + g.kept_bytes for g in made.groups]
+    needs = made.alone_bytes
     least = max(n + g.working_bytes for n, g in zip(needs, made.groups, strict=True))
     have = made.network.memory_bytes
-    share = min(1.0, TIGHT * sum(needs) / sum(have))
+    share = min(1.0, TIGHT * made.least_bytes / sum(have))
     memory = tuple(min(size, max(int(size * share), least)) for size in have)
     return dataclasses.replace(made, network=dataclasses.replace(made.network, memory_bytes=memory))
 

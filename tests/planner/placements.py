@@ -6,6 +6,7 @@ from random import Random
 
 from lading.ir.fleet import Join, Network, network_of
 from lading.ir.placement import Flow, Problem, Task
+from lading.planner.placement.tied import Holder, Weight, tie
 
 
 def network(random: Random, count: int, memory_bytes: int) -> Network:
@@ -72,3 +73,22 @@ def _tasks(random: Random, count: int, devices: int, *, group: bool = False) -> 
         name = f"layer {number}"
         tasks.append(Task(name, seconds, random.randrange(10**6, 10**7), group=name if group else ""))
     return tuple(tasks)
+
+
+def tied(seed: int, *, count: int = 5, devices: int = 3, memory: float = 1.0, micro_batches: int = 1) -> Problem:
+    """A training chain with updates, whose first and last layers share weights."""
+    random = Random(seed)
+    plain = training(seed, count=count, devices=devices, memory=memory, micro_batches=micro_batches)
+    tasks, flows, last = list(plain.tasks), list(plain.flows), 2 * count - 1
+    for number in range(count):
+        flows.append(Flow(last - number, (len(tasks),), 0))
+        tasks.append(_update(f"update {number}", f"layer {number}", random, devices))
+    size, both = random.randrange(10**5, 10**7), _update("tied", "", random, devices).seconds
+    holders = (Holder("layer 0", (last,)), Holder(f"layer {count - 1}", (count,)))
+    shared = (tie(tasks, flows, holders, Weight(4 * size, size, both)),)
+    return Problem(f"tied {seed}", tuple(tasks), tuple(flows), plain.network, micro_batches, (), shared)
+
+
+def _update(name: str, group: str, random: Random, devices: int) -> Task:
+    seconds = tuple(random.uniform(1e-4, 3e-3) for _ in range(devices))
+    return Task(name, seconds, group=group, once=True)

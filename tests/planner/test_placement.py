@@ -8,7 +8,7 @@ from math import inf
 from random import Random
 
 import pytest
-from tests.planner.placements import chain, graph, training
+from tests.planner.placements import chain, graph, tied, training
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.fleet import Join, network_of
@@ -55,15 +55,20 @@ def test_the_cut_of_a_chain_is_the_best_of_all_cuts(seed: int, memory: float) ->
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_cut_of_a_training_chain_is_the_best_of_all_cuts(seed: int) -> None:
-    problem = training(seed)
+@pytest.mark.parametrize("make", [training, tied])
+@pytest.mark.parametrize("memory", [0.5, 0.75, 1.0])
+def test_the_cut_of_a_training_chain_is_the_best_of_all_cuts(make, seed: int, memory: float) -> None:
+    problem = make(seed, memory=memory)
     best = _best(Trial(problem), _contiguous(problem))
-    assert best is not None
+    if best is None:
+        with pytest.raises(PlanInfeasible):
+            place(problem, "chain")
+        return
     assert place(problem, "chain").step_s == pytest.approx(best.step_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", SEEDS[:3])
-@pytest.mark.parametrize("make", [chain, training, graph])
+@pytest.mark.parametrize("make", [chain, training, graph, tied])
 @pytest.mark.parametrize("memory", [0.5, 1.0])
 def test_no_placement_is_below_the_bound_and_lp_is_near_the_best(make, seed: int, memory: float) -> None:
     copies = 1 + 2 * (seed % 2)

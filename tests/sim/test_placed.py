@@ -11,7 +11,7 @@ from tests.planner.placements import chain, graph, training
 
 from lading.errors import ConfigError, SimulationError
 from lading.ir.fleet import Join, Network, network_of
-from lading.ir.placement import Flow, Problem, Task
+from lading.ir.placement import Flow, Problem, Shared, Task
 from lading.sim.placed import PlacedSimulator
 
 
@@ -141,3 +141,41 @@ def test_what_cannot_be_is_an_error() -> None:
     once = (Task("a", (1.0, 1.0), once=True), Task("b", (1.0, 1.0)))
     with pytest.raises(SimulationError, match="runs once a step and feeds one that"):
         PlacedSimulator(Problem("p", once, (Flow(0, (1,), 1),), _net()))
+
+
+def _tied() -> Problem:
+    """Two layers and a weight of theirs: each makes 100 bytes of gradient, sends them to the other, and updates."""
+    tasks = (
+        Task("a", (1.0, 1.0), 10, group="a"), Task("b", (1.0, 1.0), 20, group="b"),
+        Task("at a", (3.0, 4.0), group="a", once=True), Task("at b", (3.0, 4.0), group="b", once=True),
+    )  # fmt: skip
+    gradients = (Flow(0, (3,), 100, held=True), Flow(1, (2,), 100, held=True))
+    flows = (Flow(0, (1,), 0), Flow(0, (2,), 0), Flow(1, (3,), 0), *gradients)
+    return Problem("tied", tasks, flows, _net(), 2, (), (Shared((2, 3), 400),))
+
+
+def test_what_is_tied_is_there_once_and_updated_once_on_one_device() -> None:
+    run = PlacedSimulator(_tied()).run((0, 0), (2, 1), record=True)
+    assert run.step_s == 2 * 2 + 3
+    assert run.peak_bytes == (10 + 20 + 400, 0)
+    assert run.busy_s == (7.0, 0.0)
+
+
+def test_what_is_tied_over_two_devices_is_on_both_and_exchanged_once_a_step() -> None:
+    run = PlacedSimulator(_tied()).run((0, 1), (2, 1), record=True)
+    sent = [(label, start) for _, label, start, _ in run.events if " to " in label]
+    assert sent == [
+        ("a to d1", 1.0),
+        ("a to d1", 2.0),
+        ("a to d1", 2.0),
+        ("b to d0", 3.5),
+    ]  # two activations, gradients
+    assert run.peak_bytes == (10 + 400 + 100, 20 + 400 + 100)  # the other's gradient while it is added
+    assert run.step_s == 3.5 + 1.5 + 3  # the gradient from d1, then the update on d0
+    assert run.busy_s == (2 + 3.0, 2 + 4.0)
+
+
+def test_sharing_names_tasks_of_different_groups() -> None:
+    with pytest.raises(ConfigError, match="expected >= 0 shared bytes of tasks in different groups"):
+        Problem("twice", (Task("a", (1.0, 1.0), group="g"), Task("b", (1.0, 1.0), group="g")), (), _net(), 1, (),
+                (Shared((0, 1), 5),))  # fmt: skip

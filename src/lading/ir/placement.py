@@ -2,11 +2,13 @@
 
 A *problem* is an acyclic graph of tasks (operations or modules) with the seconds each takes on each device, flows of
 bytes between them, and a network. A *placement* says on which device each task runs, and what comes of that. Tasks of a
-group share a device: forward and backward of a module, whose parameters and saved activations lie there.
+group share a device: forward and backward of a module, whose parameters and saved activations lie there. Bytes that
+several groups use, such as a tied weight with its gradient and states, are ``Shared``: once on each device of theirs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite, isnan
@@ -47,10 +49,25 @@ class Flow:
 
     Attributes:
         targets: Tasks that need it, all after the source.
+        held: What is sent is resident at its source (a gradient): it takes memory where it arrives only.
     """
 
     source: int
     targets: tuple[int, ...]
+    size_bytes: int
+    held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What several groups use: resident once on each device that has one of them.
+
+    Attributes:
+        tasks: One of each group. Of those that run once a step (updates of a tied weight), only the first on a device
+            takes its seconds.
+    """
+
+    tasks: tuple[int, ...]
     size_bytes: int
 
 
@@ -79,6 +96,7 @@ class Problem:
     Attributes:
         micro_batches: How often the tasks run in one step, one micro-batch after another.
         assumed: What was taken for granted in making it.
+        shared: Bytes that several groups use, beside the ``resident_bytes`` of each.
     """
 
     name: str
@@ -87,6 +105,7 @@ class Problem:
     network: Network
     micro_batches: int = 1
     assumed: tuple[str, ...] = ()
+    shared: tuple[Shared, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.network.devices)
@@ -104,6 +123,15 @@ class Problem:
                 raise ConfigError(f"expected a flow to at least one task, got {flow}")
             if not all(0 <= flow.source < target < len(self.tasks) for target in flow.targets) or flow.size_bytes < 0:
                 raise ConfigError(f"expected a flow of >= 0 bytes to later tasks, got {flow}")
+        for own in self.shared:
+            inside = all(0 <= task < len(self.tasks) for task in own.tasks)
+            if (
+                not inside
+                or own.size_bytes < 0
+                or len({self.group_of[t] for t in own.tasks}) < len(own.tasks)
+                or not own.tasks
+            ):
+                raise ConfigError(f"expected >= 0 shared bytes of tasks in different groups, got {own}")
         for group in self.groups:
             if not any(isfinite(s + o) for s, o in zip(group.seconds, group.once_s, strict=True)):
                 raise ConfigError(f"expected a device that can run all of {group.name}, no device can; {self.assumed}")
@@ -130,10 +158,54 @@ class Problem:
         )
 
     @cached_property
+    def sharing(self) -> tuple[tuple[int, ...], ...]:
+        """Of each entry of ``shared``, its groups, in order."""
+        return tuple(tuple(sorted(self.group_of[task] for task in own.tasks)) for own in self.shared)
+
+    @cached_property
+    def alone_bytes(self) -> tuple[int, ...]:
+        """Of each group, what it needs on a device of its own: resident, shared and kept."""
+        found = [group.resident_bytes + group.kept_bytes for group in self.groups]
+        for own, groups in zip(self.shared, self.sharing, strict=True):
+            for group in groups:
+                found[group] += own.size_bytes
+        return tuple(found)
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """What all groups need, with what they share once."""
+        groups = sum(group.resident_bytes + group.kept_bytes for group in self.groups)
+        return groups + sum(own.size_bytes for own in self.shared)
+
+    def resident_on(self, devices: Sequence[int]) -> list[int]:
+        """Bytes resident on each device with the groups on ``devices``."""
+        found = [0] * len(self.network.devices)
+        for group, device in zip(self.groups, devices, strict=True):
+            found[device] += group.resident_bytes
+        for own, groups in zip(self.shared, self.sharing, strict=True):
+            for device in {devices[group] for group in groups}:
+                found[device] += own.size_bytes
+        return found
+
+    def spared(self, devices: Sequence[int]) -> set[int]:
+        """Updates of what is shared that another task does on the same device."""
+        found: set[int] = set()
+        for own in self.shared:
+            seen: set[int] = set()
+            for task in sorted(own.tasks):
+                device = devices[self.group_of[task]]
+                if self.tasks[task].once and device in seen:
+                    found.add(task)
+                seen.add(device)
+        return found
+
+    @cached_property
     def _beside(self) -> list[int]:
         """What each task needs while it runs: its own, and what flows in and out but is not kept for backward."""
         found = [task.working_bytes for task in self.tasks]
         for flow in self.flows:
+            if flow.held:
+                continue  # nothing where both are on one device; else the simulation counts it
             if self.tasks[flow.source].backward or not any(self.tasks[t].backward for t in flow.targets):
                 for task in (flow.source, *dict.fromkeys(flow.targets)):
                     found[task] += flow.size_bytes

@@ -111,15 +111,18 @@ def parts_table(problem: Problem, placement: Placement) -> Table | None:
     if len(parts) > _MOST_PARTS:
         return None
     table = figures_table("Parts in order", "device", "from", "to", "groups", "weights and states", "computes")
+    spared = problem.spared(placement.devices)
     for part in parts:
         own = problem.groups[part.first : part.last + 1]
-        seconds = sum(problem.micro_batches * g.seconds[part.device] + g.once_s[part.device] for g in own)
+        tasks = [problem.tasks[t] for g in own for t in g.tasks if t not in spared]
+        seconds = sum((1 if t.once else problem.micro_batches) * t.seconds[part.device] for t in tasks)
+        shared = {n for n, groups in enumerate(problem.sharing) if any(part.first <= g <= part.last for g in groups)}
         table.add_row(
             problem.network.devices[part.device],
             own[0].name,
             own[-1].name,
             str(len(own)),
-            format_bytes(sum(g.resident_bytes for g in own)),
+            format_bytes(sum(g.resident_bytes for g in own) + sum(problem.shared[n].size_bytes for n in shared)),
             format_seconds(seconds),
         )
     return table

@@ -6,8 +6,8 @@ micro-batches backward comes before forward and earlier before later ones, which
 are neighbors. A group starts a micro-batch only when at most ``windows`` of its device are under way. Ties go by
 number, so the same placement gives the same timeline.
 
-Memory of a device is what is resident there, plus each flow from when its source starts (or its transfer ends its way
-there) until its last target there is done and it is sent, plus what runs needs while it runs.
+Memory of a device is what is resident there, what groups share once, plus each flow from when its source starts (or its
+transfer ends its way there) until its last target there is done and it is sent, plus what runs needs while it runs.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class _Edge:
     targets: list[int]
     size: int
     final: bool
+    held: bool
 
 
 class PlacedSimulator:
@@ -72,7 +73,7 @@ class PlacedSimulator:
                 raise SimulationError(f"task {problem.tasks[flow.source].name} runs once a step and feeds one that not")
             for targets, final in ((soon, False), (late, True)):
                 if targets:
-                    self._add(_Edge(flow.source, list(dict.fromkeys(targets)), flow.size_bytes, final))
+                    self._add(_Edge(flow.source, list(dict.fromkeys(targets)), flow.size_bytes, final, flow.held))
 
     def _add(self, edge: _Edge) -> None:
         number = len(self.edges)
@@ -125,6 +126,8 @@ class _Run:
         self.windows = windows
         self.device = [devices[g] for g in problem.group_of]
         self.seconds = [task.seconds[d] for task, d in zip(problem.tasks, self.device, strict=True)]
+        for task in problem.spared(devices):
+            self.seconds[task] = 0.0
         if max(self.seconds) == float("inf"):
             worst = self.seconds.index(float("inf"))
             place = problem.network.devices[self.device[worst]]
@@ -140,9 +143,7 @@ class _Run:
         self.heap: list[tuple[float, int, int, object]] = []
         self.tickets = 0
         self.now_s = 0.0
-        resident = [0] * count
-        for group, device in zip(problem.groups, devices, strict=True):
-            resident[device] += group.resident_bytes
+        resident = problem.resident_on(devices)
         self.tally = _Tally([0.0] * count, [0.0] * channels, resident, list(resident))
         self.left: dict[tuple[int, int, int], int] = {}  # uses of an edge's copy on a device still to come
         self._start_counts()
@@ -246,7 +247,8 @@ class _Run:
                 there = self.split[e]
                 remote = len(there) - (device in there)
                 self.left[e, self._copy(e, copy), device] = remote + len(there.get(device, ()))
-                self._take(device, edge.size)
+                if not edge.held:
+                    self._take(device, edge.size)
         end_s = self.now_s + self.seconds[task]
         self.tally.busy[device] += self.seconds[task]
         if self.record:
@@ -345,4 +347,6 @@ class _Run:
         self.left[key] -= 1
         if self.left[key] == 0:
             del self.left[key]
-            self.tally.now[device] -= self.of.edges[e].size
+            edge = self.of.edges[e]
+            if not edge.held or device != self.device[edge.source]:
+                self.tally.now[device] -= edge.size

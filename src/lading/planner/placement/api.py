@@ -113,9 +113,9 @@ def contest(problem: Problem, *, effort: int = _EFFORT) -> Contest:
 def _infeasible(problem: Problem, found: Placement | None, policy: str) -> PlanInfeasible:
     """What binds: a group that no device holds, all of them together, or where the nearest is too full."""
     network, groups = problem.network, problem.groups
-    need = [g.resident_bytes + g.kept_bytes for g in groups]
+    need = problem.alone_bytes
     largest = max(range(len(groups)), key=need.__getitem__)
-    total, room = sum(need), sum(network.memory_bytes)
+    total, room = problem.least_bytes, sum(network.memory_bytes)
     if need[largest] > max(network.memory_bytes):
         missing = need[largest] - max(network.memory_bytes)
         what = f"{groups[largest].name} alone needs {format_bytes(need[largest])}, the largest device has "

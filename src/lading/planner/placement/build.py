@@ -1,16 +1,16 @@
 """Problems from captured graphs: seconds by the cost model of each device, flows by storages, memory by roles.
 
 A unit (``lading.planner.placement.units``) is a task; forward and backward of a module, and the AdamW update of its
-parameters, are a group. A storage that one unit makes and others read is a flow. A parameter lies where it is first
-read, with its gradient and states; another group that reads it (tied weights) has a copy, and the gradient it makes is
-sent to the first, the new value back. Batches are there on every device.
+parameters, are a group. A storage that one unit makes and others read is a flow. A parameter lies where it is read,
+with its gradient and states. One that several groups read is shared, once on each device with one of them: a buffer, or
+a tied weight (``lading.planner.placement.tied``). Batches are there on every device.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf, prod
 
 from lading.cost.compute import missing_rates, op_costs
@@ -18,8 +18,9 @@ from lading.errors import ConfigError
 from lading.ir.fleet import Fleet
 from lading.ir.graph import DTYPE_BYTES, Phase, StepGraph
 from lading.ir.machine import Device
-from lading.ir.placement import Flow, Problem, Task
+from lading.ir.placement import Flow, Problem, Shared, Task
 from lading.ir.retarget import retarget
+from lading.planner.placement.tied import Holder, Weight, tie
 from lading.planner.placement.units import Unit, like, modules, operations
 
 #: AdamW's two moments, and the fp32 value beside a parameter of 16 bits, for each element.
@@ -60,8 +61,9 @@ def problem_of(
     seconds, assumed = _seconds(base, graphs, units, devices, grain)
     built = _Built(base, units, grain.training)
     tasks, flows = built.tasks(seconds, devices), built.flows()
+    shared = built.shared(tasks, flows, devices)
     said = dict.fromkeys(assumed)
-    return Problem(name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said))
+    return Problem(name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said), tuple(shared))
 
 
 def _modules(graph: StepGraph, grain: Grain) -> list[Unit]:
@@ -95,11 +97,11 @@ def _seconds(
 
 @dataclass(slots=True)
 class _Need:
-    """What a group holds."""
+    """What a group holds, or several share."""
 
     resident: int = 0
     trained: int = 0  # elements
-    updates: list[int] = field(default_factory=lambda: [])  # parameters, by number
+    gradient: int = 0  # bytes of those
 
 
 class _Built:
@@ -113,9 +115,8 @@ class _Built:
         self.readers: dict[tuple[int, int], dict[int, None]] = {}
         self.working = [0] * len(units)
         self._follow()
-        self.needs: dict[str, _Need] = defaultdict(_Need)
-        self.extra: list[tuple[int, str, int]] = []  # gradients made elsewhere: unit, group of the update, bytes
-        self.copies: list[tuple[str, str, int]] = []  # tied values: group of the update, group of the copy, bytes
+        #: What groups hold: of one, or shared by several.
+        self.needs: dict[tuple[str, ...], _Need] = defaultdict(_Need)
         self._parameters()
 
     def _groups(self) -> list[str]:
@@ -185,7 +186,7 @@ class _Built:
         return peak
 
     def _parameters(self) -> None:
-        """Parameters, gradients and states to groups; other persistent storages to every group that reads them."""
+        """Persistent storages to the groups that read them; gradients and states with the parameters they are of."""
         graph = self.graph
         users: dict[int, dict[str, None]] = defaultdict(dict)
         for index, unit in self.unit_of.items():
@@ -193,27 +194,38 @@ class _Built:
                 if storage in graph.persistent:
                     users[storage][self.groups[unit]] = None
         numbers = {graph.storage_of(p.tensor): n for n, p in enumerate(graph.parameters)}
-        for storage, groups in users.items():
-            for group in groups:
-                self.needs[group].resident += graph.storages[storage].size_bytes
+        for storage, found in users.items():
+            groups = tuple(group for group in dict.fromkeys(self.groups) if group in found)
+            self.needs[groups].resident += graph.storages[storage].size_bytes
             if storage in numbers and self.training:
-                self._trained(numbers[storage], list(groups))
+                self._trained(numbers[storage], groups)
 
-    def _trained(self, number: int, groups: list[str]) -> None:
+    def _trained(self, number: int, groups: tuple[str, ...]) -> None:
         graph, parameter = self.graph, self.graph.parameters[number]
         if parameter.gradient is None:
             return
-        tensor, need = graph.tensors[parameter.tensor], self.needs[groups[0]]
+        tensor, need = graph.tensors[parameter.tensor], self.needs[groups]
         elements = prod(tensor.shape)
         states = elements * (MOMENT_BYTES + (MASTER_BYTES if DTYPE_BYTES[tensor.dtype] < 4 else 0))
         need.resident += tensor.size_bytes + states
         need.trained += elements
-        need.updates.append(number)
-        self.copies += [(groups[0], other, tensor.size_bytes) for other in groups[1:]]
-        made = graph.storage_of(parameter.gradient)
-        for index, unit in self.unit_of.items():
-            if made in graph.op_writes[index] and self.groups[unit] != groups[0]:
-                self.extra.append((unit, groups[0], tensor.size_bytes))
+        need.gradient += tensor.size_bytes
+        if len(groups) > 1:
+            self._part_gradients(graph.storage_of(parameter.gradient), tensor.size_bytes)
+
+    def _part_gradients(self, whole: int, size_bytes: int) -> None:
+        """The parts of a tied gradient stay where they are made: what reads them to add them up is no flow."""
+        graph = self.graph
+        added = {s for index in self.unit_of if whole in graph.op_writes[index] for s in graph.op_reads[index]} | {
+            whole
+        }
+        for key, units in list(self.readers.items()):
+            storage, made = key
+            if storage in added and graph.storages[storage].size_bytes == size_bytes:
+                for unit in [u for u in units if self.groups[u] != self.groups[made]]:
+                    del units[unit]
+                if not units:
+                    del self.readers[key]
 
     def tasks(self, seconds: Sequence[tuple[float, ...]], devices: Sequence[Device]) -> list[Task]:
         """A task for each unit, then the update of each group that has parameters."""
@@ -226,7 +238,7 @@ class _Built:
                 Task(
                     name=_named(unit),
                     seconds=seconds[number],
-                    resident_bytes=0 if group in first else self.needs[group].resident,
+                    resident_bytes=0 if group in first or (group,) not in self.needs else self.needs[group,].resident,
                     kept_bytes=kept[number],
                     working_bytes=self.working[number],
                     group=group if self.training else "",
@@ -235,16 +247,31 @@ class _Built:
             )
             first.add(group)
         for group in self._updated():
-            elements = self.needs[group].trained
-            launch = 1 if elements else 0  # else it takes a value that is updated elsewhere
-            each = tuple(launch * d.op_overhead_s + elements / d.optimizer_elements_per_s for d in devices)
+            each = self._update_s(self.needs[group,].trained, devices)
             tasks.append(Task(f"update of {group}", each, group=group, once=True))
         return tasks
 
+    @staticmethod
+    def _update_s(elements: int, devices: Sequence[Device]) -> tuple[float, ...]:
+        return tuple(d.op_overhead_s + elements / d.optimizer_elements_per_s for d in devices)
+
     def _updated(self) -> list[str]:
-        """Groups with an update, or that take a new value from one, by where they begin: who gives comes first."""
-        wanted = {g for g, need in self.needs.items() if need.updates} | {other for _, other, _ in self.copies}
-        return [group for group in dict.fromkeys(self.groups) if group in wanted]
+        """Groups with an update of what they alone hold, in order."""
+        return [group for group in dict.fromkeys(self.groups) if (group,) in self.needs and self.needs[group,].trained]
+
+    def shared(self, tasks: list[Task], flows: list[Flow], devices: Sequence[Device]) -> list[Shared]:
+        """What several groups hold; with updates of what is trained."""
+        first: dict[str, int] = {}
+        for number, group in enumerate(self.groups):
+            first.setdefault(group, number)
+        found: list[Shared] = []
+        for groups, need in self.needs.items():
+            if len(groups) > 1 and need.trained:
+                weight = Weight(need.resident, need.gradient, self._update_s(need.trained, devices))
+                found.append(tie(tasks, flows, [Holder(g, tuple(self._makers(g))) for g in groups], weight))
+            elif len(groups) > 1:
+                found.append(Shared(tuple(first[group] for group in groups), need.resident))
+        return found
 
     def _kept(self) -> list[int]:
         """Bytes saved for backward, each storage once: where it is made if it is read there, else at one reader."""
@@ -261,14 +288,9 @@ class _Built:
         sizes: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         for (storage, made), units in self.readers.items():
             sizes[made, tuple(sorted(units))] += self.graph.storages[storage].size_bytes
-        update = {group: len(self.units) + n for n, group in enumerate(self._updated())}
-        for group, task in update.items():
+        for number, group in enumerate(self._updated()):
             for unit in self._makers(group):
-                sizes[unit, (task,)] += 0
-        for unit, group, size in self.extra:
-            sizes[unit, (update[group],)] += size
-        for group, other, size in self.copies:
-            sizes[update[group], (update[other],)] += size
+                sizes[unit, (len(self.units) + number,)] += 0
         return [Flow(source, targets, size) for (source, targets), size in sizes.items()]
 
     def _makers(self, group: str) -> Iterable[int]:

@@ -8,7 +8,12 @@ cut before group j when it lies between devices a and b (forward from a to b, ba
 
 subject to, for each part with K parts from it to the end,
 
-    resident(i, j) + min(M, K) kept(i, j) + working(i, j) <= memory_d                            ``_Parts.fits``
+    resident(i, j) + (min(M, K) - 1) kept(i, j) + peak(i, j) <= memory_d                         ``_Parts.fits``
+
+where peak is what one micro-batch takes at most (``lading.planner.placement.peaks``), and what several groups share is
+resident once a part. Gradients of weights tied between the first part and the last are exchanged in the end, then both
+update them: o of the first part ends when both are done (``_Parts.behind``), and the recursion is done for each device
+that may be the last.
 
 For one micro-batch of a chain L is the simulated time: nothing runs beside anything else but updates, which are counted
 for the first part only (each part's update starts when its own backward is done, the first part's last), and once more
@@ -28,15 +33,18 @@ it goes straight to its target, decides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, replace
+from itertools import combinations, permutations
 from math import inf
 
 import numpy as np
 
 from lading.errors import ConfigError
-from lading.ir.placement import Placement, Problem
+from lading.ir.fleet import Network
+from lading.ir.placement import Flow, Placement, Problem, Task
+from lading.planner.placement.peaks import peaks
 from lading.planner.placement.trial import Trial, key_of
+from lading.sim.placed import PlacedSimulator
 
 #: Most devices whose order is searched.
 MOST_DEVICES = 10
@@ -45,6 +53,8 @@ _ONCE = (False, True)
 #: Of the plans found, the best are simulated.
 _SIMULATED = 12
 _EXACT = 1e-4
+#: Most devices for which each is tried as the last.
+_MOST_ENDS = 6
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ def _fitting(trial: Trial, *, windowed: bool, once: bool) -> Placement | None:
     problem = trial.problem
 
     def plan(memory: Sequence[int]) -> list[int] | None:
-        parts = _Parts(problem, memory, windowed=windowed, once=once)
+        parts = _Parts(problem, memory, trial.peaks, windowed=windowed, once=once)
         cuts = _plans(parts, problem.micro_batches)
         cuts.sort(key=lambda cut: cut.total_s(problem.micro_batches))
         plans = [cut.assignment(len(problem.groups)) for cut in cuts[:_SIMULATED]]
@@ -115,7 +125,8 @@ def best_cut(problem: Problem, memory: Sequence[int], *, windowed: bool = True, 
         windowed: Each part holds as many micro-batches as there are parts from it on; else one.
         once: Updates of all parts count, not the first part's only.
     """
-    plans = _plans(_Parts(problem, memory, windowed=windowed, once=once), problem.micro_batches)
+    parts = _Parts(problem, memory, peaks(problem), windowed=windowed, once=once)
+    plans = _plans(parts, problem.micro_batches)
     return min(plans, key=lambda cut: cut.total_s(problem.micro_batches), default=None)
 
 
@@ -152,7 +163,9 @@ def _plans(parts: _Parts, copies: int) -> list[Cut]:
 class _Parts:
     """Costs of parts and cuts as arrays."""
 
-    def __init__(self, problem: Problem, memory: Sequence[int], *, windowed: bool, once: bool) -> None:
+    def __init__(
+        self, problem: Problem, memory: Sequence[int], peaks: np.ndarray, *, windowed: bool, once: bool
+    ) -> None:
         groups = problem.groups
         self.count, self.devices = len(groups), len(problem.network.devices)
         self.memory, self.copies, self.windowed = memory, problem.micro_batches, windowed
@@ -160,11 +173,22 @@ class _Parts:
         last = np.array([g.once_s for g in groups]).T
         self.busy = np.stack([_sums(row) for row in own])  # [d, i, j]
         self.once = np.stack([_sums(row) for row in last])
+        resident = _sums(np.array([float(g.resident_bytes) for g in groups]))
+        for shared, members in zip(problem.shared, problem.sharing, strict=True):
+            inside = _inside(members, self.count)
+            resident += shared.size_bytes * (inside > 0)
+            if problem.tasks[shared.tasks[0]].once:
+                each = problem.tasks[shared.tasks[0]].seconds
+                spared = np.maximum(inside - 1, 0)
+                self.once -= np.where(
+                    spared, np.array([s if s < inf else 0.0 for s in each])[:, None, None] * spared, 0.0
+                )
+        self.resident = resident
+        self.ends = _ends(problem)
         self.first = np.zeros_like(self.once) if once else self.once
         self.cost = self.busy + (self.once if once else 0.0)
-        self.resident = _sums(np.array([float(g.resident_bytes) for g in groups]))
-        self.kept = _sums(np.array([float(g.kept_bytes) for g in groups]))
-        self.working = _maxima(np.array([float(g.working_bytes) for g in groups]))
+        self.kept = np.nan_to_num(_sums(np.array([float(g.kept_bytes) for g in groups])), posinf=0.0)
+        self.peaks = peaks
         self.cuts = crossings(problem)  # [j, a, b]
         self.twin = [next((a for a in range(b)[::-1] if self._alike(a, b)), -1) for b in range(self.devices)]
 
@@ -179,6 +203,9 @@ class _Parts:
             and np.array_equal(cuts[:, a, others], cuts[:, b, others])
             and np.array_equal(cuts[:, others, a], cuts[:, others, b])
             and np.array_equal(cuts[:, a, b], cuts[:, b, a])
+            and np.array_equal(self.ends[:, a, others], self.ends[:, b, others])
+            and np.array_equal(self.ends[:, others, a], self.ends[:, others, b])
+            and np.array_equal(self.ends[:, a, b], self.ends[:, b, a])
         )
 
     def _subsets(self) -> Iterator[frozenset[int]]:
@@ -191,7 +218,7 @@ class _Parts:
     def fits(self, device: int, left: int) -> np.ndarray:
         """Which parts [i, j] fit a device that has ``left`` parts from it to the end."""
         window = min(self.copies, left) if self.windowed else 1
-        return self.resident + window * self.kept + self.working <= self.memory[device]
+        return self.resident + (window - 1) * self.kept + self.peaks <= self.memory[device]
 
     def solve(self, limit: float) -> Cut | None:
         """The least latency with no part or cut busier than ``limit``."""
@@ -203,7 +230,15 @@ class _Parts:
         return inf if cut is None else cut.period_s
 
     def _solve(self, limit: float, *, period: bool) -> Cut | None:
-        """The recursion; with ``period``, sums become maxima."""
+        """The best of the recursions, one for each device that may be the last where that matters."""
+        ends = [d for d in range(self.devices) if self.twin[d] < 0]
+        if period or not self.ends.any() or self.devices > _MOST_ENDS:
+            return self._recursion(limit, None, period=period)
+        found = [cut for end in ends if (cut := self._recursion(limit, end, period=period)) is not None]
+        return min(found, key=lambda cut: cut.latency_s, default=None)
+
+    def _recursion(self, limit: float, last: int | None, *, period: bool) -> Cut | None:
+        """The recursion, with any device or a given one last; with ``period``, sums become maxima."""
         n, join = self.count, np.maximum if period else np.add
         cost = self.busy if period else self.cost
         crossing = np.where(self.cuts <= limit, self.cuts, inf)
@@ -220,17 +255,25 @@ class _Parts:
                     value = join(crossing[:, d, e], best[rest, e])
                     following = np.where(value < after, e, following)
                     after = np.minimum(value, after)
-                if not rest:
+                if not rest and last in (None, d):
                     after[n] = 0.0
                 total = join(part, after[None, :])
                 end = total.argmin(axis=1)
                 best[members, d] = np.append(total[np.arange(n), end], inf)
                 chosen[members, d] = end, following
-                whole = total[0] if period else total[0] + np.where(allowed[0], self.first[d, 0], 0.0)
+                whole = total[0] if period else total[0] + self.behind(d, last, allowed[0], parts=bool(rest))
                 first = int(whole.argmin())
                 if whole[first] < best_s:
                     best_s, answer = float(whole[first]), (members, d, first)
         return None if answer is None else self._walk(chosen, answer, best_s)
+
+    def behind(self, first: int, last: int | None, allowed: np.ndarray, *, parts: bool) -> np.ndarray:
+        """Seconds behind the last backward, by where the first part ends: its updates, and those of tied weights."""
+        own = np.where(allowed, self.first[first, 0], 0.0)
+        if last is None or not parts:
+            return own
+        here_s, there_s, update_s = self.ends[:, first, last]
+        return np.maximum(np.maximum(own, here_s + update_s), there_s)
 
     def _walk(
         self,
@@ -265,23 +308,54 @@ def _sums(values: np.ndarray) -> np.ndarray:
     return np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], sums, inf)
 
 
-def _maxima(values: np.ndarray) -> np.ndarray:
-    """[i, j]: largest of values i..j-1."""
-    n = len(values)
-    found = np.zeros((n, n + 1))
-    for i in range(n):
-        found[i, i + 1 :] = np.maximum.accumulate(values[i:])
+def _inside(members: Sequence[int], count: int) -> np.ndarray:
+    """[i, j]: how many of these groups are among i..j-1."""
+    own = np.zeros(count)
+    own[list(members)] = 1.0
+    total = np.concatenate([[0.0], np.cumsum(own)])
+    return np.maximum(total[None, :] - total[:-1, None], 0.0)
+
+
+def _ends(problem: Problem) -> np.ndarray:
+    """[what, a, b]: seconds from the last backward on a, the first part's device, for weights tied to b's, the last's.
+
+    What: until b's gradient is on a; until b has updated them; their update on a. 0 where nothing is tied.
+    """
+    count = len(problem.network.devices)
+    found = np.zeros((3, count, count))
+    for shared, groups in zip(problem.shared, problem.sharing, strict=True):
+        update = problem.tasks[shared.tasks[0]]
+        size = max((f.size_bytes for f in problem.flows if f.held and f.targets[0] in shared.tasks), default=0)
+        if not update.once or not size or not groups:
+            continue
+        for a, b in permutations(range(count), 2):
+            here_s, there_s = _exchange(problem.network, (a, b), size)
+            found[:, a, b] += here_s, there_s + update.seconds[b], update.seconds[a]
     return found
 
 
+def _exchange(network: Network, ends: tuple[int, int], size_bytes: int) -> tuple[float, float]:
+    """Seconds until two devices have each other's bytes, the second sending when it hears of the first."""
+    quiet, (a, b) = (0.0,) * len(network.devices), ends
+    tasks = (Task("a", quiet), Task("b", quiet), Task("at a", quiet), Task("at b", quiet))
+    flows = (Flow(0, (1,), 0), Flow(0, (3,), size_bytes), Flow(1, (2,), size_bytes))
+    roomy = replace(network, memory_bytes=(3 * size_bytes,) * len(network.devices))
+    simulator = PlacedSimulator(Problem("exchange", tasks, flows, roomy))
+    run = simulator.run((a, b, a, b), (1,) * len(network.devices), record=True)
+    ended = {label: end for _, label, _, end in run.events}
+    return ended["at a"], ended["at b"]
+
+
 def crossings(problem: Problem) -> np.ndarray:
-    """[j, a, b]: seconds of all flows over the cut before group j, with a before and b behind it."""
+    """[j, a, b]: seconds of all flows of a micro-batch over the cut before group j, with a before and b behind it."""
     n, network = len(problem.groups), problem.network
     devices = range(len(network.devices))
     found = np.zeros((n + 1, len(devices), len(devices)))
     for flow in problem.flows:
         source = problem.group_of[flow.source]
-        targets = [problem.group_of[t] for t in flow.targets]
+        targets = [problem.group_of[t] for t in flow.targets if not problem.tasks[t].once]
+        if not targets:
+            continue
         seconds = np.array([[network.transfer_s(a, b, flow.size_bytes) for b in devices] for a in devices])
         found[source + 1 : max(targets) + 1] += seconds
         found[min(targets) + 1 : source + 1] += seconds.T

@@ -34,7 +34,7 @@ _FAVORITE = 0.5
 
 def topo(problem: Problem, memory: Sequence[int]) -> list[int] | None:
     """Groups in order, device after device, each up to an even share of the bytes and one group's more (m-TOPO)."""
-    need = [_bytes(problem, g) for g in range(len(problem.groups))]
+    need = problem.alone_bytes
     share = sum(need) / len(memory) + max(need)
     devices: list[int] = []
     device, used = 0, 0
@@ -68,11 +68,6 @@ def heft(problem: Problem, memory: Sequence[int]) -> list[int] | None:
             return None
         listing.put(task, min(options)[1])
     return listing.where
-
-
-def _bytes(problem: Problem, group: int) -> int:
-    own = problem.groups[group]
-    return own.resident_bytes + own.kept_bytes
 
 
 def _can(problem: Problem, group: int, device: int) -> bool:
@@ -138,8 +133,20 @@ class _Listing:
         group = self.problem.group_of[task]
         if self.where[group] >= 0:
             return [self.where[group]]
-        size = _bytes(self.problem, group) + self.problem.groups[group].working_bytes
-        return [d for d, seat in enumerate(self.seats) if size <= seat.memory and _can(self.problem, group, d)]
+        working = self.problem.groups[group].working_bytes
+        return [
+            d
+            for d, seat in enumerate(self.seats)
+            if self._bytes(group, d) + working <= seat.memory and _can(self.problem, group, d)
+        ]
+
+    def _bytes(self, group: int, device: int) -> int:
+        """What a group would add to a device: less what it shares with one that is there."""
+        found = self.problem.alone_bytes[group]
+        for own, groups in zip(self.problem.shared, self.problem.sharing, strict=True):
+            if group in groups and any(self.where[other] == device for other in groups):
+                found -= own.size_bytes
+        return found
 
     def start_s(self, task: int, device: int) -> float:
         """When it could start there."""
@@ -168,8 +175,8 @@ class _Listing:
         group, seat = self.problem.group_of[task], self.seats[device]
         self.ends[task] = self.start_s(task, device) + self.problem.tasks[task].seconds[device]
         if self.where[group] < 0:
+            seat.memory -= self._bytes(group, device)
             self.where[group] = device
-            seat.memory -= _bytes(self.problem, group)
         seat.free_s, seat.last = self.ends[task], task
 
     def run(self) -> list[int] | None:

@@ -6,9 +6,11 @@
                 "bandwidth_bytes_per_s": 1.2e10, "efficiency": 1.0, "latency_s": 1e-5}, ...],
      "tasks": [{"name": "conv1", "seconds": [0.01, 0.02], "resident_bytes": 1000, "kept_bytes": 0, "working_bytes": 0,
                 "group": "", "backward": false, "once": false}, ...],
-     "flows": [{"source": "conv1", "targets": ["conv2"], "size_bytes": 4096}, ...]}
+     "flows": [{"source": "conv1", "targets": ["conv2"], "size_bytes": 4096}, ...],
+     "shared": [{"tasks": ["conv1", "conv9"], "size_bytes": 5000}, ...]}
 
-Tasks stand in an order in which they could run; a task that a device cannot run has null for its seconds there.
+Tasks stand in an order in which they could run; a task that a device cannot run has null for its seconds there. What
+tasks of several groups share lies once on each device of theirs; "shared" may be left out.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from lading.errors import ConfigError
 from lading.ir.fleet import Join, network_of
-from lading.ir.placement import Flow, Problem, Task
+from lading.ir.placement import Flow, Problem, Shared, Task
 from lading.ir.reading import read_as, read_json
 
 _ADVICE = "lading.planner.placement.plain has the keys"
@@ -51,6 +54,12 @@ class _Flow:
 
 
 @dataclass(frozen=True)
+class _Shared:
+    tasks: tuple[str, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class _File:
     name: str
     micro_batches: int
@@ -58,6 +67,7 @@ class _File:
     links: tuple[Join, ...]
     tasks: tuple[_Task, ...]
     flows: tuple[_Flow, ...]
+    shared: tuple[_Shared, ...]
 
 
 def read_problem(path: Path) -> Problem:
@@ -66,20 +76,23 @@ def read_problem(path: Path) -> Problem:
     Raises:
         ConfigError: it is something else; names the field.
     """
-    read: _File = read_as(_File, read_json(path, "a placement problem", _ADVICE), str(path), _ADVICE)
+    table: dict[str, Any] = {"shared": [], **read_json(path, "a placement problem", _ADVICE)}
+    read: _File = read_as(_File, table, str(path), _ADVICE)
     number = {task.name: n for n, task in enumerate(read.tasks)}
     if len(number) != len(read.tasks):
         raise ConfigError(f"{path}: expected tasks of different names; number those that repeat")
     names = {name for flow in read.flows for name in (flow.source, *flow.targets)}
+    names |= {name for own in read.shared for name in own.tasks}
     if unknown := sorted(names - number.keys()):
         raise ConfigError(f"{path}: expected flows between tasks of the file, got {', '.join(unknown[:3])}")
     if len({device.name for device in read.devices}) != len(read.devices):
         raise ConfigError(f"{path}: expected devices of different names; number those that repeat")
     tasks = tuple(_task(task) for task in read.tasks)
     flows = tuple(Flow(number[f.source], tuple(number[t] for t in f.targets), f.size_bytes) for f in read.flows)
+    shared = tuple(Shared(tuple(number[t] for t in own.tasks), own.size_bytes) for own in read.shared)
     try:
         network = network_of({device.name: device.memory_bytes for device in read.devices}, read.links)
-        return Problem(read.name, tasks, flows, network, read.micro_batches)
+        return Problem(read.name, tasks, flows, network, read.micro_batches, (), shared)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 

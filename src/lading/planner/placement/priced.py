@@ -28,7 +28,7 @@ def priced(problem: Problem, memory: Sequence[int]) -> Iterator[list[int]]:
     """Assignments of groups to devices, one a round."""
     groups, copies = problem.groups, problem.micro_batches
     seconds = np.array([[s + o / copies for s, o in zip(g.seconds, g.once_s, strict=True)] for g in groups])
-    need = np.array([float(g.resident_bytes + g.kept_bytes) for g in groups])
+    need = np.array(problem.alone_bytes, float)
     room = np.maximum(np.array(memory, float), 1.0)
     cuts = crossings(problem)
     known = np.where(np.isfinite(seconds), seconds, 0.0)

@@ -2,11 +2,12 @@
 
 Columns: x_gd, the share of group g on device d; S_t, when task t starts; T, the step; y_fgab, the share of flow f to
 group g that goes from device a to b (the share within a device included); z_fab, what is sent of f from a to b for all
-its targets together. With p_td the seconds of a task, c_f(a, b) those of a transfer, M micro-batches, r_h the bytes a
-second of the channel h, it minimizes T subject to
+its targets together; w_sd, the share of what groups share (s) that is on device d. With p_td the seconds of a task,
+c_f(a, b) those of a transfer, M micro-batches, r_h the bytes a second of the channel h, it minimizes T subject to
 
     sum over d of x_gd = 1                                                           ``_Relaxation._shares``
-    sum over g of (resident_g + kept_g) x_gd <= memory_d                             ``_Relaxation._memory``
+    w_sd >= x_gd                               for each group g that shares s        ``_Relaxation._together``
+    sum over g of (resident_g + kept_g) x_gd + sum over s of size_s w_sd <= memory_d ``_Relaxation._memory``
     sum over b of y_fgab = x_(source)a,   sum over a of y_fgab = x_gb                ``_Relaxation._flow``
     S_v >= S_u + sum p_ud x_ud + sum c_f(a, b) y_fgab  for each flow f from u to v   ``_Relaxation._order``
     T >= S_t + sum p_td x_td                                                         ``_Relaxation._order``
@@ -148,9 +149,10 @@ def repaired(problem: Problem, devices: Sequence[int], memory: Sequence[int], cu
     """
     groups, count = problem.groups, len(memory)
     seconds = np.array([[s + o for s, o in zip(g.seconds, g.once_s, strict=True)] for g in groups])
-    need = np.array([float(g.resident_bytes + g.kept_bytes) for g in groups])
+    need = np.array(problem.alone_bytes, float)
     found, rows = np.array(devices), np.arange(len(groups))
-    free = np.array(memory, float) - np.bincount(found, weights=need, minlength=count)
+    kept = np.bincount(found, weights=[float(g.kept_bytes) for g in groups], minlength=count)
+    free = np.array(memory, float) - kept - np.array(problem.resident_on(devices), float)
     for _ in rows:
         if not (full := free < 0).any():
             break
@@ -175,6 +177,7 @@ class _Relaxation:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.network = problem, problem.network
         self.devices = range(len(problem.network.devices))
+        self.sparable = problem.spared([0] * len(problem.groups))
         self.unit = max(sum(min(s for s in t.seconds if isfinite(s)) for t in problem.tasks) / 100, 1e-12)
         self.program = LinearProgram()
         self.whole = self.program.columns(1, cost=1.0)[0]
@@ -183,6 +186,7 @@ class _Relaxation:
         self.share = self.share.reshape(len(problem.groups), len(self.devices))
         self.channel: list[list[tuple[int, float]]] = [[] for _ in problem.network.channels]
         self._shares()
+        self.together = [self._together(groups) for groups in problem.sharing]
         self._memory()
         between = [(f, g) for f in problem.flows for g in self._groups(f)]
         detailed = len(between) * len(self.devices) ** 2 <= _MOST_COLUMNS
@@ -210,25 +214,37 @@ class _Relaxation:
     def _work(self, task: int, factor: float) -> list[tuple[int, float]]:
         """Seconds of a task by where its group is."""
         own, row = self.problem.tasks[task], self.share[self.problem.group_of[task]]
+        if task in self.sparable:
+            return []
         return [(row[d], factor * own.seconds[d] / self.unit) for d in self.devices if isfinite(own.seconds[d])]
 
     def _shares(self) -> None:
-        for group, row in zip(self.problem.groups, self.share, strict=True):
+        for group, alone, row in zip(self.problem.groups, self.problem.alone_bytes, self.share, strict=True):
             can = [isfinite(group.seconds[d] + group.once_s[d]) for d in self.devices]
-            alone = group.resident_bytes + group.kept_bytes
             can = [c and alone <= self.network.memory_bytes[d] for d, c in zip(self.devices, can, strict=True)]
             self.program.row([(row[d], 1.0) for d in self.devices], low=1.0, high=1.0)
             if barred := [(row[d], 1.0) for d in self.devices if not can[d]]:
                 self.program.row(barred, high=0.0)
 
+    def _together(self, groups: Sequence[int]) -> np.ndarray:
+        """Of what these groups share, the share on each device: at least that of each group."""
+        columns = self.program.columns(len(self.devices), upper=1.0)
+        for group in groups:
+            for d in self.devices:
+                self.program.row([(columns[d], 1.0), (self.share[group][d], -1.0)], low=0.0)
+        return columns
+
     def _memory(self) -> None:
         need = [g.resident_bytes + g.kept_bytes for g in self.problem.groups]
+        need += [own.size_bytes for own in self.problem.shared]
         for d in self.devices:
             size = self.network.memory_bytes[d]
             if sum(need) > size:
                 scale = 100 / max(need)
-                terms = [(row[d], bytes_ * scale) for row, bytes_ in zip(self.share, need, strict=True)]
-                self.program.row(terms, high=size * scale)
+                columns = [row[d] for row in (*self.share, *self.together)]
+                self.program.row(
+                    [(c, bytes_ * scale) for c, bytes_ in zip(columns, need, strict=True)], high=size * scale
+                )
 
     def _order(self, flow: Flow, *, detailed: bool) -> None:
         group_of = self.problem.group_of
@@ -297,13 +313,20 @@ class _Relaxation:
                         self.channel[channel].append((column, -seconds))
 
     def _load(self) -> None:
-        copies = self.problem.micro_batches
+        copies, tasks = self.problem.micro_batches, self.problem.tasks
+        updates = {t for own in self.problem.shared for t in own.tasks if tasks[t].once}
         for d in self.devices:
             terms = [(self.whole, 1.0)]
             for row, group in zip(self.share, self.problem.groups, strict=True):
-                seconds = copies * group.seconds[d] + group.once_s[d]
-                if isfinite(seconds):
-                    terms.append((row[d], -seconds / self.unit))
+                known = [
+                    tasks[t].seconds[d] * (1 if tasks[t].once else copies) for t in group.tasks if t not in updates
+                ]
+                if isfinite(sum(known)):
+                    terms.append((row[d], -sum(known) / self.unit))
+            for own, columns in zip(self.problem.shared, self.together, strict=True):
+                known = [tasks[t].seconds[d] for t in own.tasks if t in updates]
+                if known and isfinite(min(known)):
+                    terms.append((columns[d], -min(known) / self.unit))
             self.program.row(terms, low=0.0)
         for terms in self.channel:
             if terms:

@@ -1,8 +1,8 @@
 """Problems from tables of models: a chain of the model's blocks, with costs and memory as ``lading simulate`` has them.
 
 Each block is a forward and a backward task of one group, with its parameters' update. What stands on a block's border
-flows forward, its gradient as many bytes back. Weights that are tied lie on both ends: the gradient of the second goes
-to the first, and the new value back.
+flows forward, its gradient as many bytes back. Weights that are tied are there once where both ends are on one device;
+else on both (``lading.planner.placement.tied``).
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from math import inf, prod
 
 from lading.errors import ConfigError
 from lading.ir.fleet import Fleet
-from lading.ir.graph import DTYPE_BYTES, Role
+from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.machine import Device, Machine
-from lading.ir.placement import Flow, Problem, Task
+from lading.ir.placement import Flow, Problem, Shared, Task
 from lading.ir.stack import Stack
-from lading.ir.table import ModelTable, TableTensor
+from lading.ir.table import ModelTable
 from lading.ir.work import RankSegment
 from lading.memory.ranks import state_bytes
 from lading.parallel.memory import segment_memory
 from lading.parallel.ranks import rank_segment
+from lading.planner.placement.tied import Holder, Weight, tie
 from lading.sim.parts import span
 from lading.sim.phases import Phases, phases
 from lading.sim.prices import MachinePrices
@@ -66,17 +67,51 @@ def chain_of(
     layout = Layout(micro_batch=batch)
     said: dict[str, None] = dict.fromkeys(table.assumed)
     blocks: list[_Block] = []
-    for segment in table.segments:
+    elements = _tied_elements(table, sizes)
+    tied: Weight | None = None
+    for number, segment in enumerate(table.segments):
         ranked = rank_segment(segment, sizes, layout)
         costs = [_phases(ranked, member.machine, layout, stack, said) for member in fleet.devices]
+        if elements and number in (0, len(table.segments) - 1):
+            tied = _tied(elements, costs, fleet, (layout, stack), training=training)
+            ranked = dataclasses.replace(ranked, parameter_elements=_less(ranked.parameter_elements, elements))
         blocks.append(_block(ranked, costs, fleet, (layout, stack), training=training))
     names = [_name(table, n) for n in range(len(table.segments))]
     chain = [(names[n].format(i), blocks[n]) for n, count in enumerate(table.counts) for i in range(count)]
     tasks, flows = _tasks(chain, training=training)
-    if training:
-        _tie(table, sizes, flows, len(chain))
-    network = fleet.network()
-    return Problem(table.name, tuple(tasks), tuple(flows), network, micro_batches, tuple(said))
+    shared = () if tied is None else (_tie(tied, tasks, flows, (chain[0][0], chain[-1][0]), training=training),)
+    return Problem(table.name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said), shared)
+
+
+def _tied_elements(table: ModelTable, sizes: Mapping[str, int]) -> int:
+    """Elements of weights that the first block and the last one have in common; 0 where nothing is tied."""
+    tied = sorted({tuple(sorted((a[0], b[0]))) for a, b in table.tied})
+    if tied not in ([], [(0, len(table.segments) - 1)]):
+        raise ConfigError(f"{table.name}: expected tied weights in the first and the last block, got {tied}")
+    tensors = {(n, t.name): t for n, segment in enumerate(table.segments) for t in segment.tensors}
+    return sum(prod(dim.at({"b": 1, **sizes}) for dim in tensors[min(pair)].dims) for pair in table.tied)
+
+
+def _less(elements: Mapping[str, int], tied: int) -> dict[str, int]:
+    """Parameters of a block without those that are tied."""
+    return {axes: number - tied if axes == "dp" else number for axes, number in elements.items()}
+
+
+def _tied(
+    elements: int,
+    costs: Sequence[tuple[Phases, MachinePrices, Stack] | None],
+    fleet: Fleet,
+    how: tuple[Layout, Stack],
+    *,
+    training: bool,
+) -> Weight:
+    states = state_bytes({"dp": elements}, *how)
+    update = [
+        inf if known is None else _update_s({"dp": elements}, member.machine.device, known[1])
+        for known, member in zip(costs, fleet.devices, strict=True)
+    ]
+    resident = sum(states.values()) if training else states[Role.PARAMETER]
+    return Weight(resident, states[Role.GRADIENT], tuple(update))
 
 
 def _name(table: ModelTable, number: int) -> str:
@@ -179,17 +214,10 @@ def _tasks(chain: Sequence[tuple[str, _Block]], *, training: bool) -> tuple[list
     return tasks, flows
 
 
-def _tie(table: ModelTable, sizes: Mapping[str, int], flows: list[Flow], length: int) -> None:
-    """Tied weights of the first block and the last: gradient to the first's update, the value to the last's."""
-    tied = sorted({tuple(sorted((a[0], b[0]))) for a, b in table.tied})
-    for (a, own), _ in table.tied:
-        if tied != [(0, len(table.segments) - 1)]:
-            raise ConfigError(f"{table.name}: expected tied weights in the first and the last block, got {tied}")
-        tensor = next(t for t in table.segments[a].tensors if t.name == own)
-        size = _bytes(tensor, sizes)
-        first, last = 2 * length, 2 * length + length - 1
-        flows += [Flow(length, (first,), size), Flow(first, (last,), size)]
-
-
-def _bytes(tensor: TableTensor, sizes: Mapping[str, int]) -> int:
-    return prod(dim.at({"b": 1, **sizes}) for dim in tensor.dims) * DTYPE_BYTES[tensor.dtype]
+def _tie(tied: Weight, tasks: list[Task], flows: list[Flow], ends: tuple[str, str], *, training: bool) -> Shared:
+    """Tied weights of the first block and the last: an update at each end, from the gradients of both."""
+    count = sum(not (task.backward or task.once) for task in tasks)
+    if not training:
+        return Shared((0, count - 1), tied.resident_bytes)
+    first, last = ends
+    return tie(tasks, flows, (Holder(first, (2 * count - 1,)), Holder(last, (count,))), tied)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import inf
 
+import numpy as np
+
 from lading.ir.placement import Placement, Problem
+from lading.planner.placement.peaks import peaks
 from lading.sim.placed import PlacedSimulator, Run
 
 #: Tasks and flows, each as often as there are micro-batches, that an effort of 1 simulates.
@@ -70,6 +74,11 @@ class Trial:
             memory = [size - max(0, peak - own) for size, (peak, own) in zip(memory, pairs, strict=True)]
         return found
 
+    @cached_property
+    def peaks(self) -> np.ndarray:
+        """Bytes that one micro-batch takes of a device, beside what is resident: ``lading.planner.placement.peaks``."""
+        return peaks(self.problem)
+
     def affordable(self, effort: float) -> int:
         """Simulations of an effort in units of ``WORK`` tasks and flows."""
         size = (len(self.problem.tasks) + len(self.problem.flows)) * self.problem.micro_batches
@@ -89,15 +98,11 @@ def windows_of(problem: Problem, devices: Sequence[int]) -> tuple[int, ...]:
     order: dict[int, int] = {}
     for device in devices:
         order.setdefault(device, len(order))
-    found = [1] * len(problem.network.devices)
+    found, resident = [1] * len(problem.network.devices), problem.resident_on(devices)
     for device, place in order.items():
         own = [g for g, d in zip(problem.groups, devices, strict=True) if d == device]
         kept = sum(g.kept_bytes for g in own)
-        free = (
-            problem.network.memory_bytes[device]
-            - sum(g.resident_bytes for g in own)
-            - max(g.working_bytes for g in own)
-        )
+        free = problem.network.memory_bytes[device] - resident[device] - max(g.working_bytes for g in own)
         most = min(problem.micro_batches, len(order) - place)
         found[device] = max(1, min(most, free // kept if kept else most))
     return tuple(found)

@@ -1,0 +1,57 @@
+"""Weights tied between groups: once on a device that has them all, else a copy on each, as pipelines have it.
+
+Every copy has its gradient and optimizer states. When the last micro-batch's backward is done, each device sends the
+others its part of the gradient, and all update alike (``tie``). Nothing is sent before, so that the pipeline's own
+transfers wait for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lading.ir.placement import Flow, Shared, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A group that uses a tied weight.
+
+    Attributes:
+        makers: Its backward tasks, in order.
+    """
+
+    group: str
+    makers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What is tied: bytes of value, gradient and states, of the gradient alone, and seconds of an update by device."""
+
+    resident_bytes: int
+    gradient_bytes: int
+    update_s: tuple[float, ...]
+
+
+def tie(tasks: list[Task], flows: list[Flow], holders: Sequence[Holder], weight: Weight) -> Shared:
+    """Add what ties groups: an update of each, of all gradients.
+
+    Args:
+        holders: In the order of forward; the backward of the first is done last.
+    """
+    idle = tuple(0.0 if each < float("inf") else each for each in weight.update_s)
+    names, senders = " and ".join(holder.group for holder in holders), list[int]()
+    for holder in holders:
+        if holder is holders[0]:
+            senders.append(holder.makers[-1])
+            continue
+        senders.append(len(tasks))
+        tasks.append(Task(f"tied gradient at {holder.group}", idle, group=holder.group, once=True))
+        flows += [Flow(maker, (senders[-1],), 0) for maker in (*holder.makers, *holders[0].makers)]
+    updates = tuple(range(len(tasks), len(tasks) + len(holders)))
+    for holder, sender, update in zip(holders, senders, updates, strict=True):
+        tasks.append(Task(f"update of {names} at {holder.group}", weight.update_s, group=holder.group, once=True))
+        flows += [Flow(maker, (update,), 0) for maker in holder.makers]
+        flows.append(Flow(sender, tuple(u for u in updates if u != update), weight.gradient_bytes, held=True))
+    return Shared(updates, weight.resident_bytes)

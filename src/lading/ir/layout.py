@@ -29,7 +29,8 @@ class Layout:
         etp: Ways an expert itself is cut; 0 means as ``tp``.
         vpp: Model chunks of a pipeline rank.
         sp: Sequence parallel: norms and dropouts are cut over tp ranks along the tokens.
-        zero: 0 replicas, 1 optimizer states cut, 2 gradients too, 3 parameters too (FSDP).
+        zero: 0 replicas, 1 optimizer states cut, 2 gradients too, 3 parameters too (FSDP). In a pipeline 2 and 3 are
+            the same: gathered once a step, reduced once ([Note: cut in a pipeline] in lading.sim.piped).
         shard: Ranks over which ``zero`` cuts; 0 means all of dp * cp. Smaller is hybrid (HSDP).
         cp_comm: How keys and values meet: "ring", "all_gather" or "all_to_all" (over heads).
         micro_batch: Sequences of a micro-batch of one replica.
@@ -127,6 +128,16 @@ class Layout:
     def micro_batches(self) -> int:
         """Of each replica in a step."""
         return max(1, self.global_batch // (self.dp * self.micro_batch))
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the model runs as stages, on one device or several."""
+        return self.pp > 1 or self.vpp > 1
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether a rank keeps only its part of parameters between steps; in a pipeline with zero 2 as with 3."""
+        return self.zero == 3 or (self.zero == 2 and self.is_pipeline)
 
     @property
     def sharding_ranks(self) -> int:

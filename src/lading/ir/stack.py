@@ -86,6 +86,7 @@ class Stack:
         early_stop: Full recompute stops once all is there that backward reads, as torch's own does.
         drops_gradients: Gradients come as backward makes them and go after the update (``zero_grad`` of PyTorch); else
             they have buffers that are always there.
+        cuts_in_pipeline: Gradients and parameters may be cut in a pipeline (zero 2 and 3), as PyTorch's FSDP2 can.
         clips: The gradients' norm is limited in each step.
         sources: Where each setting comes from, by key.
     """
@@ -140,6 +141,7 @@ class Stack:
     quantizer: str = ""
     merges: tuple[str, ...] = ()
     drops_gradients: bool = False
+    cuts_in_pipeline: bool = False
     clips: bool = True
     sources: dict[str, str] = field(default_factory=lambda: {})
 

@@ -47,7 +47,7 @@ def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack) -> di
     found = {Role.PARAMETER: 0.0, Role.GRADIENT: 0.0, Role.OPTIMIZER_STATE: 0.0}
     for axes, number in elements.items():
         ways = shards(axes, layout)
-        found[Role.PARAMETER] += number * kept / (ways if layout.zero == 3 else 1)
+        found[Role.PARAMETER] += number * kept / (ways if layout.cuts_parameters else 1)
         found[Role.GRADIENT] += number * gradient / (ways if layout.zero >= 2 else 1)
         found[Role.OPTIMIZER_STATE] += number * states / ways
     return {role: int(size) for role, size in found.items()}
@@ -67,7 +67,7 @@ def adapter_bytes(frozen_bytes: int, trained_bytes: int, layout: Layout, stack: 
     if stack.master_weights:
         states = trained_bytes // 2 * kept_state_bytes(stack)
     return {
-        Role.PARAMETER: (frozen_bytes + trained_bytes) // (ways if layout.zero == 3 else 1),
+        Role.PARAMETER: (frozen_bytes + trained_bytes) // (ways if layout.cuts_parameters else 1),
         Role.GRADIENT: trained_bytes // (ways if layout.zero >= 2 else 1),
         Role.OPTIMIZER_STATE: states // ways,
     }
@@ -79,7 +79,7 @@ def gathered_bytes(largest_units: Mapping[str, int], layout: Layout, stack: Stac
     Args:
         largest_units: Elements of the two units that are gathered at the same time.
     """
-    if layout.zero != 3:
+    if not layout.cuts_parameters:
         return 0
     return sum(largest_units.values()) * gathered_width(layout, stack)
 

@@ -97,7 +97,8 @@ def step_bounds(rows: Rows, priced: Priced, stack: Stack, devices: int) -> tuple
         working[flat] = rows.micro_batches[pipe[flat]] * (costs.forward[row] + costs.backward[row])
     rest = found.optimizer_s[number] + stack.step_s
     waits = np.array([waiting_share(devices, every_block=zero >= 2) for zero in range(4)])
-    return steps + rest + (working + rest) * waits[found.zero[number]], spans
+    waited = np.where(flat, waits[found.zero[number]], waits[0])  # in a pipeline replicas meet once a step
+    return steps + rest + (working + rest) * waited, spans
 
 
 def peak_bounds(rows: Rows, priced: Priced) -> Floats:
@@ -109,13 +110,15 @@ def peak_bounds(rows: Rows, priced: Priced) -> Floats:
 def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
     """Seconds by which reducing gradients ends after the pipeline."""
     found, table = rows.found, rows.table
+    behind = np.where(table.split[rows.pipe], 0.0, found.reduce_s[rows.number])
+    cut = found.zero[rows.number] >= 2
     if not stack.overlap_grad_reduce:
-        return found.reduce_all_s[rows.number]
+        return np.where(cut, behind, found.reduce_all_s[rows.number])
     first = table.row[table.first][rows.pipe]
     blocks, backward = np.maximum(1.0, costs.blocks[first]), costs.backward[first]
     whole = found.reduce_s[rows.number]
     exposed = np.maximum(whole / blocks, whole - backward * (1 - 1 / blocks))
-    return np.where(table.split[rows.pipe], 0.0, np.maximum(exposed, 0.0))
+    return np.where(cut, behind, np.where(table.split[rows.pipe], 0.0, np.maximum(exposed, 0.0)))
 
 
 def _replicas(rows: Rows, flat: Bools, priced: Priced, stack: Stack) -> Floats:

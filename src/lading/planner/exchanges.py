@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 
 from lading.cost.hosting import host_step_s
-from lading.ir.graph import Role
+from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.request import Request
-from lading.memory.ranks import kept_state_bytes, shards, state_bytes
+from lading.ir.stack import Stack
+from lading.memory.ranks import gathered_width, kept_state_bytes, shards, state_bytes
 from lading.planner.pipes import WATCHED, PipeTable
 from lading.planner.space import Block, Cut, Space
 from lading.planner.stages import Floats, Ints
 from lading.sim.phases import Phases
+from lading.sim.piped import GATHERED_AT_ONCE
 from lading.sim.prices import MachinePrices
 
 _KINDS = ("dp", "dp/ep")
@@ -86,7 +88,8 @@ def exchanges(
         can = devices % pp == 0 and devices // pp * block.mesh.cp * block.mesh.tp % block.mesh.expert_ways == 0
         single = pp == 1 and table.geometries[chosen[0]][1] == 1
         cuts = space.cuts(devices // pp * block.mesh.cp, 1 if single else 2) if can else []
-        shapes.append(_shapes(pp, [watched[place] for place in chosen], cuts, plain, alone))
+        chunks = [0 if single else table.geometries[place][1] for place in chosen]
+        shapes.append(_shapes(pp, chunks, [watched[place] for place in chosen], cuts, plain, alone))
     found = [_priced(space, block, shape, alone, known) for shape in shapes]
     counts = [len(shape.cuts) for shape in shapes for _ in shape.held]
     cuts = tuple(cut for shape in shapes for _ in shape.held for cut in shape.cuts)
@@ -102,15 +105,24 @@ class Shapes:
     Attributes:
         held: (shape, watched rank or first stage, dense and expert parameters and segments counted).
         placeholders: (shape, watched rank): bytes.
+        chunks: Of each shape; 0 of that without a pipeline.
     """
 
     pp: int
+    chunks: list[int]
     cuts: list[Cut]
     held: Floats
     placeholders: Floats
 
 
-def _shapes(pp: int, runs: Sequence[Sequence[Run]], cuts: list[Cut], plain: Sequence[Phases], alone: Floats) -> Shapes:
+def _shapes(
+    pp: int,
+    chunks: list[int],
+    runs: Sequence[Sequence[Run]],
+    cuts: list[Cut],
+    plain: Sequence[Phases],
+    alone: Floats,
+) -> Shapes:
     weights = np.concatenate([alone, np.ones((len(alone), 1))], axis=1)
     held: list[Floats] = []
     placeholders: list[list[int]] = []
@@ -122,7 +134,7 @@ def _shapes(pp: int, runs: Sequence[Sequence[Run]], cuts: list[Cut], plain: Sequ
         held.append(counts @ weights)
         there = counts[:WATCHED] > 0
         placeholders.append([_placeholders(row, plain) for row in there.tolist()])
-    return Shapes(pp, cuts, np.array(held), np.array(placeholders, np.float64))
+    return Shapes(pp, chunks, cuts, np.array(held), np.array(placeholders, np.float64))
 
 
 def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
@@ -131,13 +143,13 @@ def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
     return sum(shapes.values())
 
 
-def _layout(space: Space, block: Block, pp: int, cut: Cut) -> Layout:
-    mesh = block.mesh
+def _layout(space: Space, block: Block, shape: Shapes, cut: Cut) -> Layout:
+    mesh, pp = block.mesh, shape.pp
     dp = space.ask.devices // (mesh.tp * mesh.cp * pp)
     precision = space.precision
     return Layout(
-        dp=dp, pp=pp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, etp=mesh.etp, zero=cut.zero, shard=cut.shard,
-        precision=precision, offload=("optimizer",) if cut.hosted else (),
+        dp=dp, pp=pp, vpp=max(1, *shape.chunks), tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, etp=mesh.etp,
+        zero=cut.zero, shard=cut.shard, precision=precision, offload=("optimizer",) if cut.hosted else (),
     )  # fmt: skip
 
 
@@ -153,6 +165,9 @@ def _priced(space: Space, block: Block, shape: Shapes, alone: Floats, known: Kno
     held = (wide, number, WATCHED + 1)
     gathers, reduces = (part[:, : -len(alone)].reshape(held) for part in (gather, reduce))
     waits = gathers[..., :WATCHED] / (np.maximum(1.0, shape.held[:, :WATCHED, 2]) if overlap else 1.0)
+    cut, first = np.array([cut.zero >= 2 for cut in shape.cuts]), gathers[..., WATCHED] / shape.held[:, WATCHED, 2]
+    piped = cut[:, None] & (np.array(shape.chunks) > 0)  # [Note: cut in a pipeline] in lading.sim.piped
+    waits = np.where(piped[..., None], first[..., None], waits)
     updates = optimizer[:, : -len(alone)].reshape(held)[..., :WATCHED]
     of_shapes = [
         waits.max(axis=2),
@@ -175,7 +190,7 @@ def _by_cut(
     mesh, stack = block.mesh, space.ask.request.stack
     rows: list[list[Floats]] = [[], [], [], []]
     for cut in shape.cuts:
-        layout = _layout(space, block, shape.pp, cut)
+        layout = _layout(space, block, shape, cut)
         prices = MachinePrices(space.ask.machine, layout, stack)
         comes_down = cut.hosted and cut.zero >= 2
         dense = (mesh.tp, mesh.cp, 0, shape.pp, cut.zero > 0, cut.shard, comes_down)
@@ -192,10 +207,10 @@ def _by_cut(
         rows[2].append(every @ (1 / ways))
         rows[3].append(_bytes(shape, layout, space.ask.request))
     kept = np.stack(rows[2])
-    updates = _optimizer(MachinePrices(space.ask.machine, _layout(space, block, shape.pp, Cut(0, 0)), stack), kept)
+    updates = _optimizer(MachinePrices(space.ask.machine, _layout(space, block, shape, Cut(0, 0)), stack), kept)
     for place, cut in enumerate(shape.cuts):
         if cut.hosted:
-            updates[place] = _on_host(space, _layout(space, block, shape.pp, cut), kept[place])
+            updates[place] = _on_host(space, _layout(space, block, shape, cut), kept[place])
     return np.stack(rows[0]), np.stack(rows[1]), updates, np.stack(rows[3])
 
 
@@ -230,12 +245,25 @@ def _bytes(shape: Shapes, layout: Layout, request: Request) -> Floats:
 
     Where parameters are cut, gradients come with backward, and gathered ones go with their unit: neither is counted, as
     they need not be there when activations are most; nor are gradients where a stack drops them, or cut ones where the
-    host updates.
+    host updates. What a pipeline keeps whole of them is.
     """
     many, stack = 1 << 40, request.stack
-    gradients = layout.zero < (2 if layout.offload else 3) and not stack.drops_gradients
+    gradients = not layout.cuts_parameters and not (layout.zero == 2 and layout.offload) and not stack.drops_gradients
     roles = [Role.PARAMETER, *([Role.GRADIENT] if gradients else [])]
     roles += [] if layout.offload else [Role.OPTIMIZER_STATE]
     each = [state_bytes({kind: many}, layout, stack) for kind in _KINDS]
     own = np.array([sum(found[role] for role in roles) / many for found in each])
-    return shape.held[:, :WATCHED, :2] @ own + shape.placeholders
+    held = shape.held[:, :WATCHED, :2]
+    return held @ own + shape.placeholders + _whole_bytes(shape, layout, stack)
+
+
+def _whole_bytes(shape: Shapes, layout: Layout, stack: Stack) -> Floats:
+    """(shape, watched rank): what of cut parameters and gradients is whole in a pipeline, at least.
+
+    Gradients of all chunks; parameters of all of up to three chunks, of more those of the largest.
+    """
+    if not layout.is_pipeline or layout.zero < 2 or stack.drops_gradients:
+        return np.zeros((len(shape.held), WATCHED))
+    chunks = np.array(shape.chunks)
+    each = gathered_width(layout, stack) / np.where(chunks > GATHERED_AT_ONCE, chunks, 1)
+    return shape.held[:, :WATCHED, :2].sum(axis=2) * (each + DTYPE_BYTES[stack.gradient_dtype])[:, None]

@@ -215,7 +215,7 @@ class _Queue:
         found = item.found
         key = (found.block, found.mode, found.pipe)
         if not item.exact and key in self._spans:
-            waits = waiting_share(self.search.ask.devices, every_block=found.cut.zero >= 2)
+            waits = waiting_share(self.search.ask.devices, every_block=found.cut.zero >= 2 and found.pipe.stages == 1)
             later = (self._spans[key] - found.span_s) * (1 + waits)
             if later > 0:
                 return self._push(found.step_s + later, replace(item, exact=True))
@@ -285,4 +285,4 @@ def _kept(simulated: Simulated, local: int) -> int:
     """Bytes of a parameter as a rank keeps it."""
     layout, stack = simulated.request.layout, simulated.request.stack
     width = DTYPE_BYTES.get(stack.parameters_dtype, 4 if layout.precision == "fp32" else 2)
-    return local * width // (shards("dp", layout) if layout.zero == 3 else 1)
+    return local * width // (shards("dp", layout) if layout.cuts_parameters else 1)

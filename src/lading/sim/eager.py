@@ -166,7 +166,7 @@ class _Walk:
             self.gather(stage, place, kept)
             self.look(kept + unit.forward)
             kept += unit.saved
-            if self.layout.zero == 3 and place < len(units) - 1:
+            if self.layout.zero == 3 and not self.layout.is_pipeline and place < len(units) - 1:
                 self.gathered.discard((stage, place))
         self.flat = 0
         self.waiting += kept + self._handed(stage)

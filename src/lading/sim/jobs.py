@@ -12,6 +12,7 @@ from lading.memory.ranks import replicas, state_bytes
 from lading.sim.cluster import Job, Stretches
 from lading.sim.goodput import Failures
 from lading.sim.parts import Span
+from lading.sim.piped import held_up_s
 from lading.sim.prices import MachinePrices
 from lading.sim.schedules import Schedule, Work, schedule
 from lading.sim.simulate import Simulated
@@ -35,7 +36,8 @@ def job_of(simulated: Simulated, *, meetings: int = 2) -> Job:
     run = step.pipeline
     plan = schedule("1f1b", 1, 1, layout.micro_batches) if run is None else run.schedule
     group, shared_s = layout.tp * layout.cp, 0.0
-    if layout.zero == 3:
+    together = layout.zero == 3 and run is None
+    if together:
         group = layout.tp * layout.sharding_ranks
         shared_s = max(0.0, step.shares_s.get(DATA_PARALLEL, 0.0)) / layout.micro_batches
     job = Job(
@@ -48,7 +50,7 @@ def job_of(simulated: Simulated, *, meetings: int = 2) -> Job:
         overlap=run is None or run.overlap,
         end_s=step.shares_s.get("optimizer", 0.0) + step.shares_s.get("host", 0.0),
     )
-    return job if layout.zero == 3 else _reduced(job, simulated)
+    return job if together else _reduced(job, simulated)
 
 
 def _stretches(stage: Stage, kind: Work, meetings: int, shared_s: float, meets: bool) -> Stretches:
@@ -82,6 +84,9 @@ def _reduced(job: Job, simulated: Simulated) -> Job:
     if stack.overlap_param_gather:
         waits = [wait / float(blocks[own].sum()) for wait, own in zip(waits, held, strict=True)]
     end_s = job.end_s + max(waits)
+    if layout.cuts_parameters:  # behind the last backward, and gathered within the first forwards
+        late_s = held_up_s(simulated.step.pipeline, stages, stack, prices) if simulated.step.pipeline else 0.0
+        return dataclasses.replace(job, reduce_s=_at_last(job.plan, whole), end_s=job.end_s + late_s)
     if stack.overlap_grad_reduce:
         ahead, tail = backward * (1 - 1 / blocks), whole / blocks
         return dataclasses.replace(job, reduce_s=whole, ahead_s=ahead, tail_s=tail, end_s=end_s)

@@ -171,7 +171,7 @@ def is_in(module: str, outer: str) -> bool:
 def unfit(request: Request) -> str:
     """Why groups of a request's parameters are not chosen; "" where they are."""
     layout = request.layout
-    if layout.zero != 3 or layout.pp > 1 or layout.vpp > 1:
+    if layout.zero != 3 or layout.is_pipeline:
         return f"expected a layout with zero3 and without pp, got {layout}"
     if layout.offload:
         return f"expected everything on the device, got {layout}; groups do not know what is offloaded"

@@ -128,7 +128,7 @@ class MachinePrices:
         """Sum gradients over tp ranks that have a part of each ([Note: sums] in lading.sim.step)."""
         if self.layout.tp == 1 or not summed:
             return 0.0
-        if self.layout.zero == 3:
+        if self.layout.cuts_parameters:
             width = gathered_width(self.layout, self.stack)
             return sum(count * self._collective_s("all_reduce", n * width, "tp") for n, count in summed.items())
         elements = sum(n * count for n, count in summed.items())

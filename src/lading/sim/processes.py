@@ -54,7 +54,7 @@ def processes_step(request: Request, machine: Machine, segments: Sequence[Phases
             f"processes of one host run stock PyTorch: expected zero0, zero2 or zero3 and no offload, got {layout}"
         )
     host = _Host(request, machine, shared, segments)
-    if layout.pp == 1 and layout.vpp == 1:
+    if not layout.is_pipeline:
         stage = host.stage(runs[0], layout.devices)
         shares = shares_of(stage, layout.micro_batches, host.beside(runs[0]))
         return Step(sum(shares.values()), shares, (stage,), None, stage.flops * layout.micro_batches)

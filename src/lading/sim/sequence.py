@@ -108,7 +108,7 @@ def sequence_of(
     layout = request.layout
     table = table or table_of(request)
     units = _units(request, table)
-    if layout.pp == 1 and layout.vpp == 1:
+    if not layout.is_pipeline:
         (stage,) = units
         writer = _Writer(stage, layout, request.stack, keep)
         for micro_batch in range(layout.micro_batches):
@@ -250,7 +250,7 @@ class _Writer:
         """Forward of all units."""
         for number, unit in enumerate(self.units):
             groups = self.groups[number]
-            if 0 < self.layout.zero < 3 and micro_batch == 0:
+            if self.layout.zero and not self.layout.cuts_parameters and micro_batch == 0:
                 for group in groups:
                     self._gather(group, micro_batch)
             self._spans(number, unit.kernels(Work.FORWARD), micro_batch, forward=True)
@@ -263,7 +263,7 @@ class _Writer:
             if forward and not any(isinstance(kernel.detail, Collective) for kernel in kernels):
                 kernels.reverse()
             self._spans(number, kernels, micro_batch, forward=False)
-            if self.layout.zero < 3 and not self.once and self._reduces(micro_batch):
+            if not self.layout.cuts_parameters and not self.once and self._reduces(micro_batch):
                 for group in reversed(self.groups[number]):
                     self._reduce(group, micro_batch)
 
@@ -272,7 +272,7 @@ class _Writer:
 
     def _spans(self, number: int, kernels: Sequence[Kernel], micro_batch: int, *, forward: bool) -> None:
         """Kernels of a unit, with what its groups do when theirs begin and end."""
-        groups = self.groups[number] if self.layout.zero == 3 else []
+        groups = self.groups[number] if self.layout.cuts_parameters else []
         spans = bounds(self.units[number].segment, kernels, [(group.axes, group.elements) for group in groups])
         for place in range(len(kernels) + 1):
             for at, group in enumerate(groups):
@@ -312,7 +312,7 @@ class _Writer:
     def _reduce(self, group: _Group, micro_batch: int) -> None:
         """Sums over tp of what each rank has a part of go first, a parameter at a time, in the gradient's own dtype."""
         segment = self.units[group.unit].segment
-        if self.layout.zero == 3 and group.axes != EXPERTS:
+        if self.layout.cuts_parameters and group.axes != EXPERTS:
             width = gradient_width(self.layout, self.stack)
             for elements in segment.summed_parameters:
                 self._collect("all_reduce", "tp", elements * width, group.unit, micro_batch)
@@ -333,7 +333,7 @@ class _Writer:
         last = self.layout.micro_batches - 1
         for groups in self.groups:
             for group in groups:
-                if self.layout.zero == 3:
+                if self.layout.cuts_parameters:
                     group.present = False
                     self.issued.append(Issued(self.first + group.unit, last, releases=True))
                 self._reduce(group, last)
@@ -341,7 +341,7 @@ class _Writer:
     def sums(self) -> Iterator[Issued]:
         """Sums over tp of gradients of what is whole on all ranks, in one, where parameters are not cut."""
         elements = sum(unit.segment.summed_elements for unit in self.units)
-        if elements and self.layout.zero != 3:
+        if elements and not self.layout.cuts_parameters:
             size = elements * DTYPE_BYTES[self.stack.gradient_dtype]
             yield Issued(-1, -1, None, Collective("all_reduce", "tp", size))
 

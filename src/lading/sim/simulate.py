@@ -33,10 +33,11 @@ from lading.parallel.ranks import rank_segment
 from lading.sim.eager import eager_memory
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, phases
+from lading.sim.piped import pipeline_step
 from lading.sim.prices import MachinePrices
 from lading.sim.processes import processes_step
 from lading.sim.schedules import schedule_of
-from lading.sim.step import DATA_PARALLEL, Stage, Step, pipeline_step, replicas_step, stage_of
+from lading.sim.step import DATA_PARALLEL, Stage, Step, replicas_step, stage_of
 from lading.sim.storage import device_roles, stored
 from lading.sim.variants import Parts, moved, parts_of
 
@@ -121,9 +122,15 @@ class Simulated:
 
 def _not_simulated(request: Request) -> tuple[str, ...]:
     """What the request says and the step does not know."""
-    if request.schedule_detail and request.layout.pp > 1:
-        return (f"schedule {request.schedule_detail} simulated as {schedule_of(request.layout).kind}",)
-    return ()
+    layout, stack, found = request.layout, request.stack, list[str]()
+    if request.schedule_detail and layout.pp > 1:
+        found.append(f"schedule {request.schedule_detail} simulated as {schedule_of(layout).kind}")
+    if layout.is_pipeline and layout.zero >= 2 and not stack.cuts_in_pipeline:
+        found.append(
+            f"zero{layout.zero} in a pipeline simulated as PyTorch's FSDP2 has it: no such run of software stack "
+            f"{stack.name} is known"
+        )
+    return tuple(found)
 
 
 def _not_fitted(request: Request, machine: Machine) -> tuple[str, ...]:
@@ -202,7 +209,7 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
     stages = _stages(parts_of_stages, both, request, prices)
     if machine.processes is not None:
         step = processes_step(request, machine, both, parts_of_stages)
-    elif request.layout.pp == 1 and request.layout.vpp == 1:
+    elif not request.layout.is_pipeline:
         run = parts_of_stages[0]
         one = {variant: stage_of([(variant, 1)], both, prices, request.stack) for variant, _ in run}
         units = [one[variant] for variant, count in run for _ in range(count)]
@@ -217,7 +224,7 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
 def _waiting(step: Step, layout: Layout) -> Step:
     """The step with what its ranks wait for the slowest of them: late is who computes, not who waits for a network."""
     working = step.step_s - max(0.0, step.shares_s.get(DATA_PARALLEL, 0.0))
-    waited = working * waiting_share(layout.devices, every_block=layout.zero >= 2)
+    waited = working * waiting_share(layout.devices, every_block=layout.zero >= 2 and not layout.is_pipeline)
     return dataclasses.replace(step, step_s=step.step_s + waited, shares_s={**step.shares_s, WAITING: waited})
 
 

@@ -17,16 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 from lading.ir.work import RankSegment
 from lading.sim.parts import MEMORY, Part, Prices, Span, span, total
 from lading.sim.phases import Phases
-from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
-from lading.sim.schedules import schedule_of
+from lading.sim.pipeline import PipelineRun
 from lading.sim.sharded import Unit, fully_sharded, reduced_beside
 
 _T = TypeVar("_T")
@@ -213,7 +210,7 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
     if any(stage.copies_s):
         extra[COPIES] = sum(stage.copies_s) * micro_batches
     shares = shares_of(stage, micro_batches, extra)
-    return Step(sum(shares.values()), shares, (stage,), None, _flops([stage]) * micro_batches)
+    return Step(sum(shares.values()), shares, (stage,), None, flops_of([stage]) * micro_batches)
 
 
 def _each(units: Sequence[Stage], work: Callable[[Stage], _T]) -> list[_T]:
@@ -286,72 +283,8 @@ def shares_of(stage: Stage, times: float, extra: Mapping[str, float]) -> dict[st
     return shares
 
 
-def _flops(stages: Sequence[Stage]) -> float:
+def flops_of(stages: Sequence[Stage]) -> float:
     return sum(s.flops for s in stages)
-
-
-def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchange: Exchange, send_s: float) -> Step:
-    """A step of a pipeline.
-
-    Args:
-        stages: In the order of forward.
-        send_s: Seconds of what one hands to the next.
-    """
-    plan = schedule_of(layout, rules="megatron" if stack.megatron_order else "torch")
-    seconds = PipelineSeconds(
-        forward=np.array([s.forward.seconds + s.copies_s[0] for s in stages]),
-        backward=np.array([s.backward_s + s.copies_s[1] for s in stages]),
-        backward_input=np.array([s.again.seconds + s.backward_input.seconds + s.copies_s[1] for s in stages]),
-        backward_weight=np.array([s.backward_weight.seconds for s in stages]),
-        send_forward=send_s,
-        send_backward=send_s,
-    )
-    run = simulate_pipeline(plan, seconds, overlap=bool(stack.hidden.get("pp", 0.0)) or layout.vpp > 1)
-    ends = [_rank_end(run, rank, stages, stack, exchange) for rank in range(layout.pp)]
-    busiest = int(np.argmax(run.busy_s))  # whose seconds say why; the others wait for it
-    busy = float(run.busy_s[busiest])
-    after = max(ends) - run.makespan_s
-    ranks = [[stages[s] for s in plan.stages_of(rank)] for rank in range(layout.pp)]
-    gather = max(_rank_gather(own, stack, exchange) for own in ranks)
-    extra = {
-        "bubble": run.makespan_s - busy,
-        DATA_PARALLEL: after + gather,
-        "optimizer": max(exchange.optimizer_s(trained_of(own)) for own in ranks),
-        "host": max(host_s(own, stack, exchange) for own in ranks),
-    }
-    shares: dict[str, float] = {}
-    for stage in ranks[busiest]:
-        copies = {COPIES: sum(stage.copies_s) * layout.micro_batches} if any(stage.copies_s) else {}
-        for name, value in shares_of(stage, layout.micro_batches, copies).items():
-            shares[name] = shares.get(name, 0.0) + value
-    shares |= extra
-    if sums := max(sum(exchange.sums_s(stage.summed) for stage in own) for own in ranks):
-        shares["tp communication"] = shares.get("tp communication", 0.0) + sums
-    return Step(sum(shares.values()), shares, tuple(stages), run, _flops(stages) * layout.micro_batches)
-
-
-def _rank_end(run: PipelineRun, rank: int, stages: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
-    """When a rank's gradients are reduced."""
-    held = run.schedule.stages_of(rank)
-    computed = float(run.end_s[rank][-1])
-    if not stack.overlap_grad_reduce:
-        return max(run.makespan_s, computed) + exchange.reduce_s(trained_of([stages[s] for s in held]))
-    network = 0.0
-    for stage in sorted(held, key=lambda s: float(run.gradients_ready_s[s])):
-        ready = float(run.gradients_ready_s[stage])
-        reduction = exchange.reduce_s(stages[stage].trained)
-        blocks = max(1.0, sum(count for _, count in stages[stage].run))
-        begin = max(network, ready - stages[stage].backward_s * (1 - 1 / blocks))
-        network = max(begin + reduction, ready + reduction / blocks)
-    return max(run.makespan_s, network)
-
-
-def _rank_gather(held: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
-    """Seconds for which a rank waits for updated parameters; beside computing, only for those of its first block."""
-    whole = exchange.gather_s(trained_of(held))
-    if not stack.overlap_param_gather:
-        return whole
-    return whole / max(1.0, sum(count for stage in held for _, count in stage.run))
 
 
 def elements_of(stages: Sequence[Stage]) -> dict[str, int]:

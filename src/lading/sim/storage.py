@@ -14,6 +14,7 @@ from lading.ir.request import Request
 from lading.memory.ranks import adapter_bytes, behind, gathered_bytes, shards, state_bytes
 from lading.sim.gathered import Peak, Stretch, UnitBytes, gathered_passes, unit_bytes
 from lading.sim.phases import Phases
+from lading.sim.piped import most_gathered
 from lading.sim.schedules import alive_peaks
 from lading.sim.step import Stage, Step, elements_of, trained_of
 
@@ -62,10 +63,11 @@ def device_roles(
             roles = state_bytes(elements_of(own), layout, stack)
         placeholders = {shape: size for stage in own for shape, size in stage.placeholders.items()}
         roles[Role.WORKSPACE] = sum(placeholders.values())
-        if layout.zero == 3 and step.pipeline is not None:  # whole for the step, their gradients too
+        if layout.zero >= 2 and step.pipeline is not None:  # [Note: cut in a pipeline] in lading.sim.piped
             roles[Role.GRADIENT] = 0
             unreduced = sum(trained_of(own).values()) * DTYPE_BYTES[stack.gradient_dtype]
-            roles[Role.WORKSPACE] += gathered_bytes(elements_of(own), layout, stack) + unreduced
+            whole = [gathered_bytes(stage.elements, layout, stack) for stage in stages]
+            roles[Role.WORKSPACE] += most_gathered(step.pipeline.schedule, len(found), whole) + unreduced
         elif layout.zero == 3:
             roles[Role.WORKSPACE] += 2 * gathered_bytes(_largest(own), layout, stack)
         roles[Role.ACTIVATION] = int(activations)
@@ -110,7 +112,7 @@ def _largest(own: Sequence[Stage]) -> dict[str, int]:
 def _gathers_units(request: Request) -> bool:
     """Whether parameters are cut and gathered a unit at a time, each of them trained."""
     layout = request.layout
-    return layout.zero == 3 and layout.pp == layout.vpp == 1 and request.task not in ("lora", "qlora")
+    return layout.zero == 3 and not layout.is_pipeline and request.task not in ("lora", "qlora")
 
 
 def units_of(request: Request, stage: Stage, segments: Sequence[Phases]) -> list[UnitBytes]:

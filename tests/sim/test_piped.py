@@ -1,0 +1,109 @@
+"""Cut gradients and parameters in a pipeline: one program for time and bytes, gathered as torch's lists gather."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.distributed.pipelining.schedules import (
+    _Action,  # pyright: ignore[reportPrivateUsage]
+    _add_unshard_reshard,  # pyright: ignore[reportPrivateUsage]
+)
+
+from lading.catalog.stacks import stack_by_name
+from lading.clusters import Question, request_of
+from lading.ir.graph import Role
+from lading.sim.jobs import job_of
+from lading.sim.occupancy import occupancy
+from lading.sim.piped import gathering, most_gathered
+from lading.sim.prices import MachinePrices
+from lading.sim.schedules import schedule
+from lading.sim.sequence import sequence_of
+from lading.sim.simulate import Simulated, simulate
+from lading.sim.step import DATA_PARALLEL
+
+
+def step(layout: str, **others: Any) -> Simulated:
+    asked = {"model": "llama3-8b", "machine": "h100", "devices": 16, "seq_len": 4096, **others}
+    return simulate(*request_of(Question(**asked, layout=layout)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "chunks"), [("interleaved", 2), ("interleaved", 4), ("zbv", 2), ("zero-bubble", 5), ("dualpipe-v", 2)]
+)
+def test_stages_are_gathered_and_released_as_torch_does(kind: str, chunks: int) -> None:
+    plan = schedule(kind, 4, chunks, 8)
+    for rank in range(plan.ranks):
+        actions: list[_Action | None] = [_Action.from_str(text) for text in plan.texts(rank)]
+        theirs = [str(action) for action in _add_unshard_reshard(actions)]
+        while "RESHARD" in theirs[-1]:  # what is released behind the last action
+            theirs.pop()
+        ours: list[str] = []
+        texts = iter(plan.texts(rank))
+        for (gone, comes), joint in zip(gathering(plan, rank), plan.orders[rank][:, 3].tolist(), strict=True):
+            ours += [*(f"{stage}RESHARD" for stage in sorted(gone)), *(f"{stage}UNSHARD" for stage in comes)]
+            ours += [] if joint else [next(texts)]
+        assert ours == theirs
+
+
+def test_at_most_three_stages_are_gathered() -> None:
+    sizes = list(range(1, 17))
+    assert most_gathered(schedule("interleaved", 4, 4, 8), 0, sizes) == 5 + 9 + 13
+    assert most_gathered(schedule("interleaved", 4, 2, 8), 3, sizes[:8]) == 4 + 8
+    assert most_gathered(schedule("1f1b", 4, 1, 8), 2, sizes[:4]) == 3
+
+
+@pytest.mark.parametrize("layout", ["pp4,gb64", "pp4,vpp2,gb64", "pp4,vpp4,tp2,sp,gb64", "pp4,gb64,zero-bubble"])
+def test_two_and_three_are_one_program(layout: str) -> None:
+    two, three = step(f"{layout},zero2"), step(f"{layout},zero3")
+    assert two.step.step_s == three.step.step_s
+    assert two.memory == three.memory
+    assert sum(two.step.shares_s.values()) == pytest.approx(two.step.step_s)
+    for rank, roles in enumerate(two.memory):
+        assert occupancy(two, rank).peak_bytes == sum(roles.values())
+    ours = [[i.collective for i in sequence_of(s.request, s.table, rank=1)] for s in (two, three)]
+    assert ours[0] == ours[1]
+
+
+def test_gradients_are_reduced_once_and_so_are_whole_until_then() -> None:
+    """A rank has 8 blocks of 218.1 million parameters: 2 bytes gathered and 4 of gradients each, 2 / 4 kept."""
+    cut = step("pp4,gb64,zero3")
+    issued = [i.collective for i in sequence_of(cut.request, cut.table, rank=1) if i.collective]
+    assert [c.op for c in issued if c.op in ("all_gather", "reduce_scatter")] == 8 * ["all_gather"] + 8 * [
+        "reduce_scatter"
+    ]
+    elements = 8 * 218_112_000
+    roles = cut.memory[1]
+    assert roles[Role.WORKSPACE] == pytest.approx(6 * elements, rel=1e-3)
+    assert roles[Role.GRADIENT] == 0
+    assert roles[Role.PARAMETER] == pytest.approx(2 * elements / 4, rel=1e-3)
+
+
+def test_each_stage_holds_up_the_first_micro_batch_and_the_first_one_reduces_last() -> None:
+    """Of 1F1B: one unit's gather on each stage, and the first stage's whole reduction behind its last backward."""
+    cut, whole = step("pp4,gb64,zero3"), step("pp4,gb64,zero0")
+    assert cut.step.pipeline is not None
+    assert whole.step.pipeline is not None
+    prices = MachinePrices(cut.machine, cut.request.layout, cut.request.stack)
+    units = [sum(count for _, count in stage.run) for stage in cut.step.stages]
+    gathers = [prices.gather_s(stage.elements) for stage in cut.step.stages]
+    assert all(gather < stage.forward.seconds for gather, stage in zip(gathers, cut.step.stages, strict=True))
+    late = cut.step.pipeline.makespan_s - whole.step.pipeline.makespan_s
+    assert late == pytest.approx(sum(g / n for g, n in zip(gathers, units, strict=True)), rel=1e-6)
+    reduce_s = prices.reduce_s(cut.step.stages[0].trained)
+    assert cut.step.shares_s[DATA_PARALLEL] == pytest.approx(reduce_s, rel=0.3)
+
+
+def test_all_ranks_take_what_the_step_says() -> None:
+    cut = step("pp4,tp2,gb64,zero3")
+    job = job_of(cut)
+    assert job.group == 2
+    assert job.replicas == 2
+
+
+def test_a_stack_that_does_not_run_it_says_so() -> None:
+    said = "zero3 in a pipeline simulated as PyTorch's FSDP2 has it"
+    assert any(said in text for text in step("pp4,gb64,zero3", stack="megatron-bridge").assumed)
+    assert not any(said in text for text in step("pp4,gb64,zero3", stack="torchtitan-compile").assumed)
+    assert not any(said in text for text in step("gb64,zero3", stack="megatron-bridge").assumed)
+    assert not stack_by_name("megatron-deepspeed").cuts_in_pipeline

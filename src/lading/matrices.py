@@ -11,78 +11,35 @@ DTensors (``lading.ir.routes``), and a step is ``lading.runtime.matrices``.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lading.config import AdamW
 from lading.errors import ConfigError
 from lading.ir.routes import Box, Whole, micro_groups, pieces, wholes_of
 from lading.optim.adam import AdamWRule
-from lading.optim.muon import MuonRule
 from lading.optim.rule import Held, Rule, State, States
-from lading.optim.shampoo import ShampooRule
-from lading.optim.soap import SOAPRule
 from lading.planner.owners import Matrix, Owners, assign, spread_turns
 from lading.rules import SOAP as SOAPSettings
 from lading.rules import MatrixRule
 from lading.rules import Muon as MuonSettings
 from lading.rules import Shampoo as ShampooSettings
-from lading.runtime.exchange import Team, Traffic, agree_finite, agree_presence
-from lading.runtime.matrices import MatrixStep, Moving
-from lading.runtime.replicas import Replica, ReplicaStep
+from lading.runtime.boxes import box_of, gradient, local, process_group
+from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree_done, all_finite
+from lading.runtime.flights import Early, Late, Moving, run
+from lading.runtime.hooks import before_reading, when_final
+from lading.runtime.matrices import MatrixRoute
+from lading.runtime.members import How, Member, groups_of, maths_of, members_of, split
+from lading.runtime.replicas import ReplicaRoute
 
 #: Of one element, beside products: reads and writes of AdamW count for more than its few operations.
 _ADAMW_FLOPS = 100.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class How:
-    """How a step is run.
-
-    Attributes:
-        groups: All-to-alls in each direction that it is cut into, at most.
-        stagger: Spread what is due every so many updates (roots, bases) over the updates between, matrix by matrix, and
-            give owners as much of it at each. When a matrix's turn is does not depend on who owns it.
-        reduces: Gradients are each rank's own: owners take their mean over ranks, hold all states and send results to
-            every replica (ZeRO-1), in the bytes of a reduce-scatter and an all-gather. Not with DDP, which reduces
-            already, and not with DTensors.
-        skip_nonfinite: Leave out a step in which a gradient is not finite, on every rank.
-        state_cap_bytes: Most bytes on one rank of states that lie with owners.
-    """
-
-    groups: int = 4
-    stagger: bool = False
-    reduces: bool = False
-    skip_nonfinite: bool = True
-    state_cap_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.groups < 1:
-            raise ConfigError(f"expected groups >= 1, got {self.groups}")
-
-
-@dataclass(frozen=True)
-class _Member:
-    """A parameter, the group that has its learning rate, and what moves it."""
-
-    name: str
-    param: torch.Tensor
-    group: dict[str, Any]
-    settings: MatrixRule | AdamW
-    rule: Rule | AdamWRule
-
-    @property
-    def is_matrix(self) -> bool:
-        return not isinstance(self.rule, AdamWRule)
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -100,6 +57,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         lr: float,
         *,
         mesh: DeviceMesh | None = None,
+        model: nn.Module | None = None,
         how: How | None = None,
     ) -> None:
         """An optimizer.
@@ -109,17 +67,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 ``lading.AdamW``, for what is no matrix), ``lr``, and ``parts``: rows of the parts of a fused matrix.
             rule: Of groups that do not say.
             mesh: Ranks that share the work; None for the mesh of the parameters, or all ranks where they have none.
+            model: The outermost module, cut as it will be, where exchanges overlap with it.
         Raises:
             ConfigError: a parameter that is no matrix under a rule for matrices; ranks that differ in what they have.
         """
         how = how or How()
-        given, rules = _groups(params, rule, lr)
+        given, rules = groups_of(params, rule, lr)
         super().__init__(given, {"lr": lr, "parts": ()})
         self.how = how
         self.skipped = 0
         numbered = enumerate(zip(self.param_groups, rules, strict=True))
-        self._members = [m for number, (group, r) in numbered for m in _members(number, group, r)]
-        self._team = Team.of(_process_group(mesh, [m.param for m in self._members]))
+        self._members = [m for number, (group, r) in numbered for m in members_of(number, group, r)]
+        self._team = Team.of(process_group(mesh, [m.param for m in self._members]))
         self._wholes = [whole for number, m in enumerate(self._members) for whole in self._wholes_of(number, m)]
         self._check_names()
         self._rules = self._rules_of_wholes()
@@ -127,17 +86,19 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._boxes = [row[self._team.rank] for row in holdings]
         self.owners = self._planned()
         owner = [gang[0] for gang in self.owners.ranks] if self.owners else []
-        self._step = self._routed(holdings, owner)
+        self._route = self._routed(holdings, owner, self._travelling(owner, model))
         self._whole = {number: self._fresh(number) for number, rank in enumerate(owner) if rank == self._team.rank}
         for member in self._members:
             self._begin(member)
+        self._early, self._late = Early(self._route, self._prepared, self._blank), Late()
+        self._hook(model)
 
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent so far."""
-        return self._step.traffic
+        return self._route.traffic
 
-    def _wholes_of(self, number: int, member: _Member) -> list[Whole]:
+    def _wholes_of(self, number: int, member: Member) -> list[Whole]:
         """What of a parameter has an owner."""
         param = member.param
         if self.how.reduces and isinstance(param, DTensor):
@@ -161,11 +122,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
             shifts[whole.name] = turns.get(whole.box.shape, 0)
             turns[whole.box.shape] = shifts[whole.name] + 1
         settings = [self._members[whole.parameter].settings for whole in self._wholes]
-        return [_maths(s, shifts[w.name] * self.how.stagger) for s, w in zip(settings, self._wholes, strict=True)]
+        return [maths_of(s, shifts[w.name] * self.how.stagger) for s, w in zip(settings, self._wholes, strict=True)]
 
     def _holdings(self) -> list[list[Box]]:
         """What every rank has of every parameter; the same list on all of them."""
-        mine = [_box(m.param) for m in self._members]
+        mine = [box_of(m.param) for m in self._members]
         told = [(m.name, tuple(m.param.shape)) for m in self._members]
         everyone = self._team.gather((told, mine))
         for rank, (other, _) in enumerate(everyone):
@@ -184,12 +145,50 @@ class MatrixOptimizer(torch.optim.Optimizer):
             raise ConfigError("ranks planned different owners: expected equal versions of Lading on every rank")
         return planned
 
-    def _routed(self, holdings: list[list[Box]], owner: list[int]) -> MatrixStep | ReplicaStep:
-        travelling = micro_groups([self._item(number).seconds for number in range(len(owner))], owner, self.how.groups)
+    def _routed(
+        self, holdings: list[list[Box]], owner: list[int], travelling: list[list[int]]
+    ) -> MatrixRoute | ReplicaRoute:
         if self.how.reduces:
-            return ReplicaStep(list(zip(self._wholes, self._rules, strict=True)), owner, travelling, self._team)
+            return ReplicaRoute(list(zip(self._wholes, self._rules, strict=True)), owner, travelling, self._team)
         wholes = [(whole, cast(Rule, rule)) for whole, rule in zip(self._wholes, self._rules, strict=True)]
-        return MatrixStep(wholes, owner, travelling, pieces(self._wholes, holdings, owner), self._team)
+        return MatrixRoute(wholes, owner, travelling, pieces(self._wholes, holdings, owner), self._team)
+
+    def _travelling(self, owner: list[int], model: nn.Module | None) -> list[list[int]]:
+        """Groups in the order in which backward or forward comes to them, with what cannot begin early in one apart."""
+        order, apart = list(range(len(owner))), []
+        if model is not None:
+            place = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+            where = [place.get(id(member.param), -1) for member in self._members]
+            order.sort(key=lambda n: where[self._wholes[n].parameter], reverse=self.how.under_backward)
+        if self.how.under_backward:
+            apart = [n for n in order if self._wholes[n].parameter not in self._hooked]
+            order = [n for n in order if self._wholes[n].parameter in self._hooked]
+        seconds = [self._item(number).seconds for number in order]
+        most = max(1, self.how.groups - bool(apart))
+        found = micro_groups(seconds, [owner[number] for number in order], most)
+        return [[order[place] for place in group] for group in found] + ([apart] if apart else [])
+
+    @property
+    def _hooked(self) -> set[int]:
+        """Parameters whose gradient is told as it becomes final."""
+        members = enumerate(self._members)
+        final = {n for n, m in members if self.how.reduces or (m.is_matrix and isinstance(m.param, DTensor))}
+        return {number for number in final if self._members[number].param.requires_grad}
+
+    def _hook(self, model: nn.Module | None) -> None:
+        if (self.how.overlap == "step") != (model is None):
+            expected = "model=, the outermost module" if model is None else "another overlap with model="
+            raise ConfigError(f"expected {expected}, got overlap {self.how.overlap!r}")
+        if self.how.under_backward:
+            if not self._hooked:
+                raise ConfigError(
+                    f"expected overlap step or forward, got {self.how.overlap}: no matrix is a DTensor that needs a "
+                    "gradient, and replicas that hold reduced gradients send none to owners"
+                )
+            when_final({n: self._members[n].param for n in self._hooked}, self._early.arrived)
+        if model is not None:
+            moved = {n: self._members[n].param for n in {whole.parameter for whole in self._wholes}}
+            before_reading(model, moved, self._late)
 
     def _states_of(self, number: int) -> dict[str, State]:
         """Of a matrix: those that lie with its owner."""
@@ -215,49 +214,131 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """One update of every parameter that has a gradient.
 
         Raises:
-            ValueError: a parameter has a gradient on some ranks only.
+            ValueError: a parameter has a gradient on some ranks only, or one that was changed after it had been sent,
+                or none has one; on every rank, and nothing has moved.
+            RuntimeError: an owner could not compute a direction.
         """
+        self.finish()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        has = {m.name: m.param.grad is not None for m in self._members}
-        device = self._members[0].param.device
-        agree_presence(has, self._team, device)
-        gradients = [_gradient(m.param) for m in self._members]
-        if self.how.skip_nonfinite and not agree_finite(gradients, self._team, device):
+        found = {number: gradient(member.param) for number, member in enumerate(self._members)}
+        gradients = {number: grad for number, grad in found.items() if grad is not None}
+        verdict = self._agreed(gradients)
+        if verdict.error or not verdict.finite:
+            self._early.drop(verdict.sent)
+        if verdict.error:
+            raise ValueError(verdict.error)
+        if not verdict.finite:
             self.skipped += 1
             return loss
-        if isinstance(self._step, ReplicaStep):
-            self._step.run(self._replicas(gradients), self._whole)
-        else:
-            self._step.run(self._moving(gradients), self._whole)
+        self._move(gradients)
         return loss
 
-    def _replicas(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, Replica]:
-        found: dict[int, Replica] = {}
-        for number, (member, grad) in enumerate(zip(self._members, gradients, strict=True)):
-            if grad is not None:
-                _, update = self._held(member)
-                found[number] = Replica(member.param, grad, float(member.group["lr"]), update)
-        return found
+    def _agreed(self, gradients: Mapping[int, torch.Tensor]) -> Verdict:
+        has = {m.name: number in gradients for number, m in enumerate(self._members)}
+        other = self._early.changed(gradients)
+        changed = {m.name: number in other for number, m in enumerate(self._members)}
+        finite = not self.how.skip_nonfinite or all_finite(list(gradients.values()))
+        return agree(
+            Report(has, changed, finite, self._early.groups), len(self._route.groups), self._team, self._device
+        )
 
-    def _moving(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, Moving]:
-        """Matrices on their way; what is none is moved here."""
-        moving: dict[int, Moving] = {}
-        for number, (member, grad) in enumerate(zip(self._members, gradients, strict=True)):
-            if grad is None:
-                continue
-            held, update = self._held(member)
-            local, rate = _local(member.param), float(member.group["lr"])
-            if isinstance(member.rule, AdamWRule):
-                member.rule.step(local, grad, held, lr=rate, update=update)
-                continue
-            travels = member.rule.pre(grad, held, update)
-            moving[number] = Moving(local, travels, self._boxes[number], rate, update)
-        return moving
+    def _move(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Matrices by their owners, what is none here, while the first matrices travel."""
+        flights, moving, groups = self._early.take()
+        for number, moved in moving.items():
+            for key, value in self._held(number).items():
+                value.copy_(moved.held[key])
+        elsewhere = {whole.parameter for whole in self._wholes}
+        for number in gradients.keys() & elsewhere - moving.keys():
+            moving[number] = self._moving(number, gradients[number], self._held(number))
+        sent = len(flights)
+        for group in range(groups, len(self._route.groups)):
+            flights.extend(self._route.flights(group, moving))
+        ahead = len(flights) if self.how.overlap == "both" else min(1, len(flights))
+        for flight in flights[sent:ahead]:
+            flight.send()
+        rates = {number: float(self._members[number].group["lr"]) for number in gradients}
+        for number in sorted(gradients.keys() - elsewhere):
+            self._move_here(number, gradients[number], rates[number])
+        for number in gradients:
+            self.state[self._members[number].param]["step"] += 1
+        if self.how.overlap == "both":
+            flights.reverse()
+        run(flights, max(sent, ahead), self._whole, rates, late=self.how.under_forward)
+        if self.how.under_forward:
+            self._late.keep(flights)
+        if flights and any(hasattr(rule.settings, "frequency") for rule in self._rules):
+            self._agree_done()
 
-    def _begin(self, member: _Member) -> None:
+    def _agree_done(self) -> None:
+        """Decompositions may fail; products do not."""
+        try:
+            agree_done(self._route.failures, self._team, self._device)
+        except RuntimeError:
+            self.finish()
+            raise
+
+    def _move_here(self, number: int, grad: torch.Tensor, rate: float) -> None:
+        member = self._members[number]
+        assert isinstance(member.rule, AdamWRule)
+        member.rule.step(local(member.param), grad, self._held(number), lr=rate, update=self._next(number))
+
+    def _moving(self, number: int, grad: torch.Tensor, held: States) -> Moving:
+        """What travels of a parameter; ``held`` moves."""
+        member, update = self._members[number], self._next(number)
+        if not self.how.reduces:
+            assert not isinstance(member.rule, AdamWRule)
+            grad = member.rule.pre(grad, held, update)
+        return Moving(local(member.param), grad, self._boxes[number], held, update)
+
+    @torch.no_grad()
+    def _prepared(self, number: int) -> Moving:
+        """The same under backward: states move once the step is taken."""
+        grad = gradient(self._members[number].param)
+        assert grad is not None
+        return self._moving(number, grad, {key: value.clone() for key, value in self._held(number).items()})
+
+    def _blank(self, number: int) -> Moving:
+        """Zeros that travel as ``_prepared`` does."""
+        param = local(self._members[number].param)
+        rule = self._members[number].rule
+        sent = None if self.how.reduces or isinstance(rule, AdamWRule) else rule.travels
+        return Moving(param, torch.zeros_like(param, dtype=sent), self._boxes[number], {}, self._next(number))
+
+    def _next(self, number: int) -> int:
+        """The number of a parameter's next update."""
+        return int(self.state[self._members[number].param]["step"]) + 1
+
+    @property
+    def _device(self) -> torch.device:
+        return self._members[0].param.device
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around all backwards of a step but the last, where exchanges begin under backward.
+
+        Not needed where FSDP2 does not reduce then, by ``set_requires_gradient_sync(False)``.
+        """
+        self._early.last = False
+        try:
+            yield
+        finally:
+            self._early.last = True
+
+    def finish(self) -> None:
+        """End the step before, where it ends under the next forward; for whoever reads parameters before."""
+        self._late.finish()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; what has been sent under a backward that no step followed is given up, on all ranks at once."""
+        if self._early.stirred:
+            self._early.drop(self._agreed({}).sent)
+        super().zero_grad(set_to_none)
+
+    def _begin(self, member: Member) -> None:
         """This rank's elementwise states, before the first update."""
         param, state = member.param, self.state[member.param]
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -267,11 +348,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if kind.held is Held.ELEMENTWISE:
                 state[name] = torch.zeros_like(param, dtype=kind.dtype, requires_grad=False)
 
-    def _held(self, member: _Member) -> tuple[States, int]:
-        """This rank's elementwise states, and the update's number."""
-        state = self.state[member.param]
-        state["step"] += 1
-        return {key: _local(value) for key, value in state.items() if key != "step"}, int(state["step"])
+    def _held(self, number: int) -> States:
+        """This rank's pieces of elementwise states."""
+        state = self.state[self._members[number].param]
+        return {key: local(value) for key, value in state.items() if key != "step"}
 
     def state_dict(self) -> dict[str, Any]:
         """States by name; give ``{"optimizer": optimizer}`` to ``torch.distributed.checkpoint``, to save and to load.
@@ -279,6 +359,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         Elementwise states are placed as their parameters; whole ones are there on their owner alone, under the name of
         the matrix, so that another number of ranks, mesh or plan finds what it needs.
         """
+        self.finish()
         return {
             "elementwise": {m.name: dict(self.state[m.param]) for m in self._members},
             "whole": {self._wholes[number].name: dict(states) for number, states in self._whole.items()},
@@ -320,103 +401,40 @@ def _take(name: str, into: dict[str, torch.Tensor], of: dict[str, torch.Tensor] 
         tensor.copy_(of[key])
 
 
-def _groups(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[Any], list[MatrixRule | AdamW]]:
-    """Groups as torch takes them, and the rule of each."""
-    given = list(params)
-    if not given or not isinstance(given[0], dict):
-        return given, [rule]
-    rules = [cast("MatrixRule | AdamW", group.get("rule", rule)) for group in given]
-    rates = [r.lr if isinstance(r, AdamW) else lr for r in rules]
-    return [
-        {"lr": rate, **{key: value for key, value in group.items() if key != "rule"}}
-        for group, rate in zip(given, rates, strict=True)
-    ], rules
-
-
-def _members(number: int, group: dict[str, Any], rule: MatrixRule | AdamW) -> list[_Member]:
-    names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
-    maths = _maths(rule)
-    return [_Member(name, p, group, rule, maths) for name, p in zip(names, group["params"], strict=True)]
-
-
 class Muon(MatrixOptimizer):
     """Muon (``lading.rules.Muon``); bit-equal to ``torch.optim.Muon`` on one process and on any number of ranks."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, mesh: DeviceMesh | None = None, **settings: Any):
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, *, mesh: DeviceMesh | None = None,
+        model: nn.Module | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         """As ``MatrixOptimizer``; other settings are those of ``lading.rules.Muon`` and ``How``."""
-        rule, how = _split(MuonSettings, settings)
-        super().__init__(params, rule, lr, mesh=mesh, how=how)
+        rule, how = split(MuonSettings, settings)
+        super().__init__(params, rule, lr, mesh=mesh, model=model, how=how)
 
 
 class Shampoo(MatrixOptimizer):
     """Shampoo (``lading.rules.Shampoo``)."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 1e-3, *, mesh: DeviceMesh | None = None, **settings: Any):
+    def __init__(
+        self, params: Iterable[Any], lr: float = 1e-3, *, mesh: DeviceMesh | None = None,
+        model: nn.Module | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         """As ``MatrixOptimizer``; other settings are those of ``lading.rules.Shampoo`` and ``How``."""
-        rule, how = _split(ShampooSettings, settings)
-        super().__init__(params, rule, lr, mesh=mesh, how=how)
+        rule, how = split(ShampooSettings, settings)
+        super().__init__(params, rule, lr, mesh=mesh, model=model, how=how)
 
 
 class SOAP(MatrixOptimizer):
     """SOAP (``lading.rules.SOAP``)."""
 
-    def __init__(self, params: Iterable[Any], lr: float = 3e-3, *, mesh: DeviceMesh | None = None, **settings: Any):
+    def __init__(
+        self, params: Iterable[Any], lr: float = 3e-3, *, mesh: DeviceMesh | None = None,
+        model: nn.Module | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         """As ``MatrixOptimizer``; other settings are those of ``lading.rules.SOAP`` and ``How``."""
-        rule, how = _split(SOAPSettings, settings)
-        super().__init__(params, rule, lr, mesh=mesh, how=how)
-
-
-def _split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, How]:
-    """The rule, and how its steps are run."""
-    own, ways = ({f.name for f in dataclasses.fields(k)} for k in (kind, How))
-    for key in settings:
-        if key not in own | ways:
-            raise ConfigError(f"unknown setting {key!r} of {kind.__name__}; expected {', '.join(sorted(own | ways))}")
-    how = How(**{key: value for key, value in settings.items() if key in ways})
-    return kind(**{key: value for key, value in settings.items() if key in own}), how
-
-
-def _maths(rule: MatrixRule | AdamW, shift: int = 0) -> Rule | AdamWRule:
-    if isinstance(rule, AdamW):
-        return AdamWRule(rule)
-    if isinstance(rule, MuonSettings):
-        return MuonRule(rule)
-    return ShampooRule(rule, shift) if isinstance(rule, ShampooSettings) else SOAPRule(rule, shift)
-
-
-def _process_group(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> dist.ProcessGroup | None:
-    """Of the mesh, flattened where it has several dims."""
-    meshes = list(dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor)))
-    mesh = mesh or max(meshes, key=lambda m: m.size(), default=None)
-    if mesh is None:
-        return None
-    ranks = set(mesh.mesh.flatten().tolist())
-    if any(set(other.mesh.flatten().tolist()) - ranks for other in meshes):
-        raise ConfigError("the parameters' meshes do not lie in one of them; give mesh=, the ranks that share the work")
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.mesh_dim_names is None:
-        raise ConfigError("expected a mesh whose dims have names; give init_device_mesh mesh_dim_names")
-    return mesh._flatten().get_group()
-
-
-def _box(param: torch.Tensor) -> Box:
-    if not isinstance(param, DTensor):
-        return Box((0,) * param.ndim, tuple(param.shape))
-    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return Box(tuple(offset), tuple(shape))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """This rank's piece, placed as the parameter is."""
-    grad = param.grad
-    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
-        grad = grad.redistribute(param.device_mesh, param.placements)
-    return None if grad is None else _local(grad)
+        rule, how = split(SOAPSettings, settings)
+        super().__init__(params, rule, lr, mesh=mesh, model=model, how=how)
 
 
 def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -25,10 +26,19 @@ class Traffic:
     Attributes:
         collectives: Calls.
         elements: That left this rank.
+        waited_s: Seconds in which this rank had nothing else to do than wait for them.
     """
 
     collectives: int = 0
     elements: int = 0
+    waited_s: float = 0.0
+
+
+@dataclass
+class Failures:
+    """What could not be computed in this step; all ranks are told at its end."""
+
+    last: Exception | None = None
 
 
 @dataclass
@@ -37,11 +47,21 @@ class Under:
 
     Attributes:
         arrived: What came, piece after piece, from the first rank to the last.
+        sent: Kept until it has gone.
     """
 
     work: Any
     arrived: torch.Tensor
     sent: torch.Tensor
+
+    def wait(self, traffic: Traffic) -> None:
+        """Until everything has come and gone."""
+        if self.work is None:
+            return
+        start = time.perf_counter()
+        self.work.wait()
+        self.work = None
+        traffic.waited_s += time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -107,9 +127,7 @@ class Exchange:
         return Under(work, arrived, out)
 
     def finish(self, under: Under, source: Place, target: Place) -> None:
-        """Wait, and put every piece into its place; what stayed on this rank is copied."""
-        if under.work is not None:
-            under.work.wait()
+        """Put every piece that came into its place; what stayed on this rank is copied."""
         start = 0
         for row in self.taken:
             for piece in row:
@@ -133,35 +151,88 @@ def _view(place: Place, piece: Piece) -> torch.Tensor:
     return tensor[piece.box.within(box)]
 
 
-def agree_presence(has: Mapping[str, bool], team: Team, device: torch.device) -> None:
-    """Make sure that all ranks have the same gradients, before any is sent.
+@dataclass(frozen=True)
+class Report:
+    """What a rank knows as a step begins.
+
+    Attributes:
+        has: By parameter's name, whether it has its gradient.
+        changed: By name, whether a gradient is another one than has been sent already.
+        finite: Whether all its gradients are.
+        sent: Groups that it has sent under backward.
+    """
+
+    has: Mapping[str, bool]
+    changed: Mapping[str, bool]
+    finite: bool
+    sent: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks know of all.
+
+    Attributes:
+        error: What was wrong on some rank, the same on every one; "" if nothing was.
+        finite: Whether all gradients of all ranks are.
+        sent: Groups that some rank has sent.
+    """
+
+    error: str
+    finite: bool
+    sent: int
+
+
+def agree(report: Report, groups: int, team: Team, device: torch.device) -> Verdict:
+    """Tell all ranks what each knows, in one small reduction, before anything more is sent.
 
     Args:
-        has: By parameter's name, whether this rank has its gradient.
-    Raises:
-        ValueError: a parameter has a gradient on some ranks only; on every rank.
+        groups: As many can have been sent.
     """
-    counted = _summed([int(one) for one in has.values()], team, device)
-    for name, count in zip(has, counted, strict=True):
-        if 0 < count < team.ranks:
-            raise ValueError(
-                f"{name}: expected a gradient on all {team.ranks} ranks or on none, found one on {count}; use the "
+    told = [int(one) for one in (*report.has.values(), *report.changed.values(), not report.finite)]
+    told += [int(number == report.sent) for number in range(groups + 1)]
+    counted = _summed(told, team, device)
+    names, parameters = list(report.has), len(report.has)
+    has, changed = dict(zip(names, counted, strict=False)), dict(zip(names, counted[parameters:], strict=False))
+    sent = max(number for number, ranks in enumerate(counted[2 * parameters + 1 :]) if ranks)
+    return Verdict(_wrong(has, changed, team.ranks), not counted[2 * parameters], sent)
+
+
+def _wrong(has: Mapping[str, int], changed: Mapping[str, int], ranks: int) -> str:
+    for name, count in has.items():
+        if 0 < count < ranks:
+            return (
+                f"{name}: expected a gradient on all {ranks} ranks or on none, found one on {count}; use the "
                 "parameter on every rank, if only times 0, or freeze it"
             )
+    for name, count in changed.items():
+        if count:
+            return (
+                f"{name}: its gradient was changed after it had been sent under backward, on {count} of {ranks} ranks; "
+                "clipping and unscaling need overlap='step' or 'forward', and of several backwards all but the last "
+                "belong into `with optimizer.accumulate():`"
+            )
+    if not any(has.values()):
+        return (
+            "expected a gradient of some parameter, found none; either backward has not run, or the model was cut or "
+            "moved (fully_shard, to_empty) after the optimizer had been made, and has other parameters now"
+        )
+    return ""
 
 
-def agree_finite(gradients: Sequence[torch.Tensor | None], team: Team, device: torch.device) -> bool:
-    """Whether all of all ranks' gradients is finite."""
-    bad = any(not bool(torch.isfinite(g).all()) for g in gradients if g is not None)
-    return not _summed([int(bad)], team, device)[0]
+def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether all elements are; one answer is waited for."""
+    flags = [torch.isfinite(gradient).all() for gradient in gradients]
+    return not flags or bool(torch.stack(flags).all())
 
 
-def agree_done(error: Exception | None, team: Team, device: torch.device) -> None:
+def agree_done(failures: Failures, team: Team, device: torch.device) -> None:
     """Raise on every rank if one could not compute what it owns.
 
     Raises:
         RuntimeError: from the error, on the rank that has it.
     """
+    error, failures.last = failures.last, None
     if _summed([int(error is not None)], team, device)[0]:
         raise RuntimeError(f"a matrix's direction failed on some rank: {error or 'see the others'}") from error
 

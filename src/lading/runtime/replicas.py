@@ -1,4 +1,4 @@
-"""One update of replicas (ZeRO-1): gradients are summed at owners, owners' results return to every replica.
+"""The route of replicas (ZeRO-1): gradients are summed at owners, owners' results return to every replica.
 
 [Note: bytes]
 A matrix's gradient goes from every rank to its owner and its direction from the owner to every rank. Each rank sends
@@ -10,9 +10,8 @@ Owners add up in the order of ranks and divide at the end, so that the sum is th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -20,173 +19,152 @@ import torch.distributed as dist
 from lading.ir.routes import Box, Whole
 from lading.optim.adam import AdamWRule
 from lading.optim.rule import Rule, States
-from lading.runtime.exchange import FAILURES, Team, Traffic, agree_done
+from lading.runtime.exchange import FAILURES, Failures, Team, Traffic, Under
+from lading.runtime.flights import Moving
 
 
-@dataclass(frozen=True)
-class Replica:
-    """A parameter of every rank in one step.
-
-    Attributes:
-        grad: This rank's own, not reduced.
-        update: From 1.
-    """
-
-    param: torch.Tensor
-    grad: torch.Tensor
-    lr: float
-    update: int
-
-
-class ReplicaStep:
+class ReplicaRoute:
     """Owners of matrices, and of parameters that are none, whose states lie with their owner alone."""
 
     def __init__(
         self, wholes: Sequence[tuple[Whole, Rule | AdamWRule]], owners: Sequence[int],
         groups: Sequence[Sequence[int]], team: Team,
     ) -> None:  # fmt: skip
-        """A step of ``wholes``; groups of them travel together, in order."""
+        """A route of ``wholes``; groups of them travel together, in order."""
         self.wholes, self.owners, self.groups, self.team = wholes, owners, groups, team
-        self.traffic = Traffic()
-        self._failed: Exception | None = None
-        self._may_fail = any(hasattr(rule.settings, "frequency") for _, rule in wholes)
+        self.traffic, self.failures = Traffic(), Failures()
 
-    def run(self, moving: Mapping[int, Replica], states: Mapping[int, States]) -> None:
-        """Move every parameter of ``moving``, the same ones on every rank.
+    def parameters(self, group: int) -> Collection[int]:
+        """That a group's matrices are of."""
+        return {self.wholes[number][0].parameter for number in self.groups[group]}
 
-        While a group computes, the next one's gradients travel in and the last one's results out.
+    def flights(self, group: int, moving: Mapping[int, Moving]) -> list[ReplicaFlight]:
+        """One, or none if nothing of it moves."""
+        numbers = [number for number in self.groups[group] if self.wholes[number][0].parameter in moving]
+        return [ReplicaFlight(self, numbers, moving)] if numbers else []
 
-        Args:
-            states: All states of the matrices that this rank owns, by matrix.
-        """
-        groups = [[n for n in group if self.wholes[n][0].parameter in moving] for group in self.groups]
-        groups = [group for group in groups if group]
-        self._failed = None
-        inbound = self._send_in(groups[0], moving) if groups else None
-        last: tuple[list[int], _Sent] | None = None
-        for place, group in enumerate(groups):
-            following = self._send_in(groups[place + 1], moving) if place + 1 < len(groups) else None
-            assert inbound is not None
-            found = self._compute(group, inbound, moving, states)
-            if last is not None:
-                self._apply(*last, moving)
-            last = (group, self._send_out(group, found, moving))
-            inbound = following
-        if last is not None:
-            self._apply(*last, moving)
-        if groups and self._may_fail:
-            agree_done(self._failed, self.team, next(iter(moving.values())).param.device)
+
+@dataclass
+class ReplicaFlight:
+    """``lading.runtime.flights.Flight`` of a ``ReplicaRoute``."""
+
+    route: ReplicaRoute
+    numbers: list[int]
+    moving: Mapping[int, Moving]
+    under: Under | None = None
+    rates: Mapping[int, float] = field(default_factory=lambda: {})
+
+    def __post_init__(self) -> None:
+        self.moving = {number: self.moving[number] for number in self.parameters}
+
+    @property
+    def parameters(self) -> Collection[int]:
+        """That it moves."""
+        return {self.route.wholes[number][0].parameter for number in self.numbers}
 
     def _size(self, number: int) -> int:
-        return self.wholes[number][0].box.size
+        return self.route.wholes[number][0].box.size
 
-    def _view(self, number: int, moving: Mapping[int, Replica], which: str) -> torch.Tensor:
-        whole = self.wholes[number][0]
-        tensor: torch.Tensor = getattr(moving[whole.parameter], which)
-        return tensor[whole.box.within(Box((0,) * tensor.ndim, tuple(tensor.shape)))]
+    def _own(self, number: int) -> Moving:
+        return self.moving[self.route.wholes[number][0].parameter]
 
-    def _of(self, group: Sequence[int], rank: int) -> list[int]:
-        return [number for number in group if self.owners[number] == rank]
+    def _view(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[self.route.wholes[number][0].box.within(Box((0,) * tensor.ndim, tuple(tensor.shape)))]
 
-    def _send_in(self, group: Sequence[int], moving: Mapping[int, Replica]) -> _Sent:
+    def _of(self, rank: int) -> list[int]:
+        return [number for number in self.numbers if self.route.owners[number] == rank]
+
+    def send(self) -> None:
         """Every rank's gradients to their owners."""
-        rows = [self._of(group, rank) for rank in range(self.team.ranks)]
-        parts = [self._view(number, moving, "grad").reshape(-1) for row in rows for number in row]
-        mine = sum(map(self._size, rows[self.team.rank]))
-        return self._exchange(
-            torch.cat(parts), [mine] * self.team.ranks, [sum(map(self._size, row)) for row in rows], self.team.inbound
-        )
+        team = self.route.team
+        rows = [self._of(rank) for rank in range(team.ranks)]
+        parts = [self._view(number, self._own(number).travels).reshape(-1) for row in rows for number in row]
+        mine = sum(map(self._size, rows[team.rank]))
+        sizes = [sum(map(self._size, row)) for row in rows]
+        self.under = self._exchange(torch.cat(parts), [mine] * team.ranks, sizes, team.inbound)
 
-    def _compute(
-        self, group: Sequence[int], sent: _Sent, moving: Mapping[int, Replica], states: Mapping[int, States]
-    ) -> list[torch.Tensor]:
-        """What every replica is to get of the matrices that this rank owns, flat."""
-        total = sent.take(self.team.ranks)
-        for other in sent.rows[1:]:
-            total.add_(other)
-        total.div_(self.team.ranks)
+    def drop(self) -> None:
+        """Wait for what was sent."""
+        assert self.under is not None
+        self.under.wait(self.route.traffic)
+
+    def compute(self, whole: Mapping[int, States], rates: Mapping[int, float]) -> None:
+        """What every replica is to get of the matrices that this rank owns, sent to all."""
+        self.rates = {number: rates[number] for number in self.moving}
+        total = self._summed()
         found: list[torch.Tensor] = []
         start = 0
-        for number in self._of(group, self.team.rank):
-            whole, rule = self.wholes[number]
-            own, shape = moving[whole.parameter], whole.box.shape
+        for number in self._of(self.route.team.rank):
+            shape = self.route.wholes[number][0].box.shape
             # A tensor of its own: products differ in bits with where in memory their operands begin.
-            grad = total[start : start + whole.box.size].view(shape).to(own.grad.dtype, copy=True)
-            start += whole.box.size
-            if isinstance(rule, AdamWRule):
-                value = self._view(number, moving, "param").clone()
-                rule.step(value, grad, states[number], lr=own.lr, update=own.update)
-                found.append(value.reshape(-1))
-                continue
-            matrix = rule.pre(grad.view(whole.rows_columns), states[number], own.update)
-            found.append(self._direction(rule, matrix.contiguous(), states[number], own.update).reshape(-1))
-        return found
+            part = total[start : start + self._size(number)]
+            grad = part.view(shape).to(self._own(number).travels.dtype, copy=True)
+            start += self._size(number)
+            found.append(self._result(number, grad, whole[number]).reshape(-1))
+        self._send_out(found)
 
-    def _direction(self, rule: Rule, seen: torch.Tensor, states: States, update: int) -> torch.Tensor:
-        """As the rule has it; where it fails, zeros travel, and all ranks are told at the end."""
+    def _summed(self) -> torch.Tensor:
+        """The mean over ranks of the gradients that this rank owns, flat."""
+        assert self.under is not None
+        self.under.wait(self.route.traffic)
+        ranks, arrived = self.route.team.ranks, self.under.arrived
+        rows = arrived.view(ranks, -1) if arrived.numel() else arrived.expand(ranks, 0)
+        total = rows[0].clone()
+        for other in rows[1:]:
+            total.add_(other)
+        return total.div_(ranks)
+
+    def _result(self, number: int, grad: torch.Tensor, states: States) -> torch.Tensor:
+        (whole, rule), own = self.route.wholes[number], self._own(number)
+        if isinstance(rule, AdamWRule):
+            value = self._view(number, own.param).clone()
+            rule.step(value, grad, states, lr=self.rates[whole.parameter], update=own.update)
+            return value
+        matrix = rule.pre(grad.view(whole.rows_columns), states, own.update).contiguous()
         try:
-            return rule.direction(seen, states, update).to(seen.dtype)
-        except FAILURES as error:
-            self._failed = error
-            return torch.zeros_like(seen)
+            return rule.direction(matrix, states, own.update).to(matrix.dtype)
+        except FAILURES as error:  # zeros travel, and all ranks are told at the end
+            self.route.failures.last = error
+            return torch.zeros_like(matrix)
 
-    def _send_out(self, group: Sequence[int], found: list[torch.Tensor], moving: Mapping[int, Replica]) -> _Sent:
+    def _send_out(self, found: list[torch.Tensor]) -> None:
         """Results to every replica; one dtype travels, that of the group's widest."""
-        dtype = self._dtype(group, moving)
-        device = next(iter(moving.values())).param.device
+        team = self.route.team
+        dtype = max({self._travels(number) for number in self.numbers}, key=lambda kind: kind.itemsize)
+        device = next(iter(self.moving.values())).param.device
         flat = torch.cat([part.to(dtype) for part in found]) if found else torch.empty(0, dtype=dtype, device=device)
-        sizes = [sum(map(self._size, self._of(group, rank))) for rank in range(self.team.ranks)]
-        return self._exchange(flat.repeat(self.team.ranks), sizes, [flat.numel()] * self.team.ranks, self.team.outbound)
+        sizes = [sum(map(self._size, self._of(rank))) for rank in range(team.ranks)]
+        self.under = self._exchange(flat.repeat(team.ranks), sizes, [flat.numel()] * team.ranks, team.outbound)
 
-    def _dtype(self, group: Sequence[int], moving: Mapping[int, Replica]) -> torch.dtype:
-        kinds = {self._travels(number, moving) for number in group}
-        return max(kinds, key=lambda kind: kind.itemsize)
-
-    def _travels(self, number: int, moving: Mapping[int, Replica]) -> torch.dtype:
-        whole, rule = self.wholes[number]
+    def _travels(self, number: int) -> torch.dtype:
+        rule = self.route.wholes[number][1]
         sent = None if isinstance(rule, AdamWRule) else rule.travels
-        return sent or moving[whole.parameter].param.dtype
+        return sent or self._own(number).param.dtype
 
-    def _apply(self, group: Sequence[int], sent: _Sent, moving: Mapping[int, Replica]) -> None:
-        sent.wait()
+    def apply(self) -> None:
+        """Wait for results, and move every replica along them."""
+        assert self.under is not None
+        self.under.wait(self.route.traffic)
         start = 0
-        for rank in range(self.team.ranks):
-            for number in self._of(group, rank):
-                whole, rule = self.wholes[number]
-                own, param = moving[whole.parameter], self._view(number, moving, "param")
-                part = sent.arrived[start : start + whole.box.size].view(whole.box.shape)
+        for rank in range(self.route.team.ranks):
+            for number in self._of(rank):
+                (whole, rule), own = self.route.wholes[number], self._own(number)
+                param = self._view(number, own.param)
+                part = self.under.arrived[start : start + whole.box.size].view(whole.box.shape)
                 start += whole.box.size
                 if isinstance(rule, AdamWRule):
                     param.copy_(part)
                 else:
-                    direction = part.to(self._travels(number, moving))
-                    rule.post(param, direction, whole.rows_columns, lr=own.lr, update=own.update)
+                    direction, rate = part.to(self._travels(number)), self.rates[whole.parameter]
+                    rule.post(param, direction, whole.rows_columns, lr=rate, update=own.update)
 
     def _exchange(
         self, out: torch.Tensor, taken: list[int], given: list[int], group: dist.ProcessGroup | None
-    ) -> _Sent:
+    ) -> Under:
+        team, traffic = self.route.team, self.route.traffic
+        if team.ranks == 1:
+            return Under(None, out, out)
         arrived = out.new_empty(sum(taken))
-        if self.team.ranks == 1:
-            return _Sent(None, out, out)
-        self.traffic.collectives += 1
-        self.traffic.elements += sum(given) - given[self.team.rank]
-        work = dist.all_to_all_single(arrived, out, taken, given, group=group, async_op=True)
-        return _Sent(work, arrived, out)
-
-
-class _Sent:
-    """An exchange under way; ``out`` is kept until it has been sent."""
-
-    def __init__(self, work: Any, arrived: torch.Tensor, out: torch.Tensor) -> None:
-        self.work, self.arrived, self.out = work, arrived, out
-        self.rows: Sequence[torch.Tensor] = ()
-
-    def wait(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-
-    def take(self, ranks: int) -> torch.Tensor:
-        """The first rank's part, as ``rows`` has those of all."""
-        self.wait()
-        self.rows = self.arrived.chunk(ranks) if self.arrived.numel() else [self.arrived] * ranks
-        return self.rows[0].clone()
+        traffic.collectives += 1
+        traffic.elements += sum(given) - given[team.rank]
+        return Under(dist.all_to_all_single(arrived, out, taken, given, group=group, async_op=True), arrived, out)

@@ -1,0 +1,62 @@
+"""Boxes: what this rank holds of tensors that are cut, and the ranks that hold the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lading.errors import ConfigError
+from lading.ir.routes import Box
+
+
+def process_group(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> dist.ProcessGroup | None:
+    """Of a mesh, flattened where it has several dims; None for all ranks.
+
+    Args:
+        mesh: None for the largest of the parameters'.
+    Raises:
+        ConfigError: some parameter lies outside it, or its dims have no names.
+    """
+    meshes = list(dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor)))
+    given, mesh = mesh, mesh or max(meshes, key=lambda m: m.size(), default=None)
+    if mesh is None:
+        return None
+    ranks = set(mesh.mesh.flatten().tolist())
+    for other in meshes:
+        if outside := sorted(set(other.mesh.flatten().tolist()) - ranks):
+            raise ConfigError(
+                f"expected parameters on ranks of mesh= {sorted(ranks)}, found some on {outside}, too"
+                if given is not None
+                else "the parameters' meshes do not lie in one of them; give mesh=, the ranks that share the work"
+            )
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.mesh_dim_names is None:
+        raise ConfigError("expected a mesh whose dims have names; give init_device_mesh mesh_dim_names")
+    return mesh._flatten().get_group()
+
+
+def box_of(param: torch.Tensor) -> Box:
+    """This rank's, of a parameter."""
+    if not isinstance(param, DTensor):
+        return Box((0,) * param.ndim, tuple(param.shape))
+    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return Box(tuple(offset), tuple(shape))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's piece."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's piece of a parameter's gradient, placed as the parameter is."""
+    grad = param.grad
+    if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    return None if grad is None else local(grad)

@@ -1,0 +1,218 @@
+"""Flights: a group of matrices on its way to owners and back, when it starts, and when it must have landed.
+
+[Note: pipeline]
+While group k computes, group k + 1 travels to its owners and group k - 1 returns (``run``). Groups that have been sent
+under backward (``Early``) wait there for ``run``; those that need not have landed when a step returns (``Late``) land
+before somebody reads what they move.
+
+[Note: order]
+Every rank sends group 0 first, then 1, and so on; so an exchange never meets another one. Under backward a group goes
+when all its gradients are final *and* all groups before it have gone. Ranks may have sent unlike many when a step
+begins; the first to know tells all (``lading.runtime.exchange.agree``), and who is behind follows: with its gradients
+if the step is taken, with zeros that nobody reads if it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lading.ir.routes import Box
+from lading.optim.rule import States
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A parameter in one step.
+
+    Attributes:
+        param, travels: This rank's pieces of the parameter and of what goes to owners; of ``box``'s shape.
+        held: Elementwise states after this update.
+        update: Of this parameter, from 1.
+    """
+
+    param: torch.Tensor
+    travels: torch.Tensor
+    box: Box
+    held: States
+    update: int
+
+
+class Flight(Protocol):
+    """Matrices that travel together in one dtype, in one step."""
+
+    @property
+    def parameters(self) -> Collection[int]:
+        """That it moves."""
+        ...
+
+    def send(self) -> None:
+        """What this rank has goes to owners."""
+        ...
+
+    def compute(self, whole: Mapping[int, States], rates: Mapping[int, float]) -> None:
+        """Wait for what came, compute what this rank owns, and send it back.
+
+        Args:
+            whole: Whole states of the matrices that this rank owns, by matrix.
+            rates: Learning rates by parameter.
+        """
+        ...
+
+    def apply(self) -> None:
+        """Wait for what returned, and move this rank's pieces."""
+        ...
+
+    def drop(self) -> None:
+        """Wait for what was sent; nothing moves."""
+        ...
+
+
+class Route(Protocol):
+    """The way of matrices to owners and back."""
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        """Matrices that travel together, in the order in which they are sent."""
+        ...
+
+    def parameters(self, group: int) -> Collection[int]:
+        """That a group's matrices are of."""
+        ...
+
+    def flights(self, group: int, moving: Mapping[int, Moving]) -> Sequence[Flight]:
+        """Of the matrices of a group whose parameter is in ``moving``, the same ones on every rank."""
+        ...
+
+
+def run(
+    flights: Sequence[Flight], sent: int, whole: Mapping[int, States], rates: Mapping[int, float], *, late: bool
+) -> None:
+    """Send, compute and apply ([Note: pipeline]).
+
+    Args:
+        sent: As many have been sent already.
+        whole, rates: As ``Flight.compute`` takes them.
+        late: Whether somebody else applies them.
+    """
+    for number, flight in enumerate(flights):
+        while sent < min(number + 2, len(flights)):
+            flights[sent].send()
+            sent += 1
+        flight.compute(whole, rates)
+        if number and not late:
+            flights[number - 1].apply()
+    if flights and not late:
+        flights[-1].apply()
+
+
+class Early:
+    """Groups that are sent as soon as backward has made their gradients ([Note: order])."""
+
+    def __init__(self, route: Route, prepare: Callable[[int], Moving], blank: Callable[[int], Moving]) -> None:
+        """Of a route.
+
+        Args:
+            prepare: What travels of a parameter whose gradient is final.
+            blank: Zeros of the same shape and dtype.
+        """
+        self._route, self._prepare, self._blank = route, prepare, blank
+        self._ready: set[int] = set()
+        self.flights: list[Flight] = []
+        self.groups = 0
+        #: Of each parameter sent.
+        self.moving: dict[int, Moving] = {}
+        self._seen: dict[int, torch.Tensor] = {}
+        #: False while gradients are not final, as more micro-batches follow.
+        self.last = True
+
+    def arrived(self, number: int, gradient: torch.Tensor) -> None:
+        """A parameter has its gradient, of which this is the rank's piece; send what can be."""
+        if not self.last or number in self.moving:
+            return
+        self._ready.add(number)
+        self._seen[number] = _fingerprint(gradient)
+        while self.groups < len(self._route.groups):
+            parameters = self._route.parameters(self.groups)
+            if not self._ready.issuperset(parameters):
+                return
+            for one in sorted(parameters):
+                if one not in self.moving:
+                    self.moving[one] = self._prepare(one)
+            self._send(self.moving)
+
+    @property
+    def stirred(self) -> bool:
+        """Whether a gradient has come since the last step."""
+        return bool(self._ready)
+
+    def _send(self, moving: Mapping[int, Moving]) -> None:
+        flights = self._route.flights(self.groups, moving)
+        for flight in flights:
+            flight.send()
+        self.flights.extend(flights)
+        self.groups += 1
+
+    def changed(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
+        """Parameters whose gradient is not what has been sent; one answer is waited for."""
+        gone = set(self.moving) - set(gradients)
+        there = sorted(set(self.moving) - gone)
+        if not there:
+            return gone
+        now = torch.stack([_fingerprint(gradients[number]) for number in there])
+        same = (now == torch.stack([self._seen[number] for number in there])).all(1)
+        return gone | {number for number, equal in zip(there, same.tolist(), strict=True) if not equal}
+
+    def take(self) -> tuple[list[Flight], dict[int, Moving], int]:
+        """What is under way, with the parameters and the number of groups; it is the caller's from now on."""
+        found = (self.flights, self.moving, self.groups)
+        self.flights, self.moving, self.groups = [], {}, 0
+        self._ready, self._seen = set(), {}
+        return found
+
+    def drop(self, groups: int) -> None:
+        """Follow the rank that has sent most, wait for everything, and forget it.
+
+        Args:
+            groups: That some rank has sent.
+        """
+        while self.groups < groups:
+            self._send({number: self._blank(number) for number in self._route.parameters(self.groups)})
+        flights, _, _ = self.take()
+        for flight in flights:
+            flight.drop()
+
+
+class Late:
+    """Flights that have returned, or will, and are applied before somebody reads what they move."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Flight] = []
+
+    def keep(self, flights: Sequence[Flight]) -> None:
+        """For later."""
+        self._waiting.extend(flights)
+
+    @torch.no_grad()
+    def finish(self, parameters: Collection[int] | None = None) -> None:
+        """Apply those that move any of these parameters; all without."""
+        if not self._waiting:
+            return
+        due = [f for f in self._waiting if parameters is None or not set(f.parameters).isdisjoint(parameters)]
+        self._waiting = [flight for flight in self._waiting if flight not in due]
+        for flight in due:
+            flight.apply()
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Two integers that differ where values do: the sums of all bit patterns and of all values.
+
+    Versions of tensors would not tell: DTensors' in-place operations leave them as they are.
+    """
+    flat = tensor.detach().contiguous()
+    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.itemsize])
+    total = flat.sum(dtype=torch.float64).view(torch.int64)
+    return torch.stack([bits.sum(dtype=torch.int64), total])

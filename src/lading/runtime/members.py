@@ -1,0 +1,114 @@
+"""Members: what an optimizer of whole matrices is given, parameter by parameter, and how its steps are run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+
+from lading.config import AdamW
+from lading.errors import ConfigError
+from lading.optim.adam import AdamWRule
+from lading.optim.muon import MuonRule
+from lading.optim.rule import Rule
+from lading.optim.shampoo import ShampooRule
+from lading.optim.soap import SOAPRule
+from lading.rules import MatrixRule, Muon, Shampoo
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How a step is run.
+
+    Attributes:
+        groups: All-to-alls in each direction that it is cut into, at most.
+        stagger: Spread what is due every so many updates (roots, bases) over the updates between, matrix by matrix, and
+            give owners as much of it at each. When a matrix's turn is does not depend on who owns it.
+        reduces: Gradients are each rank's own: owners take their mean over ranks, hold all states and send results to
+            every replica (ZeRO-1), in the bytes of a reduce-scatter and an all-gather. Not with DDP, which reduces
+            already, and not with DTensors.
+        skip_nonfinite: Leave out a step in which a gradient is not finite, on every rank.
+        state_cap_bytes: Most bytes on one rank of states that lie with owners.
+        overlap: What exchanges may hide under, beside the step itself; with ``model=``. "backward": a group's gradients
+            travel as soon as they are final, which clipping and unscaling would be too late for. "forward": ``step``
+            returns once directions travel, and whoever gathers or runs a module waits for those of its parameters;
+            whoever reads parameters in another way calls ``finish`` first. "both": both.
+    """
+
+    groups: int = 4
+    overlap: Literal["step", "backward", "forward", "both"] = "step"
+    stagger: bool = False
+    reduces: bool = False
+    skip_nonfinite: bool = True
+    state_cap_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.groups < 1:
+            raise ConfigError(f"expected groups >= 1, got {self.groups}")
+        if self.overlap not in ("step", "backward", "forward", "both"):
+            raise ConfigError(f"expected overlap step, backward, forward or both, got {self.overlap!r}")
+
+    @property
+    def under_backward(self) -> bool:
+        """Whether gradients travel before the step."""
+        return self.overlap in ("backward", "both")
+
+    @property
+    def under_forward(self) -> bool:
+        """Whether directions may travel after the step."""
+        return self.overlap in ("forward", "both")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A parameter, the group that has its learning rate, and what moves it."""
+
+    name: str
+    param: torch.Tensor
+    group: dict[str, Any]
+    settings: MatrixRule | AdamW
+    rule: Rule | AdamWRule
+
+    @property
+    def is_matrix(self) -> bool:
+        return not isinstance(self.rule, AdamWRule)
+
+
+def groups_of(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[Any], list[MatrixRule | AdamW]]:
+    """Groups as torch takes them, and the rule of each."""
+    given = list(params)
+    if not given or not isinstance(given[0], dict):
+        return given, [rule]
+    rules = [cast("MatrixRule | AdamW", group.get("rule", rule)) for group in given]
+    rates = [r.lr if isinstance(r, AdamW) else lr for r in rules]
+    return [
+        {"lr": rate, **{key: value for key, value in group.items() if key != "rule"}}
+        for group, rate in zip(given, rates, strict=True)
+    ], rules
+
+
+def members_of(number: int, group: dict[str, Any], rule: MatrixRule | AdamW) -> list[Member]:
+    names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
+    maths = maths_of(rule)
+    return [Member(name, p, group, rule, maths) for name, p in zip(names, group["params"], strict=True)]
+
+
+def split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, How]:
+    """The rule, and how its steps are run."""
+    own, ways = ({f.name for f in dataclasses.fields(k)} for k in (kind, How))
+    for key in settings:
+        if key not in own | ways:
+            raise ConfigError(f"unknown setting {key!r} of {kind.__name__}; expected {', '.join(sorted(own | ways))}")
+    how = How(**{key: value for key, value in settings.items() if key in ways})
+    return kind(**{key: value for key, value in settings.items() if key in own}), how
+
+
+def maths_of(rule: MatrixRule | AdamW, shift: int = 0) -> Rule | AdamWRule:
+    if isinstance(rule, AdamW):
+        return AdamWRule(rule)
+    if isinstance(rule, Muon):
+        return MuonRule(rule)
+    return ShampooRule(rule, shift) if isinstance(rule, Shampoo) else SOAPRule(rule, shift)

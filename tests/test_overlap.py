@@ -1,0 +1,302 @@
+"""Exchanges that begin under backward and end under the next forward: the same bits, the same collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from lading import AdamW
+from lading.errors import ConfigError
+from lading.matrices import SOAP, MatrixOptimizer, Muon
+from tests.ranks import run_ranks
+
+KINDS = {"muon": lambda p, **k: Muon(p, lr=0.02, **k), "soap": lambda p, **k: SOAP(p, lr=0.02, frequency=2, **k)}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 18, bias=False), nn.Linear(18, 10, bias=False)
+        self.norm = nn.RMSNorm(10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Blocks, and a first matrix that is used again at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 10, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden @ self.first.weight
+
+
+def cut(mode: str, ranks: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = Net()
+    if mode in ("own", "alone"):
+        return model
+    if mode == "ddp":
+        return DistributedDataParallel(model)
+    shape = {"fsdp": (ranks,), "hsdp": (2, ranks // 2), "fsdp-tp": (ranks // 2, 2), "tp": (1, ranks)}[mode]
+    names = {"hsdp": ("replicate", "shard")}.get(mode, ("dp", "tp")[: len(shape)])
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    if mode.endswith("tp"):
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if mode == "tp":
+        return model
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"] if mode == "fsdp-tp" else mesh)
+    return fully_shard(model, mesh=mesh["dp"] if mode == "fsdp-tp" else mesh)
+
+
+def optimizer_of(model: nn.Module, kind: str = "muon", overlap: str = "step", **options: Any) -> MatrixOptimizer:
+    named = list(model.named_parameters())
+    rest = [(name, p) for name, p in named if p.ndim == 1]
+    if overlap != "step":
+        options["model"] = model
+    groups = [{"params": [(n, p) for n, p in named if p.ndim > 1]}, {"params": rest, "rule": AdamW(lr=1e-2)}]
+    return KINDS[kind](groups, overlap=overlap, groups=3, **options)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def backward(model: nn.Module, step: int, rank: int) -> float:
+    loss = model(batch(step, rank)).square().mean()
+    loss.backward()
+    return float(loss.detach())
+
+
+def trained(model: nn.Module, optimizer: MatrixOptimizer, data: int, steps: int = 3) -> list[float]:
+    losses: list[float] = []
+    for step in range(steps):
+        losses.append(backward(model, step, data))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def weights(model: nn.Module, optimizer: MatrixOptimizer) -> list[torch.Tensor]:
+    optimizer.finish()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
+MODES = {
+    2: ("fsdp", "tp", "ddp", "own"),
+    3: ("fsdp", "own"),
+    4: ("fsdp", "hsdp", "fsdp-tp"),
+    8: ("fsdp", "hsdp", "fsdp-tp", "own"),
+}
+
+
+def _same(rank: int, ranks: int) -> None:
+    for mode in MODES[ranks]:
+        own = {"reduces": True} if mode == "own" else {}
+        data = 0 if mode == "tp" else rank // 2 if mode == "fsdp-tp" else rank
+        for kind in KINDS if mode == "fsdp" else ("muon",):
+            found: dict[str, Any] = {}
+            for overlap in ("step", "forward") if mode == "ddp" else ("step", "backward", "forward", "both"):
+                model = cut(mode, ranks)
+                optimizer = optimizer_of(model, kind, overlap, **own)
+                losses = trained(model, optimizer, data)
+                now = (losses, weights(model, optimizer), optimizer.traffic.collectives, optimizer.traffic.elements)
+                before = found.setdefault("step", now)
+                assert now[0] == before[0], (mode, kind, overlap)
+                assert all(torch.equal(a, b) for a, b in zip(now[1], before[1], strict=True)), (mode, kind, overlap)
+                assert now[3] == before[3], (mode, kind, overlap)
+                # Replicas among DTensors have a group of their own, which sends nothing in.
+                assert now[2] == before[2] or (mode == "tp" and now[2] < before[2]), (mode, kind, overlap)
+                assert now[0][-1] != now[0][0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
+def test_bits_and_collectives_are_those_of_a_step_alone(ranks: int):
+    run_ranks(_same, ranks, ranks)
+
+
+def _starts_and_ends(rank: int) -> None:
+    model = cut("fsdp", 2)
+    assert isinstance(model, FSDPModule)
+    optimizer = optimizer_of(model, overlap="both")
+    pieces = [p.to_local().detach() for p in model.parameters() if isinstance(p, DTensor) and p.ndim > 1]
+    backward(model, 0, rank)
+    assert optimizer.traffic.collectives == 3  # all gradients are on their way, and nothing has moved
+    before = [piece.clone() for piece in pieces]
+    optimizer.step()
+    assert optimizer.traffic.collectives == 6
+    assert all(torch.equal(a, b) for a, b in zip(before, pieces, strict=True))
+    # A rate that changes now is that of the next step.
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 100.0
+    # The last block is read: its matrices have moved, and all that travelled with them.
+    block = model.blocks[-1]
+    assert isinstance(block, FSDPModule)
+    block.unshard()
+    assert all(float((a - b).abs().max()) < 1 for a, b in zip(before[-2:], pieces[-2:], strict=True))
+    assert not torch.equal(before[-1], pieces[-1])
+    block.reshard()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    # A state dict is that of the whole step.
+    taken = model.state_dict()["first.weight"].to_local().clone()
+    optimizer.finish()
+    assert torch.equal(taken, model.first.weight.to_local())
+    assert not torch.equal(taken, before[0])
+    # Gathered ahead of time by the unit before.
+    model.set_modules_to_forward_prefetch([block])
+    optimizer.zero_grad()
+    backward(model, 1, rank)
+    optimizer.step()
+    with torch.no_grad():
+        now = model(batch(2, rank))
+        optimizer.finish()
+        assert torch.equal(now, model(batch(2, rank)))
+
+
+def test_gradients_leave_under_backward_and_results_arrive_when_they_are_read():
+    run_ranks(_starts_and_ends, 2)
+
+
+def _faults(rank: int, mode: str, overlap: str) -> None:
+    model = cut(mode, 2)
+    optimizer = optimizer_of(model, overlap=overlap, reduces=mode == "own")
+    trained(model, optimizer, rank, steps=1)
+    before = weights(model, optimizer)
+
+    def unmoved() -> bool:
+        return all(torch.equal(a, b) for a, b in zip(weights(model, optimizer), before, strict=True))
+
+    # Not finite on one rank after it has been sent: nothing moves, momentum included.
+    states = {
+        name: {k: v.clone() for k, v in row.items()} for name, row in optimizer.state_dict()["elementwise"].items()
+    }
+    model(batch(0, rank) * (float("inf") if rank else 1)).square().mean().backward()
+    optimizer.step()
+    assert optimizer.skipped == 1
+    assert unmoved()
+    now = optimizer.state_dict()["elementwise"]
+    assert all(torch.equal(_whole(v), _whole(now[n][k])) for n, row in states.items() for k, v in row.items())
+    optimizer.zero_grad()
+    # A step that is not taken.
+    backward(model, 1, rank)
+    optimizer.zero_grad()
+    # Gradients that change on the way: an error on all ranks.
+    if overlap != "forward":
+        backward(model, 1, rank)
+        clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(ValueError, match=r"was changed after it had been sent.*overlap='step'"):
+            optimizer.step()
+        optimizer.zero_grad()
+        backward(model, 1, rank)
+        backward(model, 2, rank)
+        with pytest.raises(ValueError, match=r"was changed after it had been sent.*optimizer\.accumulate"):
+            optimizer.step()
+        optimizer.zero_grad()
+    # A parameter without a gradient on one rank.
+    backward(model, 1, rank)
+    if rank == 1:
+        model.blocks[2].up.weight.grad = None
+    with pytest.raises(ValueError, match=r"blocks\.2\.up\.weight: expected a gradient on all 2 ranks"):
+        optimizer.step()
+    assert unmoved()
+    optimizer.zero_grad()
+    # All ranks leave it out: the others move.
+    backward(model, 1, rank)
+    if overlap == "forward":
+        model.blocks[2].up.weight.grad = None
+        optimizer.step()
+        assert not unmoved()
+    optimizer.zero_grad()
+    assert trained(model, optimizer, rank)
+    _accumulated(mode, overlap, rank)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _accumulated(mode: str, overlap: str, rank: int) -> None:
+    """Two micro-batches in a step, with and without overlap, and by FSDP2's flag."""
+
+    def moved(overlap: str, *, flag: bool = False) -> list[torch.Tensor]:
+        model = cut(mode, 2)
+        optimizer = optimizer_of(model, overlap=overlap, reduces=mode == "own")
+        with optimizer.accumulate():
+            _reduces(model, not flag)
+            backward(model, 5, rank)
+        _reduces(model, True)
+        backward(model, 6, rank)
+        optimizer.step()
+        return weights(model, optimizer)
+
+    for flag in (False, True) if mode == "fsdp" else (False,):
+        found, expected = moved(overlap, flag=flag), moved("step", flag=flag)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (mode, overlap)
+
+
+def _reduces(model: nn.Module, now: bool) -> None:
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def _all_faults(rank: int) -> None:
+    for mode in ("fsdp", "own"):
+        for overlap in ("backward", "forward", "both"):
+            _faults(rank, mode, overlap)
+    dist.barrier()
+
+
+def test_faults_under_overlap():
+    run_ranks(_all_faults, 2)
+
+
+def _drops(rank: int) -> None:
+    """One rank has sent groups that the other has not: told to both, and the next step works."""
+    model = cut("own", 2)
+    optimizer = optimizer_of(model, overlap="backward", reduces=True)
+    out = model.first(batch(0, rank)) if rank else model.blocks[2](torch.ones(1, 10))
+    out.sum().backward()
+    assert (optimizer.traffic.collectives == 0) == bool(rank)
+    with pytest.raises(ValueError, match="expected a gradient on all 2 ranks or on none, found one on 1"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert trained(model, optimizer, rank)
+
+
+def test_ranks_that_have_sent_unlike_many_groups():
+    run_ranks(_drops, 2)
+
+
+def test_what_cannot_be():
+    model = Net()
+    with pytest.raises(ConfigError, match="no matrix is a DTensor that needs a gradient, and replicas"):
+        optimizer_of(model, overlap="backward")
+    with pytest.raises(ConfigError, match="expected overlap step, backward, forward or both, got 'late'"):
+        optimizer_of(model, overlap="late")
+    with pytest.raises(ConfigError, match="expected model=, the outermost module, got overlap 'forward'"):
+        Muon([model.first.weight], overlap="forward")
+    with pytest.raises(ConfigError, match="expected another overlap with model=, got overlap 'step'"):
+        Muon([model.first.weight], model=model)
+    with pytest.raises(ConfigError, match="found one without 1 of 1"):
+        Muon([torch.nn.Parameter(torch.ones(2, 2))], overlap="forward", model=model)

@@ -33,7 +33,7 @@ class PlanInfeasible(LadingError):
     Attributes:
         missing_bytes: How far above the budget the binding moment is.
         smallest_budget_bytes: The smallest budget for which a plan was found. Found by moving, or recomputing, all that
-            can be, so a search that mixes both may do with less.
+            can be, so a search that mixes both may do with less. 0 where no budget helps, as a lower tier is too small.
     """
 
     def __init__(self, message: str, *, missing_bytes: int, smallest_budget_bytes: int) -> None:

@@ -19,10 +19,11 @@ from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import ClusterPlan
 from lading.ir.layout import parse_layout
 from lading.planner.layouts import find_layouts
-from lading.planner.refine import refine, room_of
+from lading.planner.peaks import peaks_of, room_of
+from lading.planner.refine import refine
 from lading.planner.search import Bounded, Search
 from lading.planner.space import Ask, parse_pins, pins_of
-from lading.sim.simulate import simulate
+from lading.sim.simulate import Simulated, simulate
 
 
 def ask(
@@ -143,15 +144,69 @@ def test_what_does_not_fit_names_the_moment_and_what_would() -> None:
         find_layouts(asked)
     assert raised.value.missing_bytes > 0
     text = str(raised.value)
-    assert "4 devices instead of 1: " in text
+    assert "no layout of 1 device fits" in text
+    assert "none can: parameters, gradients and optimizer states" in text
+    assert "3 devices instead of 1: " in text
     assert "offload not pinned to none: " in text
     hosted = find_layouts(dataclasses.replace(asked, pins={"micro_batch": 1}))
     assert hosted.winner.layout.offload == ("optimizer",)
     assert hosted.winner.peaks["step"]["host"] > hosted.winner.peaks["step"]["device"] / 4
     with pytest.raises(PlanInfeasible):
         find_layouts(dataclasses.replace(asked, devices=2))
-    more = find_layouts(dataclasses.replace(asked, devices=4))
+    more = find_layouts(dataclasses.replace(asked, devices=3))
     assert str(more.winner.layout) in text
+
+
+def test_smallest_budget_is_one_that_works() -> None:
+    pins = {"micro_batch": 1, "cp": 1, "offload": (), "pp": 1}
+    asked = ask(devices=2, pins=pins, budget_bytes=2_600_000_000)
+    with pytest.raises(PlanInfeasible, match="proven for all") as raised:
+        find_layouts(asked)
+    budget = raised.value.smallest_budget_bytes
+    found = find_layouts(dataclasses.replace(asked, budget_bytes=budget))
+    assert found.winner.fits
+    with pytest.raises(PlanInfeasible):
+        find_layouts(dataclasses.replace(asked, budget_bytes=budget - 100))
+    assert f"a budget of {budget} bytes instead of 2600000000: {found.winner.layout}" in str(raised.value)
+
+
+def test_giving_up_is_not_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host binds at the moment of saving, bounds say nothing of it: layouts are tried, and some are left."""
+    monkeypatch.setattr("lading.planner.refine._LEAST", 4)
+    monkeypatch.setattr("lading.planner.refine._LIGHTEST", 4)
+    asked = ask(devices=4, pins={"offload": (), "tp": 1, "cp": 1, "pp": 1, "recompute": "full"}, save="gathered", top=1)
+    tiers = tuple(dataclasses.replace(t, capacity_bytes=1 << 28) for t in asked.machine.tiers)
+    asked = dataclasses.replace(asked, machine=dataclasses.replace(asked.machine, tiers=tiers))
+    with pytest.raises(PlanInfeasible, match="was found that fits, which is not proven") as raised:
+        find_layouts(asked)
+    assert "at moment 'save'" in str(raised.value)
+    assert "20 were simulated" in str(raised.value)
+    assert "checkpoints in pieces (--save sharded) instead of gathered: dp4" in str(raised.value)
+
+
+def test_patience_counts_from_the_first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[None] = []
+
+    def peaks(simulated: Simulated, asked: Ask) -> dict[str, dict[str, int]]:
+        calls.append(None)
+        found = peaks_of(simulated, asked)
+        return found if len(calls) > 6 else {**found, "start": {"device": 1 << 60, "host": 0}}
+
+    monkeypatch.setattr("lading.planner.refine.peaks_of", peaks)
+    monkeypatch.setattr("lading.planner.refine._LEAST", 2)
+    monkeypatch.setattr("lading.planner.refine._PATIENCE", 1)
+    found = find_layouts(ask(pins={"cp": 1, "micro_batch": 2}, top=4, proven=4))
+    assert (len(found.best), found.proof.simulated) == (4, 10)
+
+
+def test_what_does_not_divide_says_what_would() -> None:
+    small: dict[str, Any] = {"cp": 1, "recompute": "none", "micro_batch": 1}
+    for pins, what in (({"shard": 3}, "shard not pinned to 3"), ({"tp": 3}, "6 devices instead of 4")):
+        with pytest.raises(ConfigError, match=r"with a global batch of 16 and .* can be: expected") as raised:
+            find_layouts(ask(pins={**small, **pins}))
+        assert what in str(raised.value)
+    with pytest.raises(ConfigError, match="16 devices instead of 17"):
+        find_layouts(ask(devices=17, batch=7, pins=small))
 
 
 def test_same_plan_on_every_rank(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class Plan:
                 _check_target(self.json)
             return plan_cluster(self)
         for name in OPTIONS:
-            if getattr(self, name) is not None:
+            if getattr(self, name) != getattr(Plan, name):
                 raise ConfigError(f"--{name.replace('_', '-')} belongs to --model, got it next to {self.run_file}")
         run = load_run(self.run_file, self.overrides)
         from rich.console import Console

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 #: Options of ``lading plan`` that belong to ``--model``.
 OPTIONS = (
-    "machine", "devices", "global_batch", "seq", "stack", "network", "precision", "price", "longest", "budget", "json",
+    "machine", "devices", "global_batch", "seq", "stack", "network", "precision", "pin", "price", "top", "longest",
+    "save", "budget", "unshard", "tree", "json",
 )  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def _document(
 def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) -> ClusterPlan:
     """The plan with what stays gathered where parameters are cut; prints how that was chosen."""
     from lading.planner.moment import tree_of
-    from lading.planner.refine import room_of
+    from lading.planner.peaks import room_of
     from lading.planner.unshard import choose_groups, plan_of
     from lading.report.tree import print_tree
     from lading.report.unshard import unshard_table
@@ -143,6 +144,10 @@ def ask_of(asked: Plan) -> Ask:
         raise ConfigError(f"expected --{' and --'.join(missing).replace('_', '-')} next to --model")
     if asked.overrides:
         raise ConfigError(f"settings replace those of a RUN.toml, got {asked.overrides[0]!r} next to --model")
+    if asked.top < 1:
+        raise ConfigError(f"--top: expected at least 1 layout to show, got {asked.top}")
+    if asked.price is not None and asked.price < 0:
+        raise ConfigError(f"--price: expected a price of a device for an hour, 0 or more, got {asked.price:g}")
     pins = parse_pins(asked.pin)
     question = Question(
         model=asked.model, machine=asked.machine, seq_len=asked.seq or 0, stack=asked.stack or "default",

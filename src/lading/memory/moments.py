@@ -3,27 +3,36 @@
 [Note: what PyTorch does]
 Read in torch 2.13 (torch/distributed/checkpoint). To *start*, parameters are made on the meta device and filled, and
 the optimizer's states are made by a first update with gradients of zeros (``_init_optim_state`` in state_dict.py), so
-that all three are there at once. To *save* in pieces (``dcp.save``), a rank copies its tensors to the host one after
-another, 10 MB ahead of what is written (``per_thread_copy_ahead`` of FileSystemWriter); with ``dcp.async_save`` all of
-them lie in pinned host memory before training goes on (staging.py, ``use_pinned_memory``). To save whole
-(``full_state_dict`` with ``cpu_offload``), every parameter and state is gathered on the device, one at a time, and the
-first rank keeps all of them on the host (_state_dict_utils.py). To *resume*, pieces are read into tensors on the host,
-one at a time, and copied into the states that are already there (``FileSystemReader.read_data``); a whole checkpoint is
-read on the first rank and sent out tensor by tensor (``broadcast_from_rank0``). Gradients stay between steps where a
-stack keeps a buffer for them; FSDP frees them.
+that parameters, all their gradients and the states are there at once, however short a time a step has all gradients. To
+*save* in pieces (``dcp.save``), a rank copies its tensors to the host one after another, 10 MB ahead of what is written
+(``per_thread_copy_ahead`` of FileSystemWriter); with ``dcp.async_save`` a copy of all of them is made in host memory
+before training goes on (staging.py, ``StateDictStager``). To save whole (``full_state_dict`` with ``cpu_offload``),
+every parameter and state is gathered on the device, one at a time, and the first rank keeps all of them on the host
+(_state_dict_utils.py, ``ranks_only``), each once however many ranks have it. Gradients are there meanwhile: torchtitan
+drops them when the next step begins (train.py, ``train_step`` at 000204a), Megatron-LM has buffers for good. To
+*resume*, the states are made as at the start, then pieces are read into tensors on the host, one at a time, and copied
+into the states that are there (``FileSystemReader.read_data``); a whole checkpoint is read on the first rank and sent
+out tensor by tensor (``broadcast_from_rank0``).
+
+[Note: what Megatron-LM does]
+Its writer of torch's format copies all that a rank writes to the host before it writes any of it, also when it does not
+go on training (megatron/core/dist_checkpointing/strategies/filesystem_async.py at 00caa53, ``preload_tensors``). It is
+read as torch reads, into the states that are there (strategies/torch.py, ``TorchDistLoadShardedStrategy.load``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil
 
 from lading.errors import ConfigError
 from lading.ir.graph import Role
 
 MOMENTS = ("start", "step", "longest", "save", "resume")
 SAVES = ("sharded", "async", "gathered")
-_STATES = (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE)
+#: What a checkpoint has.
+_SAVED = (Role.PARAMETER, Role.OPTIMIZER_STATE)
 #: Of ``FileSystemWriter``, copied ahead of what is written.
 _AHEAD_BYTES = 10_000_000
 
@@ -34,19 +43,25 @@ class Held:
 
     Attributes:
         roles: Bytes by role at the peak of a step.
+        gradient_bytes: Of all gradients that the rank keeps on the device, at once.
         longest_bytes: Of the peak of a step of the longest batch.
         piece_bytes: Of the largest state of one parameter that the rank keeps.
         whole_bytes: Of that state gathered.
-        ranks: That share the stage's states: what one of them gathers is so many times its own, at most.
-        host_bytes: Of what lies on the host all the time.
+        stage_bytes: Of all parameters and states of the stage, each once.
+        shares: Devices whose parts of the host's memory the rank has to itself that keeps a whole checkpoint.
+        behind: Bytes by role on the host between uses.
+        stages_all: Checkpoints are copied to the host whole before they are written ([Note: what Megatron-LM does]).
     """
 
     roles: Mapping[Role, int]
+    gradient_bytes: int
     longest_bytes: int
     piece_bytes: int
     whole_bytes: int
-    ranks: int
-    host_bytes: int = 0
+    stage_bytes: int
+    shares: float = 1.0
+    behind: Mapping[Role, int] = field(default_factory=lambda: {})
+    stages_all: bool = False
 
 
 def moments_of(held: Held, save: str = "sharded") -> dict[str, dict[str, int]]:
@@ -59,20 +74,24 @@ def moments_of(held: Held, save: str = "sharded") -> dict[str, dict[str, int]]:
     """
     if save not in SAVES:
         raise ConfigError(f"expected checkpoints that are {', '.join(SAVES)}, got {save!r}")
-    states = sum(held.roles.get(role, 0) for role in _STATES)
-    kept = states - held.roles.get(Role.GRADIENT, 0)
-    every, gathered = kept + held.host_bytes, save == "gathered"
-    piece = held.whole_bytes if gathered else held.piece_bytes
-    host = {"sharded": min(kept, held.piece_bytes + _AHEAD_BYTES), "async": every, "gathered": every * held.ranks}
-    read = every * held.ranks if gathered else 2 * held.piece_bytes
-    there = held.host_bytes
+    here, there = _saved(held.roles), sum(held.behind.values())
+    states = here + max(held.gradient_bytes, held.roles.get(Role.GRADIENT, 0))
+    whole = ceil(held.stage_bytes / held.shares)
+    every = here + _saved(held.behind)
+    pieces = here if held.stages_all else min(here, held.piece_bytes + _AHEAD_BYTES)
+    host = {"sharded": pieces, "async": every, "gathered": whole}[save]
+    piece = held.whole_bytes if save == "gathered" else 0
     return {
         "start": {"device": states, "host": there + held.piece_bytes},
         "step": {"device": sum(held.roles.values()), "host": there},
         "longest": {"device": held.longest_bytes, "host": there},
-        "save": {"device": states + (piece if gathered else 0), "host": there + host[save]},
-        "resume": {"device": states + (piece if gathered else 0), "host": there + read},
+        "save": {"device": states + piece, "host": there + host},
+        "resume": {"device": states + piece, "host": there + (whole if piece else 2 * held.piece_bytes)},
     }
+
+
+def _saved(roles: Mapping[Role, int]) -> int:
+    return sum(roles.get(role, 0) for role in _SAVED)
 
 
 @dataclass(frozen=True, kw_only=True)

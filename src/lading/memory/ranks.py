@@ -30,6 +30,11 @@ def shards(axes: str, layout: Layout) -> int:
     return min(replicas(axes, layout), layout.shard or replicas(axes, layout))
 
 
+def parameter_width(layout: Layout, stack: Stack) -> int:
+    """Bytes of a parameter's element as it is kept."""
+    return DTYPE_BYTES.get(stack.parameters_dtype, _PRODUCT_BYTES[layout.precision])
+
+
 def kept_state_bytes(stack: Stack) -> int:
     """Bytes of the optimizer's states of one parameter: its moments, and a master where there is one."""
     return stack.moments * DTYPE_BYTES[stack.moments_dtype] + (4 if stack.master_weights else 0)
@@ -41,7 +46,7 @@ def state_bytes(elements: Mapping[str, int], layout: Layout, stack: Stack) -> di
     Args:
         elements: Parameters that the rank works with, by the axes over which they are replicated.
     """
-    kept = DTYPE_BYTES.get(stack.parameters_dtype, _PRODUCT_BYTES[layout.precision])
+    kept = parameter_width(layout, stack)
     gradient = DTYPE_BYTES[stack.gradient_dtype] if not stack.parameters_dtype else kept
     states = kept_state_bytes(stack)
     found = {Role.PARAMETER: 0.0, Role.GRADIENT: 0.0, Role.OPTIMIZER_STATE: 0.0}

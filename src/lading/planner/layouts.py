@@ -23,9 +23,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lading.errors import ConfigError
 from lading.ir.clusterplan import ClusterPlan
-from lading.planner.nearest import infeasible
-from lading.planner.refine import Proof, Refined, refine, refined, room_of
+from lading.planner.nearest import hopeless, impossible, infeasible
+from lading.planner.peaks import room_of
+from lading.planner.refine import Proof, Refined, refine, refined
 from lading.planner.search import Search, Tell
 from lading.planner.space import Ask
 
@@ -78,9 +80,14 @@ def find_layouts(ask: Ask, tell: Tell = lambda done, of, what: None) -> Layouts:
         PlanInfeasible: none fits; it names the binding moment, by how much, and the nearest plans that fit.
     """
     search, room = Search(ask), room_of(ask)
-    best, over, proof = refined(search, room, tell)
+    if hopeless(ask):
+        raise infeasible(search, [], None, tell)
+    try:
+        best, over, proof = refined(search, room, tell)
+    except ConfigError as error:
+        raise impossible(ask, str(error), tell) from error
     if not best:
-        raise infeasible(ask, search, over, tell)
+        raise infeasible(search, over, proof, tell)
     nearly = sorted(search.over, key=lambda found: (found.step_s, str(search.layout(found))))
     faster = [refine(search, found, room) for found in nearly[:_OVER]]
     beside = sorted((one for one in (*over, *faster) if one.step_s < best[0].step_s), key=lambda one: one.order)

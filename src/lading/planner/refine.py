@@ -7,22 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from math import prod
-from typing import Any
 
-from lading.errors import ConfigError
-from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
-from lading.memory.moments import Held, Room, binding, moments_of, over_bytes
-from lading.memory.ranks import shards
+from lading.memory.moments import Room, binding, over_bytes
+from lading.planner.peaks import peaks_of
 from lading.planner.search import Bounded, Family, Search, Tell
-from lading.planner.space import Ask, Block, Pipe
+from lading.planner.space import Block, Pipe
 from lading.sim.noise import waiting_share
-from lading.sim.simulate import MEMORY_SPREAD, Simulated, segments_of, simulate
+from lading.sim.simulate import Simulated, simulate
 
-#: Layouts simulated before the search gives up proving: so many times as are wanted, and so many at least; and before
-#: it gives up finding one that fits.
-_PATIENCE, _LEAST, _MOST = 4, 64, 1024
+#: Layouts simulated from the first that fits on, before the search gives up proving: so many times as are wanted, and
+#: so many at least.
+_PATIENCE, _LEAST = 4, 64
+#: So many times as are wanted, before it gives up finding one that fits by bounds of time, and then by those of memory.
+_MOST, _LIGHTEST = 16, 64
 
 
 @dataclass(frozen=True)
@@ -76,40 +74,32 @@ class Proof:
     """How much of the space the best layouts are proven for.
 
     Attributes:
-        rest_s: No layout that was not simulated and may fit takes less.
+        rest_s: No layout that was not simulated and may fit takes less; infinite where there is none.
         simulated: How many were.
     """
 
     rest_s: float
     simulated: int
 
-
-def room_of(ask: Ask) -> Room:
-    """What a device has for tensors, less what a prediction may be wrong by, and what its host has for it."""
-    device = ask.machine.device
-    whole = ask.budget_bytes or device.memory_bytes
-    if whole <= device.overhead_bytes:
-        raise ConfigError(
-            f"expected a budget of more than the {device.overhead_bytes} bytes that a process needs on "
-            f"{device.name}, got {whole}"
-        )
-    host = ask.machine.tier("host")
-    return Room(
-        device_bytes=int((whole - device.overhead_bytes) / (1 + MEMORY_SPREAD)),
-        host_bytes=host.capacity_bytes if host else 0,
-    )
+    @property
+    def is_whole(self) -> bool:
+        """Whether every layout that was not simulated has a bound of memory that does not fit."""
+        return self.rest_s == float("inf")
 
 
 def refined(search: Search, room: Room, tell: Tell) -> tuple[list[Refined], list[Refined], Proof]:
     """The fastest layouts that fit, those among them that turned out not to, and how far that is proven.
 
     Always what has the least bound comes next: a family is divided, a block opened, a layout simulated. Once a pipeline
-    has been simulated, what it takes longer than its bound is added to all layouts with it.
+    has been simulated, what it takes longer than its bound is added to all layouts with it. Where none of very many
+    fits, those that need least memory are simulated too.
     """
     queue = _Queue(search, room, tell)
     while (entry := queue.next()) is not None:
         bound_s, item = entry
         if (queue.is_full and bound_s >= queue.worst_s) or queue.is_tired:
+            if not queue.good:
+                queue.take_lightest()
             return queue.good, queue.over, Proof(bound_s, queue.simulated)
         queue.take(bound_s, item)
     return queue.good, queue.over, Proof(float("inf"), queue.simulated)
@@ -149,6 +139,7 @@ class _Queue:
         self.search, self.room, self.tell = search, room, tell
         self.good: list[Refined] = []
         self.over: list[Refined] = []
+        self._before = 0
         self._spans: dict[tuple[Block, str, Pipe], float] = {}
         self._heap: list[tuple[float, int, _Item]] = []
         self._serial = 0
@@ -172,8 +163,9 @@ class _Queue:
 
     @property
     def is_tired(self) -> bool:
-        """Whether as many have been simulated as may be."""
-        return self.simulated >= (max(_LEAST, _PATIENCE * self.search.ask.top) if self.good else _MOST)
+        """Whether as many have been simulated as may be, since the first that fits or before it."""
+        times = _PATIENCE if self.good else _MOST
+        return self.simulated - self._before >= max(_LEAST, times * self.search.ask.top)
 
     def next(self) -> tuple[float, _Item] | None:
         """The least bound, and of what; None if nothing is left."""
@@ -206,6 +198,14 @@ class _Queue:
                 self._following(item.rest)
             self._simulate(item)
 
+    def take_lightest(self) -> None:
+        """Simulate the layouts that need least memory as bounded."""
+        known = {str(one.layout) for one in self.over}
+        for found in self.search.lightest(_LIGHTEST):
+            may_fit = found.peak_bytes <= self.room.device_bytes
+            if may_fit and str(self.search.layout(found)) not in known:
+                self._keep(refine(self.search, found, self.room))
+
     def _following(self, rest: Iterator[Bounded]) -> None:
         found = next(rest, None)
         if found is not None:
@@ -224,6 +224,11 @@ class _Queue:
         one = refine(self.search, found, self.room)
         if one.simulated.step.pipeline is not None:
             self._spans[key] = one.simulated.step.pipeline.makespan_s
+        self._keep(one)
+
+    def _keep(self, one: Refined) -> None:
+        if one.fits and not self.good:
+            self._before = self.simulated
         insort(self.good if one.fits else self.over, one, key=lambda layout: layout.order)
 
 
@@ -232,57 +237,3 @@ def refine(search: Search, found: Bounded, room: Room) -> Refined:
     request = search.request(search.layout(found))
     simulated = simulate(request, search.ask.table, search.segments(found))
     return Refined(simulated, found.step_s, peaks_of(simulated, search.ask), room)
-
-
-def peaks_of(simulated: Simulated, ask: Ask) -> dict[str, dict[str, int]]:
-    """Bytes by moment and tier of the rank of a step that needs most."""
-    request = simulated.request
-    memory = longest = simulated.memory
-    if ask.longest > request.seq_len:
-        unit = 2 * request.layout.cp * request.layout.tp
-        longest = simulate(replace(request, seq_len=-(-ask.longest // unit) * unit), simulated.table).memory
-    layout, local, whole = request.layout, *_largest(simulated)
-    pieces = max(local * _width(simulated) // (shards("dp", layout) if layout.zero else 1), _kept(simulated, local))
-    peaks: dict[str, dict[str, int]] = {}
-    on_host = request.layout.offload_to == "host"
-    for roles, long, behind in zip(memory, longest, simulated.behind, strict=True):
-        held = Held(
-            roles=roles,
-            longest_bytes=sum(long.values()),
-            piece_bytes=pieces,
-            whole_bytes=whole * _width(simulated),
-            ranks=layout.devices // layout.pp,
-            host_bytes=sum(behind.values()) if on_host else 0,
-        )
-        for moment, tiers in moments_of(held, ask.save).items():
-            most = peaks.setdefault(moment, dict.fromkeys(tiers, 0))
-            most.update({tier: max(most[tier], size) for tier, size in tiers.items()})
-    return peaks
-
-
-def _largest(simulated: Simulated) -> tuple[int, int]:
-    """Elements of the largest parameter on a rank, and whole."""
-    request, table = simulated.request, simulated.table
-    ranked = segments_of(request, table)
-    local = max(prod(t.shape) for s in ranked for t in s.tensors if t.role is Role.PARAMETER)
-    sizes: dict[str, Any] = {**table.symbols, "s": request.seq_len, "b": request.layout.micro_batch}
-    whole = max(
-        prod(int(dim.at(sizes)) for dim in t.dims)
-        for s in table.segments
-        for t in s.tensors
-        if t.role is Role.PARAMETER
-    )
-    return local, whole
-
-
-def _width(simulated: Simulated) -> int:
-    """Bytes of the widest state of an element."""
-    stack = simulated.request.stack
-    return 4 if stack.master_weights else DTYPE_BYTES[stack.moments_dtype]
-
-
-def _kept(simulated: Simulated, local: int) -> int:
-    """Bytes of a parameter as a rank keeps it."""
-    layout, stack = simulated.request.layout, simulated.request.stack
-    width = DTYPE_BYTES.get(stack.parameters_dtype, 4 if layout.precision == "fp32" else 2)
-    return local * width // (shards("dp", layout) if layout.cuts_parameters else 1)

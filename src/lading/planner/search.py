@@ -70,7 +70,6 @@ class Search:
     Attributes:
         counted: Layouts of the space that can be; ``evaluated``: of them, those bounded one by one.
         refused: Why blocks cannot be, with how many.
-        lightest: The layout that needs least memory, of those looked into.
         over: The fastest of each block opened that are a little too large.
     """
 
@@ -78,7 +77,6 @@ class Search:
     counted: int = 0
     evaluated: int = 0
     refused: dict[str, int] = field(default_factory=lambda: {})
-    lightest: Bounded | None = None
     over: list[Bounded] = field(default_factory=lambda: [])
     _segments: dict[Block, dict[str, tuple[Phases, ...]]] = field(default_factory=lambda: {})
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
@@ -149,8 +147,21 @@ class Search:
                 self.counted += sum(map(self._count, blocks))
                 yield bound_s, family
         if not found:
-            why = max(self.refused.items(), key=lambda row: row[1])[0] if self.refused else "no degree divides"
-            raise ConfigError(f"no layout of {self.ask.devices} devices can be: {why}")
+            raise ConfigError(self.none_can_be())
+
+    def none_can_be(self) -> str:
+        """Why there is no layout: the reason of most blocks, or that numbers do not divide."""
+        ask = self.ask
+        pins = ", ".join(f"{key}={value}" for key, value in sorted(ask.pins.items()))
+        each = "tp x cp x pp x dp = devices, dp x micro-batch that divides the batch, shard that divides dp x cp"
+        why = f"expected {each}, and no more stages pp x vpp than layers"
+        if self.refused and not self.counted:
+            why = max(self.refused.items(), key=lambda row: row[1])[0]
+        return (
+            f"no layout of {ask.devices:,} devices with a global batch of {ask.global_batch:,}"
+            + (f" and {pins} pinned" if pins else "")
+            + f" can be: {why}"
+        )
 
     def divided(self, family: Family) -> list[Family]:
         """Smaller families of one: by micro-batch, then block by block."""
@@ -262,31 +273,73 @@ class Search:
         Args:
             budget_bytes: Of the tensors of a device.
         """
+        found = self._bounds(block, mode)
+        if found is None:
+            return
+        steps, peaks = found.steps, found.peaks
+        self.evaluated += len(steps)
+        nearly = np.flatnonzero((peaks > budget_bytes) & (peaks <= _NEARLY * budget_bytes))
+        if len(nearly):
+            self.over.append(found.at(int(nearly[np.argmin(steps[nearly])])))
+        places = np.flatnonzero(peaks <= budget_bytes)
+        order: list[int] = places[np.argsort(steps[places], kind="stable")].tolist()
+        yield from map(found.at, order)
+
+    def lightest(self, most: int) -> list[Bounded]:
+        """The layouts of the space that need least memory as bounded, lightest first, the faster of equal ones first.
+
+        Args:
+            most: How many.
+        """
+        found: list[Bounded] = []
+        for block in (block for mesh in self.space.meshes() for block in self.space.blocks(mesh)):
+            try:
+                modes = [mode for _, mode in self.opened(block)]
+            except ConfigError:  # a block that cannot be; the search has counted it
+                continue
+            for bounds in filter(None, (self._bounds(block, mode) for mode in modes)):
+                first = np.lexsort((bounds.steps, bounds.peaks))[:most].tolist()
+                found += map(bounds.at, first)
+            found.sort(key=_memory_first)
+            del found[most:]
+        return found
+
+    def _bounds(self, block: Block, mode: str) -> _BlockBounds | None:
+        """Of all layouts of a block; None if there is none."""
         rows = self._rows(block, mode)
         if not len(rows.pipe):
-            return
+            return None
         ask, prices = self.ask, self._prices(block)
         ways = next((n for n in divisors(prices.layout.dp) if n > 1), 1)
         alone = replace(block, mesh=replace(block.mesh, ep=1, etp=0))  # sends do not depend on experts
         both = (prices, self._prices(alone, ways))
         priced = priced_block(self._segments[block][mode], self.rows.arrays(), ask.table.counts, both)
         steps, spans = step_bounds(rows, priced, ask.request.stack, ask.devices)
-        steps, spans, peaks = steps * _ROUNDING, spans * _ROUNDING, peak_bounds(rows, priced) * _ROUNDING
-        self.evaluated += len(steps)
+        peaks = peak_bounds(rows, priced)
+        return _BlockBounds(block, mode, rows, steps * _ROUNDING, spans * _ROUNDING, peaks * _ROUNDING)
 
-        def named(place: int) -> Bounded:
-            pipe, cut = rows.table.pipes[int(rows.pipe[place])], rows.found.cuts[int(rows.number[place])]
-            return Bounded(float(steps[place]), float(spans[place]), float(peaks[place]), block, mode, pipe, cut)
 
-        least = int(np.argmin(peaks))
-        if self.lightest is None or peaks[least] < self.lightest.peak_bytes:
-            self.lightest = named(least)
-        nearly = np.flatnonzero((peaks > budget_bytes) & (peaks <= _NEARLY * budget_bytes))
-        if len(nearly):
-            self.over.append(named(int(nearly[np.argmin(steps[nearly])])))
-        places = np.flatnonzero(peaks <= budget_bytes)
-        order: list[int] = places[np.argsort(steps[places], kind="stable")].tolist()
-        yield from map(named, order)
+@dataclass(frozen=True, eq=False)
+class _BlockBounds:
+    """Bounds of the layouts of a block in one recompute mode, each an array over ``rows``."""
+
+    block: Block
+    mode: str
+    rows: Rows
+    steps: Floats
+    spans: Floats
+    peaks: Floats
+
+    def at(self, place: int) -> Bounded:
+        """One of them."""
+        rows = self.rows
+        pipe, cut = rows.table.pipes[int(rows.pipe[place])], rows.found.cuts[int(rows.number[place])]
+        bounds = float(self.steps[place]), float(self.spans[place]), float(self.peaks[place])
+        return Bounded(*bounds, self.block, self.mode, pipe, cut)
+
+
+def _memory_first(found: Bounded) -> tuple[float, float]:
+    return found.peak_bytes, found.step_s
 
 
 def _without(phases: Phases, axis: str) -> Phases:

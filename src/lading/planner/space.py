@@ -19,6 +19,7 @@ from lading.ir.layout import RECOMPUTES, SCHEDULES, Layout, parse_layout
 from lading.ir.machine import Machine
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
+from lading.planner.least import Least
 from lading.sim.schedules import V_SHAPED
 
 _SHORT = {"mb": "micro_batch"}
@@ -279,7 +280,7 @@ class Space:
         found: list[Cut] = []
         for zero in self._pinned("zero", stages if data > 1 else [0]):
             parts = [0, *(n for n in divisors(data) if 1 < n < data)] if zero else [0]
-            shards = self._pinned("shard", parts)
+            shards = [n for n in self._pinned("shard", parts) if not n or (zero and data % n == 0)]
             found += [Cut(zero, shard, hosted) for hosted in self._hosted for shard in shards]
         return found
 
@@ -288,8 +289,15 @@ class Space:
         """Whether the optimizer's states lie on the host."""
         if "offload" in self.ask.pins:
             return [self.ask.pins["offload"] == ("optimizer",)]
-        there = self.ask.machine.tier("host") is not None and self.ask.machine.host_device is not None
-        return [False, True] if there else [False]
+        host = self.ask.machine.tier("host")
+        if host is None or self.ask.machine.host_device is None:
+            return [False]
+        return [False, True] if self._least_on_host <= host.capacity_bytes else [False]
+
+    @cached_property
+    def _least_on_host(self) -> int:
+        """Bytes of a device's part of its host that the optimizer's states need there, whatever the layout."""
+        return Least.of(self.ask.request, self.ask.table, self.ask.devices).host_bytes
 
     def layout(self, block: Block, mode: str, pipe: Pipe, cut: Cut, global_batch: int | None = None) -> Layout:
         """The layout of the four.

@@ -1,0 +1,42 @@
+"""Least: bytes that every layout needs, from the number of parameters alone, before anything is priced.
+
+Whatever the layout, some rank holds each parameter, its gradient and its optimizer state at the start of a run
+(``lading.memory.moments``). What a rank needs is therefore no less, in the mean of all ranks and so for the fullest
+one, than the sum of all divided by the ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lading.catalog.architectures import table_parameters
+from lading.ir.graph import DTYPE_BYTES
+from lading.ir.request import Request
+from lading.ir.table import ModelTable
+from lading.memory.ranks import kept_state_bytes, parameter_width
+
+
+@dataclass(frozen=True)
+class Least:
+    """What the fullest device needs at the least.
+
+    Attributes:
+        device_bytes: Of its own memory, with the optimizer's states there.
+        host_bytes: Of its part of the host's memory, with the states, and the gradients that update them, there.
+    """
+
+    device_bytes: int
+    host_bytes: int
+
+    @staticmethod
+    def of(request: Request, table: ModelTable, devices: int) -> Least:
+        """Of a request whose layout has the precision.
+
+        Args:
+            devices: Over which all can be spread.
+        """
+        stack = request.stack
+        number, states = table_parameters(table, request.seq_len), kept_state_bytes(stack)
+        kept, gradient = parameter_width(request.layout, stack), DTYPE_BYTES[stack.gradient_dtype]
+        own = kept if stack.parameters_dtype else gradient
+        return Least(number * (kept + own + states) // devices, number * (states + gradient) // devices)

@@ -1,0 +1,135 @@
+"""Peaks: bytes that the ranks of a simulated step need at each of the five moments, by tier, and what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from lading.errors import ConfigError
+from lading.ir.graph import DTYPE_BYTES, Role
+from lading.ir.machine import Machine
+from lading.memory.moments import Held, Room, moments_of
+from lading.memory.ranks import kept_state_bytes, parameter_width, shards, state_bytes
+from lading.planner.space import Ask
+from lading.sim.schedules import schedule_of
+from lading.sim.simulate import MEMORY_SPREAD, Simulated, runs_of, simulate
+
+
+def room_of(ask: Ask) -> Room:
+    """What a device has for tensors, less what a prediction may be wrong by, and what its host has for it.
+
+    Raises:
+        ConfigError: the budget is less than a process needs.
+    """
+    device = ask.machine.device
+    whole = ask.budget_bytes or device.memory_bytes
+    if whole <= device.overhead_bytes:
+        raise ConfigError(
+            f"expected a budget of more than the {device.overhead_bytes} bytes that a process needs on "
+            f"{device.name}, got {whole}"
+        )
+    host = ask.machine.tier("host")
+    return Room(
+        device_bytes=int((whole - device.overhead_bytes) / (1 + MEMORY_SPREAD)),
+        host_bytes=host.capacity_bytes if host else 0,
+    )
+
+
+def budget_for(device_bytes: int, machine: Machine) -> int:
+    """Least budget with so much room for tensors: what ``room_of`` takes off, put on."""
+    return machine.device.overhead_bytes + int(device_bytes * (1 + MEMORY_SPREAD)) + 2
+
+
+def peaks_of(simulated: Simulated, ask: Ask) -> dict[str, dict[str, int]]:
+    """Bytes by moment and tier of the rank of a step that needs most."""
+    request = simulated.request
+    layout, longest = request.layout, simulated.memory
+    if ask.longest > request.seq_len:
+        unit = 2 * layout.cp * layout.tp
+        longest = simulate(replace(request, seq_len=-(-ask.longest // unit) * unit), simulated.table).memory
+    plan = schedule_of(layout, rules="megatron" if request.stack.megatron_order else "torch")
+    runs = runs_of(request, simulated.table)
+    whole = _whole_elements(simulated)
+    peaks: dict[str, dict[str, int]] = {}
+    for rank, (roles, long, behind) in enumerate(zip(simulated.memory, longest, simulated.behind, strict=True)):
+        counts: dict[int, int] = {}
+        for segment, count in (part for stage in plan.stages_of(rank) for part in runs[stage]):
+            counts[segment] = counts.get(segment, 0) + count
+        held = Held(
+            roles=roles,
+            gradient_bytes=_gradient_bytes(simulated, counts),
+            longest_bytes=sum(long.values()),
+            piece_bytes=_largest_piece(simulated, counts),
+            whole_bytes=max(max(whole[segment]) for segment in counts) * _width(simulated),
+            stage_bytes=sum(sum(whole[segment]) * count for segment, count in counts.items()) * _kept(simulated),
+            shares=_host_shares(simulated),
+            behind=behind if layout.offload_to == "host" else {},
+            stages_all=request.stack.megatron_order,
+        )
+        for moment, tiers in moments_of(held, ask.save).items():
+            most = peaks.setdefault(moment, dict.fromkeys(tiers, 0))
+            most.update({tier: max(most[tier], size) for tier, size in tiers.items()})
+    return peaks
+
+
+def _gradient_bytes(simulated: Simulated, counts: Mapping[int, int]) -> int:
+    """Of all gradients that a rank keeps on the device; where the host updates, those that a step has there."""
+    layout, stack = simulated.request.layout, simulated.request.stack
+    if layout.updates_on_host:
+        return 0
+    elements: dict[str, int] = {}
+    for segment, count in counts.items():
+        for axes, number in simulated.segments[segment].elements.items():
+            elements[axes] = elements.get(axes, 0) + number * count
+    return state_bytes(elements, layout, stack)[Role.GRADIENT]
+
+
+def _largest_piece(simulated: Simulated, counts: Mapping[int, int]) -> int:
+    """Bytes of the largest state of one parameter that a rank keeps: the parameter itself, or a state."""
+    layout = simulated.request.layout
+    kept, width = parameter_width(layout, simulated.request.stack), _width(simulated)
+    largest = 0
+    for segment in (simulated.segments[number].segment for number in counts):
+        for tensor, axes in segment.parameters:
+            elements, ways = prod(segment.tensors[tensor].shape), shards(axes, layout)
+            largest = max(
+                largest, -(-elements // ways) * width, elements * kept // (ways if layout.cuts_parameters else 1)
+            )
+    return largest
+
+
+def _whole_elements(simulated: Simulated) -> list[list[int]]:
+    """Of each parameter of each segment, not cut; a tied one counts where it is first."""
+    request, table = simulated.request, simulated.table
+    sizes: dict[str, Any] = {**table.symbols, "s": request.seq_len, "b": request.layout.micro_batch}
+    tied = {second for _, second in table.tied} if request.layout.pp == 1 else set[tuple[int, str]]()
+    return [
+        [
+            prod(int(dim.at(sizes)) for dim in tensor.dims)
+            for tensor in segment.tensors
+            if tensor.role is Role.PARAMETER and (number, tensor.name) not in tied
+        ]
+        for number, segment in enumerate(table.segments)
+    ]
+
+
+def _width(simulated: Simulated) -> int:
+    """Bytes of the widest state of an element."""
+    stack = simulated.request.stack
+    return 4 if stack.master_weights else DTYPE_BYTES[stack.moments_dtype]
+
+
+def _kept(simulated: Simulated) -> int:
+    """Bytes of a parameter and its states in a checkpoint."""
+    stack = simulated.request.stack
+    return parameter_width(simulated.request.layout, stack) + kept_state_bytes(stack)
+
+
+def _host_shares(simulated: Simulated) -> float:
+    """Devices of a node for each of its ranks that keeps a whole stage ([Note: what PyTorch does])."""
+    layout, links = simulated.request.layout, simulated.machine.links
+    node = next((link.nic_ranks for link in links if link.nics), 0) or (links[0].ranks if links else 0)
+    devices = min(layout.devices, node or layout.devices)
+    return devices / -(-devices * layout.pp // layout.devices)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         SimulationError,
         StorageError,
     )
+    from lading.grouping import Matrices
     from lading.ir.graph import StepGraph
     from lading.ir.machine import Machine
     from lading.ir.plan import Plan
@@ -43,6 +44,7 @@ __all__ = [
     "ConfigError",
     "LadingError",
     "Machine",
+    "Matrices",
     "Plan",
     "PlanInfeasible",
     "Program",
@@ -70,6 +72,7 @@ _DEFINED_IN = MappingProxyType(
         "ConfigError": "lading.errors",
         "LadingError": "lading.errors",
         "Machine": "lading.ir.machine",
+        "Matrices": "lading.grouping",
         "Plan": "lading.ir.plan",
         "PlanInfeasible": "lading.errors",
         "Program": "lading.ir.program",

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from lading.errors import ConfigError
+from lading.grouping import Matrices
 from lading.inputs import catalog_models, check_inputs
 from lading.units import share_or_bytes
 
@@ -103,6 +104,8 @@ class Optimization:
 
     Attributes:
         steps: Optimizer steps of the whole run.
+        optimizer: AdamW; it moves every parameter, or those that ``matrices`` leaves.
+        matrices: A rule that moves whole matrices: Muon, Shampoo or SOAP.
         clip_norm: Largest norm of all gradients together; 0 switches clipping off.
         accumulation: Micro-batches per optimizer step.
         schedule: After the warm-up, "constant" or "cosine" (down to 0 at ``steps``).
@@ -115,6 +118,7 @@ class Optimization:
 
     steps: int
     optimizer: AdamW = field(default_factory=AdamW)
+    matrices: Matrices | None = None
     clip_norm: float = 0.0
     accumulation: int = 1
     schedule: Literal["constant", "cosine"] = "constant"
@@ -133,8 +137,8 @@ class Optimization:
             raise ConfigError(f"precision: expected 'fp32' or 'bf16', got {self.precision!r}")
 
 
-def lr_at(optimization: Optimization, step: int) -> float:
-    """Learning rate of optimizer step ``step``, counted from 0.
+def lr_at(optimization: Optimization, step: int, peak: float | None = None) -> float:
+    """Learning rate of optimizer step ``step``, counted from 0; ``peak`` is the full one, AdamW's if None.
 
     Linear warm-up reaches the full rate at step ``warmup_steps - 1``; past ``steps`` a cosine stays at 0.
 
@@ -142,7 +146,7 @@ def lr_at(optimization: Optimization, step: int) -> float:
         ConfigError: ``step`` is negative.
     """
     _integer("step", step, 0)
-    peak, warmup = optimization.optimizer.lr, optimization.warmup_steps
+    peak, warmup = optimization.optimizer.lr if peak is None else peak, optimization.warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     if optimization.schedule == "constant":
@@ -386,11 +390,7 @@ def run_to_dict(run: RunConfig) -> dict[str, Any]:
 
 
 def run_from_dict(data: object, origin: str = "run") -> RunConfig:
-    """The run that ``run_to_dict`` wrote; ``origin`` is named in errors.
-
-    Raises:
-        ConfigError: as for ``load_run``.
-    """
+    """The run that ``run_to_dict`` wrote; raises as ``load_run``, with ``origin`` in errors."""
     return _build(RunConfig, data, "", _Origin(origin))
 
 
@@ -447,10 +447,10 @@ def _build(cls: type[T], data: object, prefix: str, origin: _Origin) -> T:
 
 def _convert(hint: Any, value: object, key: str, origin: _Origin) -> object:
     """``value`` as the annotated type; an integer is a number too, true and false are only themselves."""
-    if dataclasses.is_dataclass(hint):
-        return _build(cast("type[Any]", hint), value, key + ".", origin)
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for kind in kinds:
+        if dataclasses.is_dataclass(kind) and value is not None:
+            return _build(cast("type[Any]", kind), value, key + ".", origin)
         if get_origin(kind) is Literal and value in get_args(kind):
             return value
         if get_origin(kind) is dict and isinstance(value, dict):
@@ -465,14 +465,12 @@ def _convert(hint: Any, value: object, key: str, origin: _Origin) -> object:
 
 def _expected(hint: Any) -> str:
     """What to write for an annotated type, in words."""
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) or get_origin(hint) is dict:
         return "a table"
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
-    if get_origin(hint) is dict:
-        return "a table"
     if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(map(_expected, get_args(hint)))
+        return " or ".join(_expected(kind) for kind in get_args(hint) if kind is not types.NoneType)
     return _WORDS[hint]
 
 

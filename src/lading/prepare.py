@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -17,6 +18,7 @@ from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict, run_to_dict
 from lading.errors import ConfigError
+from lading.grouping import Matrices, matrices_from
 from lading.hosts import machine_of
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
@@ -25,6 +27,7 @@ from lading.ir.program import Program
 from lading.ir.retarget import retarget
 from lading.ir.step import expand
 from lading.ir.timeline import Timeline
+from lading.ir.updates import grouped
 from lading.models import hugging_face
 from lading.models.dit import DitConfig
 from lading.models.loss import next_byte_loss
@@ -73,6 +76,15 @@ class Prepared:
         return int(self.plan.settings["keep_all_bytes"])
 
 
+class StepSettings(TypedDict, total=False):
+    """How the step of a captured micro-batch is made: see ``plan``."""
+
+    clip_norm: float
+    master_weights: bool
+    matrices: Matrices | None
+    compile: bool
+
+
 def plan(
     graph: StepGraph,
     machine: Machine,
@@ -80,26 +92,27 @@ def plan(
     budget: str | int,
     disk_budget: str | int | None = None,
     policy: str | Policy = "residency",
-    clip_norm: float = 0.0,
-    master_weights: bool = False,
-    compile: bool = False,
+    **settings: Unpack[StepSettings],
 ) -> Plan:
-    """Plan the training step of a captured model with AdamW.
+    """Plan the training step of a captured model with AdamW, or with a rule for its matrices and AdamW for the rest.
 
     Args:
         graph: From ``lading.capture``.
         budget: Device bytes ("256MB"), or a share ("50%") of what keeping everything needs.
         disk_budget: Bytes allowed on disk; None allows what the machine has.
         policy: "keep-all", "checkpoint-every-block" or "residency"; or ``policy(graph, lifetimes) -> choices``.
-        clip_norm: Limit of the global gradient norm; 0 switches it off.
+        clip_norm: Limit of the global gradient norm; 0, the default, switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
+        matrices: Muon, Shampoo or SOAP, and which parameters they move (``lading.Matrices``).
         compile: Fuse runs of light operations: faster, close to plain PyTorch's numbers, not equal to the bit.
 
     Raises:
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
         ConfigError: an argument means nothing.
     """
-    step = step_of(graph, machine, clip_norm=clip_norm, master_weights=master_weights)
+    clip_norm, masters = settings.get("clip_norm", 0.0), settings.get("master_weights", False)
+    matrices = settings.get("matrices")
+    step = step_of(graph, machine, clip_norm=clip_norm, master_weights=masters, matrices=matrices)
     scratch = _scratch(step, machine)
     planned = make_plan(
         step,
@@ -109,23 +122,25 @@ def plan(
         policy=policy,
         expansion={
             "clip_norm": clip_norm,
-            "master_weights": float(master_weights),
+            "master_weights": float(masters),
             **_recorded(scratch, machine),
-            "compile": float(compile),
+            "compile": float(settings.get("compile", False)),
             SAVE_BYTES: float(_save_bytes(step, machine)),
         },
         workspace_bytes=scratch,
     )
-    return planned.plan
+    return _with_matrices(planned.plan, graph, matrices)
 
 
-def step_of(captured: StepGraph, machine: Machine, *, clip_norm: float, master_weights: bool) -> StepGraph:
+def step_of(
+    captured: StepGraph, machine: Machine, *, clip_norm: float, master_weights: bool, matrices: Matrices | None = None
+) -> StepGraph:
     """The whole step of a captured micro-batch, with the operations of the machine's device.
 
     Raises:
-        ConfigError: an operation has no kernel there.
+        ConfigError: an operation has no kernel there, or the rule for matrices cannot move what it is told to.
     """
-    step = expand(captured, clip_norm=clip_norm, master_weights=master_weights)
+    step = expand(captured, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)
     return retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
 
 
@@ -137,7 +152,8 @@ def lowered(plan: Plan, graph: StepGraph) -> Program:
     """
     machine = machine_from_dict(plan.machine, "the plan's machine")
     masters = bool(plan.settings.get("master_weights", 0.0))
-    step = step_of(graph, machine, clip_norm=plan.settings["clip_norm"], master_weights=masters)
+    matrices = matrices_from(plan.matrices) if plan.matrices is not None else None
+    step = step_of(graph, machine, clip_norm=plan.settings["clip_norm"], master_weights=masters, matrices=matrices)
     return make_program(plan, step, machine, workspace_bytes=_planned_scratch(plan, step, machine))
 
 
@@ -220,7 +236,8 @@ def plan_run(run: RunConfig, machine: Machine | None = None, step: CapturedRun |
         workspace_bytes=scratch,
         run=run_to_dict(run),
     )
-    return Prepared(run, initial, captured, planned.graph, machine, planned.plan, planned.program, planned.predicted)
+    made = _with_matrices(planned.plan, captured, run.optimization.matrices)
+    return Prepared(run, initial, captured, planned.graph, machine, made, planned.program, planned.predicted)
 
 
 def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Sketch:
@@ -266,8 +283,19 @@ def capture_run(run: RunConfig, machine: Machine) -> CapturedRun:
     captured = capture(
         initial.model, example_batch(run), loss_of(run.model), accumulation=run.optimization.accumulation
     )
-    step = step_of(captured, machine, clip_norm=run.optimization.clip_norm, master_weights=_has_masters(run))
+    chosen = run.optimization
+    step = step_of(
+        captured, machine, clip_norm=chosen.clip_norm, master_weights=_has_masters(run), matrices=chosen.matrices
+    )
     return CapturedRun(initial, captured, step)
+
+
+def _with_matrices(plan: Plan, captured: StepGraph, matrices: Matrices | None) -> Plan:
+    """The plan with what moves its matrices; who moves what is said first among what it assumes."""
+    if matrices is None:
+        return plan
+    said = grouped(captured, matrices)[1]
+    return dataclasses.replace(plan, matrices=dataclasses.asdict(matrices), assumptions=(said, *plan.assumptions))
 
 
 def _has_masters(run: RunConfig) -> bool:

@@ -7,7 +7,8 @@ the step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from lading.errors import ConfigError
@@ -222,3 +223,22 @@ class SOAP:
 
 
 MatrixRule = Muon | Shampoo | SOAP
+RuleName = Literal["muon", "shampoo", "soap"]
+
+
+def make_rule(name: str, settings: Mapping[str, object]) -> MatrixRule:
+    """A rule by its name.
+
+    Raises:
+        ConfigError: no such rule or setting, or one of another type or out of range.
+    """
+    kinds: dict[str, type[Muon] | type[Shampoo] | type[SOAP]] = {"muon": Muon, "shampoo": Shampoo, "soap": SOAP}
+    if name not in kinds:
+        raise ConfigError(f"rule: expected one of {', '.join(kinds)}, got {name!r}")
+    known = {field.name: type(field.default) for field in fields(kinds[name])}
+    for key, value in settings.items():
+        if key not in known:
+            raise ConfigError(f"settings: unknown {key!r} of {name}; expected one of {', '.join(known)}")
+        if type(value) is not known[key] and not (known[key] is float and type(value) is int):
+            raise ConfigError(f"settings: expected {key} of {name} as {known[key].__name__}, got {value!r}")
+    return kinds[name](**settings)  # pyright: ignore[reportArgumentType]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lading import optim
 from lading.capture.initial import defer
 from lading.capture.losses import named_losses, total_of
 from lading.catalog.models import resolved
@@ -24,10 +25,22 @@ from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import RunConfig, lr_at, run_to_dict
 from lading.errors import BudgetExceeded, ConfigError
+from lading.hosts import machine_of
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
+from lading.ir.updates import grouped
 from lading.optim.master import MasterWeights
-from lading.prepare import Prepared, build, built_whole, dataset_of, initial_values, loss_of, plan_run, prepare_plan
+from lading.prepare import (
+    Prepared,
+    build,
+    built_whole,
+    capture_run,
+    dataset_of,
+    initial_values,
+    loss_of,
+    plan_run,
+    prepare_plan,
+)
 from lading.report.metrics import MetricsLog, read_steps, truncate_after
 from lading.report.progress import training_progress
 from lading.runtime.cuda import check_available
@@ -222,8 +235,9 @@ def _loop(
             step = trainer.steps
             batches = [data.batch(step, micro) for micro in range(run.optimization.accumulation)]
             started = time.perf_counter()
-            lr = lr_at(run.optimization, step)
-            loss = trainer.step(batches, lr=lr)
+            lr, matrices = lr_at(run.optimization, step), run.optimization.matrices
+            matrix_lr = None if matrices is None else lr_at(run.optimization, step, matrices.lr)
+            loss = trainer.step(batches, lr=lr, matrix_lr=matrix_lr)
             step_s = time.perf_counter() - started
             rate = tokens / step_s
             record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "program": trainer.program.fingerprint}
@@ -243,7 +257,10 @@ def _loop(
 
 
 def train_plain(run: RunConfig, out: Path) -> RunResult:
-    """The same run in plain PyTorch: everything in memory, autograd, fused AdamW. Writes ``out/plain.jsonl``."""
+    """The same run in plain PyTorch: everything in memory, autograd, fused AdamW. Writes ``out/plain.jsonl``.
+
+    Matrices are moved by ``lading.optim`` where the run says so, of which Muon is ``torch.optim.Muon`` to the bit.
+    """
     torch.set_num_threads(run.num_threads)
     run = resolved(run)
     loss_fn, data = loss_of(run.model), dataset_of(run, defer(lambda: build(run.model)).model)
@@ -251,15 +268,7 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
     baseline, meter = resident_bytes(), PeakMeter()
     model = built_whole(run)
     masters = MasterWeights(model)
-    chosen = run.optimization.optimizer
-    optimizer = torch.optim.AdamW(
-        masters.parameters,
-        lr=chosen.lr,
-        betas=(chosen.beta1, chosen.beta2),
-        eps=chosen.eps,
-        weight_decay=chosen.weight_decay,
-        fused=True,
-    )
+    optimizers = _plain_optimizers(run, model, masters)
     losses: list[float] = []
     seconds: list[float] = []
     peak = 0
@@ -267,7 +276,7 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
         for step in range(run.optimization.steps):
             batches = [data.batch(step, micro) for micro in range(run.optimization.accumulation)]
             started = time.perf_counter()
-            losses.append(plain_step(model, loss_fn, optimizer, masters, batches, run, step))
+            losses.append(plain_step(model, loss_fn, optimizers, masters, batches, run, step))
             seconds.append(time.perf_counter() - started)
             peak = max(0, meter.peak_bytes() - baseline)
             rate = run.data.num_tokens * len(batches) / seconds[-1]
@@ -287,18 +296,44 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
     )
 
 
+def _plain_optimizers(
+    run: RunConfig, model: torch.nn.Module, masters: MasterWeights
+) -> list[tuple[torch.optim.Optimizer, float]]:
+    """What moves the parameters, each with its learning rate at the peak."""
+    chosen, matrices = run.optimization.optimizer, run.optimization.matrices
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    named = dict(zip(names, masters.parameters, strict=True))
+    found: list[tuple[torch.optim.Optimizer, float]] = []
+    if matrices is not None:
+        captured = capture_run(run, machine_of(run)).captured
+        parts = grouped(captured, matrices)[0]
+        groups = [
+            {"params": [(name, named.pop(name))], "parts": parts[p.tensor]}
+            for p in captured.parameters
+            for name in [name for name in p.names if p.tensor in parts and name in named]
+        ]
+        kind = {"muon": optim.Muon, "shampoo": optim.Shampoo, "soap": optim.SOAP}[matrices.rule]
+        found.append((kind(groups, matrices.lr, skip_nonfinite=False, **matrices.settings), matrices.lr))
+    if named:
+        betas = (chosen.beta1, chosen.beta2)
+        adamw = torch.optim.AdamW(list(named.values()), chosen.lr, betas, chosen.eps, chosen.weight_decay, fused=True)
+        found.append((adamw, chosen.lr))
+    return found
+
+
 def plain_step(
     model: torch.nn.Module,
     loss_fn: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[tuple[torch.optim.Optimizer, float]],
     masters: MasterWeights,
     batches: Sequence[Any],
     run: RunConfig,
     step: int,
 ) -> float:
     """One step of the reference, as anyone would write it; returns the loss averaged over micro-batches."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr_at(run.optimization, step)
+    for optimizer, peak in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(run.optimization, step, peak)
     total = 0.0
     for batch in batches:
         loss = total_of(named_losses(loss_fn(model, batch)))
@@ -309,7 +344,8 @@ def plain_step(
         total += loss.item()
     if run.optimization.clip_norm:
         torch.nn.utils.clip_grad_norm_(masters.parameters, run.optimization.clip_norm)
-    optimizer.step()
+    for optimizer, _ in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     masters.write_back()
-    optimizer.zero_grad(set_to_none=True)
     return total

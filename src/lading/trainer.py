@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
 from math import prod
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import torch
@@ -30,6 +30,8 @@ from lading.runtime.host import host_id
 from lading.runtime.resident import trim
 
 _RNG = "torch.rng_state"
+#: A state that only this rule for matrices has.
+_STATES = MappingProxyType({"muon": "momentum", "shampoo": "left_root", "soap": "left_basis"})
 
 
 class Trainer:
@@ -102,27 +104,30 @@ class Trainer:
     ) -> None:
         self.close()
 
-    def step(self, batches: Any, *, lr: float | None = None) -> float:
+    def step(self, batches: Any, *, lr: float | None = None, matrix_lr: float | None = None) -> float:
         """One optimizer step.
 
         Args:
             batches: The batch, or a list of micro-batches, one for each of the accumulation. A batch that is itself a
                 list goes into a list.
             lr: Learning rate of this step; None is the optimizer's.
+            matrix_lr: That of the rule that moves matrices, if the plan has one; None is its own.
 
         Returns:
             The loss, averaged over micro-batches; where it is several, their sum (see ``losses``).
 
         Raises:
-            ConfigError: not the batch that was captured, and nothing has run; or an earlier step or load failed.
+            ConfigError: not the batch that was captured, or one of two rates, and nothing has run; or an earlier step
+                or load failed.
             StorageError, ProgramError: the step failed half-way.
         """
         micro = batches if isinstance(batches, list) else [batches]
         feeds = [dict(input_leaves(batch)) for batch in micro]
         self._check_whole()
+        rates = self._rates(lr, matrix_lr)
         self._whole = False
         try:
-            losses = self._executor.step(feeds, lr=self.optimizer.lr if lr is None else lr)
+            losses = self._executor.step(feeds, lr=rates[0], matrix_lr=rates[1])
         except ConfigError:  # nothing has run
             self._whole = True
             raise
@@ -131,6 +136,19 @@ class Trainer:
         names = self.program.graph.loss_names
         self.losses = {name: sum(losses[index :: len(names)]) / len(micro) for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
+
+    def _rates(self, lr: float | None, matrix_lr: float | None) -> tuple[float, float]:
+        """Learning rates of AdamW and of the rule for matrices."""
+        own = self.plan.matrices
+        if (lr is None) != (matrix_lr is None) and (own is not None or matrix_lr is not None):
+            raise ConfigError(
+                f"expected lr and matrix_lr, or neither, as {own['rule']} moves matrices beside AdamW"
+                if own is not None
+                else "expected no matrix_lr: the plan has no rule for matrices; give lading.plan matrices="
+            )
+        return self.optimizer.lr if lr is None else lr, float(
+            own["lr"] if matrix_lr is None else matrix_lr
+        ) if own else 0.0
 
     def timeline(self) -> Timeline:
         """What happened when in the last step."""
@@ -221,6 +239,11 @@ class Trainer:
         saved = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items() if name != _RNG}
         wanted = {name: (found.dtype, found.shape) for name, found in self._values.items()}
         if differing := _differing(saved, wanted):
+            writer, own = _optimizers(saved), _optimizers(wanted)
+            if writer != own:
+                raise StorageError(
+                    f"{path}: written by {writer}, this plan moves parameters by {own}; load it with that optimizer"
+                )
             raise StorageError(f"{path}: expected a checkpoint of this model, these tensors differ: {differing}")
         generator = checkpoint.read(_RNG)
         self._whole = False
@@ -305,6 +328,15 @@ def _values_of(graph: StepGraph) -> dict[str, _Value]:
     for state in graph.states:
         values[state.name] = _Value(state.dtype, state.shape, tuple(map(graph.storage_of, state.parts)))
     return values
+
+
+def _optimizers(names: Iterable[str]) -> str:
+    """Whose states there are among the tensors of a checkpoint, in words."""
+    suffixes = {name.rpartition(".")[2] for name in names}
+    found = [rule for rule, state in _STATES.items() if state in suffixes]
+    adamw = {name.rpartition(".")[0] for name in names if name.endswith(".exp_avg")}
+    bases = {name.rpartition(".")[0] for name in names if name.endswith(".left_basis")}
+    return " and ".join([*found, *(["adamw"] if adamw - bases else [])]) or "no optimizer"
 
 
 def _check_host(plan: Plan) -> None:

@@ -3,6 +3,7 @@
     product      overhead + flops / (peak * efficiency(flops of one matrix) * prod of d/(d + skinny_dim) over m, n, k)
     attention    overhead + flops done / rate(flops done for one head); a causal one does half
     optimizer    as the rest if there is a rate "step", else overhead + elements / optimizer_elements_per_s
+    of matrices  products of the rule, 9 n^3 of a decomposition at a share of the peak, and elementwise passes
     the rest     overhead + bytes / rate(bytes)
 
 A rate is looked up by the operation's own name ("gelu_backward", "bmm"), then by its cost class ("transcendental",
@@ -23,11 +24,14 @@ from math import prod
 from typing import NamedTuple
 
 from lading.cost.access import base_name, op_bytes, walk
+from lading.cost.updates import eigen_s, eigen_share, elementwise_bytes
 from lading.errors import ConfigError
 from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, Curve, Device, Machine
 from lading.ir.opkinds import kind_of
+from lading.ir.updates import matrices_of, product_dtype, work_of
+from lading.rules import MatrixRule, Work
 
 #: Suffix of a rate that holds when the innermost dim of an operand is not its contiguous one.
 STRIDED = ".strided"
@@ -122,6 +126,8 @@ def op_seconds(graph: StepGraph, op: Op, device: Device) -> float:
     """
     if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
         return device.op_overhead_s + _product_seconds(graph, op, device)
+    if op.kind is OpKind.STEP and (matrices := work_of(graph, op)) is not None:
+        return _matrices_seconds(graph, op, device, matrices)
     if op.kind is OpKind.STEP and _rate(graph, op, device) is None:
         return device.op_overhead_s + _step_elements(graph, op) / device.optimizer_elements_per_s
     if op.kind is OpKind.ATTENTION and (flops := attention_flops(graph, op)) > 0:
@@ -145,16 +151,22 @@ def packed_columns(graph: StepGraph) -> int:
     one that is not deep is packed less deep. Products of 16-bit numbers are not packed there.
     """
     total, widest = 0, 0
-    for op in graph.ops:
-        if op.kind is not OpKind.MATMUL or _low_dtype(graph, op):
-            continue
-        product = _product(graph, op)
+    for product in _packed(graph):
         columns = min(product.n, PACKED_COLUMNS) + _PACKED_ROWS
         if product.k <= _SHALLOW:
             columns = columns * 2 // 3
         if columns > widest:
             widest, total = columns, total + columns
     return total
+
+
+def _packed(graph: StepGraph) -> Iterator[_Product]:
+    """Products of float32 numbers, in program order."""
+    for op in graph.ops:
+        if op.kind is OpKind.MATMUL and not _low_dtype(graph, op):
+            yield _product(graph, op)
+        elif (matrices := work_of(graph, op)) is not None and product_dtype(matrices[0]) not in _LOW:
+            yield from (_Product(1, m, k, n) for _, m, n, k in matrices[2].products)
 
 
 def compiled_products(graph: StepGraph) -> int:
@@ -164,6 +176,12 @@ def compiled_products(graph: StepGraph) -> int:
         if op.kind is OpKind.MATMUL and _low_dtype(graph, op):
             operands = [graph.tensors[t] for t in _operands(op)]
             found.add((op.name, tuple((t.dtype, t.shape, t.stride) for t in operands)))
+        elif (matrices := work_of(graph, op)) is not None and product_dtype(matrices[0]) in _LOW:
+            _, rows, columns = matrices_of(graph, op)
+            short, long = sorted((rows, columns))
+            found.update((op.name, short, long, kind) for kind in ("gram", "square", "step"))
+            if rows > columns:  # the first step reads the matrix against the order of memory
+                found.update((op.name, short, long, kind) for kind in ("tall gram", "tall step"))
     return len(found)
 
 
@@ -181,6 +199,9 @@ def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
 def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
     """What the cost of one operation assumes."""
     low, kind = _low_dtype(graph, op), op.kind.value
+    if (matrices := work_of(graph, op)) is not None:
+        yield from _assumed_of_matrices(matrices, device)
+        return
     if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
         found = _own_rate(graph, op, device)
         if found is None and op.kind is OpKind.CONVOLUTION:
@@ -196,6 +217,22 @@ def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
         yield f"no rate of {kind} on {device.name}: timed {way}"
     elif low and device.kind == "cpu" and _rate(graph, op, device, low) is None:
         yield f"no {low} rate of {kind} on {device.name}: timed as float32's"
+
+
+def _assumed_of_matrices(matrices: tuple[MatrixRule, int, Work], device: Device) -> Iterator[str]:
+    """What the cost of an update of matrices assumes."""
+    rule, _, work = matrices
+    dtype = product_dtype(rule)
+    low = dtype if dtype in _LOW else ""
+    found = _measured("mm", OpKind.MATMUL.value, low, device)
+    if found is None and device.product_efficiency is None:
+        yield f"no product_efficiency for {device.name}: products run at peak"
+    if low and device.kind == "cpu" and (found is None or not found[1]):
+        yield f"no {low} rate of products on {device.name}: timed as float32's times the ratio of the peaks"
+    if work.eigen:
+        share = min(eigen_share(n, device) for _, n in work.eigen)
+        yield f"decompositions of symmetric matrices run at {share:.0%} of {device.name}'s float32 peak"
+        yield "updates at which decompositions are due are counted with the mean over updates"
 
 
 def _low_dtype(graph: StepGraph, op: Op) -> str:
@@ -236,15 +273,21 @@ class _Product(NamedTuple):
 
 def _product_seconds(graph: StepGraph, op: Op, device: Device) -> float:
     product = _product(graph, op)
-    flops = op.flops or product.flops
-    each = max(1.0, flops / product.batch)
     own, dtype = _own_rate(graph, op, device), _dtype(graph, op)
+    return _priced(product, op.flops or product.flops, own, dtype, device, f"{op.name} in {op.module or '(loss)'}")
+
+
+def _priced(
+    product: _Product, flops: float, own: tuple[Curve, bool] | None, dtype: str, device: Device, where: str
+) -> float:
+    """Seconds of a product; ``own`` is its measured rate, and whether that was measured in ``dtype``."""
+    each = max(1.0, flops / product.batch)
     if own is not None and (own[1] or dtype == "float32"):
         return flops / own[0].at(each)
     if dtype not in device.peak_flops_per_s:
         known = ", ".join(sorted(device.peak_flops_per_s))
         raise ConfigError(
-            f"{op.name} in {op.module or '(loss)'} is a {dtype} product and {device.name} has a peak only for {known}; "
+            f"{where} is a {dtype} product and {device.name} has a peak only for {known}; "
             f"add device.peak_flops_per_s.{dtype} to the machine file or change the model's dtype"
         )
     if own is not None:
@@ -253,6 +296,24 @@ def _product_seconds(graph: StepGraph, op: Op, device: Device) -> float:
     for dim in (product.m, product.k, product.n):
         share *= dim / (dim + device.skinny_dim) if dim else 1.0
     return flops / (device.peak_flops_per_s[dtype] * share)
+
+
+def _matrices_seconds(graph: StepGraph, op: Op, device: Device, matrices: tuple[MatrixRule, int, Work]) -> float:
+    """Seconds of an update of matrices: the mean over updates where something is due now and then."""
+    rule, count, work = matrices
+    dtype = product_dtype(rule)
+    seconds = launches = 0.0
+    for times, m, n, k in work.products:
+        product = _Product(1, m, k, n)
+        own = _measured("mm", OpKind.MATMUL.value, dtype if dtype in _LOW else "", device)
+        seconds += times * _priced(product, product.flops, own, dtype, device, f"{op.name} in {op.module}")
+        launches += times
+    seconds += eigen_s(work, device)
+    _, rows, columns = matrices_of(graph, op)
+    size = rows * columns * elementwise_bytes(rule)
+    rate = device.rates.get("elementwise")
+    seconds += size / (rate.at(rows * columns * 12) if rate else device.memory_bandwidth_bytes_per_s)
+    return count * (seconds + (launches + work.passes) * device.op_overhead_s)
 
 
 def _product(graph: StepGraph, op: Op) -> _Product:
@@ -322,8 +383,12 @@ def _peak_ratio(device: Device, dtype: str) -> float:
 
 def _own_rate(graph: StepGraph, op: Op, device: Device) -> tuple[Curve, bool] | None:
     """The measured rate of a product, and whether it was measured in the product's own dtype."""
-    low, own = _low_dtype(graph, op), base_name(op.name)
-    for name in (f"{own}.{low}", f"{op.kind.value}.{low}") if low else ():
+    return _measured(base_name(op.name), op.kind.value, _low_dtype(graph, op), device)
+
+
+def _measured(own: str, kind: str, low: str, device: Device) -> tuple[Curve, bool] | None:
+    """The rate of a product by name, cost class and 16-bit dtype ("" for none)."""
+    for name in (f"{own}.{low}", f"{kind}.{low}") if low else ():
         if name in device.rates:
             return device.rates[name], True
     return (device.rates[own], not low) if own in device.rates else None

@@ -64,7 +64,10 @@ def _joins(graph: StepGraph, storage: int) -> bool:
 
 def _is_light(graph: StepGraph, op: Op) -> bool:
     touched = (*graph.reads(op), *graph.writes(op))
-    return op.kind in _LIGHT and not op.random and all(graph.storages[s].role in _HELD for s in touched)
+    """Products of an update of matrices belong on the device."""
+    return (
+        op.kind in _LIGHT and not op.random and not op.flops and all(graph.storages[s].role in _HELD for s in touched)
+    )
 
 
 def hosted(graph: StepGraph, ops: Iterable[int]) -> StepGraph:

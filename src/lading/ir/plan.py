@@ -71,6 +71,7 @@ class Plan:
         bytes_by_role: Bytes of each role at the predicted peak.
         machine: The whole machine, as its TOML would say it.
         run: The configuration of the run, when the plan was made from one.
+        matrices: ``lading.grouping.Matrices`` as a table, where a rule moves matrices.
     """
 
     version: str
@@ -90,6 +91,7 @@ class Plan:
     assumptions: tuple[str, ...]
     machine: dict[str, Any]
     run: dict[str, Any] | None = None
+    matrices: dict[str, Any] | None = None
     hosted: tuple[int, ...] = ()
     format: int = PLAN_FORMAT
 

@@ -11,7 +11,8 @@ the parameter becomes the master rounded; ``lading.optim.master`` is the same in
 [Note: states in parts] The states of a large parameter are storages of a few MiB each, with one update for each, on
 views of the parameter and its gradient, so that they can pass through the device one after another. The fused kernel
 treats elements alone, in vectors from the start of what it is given: cut at whole vectors, parts give the bits of
-the whole (tests/optim/test_adamw.py).
+the whole (tests/optim/test_adamw.py). A rule for matrices (``lading.ir.updates``) needs them whole: its states are cut
+between matrices only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from math import prod
 
 from lading.errors import ConfigError
+from lading.grouping import Matrices
 from lading.ir.graph import (
     DTYPE_BYTES,
     PERSISTENT,
@@ -40,6 +42,17 @@ from lading.ir.graph import (
     rename_op,
     row_major,
 )
+from lading.ir.updates import (
+    Member,
+    Tensors,
+    counts_updates,
+    grouped,
+    members,
+    product_dtype,
+    state_shapes,
+    update_op,
+    workspace_elements,
+)
 
 #: The operation that updates a parameter or a part of it: (param, grad, exp_avg, exp_avg_sq, step), all but grad
 #: mutated. Named: ``master`` (float32 weights), ``coefficient`` (of the gradient), ``first`` (False: another part of
@@ -55,25 +68,32 @@ _LOW = frozenset({"bfloat16", "float16"})
 
 
 def expand(
-    graph: StepGraph, *, clip_norm: float = 0.0, master_weights: bool = False, part_elements: int = PART_ELEMENTS
+    graph: StepGraph,
+    *,
+    clip_norm: float = 0.0,
+    master_weights: bool = False,
+    matrices: Matrices | None = None,
+    part_elements: int = PART_ELEMENTS,
 ) -> StepGraph:
-    """The whole step of ``graph.accumulation`` micro-batches with AdamW.
+    """The whole step of ``graph.accumulation`` micro-batches with AdamW, and a rule for matrices beside it.
 
     Args:
         graph: One micro-batch, as captured.
         clip_norm: Limit of the global gradient norm as in ``torch.nn.utils.clip_grad_norm_``; 0 switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master. See [Note: master weights].
+        matrices: Which parameters a rule moves as matrices, and by which; None leaves all to AdamW.
         part_elements: Least elements of a part of an optimizer state. See [Note: states in parts].
 
     Raises:
-        ConfigError: negative clip_norm, no parameter has a gradient, or gradients of several dtypes to clip.
+        ConfigError: negative clip_norm, no parameter has a gradient, gradients of several dtypes to clip, or a
+            parameter that the rule cannot move.
     """
     if clip_norm < 0:
         raise ConfigError(f"expected clip_norm >= 0 (0 = off), got {clip_norm}")
     trained = [p for p in graph.parameters if p.gradient is not None]
     if not trained:
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
-    builder = _Builder(graph, master_weights)
+    builder = _Builder(graph, master_weights, matrices)
     for micro in range(graph.accumulation):
         builder.add_micro_batch(micro)
     coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
@@ -87,10 +107,12 @@ class _Builder:
 
     Attributes:
         gradients: Tensor of each parameter's gradient, summed over micro-batches, by the parameter's tensor.
+        parts: Rows of the parts of each parameter that the rule for matrices moves, by the parameter's tensor.
     """
 
-    def __init__(self, graph: StepGraph, master_weights: bool) -> None:
-        self.graph, self.master_weights = graph, master_weights
+    def __init__(self, graph: StepGraph, master_weights: bool, matrices: Matrices | None) -> None:
+        self.graph, self.master_weights, self.matrices = graph, master_weights, matrices
+        self.parts = grouped(graph, matrices)[0] if matrices is not None else {}
         self.storages = list(graph.storages)
         self.tensors = list(graph.tensors)
         self.ops: list[Op] = []
@@ -146,7 +168,7 @@ class _Builder:
         return len(self.tensors) - 1
 
     def _scalar(self, name: str, role: Role, dtype: str = "float32") -> int:
-        return self._tensor(Tensor(self._storage(name, DTYPE_BYTES[dtype], role), dtype, (), ()))
+        return self._fresh(name, dtype, (), role)
 
     def _accumulate(self, parameter: Parameter, fresh: int) -> None:
         """``grad += fresh`` right after ``fresh`` gets its last write."""
@@ -260,6 +282,8 @@ class _Builder:
 
     def _updates(self, parameter: Parameter, coefficient: int | None, part_elements: int) -> list[Op]:
         """One update, or one for each part of the states. See [Note: states in parts]."""
+        if self.matrices is not None and parameter.tensor in self.parts:
+            return self._matrix_updates(parameter, self.matrices, coefficient, part_elements)
         value, gradient = self.tensors[parameter.tensor], self.tensors[self.gradients[parameter.tensor]]
         count = -(-prod(value.shape) // max(part_elements, _UNIT))
         if count <= 1 or not (value.is_row_major and gradient.is_row_major):
@@ -278,6 +302,89 @@ class _Builder:
             self._update(parameter, pair, [parts[s][i] for s in suffixes], step, coefficient, first=i == 0)
             for i, pair in enumerate(pairs)
         ]
+
+    def _matrix_updates(
+        self, parameter: Parameter, matrices: Matrices, coefficient: int | None, part_elements: int
+    ) -> list[Op]:
+        """One update for each matrix, or for each few of a stack."""
+        value, gradient = self.tensors[parameter.tensor], self.tensors[self.gradients[parameter.tensor]]
+        name, rule = parameter.names[0], matrices.made()
+        if not value.is_row_major:
+            raise ConfigError(
+                f"{name}: expected a parameter that lies in memory row by row for {matrices.rule}, got strides "
+                f"{value.stride} of shape {value.shape}; make it contiguous, or set it to 'rest' in matrices.parameters"
+            )
+        step = self._scalar(f"{name}.step", Role.OPTIMIZER_STATE) if counts_updates(rule) else None
+        interleaved = len(value.shape) == 3 and len(self.parts[parameter.tensor]) > 1
+        master = (
+            self._state(parameter, "master", parameter.tensor) if interleaved and self.has_master(parameter) else None
+        )
+        masters = [] if master is None else [master]
+        ops: list[Op] = []
+        for member in members(name, value, gradient, self.parts[parameter.tensor]):
+            pieces = list(member.stacked(part_elements))
+            states = [self._matrix_states(parameter, matrices, piece, start) for start, piece in pieces]
+            for (_, piece), held in zip(pieces, states, strict=True):
+                param, grad = self._tensor(piece.value), self._tensor(piece.gradient)
+                own = self._master_of(parameter, piece, param, master)
+                masters += [own] if own is not None and master is None else []
+                tensors = Tensors(
+                    param=param, grad=grad, states=tuple(held.values()), step=step, first=not ops, master=own,
+                    coefficient=coefficient, workspace=self._workspace(matrices, piece),
+                )  # fmt: skip
+                ops.append(self._sized(update_op(matrices, piece.shape, tensors, name.rpartition(".")[0])))
+            for suffix, shape in state_shapes(rule, *member.shape[1:]).items():
+                whole = shape if len(value.shape) == 2 else (member.shape[0], *shape)
+                tensors_of = tuple(held[suffix] for held in states)
+                self.states.append(
+                    State(f"{member.label}.{suffix}", self.tensors[tensors_of[0]].dtype, whole, tensors_of)
+                )
+        if masters:
+            self.states.append(State(f"{name}.master", "float32", value.shape, tuple(masters)))
+        if step is not None:
+            self.states.append(State(f"{name}.step", "float32", (), (step,)))
+        return ops
+
+    def _matrix_states(self, parameter: Parameter, matrices: Matrices, piece: Member, start: int) -> dict[str, int]:
+        """States of the matrices of one update, by suffix; those after the first run of a stack are numbered."""
+        count, rows, columns = piece.shape
+        dtype = self.tensors[parameter.tensor].dtype if matrices.rule == "muon" else "float32"
+        dtype = "float32" if self.has_master(parameter) else dtype
+        stack = (count,) if len(piece.value.shape) == 3 else ()
+        found: dict[str, int] = {}
+        for suffix, shape in state_shapes(matrices.made(), rows, columns).items():
+            name = f"{piece.label}.{suffix}" + (f"[{start}]" if start else "")
+            found[suffix] = self._fresh(name, dtype, (*stack, *shape), Role.OPTIMIZER_STATE)
+        return found
+
+    def _master_of(self, parameter: Parameter, piece: Member, param: int, whole: int | None) -> int | None:
+        """The master of the matrices of one update: a storage of its own, or a view of ``whole``."""
+        if not self.has_master(parameter):
+            return None
+        value = self.tensors[param]
+        if whole is not None:
+            return self._tensor(dataclasses.replace(value, storage=self.tensors[whole].storage, dtype="float32"))
+        name = f"{parameter.names[0]}.master" + (f"[{value.offset}]" if value.offset else "")
+        return self._fresh(name, "float32", value.shape, Role.OPTIMIZER_STATE)
+
+    def _workspace(self, matrices: Matrices, piece: Member) -> int | None:
+        """What the rule works in, if that has a place in the arena."""
+        elements = workspace_elements(matrices.made(), *piece.shape[1:])
+        if not elements:
+            return None
+        return self._fresh(f"{piece.label}.workspace", product_dtype(matrices.made()), (elements,), Role.WORKSPACE)
+
+    def _fresh(self, name: str, dtype: str, shape: tuple[int, ...], role: Role) -> int:
+        """A row-major tensor with a storage of its own."""
+        storage = self._storage(name, prod(shape) * DTYPE_BYTES[dtype], role)
+        return self._tensor(Tensor(storage, dtype, shape, row_major(shape)))
+
+    def _sized(self, op: Op) -> Op:
+        """The operation with the bytes of its tensors."""
+        read = sum(self.tensors[t].touched_bytes for t in op.inputs)
+        return dataclasses.replace(
+            op, bytes_read=read, bytes_written=sum(self.tensors[t].touched_bytes for t in op.mutates)
+        )
 
     def _state(self, parameter: Parameter, suffix: str, like: int) -> int:
         """A state of the size of one part of the parameter."""

@@ -46,7 +46,7 @@ class Executor:
 
     Args:
         program: Verified (``lading.memory.verify``).
-        optimizer: AdamW's numbers other than the learning rate.
+        optimizer: AdamW's numbers other than the learning rate; rules for matrices have theirs in the Program.
         folder: Where the disk tier's file goes.
         threads: Compute threads; None leaves torch's setting. Results can depend on it.
         device: Where it runs, for this executor alone; None is the CPU.
@@ -146,12 +146,12 @@ class Executor:
         self._running = self._bound
         self._cleanup.close()
 
-    def step(self, batches: Sequence[Mapping[str, torch.Tensor]], *, lr: float) -> list[float]:
+    def step(self, batches: Sequence[Mapping[str, torch.Tensor]], *, lr: float, matrix_lr: float = 0.0) -> list[float]:
         """Run one training step. Updates that the Program defers wait for the next step, or for ``flush``.
 
         Args:
             batches: One mapping per micro-batch, from the graph's input names to tensors.
-            lr: Learning rate of every update of this step.
+            lr, matrix_lr: Learning rates of this step's updates, by AdamW and by a rule for matrices.
         Returns:
             The losses of each micro-batch, as the graph computes them: ``graph.losses``.
         Raises:
@@ -161,14 +161,15 @@ class Executor:
         """
         self._check_usable()
         self._caller.batches = self._device.handed(checked_batches(self.program, batches))
-        self._rates.now.value = lr
+        self._rates.now.value, self._rates.now.matrices = lr, matrix_lr
         self._times.samples.clear()
         self._timeline = None
         self._bounce.discard()
         self._meter.reset()
         deferred = _actions_of(self.program, updates=True) if not self._pending else frozenset[int]()
         self._run_streams(self._bound.without(deferred) if deferred else self._bound)
-        self._rates.before.value, self._pending = lr, bool(self.program.graph.deferred)
+        self._rates.before.value, self._rates.before.matrices = lr, matrix_lr
+        self._pending = bool(self.program.graph.deferred)
         self._caller.batches = ()
         self._last_peak = self.observe_peak()
         self._has_run = self._times.enabled

@@ -18,9 +18,11 @@ import torch
 
 from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
+from lading.ir.updates import PREFIX
 from lading.optim.adamw import AdamWSettings, adamw_step
 from lading.runtime.pieces import in_pieces
 from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes
+from lading.runtime.updates import matrix_kernel
 
 Call = Callable[[], object]
 View = Callable[[int], torch.Tensor | None]
@@ -31,9 +33,10 @@ ADAMW = "lading.adamw"
 
 @dataclass
 class Rate:
-    """The learning rate of the current step, shared by all updates."""
+    """The learning rate of the current step, shared by all updates; that of rules for matrices apart."""
 
     value: float = 0.0
+    matrices: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +79,17 @@ def bind(
     Args:
         view: Tensor of the graph by id; None for an output that has no place and is dropped.
         kind: Of the device that runs it. Only on a CPU are large results made in pieces.
-        optimizer, rate: For an update (``lading.adamw``).
+        optimizer, rate: For an update (``lading.adamw``); rules for matrices have their settings in the operation.
 
     Raises:
         ProgramError: this torch has no such operation, or an input has no place.
     """
     if op.name == ADAMW:
         return _adamw(op, view, kind, optimizer, rate)
+    if op.name.startswith(PREFIX):
+        out = view(op.outputs[0]) if op.outputs else None
+        rates = rate or Rate()
+        return Kernel(*matrix_kernel(op, *_arguments(op, view), out, kind, lambda: rates.matrices))
     call = decode(op, view)
     label, inputs = op.name.split(".")[1], [t for t in map(view, op.inputs) if t is not None]
     if op.mutates and not op.outputs:

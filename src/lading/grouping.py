@@ -1,0 +1,204 @@
+"""Which parameters of a run a rule for matrices moves, and which AdamW does: settings, and their sense for a model."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fnmatch import fnmatchcase
+
+from lading.errors import ConfigError
+from lading.rules import MatrixRule, RuleName, make_rule
+
+MATRIX, REST = "matrix", "rest"
+#: Words and rows that ``Matrices.parameters`` takes, for errors.
+_WANTED = "'matrix', 'rest', a number of equal parts, or the rows of each part such as \"64 32 32\""
+_SMALL = "no matrix"
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+class Use(StrEnum):
+    """What a model does with a parameter first."""
+
+    PRODUCT = "product"
+    TABLE = "embedding"
+    HEAD = "head"
+    CONVOLUTION = "convolution"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A parameter: all its names, its shape and its use."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    use: Use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """A rule that moves whole matrices; what is no matrix is moved by the optimizer beside it, AdamW.
+
+    Where nothing is said, matrices are the parameters of two dims that products read, but for the last product's (the
+    head) and those that are looked up in (embeddings), and stacks of three dims, one matrix for each of the first.
+
+    Attributes:
+        rule: "muon", "shampoo" or "soap".
+        lr: Learning rate at its peak; it follows the schedule as AdamW's does.
+        settings: Of ``lading.rules.Muon``, ``Shampoo`` or ``SOAP``, by name.
+        parameters: By pattern of names ("layers.*.qkv.weight"), the first that matches: "matrix"; "rest", moved by
+            AdamW; for several matrices in one, how many of equal rows, or the rows of each ("64 32 32").
+    """
+
+    rule: RuleName
+    lr: float
+    settings: dict[str, bool | int | float | str] = field(default_factory=lambda: {})
+    parameters: dict[str, int | str] = field(default_factory=lambda: {})
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.lr, (int, float)) and 0 <= self.lr < 1e6):
+            raise ConfigError(f"lr: expected a number >= 0, got {self.lr!r}")
+        for pattern, value in self.parameters.items():
+            if value not in (MATRIX, REST):
+                _rows(pattern, value)
+        self.made()
+
+    def made(self) -> MatrixRule:
+        """The rule.
+
+        Raises:
+            ConfigError: no such rule or setting, or one out of range.
+        """
+        return make_rule(self.rule, self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """What moves each parameter, by its number.
+
+    Attributes:
+        matrices: Those a rule moves, with the rows of their parts; () for whole.
+        rest: Those AdamW moves, with the reason.
+    """
+
+    matrices: dict[int, tuple[int, ...]]
+    rest: dict[int, str]
+
+    def describe(self, rule: str, named: Sequence[Described]) -> str:
+        """Both, in one line, layers folded."""
+        parted = " in parts" if any(self.matrices.values()) else ""
+        moved = f"{rule} moves {_folded([named[i].names[0] for i in self.matrices])}{parted}"
+        reasons: dict[str, list[str]] = {}
+        for number, reason in self.rest.items():
+            reasons.setdefault(reason, []).append(named[number].names[0])
+        small = len(reasons.pop(_SMALL, ()))
+        others = [f"{_folded(names)} ({reason})" for reason, names in reasons.items()]
+        others += [f"{small} of fewer than two dims"] if small else []
+        return f"{moved}; adamw moves {'; '.join(others) or 'nothing'}"
+
+
+def group(matrices: Matrices, named: Sequence[Described]) -> Grouping:
+    """What moves each trained parameter.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, a parameter it cannot mean, or one that nobody says how to move.
+    """
+    moved: dict[int, tuple[int, ...]] = {}
+    rest: dict[int, str] = {}
+    unused = dict.fromkeys(matrices.parameters)
+    for number, item in enumerate(named):
+        pattern = next((p for p in matrices.parameters if any(fnmatchcase(n, p) for n in item.names)), None)
+        if pattern is None:
+            reason = _by_itself(item, matrices.rule)
+        else:
+            unused.pop(pattern, None)
+            reason = "as told" if matrices.parameters[pattern] == REST else ""
+        if reason:
+            rest[number] = reason
+        else:
+            moved[number] = _parts(item, matrices, pattern)
+    if unused:
+        raise ConfigError(_unmatched(next(iter(unused)), named))
+    if not moved:
+        raise ConfigError(f"{matrices.rule}: expected at least one matrix to move, found none; train with AdamW alone")
+    return Grouping(moved, rest)
+
+
+def _by_itself(item: Described, rule: str) -> str:
+    """Why AdamW moves a parameter of which nobody says anything; "" if it is a matrix."""
+    if len(item.shape) < 2:
+        return _SMALL
+    if item.use in (Use.TABLE, Use.HEAD):
+        return item.use.value
+    if item.use is Use.OTHER:
+        return "in no product"
+    if len(item.shape) > 3 or item.use is Use.CONVOLUTION or 0 in item.shape:
+        raise ConfigError(
+            f"{item.names[0]}: {rule} moves matrices and stacks of them, this is a {item.use.value} weight of shape "
+            f'{item.shape}; say who moves it: matrices.parameters = {{ "{item.names[0]}" = "rest" }} for AdamW'
+        )
+    return ""
+
+
+def _parts(item: Described, matrices: Matrices, pattern: str | None) -> tuple[int, ...]:
+    """Rows of the parts of a matrix."""
+    if len(item.shape) not in (2, 3) or 0 in item.shape:
+        raise ConfigError(
+            f"{item.names[0]}: expected a matrix or a stack of matrices for {matrices.rule}, got shape {item.shape}; "
+            f"set matrices.parameters {pattern!r} to 'rest'"
+        )
+    value = matrices.parameters[pattern] if pattern is not None else MATRIX
+    if value == MATRIX:
+        return ()
+    rows, given = item.shape[-2], _rows(str(pattern), value)
+    if isinstance(given, int):
+        if rows % given:
+            raise ConfigError(f"{item.names[0]}: expected parts that divide its {rows} rows, got {given} parts")
+        return (rows // given,) * given
+    if sum(given) != rows:
+        raise ConfigError(f"{item.names[0]}: expected parts that add up to its {rows} rows, got {sum(given)}")
+    return given
+
+
+def _rows(pattern: str, value: int | str) -> int | tuple[int, ...]:
+    """A number of parts, or the rows of each."""
+    if isinstance(value, int) and value > 0:
+        return value
+    words = value.split() if isinstance(value, str) else []
+    if not words or not all(word.isdecimal() and int(word) for word in words):
+        raise ConfigError(f"parameters: {pattern!r}: expected {_WANTED}, got {value!r}")
+    return tuple(map(int, words))
+
+
+def _unmatched(pattern: str, named: Sequence[Described]) -> str:
+    names = [name for item in named for name in item.names]
+    matched = [name for name in names if fnmatchcase(name, pattern)]
+    if matched:
+        return f"matrices.parameters: {pattern!r} comes behind patterns that take all it matches; put it first"
+    near = difflib.get_close_matches(pattern, names, 1, 0.3)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"matrices.parameters: expected patterns that match a trained parameter, {pattern!r} matches none{hint}"
+
+
+def _folded(names: Sequence[str]) -> str:
+    """``"4 of layers.*.wq.weight, head.weight"``."""
+    counts: dict[str, list[str]] = {}
+    for name in names:
+        counts.setdefault(_NUMBER.sub(".*", name), []).append(name)
+    words = [f"{len(same)} of {folded}" if len(same) > 1 else same[0] for folded, same in counts.items()]
+    return ", ".join(words)
+
+
+def matrices_from(table: Mapping[str, object]) -> Matrices:
+    """What ``dataclasses.asdict`` of a ``Matrices`` gave.
+
+    Raises:
+        ConfigError: as for ``Matrices``.
+    """
+    try:
+        return Matrices(**table)  # pyright: ignore[reportArgumentType]
+    except TypeError as error:
+        raise ConfigError(f"expected rule, lr, settings and parameters of matrices, got {', '.join(table)}") from error

@@ -1,0 +1,221 @@
+"""Updates of whole matrices as operations of the step: Muon, Shampoo, SOAP.
+
+An operation ``lading.<rule>`` moves one matrix, or several of equal shape (experts of a stack): its arguments are
+(param, grad, states..., step), all but grad mutated; ``step`` only where the rule counts updates. Named: ``settings``
+of the rule, ``master`` and ``coefficient`` as for AdamW, ``first`` (False: another operation of this parameter has
+counted the step). What Muon's iteration works in is an output, a workspace with a place in the arena for as long as the
+operation takes; what Shampoo and SOAP work in is scratch of their kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from lading.grouping import Described, Grouping, Matrices, Use, group
+from lading.ir.graph import Arg, Op, OpKind, Parameter, Phase, Ref, StepGraph, Tensor, refs
+from lading.rules import SOAP, MatrixRule, Muon, Shampoo, Work, make_rule
+
+PREFIX = "lading."
+#: Rules that count updates, for bias corrections and for what is due now and then.
+_COUNTING = (Shampoo, SOAP)
+#: Tables are looked up in by these.
+_LOOKUPS = ("aten.embedding.", "aten.embedding_bag", "aten._embedding_bag", "aten.index_select.")
+
+
+def rule_of(op: Op) -> MatrixRule | None:
+    """The rule by which an operation moves matrices; None if it does not."""
+    settings = dict(op.kwargs).get("settings")
+    if not op.name.startswith(PREFIX) or settings is None:
+        return None
+    pairs = cast("tuple[tuple[str, bool | int | float | str], ...]", settings)
+    return make_rule(op.name.removeprefix(PREFIX), dict(pairs))
+
+
+def matrices_of(graph: StepGraph, op: Op) -> tuple[int, int, int]:
+    """(how many, rows, columns) of the matrices an operation moves."""
+    shape = graph.tensors[op.inputs[0]].shape
+    return (1, *shape) if len(shape) == 2 else cast("tuple[int, int, int]", shape)
+
+
+def work_of(graph: StepGraph, op: Op) -> tuple[MatrixRule, int, Work] | None:
+    """Rule, number of matrices, and the work for each; None if the operation moves no matrices."""
+    rule = rule_of(op)
+    if rule is None:
+        return None
+    count, rows, columns = matrices_of(graph, op)
+    return rule, count, rule.work(rows, columns)
+
+
+def product_dtype(rule: MatrixRule) -> str:
+    """In which products run."""
+    return rule.dtype if isinstance(rule, Muon) else "float32"
+
+
+def state_shapes(rule: MatrixRule, rows: int, columns: int) -> dict[str, tuple[int, int]]:
+    """States of one matrix; Muon's has the parameter's dtype, the others are float32."""
+    own, left, right = (rows, columns), (rows, rows), (columns, columns)
+    if isinstance(rule, Muon):
+        return {"momentum": own}
+    if isinstance(rule, Shampoo):
+        grafted = {"grafted": own} if rule.grafting == "adam" else {}
+        return {"filtered": own, "left": left, "right": right, "left_root": left, "right_root": right, **grafted}
+    return {
+        "exp_avg": own, "exp_avg_sq": own, "left": left, "right": right, "left_basis": left, "right_basis": right,
+    }  # fmt: skip
+
+
+def workspace_elements(rule: MatrixRule, rows: int, columns: int) -> int:
+    """Of Muon's iteration, in its dtype: the matrix before and after a step, and two squares of the short side."""
+    return 2 * rows * columns + 2 * min(rows, columns) ** 2 if isinstance(rule, Muon) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """Matrices of equal shape that lie regularly in a parameter.
+
+    Attributes:
+        label: The parameter's name, and the part's number.
+        value, gradient: (rows, columns), or (count, rows, columns) for a stack.
+    """
+
+    label: str
+    value: Tensor
+    gradient: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(count, rows, columns)."""
+        return (1, *self.value.shape) if len(self.value.shape) == 2 else cast("tuple[int, int, int]", self.value.shape)
+
+    def stacked(self, most_elements: int) -> Iterator[tuple[int, Member]]:
+        """Runs of whole matrices of at least so many elements, with the number of the first."""
+        count, rows, columns = self.shape
+        if len(self.value.shape) == 2:
+            yield 0, self
+            return
+        each = min(count, max(1, -(-most_elements // (rows * columns))))
+        for start in range(0, count, each):
+            cut = [
+                dataclasses.replace(
+                    t, shape=(min(each, count - start), rows, columns), offset=t.offset + start * t.stride[0]
+                )
+                for t in (self.value, self.gradient)
+            ]
+            yield start, Member(self.label, *cut)
+
+
+def members(name: str, value: Tensor, gradient: Tensor, parts: Sequence[int]) -> list[Member]:
+    """The matrices of a parameter: one, or one for each part of its rows."""
+    if not parts:
+        return [Member(name, value, gradient)]
+    found: list[Member] = []
+    start = 0
+    for number, rows in enumerate(parts):
+        cut = [
+            dataclasses.replace(t, shape=(*t.shape[:-2], rows, t.shape[-1]), offset=t.offset + start * t.stride[-2])
+            for t in (value, gradient)
+        ]
+        found.append(Member(f"{name}.{number}", *cut))
+        start += rows
+    return found
+
+
+def counts_updates(rule: MatrixRule) -> bool:
+    """Whether updates are numbered."""
+    return isinstance(rule, _COUNTING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensors:
+    """What an update works on, by id; ``first``: it counts the step."""
+
+    param: int
+    grad: int
+    states: tuple[int, ...]
+    step: int | None = None
+    first: bool = True
+    master: int | None = None
+    coefficient: int | None = None
+    workspace: int | None = None
+
+
+def update_op(matrices: Matrices, shape: tuple[int, int, int], tensors: Tensors, module: str) -> Op:
+    """The operation on matrices of ``shape``, (count, rows, columns); whoever knows the tensors fills in bytes."""
+    rule = matrices.made()
+    count, rows, columns = shape
+    counting = () if tensors.step is None else (tensors.step,)
+    args = (tensors.param, tensors.grad, *tensors.states, *counting)
+    named = {"master": tensors.master, "coefficient": tensors.coefficient}
+    extra = {key: tensor for key, tensor in named.items() if tensor is not None}
+    moved = (tensors.param, *tensors.states, *((tensors.master,) if tensors.master is not None else ()))
+    later: tuple[tuple[str, Arg], ...] = (("first", False),) if counting and not tensors.first else ()
+    settings: Arg = tuple((field.name, getattr(rule, field.name)) for field in dataclasses.fields(rule))
+    made = () if tensors.workspace is None else (tensors.workspace,)
+    return Op(
+        name=PREFIX + matrices.rule,
+        phase=Phase.OPTIMIZER,
+        args=tuple(map(Ref, args)),
+        kwargs=(*((key, Ref(tensor)) for key, tensor in extra.items()), *later, ("settings", settings)),
+        inputs=(*args, *extra.values()),
+        outputs=made,
+        results=made or (None,),
+        mutates=(*moved, *(counting if tensors.first else ())),
+        module=module,
+        kind=OpKind.STEP,
+        flops=int(count * rule.work(rows, columns).flops),
+    )
+
+
+def described(graph: StepGraph, parameters: Sequence[Parameter]) -> list[Described]:
+    """Parameters of a captured micro-batch with what the model does with them."""
+    source = {graph.storage_of(p.tensor): i for i, p in enumerate(graph.parameters)}
+    uses: dict[int, set[Use]] = {}
+    head: int | None = None
+    for op in graph.ops:
+        if op.phase not in (Phase.FORWARD, Phase.LOSS):
+            continue
+        touched = [graph.storage_of(t) for arg in op.args for t in refs(arg)]
+        found = [source[s] for s in touched if s in source]
+        if op.kind is OpKind.COPY and len(found) == 1 and len(op.outputs) == 1:  # a cast, as under autocast
+            source[graph.storage_of(op.outputs[0])] = found[0]
+            continue
+        use = _use(op)
+        for number in found:
+            uses.setdefault(number, set()).add(use)
+            if use is Use.PRODUCT and len(graph.tensors[graph.parameters[number].tensor].shape) == 2:
+                head = number
+    numbers = [graph.parameters.index(p) for p in parameters]
+    kinds = [_first_use(uses.get(number, set()), number == head) for number in numbers]
+    return [Described(p.names, graph.tensors[p.tensor].shape, use) for p, use in zip(parameters, kinds, strict=True)]
+
+
+def _use(op: Op) -> Use:
+    if op.kind is OpKind.MATMUL:
+        return Use.PRODUCT
+    if op.kind is OpKind.CONVOLUTION:
+        return Use.CONVOLUTION
+    return Use.TABLE if op.name.startswith(_LOOKUPS) else Use.OTHER
+
+
+def _first_use(uses: set[Use], is_head: bool) -> Use:
+    """What counts of several: a tied table is a table, a head is no hidden matrix."""
+    if Use.TABLE in uses:
+        return Use.TABLE
+    if is_head:
+        return Use.HEAD
+    return next((use for use in (Use.PRODUCT, Use.CONVOLUTION) if use in uses), Use.OTHER)
+
+
+def grouped(graph: StepGraph, matrices: Matrices) -> tuple[dict[int, tuple[int, ...]], str]:
+    """Parts of each matrix that the rule moves, by the parameter's tensor; and who moves what, in words.
+
+    Raises:
+        ConfigError: as ``lading.grouping.group``.
+    """
+    trained = [p for p in graph.parameters if p.gradient is not None]
+    named = described(graph, trained)
+    found: Grouping = group(matrices, named)
+    return {trained[i].tensor: parts for i, parts in found.matrices.items()}, found.describe(matrices.rule, named)

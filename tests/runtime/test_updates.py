@@ -1,0 +1,113 @@
+"""Kernels that move matrices: their bits, and what they allocate."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lading.grouping import Matrices
+from lading.ir.updates import (
+    Tensors,
+    counts_updates,
+    product_dtype,
+    rule_of,
+    state_shapes,
+    update_op,
+    workspace_elements,
+)
+from lading.optim.muon import MuonRule
+from lading.optim.rule import fresh, update_matrix
+from lading.optim.shampoo import ShampooRule
+from lading.optim.soap import SOAPRule
+from lading.rules import SOAP, Muon, Shampoo
+from lading.runtime import updates
+from lading.runtime.kernels import Kernel, Rate, bind
+
+RULES: list[Any] = [
+    Matrices(rule="muon", lr=0.1),
+    Matrices(rule="muon", lr=0.1, settings={"dtype": "float32", "coefficients": "you", "scale": "none", "steps": 4}),
+    Matrices(rule="soap", lr=0.1, settings={"frequency": 2}),
+    Matrices(rule="shampoo", lr=0.1, settings={"frequency": 2, "eps": 1e-6}),
+    Matrices(rule="shampoo", lr=0.1, settings={"frequency": 1, "eps": 1e-4, "root": "newton", "grafting": "none"}),
+]
+
+
+def maths(matrices: Matrices) -> Any:
+    rule = matrices.made()
+    if isinstance(rule, Muon):
+        return MuonRule(rule)
+    return ShampooRule(rule) if isinstance(rule, Shampoo) else SOAPRule(rule)
+
+
+def bound(matrices: Matrices, param: torch.Tensor, grad: torch.Tensor) -> Kernel:
+    """The update of a matrix, or of a stack, with states of zeros."""
+    rule, shape = matrices.made(), (param.shape[-2], param.shape[-1])
+    states = [torch.zeros(*param.shape[:-2], *s) for s in state_shapes(rule, *shape).values()]
+    room = workspace_elements(rule, *shape)
+    dtype = getattr(torch, product_dtype(rule))
+    tensors = [param, grad, *states, torch.zeros(()), torch.empty(room, dtype=dtype)]
+    step = 2 + len(states)
+    numbers = Tensors(
+        param=0, grad=1, states=tuple(range(2, step)), step=step if counts_updates(rule) else None,
+        workspace=step + 1 if room else None,
+    )  # fmt: skip
+    op = update_op(matrices, (1 if param.dim() == 2 else param.shape[0], *shape), numbers, "")
+    return bind(op, lambda tensor: tensors[tensor], rate=Rate(0.0, 0.1))
+
+
+@pytest.mark.parametrize("at_once", [100, 1 << 18])
+@pytest.mark.parametrize("shape", [(33, 20), (20, 48), (3, 16, 24)])
+@pytest.mark.parametrize("matrices", RULES, ids=lambda m: m.rule + "-".join(map(str, m.settings)))
+def test_bits_are_those_of_the_rule(
+    matrices: Matrices, shape: tuple[int, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(updates, "_AT_ONCE", {"cpu": at_once})
+    generator = torch.Generator().manual_seed(1)
+    param, grad = torch.randn(shape, generator=generator), torch.empty(shape)
+    wanted, rule = param.clone(), maths(matrices)
+    kernel = bound(matrices, param, grad)
+    stack = wanted if wanted.dim() == 3 else wanted.unsqueeze(0)
+    states = [fresh(rule, (shape[-2], shape[-1]), torch.float32) for _ in stack]
+    for update in range(1, 5):
+        grad.copy_(torch.randn(shape, generator=generator))
+        kernel.run()
+        for index, (held, whole) in enumerate(states):
+            update_matrix(rule, stack[index], grad.view(stack.shape)[index], held, whole, lr=0.1, update=update)
+        assert torch.equal(param, wanted)
+
+
+@pytest.mark.parametrize("shape", [(256, 96), (96, 256), (200, 200)])
+@pytest.mark.parametrize("matrices", RULES, ids=lambda m: m.rule + "-".join(map(str, m.settings)))
+def test_scratch_is_an_upper_bound(matrices: Matrices, shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(shape, generator=generator)
+    kernel = bound(matrices, torch.randn(shape, generator=generator), grad)
+    most = 0
+    for _ in range(3):
+        grad.copy_(torch.randn(shape, generator=generator))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            kernel.run()
+        assert profiled.profiler is not None
+        sizes = [e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+        most = max(most, *accumulate(sizes))
+    assert 0.5 * kernel.scratch_bytes < most <= kernel.scratch_bytes
+
+
+@pytest.mark.parametrize("rule", [Muon(), Shampoo(), Shampoo(grafting="sgd"), SOAP()], ids=str)
+def test_states_are_those_of_the_mathematics(rule: Any) -> None:
+    named = {Muon: "muon", Shampoo: "shampoo", SOAP: "soap"}[type(rule)]
+    made: Any = {"rule": named, "lr": 0.1, "settings": dataclasses.asdict(rule)}
+    found = maths(Matrices(**made)).states((6, 4), torch.float32)
+    assert state_shapes(rule, 6, 4) == {name: state.shape for name, state in found.items()}
+
+
+def test_an_update_says_what_it_is() -> None:
+    op = update_op(RULES[0], (2, 8, 4), Tensors(param=0, grad=1, states=(2,), workspace=3), "layers.0")
+    assert op.flops == 2 * RULES[0].made().work(8, 4).flops
+    assert (op.name, op.mutates, op.outputs, op.module) == ("lading.muon", (0, 2), (3,), "layers.0")
+    assert rule_of(op) == RULES[0].made()

@@ -5,6 +5,7 @@ Measured by benchmarks/simulator/ranks.py with torch 2.13 on one to four gloo ra
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from lading.capture.table import module_table
 from lading.catalog.stacks import stack_by_name
 from lading.errors import ConfigError
+from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, Request
 from lading.ir.table import ModelTable
@@ -81,3 +83,16 @@ def test_states_cut_without_fsdp_are_refused() -> None:
             request.stack,
             schedule_of(request.layout),
         )
+
+
+def test_states_of_adapters_only():
+    """A rank-8 adapter has 8 (in + out) elements beside each of the seven matrices of a block; AdamW keeps 8 bytes."""
+    request, table = request_of("llama", LLAMA, "mb1,gb1")
+    request = replace(request, task="lora", lora_rank=8)
+    segments, plan = segments_of(request, table), schedule_of(request.layout)
+    (roles,) = eager_memory(runs_of(request, table), segments, request.layout, request.stack, plan)
+    trained = 4 * 8 * (2 * (512 + 512) + 2 * (512 + 256) + 3 * (512 + 1408))
+    frozen = 4 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1408 + 2 * 512) + 2 * 4096 * 512 + 512
+    assert roles[Role.OPTIMIZER_STATE] == 2 * 4 * trained
+    assert roles[Role.GRADIENT] <= 4 * trained
+    assert 4 * (trained + frozen) <= roles[Role.PARAMETER] < 4.1 * (trained + frozen)

@@ -98,6 +98,14 @@ def test_pipelines_keep_fewer_bytes_and_count_all(layout: str) -> None:
     assert moved.step.step_s > kept.step.step_s
 
 
+def test_activations_that_would_not_move_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"no chunk of .* has more than one; take fewer stages, or offload_layers=1"):
+        step("pp8,vpp4,gb32,offload=activations")
+    kept, moved = step("pp8,vpp4,gb32"), step("pp8,vpp4,gb32,offload=activations,offload_layers=1")
+    assert moved.memory[0][Role.ACTIVATION] < kept.memory[0][Role.ACTIVATION]
+    assert moved.behind[0][Role.ACTIVATION] > 0
+
+
 def test_llama_7b_on_eight_a800() -> None:
     """64 sequences of 4,096 tokens with checkpointing: the optimizer on the host takes 16.8 s more with ZeRO-3 and 20.1
     more with ZeRO-2, and peaks fall from 20.4 to 9.4 and from 23.5 to 16.9 GiB (gist of chenyaofo, DeepSpeed 0.14.2).

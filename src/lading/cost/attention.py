@@ -21,6 +21,7 @@ from math import log2
 from lading.catalog.kernels import KernelRates, PassRates, kernel_rates
 from lading.cost.product import peak_flops, power_slowdown
 from lading.errors import ConfigError
+from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Device
 from lading.ir.work import Attention
 
@@ -69,7 +70,7 @@ def seconds(
     total, longest = _work(attention, found)
     reach = found.reach_at((attention.qk_dim + attention.v_dim) / 2)
     rate = peak * gpu.speed * reach / slow * found.exponentials ** log2(gpu.exponentials)
-    memory = _bytes(attention) / (device.memory_bandwidth_bytes_per_s * rates.memory.share)
+    memory = _bytes(attention, dtype) / (device.memory_bandwidth_bytes_per_s * rates.memory.share)
     longest *= gpu.num_sms
     parts = ((total + found.tail * longest) / rate, longest / rate, memory)
     return sum(part**_SMOOTH for part in parts) ** (1 / _SMOOTH) + rates.memory.fixed_s
@@ -100,11 +101,11 @@ def _work(attention: Attention, rates: PassRates) -> tuple[float, float]:
     return total, min(rates.block, queries) * (own + rates.prologue_keys) * pair
 
 
-def _bytes(attention: Attention) -> float:
-    """Queries, keys, values and output in 16 bits, read or written once; backward reads all and writes as many."""
+def _bytes(attention: Attention, dtype: str) -> float:
+    """Queries, keys, values and output, read or written once; backward reads all and writes as many."""
     queries = attention.batch * attention.heads * attention.query_tokens * (attention.qk_dim + attention.v_dim)
     keys = attention.batch * attention.kv_heads * attention.key_tokens * (attention.qk_dim + attention.v_dim)
-    return 2.0 * (queries + keys) * (2.5 if attention.backward else 1.0)
+    return max(2.0, DTYPE_BYTES[dtype]) * (queries + keys) * (2.5 if attention.backward else 1.0)
 
 
 def _by_curve(attention: Attention, dtype: str, device: Device) -> float:

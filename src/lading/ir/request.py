@@ -96,6 +96,7 @@ class Request:
             raise ConfigError(f"request {self.name}: task must be one of {', '.join(TASKS)}, got {self.task!r}")
         if self.seq_len < 1:
             raise ConfigError(f"request {self.name}: seq_len must be >= 1, got {self.seq_len}")
+        object.__setattr__(self, "stack", self.stack.in_precision(self.layout.precision))
 
     @property
     def tokens(self) -> int:

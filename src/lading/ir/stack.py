@@ -5,7 +5,7 @@ The same layout runs at different speeds on Megatron of 2021 and on FSDP under t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lading.errors import ConfigError
 
@@ -169,6 +169,13 @@ class Stack:
             raise ConfigError(f"stack {self.name}: host_optimizer must be a share in (0, 1], got {self.host_optimizer}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):
             raise ConfigError(f"stack {self.name}: imbalance must be >= 1 and each of hidden in [0, 1]")
+
+    def in_precision(self, precision: str) -> Stack:
+        """The stack where products run in ``precision``: in fp32 all is fp32, and no parameter has a master."""
+        if precision != "fp32":
+            return self
+        wide = "float32"
+        return replace(self, parameters_dtype=wide, gradient_dtype=wide, gather_dtype=wide, master_weights=False)
 
     def spread_on(self, architecture: str) -> float:
         """Half width of the interval of a step on devices of an architecture, as a share."""

@@ -51,6 +51,7 @@ class Adapters:
     Attributes:
         rank: Of A and B.
         wide: A and B are fp32 and run under autocast.
+        width: Bytes of an element of the weights that have not fewer bits.
         dropout: What enters an adapter is dropped out.
         quantizer: Of the frozen weights of blocks: "gptq", "nf4", or "" for 16 bits.
         modules: Last names of modules whose products have adapters; () for all.
@@ -59,6 +60,7 @@ class Adapters:
 
     rank: int
     wide: bool = False
+    width: int = 2
     dropout: bool = False
     quantizer: str = ""
     modules: tuple[str, ...] = ()
@@ -86,7 +88,8 @@ def adapters_of(request: Request) -> Adapters | None:
         )
     return Adapters(
         rank=request.lora_rank,
-        wide=stack.adapter_dtype == "float32",
+        wide=stack.adapter_dtype == "float32" and request.layout.precision != "fp32",
+        width=4 if request.layout.precision == "fp32" else 2,
         dropout=stack.adapter_dropout,
         quantizer=stack.quantizer if request.task == "qlora" else "",
         modules=stack.adapter_modules,
@@ -100,7 +103,7 @@ def adapted(segment: RankSegment, adapters: Adapters, layout: Layout) -> RankSeg
     >>> adapted(block, Adapters(rank=64), layout).trained_elements
     {'dp': 17956864}
     """
-    all_bytes = 2 * sum(segment.parameter_elements.values())
+    all_bytes = adapters.width * sum(segment.parameter_elements.values())
     if not (segment.enters and segment.leaves):
         if adapters.outer:
             trained = dict(segment.parameter_elements)
@@ -174,13 +177,15 @@ class _Adapting:
             tensors=tuple(self.tensors),
             saved=tuple(dict.fromkeys(self.saved)),
             trained_elements={"dp": self.trained},
-            trained_bytes=self.trained * (4 if self.adapters.wide else 2),
+            trained_bytes=self.trained * (4 if self.adapters.wide else self.adapters.width),
             frozen_bytes=self._frozen_bytes(),
         )
 
     def _frozen_bytes(self) -> int:
         every = sum(self.segment.parameter_elements.values())
-        return round(2 * (every - self.quantized) + _KEPT.get(self.adapters.quantizer, 0.0) * self.quantized)
+        return round(
+            self.adapters.width * (every - self.quantized) + _KEPT.get(self.adapters.quantizer, 0.0) * self.quantized
+        )
 
     def _weights(self, kernel: Kernel) -> list[int]:
         return [t for t in kernel.inputs if self.segment.tensors[t].role is Role.PARAMETER]
@@ -222,7 +227,8 @@ class _Adapting:
 
     def _small(self, like: Kernel, work: Product, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
         """A product with A or B, or that makes a gradient of one: these are made where they are met."""
-        read, written = 2 * (work.m * work.k + work.k * work.n), 2 * work.m * work.n
+        width = self.adapters.width
+        read, written = width * (work.m * work.k + work.k * work.n), width * work.m * work.n
         self._put(like, "mm", OpKind.MATMUL, read, written, inputs=inputs, outputs=outputs, detail=work)
 
     def _over_weights(self, like: Kernel, work: Product, names: Sequence[str]) -> None:
@@ -283,7 +289,7 @@ class _Adapting:
             return ()
         self.trained += rank * (work.k + work.n)
         if self.adapters.quantizer == "gptq":  # PEFT clones the result before it adds to it in place
-            self._put(base, "clone", OpKind.COPY, 2 * tokens * work.n, 2 * tokens * work.n)
+            self._put(base, "clone", OpKind.COPY, *[self.adapters.width * tokens * work.n] * 2)
         entering, mask = x, -1
         if wide:
             entering = self._moved(base, "widen", OpKind.COPY, entering, ("float32", tokens, work.k))

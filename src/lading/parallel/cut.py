@@ -23,6 +23,7 @@ from lading.parallel.lineage import lineage
 from lading.parallel.shapes import Lengths
 from lading.parallel.specs import CutKernel, CutParameter, CutSegment, CutTensor, Spec, staged
 from lading.parallel.structure import elements, leading_to, makers
+from lading.parallel.wide import widened
 
 #: A partial sum may pass through these: the sum of results is the result of sums.
 _LINEAR = frozenset(["add", "sub", "neg", "clone", "cat", "mul", "div"])
@@ -42,18 +43,20 @@ class _Itself:
         return isinstance(other, _Itself) and other.segment is self.segment
 
 
-def cut(segment: Segment, axes: Axes) -> CutSegment:
+def cut(segment: Segment, axes: Axes, *, wide: bool = False) -> CutSegment:
     """Cut a segment over the axes that have more than one rank; done once for each segment and axes.
 
+    Args:
+        wide: As it runs in fp32, where it was captured in 16 bits.
     Raises:
         ConfigError: an operation cannot be cut this way; names it.
     """
-    return _cut(_Itself(segment), axes)
+    return _cut(_Itself(segment), axes, wide)
 
 
 @lru_cache(maxsize=4096)
-def _cut(itself: _Itself, axes: Axes) -> CutSegment:
-    return _Cutter(itself.segment, axes).run()
+def _cut(itself: _Itself, axes: Axes, wide: bool) -> CutSegment:
+    return _Cutter(widened(itself.segment) if wide else itself.segment, axes).run()
 
 
 @dataclass(slots=True)

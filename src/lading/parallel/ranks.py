@@ -38,7 +38,7 @@ def rank_segment(
     Raises:
         ConfigError: the layout cannot be: names the rule, what was found and the nearest that can be.
     """
-    cut_segment = cut(segment, axes_of(layout, regather=regather))
+    cut_segment = cut(segment, axes_of(layout, regather=regather), wide=layout.precision == "fp32")
     degrees = _Degrees(
         layout.tp, layout.cp, layout.ep, layout.expert_tp, Context(layout.cp, layout.cp_comm, fp32_rings)
     )

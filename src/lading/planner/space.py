@@ -61,6 +61,9 @@ class Ask:
     budget_bytes: int = 0
 
     def __post_init__(self) -> None:
+        if "precision" in self.pins:  # with it goes what the stack keeps
+            layout = dataclasses.replace(self.request.layout, precision=self.pins["precision"])
+            object.__setattr__(self, "request", dataclasses.replace(self.request, layout=layout))
         for name in ("devices", "global_batch", "top", "proven"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name.replace('_', ' ')} >= 1, got {getattr(self, name)}")

@@ -31,7 +31,7 @@ from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 from lading.ir.work import RankSegment, Stage
-from lading.memory.ranks import shards, state_bytes
+from lading.memory.ranks import adapter_bytes, shards, state_bytes
 from lading.parallel.memory import alive_bytes
 from lading.parallel.recompute import recomputed
 from lading.sim.schedules import Schedule, Work
@@ -47,6 +47,8 @@ class EagerUnit:
         keeping, adding: Most while backward runs, where gradients of weights stay as they are made, and where each is
             added to one that is there.
         elements: Parameters by the axes over which they are replicated.
+        trained: Of those, what is trained.
+        trained_bytes, frozen_bytes: Of adapters and what they stand beside, as they are kept; else 0.
         tables: Of buffers and constants.
         enters: Of what enters.
         leaves: Of what leaves; of the last one, the logits.
@@ -57,6 +59,9 @@ class EagerUnit:
     keeping: int
     adding: int
     elements: dict[str, int]
+    trained: dict[str, int]
+    trained_bytes: int
+    frozen_bytes: int
     tables: int
     enters: int
     leaves: int
@@ -85,6 +90,9 @@ class EagerUnit:
             keeping=keeping,
             adding=adding,
             elements=segment.parameter_elements,
+            trained=segment.parameter_elements if segment.trained_elements is None else segment.trained_elements,
+            trained_bytes=segment.trained_bytes,
+            frozen_bytes=segment.frozen_bytes,
             tables=sum(fixed.values()),
             enters=sum(segment.tensors[t].size_bytes for t in segment.enters),
             leaves=sum(segment.tensors[t].size_bytes for t in segment.leaves) or logits,
@@ -149,6 +157,11 @@ class _Walk:
         """Of the parameters of a unit."""
         return self.units[stage][place].number * self.width
 
+    def gradients_of(self, stage: int, place: int) -> int:
+        """Of the gradients of what is trained of a unit."""
+        unit = self.units[stage][place]
+        return unit.trained_bytes or sum(unit.trained.values()) * self.width
+
     def gather(self, stage: int, place: int, activations: int) -> None:
         """Have a unit in full; nothing if it is."""
         if not self.is_fsdp or (stage, place) in self.gathered:
@@ -195,7 +208,7 @@ class _Walk:
             self.flat = self._in_front(stage, place)
             self.look(kept + (unit.keeping if keeps else unit.adding))
             if keeps:
-                self.made[stage, place] = self.bytes_of(stage, place)
+                self.made[stage, place] = self.gradients_of(stage, place)
             if self.is_fsdp and self.layout.pp == 1:
                 self._reduce(stage, place, kept)
             elif self.in_buffers and reduces:
@@ -215,11 +228,11 @@ class _Walk:
         """A unit is released, and its gradients go into the input of a reduce-scatter, of which a part remains."""
         self.gathered.discard((stage, place))
         self.reducing = 0
-        size = self.bytes_of(stage, place)
+        size = self.gradients_of(stage, place)
         self.look(activations, size)
         self.made.pop((stage, place), None)
         self.reducing = size
-        elements = self.units[stage][place].elements
+        elements = self.units[stage][place].trained
         part = sum(number * self.width // shards(axes, self.layout) for axes, number in elements.items())
         self.look(activations, part)
         self.parts[stage, place] = part
@@ -259,7 +272,9 @@ def _walked(
         for axes, number in unit.elements.items():
             elements[axes] = elements.get(axes, 0) + number
     cut = layout if layout.zero != 2 else replace(layout, zero=3)
-    roles = state_bytes(elements, cut if layout.zero else layout, stack)
+    roles = state_bytes(elements, cut, stack)
+    if frozen := sum(unit.frozen_bytes for unit in whole):
+        roles = adapter_bytes(frozen, sum(unit.trained_bytes for unit in whole), cut, stack)
     in_buffers = layout.zero == 0 and layout.dp * layout.cp > 1
     if not in_buffers:
         roles[Role.GRADIENT] = 0

@@ -30,7 +30,7 @@ from lading.sim.phases import Phases
 from lading.sim.pipeline import PipelineRun
 from lading.sim.prices import MachinePrices
 from lading.sim.schedules import Schedule, Work, schedule_of
-from lading.sim.step import Run, Stage, Step, elements_of, shares_of, stage_of
+from lading.sim.step import Run, Stage, Step, shares_of, stage_of, trained_of
 
 _ADD, _TO_BUCKET, _GATHERED, _REDUCED = 12, 8, 8, 8
 #: DistributedDataParallel's ``bucket_cap_mb``.
@@ -92,11 +92,11 @@ class _Host:
         """What is beside the kernels of a rank without a pipeline, by cause."""
         layout, stage = self.request.layout, self.stage(run, self.request.layout.devices)
         times = layout.micro_batches
-        adds = 0.0 if layout.zero else self.moved_s(stage.elements, _ADD) * (times - 1)
+        adds = 0.0 if layout.zero else self.moved_s(stage.trained, _ADD) * (times - 1)
         return {
             "data-parallel communication": self._exchanged(run, times),
             "gradients": adds,
-            "optimizer": self.optimizer_s(stage.elements),
+            "optimizer": self.optimizer_s(stage.trained),
             "host": self._hooks_s(run, times),
         }
 
@@ -106,11 +106,11 @@ class _Host:
             return 0.0
         units = [self.segments[segment] for segment, count in run for _ in range(count)]
         if layout.zero == 0:
-            return self._buckets_s(elements_of([self.stage(run, 1)]), prices)
+            return self._buckets_s(self.stage(run, 1).trained, prices)
         gathers = [prices.gather_s(u.elements) + self.moved_s(u.elements, _GATHERED) for u in units]
-        reduces = [prices.reduce_s(u.elements) + self.moved_s(u.elements, _REDUCED) for u in units]
+        reduces = [prices.reduce_s(u.trained) + self.moved_s(u.trained, _REDUCED) for u in units]
         again = sum(gathers[:-1]) if layout.zero == 3 else 0.0
-        adds = sum(self.moved_s(u.elements, _ADD) for u in units) * (times - 1) / layout.sharding_ranks
+        adds = sum(self.moved_s(u.trained, _ADD) for u in units) * (times - 1) / layout.sharding_ranks
         return times * (sum(gathers) + again + sum(reduces)) + adds
 
     def _buckets_s(self, elements: Mapping[str, int], prices: MachinePrices) -> float:
@@ -136,7 +136,7 @@ class _Host:
         plan = schedule_of(layout)
         group = layout.devices // layout.pp
         at = [[self.stage(run, k * group) for run in runs] for k in range(1, layout.pp + 1)]
-        adds = [self.moved_s(stage.elements, _ADD) for stage in at[-1]]
+        adds = [self.moved_s(stage.trained, _ADD) for stage in at[-1]]
         send_s = self.prices(0).send_s(self.segments[0].sent_bytes)
         forward = [[s.forward.seconds for s in stages] for stages in at]
         backward = [[s.backward_s + add for s, add in zip(stages, adds, strict=True)] for stages in at]
@@ -146,7 +146,7 @@ class _Host:
             "bubble": run.makespan_s - float(run.busy_s.max()),
             "data-parallel communication": self._ends_s(runs),
             "gradients": max(adds) * layout.micro_batches,
-            "optimizer": max(self.optimizer_s(elements_of(own)) for own in held),
+            "optimizer": max(self.optimizer_s(trained_of(own)) for own in held),
             "host": max(self._hooks_s(run, 1) for run in runs) + stack.step_s,
         }
         shares: dict[str, float] = {}
@@ -169,7 +169,7 @@ class _Host:
         for run in runs:
             units = [self.segments[segment] for segment, count in run for _ in range(count)]
             gathers += sum(prices.gather_s(u.elements) + self.moved_s(u.elements, _GATHERED) for u in units)
-            own = sum(prices.reduce_s(u.elements) + self.moved_s(u.elements, _REDUCED) for u in units)
+            own = sum(prices.reduce_s(u.trained) + self.moved_s(u.trained, _REDUCED) for u in units)
             reduces = max(reduces, own)
         return gathers + reduces
 

@@ -136,9 +136,14 @@ def _not_simulated(request: Request) -> tuple[str, ...]:
 def _not_fitted(request: Request, machine: Machine) -> tuple[str, ...]:
     """What is not known of the stack on these devices."""
     stack, gpu = request.stack, machine.device.gpu
-    if gpu is None or gpu.architecture in stack.spread:
+    if gpu is None:
         return ()
+    wide = ("fp32: products and attention take the device's fp32 rate; no attention in fp32 was measured",)
+    wide = wide if request.layout.precision == "fp32" else ()
+    if gpu.architecture in stack.spread:
+        return wide
     return (
+        *wide,
         f"software stack {stack.name} on {gpu.architecture}: no step was seen, its kernels slow down as others' do "
         "there",
     )

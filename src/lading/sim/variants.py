@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import groupby
 
+from lading.errors import ConfigError
 from lading.ir.layout import Layout
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
@@ -33,6 +34,8 @@ def parts_of(runs: Sequence[Parts], request: Request, table: ModelTable) -> list
 
     Args:
         runs: Segments of each chunk, in order of forward.
+    Raises:
+        ConfigError: activations are to be moved, and none is.
     """
     layout = request.layout
     blocks = {i for i, segment in enumerate(table.segments) if segment.enters and segment.leaves}
@@ -48,6 +51,12 @@ def parts_of(runs: Sequence[Parts], request: Request, table: ModelTable) -> list
             variants.append(index + shift * len(table.segments))
             place += index in blocks
         found.append(tuple((variant, len(list(same))) for variant, same in groupby(variants)))
+    moving = 2 * len(table.segments)
+    if "activations" in layout.offload and not any(variant >= moving for run in found for variant, _ in run):
+        raise ConfigError(
+            f"layout: offload=activations moves what all blocks of a chunk but the last keep, and no chunk of {layout} "
+            "has more than one; take fewer stages, or offload_layers=1 to move that of the only block"
+        )
     return found
 
 

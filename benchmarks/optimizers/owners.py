@@ -11,10 +11,11 @@ from __future__ import annotations
 import statistics
 import time
 
+from lading.catalog.tables import model_table
+from lading.parallel.matrices import projections
 from lading.planner.owner_policies import POLICIES
 from lading.planner.owners import Matrix, assign
 from lading.rules import Muon
-from lading.testing.projections import projections
 
 MODELS = ("1.7b", "4b", "8b", "14b", "32b")
 
@@ -22,7 +23,7 @@ MODELS = ("1.7b", "4b", "8b", "14b", "32b")
 def matrices(name: str, *, shared: bool) -> list[Matrix]:
     """One for each projection, q, k, v, gate and up apart."""
     found: list[Matrix] = []
-    for layer, key, rows, columns in projections(f"qwen3-{name}"):
+    for layer, key, rows, columns in projections(model_table(f"qwen3-{name}")):
         seconds = Muon().work(rows, columns).flops / 1e15
         gangs = tuple(seconds / (2 * 0.85) ** power for power in (1, 2, 3, 4)) if shared else ()
         found.append(Matrix(f"{layer}.{key}", seconds, rows * columns, layer, shared_s=gangs))
@@ -39,9 +40,9 @@ def main() -> None:
             owners = assign(alone, ranks)
             taken: list[float] = []
             for _ in range(5):
-                start = time.perf_counter()
+                start = time.process_time()
                 together = assign(shared, ranks)
-                taken.append(time.perf_counter() - start)
+                taken.append(time.process_time() - start)
             others = [policy(alone, ranks).makespan_s / owners.bound_s for policy in POLICIES.values()]
             mean_s = sum(m.seconds for m in alone) / ranks
             row = [name, ranks, f"{owners.makespan_s / mean_s:.3f}", f"{owners.bound_s / mean_s:.3f}"]

@@ -23,6 +23,8 @@ from lading.units import format_bytes, format_flops, format_seconds
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from lading.cost.owned import Update
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
@@ -32,6 +34,7 @@ class Question:
         devices: 0 for what the layout says; else replicas are added or, if there are too few, it is refused.
         seq_len: Tokens of a sequence; 0 for the catalog's.
         lora, qlora: Rank of adapters that are trained beside frozen weights, of 4 bits for the second; 0 for none.
+        optimizer: "adamw", or "muon", "shampoo", "soap" for the matrices of blocks.
     """
 
     model: str
@@ -43,6 +46,7 @@ class Question:
     network: str = ""
     lora: int = 0
     qlora: int = 0
+    optimizer: str = "adamw"
 
 
 def request_of(question: Question) -> tuple[Request, ModelTable]:
@@ -67,6 +71,7 @@ def request_of(question: Question) -> tuple[Request, ModelTable]:
         network=question.network,
         task="lora" if question.lora else "qlora" if question.qlora else "pretrain",
         lora_rank=question.lora or question.qlora,
+        optimizer=question.optimizer,
     )
     return request, table
 
@@ -134,9 +139,37 @@ def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[s
         "behind": [{str(role): size for role, size in roles.items()} for roles in simulated.behind],
         "assumptions": list(simulated.assumed),
     }
+    if simulated.updated is not None:
+        found["optimizer"] = {"name": request.optimizer, **_update_figures(simulated.updated.update)}
     if price_per_hour is not None:
         found["price_per_billion_tokens"] = price_per_hour * devices * prediction.step_s / 3600 / tokens * 1e9
     return found
+
+
+def _update_figures(update: Update) -> dict[str, float]:
+    """Of the pipeline rank whose update is longest; seconds and bytes."""
+    return {
+        "seconds": update.seconds,
+        "exposed_s": update.exposed_s,
+        "directions_s": update.directions.seconds,
+        "directions_bound_s": update.directions.bound_s,
+        "load_ratio": update.load_ratio,
+        "matrices": update.matrices,
+        "ranks": update.ranks,
+        "moved_bytes": update.moved_bytes,
+        "whole_state_bytes": update.directions.state_bytes,
+    }
+
+
+def update_sentence(optimizer: str, update: Update) -> str:
+    """What owners of matrices do, and how near to their bound they are."""
+    directions = update.directions
+    return (
+        f"{optimizer}: {update.matrices:,} matrices with owners among {update.ranks:,} ranks, "
+        f"{format_seconds(directions.seconds)} on the fullest (load ratio {update.load_ratio:.3f}, bound "
+        f"{format_seconds(directions.bound_s)}, {update.gap:.1%} above it); {format_bytes(int(update.moved_bytes))} to "
+        f"each rank, {format_seconds(update.exposed_s)} of it with nothing beside"
+    )
 
 
 def print_cluster(simulated: Simulated, console: Console, price_per_hour: float | None = None) -> None:
@@ -154,6 +187,9 @@ def print_cluster(simulated: Simulated, console: Console, price_per_hour: float 
     )
     if price_per_hour is not None:
         console.print(f"{figures['price_per_billion_tokens']:,.0f} for a billion tokens", markup=False)
+    if simulated.updated is not None:
+        sentence = update_sentence(simulated.request.optimizer, simulated.updated.update)
+        console.print(sentence, markup=False)
     console.print(_shares_table(simulated))
     console.print(_memory_table(simulated))
     console.print(verdict(simulated), style="bold" if figures["fits"] else "bold red")

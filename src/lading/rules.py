@@ -117,6 +117,10 @@ class Muon:
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns)) if self.scale == "match-rms-adamw" else 1.0
 
+    def state_elements(self, rows: int, columns: int) -> tuple[int, int]:
+        """Elements of states that are cut as the matrix is, and of those that lie whole with its owner."""
+        return rows * columns, 0
+
     def work(self, rows: int, columns: int) -> Work:
         """A step is two products with the short side a, 2 a a b each, and one of 2 a^3."""
         a, b = sorted((rows, columns))
@@ -171,6 +175,10 @@ class Shampoo:
         """Whether the roots are taken at this update, counted from 1; ``shift`` staggers matrices."""
         return update == self.start or (update > self.start and (update + shift) % self.frequency == 0)
 
+    def state_elements(self, rows: int, columns: int) -> tuple[int, int]:
+        """None is cut: factors and roots, what is filtered, and Adam's second moment where its norm is grafted."""
+        return 0, 2 * (rows**2 + columns**2) + (2 if self.grafting == "adam" else 1) * rows * columns
+
     def work(self, rows: int, columns: int) -> Work:
         """Mean over updates; roots by Newton count as decompositions."""
         products = ((1.0, rows, rows, columns), (1.0, columns, columns, rows), (1.0, rows, columns, rows))
@@ -212,6 +220,10 @@ class SOAP:
     def turns_bases(self, update: int, shift: int = 0) -> bool:
         """Whether the bases are turned after this update, counted from 1; ``shift`` staggers matrices."""
         return (update + shift) % self.frequency == 0
+
+    def state_elements(self, rows: int, columns: int) -> tuple[int, int]:
+        """None is cut: factors and bases, and both moments."""
+        return 0, 2 * (rows**2 + columns**2) + 2 * rows * columns
 
     def work(self, rows: int, columns: int) -> Work:
         """Mean over updates: into and out of the basis, and the moment when it turns; factors; QR now and then."""

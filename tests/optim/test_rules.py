@@ -161,6 +161,15 @@ def test_a_matrix_cut_in_two_is_another_update():
     assert not torch.allclose(halves, run(RULES[1], param, grads, 0.02), atol=1e-3)
 
 
+@pytest.mark.parametrize("rule", [*RULES, ShampooRule(Shampoo(grafting="sgd"))])
+def test_states_are_as_many_as_a_plan_counts(rule: Rule):
+    states = rule.states((12, 20), torch.float32).values()
+    cut, whole = (
+        sum(int(np.prod(s.shape)) for s in states if s.held is held) for held in (Held.ELEMENTWISE, Held.WHOLE)
+    )
+    assert rule.settings.state_elements(12, 20) == (cut, whole)
+
+
 def test_work_counts_the_cube():
     square, long = Muon().work(64, 64), Muon().work(64, 640)
     assert square.flops == 5 * (4 * 64**3 + 2 * 64**3)

@@ -7,16 +7,17 @@ import random
 
 import pytest
 
+from lading.catalog.tables import model_table
 from lading.errors import ConfigError
+from lading.parallel.matrices import projections
 from lading.planner.owner_policies import POLICIES
 from lading.planner.owners import Matrix, Owners, OwnersInfeasible, assign, bound_s, spread_turns
 from lading.rules import Muon
-from lading.testing.projections import projections
 
 
 def qwen3(name: str, *, shared: bool = False) -> list[Matrix]:
     found: list[Matrix] = []
-    for layer, key, rows, columns in projections(f"qwen3-{name}"):
+    for layer, key, rows, columns in projections(model_table(f"qwen3-{name}")):
         seconds = Muon().work(rows, columns).flops / 1e15
         gangs = tuple(seconds / (2 * 0.85) ** power for power in (1, 2, 3)) if shared else ()
         found.append(Matrix(f"{layer}.{key}", seconds, rows * columns, layer, shared_s=gangs))

@@ -87,6 +87,7 @@ def simulate_cluster(asked: Simulate) -> None:
         network=asked.network or "",
         lora=asked.lora or 0,
         qlora=asked.qlora or 0,
+        optimizer=asked.optimizer or "adamw",
     )
     request, table = request_of(question)
     simulated = simulate(request, table)

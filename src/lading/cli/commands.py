@@ -53,6 +53,12 @@ def _optional(metavar: str, text: str) -> object:
     return arg(metavar=metavar, help=text, help_behavior_hint="")
 
 
+OptimizerName = Annotated[
+    Literal["adamw", "muon", "shampoo", "soap"] | None,
+    _optional("NAME", "With --model, what moves the matrices of blocks: adamw, muon, shampoo or soap."),
+]
+
+
 class Command(Protocol):
     """What every command is."""
 
@@ -143,6 +149,7 @@ class Plan:
         UseAppendAction[tuple[str, ...]],
         _optional("KEY=VALUE", "With --model, a choice that is made: tp=8, zero=3, recompute=full. Can be repeated."),
     ] = ()
+    optimizer: OptimizerName = None
     price: Annotated[float | None, _optional("PRICE", "With --model, of a device for an hour.")] = None
     top: Annotated[int, arg(metavar="N", help="With --model, layouts to show.")] = 10
     longest: Annotated[int | None, _optional("N", "With --model, tokens of the longest sequence.")] = None
@@ -218,6 +225,7 @@ class Simulate:
         int | None, _optional("RANK", "With --model, train adapters of this rank beside frozen weights.")
     ] = None
     qlora: Annotated[int | None, _optional("RANK", "With --model, as --lora, with weights of 4 bits.")] = None
+    optimizer: OptimizerName = None
     price: Annotated[float | None, _optional("PRICE", "With --model, of a device for an hour.")] = None
     jitter: Annotated[
         float | None, _optional("SHARE", "With --model, what equal work varies by: all ranks one by one.")
@@ -254,7 +262,8 @@ class Simulate:
 
             return simulate_cluster(self)
         scaled = ("jitter", "straggler", "slow_link", "mtbf", "storage", "restart", "growth", "report")
-        names = ("machine", "devices", "layout", "seq", "network", "lora", "qlora", "price", *scaled, "json")
+        own = ("machine", "devices", "layout", "seq", "network", "lora", "qlora", "optimizer", "price")
+        names = (*own, *scaled, "json")
         for name in names:
             if getattr(self, name) is not None:
                 option = name.replace("_", "-")

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 #: Options of ``lading plan`` that belong to ``--model``.
 OPTIONS = (
-    "machine", "devices", "global_batch", "seq", "stack", "network", "precision", "pin", "price", "top", "longest",
-    "save", "budget", "unshard", "tree", "json",
+    "machine", "devices", "global_batch", "seq", "stack", "network", "precision", "pin", "optimizer", "price", "top",
+    "longest", "save", "budget", "unshard", "tree", "json",
 )  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def plan_cluster(asked: Plan) -> None:
     from rich.console import Console
 
     from lading import __version__
+    from lading.clusters import update_sentence
     from lading.planner.layouts import cluster_plan, find_layouts
     from lading.report.layouts import layouts_table
 
@@ -59,6 +60,9 @@ def plan_cluster(asked: Plan) -> None:
                   f"{ask.request.seq_len:,} tokens a step; software stack {ask.request.stack.name}",
                   style="bold", markup=False, soft_wrap=True)  # fmt: skip
     console.print(layouts_table(rows, over))
+    if found.winner.simulated.updated is not None:
+        sentence = update_sentence(ask.request.optimizer, found.winner.simulated.updated.update)
+        console.print(sentence, markup=False, soft_wrap=True)
     for line in (*_said(found, seconds), *_moments(found.winner)):
         console.print(line, markup=False, soft_wrap=True)
     if asked.json is not None:
@@ -151,7 +155,7 @@ def ask_of(asked: Plan) -> Ask:
     pins = parse_pins(asked.pin)
     question = Question(
         model=asked.model, machine=asked.machine, seq_len=asked.seq or 0, stack=asked.stack or "default",
-        network=asked.network or "",
+        network=asked.network or "", optimizer=asked.optimizer or "adamw",
     )  # fmt: skip
     request, table = request_of(question)
     if asked.precision:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from lading.cost.collective import collective_s
 from lading.cost.kernels import memory_s
+from lading.cost.patterns import GANGS
 from lading.cost.product import peak_flops, product_s
-from lading.ir.machine import Device
+from lading.cost.topology import group_of_ranks
+from lading.ir.machine import Device, Machine
 from lading.ir.work import Product
 from lading.rules import MatrixRule, Muon, Work
 
@@ -33,6 +36,29 @@ def direction_s(work: Work, elements: int, device: Device, precision: str, launc
     decomposed = eigen_s(work, device)
     kernels = sum(times for times, *_ in work.products) + work.passes
     return max(products + passes + decomposed, kernels * launch_s)
+
+
+def shared_s(rule: Muon, rows: int, columns: int, machine: Machine, launch_s: float) -> tuple[float, ...]:
+    """Seconds of one direction on each of 2, 4, 8 and 16 neighbouring ranks that share it; () where none can.
+
+    The first tells the others the matrix; of each step's two products every rank has some rows, and gets the others'
+    (``lading.runtime.gangs``). Rows are shared in blocks of 64 at least.
+    """
+    short, long = sorted((rows, columns))
+    precision, width = ("bf16", 2) if rule.dtype == "bfloat16" else ("fp32", 4)
+    found: list[float] = []
+    for ranks in GANGS:
+        if short < 64 * ranks or (machine.links and ranks > machine.links[0].ranks):
+            break
+        part = -(-short // ranks)
+        step = Work(((1.0, part, short, long), (1.0, part, short, short), (1.0, part, long, short)))
+        own = direction_s(step, short * long // ranks, machine.device, precision, launch_s)
+        group = group_of_ranks(ranks, machine)
+        sizes = (short * short * width, short * long * width)
+        met = sum(collective_s("all_gather", size, group, machine) for size in sizes)
+        told = collective_s("broadcast", sizes[1], group, machine)
+        found.append(rule.steps * (own + met) + told)
+    return tuple(found)
 
 
 def eigen_share(rows: int, device: Device) -> float:

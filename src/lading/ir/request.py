@@ -11,6 +11,7 @@ from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 
 TASKS = ("pretrain", "sft", "lora", "qlora")
+OPTIMIZERS = ("adamw", "muon", "shampoo", "soap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ class Request:
         schedule_detail: Of the schedule, as the source calls it: "ZB-2p", ...
         embedding_is_layer: Pipeline stages count embedding and head as one layer each when they are balanced.
         edge_layers_fewer: Blocks that the first and last stage have fewer than the others, each.
+        optimizer: "adamw", or what moves the matrices of blocks: "muon", "shampoo" or "soap", with AdamW for the rest.
         assumed: What the source does not say and was taken for granted.
     """
 
@@ -89,11 +91,15 @@ class Request:
     schedule_detail: str = ""
     embedding_is_layer: bool = False
     edge_layers_fewer: int = 0
+    optimizer: str = "adamw"
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ConfigError(f"request {self.name}: task must be one of {', '.join(TASKS)}, got {self.task!r}")
+        if self.optimizer not in OPTIMIZERS:
+            known = ", ".join(OPTIMIZERS)
+            raise ConfigError(f"request {self.name}: optimizer must be one of {known}, got {self.optimizer!r}")
         if self.seq_len < 1:
             raise ConfigError(f"request {self.name}: seq_len must be >= 1, got {self.seq_len}")
         object.__setattr__(self, "stack", self.stack.in_precision(self.layout.precision))

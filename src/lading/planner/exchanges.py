@@ -24,6 +24,7 @@ from lading.planner.stages import Floats, Ints
 from lading.sim.phases import Phases
 from lading.sim.piped import GATHERED_AT_ONCE
 from lading.sim.prices import MachinePrices
+from lading.sim.updates import least_stack
 
 _KINDS = ("dp", "dp/ep")
 Run = tuple[tuple[int, int], ...]
@@ -207,7 +208,8 @@ def _by_cut(
         rows[2].append(every @ (1 / ways))
         rows[3].append(_bytes(shape, layout, space.ask.request))
     kept = np.stack(rows[2])
-    updates = _optimizer(MachinePrices(space.ask.machine, _layout(space, block, shape, Cut(0, 0)), stack), kept)
+    least = least_stack(space.ask.request)
+    updates = _optimizer(MachinePrices(space.ask.machine, _layout(space, block, shape, Cut(0, 0)), least), kept)
     for place, cut in enumerate(shape.cuts):
         if cut.hosted:
             updates[place] = _on_host(space, _layout(space, block, shape, cut), kept[place])
@@ -247,7 +249,7 @@ def _bytes(shape: Shapes, layout: Layout, request: Request) -> Floats:
     they need not be there when activations are most; nor are gradients where a stack drops them, or cut ones where the
     host updates. What a pipeline keeps whole of them is.
     """
-    many, stack = 1 << 40, request.stack
+    many, stack = 1 << 40, least_stack(request)
     gradients = not layout.cuts_parameters and not (layout.zero == 2 and layout.offload) and not stack.drops_gradients
     roles = [Role.PARAMETER, *([Role.GRADIENT] if gradients else [])]
     roles += [] if layout.offload else [Role.OPTIMIZER_STATE]

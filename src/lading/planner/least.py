@@ -14,6 +14,7 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
 from lading.memory.ranks import kept_state_bytes, parameter_width
+from lading.sim.updates import least_stack
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Least:
         Args:
             devices: Over which all can be spread.
         """
-        stack = request.stack
+        stack = least_stack(request)
         number, states = table_parameters(table, request.seq_len), kept_state_bytes(stack)
         kept, gradient = parameter_width(request.layout, stack), DTYPE_BYTES[stack.gradient_dtype]
         own = kept if stack.parameters_dtype else gradient

@@ -18,7 +18,7 @@ be shared, T is too short if R T is less than the sum over i of the least k c_i(
 Found by largest-first and by fitting into bins of a bisected size (`fill_largest_first`, `_multifit`), each improved by
 moves and swaps away from the fullest rank (`_exchange`). Graham, doi:10.1137/0117039, and Coffman, Garey and Johnson,
 doi:10.1137/0207001, bound the first two. Where that is not at the bound and matrices are of few kinds, what a rank may
-own is listed: it gives the shortest assignment and proves it, and gangs (``lading.planner.owner_kinds``).
+own is listed: it gives the shortest assignment and proves it, and gangs (``lading.cost.patterns``).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from lading.cost.patterns import GANGS, MOST_KINDS, Kind, Packing, shortest, shortest_shared
 from lading.errors import ConfigError, LadingError
-from lading.planner.owner_kinds import GANGS, Kind, Packing, kinds_of, shortest, shortest_shared
 
 #: Better than this share of the makespan is better.
 _EPSILON = 1e-12
@@ -138,24 +138,34 @@ def assign(matrices: Sequence[Matrix], ranks: int, *, cap_bytes: int | None = No
     _check_cap(matrices, ranks, cap_bytes)
     bound = bound_s(matrices, ranks)
     best = _heuristic(matrices, ranks, cap_bytes, bound)
-    kinds = kinds_of([(m.seconds, m.state_bytes, m.shared_s if share else ()) for m in matrices])
+    members = _members(matrices, share)
+    kinds = [Kind(*key, len(numbers)) for key, numbers in members.items()] if len(members) <= MOST_KINDS else []
     best_s = 3 * bound if best is None else float(best.seconds.max())
     if kinds and best_s > bound * (1 + _NEAR):
         bound, packing = shortest(kinds, ranks, cap_bytes, bound, best_s)
         if packing is not None:
-            best = _packed(matrices, kinds, packing, Loads(ranks, cap_bytes))
+            best = _packed(matrices, list(members.values()), packing, Loads(ranks, cap_bytes))
             best_s = float(best.seconds.max())
     if share and any(m.shared_s for m in matrices):
         bound = _shared_bound_s(matrices, ranks)
         packing = shortest_shared(kinds, ranks, cap_bytes, bound, best_s * (1 - _NEAR)) if kinds else None
         if packing is not None:
-            best = _packed(matrices, kinds, packing, Loads(ranks, cap_bytes))
+            best = _packed(matrices, list(members.values()), packing, Loads(ranks, cap_bytes))
     if best is None:
         raise OwnersInfeasible(
             f"owners: {sum(m.state_bytes for m in matrices)} bytes of whole state in {len(matrices)} matrices were not "
             f"fitted into {cap_bytes} bytes on each of {ranks} ranks; expected a larger cap, or smaller matrices"
         )
     return owners_of("balanced", matrices, best, bound)
+
+
+def _members(matrices: Sequence[Matrix], share: bool) -> dict[tuple[float, int, tuple[float, ...]], list[int]]:
+    """Numbers of equal matrices, longest first."""
+    found: dict[tuple[float, int, tuple[float, ...]], list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        key = matrix.seconds, matrix.state_bytes, matrix.shared_s if share else ()
+        found.setdefault(key, []).append(number)
+    return dict(sorted(found.items(), reverse=True))
 
 
 def _heuristic(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, bound: float) -> Loads | None:
@@ -170,9 +180,9 @@ def _heuristic(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, bo
     return min(found, key=lambda loads: float(loads.seconds.max()), default=None)
 
 
-def _packed(matrices: Sequence[Matrix], kinds: Sequence[Kind], packing: Packing, loads: Loads) -> Loads:
+def _packed(matrices: Sequence[Matrix], members: Sequence[Sequence[int]], packing: Packing, loads: Loads) -> Loads:
     """Matrices on ranks by patterns: ranks that share the same lie side by side; gangs first, in one order on all."""
-    waiting = [list(reversed(kind.members)) for kind in kinds]
+    waiting = [list(reversed(numbers)) for numbers in members]
     first = 0
     for shared, rows in itertools.groupby(
         sorted(packing, key=lambda row: row[0].shared, reverse=True), lambda row: row[0].shared

@@ -293,8 +293,8 @@ class Space:
         if "offload" in self.ask.pins:
             return [self.ask.pins["offload"] == ("optimizer",)]
         host = self.ask.machine.tier("host")
-        if host is None or self.ask.machine.host_device is None:
-            return [False]
+        if host is None or self.ask.machine.host_device is None or self.ask.request.optimizer != "adamw":
+            return [False]  # the host updates elements, not whole matrices
         return [False, True] if self._least_on_host <= host.capacity_bytes else [False]
 
     @cached_property

@@ -112,7 +112,7 @@ def checkpoint_bytes(simulated: Simulated) -> int:
             roles = state_bytes({axes: number}, whole, stack)
             kept = roles[Role.PARAMETER] + roles[Role.OPTIMIZER_STATE]
             total += kept * (layout.devices // layout.pp // replicas(axes, layout))
-    return total
+    return total - (simulated.updated.saved_fewer_bytes if simulated.updated else 0)
 
 
 def failures_of(

@@ -28,6 +28,7 @@ from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced, priced, prices_of, rank_segments
 from lading.sim.step import host_s, stage_of
+from lading.sim.updates import block_matrices, rank_update
 
 
 @dataclass(frozen=True)
@@ -215,6 +216,11 @@ def modules_of(request: Request, table: ModelTable, parts: Priced | None = None)
     )
     memory_bound = stage.forward.shares_s.get(MEMORY, 0.0) / stage.forward.seconds if stage.forward.seconds else 0.0
     states = state_bytes(stage.elements, layout, stack)
+    rest_s = prices.optimizer_s(stage.trained) + host_s([stage], stack, prices)
+    if request.optimizer != "adamw":
+        of_segment = block_matrices(request, table)
+        found = rank_update([stage], [of_segment[place] for place, _ in made], request, parts.machine)
+        states, rest_s = found.states(states), found.seconds + found.host_s
     return Modules(
         request=request,
         machine=parts.machine,
@@ -222,7 +228,7 @@ def modules_of(request: Request, table: ModelTable, parts: Priced | None = None)
         blocks=tuple(blocks),
         order=tuple(order),
         slowdown=prices.slowdown(min(1.0, memory_bound)),
-        rest_s=prices.optimizer_s(stage.trained) + host_s([stage], stack, prices),
+        rest_s=rest_s,
         waits=waiting_share(layout.devices, every_block=True),
         state_bytes=sum(states.values()) + sum(stage.placeholders.values()),
     )

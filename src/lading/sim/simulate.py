@@ -39,6 +39,7 @@ from lading.sim.processes import processes_step
 from lading.sim.schedules import schedule_of
 from lading.sim.step import DATA_PARALLEL, Stage, Step, replicas_step, stage_of
 from lading.sim.storage import device_roles, stored
+from lading.sim.updates import Updated, updated
 from lading.sim.variants import Parts, moved, parts_of
 
 #: Cause of what a step takes longer because its devices are not equal.
@@ -54,6 +55,7 @@ class Simulated:
         memory: By pipeline rank: bytes of the device by role when their sum is largest.
         behind: The same of what lies in ``layout.offload_to``.
         segments: What each costs, as of ``Priced``; the runs of stages count in them.
+        updated: The update of matrices, where another optimizer than AdamW moves them.
     """
 
     request: Request
@@ -63,6 +65,7 @@ class Simulated:
     memory: tuple[dict[Role, int], ...]
     behind: tuple[dict[Role, int], ...]
     segments: tuple[Phases, ...]
+    updated: Updated | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -114,6 +117,7 @@ class Simulated:
                 *self.table.assumed,
                 *_not_simulated(self.request),
                 *_not_fitted(self.request, self.machine),
+                *(self.updated.assumed if self.updated else ()),
                 *assumed_of_links(self.request.layout, self.machine),
                 *assumed_of_offload(self.request.layout, self.request.stack, self.machine),
             ),
@@ -223,7 +227,11 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
         step = pipeline_step(stages, request.layout, request.stack, prices, prices.send_s(both[0].sent_bytes))
     given = _eager(request, table) if request.stack.drops_gradients else device_roles(request, both, stages, step)
     here, there = zip(*stored(request, given, stages, step), strict=True)
-    return Simulated(request, machine, table, _waiting(step, request.layout), here, there, both)
+    found = None
+    if request.optimizer != "adamw":
+        found = updated(request, machine, table, step, here)
+        step, here = found.step, found.memory
+    return Simulated(request, machine, table, _waiting(step, request.layout), here, there, both, found)
 
 
 def _waiting(step: Step, layout: Layout) -> Step:

@@ -37,7 +37,7 @@ def stored(request: Request, given: Sequence[dict[Role, int]], stages: Sequence[
             "offload=activations"
         )
     found: list[Places] = []
-    for own, roles, moved in zip(_held(stages, step), given, _moved(stages, step), strict=True):
+    for own, roles, moved in zip(held_stages(stages, step), given, _moved(stages, step), strict=True):
         here, there = behind(roles, _updated(own, layout), _largest(own), layout, stack)
         found.append((here, {**there, Role.ACTIVATION: int(moved)} if moved else there))
     return found
@@ -55,7 +55,7 @@ def device_roles(
     if _gathers_units(request):
         return [_gathered_roles(request, both, stages[0])]
     found: list[dict[Role, int]] = []
-    for own, activations in zip(_held(stages, step), _alive(stages, step), strict=True):
+    for own, activations in zip(held_stages(stages, step), _alive(stages, step), strict=True):
         if request.task in ("lora", "qlora"):
             frozen, trained = (sum(getattr(stage, name) for stage in own) for name in ("frozen_bytes", "trained_bytes"))
             roles = adapter_bytes(frozen, trained, layout, stack)
@@ -75,7 +75,7 @@ def device_roles(
     return found
 
 
-def _held(stages: Sequence[Stage], step: Step) -> list[list[Stage]]:
+def held_stages(stages: Sequence[Stage], step: Step) -> list[list[Stage]]:
     """Stages of each rank."""
     if step.pipeline is None:
         return [[stages[0]]]

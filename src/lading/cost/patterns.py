@@ -1,4 +1,4 @@
-"""Owners by kinds of equal matrices: a model has a few shapes, so that what one rank may own can be listed whole.
+"""Kinds of equal matrices on equal ranks: a model has a few shapes, so that what one rank may own can be listed whole.
 
 [Note: patterns]
 Matrices of equal seconds and state are of one kind j, of which there are n_j. A pattern x says how many of each kind a
@@ -18,32 +18,34 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 #: Ranks that may share a matrix.
 GANGS = (2, 4, 8, 16)
 #: More kinds, and more patterns at once, are not listed.
-_MOST_KINDS, _MOST_PATTERNS = 8, 4_000
+MOST_KINDS, _MOST_PATTERNS = 8, 4_000
+#: Of each kind, so many on every rank are spread with what does not divide.
+_HELD_BACK = 2
 #: Matrices that a rank works on with others.
 _MOST_SHARED = 3
 #: Nodes of a search for whole numbers: so many prove or find it, or it stays open.
 _NODES = 200
 #: Seconds are equal within this share.
 _SAME = 1e-9
-#: With gangs, makespans are bisected down to this share.
-_NEAR = 0.004
+#: With gangs, makespans are bisected down to this share; whole matrices this near to a bound are not searched on.
+_NEAR, _CLOSE = 0.004, 1e-3
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Equal matrices: seconds alone and in gangs, bytes of state of each, and their numbers."""
+    """So many equal matrices: seconds of each alone and on each of 2, 4, 8, 16 ranks, and bytes of its whole state."""
 
     seconds: float
     state_bytes: int
     shared_s: tuple[float, ...]
-    members: tuple[int, ...]
+    count: int
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,62 @@ class Pattern:
 Packing = list[tuple[Pattern, int]]
 
 
-def kinds_of(keys: Sequence[tuple[float, int, tuple[float, ...]]]) -> list[Kind]:
-    """Kinds of matrices (seconds, bytes, seconds in gangs), longest first; none if they are too many to be listed."""
-    members: dict[tuple[float, int, tuple[float, ...]], list[int]] = {}
-    for number, key in enumerate(keys):
-        members.setdefault(key, []).append(number)
-    if len(members) > _MOST_KINDS:
-        return []
-    return [Kind(*key, tuple(numbers)) for key, numbers in sorted(members.items(), reverse=True)]
+@dataclass(frozen=True)
+class Spread:
+    """Whole matrices on ranks.
+
+    Attributes:
+        seconds: Of the fullest rank.
+        bound_s: No assignment takes less.
+        mean_s: Of all ranks.
+        state_bytes: Most whole state on one rank.
+    """
+
+    seconds: float
+    bound_s: float
+    mean_s: float
+    state_bytes: int
+
+
+def spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
+    """The shortest assignment of whole matrices that is found: as many of each kind on every rank, then the rest.
+
+    Args:
+        kinds: Longest first.
+    """
+    base = [max(0, kind.count // ranks - _HELD_BACK) for kind in kinds]
+    rest = tuple(replace(kind, count=kind.count - ranks * n) for kind, n in zip(kinds, base, strict=True))
+    even_s = sum(kind.seconds * n for kind, n in zip(kinds, base, strict=True))
+    even_bytes = sum(kind.state_bytes * n for kind, n in zip(kinds, base, strict=True))
+    mean_s = sum(kind.seconds * kind.count for kind in kinds) / ranks
+    bound = max([mean_s, *(kind.seconds for kind in kinds if kind.count)])
+    high, kept = _filled(rest, ranks)
+    low = max(bound - even_s, *(kind.seconds for kind in rest if kind.count), 0.0)
+    if len(kinds) <= MOST_KINDS and high > low * (1 + _CLOSE):
+        least, packing = shortest([kind for kind in rest if kind.count], ranks, None, low, high)
+        if not any(base):
+            bound = max(bound, least)
+        if packing is not None:
+            left = [kind for kind in rest if kind.count]
+            high = max(seconds_of(left, pattern) for pattern, _ in packing)
+            kept = max(sum(k.state_bytes * n for k, n in zip(left, p.alone, strict=True)) for p, _ in packing)
+    return Spread(even_s + high, bound, mean_s, even_bytes + kept)
+
+
+def _filled(kinds: Sequence[Kind], ranks: int) -> tuple[float, int]:
+    """Seconds and bytes of the fullest rank when each kind, longest first, goes to the ranks with least work."""
+    loads, kept = np.zeros(ranks), np.zeros(ranks, dtype=np.int64)
+    for kind in kinds:
+        left = kind.count
+        while left:
+            number = min(left, ranks)
+            least = np.argsort(loads, kind="stable")[:number]
+            # No more at once than leaves those that get one behind the next that gets none.
+            number = max(1, int(np.searchsorted(loads[least], loads[least[0]] + kind.seconds)))
+            loads[least[:number]] += kind.seconds
+            kept[least[:number]] += kind.state_bytes
+            left -= min(number, left)
+    return float(loads.max()), int(kept.max())
 
 
 def shortest(
@@ -129,7 +179,7 @@ def seconds_of(kinds: Sequence[Kind], pattern: Pattern) -> float:
 
 def _levels(kinds: Sequence[Kind], cap_bytes: int | None, low_s: float, high_s: float) -> list[float] | None:
     """Seconds of patterns from ``low_s`` to below ``high_s``, each once; None if there are too many."""
-    counts = [min(len(kind.members), int(high_s / kind.seconds)) + 1 for kind in kinds]
+    counts = [min(kind.count, int(high_s / kind.seconds)) + 1 for kind in kinds]
     if math.prod(counts) > 50 * _MOST_PATTERNS:
         return None
     grid = np.indices(counts).reshape(len(kinds), math.prod(counts))
@@ -153,13 +203,13 @@ def _alone(
     if level < 0 or room < 0:
         return
     level *= 1 + _SAME
-    counts = [min(len(kind.members), int(level / kind.seconds)) + 1 for kind in kinds[:-1]]
+    counts = [min(kind.count, int(level / kind.seconds)) + 1 for kind in kinds[:-1]]
     if math.prod(counts) > 50 * _MOST_PATTERNS:
         return
     grid = np.indices(counts).reshape(len(counts), math.prod(counts))
     left = level - np.array([kind.seconds for kind in kinds[:-1]]) @ grid
     free = room - np.array([kind.state_bytes for kind in kinds[:-1]], dtype=float) @ grid
-    last = np.minimum(left / kinds[-1].seconds, len(kinds[-1].members))
+    last = np.minimum(left / kinds[-1].seconds, kinds[-1].count)
     if kinds[-1].state_bytes:
         last = np.minimum(last, free / kinds[-1].state_bytes)
     for place in np.flatnonzero((left >= 0) & (free >= 0)).tolist():
@@ -206,7 +256,7 @@ def _packing(kinds: Sequence[Kind], patterns: Sequence[Pattern], ranks: int) -> 
     model.addCols(
         columns, np.zeros(columns), np.zeros(columns), np.full(columns, float(ranks)), 0, empty, empty, np.empty(0)
     )
-    low = np.array([*(float(len(kind.members)) for kind in kinds), *(0.0 for _ in lists), 0.0])
+    low = np.array([*(float(kind.count) for kind in kinds), *(0.0 for _ in lists), 0.0])
     high = np.array([*(highspy.kHighsInf for _ in kinds), *(0.0 for _ in lists), float(ranks)])
     row, column = np.nonzero(done)
     starts = np.searchsorted(row, np.arange(len(low))).astype(np.int32)

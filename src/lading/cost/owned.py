@@ -1,0 +1,194 @@
+"""Seconds and bytes of a step of a matrix optimizer, on ranks that share a model's matrices.
+
+[Note: step of owners]
+Every rank makes what travels of its own pieces (``pre``), owners compute directions, and every rank moves its pieces
+along them (``post``). Matrices travel in G groups that overlap: the first comes in and the last goes out alone, and
+between them the longer of computing and both ways counts. With c seconds of directions on the fullest rank and w for
+one way of all matrices,
+
+    seconds = pre and post + w / G + (G - 1) max(c / G, 2 w / G) + c / G + w / G
+
+Owners are those of ``lading.cost.patterns.spread``. States that are cut (zero 1 to 3) travel as pieces: each rank sends
+and gets its part of all matrices. Without, all replicas have every gradient: in goes only what tensor-parallel ranks
+hold apart, and a direction goes to all replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from lading.cost.collective import collective_s
+from lading.cost.kernels import adam_bytes, step_s
+from lading.cost.patterns import Kind, Spread, spread
+from lading.cost.topology import Group, group_of, group_of_ranks
+from lading.cost.updates import direction_s, eigen_share
+from lading.ir.graph import DTYPE_BYTES
+from lading.ir.layout import Layout
+from lading.ir.machine import Device, Machine
+from lading.ir.stack import Stack
+from lading.memory.ranks import shards
+from lading.parallel.matrices import BlockMatrix
+from lading.parallel.ranks import DENSE, EXPERTS
+from lading.rules import SOAP, MatrixRule, Muon, Shampoo
+
+#: All-to-alls in each direction (``groups`` of ``lading.optim.Muon``).
+GROUPS = 4
+#: Kernels of ``pre`` and ``post`` of one parameter: momentum, a step ahead, rounding; decay, moving; two copies.
+_KERNELS = 7
+#: Rules by name, as ``lading simulate --optimizer`` takes them.
+RULES: dict[str, MatrixRule] = {"muon": Muon(), "shampoo": Shampoo(), "soap": SOAP()}
+
+
+@dataclass(frozen=True)
+class Update:
+    """A step of a matrix optimizer on the ranks that share a pipeline stage.
+
+    Attributes:
+        seconds: Of it all; ``exposed_s``: of them, while what travels keeps everyone waiting.
+        directions: Of owners.
+        ranks: That share the matrices; ``matrices``: how many there are.
+        moved_bytes: That one rank gets, to owners and back.
+        cut_elements: Of matrices on one rank whose states are cut.
+    """
+
+    seconds: float
+    exposed_s: float
+    directions: Spread
+    ranks: int
+    matrices: int
+    moved_bytes: float
+    cut_elements: float
+
+    @property
+    def load_ratio(self) -> float:
+        """Fullest owner over the mean."""
+        return self.directions.seconds / self.directions.mean_s
+
+    @property
+    def gap(self) -> float:
+        """How far the owners are above their bound."""
+        return max(0.0, self.directions.seconds / self.directions.bound_s - 1)
+
+
+def update_of(
+    matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack, machine: Machine
+) -> Update:
+    """What a step on the matrices of a pipeline rank takes ([Note: step of owners]).
+
+    Args:
+        matrices: Of blocks, each as often as its block stands on the rank.
+    Raises:
+        ConfigError: the machine has no rate or no link that it takes.
+    """
+    ranks = layout.devices // layout.pp
+    directions = _spread(_kinds(matrices, rule, layout, stack, machine), ranks)
+    ways = _ways_s(matrices, rule, layout, stack, machine)
+    first, last, both = ways[0] / GROUPS, ways[1] / GROUPS, sum(ways) / GROUPS
+    computed = directions.seconds / GROUPS
+    exposed = first + last + (GROUPS - 1) * max(0.0, both - computed)
+    kept = sum(_on_rank(m, layout) * n / shards(_axes(m), layout) for m, n in matrices.items())
+    own = step_s(kept, _elementwise_bytes(rule, stack), machine.device)
+    if machine.processes is not None:
+        own *= machine.processes.slower("memory-bound", layout.devices)
+    number = sum(m.count * n for m, n in matrices.items())
+    tensors = sum(n for (_, n) in {(m.name, n) for m, n in matrices.items()})
+    launched = _KERNELS * tensors * stack.launch_s
+    cut = kept if isinstance(rule, Muon) else 0.0
+    seconds = directions.seconds + exposed + max(own, launched)
+    return Update(seconds, exposed, directions, ranks, number, _moved_bytes(matrices, rule, layout, stack), cut)
+
+
+def _kinds(
+    matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack, machine: Machine
+) -> tuple[Kind, ...]:
+    """Equal matrices, longest first; a product and its transpose are alike."""
+    found: dict[tuple[float, int], int] = {}
+    precision = "bf16" if isinstance(rule, Muon) and rule.dtype == "bfloat16" else "fp32"
+    shared = machine.processes
+    for matrix, times in matrices.items():
+        short, long = sorted((matrix.rows, matrix.columns))
+        seconds = direction_s(rule.work(short, long), short * long, machine.device, precision, stack.launch_s)
+        if shared is not None:
+            seconds *= shared.slower("products", layout.devices)
+        key = seconds, 4 * rule.state_elements(short, long)[1]
+        found[key] = found.get(key, 0) + matrix.count * times
+    return tuple(Kind(seconds, size, (), count) for (seconds, size), count in sorted(found.items(), reverse=True))
+
+
+@lru_cache(maxsize=4096)
+def _spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
+    """Pipeline ranks and layouts often share the same matrices among as many ranks."""
+    return spread(kinds, ranks)
+
+
+def _axes(matrix: BlockMatrix) -> str:
+    return EXPERTS if matrix.is_expert else DENSE
+
+
+def _on_rank(matrix: BlockMatrix, layout: Layout) -> float:
+    """Elements that one rank works with."""
+    return matrix.elements / (layout.ep * layout.expert_tp if matrix.is_expert else layout.tp)
+
+
+def _elementwise_bytes(rule: MatrixRule, stack: Stack) -> float:
+    """Bytes of ``pre`` and ``post`` for each element: Adam's with one moment or none, and what travels both ways."""
+    one = replace(stack, moments=1 if isinstance(rule, Muon) else 0)
+    return adam_bytes(one) + 2 * _width(rule, stack)
+
+
+def _width(rule: MatrixRule, stack: Stack) -> int:
+    """Bytes of an element on the way."""
+    return DTYPE_BYTES[rule.dtype] if isinstance(rule, Muon) else DTYPE_BYTES[stack.gradient_dtype]
+
+
+def _group(layout: Layout, machine: Machine) -> Group:
+    """Ranks of one pipeline stage."""
+    if layout.pp == 1:
+        return group_of(layout, "world", machine)
+    return group_of_ranks(layout.devices // layout.pp, machine, devices=layout.devices)
+
+
+def _ways_s(
+    matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack, machine: Machine
+) -> tuple[float, float]:
+    """Seconds of one way to owners and of one back, were all matrices one group; with the starts of all groups."""
+    ranks = layout.devices // layout.pp
+    if ranks == 1:
+        return 0.0, 0.0
+    group = _group(layout, machine)
+    size = sum(m.elements * n for m, n in matrices.items()) * _width(rule, stack)
+    part = size / ranks / GROUPS
+    if layout.zero or layout.dp * layout.cp == 1:
+        way = GROUPS * collective_s("all_to_all", part, group, machine)
+        return way, way
+    apart = GROUPS * collective_s("all_to_all", part * (1 - 1 / layout.tp), group, machine) if layout.tp > 1 else 0.0
+    replicas = group_of(layout, "dp", machine)
+    back = GROUPS * collective_s("all_gather", size / layout.tp / GROUPS, replicas, machine)
+    return apart, back
+
+
+def _moved_bytes(matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack) -> float:
+    """Bytes that one rank gets in a step: pieces of what it owns, and directions of its pieces."""
+    ranks = layout.devices // layout.pp
+    size = sum(m.elements * n for m, n in matrices.items()) * _width(rule, stack)
+    if layout.zero or layout.dp * layout.cp == 1:
+        return 2 * size / ranks * (1 - 1 / ranks)
+    return size / ranks * (1 - 1 / layout.tp) + size / layout.tp * (1 - 1 / ranks)
+
+
+def assumed_of_updates(name: str, parameters: Sequence[str], device: Device) -> tuple[str, ...]:
+    """What is taken for granted of an optimizer of whole matrices.
+
+    Args:
+        parameters: That are matrices, by name within their block.
+    """
+    found = [
+        f"{name} moves {', '.join(parameters)} of every block, parts of fused ones and experts apart; AdamW the rest",
+        f"{name}: owners among all ranks of a pipeline stage, {GROUPS} overlapping groups of all-to-alls; no such step "
+        "was measured on a cluster",
+    ]
+    if not isinstance(RULES[name], Muon):
+        found.append(f"{name}: decompositions reach {eigen_share(4096, device):.0%} of the fp32 peak")
+    return tuple(found)

@@ -1,0 +1,186 @@
+"""Steps whose blocks' matrices a matrix optimizer moves: what replaces AdamW's seconds and states in a simulated step.
+
+AdamW's update of these matrices goes and the update of owners comes (``lading.cost.owned``); AdamW moves the rest.
+Nothing else of the step changes: gradients are reduced and parameters gathered as before. What owners compute in, a few
+matrices at a time, is not counted: activations have gone by then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lading.cost.owned import RULES, Update, assumed_of_updates, update_of
+from lading.errors import ConfigError
+from lading.ir.graph import DTYPE_BYTES, Role
+from lading.ir.layout import Layout
+from lading.ir.machine import Machine
+from lading.ir.request import Request
+from lading.ir.stack import Stack
+from lading.ir.table import ModelTable
+from lading.memory.ranks import shards
+from lading.parallel.matrices import BlockMatrix, matrices_of
+from lading.parallel.ranks import DENSE, EXPERTS
+from lading.sim.parts import MEMORY
+from lading.sim.prices import MachinePrices
+from lading.sim.step import Stage, Step, trained_of
+from lading.sim.storage import held_stages
+
+
+@dataclass(frozen=True)
+class RankUpdate:
+    """The update of one pipeline rank.
+
+    Attributes:
+        seconds: Of matrices and of the rest; ``host_s``: what the host does in a step beside it.
+        fewer_bytes: Of moments that AdamW would keep on a device and the rule does not, less its whole states.
+        saved_fewer_bytes: The same of all devices that share the matrices, replicas once.
+    """
+
+    seconds: float
+    host_s: float
+    update: Update
+    fewer_bytes: float
+    saved_fewer_bytes: int
+
+    def states(self, roles: Mapping[Role, int]) -> dict[Role, int]:
+        """Bytes by role, from those with AdamW."""
+        return {**roles, Role.OPTIMIZER_STATE: int(roles[Role.OPTIMIZER_STATE] - self.fewer_bytes)}
+
+
+@dataclass(frozen=True)
+class Updated:
+    """A step under a matrix optimizer.
+
+    Attributes:
+        memory: Bytes by role of each pipeline rank.
+        update: Of the pipeline rank whose update is longest.
+        saved_fewer_bytes: Of a checkpoint of all ranks, less than with AdamW; below 0 if it is more.
+        assumed: What was taken for granted.
+    """
+
+    step: Step
+    memory: tuple[dict[Role, int], ...]
+    update: Update
+    saved_fewer_bytes: int
+    assumed: tuple[str, ...]
+
+
+def updated(
+    request: Request, machine: Machine, table: ModelTable, step: Step, memory: Sequence[dict[Role, int]]
+) -> Updated:
+    """The step with the request's optimizer, from that with AdamW.
+
+    Raises:
+        ConfigError: the model has no matrices in its blocks, or the request keeps states behind the device or trains
+            adapters.
+    """
+    of_segment = block_matrices(request, table)
+    rows = [rank_update(own, of_segment, request, machine) for own in held_stages(step.stages, step)]
+    slowest = max(rows, key=lambda row: row.seconds)
+    shares = {**step.shares_s, "optimizer": slowest.seconds}
+    if machine.processes is None:
+        shares["host"] = max(row.host_s for row in rows)
+    longer = sum(shares.values()) - sum(step.shares_s.values())
+    names = dict.fromkeys(m.name for segment in of_segment for m in segment)
+    return Updated(
+        dataclasses.replace(step, step_s=step.step_s + longer, shares_s=shares),
+        tuple(row.states(roles) for row, roles in zip(rows, memory, strict=True)),
+        slowest.update,
+        sum(row.saved_fewer_bytes for row in rows),
+        assumed_of_updates(request.optimizer, list(names), machine.device),
+    )
+
+
+def block_matrices(request: Request, table: ModelTable) -> list[tuple[BlockMatrix, ...]]:
+    """Matrices of each segment."""
+    sizes = {**table.symbols, "s": request.seq_len}
+    return [matrices_of(segment, sizes) for segment in table.segments]
+
+
+def rank_update(
+    own: Sequence[Stage], of_variant: Sequence[tuple[BlockMatrix, ...]], request: Request, machine: Machine
+) -> RankUpdate:
+    """The update of a pipeline rank.
+
+    Args:
+        own: Its stages.
+        of_variant: Matrices of each variant of a segment that runs of stages name; they begin again after the last.
+    Raises:
+        ConfigError: as ``updated``.
+    """
+    _check(request)
+    layout, stack = request.layout, request.stack
+    matrices = _counted(own, of_variant)
+    if not matrices:
+        raise ConfigError(
+            f"--optimizer {request.optimizer}: expected matrices in the blocks of every pipeline rank, found none on "
+            "one; take fewer pipeline ranks, or adamw"
+        )
+    update = update_of(matrices, RULES[request.optimizer], layout, stack, machine)
+    on_rank, trained = _on_rank(matrices, layout), trained_of(own)
+    rest = {axes: max(0, number - on_rank.get(axes, 0)) for axes, number in trained.items()}
+    seconds = update.seconds + _adamw_s(rest, request, machine)
+    host = stack.step_s + max(0.0, stack.parameter_s * sum(stage.parameters for stage in own) - seconds)
+    mine = sum(number / shards(axes, layout) for axes, number in on_rank.items())
+    moment = DTYPE_BYTES[stack.moments_dtype]
+    fewer = (stack.moments * mine - update.cut_elements) * moment - update.directions.state_bytes
+    return RankUpdate(seconds, host, update, fewer, _saved_fewer(matrices, request, moment))
+
+
+def _check(request: Request) -> None:
+    if request.task in ("lora", "qlora"):
+        raise ConfigError(
+            f"--optimizer {request.optimizer}: expected all weights trained, got {request.task}; take adamw"
+        )
+    if request.layout.offload and request.layout.updates_on_host:
+        raise ConfigError(
+            f"--optimizer {request.optimizer}: expected states on the device, got offload="
+            f"{'+'.join(request.layout.offload)}: the host has no update of whole matrices; take adamw"
+        )
+
+
+def _adamw_s(elements: Mapping[str, int], request: Request, machine: Machine) -> float:
+    """Seconds of AdamW over a rank's part of some parameters."""
+    if not sum(elements.values()):
+        return 0.0
+    seconds = MachinePrices(machine, request.layout, request.stack).optimizer_s(elements)
+    shared = machine.processes
+    return seconds * (shared.slower(MEMORY, request.layout.devices) if shared is not None else 1.0)
+
+
+def _counted(own: Sequence[Stage], of_variant: Sequence[tuple[BlockMatrix, ...]]) -> dict[BlockMatrix, int]:
+    """Matrices of a pipeline rank, each as often as its block is there."""
+    found: dict[BlockMatrix, int] = {}
+    for stage in own:
+        for variant, times in stage.run:
+            for matrix in of_variant[variant % len(of_variant)]:
+                found[matrix] = found.get(matrix, 0) + int(times)
+    return found
+
+
+def _on_rank(matrices: Mapping[BlockMatrix, int], layout: Layout) -> dict[str, int]:
+    """Elements of matrices that a rank works with, by the axes over which they are replicated."""
+    found: dict[str, int] = {}
+    for matrix, times in matrices.items():
+        axes, ways = (EXPERTS, layout.ep * layout.expert_tp) if matrix.is_expert else (DENSE, layout.tp)
+        found[axes] = found.get(axes, 0) + matrix.elements * times // ways
+    return found
+
+
+def _saved_fewer(matrices: Mapping[BlockMatrix, int], request: Request, moment: int) -> int:
+    """Bytes of AdamW's moments of these matrices, less those of the rule's states."""
+    rule, found = RULES[request.optimizer], 0
+    for matrix, times in matrices.items():
+        cut, whole = rule.state_elements(matrix.rows, matrix.columns)
+        adamw = request.stack.moments * matrix.rows * matrix.columns
+        found += matrix.count * times * ((adamw - cut) * moment - 4 * whole)
+    return found
+
+
+def least_stack(request: Request) -> Stack:
+    """The stack for lower bounds of bytes and seconds under the request's optimizer: as few moments as it may keep."""
+    if request.optimizer == "adamw":
+        return request.stack
+    return dataclasses.replace(request.stack, moments=min(request.stack.moments, int(request.optimizer == "muon")))

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,16 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
     if stack == "cut in pipelines":
         stack, pins = "default", {**pins, "zero": 3, "tp": 1, "pp": 4}
     asked = ask(model, devices, batch, seq, stack, pins=pins, top=1)
-    search = Search(asked)
+    search, budget = Search(asked), room_of(asked).device_bytes
     found: list[Bounded] = []
     for family_s, family in search.families(lambda done, of, what: None):
         for block in family.blocks:
-            for ideal_s, mode in search.opened(block):
-                layouts = [*search.bounded(block, mode, room_of(asked).device_bytes)]
-                assert all(family_s <= ideal_s <= one.step_s for one in layouts[:1])
+            for opened in search.opened(block, budget):
+                layouts = [*search.bounded(opened, budget)]
+                assert all(family_s <= opened.bound_s <= one.step_s for one in layouts[:1])
                 found += layouts[:: max(1, len(layouts) // 3)]
+            for opened in search.opened(block, inf):
+                assert opened.sieved.peak_bytes <= min(one.peak_bytes for one in search.bounded(opened, inf))
     found += search.over
     ratios: list[float] = []
     for one in found[:: max(1, len(found) // 60)]:

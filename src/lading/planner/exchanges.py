@@ -6,8 +6,9 @@ shapes of one number of stages at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,15 @@ from lading.ir.layout import Layout
 from lading.ir.request import Request
 from lading.ir.stack import Stack
 from lading.memory.ranks import gathered_width, kept_state_bytes, shards, state_bytes
-from lading.planner.pipes import WATCHED, PipeTable
+from lading.planner.pipes import WATCHED, PipeTable, watched_rows
 from lading.planner.space import Block, Cut, Space
-from lading.planner.stages import Floats, Ints
+from lading.planner.stages import Floats, Ints, StageRows
 from lading.sim.phases import Phases
 from lading.sim.piped import GATHERED_AT_ONCE
 from lading.sim.prices import MachinePrices
 from lading.sim.updates import least_stack
 
 _KINDS = ("dp", "dp/ep")
-Run = tuple[tuple[int, int], ...]
 #: Seconds of gathers and of reductions by (tp, cp, ways of experts, pp, cut at all, shard).
 Known = dict[tuple[int, int, int, int, bool, int, bool], tuple[Floats, Floats]]
 
@@ -66,37 +66,63 @@ class Exchanges:
 
 
 def exchanges(
-    space: Space,
-    block: Block,
-    watched: Sequence[Sequence[Run]],
-    table: PipeTable,
-    segments: Sequence[Phases],
-    known: Known,
+    space: Space, block: Block, watched: Floats, table: PipeTable, segments: Sequence[Phases], known: Known
 ) -> Exchanges:
     """Price all (pipeline shape, cut) of a block's mesh.
 
     Args:
-        watched: Of ``watched_rows``: of each shape three ranks and the first stage.
+        watched: Of ``watched_segments``.
         segments: Priced for any block of the mesh.
         known: What meshes before it have priced; added to.
     """
     plain = segments[len(segments) // 2 :]
-    alone = np.array([[float(s.elements.get(kind, 0)) for kind in _KINDS] for s in plain])
-    shapes: list[Shapes] = []
-    devices = space.ask.devices // (block.mesh.tp * block.mesh.cp)
-    for pp in dict.fromkeys(pp for pp, _, _ in table.geometries):
-        chosen = [place for place, shape in enumerate(table.geometries) if shape[0] == pp]
-        can = devices % pp == 0 and devices // pp * block.mesh.cp * block.mesh.tp % block.mesh.expert_ways == 0
-        single = pp == 1 and table.geometries[chosen[0]][1] == 1
-        cuts = space.cuts(devices // pp * block.mesh.cp, 1 if single else 2) if can else []
-        chunks = [0 if single else table.geometries[place][1] for place in chosen]
-        shapes.append(_shapes(pp, chunks, [watched[place] for place in chosen], cuts, plain, alone))
+    alone = _alone(plain)
+    shapes = list(_all_shapes(space, block, watched, table, plain))
     found = [_priced(space, block, shape, alone, known) for shape in shapes]
     counts = [len(shape.cuts) for shape in shapes for _ in shape.held]
     cuts = tuple(cut for shape in shapes for _ in shape.held for cut in shape.cuts)
     arrays = [np.concatenate(column) for column in zip(*found, strict=True)]
     start: Ints = np.cumsum(np.array(counts, np.int64)) - np.array(counts, np.int64)
     return Exchanges(start, cuts, np.array([cut.zero for cut in cuts], np.int64), *arrays)
+
+
+def watched_segments(table: PipeTable, rows: StageRows) -> Floats:
+    """How often (pipeline shape, watched rank or first stage) has each segment of the model."""
+    plain = rows.plain
+    watched = watched_rows(table, rows)
+    found = np.zeros((len(watched), WATCHED + 1, plain))
+    for number, runs in enumerate(watched):
+        for place, run in enumerate(runs):
+            for segment, count in run:
+                found[number, place, segment % plain] += count
+    return found
+
+
+def least_bytes(space: Space, block: Block, watched: Floats, table: PipeTable, segments: Sequence[Phases]) -> Floats:
+    """(pipeline shape, watched rank): least bytes of states that any cut leaves a rank; inf where there is no cut.
+
+    Args:
+        watched: Of ``watched_segments``.
+        segments: Priced for any block of the mesh.
+    """
+    found: list[Floats] = []
+    for shape in _all_shapes(space, block, watched, table, segments[len(segments) // 2 :]):
+        widest: dict[tuple[int, bool], Cut] = {}  # more ranks that share states keep fewer each
+        for cut in shape.cuts:
+            kind = cut.zero, cut.hosted
+            if kind not in widest or (widest[kind].shard and (not cut.shard or cut.shard > widest[kind].shard)):
+                widest[kind] = cut
+        least = np.full(shape.placeholders.shape, np.inf)
+        for cut in widest.values():
+            layout = _layout(space, block, shape, cut)
+            least = np.minimum(least, _bytes(shape, layout, space.ask.request))
+        found.append(least)
+    return np.concatenate(found)
+
+
+def _alone(plain: Sequence[Phases]) -> Floats:
+    """(segment, kind): parameters."""
+    return np.array([[float(s.elements.get(kind, 0)) for kind in _KINDS] for s in plain])
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,26 +142,32 @@ class Shapes:
     placeholders: Floats
 
 
-def _shapes(
-    pp: int,
-    chunks: list[int],
-    runs: Sequence[Sequence[Run]],
-    cuts: list[Cut],
-    plain: Sequence[Phases],
-    alone: Floats,
-) -> Shapes:
-    weights = np.concatenate([alone, np.ones((len(alone), 1))], axis=1)
-    held: list[Floats] = []
-    placeholders: list[list[int]] = []
-    for shape in runs:
-        counts = np.zeros((len(shape), len(plain)))
-        for place, run in enumerate(shape):
-            for segment, count in run:
-                counts[place, segment % len(plain)] += count
-        held.append(counts @ weights)
-        there = counts[:WATCHED] > 0
-        placeholders.append([_placeholders(row, plain) for row in there.tolist()])
-    return Shapes(pp, chunks, cuts, np.array(held), np.array(placeholders, np.float64))
+def _all_shapes(
+    space: Space, block: Block, watched: Floats, table: PipeTable, plain: Sequence[Phases]
+) -> Iterator[Shapes]:
+    """Of each number of pipeline ranks, in the order of the table."""
+    weights = np.concatenate([_alone(plain), np.ones((len(plain), 1))], axis=1)
+    held, placeholders = watched @ weights, _all_placeholders(watched[:, :WATCHED], plain)
+    mesh, begin = block.mesh, 0
+    devices = space.ask.devices // (mesh.tp * mesh.cp)
+    for pp, group in groupby(table.geometries, key=lambda shape: shape[0]):
+        shapes = list(group)
+        can = devices % pp == 0 and devices // pp * mesh.cp * mesh.tp % mesh.expert_ways == 0
+        single = pp == 1 and shapes[0][1] == 1
+        cuts = space.cuts(devices // pp * mesh.cp, 1 if single else 2) if can else []
+        chunks = [0 if single else vpp for _, vpp, _ in shapes]
+        own = slice(begin, begin + len(shapes))
+        begin += len(shapes)
+        yield Shapes(pp, chunks, cuts, held[own], placeholders[own])
+
+
+def _all_placeholders(watched: Floats, plain: Sequence[Phases]) -> Floats:
+    """(pipeline shape, watched rank): bytes."""
+    if not any(s.placeholders for s in plain):
+        return np.zeros(watched.shape[:2])
+    there, which = np.unique(watched.reshape(-1, len(plain)) > 0, axis=0, return_inverse=True)
+    each = np.array([_placeholders(row, plain) for row in there.tolist()], np.float64)
+    return each[which].reshape(watched.shape[:2])
 
 
 def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:

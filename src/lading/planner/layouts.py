@@ -88,8 +88,7 @@ def find_layouts(ask: Ask, tell: Tell = lambda done, of, what: None) -> Layouts:
         raise impossible(ask, str(error), tell) from error
     if not best:
         raise infeasible(search, over, proof, tell)
-    nearly = sorted(search.over, key=lambda found: (found.step_s, str(search.layout(found))))
-    faster = [refine(search, found, room) for found in nearly[:_OVER]]
+    faster = [refine(search, found, room) for found in search.nearly(_OVER, best[0].step_s, room.device_bytes)]
     beside = sorted((one for one in (*over, *faster) if one.step_s < best[0].step_s), key=lambda one: one.order)
     return Layouts(
         ask,

@@ -11,8 +11,7 @@ from heapq import heappop, heappush
 from lading.ir.layout import Layout
 from lading.memory.moments import Room, binding, over_bytes
 from lading.planner.peaks import peaks_of
-from lading.planner.search import Bounded, Family, Search, Tell
-from lading.planner.space import Block, Pipe
+from lading.planner.search import Bounded, Family, Opened, Search, Tell
 from lading.sim.noise import waiting_share
 from lading.sim.simulate import Simulated, simulate
 
@@ -113,14 +112,6 @@ class _Priced:
 
 
 @dataclass(frozen=True, slots=True)
-class _Opened:
-    """A block's layouts in a recompute mode, none of them looked at."""
-
-    block: Block
-    mode: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Layout:
     """A layout, and those of its block behind it; ``exact``: its bound has its pipeline's own seconds."""
 
@@ -129,7 +120,7 @@ class _Layout:
     exact: bool = False
 
 
-_Item = Family | _Priced | _Opened | _Layout
+_Item = Family | _Priced | Opened | _Layout
 
 
 class _Queue:
@@ -140,7 +131,6 @@ class _Queue:
         self.good: list[Refined] = []
         self.over: list[Refined] = []
         self._before = 0
-        self._spans: dict[tuple[Block, str, Pipe], float] = {}
         self._heap: list[tuple[float, int, _Item]] = []
         self._serial = 0
         for bound_s, family in search.families(tell):
@@ -185,14 +175,14 @@ class _Queue:
                 self._push(bound_s, part)
         elif isinstance(item, _Priced):
             block = item.family.blocks[0]
-            for own_s, mode in self.search.opened(block):
-                self._push(max(bound_s, own_s), _Opened(block, mode))
+            for one in self.search.opened(block, self.room.device_bytes):
+                self._push(max(bound_s, one.bound_s), one)
         elif isinstance(item, Family):
             own_s = self.search.bound_of(item)
             if own_s is not None:
                 self._push(max(bound_s, own_s), _Priced(item))
-        elif isinstance(item, _Opened):
-            self._following(self.search.bounded(item.block, item.mode, self.room.device_bytes))
+        elif isinstance(item, Opened):
+            self._following(self.search.bounded(item, self.room.device_bytes))
         else:
             if not item.exact:
                 self._following(item.rest)
@@ -213,17 +203,14 @@ class _Queue:
 
     def _simulate(self, item: _Layout) -> None:
         found = item.found
-        key = (found.block, found.mode, found.pipe)
-        if not item.exact and key in self._spans:
+        if not item.exact and (span_s := self.search.span_s(found)) is not None:
             waits = waiting_share(self.search.ask.devices, every_block=found.cut.zero >= 2 and found.pipe.stages == 1)
-            later = (self._spans[key] - found.span_s) * (1 + waits)
+            later = (span_s - found.span_s) * (1 + waits)
             if later > 0:
                 return self._push(found.step_s + later, replace(item, exact=True))
         top = self.search.ask.top
         self.tell(min(self.simulated, top), top, "layouts simulated")
         one = refine(self.search, found, self.room)
-        if one.simulated.step.pipeline is not None:
-            self._spans[key] = one.simulated.step.pipeline.makespan_s
         self._keep(one)
 
     def _keep(self, one: Refined) -> None:
@@ -236,4 +223,6 @@ def refine(search: Search, found: Bounded, room: Room) -> Refined:
     """One layout, simulated."""
     request = search.request(search.layout(found))
     simulated = simulate(request, search.ask.table, search.segments(found))
+    if found.cut.zero < 2:  # gathers of cut parameters may hold a pipeline up
+        search.learn(found, simulated.step.pipeline)
     return Refined(simulated, found.step_s, peaks_of(simulated, search.ask), room)

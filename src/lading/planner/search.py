@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
@@ -21,11 +22,14 @@ from lading.ir.layout import Layout
 from lading.ir.request import Request
 from lading.planner.bounds import HIDDEN, Rows, peak_bounds, priced_block, step_bounds
 from lading.planner.exchanges import Exchanges, Known, exchanges
-from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid, watched_rows
+from lading.planner.pipes import Bools
+from lading.planner.shares import Shares
+from lading.planner.sieve import Sieved
 from lading.planner.space import Ask, Block, Cut, Mesh, Pipe, Space, divisors
-from lading.planner.stages import Floats, Ints, StageRows
+from lading.planner.stages import Floats, features_of
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases
+from lading.sim.pipeline import PipelineRun
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced as Segments
 from lading.sim.simulate import segments_by_mode
@@ -49,6 +53,16 @@ class Bounded:
     mode: str
     pipe: Pipe
     cut: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A block in a recompute mode, priced, and what is known of its pipes; ``bound_s``: of a step of any of these."""
+
+    bound_s: float
+    block: Block
+    mode: str
+    sieved: Sieved
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,37 +94,19 @@ class Search:
     over: list[Bounded] = field(default_factory=lambda: [])
     _segments: dict[Block, dict[str, tuple[Phases, ...]]] = field(default_factory=lambda: {})
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
-    _tables: dict[bool, PipeTable] = field(default_factory=lambda: {})
     _known: Known = field(default_factory=lambda: {})
-    _counts: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: {})
-    _alive: dict[tuple[int, int, bool], tuple[Floats, Ints]] = field(default_factory=lambda: {})
+    _runs: dict[tuple[Block, str, Pipe], PipelineRun] = field(default_factory=lambda: {})
+    _out: list[Opened] = field(default_factory=lambda: [])
 
     @cached_property
+    def shares(self) -> Shares:
+        """What blocks have in common."""
+        return Shares(self.ask)
+
+    @property
     def space(self) -> Space:
         """What is searched."""
-        return Space(self.ask)
-
-    @cached_property
-    def rows(self) -> StageRows:
-        """Stages of all pipes."""
-        return StageRows(self.ask.request, self.ask.table)
-
-    def table(self, mode: str) -> PipeTable:
-        """Pipes of a recompute mode.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        partial = mode == "full" or "recompute_layers" in self.ask.pins
-        if partial not in self._tables:
-            pipes = self.space.pipes(partial=partial)
-            if not pipes:
-                raise ConfigError(
-                    f"expected a pipeline that {self.ask.devices} devices, {self.space.layers} layers and the pins "
-                    "allow, found none; change pp, vpp, schedule or recompute_layers"
-                )
-            self._tables[partial] = pipe_table(pipes, self.rows)
-        return self._tables[partial]
+        return self.shares.space
 
     def request(self, layout: Layout) -> Request:
         """What is asked, for a layout."""
@@ -122,7 +118,18 @@ class Search:
 
     def segments(self, found: Bounded) -> Segments:
         """Of a bounded layout, for ``simulate``."""
-        return Segments(self.ask.machine, self.ask.table, self._segments[found.block][found.mode])
+        run = self._runs.get((found.block, found.mode, found.pipe))
+        return Segments(self.ask.machine, self.ask.table, self._segments[found.block][found.mode], run)
+
+    def span_s(self, found: Bounded) -> float | None:
+        """Seconds of a layout's pipeline; None if none was simulated that differs in who keeps which states only."""
+        run = self._runs.get((found.block, found.mode, found.pipe))
+        return run.makespan_s if run else None
+
+    def learn(self, found: Bounded, run: PipelineRun | None) -> None:
+        """What simulating a layout has shown of its pipeline."""
+        if run is not None:
+            self._runs[found.block, found.mode, found.pipe] = run
 
     def families(self, tell: Tell) -> Iterator[tuple[float, Family]]:
         """All blocks that can be in families, with a bound of each ([Note: three bounds]).
@@ -131,7 +138,7 @@ class Search:
             ConfigError: no block can be; the message is that of most.
         """
         for mode in self.space.modes():
-            self.table(mode)
+            self.shares.table(mode)
         families: dict[tuple[object, ...], list[Block]] = {}
         for mesh in self.space.meshes():
             for block in self.space.blocks(mesh):
@@ -144,7 +151,7 @@ class Search:
             bound_s = self._family_s(family)
             if bound_s is not None:
                 found = True
-                self.counted += sum(map(self._count, blocks))
+                self.counted += sum(map(self.shares.count, blocks))
                 yield bound_s, family
         if not found:
             raise ConfigError(self.none_can_be())
@@ -174,7 +181,7 @@ class Search:
         """Least seconds of a step of any block of a family; None if they cannot be."""
         bound_s = self._family_s(family)
         if bound_s is None:
-            self.counted -= sum(map(self._count, family.blocks))
+            self.counted -= sum(map(self.shares.count, family.blocks))
         return bound_s
 
     def _family_s(self, family: Family) -> float | None:
@@ -192,15 +199,52 @@ class Search:
         free = [_without(phases, "ep") for phases in plain]
         return self._ideal_s(leader, prices, free) * _UNEVEN
 
-    def opened(self, block: Block) -> list[tuple[float, str]]:
-        """(bound, mode) of a block, which is priced if it is not."""
+    def opened(self, block: Block, budget_bytes: float) -> list[Opened]:
+        """A block in each recompute mode in which some of its pipelines may fit; it is priced if it is not.
+
+        Args:
+            budget_bytes: Of the tensors of a device.
+        """
         prices = self._price(block, self.space.modes())
-        found: list[tuple[float, str]] = []
+        found: list[Opened] = []
         for mode, segments in self._segments[block].items():
             plain = len(segments) // 2
-            partial = mode == "full" or "recompute_layers" in self.ask.pins
-            found.append((self._ideal_s(block, prices, segments[plain if partial else 0 :]), mode))
+            ideal_s = self._ideal_s(block, prices, segments[plain if self.shares.partial(mode) else 0 :])
+            sieved = self._sieved(block, mode, prices, budget_bytes)
+            one = Opened(max(ideal_s, sieved.step_s), block, mode, sieved)
+            (found if sieved.step_s < inf else self._out).append(one)
         return found
+
+    def _sieved(self, block: Block, mode: str, prices: MachinePrices, budget_bytes: float) -> Sieved:
+        segments, share = self._segments[block][mode], self.shares.share(block, mode)
+        states = self.shares.least_bytes(block, segments)[self.shares.table(mode).geometry]
+        saved = np.array([float(s.saved_bytes) for s in segments])
+        peaks = np.max(share.kept @ saved + states, axis=1) * _ROUNDING
+        peaks[~self.shares.good(block, mode)] = inf
+        fits, nearly = peaks <= budget_bytes, peaks <= _NEARLY * budget_bytes
+        seconds = np.full(len(peaks), inf)
+        if np.any(nearly):
+            features = features_of(segments, prices, prices.stack)
+            seconds = self.shares.sieve(mode).seconds(features, prices, share.micro_batches)
+            seconds *= (1 + waiting_share(self.ask.devices, every_block=False)) * _ROUNDING
+        return Sieved(
+            pipes=fits,
+            step_s=float(np.min(seconds, where=fits, initial=inf)),
+            over_s=float(np.min(seconds, where=nearly & ~fits, initial=inf)),
+            peak_bytes=float(np.min(peaks)),
+        )
+
+    def nearly(self, most: int, limit_s: float, budget_bytes: float) -> list[Bounded]:
+        """The fastest layouts that are a little too large, of those that may take less than ``limit_s``."""
+        for one in sorted(self._out, key=lambda each: each.sieved.over_s)[:most]:
+            if one.sieved.over_s < limit_s:
+                self._look_into(one, budget_bytes)
+        return sorted(self.over, key=lambda found: (found.step_s, str(self.layout(found))))[:most]
+
+    def _look_into(self, one: Opened, budget_bytes: float) -> None:
+        """Bound the layouts of a block of which none fits."""
+        everything = replace(one.sieved, pipes=np.ones_like(one.sieved.pipes))
+        next(self.bounded(replace(one, sieved=everything), budget_bytes), None)
 
     def _price(self, block: Block, modes: Sequence[str]) -> MachinePrices:
         prices, known = self._prices(block), self._segments.setdefault(block, {})
@@ -223,57 +267,30 @@ class Search:
             * (HIDDEN if prices.stack.hidden else _ROUNDING)
         )
 
-    def _count(self, block: Block) -> int:
-        """Layouts of a block."""
-        mesh = block.mesh
-        key = (mesh.tp, mesh.cp, mesh.expert_ways, block.micro_batch)
-        if key not in self._counts:
-            ranks, total = self.ask.devices // (mesh.tp * mesh.cp), 0
-            for mode in self.space.modes():
-                table, (good, _) = self.table(mode), self._good(block, mode)
-                ways = np.unique(np.where(table.flat, 0, table.pp)[good], return_counts=True)
-                for pp, count in zip(*(part.tolist() for part in ways), strict=True):
-                    total += count * len(self.space.cuts(ranks // max(1, pp) * mesh.cp, 2 if pp else 1))
-            self._counts[key] = total
-        return self._counts[key]
-
     def _prices(self, block: Block, pp: int = 1) -> MachinePrices:
         """Prices of a block over all devices, in a pipeline of some length."""
         plain = self.space.layout(block, "none", Pipe(pp, 1, "1f1b", -1), Cut(0, 0), global_batch=0)
         layout = replace(plain, recompute_modules=self.ask.pins.get("recompute_modules", ()))
         return MachinePrices(self.ask.machine, layout, self.ask.request.stack, self.ask.table.symbols.get("a", 1))
 
-    def _good(self, block: Block, mode: str) -> tuple[Bools, Floats]:
-        """Which pipes a block can have, and the micro-batches of each."""
-        table, mesh, ask = self.table(mode), block.mesh, self.ask
-        replicas = ask.devices / (mesh.tp * mesh.cp) / table.pp
-        micro_batches = ask.global_batch / (replicas * block.micro_batch)
-        good = valid(table, replicas, micro_batches, ask.request.stack)
-        good &= np.mod(replicas * mesh.tp * mesh.cp, mesh.expert_ways) == 0
-        if "dp" in ask.pins:
-            good &= replicas == ask.pins["dp"]
-        return good, micro_batches
-
-    def _rows(self, block: Block, mode: str) -> Rows:
+    def _rows(self, block: Block, mode: str, pipes: Bools) -> Rows:
+        """All layouts of a block in some pipes."""
+        shares, share = self.shares, self.shares.share(block, mode)
         if block.mesh not in self._exchanges:
-            table = self.table(self.space.modes()[0])
+            table = shares.table(self.space.modes()[0])
             segments = self._segments[block][self.space.modes()[0]]
-            watched = watched_rows(table, self.rows)
-            self._exchanges[block.mesh] = exchanges(self.space, block, watched, table, segments, self._known)
-        found, table = self._exchanges[block.mesh], self.table(mode)
-        good, micro_batches = self._good(block, mode)
-        key = (block.mesh.tp * block.mesh.cp, block.micro_batch, table is self._tables.get(True))
-        if key not in self._alive:
-            self._alive[key] = alive_of(table, np.maximum(1.0, micro_batches), self.ask.request.stack)
-        return Rows(table, found, micro_batches, self._alive[key], *found.rows(table, good))
+            self._exchanges[block.mesh] = exchanges(self.space, block, shares.watched, table, segments, self._known)
+        found, good = self._exchanges[block.mesh], shares.good(block, mode) & pipes
+        table = shares.table(mode)
+        return Rows(table, found, share.micro_batches, share.alive, *found.rows(table, good))
 
-    def bounded(self, block: Block, mode: str, budget_bytes: float) -> Iterator[Bounded]:
+    def bounded(self, opened: Opened, budget_bytes: float) -> Iterator[Bounded]:
         """Layouts of a block that may fit, by their bounds.
 
         Args:
             budget_bytes: Of the tensors of a device.
         """
-        found = self._bounds(block, mode)
+        found = self._bounds(opened)
         if found is None:
             return
         steps, peaks = found.steps, found.peaks
@@ -294,26 +311,29 @@ class Search:
         found: list[Bounded] = []
         for block in (block for mesh in self.space.meshes() for block in self.space.blocks(mesh)):
             try:
-                modes = [mode for _, mode in self.opened(block)]
+                opened = self.opened(block, inf)
             except ConfigError:  # a block that cannot be; the search has counted it
                 continue
-            for bounds in filter(None, (self._bounds(block, mode) for mode in modes)):
-                first = np.lexsort((bounds.steps, bounds.peaks))[:most].tolist()
-                found += map(bounds.at, first)
+            for one in opened:
+                if len(found) == most and one.sieved.peak_bytes > found[-1].peak_bytes:
+                    continue
+                if (bounds := self._bounds(one)) is not None:
+                    first = np.lexsort((bounds.steps, bounds.peaks))[:most].tolist()
+                    found += map(bounds.at, first)
             found.sort(key=_memory_first)
             del found[most:]
         return found
 
-    def _bounds(self, block: Block, mode: str) -> _BlockBounds | None:
-        """Of all layouts of a block; None if there is none."""
-        rows = self._rows(block, mode)
+    def _bounds(self, opened: Opened) -> _BlockBounds | None:
+        """Of a block's layouts in the pipes that are left of it; None if there is none."""
+        block, mode, ask = opened.block, opened.mode, self.ask
+        rows, prices = self._rows(block, mode, opened.sieved.pipes), self._prices(block)
         if not len(rows.pipe):
             return None
-        ask, prices = self.ask, self._prices(block)
         ways = next((n for n in divisors(prices.layout.dp) if n > 1), 1)
         alone = replace(block, mesh=replace(block.mesh, ep=1, etp=0))  # sends do not depend on experts
         both = (prices, self._prices(alone, ways))
-        priced = priced_block(self._segments[block][mode], self.rows.arrays(), ask.table.counts, both)
+        priced = priced_block(self._segments[block][mode], self.shares.rows.arrays(), ask.table.counts, both)
         steps, spans = step_bounds(rows, priced, ask.request.stack, ask.devices)
         peaks = peak_bounds(rows, priced)
         return _BlockBounds(block, mode, rows, steps * _ROUNDING, spans * _ROUNDING, peaks * _ROUNDING)

@@ -115,10 +115,7 @@ def stage_costs(
         segments: As ``lading.sim.simulate.Priced`` has them.
     """
     places, counts, weights = rows
-    spans = [
-        _spans(weights @ np.array([_features(getattr(s, phase), prices, stack) for s in segments]), prices, stack)
-        for phase in _PHASES
-    ]
+    seconds = [spans(weights @ features, prices, stack) for features in features_of(segments, prices, stack)]
     saved = np.array([float(s.saved_bytes) for s in segments])
     kept: Floats = np.cumsum(counts * saved[places], axis=1)
     spikes: list[Floats] = []
@@ -126,7 +123,12 @@ def stage_costs(
         top = np.array([float(s.transients[way]) for s in segments])
         peak = np.max(np.where(counts > 0, kept + top[places], 0.0), axis=1)
         spikes.append(peak - kept[:, -1])
-    return StageCosts(*spans, saved=kept[:, -1], ahead=spikes[0], behind=spikes[1], blocks=counts.sum(axis=1))
+    return StageCosts(*seconds, saved=kept[:, -1], ahead=spikes[0], behind=spikes[1], blocks=counts.sum(axis=1))
+
+
+def features_of(segments: Sequence[Phases], prices: MachinePrices, stack: Stack) -> list[Floats]:
+    """Of each phase (forward, what runs again, gradients of activations and of weights): (segment, ``_features``)."""
+    return [np.array([_features(getattr(s, phase), prices, stack) for s in segments]) for phase in _PHASES]
 
 
 def _features(part: Part, prices: MachinePrices, stack: Stack) -> list[float]:
@@ -138,7 +140,12 @@ def _features(part: Part, prices: MachinePrices, stack: Stack) -> list[float]:
     return [sum(busy.values()), busy.get(MEMORY, 0.0), part.host_s(stack), *comm]
 
 
-def _spans(features: Floats, prices: MachinePrices, stack: Stack) -> Floats:
+def spans(features: Floats, prices: MachinePrices, stack: Stack) -> Floats:
+    """Seconds of stretches of kernels ([Note: one stretch of kernels]).
+
+    Args:
+        features: (stretch, ``_features`` summed up).
+    """
     device, memory, host = features[:, 0], features[:, 1], features[:, 2]
     seconds: Any = device.copy()
     bound = np.divide(memory, device, out=np.zeros_like(device), where=device > 0)

@@ -46,16 +46,25 @@ from lading.sim.step import (
 GATHERED_AT_ONCE, _DIRECT = 3, ("gpipe", "1f1b")
 
 
-def pipeline_step(stages: Sequence[Stage], layout: Layout, stack: Stack, exchange: Exchange, send_s: float) -> Step:
+def pipeline_step(
+    stages: Sequence[Stage],
+    layout: Layout,
+    stack: Stack,
+    exchange: Exchange,
+    send_s: float,
+    run: PipelineRun | None = None,
+) -> Step:
     """A step of a pipeline.
 
     Args:
         stages: In the order of forward.
         send_s: Seconds of what one hands to the next.
+        run: Of the same stages with whole parameters, where it is known.
     """
     plan = schedule_of(layout, rules="megatron" if stack.megatron_order else "torch")
     first = _first_forwards(plan, stages, layout, stack, exchange)
-    run = _run(plan, stages, first, stack, send_s)
+    if run is None or any(first):
+        run = _run(plan, stages, first, stack, send_s)
     busiest = int(np.argmax(run.busy_s))  # whose seconds say why; the others wait for it
     busy = float(run.busy_s[busiest])
     ranks = [[stages[s] for s in plan.stages_of(rank)] for rank in range(layout.pp)]

@@ -34,6 +34,7 @@ from lading.sim.eager import eager_memory
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, phases
 from lading.sim.piped import pipeline_step
+from lading.sim.pipeline import PipelineRun
 from lading.sim.prices import MachinePrices
 from lading.sim.processes import processes_step
 from lading.sim.schedules import schedule_of
@@ -167,11 +168,13 @@ class Priced:
 
     Attributes:
         segments: All variants, in the order of ``lading.sim.variants``.
+        run: Of the pipeline, where it is known from a layout with whole parameters that differs in nothing else.
     """
 
     machine: Machine
     table: ModelTable
     segments: tuple[Phases, ...]
+    run: PipelineRun | None = None
 
 
 def priced(request: Request, table: ModelTable | None = None) -> Priced:
@@ -206,7 +209,7 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
 
     Args:
         table: Of a model that is in no catalog; None takes that of ``request.model``.
-        parts: What ``priced`` gave for a request that differs in ``stack.in_situ`` only.
+        parts: What ``priced`` gave for a request that differs in ``stack.in_situ`` only, or in who keeps which states.
     Raises:
         ConfigError: the layout cannot be, or the model, machine or a constant is missing.
     """
@@ -224,7 +227,8 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
         units = [one[variant] for variant, count in run for _ in range(count)]
         step = replicas_step(stages[0], units, request.layout, request.stack, prices)
     else:
-        step = pipeline_step(stages, request.layout, request.stack, prices, prices.send_s(both[0].sent_bytes))
+        send_s = prices.send_s(both[0].sent_bytes)
+        step = pipeline_step(stages, request.layout, request.stack, prices, send_s, parts.run)
     given = _eager(request, table) if request.stack.drops_gradients else device_roles(request, both, stages, step)
     here, there = zip(*stored(request, given, stages, step), strict=True)
     found = None

@@ -74,7 +74,7 @@ def test_bytes_that_move_are_those_of_the_routes(ranks: int, layout: str) -> Non
     shape = parse_layout(layout)
     matrix = BlockMatrix("w", 64, 48, count=1)
     machine, rule = load_machine("h100"), RULES["muon"]
-    update = update_of({matrix: 16}, rule, shape, stack_by_name("default"), machine)
+    update = update_of({matrix: 16}, 16 * 64 * 48 / ranks, rule, shape, stack_by_name("default"), machine)
     wholes = [whole for number in range(16) for whole in wholes_of(number, f"w{number}", (64, 48))]
     cut = ranks if shape.zero else shape.tp
     rows = [Box((64 // cut * (rank % cut), 0), (64 // cut, 48)) for rank in range(ranks)]

@@ -28,9 +28,7 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
 from lading.ir.machine import Device, Machine
 from lading.ir.stack import Stack
-from lading.memory.ranks import shards
 from lading.parallel.matrices import BlockMatrix
-from lading.parallel.ranks import DENSE, EXPERTS
 from lading.rules import SOAP, MatrixRule, Muon, Shampoo
 
 #: All-to-alls in each direction (``groups`` of ``lading.optim.Muon``).
@@ -73,12 +71,18 @@ class Update:
 
 
 def update_of(
-    matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack, machine: Machine
+    matrices: Mapping[BlockMatrix, int],
+    kept: float,
+    rule: MatrixRule,
+    layout: Layout,
+    stack: Stack,
+    machine: Machine,
 ) -> Update:
     """What a step on the matrices of a pipeline rank takes ([Note: step of owners]).
 
     Args:
         matrices: Of blocks, each as often as its block stands on the rank.
+        kept: Elements of them that one device updates.
     Raises:
         ConfigError: the machine has no rate or no link that it takes.
     """
@@ -88,7 +92,6 @@ def update_of(
     first, last, both = ways[0] / GROUPS, ways[1] / GROUPS, sum(ways) / GROUPS
     computed = directions.seconds / GROUPS
     exposed = first + last + (GROUPS - 1) * max(0.0, both - computed)
-    kept = sum(_on_rank(m, layout) * n / shards(_axes(m), layout) for m, n in matrices.items())
     own = step_s(kept, _elementwise_bytes(rule, stack), machine.device)
     if machine.processes is not None:
         own *= machine.processes.slower("memory-bound", layout.devices)
@@ -121,15 +124,6 @@ def _kinds(
 def _spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
     """Pipeline ranks and layouts often share the same matrices among as many ranks."""
     return spread(kinds, ranks)
-
-
-def _axes(matrix: BlockMatrix) -> str:
-    return EXPERTS if matrix.is_expert else DENSE
-
-
-def _on_rank(matrix: BlockMatrix, layout: Layout) -> float:
-    """Elements that one rank works with."""
-    return matrix.elements / (layout.ep * layout.expert_tp if matrix.is_expert else layout.tp)
 
 
 def _elementwise_bytes(rule: MatrixRule, stack: Stack) -> float:

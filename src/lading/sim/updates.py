@@ -118,12 +118,12 @@ def rank_update(
             f"--optimizer {request.optimizer}: expected matrices in the blocks of every pipeline rank, found none on "
             "one; take fewer pipeline ranks, or adamw"
         )
-    update = update_of(matrices, RULES[request.optimizer], layout, stack, machine)
     on_rank, trained = _on_rank(matrices, layout), trained_of(own)
+    mine = sum(number / shards(axes, layout) for axes, number in on_rank.items())
+    update = update_of(matrices, mine, RULES[request.optimizer], layout, stack, machine)
     rest = {axes: max(0, number - on_rank.get(axes, 0)) for axes, number in trained.items()}
     seconds = update.seconds + _adamw_s(rest, request, machine)
     host = stack.step_s + max(0.0, stack.parameter_s * sum(stage.parameters for stage in own) - seconds)
-    mine = sum(number / shards(axes, layout) for axes, number in on_rank.items())
     moment = DTYPE_BYTES[stack.moments_dtype]
     fewer = (stack.moments * mine - update.cut_elements) * moment - update.directions.state_bytes
     return RankUpdate(seconds, host, update, fewer, _saved_fewer(matrices, request, moment))

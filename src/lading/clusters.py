@@ -72,8 +72,17 @@ def request_of(question: Question) -> tuple[Request, ModelTable]:
         task="lora" if question.lora else "qlora" if question.qlora else "pretrain",
         lora_rank=question.lora or question.qlora,
         optimizer=question.optimizer,
+        assumed=_longer(question.model, seq_len),
     )
     return request, table
+
+
+def _longer(name: str, seq_len: int) -> tuple[str, ...]:
+    """That a model of the catalog is taken for one of longer sequences."""
+    most = named_model(name).max_tokens if name in model_names() else seq_len
+    if seq_len <= most:
+        return ()
+    return (f"{name} is for sequences of up to {most:,} tokens: taken as if it were for {seq_len:,}",)
 
 
 def _table(question: Question) -> tuple[ModelTable, int]:

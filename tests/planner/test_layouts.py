@@ -239,7 +239,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ) == 0  # fmt: skip
     printed = capsys.readouterr().out
     assert "loses because" in printed
+    assert "% slower: " in printed
     assert "proven" in printed
+    assert "assumed - " in printed
+    assert max(map(len, printed.split("\n\n")[0].splitlines()[1:])) <= 100
     document = json.loads(figures.read_text())
     saved = ClusterPlan.load(plan)
     assert saved.layout == document["layouts"][0]["layout"]
@@ -249,5 +252,20 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert document["layouts"][0]["loses_because"] == "fastest"
     assert main(["plan", "--model", "gpt2-xl", "--machine", "h100", "--out", str(plan)]) == 2
     assert "expected --devices and --global-batch next to --model" in capsys.readouterr().err
-    assert main(["plan", "run.toml", "--devices", "8", "--out", str(plan)]) == 2
-    assert "--devices belongs to --model" in capsys.readouterr().err
+    for wrong, message in (
+        (["run.toml", "--devices", "8"], "--devices belongs to --model"),
+        (["run.toml", "--tree"], "--tree belongs to --model"),
+        (["run.toml", "--pin", "tp=2"], "--pin belongs to --model"),
+        (["--model", "gpt2", "--machine", "h100", *options, "--top", "0"], "expected at least 1 layout to show, got 0"),
+        (["--model", "gpt2", "--machine", "h100", *options, "--budget", "0"], "--budget: expected memory of a device"),
+        (["--model", "gpt2", "--machine", "h100", *options, "--budget", "1TB"], "or less, got 1000000000000"),
+        (["--model", "gpt2", "--machine", "h100", *options[:-1], "-2"], "--price: expected a price"),
+    ):
+        assert main(["plan", *wrong, "--out", str(plan)]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_longer_than_the_model_takes_is_said() -> None:
+    long, _ = request_of(Question(model="gpt2", machine="h100", seq_len=4096))
+    assert long.assumed == ("gpt2 is for sequences of up to 1,024 tokens: taken as if it were for 4,096",)
+    assert request_of(Question(model="llama3-8b", machine="h100", seq_len=4096))[0].assumed == ()

@@ -14,6 +14,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from lading.config import MemoryConfig, RunConfig, load_run
 from lading.errors import ConfigError
+from lading.ir.clusterplan import layout_of_cluster
 from lading.ir.plan import Plan as SavedPlan
 from lading.ir.timeline import Timeline
 from lading.units import format_bytes, format_seconds, parse_bytes
@@ -138,25 +139,46 @@ class Plan:
     model: Annotated[
         str | None, _optional("NAME", "llama3-70b, ...; module:function; or a Hugging Face configuration.")
     ] = None
-    machine: Annotated[str | None, _optional("NAME|FILE", "With --model, what each device is.")] = None
+    machine: Annotated[
+        str | None, _optional("NAME|FILE", "With --model, what each device is, or a list of unlike devices.")
+    ] = None
     devices: Annotated[int | None, _optional("N", "With --model, how many.")] = None
     global_batch: Annotated[int | None, _optional("N", "With --model, sequences of a step.")] = None
-    seq: Annotated[int | None, _optional("N", "With --model, tokens of a sequence.")] = None
-    stack: Annotated[str | None, _optional("NAME|FILE", "With --model, the software stack.")] = None
+    seq: Annotated[
+        int | None, _optional("N", "With --model, tokens of a sequence; else the model's, 8192 at most.")
+    ] = None
+    stack: Annotated[
+        str | None, _optional("NAME|FILE", "With --model, the software stack: megatron-core, torchtitan-compile, ...")
+    ] = None
     network: Annotated[str | None, _optional("WORDS", 'With --model, what links nodes: "4x 200 Gb/s HDR", ...')] = None
-    precision: Annotated[str | None, _optional("NAME", "With --model, of products: bf16, fp8, ...")] = None
+    precision: Annotated[
+        str | None, _optional("NAME", "With --model, of products: fp32, fp16, bf16 (if not given), fp8, mxfp8, nvfp4.")
+    ] = None
     pin: Annotated[
         UseAppendAction[tuple[str, ...]],
-        _optional("KEY=VALUE", "With --model, a choice that is made: tp=8, zero=3, recompute=full. Can be repeated."),
+        _optional(
+            "KEY=VALUE",
+            "With --model, a choice that is made. Can be repeated. Keys: dp, tp, cp, pp, ep, etp, vpp, micro_batch (or "
+            "mb), sp (yes, no), zero (0 to 3), shard, cp_comm, schedule, recompute (none, selective, full), "
+            "recompute_layers, recompute_modules, precision, offload (none, optimizer).",
+        ),
     ] = ()
     optimizer: OptimizerName = None
-    price: Annotated[float | None, _optional("PRICE", "With --model, of a device for an hour.")] = None
-    top: Annotated[int, arg(metavar="N", help="With --model, layouts to show.")] = 10
-    longest: Annotated[int | None, _optional("N", "With --model, tokens of the longest sequence.")] = None
-    save: Annotated[Literal["sharded", "async", "gathered"], arg(help="With --model, how checkpoints are written.")] = (
-        "sharded"
-    )
-    budget: Annotated[str | None, _optional("SIZE", "With --model, memory of a device to plan for.")] = None
+    price: Annotated[float | None, _optional("PRICE", "With --model, of a device for an hour, in any currency.")] = None
+    top: Annotated[int, arg(metavar="N", help="With --model, layouts to show, the best of each mesh.")] = 10
+    longest: Annotated[
+        int | None, _optional("N", "With --model, tokens of the longest sequence, whose batch must fit too.")
+    ] = None
+    save: Annotated[
+        Literal["sharded", "async", "gathered"],
+        arg(
+            help="With --model, how checkpoints are written: each rank its pieces, the same while training goes on, or "
+            "whole by one rank."
+        ),
+    ] = "sharded"
+    budget: Annotated[
+        str | None, _optional("SIZE", "With --model, memory of a device to plan for, such as 40GB; else all.")
+    ] = None
     unshard: Annotated[
         Literal["residency", "reverse-greedy", "zero2", "zero3"],
         arg(help="With --model, where parameters are cut: how to choose which stay gathered."),
@@ -164,7 +186,9 @@ class Plan:
     tree: Annotated[bool, arg(help="With --model, where parameters are cut: what every tensor has at the peak.")] = (
         False
     )
-    json: Annotated[Path | None, _optional("FILE.json", "With --model, also write the figures.")] = None
+    json: Annotated[
+        Path | None, _optional("FILE.json", "With --model, also write the figures (docs/plan-json.md).")
+    ] = None
 
     def run(self) -> None:
         """Print the plan and save it."""
@@ -419,5 +443,10 @@ def _load_plan(path: Path, overrides: tuple[str, ...]) -> SavedPlan:
     if overrides:
         raise ConfigError(
             f"a plan fixes its run: expected no settings next to {path}, got {overrides[0]!r}; plan again"
+        )
+    if cluster := layout_of_cluster(path):
+        raise ConfigError(
+            f"{path}: expected the plan of a run, got that of a cluster; give its layout to lading simulate --model: "
+            f"--layout {cluster}"
         )
     return SavedPlan.load(path)

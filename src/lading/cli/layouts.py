@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,13 @@ OPTIONS = (
 )  # fmt: skip
 
 
+#: What makes layouts differ in the table, and what else where they are few.
+_MESH = ("dp", "tp", "cp", "pp", "ep", "etp")
+_WAYS = ("zero", "recompute", "offload", "micro_batch")
+#: Of output that goes to no terminal.
+_COLUMNS = 100
+
+
 def plan_cluster(asked: Plan) -> None:
     """Print the layouts found, and save the winner; a machine that lists unlike devices gets a placement instead."""
     if asked.machine is not None:
@@ -45,25 +52,26 @@ def plan_cluster(asked: Plan) -> None:
     from lading import __version__
     from lading.clusters import update_sentence
     from lading.planner.layouts import cluster_plan, find_layouts
-    from lading.report.layouts import layouts_table
+    from lading.report.layouts import layouts_lines
 
     ask = ask_of(asked)
-    console = Console(highlight=False, width=None if Console().is_terminal else 200)
+    terminal = Console(highlight=False)
+    console = terminal if terminal.is_terminal else Console(highlight=False, width=max(_COLUMNS, terminal.width))
     begun = time.perf_counter()
     with _progress() as tell:
         found = find_layouts(ask, tell)
     seconds = time.perf_counter() - begun
-    rows = [_row(one, asked.price) for one in _distinct(found.best)[: asked.top]]
+    rows = [_row(one, asked.price) for one in shown(found.best, asked.top)]
     over = [_row(one, asked.price) for one in found.over]
     device = ask.machine.device.name
     console.print(f"{ask.request.name} on {ask.devices:,} x {device}, {ask.global_batch:,} sequences of "
                   f"{ask.request.seq_len:,} tokens a step; software stack {ask.request.stack.name}",
                   style="bold", markup=False, soft_wrap=True)  # fmt: skip
-    console.print(layouts_table(rows, over))
-    if found.winner.simulated.updated is not None:
-        sentence = update_sentence(ask.request.optimizer, found.winner.simulated.updated.update)
-        console.print(sentence, markup=False, soft_wrap=True)
-    for line in (*_said(found, seconds), *_moments(found.winner)):
+    title, *table = layouts_lines(rows, over, console.width)
+    console.print(title, style="bold", markup=False, soft_wrap=True)
+    updated = found.winner.simulated.updated
+    update = [update_sentence(ask.request.optimizer, updated.update)] if updated is not None else []
+    for line in (*table, "", *update, *_said(found, seconds), *_moments(found.winner)):
         console.print(line, markup=False, soft_wrap=True)
     if asked.json is not None:
         from lading.cli.clusters import write_text
@@ -152,6 +160,8 @@ def ask_of(asked: Plan) -> Ask:
         raise ConfigError(f"--top: expected at least 1 layout to show, got {asked.top}")
     if asked.price is not None and asked.price < 0:
         raise ConfigError(f"--price: expected a price of a device for an hour, 0 or more, got {asked.price:g}")
+    if asked.budget is not None and parse_bytes(asked.budget) < 1:
+        raise ConfigError(f"--budget: expected memory of a device, such as 40GB, got {asked.budget!r}")
     pins = parse_pins(asked.pin)
     question = Question(
         model=asked.model, machine=asked.machine, seq_len=asked.seq or 0, stack=asked.stack or "default",
@@ -169,6 +179,7 @@ def ask_of(asked: Plan) -> Ask:
         pins=pins,
         longest=asked.longest or 0,
         save=asked.save,
+        top=max(Ask.top, asked.top),
         budget_bytes=parse_bytes(asked.budget) if asked.budget else 0,
     )
 
@@ -189,13 +200,20 @@ def _progress() -> Generator[Tell, None, None]:
         yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
 
 
-def _distinct(best: Sequence[Refined]) -> list[Refined]:
-    """The best of each mesh: how many ranks each axis has."""
-    found: dict[tuple[int, ...], Refined] = {}
-    for one in best:
-        layout = one.layout
-        found.setdefault((layout.dp, layout.tp, layout.cp, layout.pp, layout.ep, layout.etp), one)
-    return list(found.values())
+def shown(best: Sequence[Refined], most: int) -> list[Refined]:
+    """Up to so many of the best: the fastest of each mesh; if there are too few, of each with its ways to save memory.
+
+    Args:
+        best: The fastest first.
+    """
+    found: dict[Hashable, Refined] = {}
+    for keys in (_MESH, _MESH + _WAYS):
+        found = {}
+        for one in best:
+            found.setdefault(tuple(getattr(one.layout, key) for key in keys), one)
+        if len(found) >= most:
+            return list(found.values())[:most]
+    return list(best[:most]) if len(found) < min(most, len(best)) else list(found.values())
 
 
 def _row(one: Refined, price_per_hour: float | None) -> LayoutRow:
@@ -240,7 +258,7 @@ def _said(found: Layouts, seconds: float) -> list[str]:
         lines.append(f"not proven: plans that were not simulated take at least {format_seconds(proof.rest_s)}, "
                      f"{gap:.2%} less than the first")  # fmt: skip
     lines += [f"not searched - {sentence}" for sentence in found.left_out]
-    return lines
+    return lines + [f"assumed - {sentence}" for sentence in winner.simulated.assumed]
 
 
 def _moments(winner: Refined) -> list[str]:

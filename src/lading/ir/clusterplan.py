@@ -147,3 +147,13 @@ class ClusterPlan:
         if type(found) is not int or found != CLUSTER_PLAN_FORMAT or "layout" not in data:
             raise ConfigError(f"{path}: expected a cluster plan of format {CLUSTER_PLAN_FORMAT}; {how}")
         return read_as(ClusterPlan, data, str(path))
+
+
+def layout_of_cluster(path: Path) -> str:
+    """The layout of a saved plan of a cluster; "" if the file is none."""
+    try:
+        found: Any = json.loads(path.read_text())
+    except (OSError, ValueError):  # whoever loads it says what is wrong with it
+        return ""
+    is_one = isinstance(found, dict) and {"layout", "groups", "devices"} <= cast("dict[str, Any]", found).keys()
+    return str(cast("dict[str, Any]", found)["layout"]) if is_one else ""

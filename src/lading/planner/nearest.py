@@ -89,25 +89,29 @@ def _budgets(ask: Ask, budget: int) -> _Asks:
         yield f"all {whole} bytes of the device instead of {ask.budget_bytes}", replace(ask, budget_bytes=0)
 
 
+def _devices(number: int) -> str:
+    return f"{number:,} device{'s' if number > 1 else ''}"
+
+
 def _more_devices(ask: Ask) -> _Asks:
     """Twice as many again and again, and between the last two half as many more."""
     pins = {key: value for key, value in ask.pins.items() if key != "dp"}
     for power in range(1, _DOUBLINGS + 1):
         for devices in (3 * ask.devices << power >> 2, ask.devices << power):
             if devices > ask.devices:
-                yield f"{devices:,} devices instead of {ask.devices:,}", replace(ask, devices=devices, pins=pins)
+                yield f"{_devices(devices)} instead of {ask.devices:,}", replace(ask, devices=devices, pins=pins)
 
 
 def _fewer_devices(ask: Ask) -> _Asks:
     """One by one."""
     for devices in range(ask.devices - 1, max(0, ask.devices - _STEPS - 1), -1):
-        yield f"{devices:,} devices instead of {ask.devices:,}", replace(ask, devices=devices)
+        yield f"{_devices(devices)} instead of {ask.devices:,}", replace(ask, devices=devices)
 
 
 def _some_devices_more(ask: Ask) -> _Asks:
     """One by one."""
     for devices in range(ask.devices + 1, ask.devices + _STEPS + 1):
-        yield f"{devices:,} devices instead of {ask.devices:,}", replace(ask, devices=devices)
+        yield f"{_devices(devices)} instead of {ask.devices:,}", replace(ask, devices=devices)
 
 
 def _larger(ask: Ask) -> _Asks:
@@ -265,7 +269,7 @@ def impossible(ask: Ask, why: str, tell: Tell) -> ConfigError:
 
 
 def _verdict(search: Search, proof: Proof | None) -> str:
-    devices = f"{search.ask.devices:,} device{'s' if search.ask.devices > 1 else ''}"
+    devices = _devices(search.ask.devices)
     if proof is None:
         return f"no layout of {devices} fits"
     if proof.is_whole:

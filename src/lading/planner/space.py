@@ -67,6 +67,12 @@ class Ask:
         for name in ("devices", "global_batch", "top", "proven"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name.replace('_', ' ')} >= 1, got {getattr(self, name)}")
+        memory = self.machine.device.memory_bytes
+        if not 0 <= self.budget_bytes <= memory:
+            raise ConfigError(
+                f"expected a budget of the {memory} bytes of {self.machine.device.name} or less, got "
+                f"{self.budget_bytes}; for another device take another machine"
+            )
         if self.longest and self.longest < self.request.seq_len:
             raise ConfigError(
                 f"expected longest >= the {self.request.seq_len} tokens of a sequence, got {self.longest}"

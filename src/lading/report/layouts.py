@@ -1,18 +1,19 @@
-"""Layouts that were found, as a table for the terminal and as figures by name."""
+"""Layouts that were found, as lines for the terminal and as figures by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from textwrap import wrap
+from typing import Any
 
-from lading.report.table import figures_table
-from lading.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from lading.units import GiB, format_seconds
 
 _BUBBLE = "bubble"
+#: Share of what takes longer that is named, and above which what takes less is.
+_NAMED = 0.9
+#: Seconds, share of the peak, tokens a second of each device, most bytes, shares of the step, and what memory binds.
+_HEAD = ("", "step", "MFU", "tokens/s", "device", "host", "exposed", "bubble", "binding")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,45 +53,83 @@ class LayoutRow:
 
 
 def loses_because(row: LayoutRow, winner: LayoutRow) -> str:
-    """Why a layout is not the winner: what it takes longer for, the two largest, or what does not fit."""
+    """Why a layout is not the winner.
+
+    Where it does not fit: what, and by how much. Else by how much it is slower, the causes that take longer, largest
+    first until they are nine tenths of all that does, and the cause that takes less.
+    """
+    slower = row.step_s / winner.step_s - 1
     if row.over:
-        return f"does not fit: {row.over}"
+        speed = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}" if abs(slower) >= 5e-4 else "as fast"
+        return f"{speed}, but does not fit: {row.over}"
     if row.layout == winner.layout:
         return "fastest"
     causes = sorted({*row.shares_s, *winner.shares_s})
-    more = [(row.shares_s.get(cause, 0.0) - winner.shares_s.get(cause, 0.0), cause) for cause in causes]
-    slower = row.step_s - winner.step_s
-    found = [(seconds, cause) for seconds, cause in sorted(more, reverse=True) if seconds > slower / 10][:2]
-    if slower < 1e-6 * winner.step_s or not found:
+    more = {cause: row.shares_s.get(cause, 0.0) - winner.shares_s.get(cause, 0.0) for cause in causes}
+    longer = sorted(((seconds, cause) for cause, seconds in more.items() if seconds > 0), reverse=True)
+    total = sum(seconds for seconds, _ in longer)
+    if slower < 1e-6 or not longer:
         return "as fast; a tie goes by the layout's name"
-    return ", ".join(f"{cause} +{format_seconds(seconds)}" for seconds, cause in found)
+    named: list[str] = []
+    covered = 0.0
+    for seconds, cause in longer:
+        named.append(f"{cause} +{format_seconds(seconds)}")
+        covered += seconds
+        if covered >= _NAMED * total:
+            break
+    share = f" ({covered / total:.0%} of what takes longer)" if len(named) < len(longer) else ""
+    less, saved = min((seconds, cause) for cause, seconds in more.items())
+    instead = f"; {saved} -{format_seconds(-less)}" if -less > (1 - _NAMED) * total else ""
+    return f"{slower:.1%} slower: {', '.join(named)}{share}{instead}"
 
 
-def layouts_table(rows: Sequence[LayoutRow], over: Sequence[LayoutRow]) -> Table:
-    """The fastest that fit, then faster ones that do not."""
-    from rich.markup import escape
+def layouts_lines(rows: Sequence[LayoutRow], over: Sequence[LayoutRow], width: int) -> list[str]:
+    """The fastest that fit, then faster ones that do not: of each a line of figures, then what it is and why it loses.
 
-    priced = any(row.price_per_billion_tokens is not None for row in rows)
-    columns = ["layout", "step", "MFU", "tokens/s", "device", "host", "exposed", "bubble", "binding"]
-    table = figures_table("Layouts, the fastest first", *columns, *(["a billion"] if priced else []), "loses because")
-    table.columns[-1].justify = "left"
-    table.columns[0].no_wrap = table.columns[-1].no_wrap = False
-    for number, row in enumerate([*rows, *over]):
-        cells = [
-            row.layout,
-            format_seconds(row.step_s),
-            f"{row.mfu:.1%}",
-            f"{row.tokens_per_s_per_device:,.0f}",
-            format_bytes(row.most("device")),
-            format_bytes(row.most("host")),
-            format_seconds(row.exposed_s),
-            format_seconds(row.bubble_s),
-            f"{row.binding[0]} {row.binding[2]:.0%}",
-            *([f"{row.price_per_billion_tokens or 0:,.0f}"] if priced else []),
-            loses_because(row, rows[0]),
-        ]
-        table.add_row(*map(escape, cells), style="bold" if not number else None)
-    return table
+    Args:
+        width: Columns of a line.
+    """
+    every = [*rows, *over]
+    shared = _shared([row.layout for row in every])
+    table = [_HEAD + (("a billion",) if rows[0].price_per_billion_tokens is not None else ())]
+    table += [(str(number), *_cells(row)) for number, row in enumerate(every, start=1)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [_aligned(table[0], widths), " " * (widths[0] + 1) + "layout: it loses because it is"]
+    for cells, row in zip(table[1:], every, strict=True):
+        own = ",".join(part for part in row.layout.split(",") if part not in shared) or "nothing more"
+        lines.append(_aligned(cells, widths))
+        lines += _wrapped(f"{own}: {loses_because(row, rows[0])}", width, " " * (widths[0] + 1))
+    title = "Layouts, the fastest first" + (f"; all have {','.join(shared)}" if shared and len(every) > 1 else "")
+    return [*_wrapped(title, width), *lines]
+
+
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    return wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def _shared(layouts: Sequence[str]) -> list[str]:
+    """Parts that all of several layouts have; none of one alone."""
+    first, *others = (layout.split(",") for layout in layouts)
+    return [part for part in first if all(part in other for other in others)] if others else []
+
+
+def _cells(row: LayoutRow) -> tuple[str, ...]:
+    price = row.price_per_billion_tokens
+    return (
+        format_seconds(row.step_s),
+        f"{row.mfu:.1%}",
+        f"{row.tokens_per_s_per_device:,.0f}",
+        f"{row.most('device') / GiB:.1f} GiB",
+        f"{row.most('host') / GiB:.1f} GiB",
+        f"{row.exposed_s / row.step_s:.1%}",
+        f"{row.bubble_s / row.step_s:.1%}",
+        f"{row.binding[0]} {row.binding[2]:.0%}",
+        *([f"{price:,.0f}"] if price is not None else []),
+    )
 
 
 def layout_figures(row: LayoutRow, winner: LayoutRow) -> dict[str, Any]:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lading.ir.timeline import Timeline
     from lading.prepare import plan
     from lading.runtime.apply import apply
+    from lading.runtime.place import place
     from lading.runtime.probe import probe
     from lading.sim.engine import simulate
     from lading.trainer import Trainer
@@ -58,6 +59,7 @@ __all__ = [
     "apply",
     "capture",
     "load_machine",
+    "place",
     "plan",
     "probe",
     "simulate",
@@ -85,6 +87,7 @@ _DEFINED_IN = MappingProxyType(
         "apply": "lading.runtime.apply",
         "capture": "lading.capture",
         "load_machine": "lading.catalog.load",
+        "place": "lading.runtime.place",
         "plan": "lading.prepare",
         "probe": "lading.runtime.probe",
         "simulate": "lading.sim.engine",

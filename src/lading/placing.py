@@ -6,10 +6,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lading import __version__
 from lading.catalog.models import model_names, named_model
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.fleet import Fleet
-from lading.ir.placement import Problem
+from lading.ir.placedplan import PlacedDevice, PlacedGroup, PlacedPlan
+from lading.ir.placement import Placement, Problem
 
 if TYPE_CHECKING:
     from lading.planner.placement.api import Contest
@@ -41,6 +43,11 @@ class Placing:
     precision: str = "fp32"
     stack: str = "default"
 
+    @property
+    def from_table(self) -> bool:
+        """Whether it goes by the catalog's table."""
+        return self.model in model_names() and not self.captured and bool(self.units)
+
     def __post_init__(self) -> None:
         if min(self.batch, self.micro_batches) < 1 or min(self.units, self.seq_len) < 0:
             raise ConfigError(
@@ -56,7 +63,7 @@ def problem_on(asked: Placing, fleet: Fleet) -> Problem:
         ConfigError: a name is not known, or nothing there can run the model.
         CaptureError: the model cannot be captured.
     """
-    if asked.model in model_names() and not asked.captured and asked.units:
+    if asked.from_table:
         from lading.catalog.stacks import stack_by_name
         from lading.catalog.tables import model_table
         from lading.planner.placement.tables import chain_of
@@ -75,13 +82,14 @@ def problem_on(asked: Placing, fleet: Fleet) -> Problem:
     return _captured(asked, fleet)
 
 
-def best_of(asked: Placing, fleet: Fleet, batch: int) -> tuple[Contest, dict[int, float | None]]:
+def best_of(asked: Placing, fleet: Fleet, batch: int) -> tuple[Placing, Contest, dict[int, float | None]]:
     """The fastest placement of a step of ``batch`` sequences, over numbers of micro-batches that divide it.
 
     Each number is searched briefly, the best one in full.
 
     Returns:
-        The placement beside the other policies', and what each number came to, seconds; None: it does not fit.
+        What was asked with the micro-batches chosen; the placement beside the other policies'; and what each number
+        came to, seconds (None: it does not fit).
 
     Raises:
         ConfigError: the batch is below 1.
@@ -104,8 +112,79 @@ def best_of(asked: Placing, fleet: Fleet, batch: int) -> tuple[Contest, dict[int
         assert error is not None
         raise error
     count = min(fits, key=fits.__getitem__)
-    problem = problem_on(dataclasses.replace(asked, batch=batch // count, micro_batches=count), fleet)
-    return contest(problem), tried
+    chosen = dataclasses.replace(asked, batch=batch // count, micro_batches=count)
+    return chosen, contest(problem_on(chosen, fleet)), tried
+
+
+def saved(asked: Placing, fleet: Fleet, machine: str, problem: Problem, placement: Placement) -> PlacedPlan:
+    """A placement of what was asked, to be written.
+
+    Args:
+        machine: As the fleet was asked for: its name, or its path.
+    """
+    network = problem.network
+    return PlacedPlan(
+        version=__version__,
+        model=asked.model,
+        machine=machine,
+        machine_fingerprint=fleet.fingerprint,
+        seq_len=asked.seq_len,
+        batch=asked.batch,
+        micro_batches=asked.micro_batches,
+        training=not asked.latency,
+        units=asked.units,
+        captured=not asked.from_table,
+        precision=asked.precision,
+        stack=asked.stack,
+        devices=tuple(
+            PlacedDevice(name=name, under_way=w, peak_bytes=peak, memory_bytes=size)
+            for name, w, peak, size in zip(
+                network.devices, placement.windows, placement.peak_bytes, network.memory_bytes, strict=True
+            )
+        ),
+        groups=tuple(
+            PlacedGroup(name=group.name, device=network.devices[device])
+            for group, device in zip(problem.groups, placement.devices, strict=True)
+        ),
+        step_s=placement.step_s,
+        bound_s=placement.bound_s,
+        policy=placement.policy,
+        assumptions=problem.assumed,
+    )
+
+
+def replayed(plan: PlacedPlan, fleet: Fleet) -> tuple[Problem, Placement]:
+    """A saved placement, simulated on a fleet: the one it was made for, or another with devices of the same names.
+
+    Raises:
+        ConfigError: the fleet lacks a device, or the model is taken apart otherwise than when the plan was made.
+    """
+    from lading.planner.placement.trial import Trial
+
+    asked = Placing(
+        model=plan.model,
+        seq_len=plan.seq_len,
+        batch=plan.batch,
+        micro_batches=plan.micro_batches,
+        latency=not plan.training,
+        units=plan.units,
+        captured=plan.captured,
+        precision=plan.precision,
+        stack=plan.stack,
+    )
+    problem = problem_on(asked, fleet)
+    names = problem.network.devices
+    if missing := sorted({group.device for group in plan.groups} - set(names)):
+        raise ConfigError(f"expected a list with the placement's device {missing[0]!r}, got {', '.join(names)}")
+    if [group.name for group in problem.groups] != [group.name for group in plan.groups]:
+        raise ConfigError(
+            f"expected {plan.model} in the {len(plan.groups)} parts of the placement, got {len(problem.groups)}, or "
+            "others: the model is another now; place it again"
+        )
+    trial, devices = Trial(problem), [names.index(group.device) for group in plan.groups]
+    if not trial.can_run(devices):
+        raise ConfigError(f"expected devices that can run their parts; {'; '.join(problem.assumed)}")
+    return problem, trial.of(devices, "as saved")
 
 
 def _captured(asked: Placing, fleet: Fleet) -> Problem:

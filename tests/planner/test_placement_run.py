@@ -1,10 +1,10 @@
-"""A placement, run: its parts are stages of torch's own pipeline on two processes, with the whole model's losses."""
+"""A placement, run: its parts are stages of torch's own pipeline on two processes, with the whole model's numbers."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +12,16 @@ import torch
 from tests.ranks import run_ranks
 from torch import nn
 
+import lading
 from lading.capture.trace import capture
 from lading.catalog.load import load_machine
 from lading.errors import ConfigError
 from lading.ir.fleet import Fleet, Join, Member
+from lading.ir.placedplan import PlacedPlan
 from lading.ir.placement import Placement, Problem, split_points
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
+from lading.placing import Placing, saved
 from lading.planner.placement.api import place
 from lading.planner.placement.build import Grain, problem_of
 from lading.planner.placement.trial import Trial
@@ -29,7 +32,7 @@ MICRO_BATCHES, ROWS, TOKENS = 4, 2, 32
 def _model() -> nn.Module:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 64, "max_seq_len": TOKENS, "dim": 64, "num_heads": 2, "num_layers": 6}
-    return build_model("gpt", **sizes, tied=False)
+    return build_model("gpt", **sizes)  # the head is the embedding
 
 
 @cache
@@ -40,21 +43,30 @@ def _problem() -> Problem:
     whole = problem_of(
         graph, Fleet(name="f", date="", source="", devices=(_member("one", machine.device.memory_bytes),))
     )
-    need = sum(g.resident_bytes + g.kept_bytes for g in whole.groups)
-    half = machine.device.overhead_bytes + int(0.8 * need)
+    return problem_of(graph, _fleet(0.8 * whole.least_bytes), grain=Grain(most=10), micro_batches=MICRO_BATCHES)
+
+
+def _fleet(half_bytes: float) -> Fleet:
+    size = load_machine("cpu-laptop").device.overhead_bytes + int(half_bytes)
     link = Join(
         name="wire", devices=("a", "b"), medium="wire", bandwidth_bytes_per_s=1e9, efficiency=1.0, latency_s=1e-4
     )
-    fleet = Fleet(name="f", date="", source="", devices=(_member("a", half), _member("b", half)), links=(link,))
-    return problem_of(graph, fleet, grain=Grain(most=10), micro_batches=MICRO_BATCHES)
+    return Fleet(name="f", date="", source="", devices=(_member("a", size), _member("b", size)), links=(link,))
 
 
 def _member(name: str, memory_bytes: int) -> Member:
     return Member(name=name, machine=load_machine("cpu-laptop"), memory_bytes=memory_bytes)
 
 
+@cache
 def _placed() -> Placement:
     return place(_problem(), "chain")
+
+
+def _plan(**changes: Any) -> PlacedPlan:
+    asked = Placing(model="gpt", batch=ROWS, micro_batches=MICRO_BATCHES, units=10, captured=True)
+    plan = saved(asked, _fleet(1e9), "two", _problem(), _placed())
+    return dataclasses.replace(plan, **changes)
 
 
 def test_the_parts_of_a_chain_are_split_points() -> None:
@@ -62,44 +74,68 @@ def test_the_parts_of_a_chain_are_split_points() -> None:
     points = split_points(problem, found)
     assert len(points) == 1
     assert points[0].startswith("layers.")
+    assert [stage.begins for stage in _plan().stages[1:]] == list(points)
     mixed = Trial(problem).of([n % 2 for n in range(len(problem.groups))])
     with pytest.raises(ConfigError, match="expected one part on each device, got parts on a, b, a"):
         split_points(problem, dataclasses.replace(mixed, policy="own"))
 
 
+def test_a_device_with_little_room_has_fewer_micro_batches_under_way() -> None:
+    plan = _plan()
+    room = {device.name: device.under_way for device in plan.devices}
+    assert [room[stage.device] for stage in plan.stages] == [2, 1]
+    assert plan.together == MICRO_BATCHES
+    tight = tuple(dataclasses.replace(device, under_way=1) for device in plan.devices)
+    assert dataclasses.replace(plan, devices=tight).together == 1
+
+
+def test_a_saved_placement_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "placement.json"
+    _plan().save(path)
+    assert PlacedPlan.load(path) == _plan()
+    path.write_text(path.read_text().replace('"device": "b"', '"device": "c"', 1))
+    with pytest.raises(ConfigError, match="expected devices among a, b, got 'c'"):
+        PlacedPlan.load(path)
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match="expected a placement of format 1; make one with: lading place"):
+        PlacedPlan.load(path)
+
+
 @pytest.mark.slow
-def test_a_pipeline_of_the_parts_has_the_losses_and_gradients_of_the_whole_model() -> None:
-    run_ranks(_stage, 2, split_points(_problem(), _placed()))
+@pytest.mark.parametrize("under_way", [2, 1])
+def test_a_placed_model_has_the_losses_gradients_and_output_of_the_whole(under_way: int) -> None:
+    plan = _plan()
+    devices = tuple(dataclasses.replace(d, under_way=min(d.under_way, under_way)) for d in plan.devices)
+    run_ranks(_part, 2, dataclasses.replace(plan, devices=devices))
 
 
 def _loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def _stage(rank: int, points: tuple[str, ...]) -> None:
-    from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
-
+def _part(rank: int, plan: PlacedPlan) -> None:
     torch.manual_seed(1)
     tokens = torch.randint(0, 64, (MICRO_BATCHES * ROWS, TOKENS + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        split = dict.fromkeys(points, SplitPoint.BEGINNING)
-        pipe = pipeline(_model(), mb_args=(inputs[:ROWS],), split_spec=split)
-        stage = pipe.build_stage(rank, torch.device("cpu"))
-        schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=_loss)
-        losses: list[torch.Tensor] = []
-        if rank == 0:
-            schedule.step(inputs)
-        else:
-            schedule.step(target=targets, losses=losses)
+    part = lading.place(plan, _model(), (inputs[:ROWS],), _loss)
+    optimizer = torch.optim.AdamW(part.parameters(), lr=1e-2)
     plain = _model()
-    own = [_loss(plain(x), y) for x, y in zip(inputs.split(ROWS), targets.split(ROWS), strict=True)]
-    torch.stack(own).mean().backward()
-    if losses:
-        torch.testing.assert_close(torch.stack(losses), torch.stack(own).detach(), rtol=1e-5, atol=1e-6)
-    gradients = {name: p.grad for name, p in plain.named_parameters()}
-    held = dict(stage.submod.named_parameters())
-    assert held
-    for name, parameter in held.items():
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+    other = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for _ in range(3):
+        losses = part.step(inputs, target=targets)
+        own = [_loss(plain(x), y) for x, y in zip(inputs.split(ROWS), targets.split(ROWS), strict=True)]
+        torch.stack(own).mean().backward()
+        if part.is_last:
+            torch.testing.assert_close(torch.stack(losses), torch.stack(own).detach(), rtol=1e-5, atol=1e-6)
+        gradients = {name: p.grad for name, p in plain.named_parameters(remove_duplicate=False)}
+        held = dict(part.module.named_parameters())
+        assert {"tokens.weight", "head.weight"} & held.keys() == {"head.weight" if part.is_last else "tokens.weight"}
+        for name, parameter in held.items():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+    output = part.run(inputs)
+    assert (output is None) == (rank == 0)
+    if output is not None:
+        torch.testing.assert_close(output, plain(inputs).detach(), rtol=1e-4, atol=1e-5)

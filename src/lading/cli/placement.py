@@ -16,7 +16,9 @@ from lading.units import format_seconds
 if TYPE_CHECKING:
     from lading.cli.commands import Plan
     from lading.ir.fleet import Fleet
+    from lading.ir.placedplan import PlacedPlan
     from lading.ir.placement import Problem
+    from lading.placing import Placing
     from lading.planner.placement.api import Contest
 
 
@@ -62,17 +64,60 @@ class Place:
     effort: Annotated[int, arg(metavar="N", help="Of local search; twice as much takes twice as long.")] = 6
     trace: Annotated[Path | None, _optional("FILE.pftrace", "Also write a trace for ui.perfetto.dev.")] = None
     json: Annotated[Path | None, _optional("FILE.json", "Also write the figures.")] = None
+    out: Annotated[Path | None, _optional("FILE.json", "Also write the placement, for lading.place and --plan.")] = None
+    plan: Annotated[
+        Path | None, _optional("FILE.json", "Simulate a placement written before, on its devices or --machine's.")
+    ] = None
 
     def run(self) -> None:
         """Print the placement, what limits it, and every policy beside it."""
-        for path in (self.trace, self.json):
+        for path in (self.trace, self.json, self.out):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 raise ConfigError(f"expected a file in a folder that exists, got {str(path)!r}; make its folder first")
+        if self.json is not None and self.json == self.out:
+            raise ConfigError(f"--json and --out: expected different files, got {str(self.out)!r} for both")
         if self.effort < 0:
             raise ConfigError(f"--effort: expected 0 or more, got {self.effort}")
+        if self.plan is not None:
+            return self._simulate(self.plan)
         problem, fleet = self._problem()
         found = _contest(problem, self.policy, self.effort)
         _print(found, latency=self.latency)
+        self._write(found, fleet)
+
+    def _simulate(self, path: Path) -> None:
+        """A placement of a file, on the devices it was made for or others."""
+        self._refuse("plan", ("machine", "trace", "json", "plan"))
+        from lading.catalog.fleets import load_fleet
+        from lading.ir.placedplan import PlacedPlan
+        from lading.placing import replayed
+        from lading.planner.placement.api import Contest
+
+        plan = PlacedPlan.load(path)
+        fleet = load_fleet(self.machine or plan.machine)
+        problem, placement = replayed(plan, fleet)
+        found = Contest(problem, (placement,), (), 0.0)
+        _print(found, latency=not plan.training)
+        print(f"predicted when it was made: {format_seconds(plan.step_s)}", end="")
+        print("" if fleet.fingerprint == plan.machine_fingerprint else f", for other devices than {fleet.name} has now")
+        if not placement.fits:
+            from lading.planner.placement.api import too_full
+
+            raise too_full(problem, placement, "the saved placement")
+        self._write(found, fleet)
+
+    def _refuse(self, option: str, but: tuple[str, ...]) -> None:
+        """Options that would mean nothing beside ``--option``."""
+        for field in dataclasses.fields(self):
+            if field.name not in but and getattr(self, field.name) != field.default:
+                name = field.name.replace("_", "-")
+                raise ConfigError(
+                    f"--{name}: expected nothing of the kind next to --{option}, which says it; leave it out"
+                )
+
+    def _write(self, found: Contest, fleet: Fleet | None) -> None:
+        """The files that were asked for."""
+        problem = found.problem
         if self.json is not None:
             from lading import __version__
             from lading.report.placement import summary
@@ -86,20 +131,18 @@ class Place:
 
             write_trace(self.trace, [Trial(problem).run(found.best.devices, record=True).timeline()])
             print(f"wrote {self.trace}")
+        if self.out is not None and fleet is not None:
+            from lading.placing import saved
 
-    def _problem(self) -> tuple[Problem, Fleet | None]:
-        if self.graph is not None:
-            if self.model is not None or self.machine is not None:
-                raise ConfigError("expected --graph, or --model and --machine; got both")
-            from lading.planner.placement.plain import read_problem
+            assert self.machine is not None
+            _save(self.out, saved(self._asked(), fleet, self.machine, problem, found.best))
 
-            return read_problem(self.graph), None
-        if self.model is None or self.machine is None:
-            raise ConfigError("expected --model and --machine, or --graph GRAPH.json")
-        from lading.catalog.fleets import load_fleet
-        from lading.placing import Placing, problem_on
+    def _asked(self) -> Placing:
+        """What is placed."""
+        from lading.placing import Placing
 
-        asked = Placing(
+        assert self.model is not None
+        return Placing(
             model=self.model,
             seq_len=self.seq or 0,
             batch=self.batch,
@@ -109,8 +152,20 @@ class Place:
             captured=self.units is not None,
             precision=self.precision,
         )
+
+    def _problem(self) -> tuple[Problem, Fleet | None]:
+        if self.graph is not None:
+            self._refuse("graph", ("graph", "policy", "effort", "trace", "json"))
+            from lading.planner.placement.plain import read_problem
+
+            return read_problem(self.graph), None
+        if self.model is None or self.machine is None:
+            raise ConfigError("expected --model and --machine, or --graph GRAPH.json")
+        from lading.catalog.fleets import load_fleet
+        from lading.placing import problem_on
+
         fleet = load_fleet(self.machine)
-        return problem_on(asked, fleet), fleet
+        return problem_on(self._asked(), fleet), fleet
 
 
 def plan_fleet(asked: Plan) -> None:
@@ -131,21 +186,21 @@ def plan_fleet(asked: Plan) -> None:
         raise ConfigError("expected --model and --machine, and --json and --out of different files")
     from lading import __version__
     from lading.catalog.fleets import load_fleet
-    from lading.placing import Placing, best_of
+    from lading.placing import Placing, best_of, saved
     from lading.report.placement import summary
 
     fleet = load_fleet(asked.machine)
     placing = Placing(model=asked.model, seq_len=asked.seq or 0, stack=asked.stack or "default")
-    found, tried = best_of(placing, fleet, 1 if asked.global_batch is None else asked.global_batch)
+    chosen, found, tried = best_of(placing, fleet, 1 if asked.global_batch is None else asked.global_batch)
     _print(found, latency=False)
     if len(tried) > 1:
         steps = ", ".join(f"{count}: {format_seconds(s) if s else 'does not fit'}" for count, s in tried.items())
         print(f"micro-batches of a step, searched briefly: {steps}")
-    for path in (asked.out, asked.json):
-        if path is not None:
-            figures = summary(found.problem, found.placements, found.failed, fleet)
-            figures["version"] = __version__
-            _write(path, json.dumps(figures, indent=1) + "\n")
+    _save(asked.out, saved(chosen, fleet, asked.machine, found.problem, found.best))
+    if asked.json is not None:
+        figures = summary(found.problem, found.placements, found.failed, fleet)
+        figures["version"] = __version__
+        _write(asked.json, json.dumps(figures, indent=1) + "\n")
 
 
 def _contest(problem: Problem, policy: str | None, effort: int) -> Contest:
@@ -179,6 +234,14 @@ def _print(found: Contest, *, latency: bool) -> None:
     console.print(f"limits: {limit(problem, best)}", markup=False, soft_wrap=True)
     for number, sentence in enumerate(problem.assumed):
         console.print(f"{'       ' if number else 'Assumed'} - {sentence}", markup=False, soft_wrap=True)
+
+
+def _save(path: Path, plan: PlacedPlan) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error}; choose a writable folder with space") from error
+    print(f"wrote {path}")
 
 
 def _write(path: Path, text: str) -> None:

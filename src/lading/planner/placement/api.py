@@ -70,7 +70,7 @@ def place(problem: Problem, policy: str = BEST, *, effort: int = _EFFORT) -> Pla
     trial, relaxed = Trial(problem), relax(problem)
     found = POLICIES[policy](trial, relaxed, effort)
     if found is None or not found.fits:
-        raise _infeasible(problem, found, policy)
+        raise too_full(problem, found, policy)
     return dataclasses.replace(found, bound_s=max(found.bound_s, relaxed.bound_s if relaxed else 0.0))
 
 
@@ -104,14 +104,14 @@ def contest(problem: Problem, *, effort: int = _EFFORT) -> Contest:
     better = [(improve(trial, start, effort / (turn + 1)), start) for turn, start in enumerate(starts)]
     best, start = min(better, key=lambda pair: key_of(pair[0], memory), default=(None, None))
     if best is None or start is None or not best.fits:
-        raise _infeasible(problem, best, BEST)
+        raise too_full(problem, best, BEST)
     note = f"from {start.policy}"
     placements.append(dataclasses.replace(best, policy=BEST, note=note))
     return Contest(problem, tuple(dataclasses.replace(p, bound_s=bound_s) for p in placements), tuple(failed), bound_s)
 
 
-def _infeasible(problem: Problem, found: Placement | None, policy: str) -> PlanInfeasible:
-    """What binds: a group that no device holds, all of them together, or where the nearest is too full."""
+def too_full(problem: Problem, found: Placement | None, policy: str) -> PlanInfeasible:
+    """An error that says what binds: a group that no device holds, all together, or where the nearest is too full."""
     network, groups = problem.network, problem.groups
     need = problem.alone_bytes
     largest = max(range(len(groups)), key=need.__getitem__)

@@ -1,0 +1,170 @@
+"""PlacedPlan: which part of a model runs on which of several unlike devices.
+
+What ``lading place --out`` and ``lading plan`` with a list of devices write; ``lading place --plan`` simulates it
+again, and ``lading.place`` hands it to stock PyTorch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, cast
+
+from lading.errors import ConfigError
+from lading.ir.reading import read_as, read_json
+
+#: Raised whenever what a saved placement means changes.
+PLACED_PLAN_FORMAT = 1
+_ADVICE = "make one with: lading place --model NAME --machine LIST --units N --out placement.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedDevice:
+    """A device of the list.
+
+    Attributes:
+        under_way: Micro-batches that may be under way on it at a time.
+        peak_bytes: As predicted; ``memory_bytes`` is what it has for tensors.
+    """
+
+    name: str
+    under_way: int
+    peak_bytes: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedGroup:
+    """A group of the problem, by its name, and the name of its device."""
+
+    name: str
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Neighbors on one device.
+
+    Attributes:
+        begins: Module before which it begins: a path, or what the catalog's table calls a block, such as "layers 3".
+        blocks: How many blocks of that kind the model has; 0 for a path.
+        behind: It begins behind ``begins`` instead: with what the table has after the last block.
+    """
+
+    device: str
+    begins: str
+    blocks: int = 0
+    behind: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedPlan:
+    """Where the parts of one model run.
+
+    Attributes:
+        version: Of Lading.
+        model, machine, machine_fingerprint: What it was made for; ``machine`` is a name or a path.
+        seq_len, batch, micro_batches: Tokens of a sequence, sequences of a micro-batch, micro-batches of a step.
+        training: A step; else one forward pass.
+        units, captured, precision, stack: How the model was taken apart: see ``lading.placing.Placing``.
+        devices: All of the list.
+        groups: In order.
+        step_s, bound_s: Predicted seconds, and a bound below which no placement can be (0: none known).
+    """
+
+    version: str
+    model: str
+    machine: str
+    machine_fingerprint: str
+    seq_len: int
+    batch: int
+    micro_batches: int
+    training: bool
+    units: int
+    captured: bool
+    precision: str
+    stack: str
+    devices: tuple[PlacedDevice, ...]
+    groups: tuple[PlacedGroup, ...]
+    step_s: float
+    bound_s: float
+    policy: str
+    assumptions: tuple[str, ...] = ()
+    format: int = PLACED_PLAN_FORMAT
+
+    def __post_init__(self) -> None:
+        names = {device.name for device in self.devices}
+        if unknown := sorted({group.device for group in self.groups} - names):
+            raise ConfigError(f"a placement: expected devices among {', '.join(sorted(names))}, got {unknown[0]!r}")
+        if not self.groups or min(self.batch, self.micro_batches) < 1:
+            raise ConfigError(
+                f"a placement: expected groups, a batch and micro-batches of 1 or more, got {len(self.groups)}, "
+                f"{self.batch} and {self.micro_batches}"
+            )
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The parts in order, each on a device of its own.
+
+        Raises:
+            ConfigError: a device has several parts, so that they are no pipeline.
+        """
+        found: list[Stage] = []
+        place = 0
+        for device, own in groupby(self.groups, key=lambda group: group.device):
+            found.append(self._stage(device, place))
+            place += len(tuple(own))
+        names = [stage.device for stage in found]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"expected one part on each device, got parts on {', '.join(names)}; place with the policy chain"
+            )
+        return tuple(found)
+
+    def _stage(self, device: str, place: int) -> Stage:
+        """The part that begins with a group."""
+        names = [group.name for group in self.groups]
+        if self.captured:
+            return Stage(device=device, begins=names[place])
+        kinds = ["" if not number.isdecimal() else kind for kind, _, number in (n.rpartition(" ") for n in names)]
+        behind = not kinds[place] and place > 0 and bool(kinds[place - 1])
+        known = place - 1 if behind else place
+        blocks = kinds.count(kinds[known]) if kinds[known] else 0
+        return Stage(device=device, begins=names[known], blocks=blocks, behind=behind)
+
+    @property
+    def together(self) -> int:
+        """Micro-batches of a step that run in one pipeline: of its divisors the largest that memory has room for.
+
+        All of them unless a device is too full to hold as many as there are stages from its own on.
+        """
+        room = {device.name: device.under_way for device in self.devices}
+        count = len(self.stages)
+        for number in range(self.micro_batches, 0, -1):
+            held = [min(number, count - place) <= room[s.device] for place, s in enumerate(self.stages)]
+            if self.micro_batches % number == 0 and all(held):
+                return number
+        return 1
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: Path) -> PlacedPlan:
+        """Read what ``save`` wrote.
+
+        Raises:
+            ConfigError: not such a plan, of another format, or with a field missing, unknown or of the wrong type.
+        """
+        data: Any = read_json(path, "a placement", _ADVICE)
+        table = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+        if table.get("format") != PLACED_PLAN_FORMAT or "groups" not in table or "layout" in table:
+            raise ConfigError(f"{path}: expected a placement of format {PLACED_PLAN_FORMAT}; {_ADVICE}")
+        try:
+            return read_as(PlacedPlan, table, str(path))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error

@@ -1,0 +1,260 @@
+"""A placement run by stock PyTorch: the model is cut where the plan says, and each process keeps one part.
+
+``place`` traces a model with ``torch.distributed.pipelining.pipeline``, split before the module with which each part
+begins, and gives this process its part; ranks go by the order of parts. Parts run one forward, one backward
+(``Schedule1F1B``). What torch leaves to its user is done here:
+
+- A weight tied between parts is a copy in each: their gradients are added up after the last micro-batch, in the same
+  order everywhere, so that the copies stay equal to the bit.
+- Where the memory of a device has no room for as many micro-batches as the schedule keeps under way, a step is several
+  runs of fewer (``PlacedPlan.together``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+
+from lading.errors import ConfigError
+from lading.ir.placedplan import PlacedPlan, Stage
+
+#: From the last part's output and its targets to a scalar, the mean over a micro-batch.
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Placed:
+    """This process's part of a placed model.
+
+    Attributes:
+        plan: What it follows.
+        rank: The number of the part, in order.
+        module: The part; its parameters have the names they have in the whole model.
+        stage: Torch's ``PipelineStage`` of it, for schedules of one's own.
+    """
+
+    def __init__(self, plan: PlacedPlan, rank: int, stage: Any, loss: Loss | None, tied: Sequence[_Tied]) -> None:
+        self.plan, self.rank, self.stage, self._tied = plan, rank, stage, tied
+        self.module: nn.Module = stage.submod
+        self._rounds = plan.micro_batches // plan.together
+        self._loss, self._passing = loss, False
+        # Scaled here, as torch's own scaling would divide earlier runs' gradients again.
+        own_loss = None if loss is None else self._scaled
+        self._schedule = _OneForwardOneBackward(stage, plan.together, own_loss)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this part takes the model's inputs."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this part gives the model's output, and its loss."""
+        return self.rank == len(self.plan.stages) - 1
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of this part, for an optimizer."""
+        return self.module.parameters()
+
+    def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
+        """Forward and backward of a step's micro-batches; gradients are those of the mean loss.
+
+        Args:
+            inputs: Of all micro-batches, along the first dim; used by the first part.
+            target: The same; used by the last part.
+        Returns:
+            The loss of each micro-batch on the last part; nothing elsewhere.
+        Raises:
+            ConfigError: the plan is of one pass, or the rows are not those of its micro-batches.
+        """
+        if not self.plan.training:
+            raise ConfigError(
+                "step: expected a placement of a training step, got one of a pass; plan without --latency"
+            )
+        self._check(target if self.is_last else inputs[0] if self.is_first else None)
+        found: list[torch.Tensor] = []
+        given = zip(*(tensor.chunk(self._rounds) for tensor in inputs), strict=True)
+        for own, aims in zip(given, target.chunk(self._rounds), strict=True):
+            losses: list[torch.Tensor] = []
+            options: dict[str, Any] = {"target": aims, "losses": losses} if self.is_last else {}
+            self._schedule.step(*(own if self.is_first else ()), return_outputs=False, **options)
+            found += [loss.detach() * self.plan.micro_batches for loss in losses]
+        for weight in self._tied:
+            weight.add_up()
+        return found
+
+    def run(self, *inputs: torch.Tensor) -> Any:
+        """One forward pass of all micro-batches, without gradients; the last part gets the output, others None."""
+        self._check(inputs[0] if self.is_first else None)
+        outputs: list[Any] = []
+        self._passing = True
+        try:
+            for own in zip(*(tensor.chunk(self._rounds) for tensor in inputs), strict=True):
+                options = {"target": own[0]} if self.is_last and self._loss is not None else {}
+                with torch.no_grad():
+                    outputs.append(self._schedule.eval(*(own if self.is_first else ()), **options))
+        finally:
+            self._passing = False
+        return torch.cat(outputs) if self.is_last else None
+
+    def _scaled(self, output: Any, target: Any) -> torch.Tensor:
+        """A micro-batch's share of the mean loss; of a pass nothing, though torch asks for it."""
+        if self._passing or self._loss is None:
+            return torch.zeros(())
+        return self._loss(output, target) / self.plan.micro_batches
+
+    def _check(self, given: torch.Tensor | None) -> None:
+        rows = self.plan.batch * self.plan.micro_batches
+        if given is not None and len(given) != rows:
+            raise ConfigError(
+                f"expected {rows} rows, {self.plan.micro_batches} micro-batches of {self.plan.batch}, got {len(given)}"
+            )
+
+
+class _OneForwardOneBackward(Schedule1F1B):
+    """The schedule of fewer micro-batches than stages too, which torch's constructor refuses though its steps do it."""
+
+    def __init__(self, stage: Any, micro_batches: int, loss: Loss | None) -> None:
+        super().__init__(stage, max(micro_batches, stage.num_stages), loss_fn=loss, scale_grads=False)
+        self._n_microbatches = micro_batches
+
+
+class _Tied:
+    """A parameter of this part that others have too."""
+
+    def __init__(
+        self, parameter: nn.Parameter, parts: Sequence[int], rank: int, group: dist.ProcessGroup | None
+    ) -> None:
+        self.parameter, self.parts, self.rank, self.group = parameter, parts, rank, group
+
+    def add_up(self) -> None:
+        """The sum of all parts' gradients, in order of parts."""
+        own = self.parameter.grad
+        if own is None:
+            own = torch.zeros_like(self.parameter)
+        own = own.contiguous()
+        grads = {part: own if part == self.rank else torch.empty_like(own) for part in self.parts}
+        operations: list[dist.P2POp] = []
+        for part in self.parts:
+            if part != self.rank:
+                peer = part if self.group is None else dist.get_global_rank(self.group, part)
+                operations.append(dist.P2POp(dist.isend, own, peer, self.group))
+                operations.append(dist.P2POp(dist.irecv, grads[part], peer, self.group))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        first, *others = (grads[part] for part in self.parts)
+        total = first.clone() if first is own else first
+        for grad in others:
+            total += grad
+        self.parameter.grad = total
+
+
+def place(
+    plan: PlacedPlan | Path | str,
+    model: nn.Module,
+    inputs: tuple[torch.Tensor, ...],
+    loss: Loss | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    group: dist.ProcessGroup | None = None,
+) -> Placed:
+    """This process's part of a model, as a placement says.
+
+    Args:
+        plan: From ``lading place --out``, or the path of its file.
+        model: Whole, the same in every process, as ``torch.export`` takes it; it may lie on the meta device, whose part
+            (``Placed.module``) is then to be filled. Delete it afterwards.
+        inputs: Positional inputs of one micro-batch, as an example of their shapes.
+        loss: ``loss(output, target)``, the mean over a micro-batch; None for passes only.
+        device: Of this process.
+        group: Of as many ranks as the plan has parts; None for all.
+    Raises:
+        ConfigError: parts are no pipeline, ranks are too few or too many, or a module of the plan is not in the model.
+    """
+    plan = plan if isinstance(plan, PlacedPlan) else PlacedPlan.load(Path(plan))
+    stages, rank, ranks = plan.stages, dist.get_rank(group), dist.get_world_size(group)
+    if ranks != len(stages):
+        names = ", ".join(stage.device for stage in stages)
+        raise ConfigError(f"place: expected {len(stages)} ranks, in order on {names}; got {ranks}")
+    if plan.training and loss is None:
+        raise ConfigError("place: expected a loss, as the placement is of a training step; give loss(output, target)")
+    if len(inputs[0]) != plan.batch:
+        raise ConfigError(f"place: expected inputs of one micro-batch, {plan.batch} rows, got {len(inputs[0])}")
+    split = {_path(s, model): SplitPoint.END if s.behind else SplitPoint.BEGINNING for s in stages[1:]}
+    aliases = _aliases(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's tracer uses what torch deprecates
+        pipe = pipeline(model, mb_args=inputs, split_spec=split)
+    if pipe.num_stages != len(stages):
+        raise ConfigError(
+            f"place: expected {len(stages)} parts, got {pipe.num_stages}; a part's first module runs twice"
+        )
+    place_on = torch.device(device)
+    stage: Any = pipe.build_stage(rank, torch.device("meta") if _is_meta(model) else place_on, group)
+    stage.device = place_on
+    _drop_unread(stage.submod, aliases)
+    return Placed(plan, rank, stage, loss, _tied(pipe.replicated_params, stage.submod, rank, group))
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _aliases(model: nn.Module) -> set[str]:
+    """Names of parameters that have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name for own in names.values() if len(own) > 1 for name in own}
+
+
+def _drop_unread(module: nn.Module, aliases: set[str]) -> None:
+    """Remove other names of tied weights, under which the tracer leaves copies that nothing reads."""
+    read: set[str] = set()
+    for path, own in module.named_modules():
+        graph = getattr(own, "graph", None)
+        for node in graph.nodes if graph is not None else ():
+            if node.op == "get_attr":
+                read.add(f"{path}.{node.target}" if path else str(node.target))
+    for name, _ in list(module.named_parameters(remove_duplicate=False)):
+        if name in aliases and name not in read:
+            parent, _, leaf = name.rpartition(".")
+            delattr(module.get_submodule(parent), leaf)
+
+
+def _tied(
+    shared: Sequence[dict[str, str]], module: nn.Module, rank: int, group: dist.ProcessGroup | None
+) -> list[_Tied]:
+    """Parameters of this part that others have too; ``shared`` has for each its name by part ("submod_1")."""
+    found: list[_Tied] = []
+    for names in shared:
+        parts = {int(part.rpartition("_")[2]): name for part, name in names.items()}
+        if rank in parts:
+            found.append(_Tied(module.get_parameter(parts[rank]), sorted(parts), rank, group))
+    return found
+
+
+def _path(stage: Stage, model: nn.Module) -> str:
+    """The module with which a part begins."""
+    modules = dict(model.named_modules())
+    if stage.begins in modules:
+        return stage.begins
+    if stage.blocks:
+        rows = [path for path, m in modules.items() if isinstance(m, nn.ModuleList) and len(m) == stage.blocks]
+        if len(rows) == 1:
+            return f"{rows[0]}.{stage.begins.rpartition(' ')[2]}"
+        said = f"found {', '.join(rows) or 'none'}"
+        raise ConfigError(
+            f"place: expected one list of {stage.blocks} modules for the plan's {stage.begins!r}, {said}; place with "
+            "--units N, which names modules"
+        )
+    near = get_close_matches(stage.begins, modules, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"place: expected the plan's model, found no module {stage.begins!r}{hint}")

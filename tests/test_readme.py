@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lading.catalog.fleets import lists_devices, load_fleet
 from lading.catalog.load import load_machine, save_machine, unsourced
 from lading.cli.main import main
 from lading.config import load_run
@@ -44,6 +45,8 @@ EXAMPLES = sorted((ROOT / "examples").iterdir())
 def test_examples_load(path: Path) -> None:
     if path.name == "own_machine.toml":
         assert unsourced(load_machine(path)) == ()
+    elif lists_devices(path):
+        assert load_fleet(path).network().devices
     else:
         assert load_run(path).optimization.steps > 0
 

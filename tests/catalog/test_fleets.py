@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import tomllib
+from itertools import permutations
+from math import inf
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tests.fuzz import damaged_document
 
 from lading.catalog.fleets import fleet_names, lists_devices, load_fleet
 from lading.catalog.load import load_machine, machine_names, save_machine
@@ -78,5 +85,38 @@ def test_a_wrong_file_says_where(tmp_path: Path, text: str, message: str) -> Non
 
 
 def test_a_name_that_is_none_names_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"expected a fleet .*laptop-and-server.*got 'nowhere'"):
+    with pytest.raises(ConfigError, match=r"expected a fleet .*laptop-and-server.*got 'nowhere'$"):
         load_fleet("nowhere")
+    with pytest.raises(ConfigError, match="got 'two-desktop'; did you mean 'two-desktops'"):
+        load_fleet("two-desktop")
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return str(value) if isinstance(value, float) else json.dumps(value)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
+def test_a_damaged_list_says_what_is_wrong_or_works(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Numbers that are none, devices twice or unknown, links that lead nowhere: a message, or a network of numbers."""
+    path = tmp_path_factory.getbasetemp() / "damaged.toml"
+    document = damaged_document(data, tomllib.loads(HEAD + DEVICES + LINK))
+    assume("null" not in (text := "\n".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in document.items())))
+    path.write_text(text, encoding="utf-8")
+    said, net = "", None
+    try:
+        net = load_fleet(path).network()
+    except ConfigError as error:
+        said = str(error)
+    if net is None:
+        assert str(path) in said or "none leads from" in said
+        return
+    assert min(net.memory_bytes) >= 0
+    for a, b in permutations(range(len(net.devices)), 2):
+        assert 0 < net.transfer_s(a, b, 10**6) < inf

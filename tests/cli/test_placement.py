@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.fuzz import damaged_document
 
-from lading.catalog.fleets import load_fleet
+from lading.catalog.fleets import FLEETS, load_fleet
 from lading.cli.main import main
+from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.placedplan import PlacedPlan
+from lading.planner.placement.api import place
+from lading.planner.placement.plain import read_problem
+from lading.units import format_seconds
 
 GRAPH = {
     "name": "two",
@@ -55,6 +64,7 @@ def test_plan_takes_a_list_of_devices(tmp_path: Path, capsys: pytest.CaptureFixt
     found = json.loads(out.read_text())
     assert found["micro_batches"] in (1, 2, 4)
     assert found["step_s"] >= found["bound_s"] > 0
+    assert main(["place", "--plan", str(out)]) == 0
     assert main([*asked, "--devices", "8"]) == 2
     assert "--devices belongs to a cluster of alike devices" in capsys.readouterr().err
 
@@ -89,6 +99,64 @@ def test_one_pass_of_a_captured_model(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_cannot_be_says_why(asked: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["place", *asked, "--effort", "0"]) == code
     assert message in capsys.readouterr().err
+
+
+def test_a_placement_is_saved_and_simulated_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved, again, slow = tmp_path / "placement.json", tmp_path / "again.json", tmp_path / "slow.toml"
+    asked = ["place", "--model", "llama3.2-1b", "--machine", "laptop-and-server", "--seq", "1024", "--effort", "0"]
+    assert main([*asked, "--policy", "chain", "--out", str(saved)]) == 0
+    first = capsys.readouterr().out
+    assert main(["place", "--plan", str(saved), "--json", str(again)]) == 0
+    second = capsys.readouterr().out
+    said = f"predicted when it was made: {format_seconds(PlacedPlan.load(saved).step_s)}\n"
+    assert said in second
+    assert second.replace(said, "").replace(f"wrote {again}", "") == first.replace(f"wrote {saved}", "")
+    assert json.loads(again.read_text())["step_s"] == PlacedPlan.load(saved).step_s
+    text = (FLEETS / "laptop-and-server.toml").read_text()
+    slow.write_text(text.replace("bandwidth_bytes_per_s = 1.575e+10", "bandwidth_bytes_per_s = 1e+8"))
+    assert main(["place", "--plan", str(saved), "--machine", str(slow)]) == 0
+    assert "for other devices than laptop-and-server has now" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["--plan", "{plan}", "--seq", "8"], "--seq: expected nothing of the kind next to --plan"),
+        (["--plan", "{plan}", "--machine", "two-desktops"], "expected a list with the placement's device"),
+        (["--graph", "{graph}", "--batch", "2"], "--batch: expected nothing of the kind next to --graph"),
+        (["--graph", "{graph}", "--out", "{plan}"], "--out: expected nothing of the kind next to --graph"),
+        (["--plan", "{graph}"], "expected a placement of format 1"),
+        (["--plan", "nowhere.json"], "expected a placement at nowhere.json, found no file"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    asked: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, graph = tmp_path / "plan.json", tmp_path / "graph.json"
+    graph.write_text(json.dumps(GRAPH))
+    made = ["place", "--model", "gpt2", "--machine", "laptop-and-server", "--policy", "single", "--out", str(plan)]
+    assert main(made) == 0
+    assert main(["place", *(word.format(plan=plan, graph=graph) for word in asked)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+def test_a_damaged_graph_says_what_is_wrong_or_is_placed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.write_text(json.dumps(damaged_document(data, GRAPH)))
+    said, problem = "", None
+    try:
+        problem = read_problem(path)
+    except ConfigError as error:
+        said = str(error)
+    if problem is None:
+        assert str(path) in said
+        return
+    with suppress(PlanInfeasible):
+        assert place(problem, effort=0).fits
 
 
 @pytest.mark.parametrize(

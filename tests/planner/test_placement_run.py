@@ -17,7 +17,7 @@ from lading.capture.trace import capture
 from lading.catalog.load import load_machine
 from lading.errors import ConfigError
 from lading.ir.fleet import Fleet, Join, Member
-from lading.ir.placedplan import PlacedPlan
+from lading.ir.placedplan import PlacedGroup, PlacedPlan, Stage
 from lading.ir.placement import Placement, Problem, split_points
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
@@ -25,6 +25,7 @@ from lading.placing import Placing, saved
 from lading.planner.placement.api import place
 from lading.planner.placement.build import Grain, problem_of
 from lading.planner.placement.trial import Trial
+from lading.runtime.place import _path
 
 MICRO_BATCHES, ROWS, TOKENS = 4, 2, 32
 
@@ -89,6 +90,23 @@ def test_a_device_with_little_room_has_fewer_micro_batches_under_way() -> None:
     assert dataclasses.replace(plan, devices=tight).together == 1
 
 
+def test_blocks_of_a_table_are_found_in_the_model() -> None:
+    """The catalog calls them by number; the model has one list of as many."""
+    blocks = ["before", *(f"layers {n}" for n in range(6)), "after"]
+
+    def points(cut: int) -> list[tuple[str, bool]]:
+        groups = tuple(PlacedGroup(name=n, device="a" if i < cut else "b") for i, n in enumerate(blocks))
+        return [(_path(s, _model()), s.behind) for s in _plan(captured=False, groups=groups).stages[1:]]
+
+    assert points(1) == [("layers.0", False)]
+    assert points(4) == [("layers.3", False)]
+    assert points(7) == [("layers.5", True)]  # what follows the last block
+    with pytest.raises(ConfigError, match=r"expected one list of 6 modules .* found none; place with --units N"):
+        _path(Stage(device="b", begins="layers 3", blocks=6), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"found no module 'layers.9'; did you mean 'layers"):
+        _path(Stage(device="b", begins="layers.9"), _model())
+
+
 def test_a_saved_placement_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
     _plan().save(path)
@@ -117,7 +135,12 @@ def _part(rank: int, plan: PlacedPlan) -> None:
     torch.manual_seed(1)
     tokens = torch.randint(0, 64, (MICRO_BATCHES * ROWS, TOKENS + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    part = lading.place(plan, _model(), (inputs[:ROWS],), _loss)
+    lean = plan.together == 1  # this time no process holds the whole model
+    part = lading.place(plan, _model().to("meta") if lean else _model(), (inputs[:ROWS],), _loss)
+    if lean:
+        part.module.to_empty(device="cpu")
+        whole = _model().state_dict()
+        part.module.load_state_dict({name: whole[name] for name in part.module.state_dict()})
     optimizer = torch.optim.AdamW(part.parameters(), lr=1e-2)
     plain = _model()
     other = torch.optim.AdamW(plain.parameters(), lr=1e-2)

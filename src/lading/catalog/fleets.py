@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,22 +79,24 @@ def load_fleet(name_or_path: str | Path) -> Fleet:
     text = str(name_or_path)
     if not lists_devices(name_or_path):
         if text not in machine_names() and not Path(text).is_file():
+            near = get_close_matches(text, [*fleet_names(), *machine_names()], 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
             known = ", ".join(fleet_names())
-            raise ConfigError(f"expected a fleet ({known}), a machine or the path of a TOML file, got {text!r}")
+            raise ConfigError(f"expected a fleet ({known}), a machine or the path of a TOML file, got {text!r}{hint}")
         return fleet_of(load_machine(name_or_path))
     path = FLEETS / f"{text}.toml" if text in fleet_names() else Path(name_or_path)
     table: dict[str, Any] = {"links": [], "sources": {}, **_parsed(path)}
     if isinstance(table["devices"], list):
         rows = cast("list[Any]", table["devices"])
         table["devices"] = [{"memory_bytes": None, **row} if isinstance(row, dict) else row for row in rows]
-    read: _File = read_as(_File, table, str(path), _ADVICE)
     try:
+        read: _File = read_as(_File, table, str(path), _ADVICE)
         members = tuple(_member(device, path) for device in read.devices)
         return Fleet(
             name=read.name, date=read.date, source=read.source, devices=members, links=read.links, sources=read.sources
         )
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise error if str(error).startswith(str(path)) else ConfigError(f"{path}: {error}") from error
 
 
 def _member(device: _Device, path: Path) -> Member:

@@ -91,18 +91,19 @@ class Place:
         from lading.catalog.fleets import load_fleet
         from lading.ir.placedplan import PlacedPlan
         from lading.placing import replayed
-        from lading.planner.placement.api import Contest
+        from lading.planner.placement.api import Contest, too_full
+        from lading.planner.placement.relaxed import relax
 
         plan = PlacedPlan.load(path)
         fleet = load_fleet(self.machine or plan.machine)
         problem, placement = replayed(plan, fleet)
-        found = Contest(problem, (placement,), (), 0.0)
+        relaxed = relax(problem)
+        placement = dataclasses.replace(placement, bound_s=relaxed.bound_s if relaxed else 0.0)
+        found = Contest(problem, (placement,), (), placement.bound_s)
         _print(found, latency=not plan.training)
         print(f"predicted when it was made: {format_seconds(plan.step_s)}", end="")
         print("" if fleet.fingerprint == plan.machine_fingerprint else f", for other devices than {fleet.name} has now")
         if not placement.fits:
-            from lading.planner.placement.api import too_full
-
             raise too_full(problem, placement, "the saved placement")
         self._write(found, fleet)
 

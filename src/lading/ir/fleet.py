@@ -11,7 +11,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import permutations
+from math import inf
 
 from lading.errors import ConfigError
 from lading.ir.machine import Machine
@@ -75,7 +77,8 @@ class Join:
             raise ConfigError(
                 f"link {self.name}: expected two or more different devices, got {', '.join(self.devices) or 'none'}"
             )
-        if self.bandwidth_bytes_per_s <= 0 or not 0 < self.efficiency <= 1 or self.latency_s < 0:
+        known = 0 < self.bandwidth_bytes_per_s < inf and 0 <= self.latency_s < inf
+        if not known or not 0 < self.efficiency <= 1:
             raise ConfigError(
                 f"link {self.name}: expected a positive bandwidth, an efficiency in (0, 1] and a latency >= 0, got "
                 f"{self.bandwidth_bytes_per_s}, {self.efficiency} and {self.latency_s}"
@@ -137,16 +140,13 @@ class Fleet:
 
     def __post_init__(self) -> None:
         names = [member.name for member in self.devices]
-        if not names or len(set(names)) != len(names):
+        if not names or len(set(names)) != len(names) or "" in names:
             raise ConfigError(f"expected one or more devices of different names, got {', '.join(names) or 'none'}")
         links = [link.name for link in self.links]
         if len(set(links)) != len(links):
             raise ConfigError(f"expected links of different names, got {', '.join(links)}")
         for link in self.links:
-            if unknown := [name for name in link.devices if name not in names]:
-                raise ConfigError(
-                    f"link {link.name}: expected devices among {', '.join(names)}, got {', '.join(unknown)}"
-                )
+            _known(link, names)
 
     @property
     def fingerprint(self) -> str:
@@ -182,8 +182,7 @@ def network_of(memory_bytes: Mapping[str, int], links: Sequence[Join]) -> Networ
     channels: dict[str, int] = {}
     direct: dict[tuple[int, int], Hop] = {}
     for link in links:
-        if unknown := [name for name in link.devices if name not in place]:
-            raise ConfigError(f"link {link.name}: expected devices among {', '.join(names)}, got {', '.join(unknown)}")
+        _known(link, names)
         for a, b in permutations(link.devices, 2):
             held = tuple(channels.setdefault(name, len(channels)) for name in _held(link, a, b))
             hop = Hop(held, link.latency_s, 1 / (link.bandwidth_bytes_per_s * link.efficiency))
@@ -191,6 +190,16 @@ def network_of(memory_bytes: Mapping[str, int], links: Sequence[Join]) -> Networ
             if known is None or hop.seconds(_ROUTE_BYTES) < known.seconds(_ROUTE_BYTES):
                 direct[place[a], place[b]] = hop
     return Network(names, tuple(memory_bytes.values()), tuple(channels), _routes(names, direct))
+
+
+def _known(link: Join, names: Sequence[str]) -> None:
+    """Refuse a link of devices that are none."""
+    if unknown := [name for name in link.devices if name not in names]:
+        near = get_close_matches(unknown[0], names, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"link {link.name}: expected devices among {', '.join(names)}, got {', '.join(unknown)}{hint}"
+        )
 
 
 def _held(link: Join, source: str, target: str) -> tuple[str, ...]:

@@ -130,16 +130,14 @@ class _Tied:
     """A parameter of this part that others have too."""
 
     def __init__(
-        self, parameter: nn.Parameter, parts: Sequence[int], rank: int, group: dist.ProcessGroup | None
+        self, module: nn.Module, name: str, parts: Sequence[int], rank: int, group: dist.ProcessGroup | None
     ) -> None:
-        self.parameter, self.parts, self.rank, self.group = parameter, parts, rank, group
+        self.module, self.name, self.parts, self.rank, self.group = module, name, parts, rank, group
 
     def add_up(self) -> None:
         """The sum of all parts' gradients, in order of parts."""
-        own = self.parameter.grad
-        if own is None:
-            own = torch.zeros_like(self.parameter)
-        own = own.contiguous()
+        parameter = self.module.get_parameter(self.name)  # by its name, as filling a part from meta replaces it
+        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         grads = {part: own if part == self.rank else torch.empty_like(own) for part in self.parts}
         operations: list[dist.P2POp] = []
         for part in self.parts:
@@ -153,7 +151,7 @@ class _Tied:
         total = first.clone() if first is own else first
         for grad in others:
             total += grad
-        self.parameter.grad = total
+        parameter.grad = total
 
 
 def place(
@@ -182,7 +180,7 @@ def place(
     stages, rank, ranks = plan.stages, dist.get_rank(group), dist.get_world_size(group)
     if ranks != len(stages):
         names = ", ".join(stage.device for stage in stages)
-        raise ConfigError(f"place: expected {len(stages)} ranks, in order on {names}; got {ranks}")
+        raise ConfigError(f"place: expected a rank for each part, {len(stages)} in order on {names}; got {ranks} ranks")
     if plan.training and loss is None:
         raise ConfigError("place: expected a loss, as the placement is of a training step; give loss(output, target)")
     if len(inputs[0]) != plan.batch:
@@ -237,7 +235,7 @@ def _tied(
     for names in shared:
         parts = {int(part.rpartition("_")[2]): name for part, name in names.items()}
         if rank in parts:
-            found.append(_Tied(module.get_parameter(parts[rank]), sorted(parts), rank, group))
+            found.append(_Tied(module, parts[rank], sorted(parts), rank, group))
     return found
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from lading.errors import ConfigError
 from lading.ir.fleet import Join, network_of
@@ -76,8 +76,14 @@ def read_problem(path: Path) -> Problem:
     Raises:
         ConfigError: it is something else; names the field.
     """
-    table: dict[str, Any] = {"shared": [], **read_json(path, "a placement problem", _ADVICE)}
-    read: _File = read_as(_File, table, str(path), _ADVICE)
+    data: Any = read_json(path, "a placement problem", _ADVICE)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a table, got {type(data).__name__}; {_ADVICE}")
+    table: dict[str, Any] = {"shared": [], **cast("dict[str, Any]", data)}
+    try:
+        read: _File = read_as(_File, table, str(path), _ADVICE)
+    except ConfigError as error:
+        raise _at(path, error) from error
     number = {task.name: n for n, task in enumerate(read.tasks)}
     if len(number) != len(read.tasks):
         raise ConfigError(f"{path}: expected tasks of different names; number those that repeat")
@@ -94,7 +100,12 @@ def read_problem(path: Path) -> Problem:
         network = network_of({device.name: device.memory_bytes for device in read.devices}, read.links)
         return Problem(read.name, tasks, flows, network, read.micro_batches, (), shared)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise _at(path, error) from error
+
+
+def _at(path: Path, error: ConfigError) -> ConfigError:
+    """The same, with the file's name."""
+    return error if str(error).startswith(str(path)) else ConfigError(f"{path}: {error}")
 
 
 def _task(task: _Task) -> Task:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lading.clusters import Question, request_of
-from lading.planner.unshard import choose_groups
+from lading.planner.unshard import choose_groups, neighbor_peaks
 
 #: Model, machine, devices, layout, tokens, software stack.
 CASES = (
@@ -36,7 +36,7 @@ def rows_of(case: tuple[str, str, int, str, int, str]) -> list[dict[str, Any]]:
     model, machine, devices, layout, tokens, stack = case
     asked = Question(model=model, machine=machine, devices=devices, layout=layout, seq_len=tokens, stack=stack)
     request, table = request_of(asked)
-    low, high = (row.peak_bytes for row in choose_groups(request, table, 10**15, "zero3").rows[:2])
+    low, high = neighbor_peaks(request, table)
     found: list[dict[str, Any]] = []
     for share in SHARES:
         budget = int(low + share * (high - low))

@@ -11,7 +11,7 @@ from lading.cli.main import main
 from lading.clusters import Question, request_of
 from lading.ir.clusterplan import ClusterPlan
 from lading.planner.moment import tree_of
-from lading.planner.unshard import choose_groups
+from lading.planner.unshard import choose_groups, neighbor_peaks
 from lading.report.tree import Branch, print_tree
 
 
@@ -26,7 +26,7 @@ from lading.report.tree import Branch, print_tree
 def test_all_bytes_once(model: str, layout: str, stack: str, share: float) -> None:
     asked = Question(model=model, machine="h100", devices=64, layout=layout, seq_len=2048, stack=stack)
     request, table = request_of(asked)
-    low, high = (row.peak_bytes for row in choose_groups(request, table, 10**15, "zero3").rows[:2])
+    low, high = neighbor_peaks(request, table)
     chosen = choose_groups(request, table, int(low + share * (high - low)))
     total, moment = tree_of(chosen, table).total, chosen.gathered.peak
     states = {

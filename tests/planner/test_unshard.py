@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cache
 from itertools import pairwise, product
+from random import Random
 
 import pytest
 
 from lading.clusters import Question, request_of
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import Keep
-from lading.planner.unshard import POLICIES, Chosen, choose_groups, plan_of
+from lading.planner.unshard import POLICIES, Chosen, choose_groups, neighbor_peaks, plan_of
 from lading.planner.unshardbound import lower_bound
 from lading.sim.buckets import Bucket, Costs
 from lading.sim.gathers import gathered_step
@@ -39,14 +41,13 @@ def peaks(case: str) -> tuple[int, int]:
     model, layout, devices, stack = CASES[case]
     asked = Question(model=model, machine="h100", devices=devices, layout=layout, seq_len=4096, stack=stack)
     request, table = request_of(asked)
-    rows = {row.policy: row for row in choose_groups(request, table, 10**15, "zero3").rows}
-    return rows["zero3"].peak_bytes, rows["zero2"].peak_bytes
+    return neighbor_peaks(request, table)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_between_its_neighbours(case: str) -> None:
     """Never slower than what fits, faster with more memory, which is used to within 2%; never below the bound."""
-    shares = (0.0, 0.3, 0.6, 1.0)
+    shares = (0.0, 0.4, 1.0)
     for share in shares:
         found = chosen(case, share)
         rows = {row.policy: row for row in found.rows}
@@ -76,8 +77,6 @@ def _tiny() -> Modules:
     """Four atoms: before, two blocks as they are, after."""
     asked = Question(model="gpt2", machine="h100", devices=16, layout="zero3,gb32", seq_len=512)
     request, table = request_of(asked)
-    import dataclasses
-
     return modules_of(request, dataclasses.replace(table, counts=(1, 2, 1)))
 
 
@@ -99,6 +98,45 @@ def test_bound_is_below_everything_that_can_be() -> None:
     for budget in sorted({step.peak_bytes for step in steps}):
         fastest = min(step.step_s for step in steps if step.peak_bytes <= budget)
         assert lower_bound(of, budget) <= fastest
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "stack"),
+    [
+        ("gpt2", "zero3", "torchtitan-compile"),
+        ("llama3-8b", "zero3,gb256", "torchtitan-compile"),
+        ("qwen3-30b-a3b", "zero3,ep8,gb256", "default"),
+        ("llama3.2-1b", "zero3,gb128,recompute=full,recompute_layers=2", "deepspeed-zero3"),
+        ("llama3.2-1b", "zero3,gb128", "megatron-2023"),
+    ],
+)
+def test_bound_is_below_random_plans(model: str, layout: str, stack: str) -> None:
+    """Any borders, stays and distances, under the budget that each needs; the closest come within 10% of it."""
+    asked = Question(model=model, machine="h100", devices=64, layout=layout, seq_len=2048, stack=stack)
+    request, table = request_of(asked)
+    counts = tuple(min(count, 5) for count in table.counts)
+    of = modules_of(request, dataclasses.replace(table, counts=counts))
+    costs, draw, steps = Costs(of), Random(3), []
+    for _ in range(300):
+        steps.append(gathered_step(costs, _random(of, draw)))
+    fastest, least = float("inf"), float("inf")
+    for step in sorted(steps, key=lambda each: (each.peak_bytes, each.step_s)):
+        if step.step_s < fastest:
+            fastest = step.step_s
+            least = min(least, fastest / lower_bound(of, step.peak_bytes) - 1)
+    assert -1e-9 <= least < 0.1
+
+
+def _random(of: Modules, draw: Random) -> list[Bucket]:
+    atoms = range(1, len(of.atoms))
+    starts = [n for n in atoms if of.atoms[n][0] != of.atoms[n - 1][0]] if draw.random() < 0.7 else list(atoms)
+    cuts = [0, *sorted(draw.sample(starts, min(len(starts), draw.choice((0, 1, 2, 4, 8))))), len(of.atoms)]
+    share, found = draw.choice((0.0, 0.3, 0.7, 1.0)), []
+    for first, end in pairwise(cuts):
+        keep = draw.choice((Keep.STEP, Keep.BACKWARD)) if draw.random() < share else Keep.RELEASE
+        again = any(of.atom(n).read_again for n in range(first, end))
+        found.append(Bucket(first, end - 1, keep, draw.choice((1, 1, 2, 5)), draw.choice((1, 1, 2, 5)), again))
+    return found
 
 
 def test_plan_is_saved_as_chosen(tmp_path) -> None:

@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):
 
 
 def train(
-    model: torch.nn.Module, layout: Layout, recorder: Recorder, optimizer: torch.optim.Optimizer, *, stock: str
+    model: torch.nn.Module, layout: Layout, recorder: Recorder, optimizer: torch.optim.Optimizer, *, stock: bool
 ) -> list[float]:
     """A few steps; this is the whole training loop."""
     draw = torch.Generator().manual_seed(17 + dist.get_rank())
@@ -62,7 +62,6 @@ def train(
             if stock:
                 last = number == layout.micro_batches - 1
                 model.set_is_last_backward(last)
-                model.set_requires_gradient_sync(last or stock == "each")
             with recorder:
                 recorder.phase = "forward"
                 loss = next_byte_loss(model, {"tokens": tokens}) / layout.micro_batches
@@ -78,7 +77,7 @@ def train(
 def peak_bytes(model: torch.nn.Module, layout: Layout) -> int:
     """Most bytes of tensors at once in a step, as the allocator counts them, without what gloo takes to reduce."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, layout, Recorder(), optimizer, stock="")  # makes what stays
+    train(model, layout, Recorder(), optimizer, stock=False)  # makes what stays
     states = [t for state in optimizer.state.values() for t in state.values()]
     held = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *states, *model.buffers())]
     start = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
@@ -87,7 +86,7 @@ def peak_bytes(model: torch.nn.Module, layout: Layout) -> int:
 
 def _most_added(model: torch.nn.Module, layout: Layout, optimizer: torch.optim.Optimizer) -> int:
     with torch.profiler.profile(profile_memory=True) as profiled:
-        train(model, layout, Recorder(), optimizer, stock="")
+        train(model, layout, Recorder(), optimizer, stock=False)
     now = peak = 0
     live: dict[int, int] = {}
     for event in _in_order(profiled.profiler.kineto_results.experimental_event_tree()):
@@ -149,10 +148,10 @@ def compare(plan: ClusterPlan, measures: bool) -> dict[str, Any]:
         layout,
         plain,
         torch.optim.AdamW(stock.parameters(), lr=1e-2),
-        stock="each" if plan.reduces_each else "last",
+        stock=True,
     )
     planned = apply(plan, built(), mesh)
-    losses = train(planned, layout, ours, torch.optim.AdamW(planned.parameters(), lr=1e-2), stock="")
+    losses = train(planned, layout, ours, torch.optim.AdamW(planned.parameters(), lr=1e-2), stock=False)
     pairs = zip(planned.parameters(), stock.parameters(), strict=True)
     equal = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
     return {

@@ -18,7 +18,7 @@ from lading.catalog.stacks import stack_by_name
 from lading.ir.clusterplan import ClusterPlan, Keep
 from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, Request
-from lading.planner.unshard import choose_groups, plan_of
+from lading.planner.unshard import choose_groups, neighbor_peaks, plan_of
 
 #: tests.runtime.sharding.SIZES by the table's names.
 SIZES = {"v": 512, "h": 64, "n": 4, "k": 2, "d": 16, "f": 192}
@@ -33,7 +33,7 @@ def planned(layout: str, policy: str, share: float = 0.5, seq_len: int = 64) -> 
         name="small", model=model, seq_len=seq_len, machine="h100", layout=parse_layout(layout), stack=stack
     )
     table = architecture_table(model)
-    low, high = (row.peak_bytes for row in choose_groups(request, table, 10**15, "zero3").rows[:2])
+    low, high = neighbor_peaks(request, table)
     return plan_of(choose_groups(request, table, int(low + share * (high - low)), policy), "test")
 
 
@@ -52,7 +52,6 @@ def cases(name: str) -> dict[str, ClusterPlan]:
             "greedy": planned("dp2,zero3,mb2,gb12", "reverse-greedy"),
             "residency-full": planned("dp2,zero3,mb2,gb8", "residency", 0.9),
             "recomputed": planned("dp2,zero3,mb2,gb8,recompute=full", "reverse-greedy"),
-            "once": dataclasses.replace(planned("dp2,zero3,mb2,gb12", "residency"), reduces_each=False),
             "offloaded": _offloaded(planned("dp2,zero3,mb2,gb8", "residency")),
         }
     return {
@@ -96,7 +95,7 @@ def test_the_same_numbers_and_the_planned_gathers(name: str, tmp_path: Path) -> 
         counts = Counter(found["found"])
         gathers = tuple(counts[f"{phase} _allgather_base_"] for phase in ("forward", "backward"))
         assert gathers == tuple(STEPS * n for n in plan.gathers), each
-        reductions = len(plan.groups) * (plan.micro_batches if plan.reduces_each else 1)
+        reductions = len(plan.groups) * plan.micro_batches
         assert counts["backward _reduce_scatter_base_"] == STEPS * reductions, each
         if each.startswith("residency"):
             assert 0.97 * plan.peaks["step"]["device"] <= found["peak_bytes"] <= plan.budget_bytes

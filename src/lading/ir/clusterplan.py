@@ -84,7 +84,6 @@ class ClusterPlan:
         assumptions: What was taken for granted.
         recomputed: Paths of modules whose forward runs again in backward, each as a whole (activation checkpointing).
         gather_dtype, reduce_dtype: In which parameters are gathered and gradients reduced; "" as they are.
-        reduces_each: Gradients are reduced in each micro-batch; else added up whole, and reduced in the last.
     """
 
     version: str
@@ -105,7 +104,6 @@ class ClusterPlan:
     recomputed: tuple[str, ...] = ()
     gather_dtype: str = ""
     reduce_dtype: str = ""
-    reduces_each: bool = True
     format: int = CLUSTER_PLAN_FORMAT
 
     @property

@@ -7,17 +7,19 @@ buckets of atoms in a row, and of each bucket g how long it stays, k_g, and how 
     minimise   T(buckets, k, e)                                       seconds of a step
     subject to P(buckets, k, e) <= budget                             bytes at the worst moment
                every atom is in one bucket, buckets are atoms in a row
-               k_g in {release, backward, step},  e_g in {1, 2}
+               k_g in {release, backward, step},  e_g in {1, 2, 3}
 
 T and P are what the walk of ``sim.gathers.gathered_step`` finds: one device, one network, in the order in which FSDP2
 asks (its notes). Constraints: ``sim.buckets.Costs.courses`` refuses what is no partition; ``_Search.fits`` has the
-budget; ``_partition`` has the buckets that are tried (half a block, and 1 to 8 blocks; a small one first, if that is
-faster), ``_orders`` the orders in which they are kept. In one order the bytes at the peak rise with each bucket that
-is kept, so that the most that fit are found by bisection (``_Search.fill``); of those that do not fit, the atoms at
-the end or the start are kept, down to single modules. The fastest found wins; of those within a millionth of it, or
-within half a percent where they leave more than 2% of the budget, the fullest (``_best``). ZeRO-3, ZeRO-2 and
-reverse- greedy are among what is tried, so the plan is never slower than any of them that fits. What is tried does
-not depend on the budget but for where each order stops.
+budget; ``bucketing.partition`` has the buckets that are tried (half a block, and 1 to 8 blocks; a small one first, if
+that is faster), ``_orders`` the orders in which they are kept. In one order the bytes at the peak rise with each
+bucket that is kept, so that the most that fit are found by bisection (``_Search.fill``); of those that do not fit, the
+atoms at the end or the start are kept, down to single modules. From the fastest found, borders are moved, put in and
+left out and stays and distances (1 to 3) changed, one at a time, while that makes the step faster
+(``_Search._nearby``); what is left of the budget is filled by modules that fit (``_Search._topped``). The fastest found
+wins; of those within a millionth of it, or within half a percent where they leave more than 2% of the budget, the
+fullest (``_best``); ``_Search.why`` says why no more is used. ZeRO-3, ZeRO-2 and reverse-greedy are among those tried,
+so the plan is never slower than any of them that fits. ``unshardbound`` has the bound.
 """
 
 from __future__ import annotations
@@ -30,12 +32,14 @@ from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
+from lading.planner.bucketing import borders, children, halves, keeping, neighbors, partition, runs
 from lading.planner.unshardbound import lower_bound
 from lading.report.unshard import UnshardRow
 from lading.sim.buckets import Bucket, Costs, names_of
 from lading.sim.gathers import Gathered, gathered_step
 from lading.sim.modules import Modules, modules_of
 from lading.sim.simulate import Priced
+from lading.units import format_bytes
 
 POLICIES = ("zero3", "zero2", "reverse-greedy", "residency")
 #: Plans whose times differ by less are as fast; where they do not fill the budget to ``_FULL``, by less than the next.
@@ -44,6 +48,8 @@ _ALIKE, _FULL = (1e-6, 1e-3, 5e-3), 0.98
 _SIZES = (1, 0, 2, 3, 4, 6, 8)
 #: Buckets in a row of which a part is tried, when filling what is left of the budget.
 _TRIED = 16
+#: Buckets and blocks that are walked through in search of a faster plan nearby.
+_WORK = 30_000
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Chosen:
         rows: Of all policies.
         gathered: The step, with what is there at its peak.
         peak_bytes: On each rank.
+        why: No more of the budget is used; "" for policies that do not try to.
     """
 
     policy: str
@@ -66,6 +73,7 @@ class Chosen:
     gathered: Gathered
     buckets: tuple[Bucket, ...]
     modules: Modules
+    why: str = ""
 
 
 def choose_groups(
@@ -111,7 +119,15 @@ def choose_groups(
         )
     traced = gathered_step(search.costs, buckets, trace=True)
     groups = tuple(_group(modules, search.costs, bucket) for bucket in buckets)
-    return Chosen(policy, budget, groups, step.step_s, bound, step.peak_bytes, rows, traced, tuple(buckets), modules)
+    why = search.why(found[policy]) if policy == "residency" else ""
+    return Chosen(policy, budget, groups, step.step_s, bound, step.peak_bytes, rows, traced, buckets, modules, why)
+
+
+def neighbor_peaks(request: Request, table: ModelTable) -> tuple[int, int]:
+    """Bytes at the peak of ZeRO-3 and of ZeRO-2, with a group for each block."""
+    search = _Search(modules_of(request, table), 0)
+    low, high = (search.found(policy)[1].peak_bytes for policy in POLICIES[:2])
+    return low, high
 
 
 def plan_of(chosen: Chosen, version: str) -> ClusterPlan:
@@ -186,6 +202,7 @@ class _Search:
         self.keep = Keep.STEP if modules.request.layout.micro_batches > 1 else Keep.BACKWARD
         self._steps: dict[tuple[Bucket, ...], Gathered] = {}
         self._peaks: dict[tuple[Bucket, ...], int] = {}
+        self.fuller: list[float] = []
 
     def step(self, buckets: Sequence[Bucket]) -> Gathered:
         """Simulate."""
@@ -215,8 +232,13 @@ class _Search:
             if not fitting:
                 return min(tried, key=lambda each: each[1].peak_bytes)
             plain = [step.step_s for _, step in tried[:3] if step.peak_bytes <= self.budget]
-            return _best(fitting, self.budget, min(plain, default=float("inf")))
-        whole = self.zero3(_partition(self.modules, 1))
+            fitting += self._nearby(min(fitting, key=lambda each: each[1].step_s))
+            best = _best(fitting, self.budget, min(plain, default=float("inf")))
+            fitting += self._topped(best)
+            best = _best(fitting, self.budget, min(plain, default=float("inf")))
+            self.fuller = [step.step_s for _, step in fitting if step.peak_bytes > best[1].peak_bytes]
+            return best
+        whole = self.zero3(partition(self.modules, 1))
         if policy == "zero2":
             whole = tuple(replace(bucket, keep=self.keep) for bucket in whole)
         if policy == "reverse-greedy":
@@ -234,13 +256,13 @@ class _Search:
         current = whole
         while todo:
             first, last = todo.pop()
-            tried = _kept(current, first, last, self.keep)
+            tried = keeping(current, first, last, self.keep)
             if self.fits(tried):
                 current = tried
             elif any(bucket.first == first and bucket.last == last for bucket in whole):
-                todo = _children(self.modules, first, last)
+                todo = children(self.modules, first, last)
             else:
-                todo += _children(self.modules, first, last)
+                todo += children(self.modules, first, last)
         return current
 
     def fill(self, base: tuple[Bucket, ...], order: Sequence[int]) -> Iterator[tuple[Bucket, ...]]:
@@ -278,10 +300,80 @@ class _Search:
 
         def part(count: int) -> tuple[Bucket, ...]:
             own = sorted(atoms[:count])
-            return _kept(buckets, own[0], own[-1], self.keep) if own else buckets
+            return keeping(buckets, own[0], own[-1], self.keep) if own else buckets
 
         count = _most(sizes, left, lambda n: self.fits(part(n)))
         return part(count) if count > 0 else buckets
+
+    def _nearby(self, found: _Found) -> list[_Found]:
+        """Faster and faster plans, each a neighbor of the one before, as long as ``_WORK`` lasts."""
+        cuts = borders(self.modules)
+        work, steps = 0, [found]
+        best, seconds = found[0], found[1].step_s
+        left = True
+        while left:
+            left = False
+            for plan in neighbors(best, cuts, self.keep):
+                tried = tuple(replace(b, again=self._is_read_again(b)) for b in plan)
+                work += len(tried) + len(self.modules.order)
+                if work > _WORK:
+                    return steps
+                if self.step(tried).step_s < seconds * (1 - _ALIKE[0]) and self.fits(tried):
+                    best, seconds, left = tried, self.step(tried).step_s, True
+                    steps.append((best, self.step(best)))
+                    break
+        return steps
+
+    def _topped(self, found: _Found) -> list[_Found]:
+        """With what is left of the budget filled by rows of modules that fit, the last first, apart from the rest."""
+        current, tried = found[0], list[_Found]()
+        for start, last in reversed(self._rows(current)):
+            left = self.budget - self.peak(current)
+            if left < (1 - _FULL) * self.budget:
+                break
+            first = next((n for n in range(start, last) if self._size(n, last) <= left), last)
+            more = keeping(current, first, last, self.keep)
+            if self._size(first, last) <= left and self.fits(more):
+                current = more
+                tried.append((current, self.step(current)))
+        return tried
+
+    def _rows(self, buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
+        """Atoms in a row that could stay longer and each fit what is left of the budget."""
+        left, found = self.budget - self.peak(buckets), list[tuple[int, int]]()
+        for bucket in buckets:
+            for atom in range(bucket.first, bucket.last + 1) if self._can_stay(bucket) else ():
+                if self._size(atom, atom) > left:
+                    continue
+                if found and found[-1][1] == atom - 1 >= bucket.first:
+                    found[-1] = (found[-1][0], atom)
+                else:
+                    found.append((atom, atom))
+        return found
+
+    def _can_stay(self, bucket: Bucket) -> bool:
+        """Whether it would be gathered less often if it stayed longer."""
+        return bucket.keep is not self.keep and (
+            self.keep is Keep.STEP or (bucket.keep is Keep.RELEASE and bucket.again)
+        )
+
+    def why(self, found: _Found) -> str:
+        """Why no more of the budget is used."""
+        left = self.budget - found[1].peak_bytes
+        released = [bucket for bucket in found[0] if self._can_stay(bucket)]
+        if left <= (1 - _FULL) * self.budget:
+            return "full"
+        if not released:
+            return f"{format_bytes(left)} left: nothing is gathered twice"
+        if self.fuller:
+            slower = min(self.fuller) / found[1].step_s - 1
+            return f"{format_bytes(left)} left: of the fuller plans tried, the fastest takes {slower:.2%} longer"
+        atoms = (n for bucket in released for n in range(bucket.first, bucket.last + 1))
+        size, atom = min((self._size(n, n), n) for n in atoms)
+        name = names_of(self.modules, Bucket(atom, atom))[0]
+        return f"{format_bytes(left)} left: no module more fits that is gathered twice, the least is {name} of " + (
+            format_bytes(size)
+        )
 
     def _with_small_start(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """With a small bucket of blocks first, if that is faster: it is waited for, and reduced last."""
@@ -291,7 +383,7 @@ class _Search:
         first, last = spans[place]
         homes = [self.modules.atoms[n][0] - self.modules.atoms[first][0] for n in range(first, last + 1)]
         whole = {first + homes.index(n) - 1 for n in (1, 2, 3) if n in homes}
-        half = _halves(self.modules, first, min(whole, default=last))[0][1]
+        half = halves(self.modules, first, min(whole, default=last))[0][1]
         cuts = [cut for cut in sorted({half, *whole}) if cut < last]
         tried = [[*spans[:place], (first, cut), (cut + 1, last), *spans[place + 1 :]] for cut in cuts]
         return min([spans, *tried], key=lambda each: self.step(self.zero3(each)).step_s)
@@ -310,9 +402,9 @@ class _Search:
         """All that is tried; the plain policies first."""
         for policy in POLICIES[:3]:
             yield self.found(policy)
-        blocks = max(_runs(self.modules))
+        blocks = max(runs(self.modules))
         for size in _SIZES[: 2 + sum(size < blocks for size in _SIZES[2:])]:
-            spans = self._with_small_start(_partition(self.modules, size))
+            spans = self._with_small_start(partition(self.modules, size))
             before = float("inf")
             for ahead in (1, 2):
                 base = tuple(replace(b, again=self._is_read_again(b)) for b in self.zero3(spans, ahead))
@@ -324,14 +416,6 @@ class _Search:
                         yield plan, self.step(plan)
 
 
-def _runs(modules: Modules) -> list[int]:
-    """Blocks in a row."""
-    found = [0]
-    for _, path in modules.order:
-        found.append(found[-1] + 1 if path else 0)
-    return found
-
-
 def _best(found: Sequence[_Found], budget: int, plain: float) -> _Found:
     """The fastest; of those that are as fast the fullest; never slower than the plain policies take."""
     fastest = min(step.step_s for _, step in found)
@@ -341,7 +425,7 @@ def _best(found: Sequence[_Found], budget: int, plain: float) -> _Found:
         return max(alike, key=lambda each: each[1].peak_bytes)
 
     tried = [fullest(nearly) for nearly in _ALIKE]
-    return next((each for each in tried if each[1].peak_bytes >= _FULL * budget), tried[0])
+    return next((each for each in tried if each[1].peak_bytes >= _FULL * budget), tried[1])
 
 
 def _most(sizes: Sequence[int], left: int, holds: Callable[[int], bool]) -> int:
@@ -353,13 +437,14 @@ def _most(sizes: Sequence[int], left: int, holds: Callable[[int], bool]) -> int:
     """
     count = len(sizes)
     guess = next((n for n, total in enumerate(accumulate(sizes)) if total > left), count)
-    low, high = -1, count + 1
+    low, high, step = -1, count + 1, 1
     while high - low > 1:
         middle = guess if low < guess < high else (low + high) // 2
         if holds(middle):
-            low, guess = middle, middle + 1
+            low, guess = middle, middle + step
         else:
-            high, guess = middle, middle - 1
+            high, guess = middle, middle - step
+        step *= 2
     return low
 
 
@@ -369,73 +454,3 @@ def _orders(step: Gathered) -> Iterator[list[int]]:
     yield list(range(count - 1, -1, -1))
     yield sorted(range(count), key=lambda n: (-((n + 1) & -(n + 1)), -n))
     yield sorted(range(count), key=lambda n: (-step.waits_s[n], -n))
-
-
-def _kept(buckets: tuple[Bucket, ...], first: int, last: int, keep: Keep) -> tuple[Bucket, ...]:
-    """Buckets with atoms ``first`` to ``last`` kept, apart from the rest of the bucket they are in."""
-    found: list[Bucket] = []
-    for bucket in buckets:
-        if last < bucket.first or first > bucket.last:
-            found.append(bucket)
-            continue
-        if bucket.first < first:
-            found.append(replace(bucket, last=first - 1))
-        found.append(replace(bucket, first=max(first, bucket.first), last=min(last, bucket.last), keep=keep))
-        if last < bucket.last:
-            found.append(replace(bucket, first=last + 1))
-    return tuple(found)
-
-
-def _children(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
-    """Atoms of a bucket by the modules in it, one level down; none for a single one."""
-    if first == last:
-        return []
-    atoms = range(first, last + 1)
-    paths = [_path(modules, atom) for atom in atoms]
-    depth = 0
-    while len({tuple(path[: depth + 1]) for path in paths}) == 1:
-        depth += 1
-    found: list[tuple[int, int]] = []
-    for atom, path in zip(atoms, paths, strict=True):
-        own = tuple(path[: depth + 1])
-        if found and own == tuple(paths[found[-1][0] - first][: depth + 1]):
-            found[-1] = (found[-1][0], atom)
-        else:
-            found.append((atom, atom))
-    return found
-
-
-def _path(modules: Modules, number: int) -> list[str]:
-    """Modules from the model down to an atom; a list and a place in it are one."""
-    path = modules.order[modules.atoms[number][0]][1]
-    return [*([path] if path else []), *modules.atom(number).module.split("."), str(number)]
-
-
-def _partition(modules: Modules, size: int) -> list[tuple[int, int]]:
-    """First and last atom of buckets of so many blocks, 0 for half a block; what is outside of blocks is apart."""
-    found: list[tuple[int, int]] = []
-    filled = 0
-    start = 0
-    for block, path in modules.order:
-        stop = start + len(modules.blocks[block].atoms)
-        if stop == start:
-            continue
-        if path and size > 1 and filled % size:
-            found[-1] = (found[-1][0], stop - 1)
-        elif path and not size:
-            found += _halves(modules, start, stop - 1)
-        else:
-            found.append((start, stop - 1))
-        filled = filled + 1 if path else 0
-        start = stop
-    return found
-
-
-def _halves(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
-    """A block, cut between two of its modules so that the halves are as equal as can be."""
-    parts = _children(modules, first, last)
-    if len(parts) < 2:
-        return [(first, last)]
-    counts = [sum(modules.atom(n).count for n in range(low, high + 1)) for low, high in parts]
-    cut = min(range(1, len(parts)), key=lambda n: abs(sum(counts[:n]) - sum(counts[n:])))
-    return [(first, parts[cut][0] - 1), (parts[cut][0], last)]

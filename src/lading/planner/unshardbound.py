@@ -1,69 +1,301 @@
 """A bound on steps whose parameters are gathered: no buckets, stays or distances that fit are faster.
 
 [Note: bound of unsharding]
-Gathering x bytes takes at least x r, with r the rate of gathering everything at once, as time by byte falls with size.
-What is not gathered again in backward is there at the turn of a micro-batch, next to all saved activations A and the
-states S, so at most K = budget - S - A bytes are. A step of m micro-batches then gathers for at least
+Beside the network computing loses a share l = s / (1 + s) of each second. A stretch of a step that computes C, has the
+network busy for N and waits for it for w takes C + l N + (1 - l) w, and N at least. The step is cut into stretches:
 
-    N = r (X + (m - 1) max(0, X - K) + m max(0, Y - K)),     and reduces for at least m R     (``_least``)
+    first forward   all buckets are gathered, in order. Up to where b begins G(1..b) is gathered, and of it at most
+                    (1 + s) C(before b) is hidden: w >= G(1..b) - (1 + s) C(before b) for each b             (``_room``)
+    m - 1 turns     a backward and the next forward. The network takes one at a time in the order asked, so a forward
+                    that gathers anything waits for all reductions before it, and the end of a backward for all but the
+                    first bucket's, as one buffer is reduced at a time                                    (``_problem``)
+    last backward   behind the gradient of b, G and R of b and all before it are left: w as in the first forward, in
+                    reverse                                                                                (``_tail_s``)
 
-with Y the bytes that backward reads (not an embedding's). It lasts at least N + m R; at least the first gather, all
-computing C, which loses s / (1 + s) of each second that the network is busy beside it, and the last reduction; and in
-each forward and backward at least what is gathered there. ``lower_bound`` takes the largest.
+Turns and the last backward count as C + l N or as N, whichever bounds more. What is added is then a sum over buckets,
+each as cheap as a collective of its size: for each longest wait w of the first forward the cheapest partition of the
+atoms, without buckets that are waited for longer, is found by dynamic programming over their ends (``_cheapest``).
+Bytes that stay from a forward to its backward have a price p >= 0: a bucket costs the least of gathering it again and
+p times its bytes, less p K in all, with K what can stay (``_kept_bytes``); each p is a bound by weak duality
+(``_priced``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
 from lading.sim.modules import Modules
+
+Floats = npt.NDArray[np.float64]
+#: What counts in full in a turn.
+_TURNS = ("computing", "backward", "network")
+#: Waits that are tried, and prices of bytes as shares of what gathering all again costs by byte.
+_WAITS, _PRICES = 24, (0.0, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5, 2.0)
 
 
 def lower_bound(modules: Modules, budget: int) -> float:
     """Seconds of a step below which no choice is ([Note: bound of unsharding])."""
     count = modules.request.layout.micro_batches
-    blocks = [modules.blocks[block] for block, _ in modules.order]
-    kept = max(0, budget - modules.state_bytes - sum(block.saved_bytes for block in blocks))
-    atoms = range(len(modules.atoms))
-    elements = modules.elements(atoms)
-    once, later = _least(modules, elements, 0), _least(modules, elements, kept)
-    again = _least(modules, modules.elements(n for n in atoms if modules.atom(n).read_again), kept)
-    gathers = once[0] + (count - 1) * later[0] + count * again[0]
-    copies = once[1] + (count - 1) * later[1] + count * again[1]
-    network = gathers + count * modules.prices.reduce_s(elements)
-    lost = modules.slowdown / (1 + modules.slowdown)
-    forward = sum(piece.seconds for block in blocks for piece in block.forward)
-    backward = sum(piece.seconds for block in blocks for piece in block.backward)
-    backward += modules.prices.copies_s(elements, modules.request.stack.reduce_copy_bytes)
-
-    def window(computing: float, gathered: float) -> float:
-        return max(computing + gathered * lost, gathered)
-
-    windows = window(forward, once[0]) + (count - 1) * window(forward, later[0]) + count * window(backward, again[0])
-    ends = _ends_s(modules)
-    device = ends + count * (forward + backward) + copies + max(0.0, network - ends) * lost
-    waited = (count * modules.computing_s + modules.rest_s) * modules.waits
-    return max(network, device, windows) + modules.rest_s + waited
+    shape = _shape(modules)
+    kept = max(0, _kept_bytes(modules, budget))
+    room, tail = _room(shape.gather, shape.before, shape.lost), _tail_s(shape)
+    found = 0.0
+    for turns, end in product(_TURNS if count > 1 else _TURNS[:1], (True, False)):
+        problem = _problem(shape, count, turns, end, kept)
+        if problem is not None:
+            fixed = problem.fixed_s + (shape.backward_s + tail if end else 0.0)
+            found = max(found, fixed + _priced(problem, room, shape.bytes, kept))
+    return found + modules.rest_s + (count * modules.computing_s + modules.rest_s) * modules.waits
 
 
-def _least(modules: Modules, elements: dict[str, int], kept: int) -> tuple[float, float]:
-    """Least seconds to gather such parameters, and to copy them out, where so many bytes are there already."""
-    prices = modules.prices
-    rates = {axes: prices.gather_s({axes: count}) / count for axes, count in elements.items()}
-    seconds, left, rest = 0.0, kept, 0.0
-    for axes in sorted(rates, key=lambda name: -rates[name]):
-        size = modules.gathered({axes: elements[axes]})
-        held = min(left, size)
-        left -= held
-        missing = elements[axes] * (1 - held / size)
-        seconds += rates[axes] * missing
-        rest += missing
-    share = rest / total if (total := sum(elements.values())) else 0.0
-    return seconds, share * prices.copies_s(elements, modules.request.stack.gather_copy_bytes)
+@dataclass(frozen=True, eq=False)
+class _Room:
+    """Partitions in which no bucket is waited for longer, for each of several waits.
+
+    Attributes:
+        waited_s: What waiting adds at least, by wait.
+        barred: By end of a bucket: 0 by wait and first atom, inf where it would be waited for longer.
+    """
+
+    waited_s: Floats
+    barred: tuple[Floats, ...]
 
 
-def _ends_s(modules: Modules) -> float:
-    """Least seconds of the first gather, before all computing, and of the last reduction, behind it."""
-    first = modules.atom(0)
-    block = modules.blocks[modules.order[0][0]]
-    head = modules.prices.gather_s(first.elements) if block.lasts(first.module, backward=False)[0] == 0 else 0.0
-    tail = modules.prices.reduce_s(first.elements) if 0 in block.backward[-1].gradients else 0.0
-    return head + tail
+def _room(cost: Floats, hidden: Floats, lost: float) -> _Room:
+    """Of waits from the least there can be, for one atom, to that for all in one bucket.
+
+    Args:
+        cost: Of the network, by bucket.
+        hidden: Of the same, by first atom, what computing hides of it and of all before it.
+    """
+    low, high = (max(1e-9, float(cost[0, end] - hidden[0])) for end in (1, -1))
+    waits = np.geomspace(low, max(high, low) * (1 + 1e-9), max(4, min(_WAITS, _WAITS * 250 // len(hidden))))
+    least = np.full((len(waits), len(cost)), np.inf)
+    least[:, 0] = 0.0
+    barred: list[Floats] = [np.zeros((len(waits), 0))]
+    for end in range(1, len(cost)):
+        until = least[:, :end] + cost[:end, end]
+        barred.append(np.where(until > waits[:, None] * (1 + 1e-9) + hidden[:end], np.inf, 0.0))
+        least[:, end] = (until + barred[-1]).min(axis=1)
+    return _Room((1 - lost) * np.concatenate([waits[:1], waits[:-1]]), tuple(barred))
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """What buckets add to a step, as matrices of the first atom and the one behind the last.
+
+    Attributes:
+        fixed_s: Whatever the buckets are.
+        always: However long it stays.
+        later: Where it does not stay.
+        first: Of the first bucket, what it adds besides ``always`` if its gradients do not hold up the next forward,
+            as it stays, and if they do; else it adds what the others do.
+    """
+
+    fixed_s: float
+    always: Floats
+    later: Floats
+    first: tuple[Floats, Floats] | None = None
+
+
+def _problem(shape: _Shape, count: int, turns: str, end: bool, kept: int) -> _Problem | None:
+    """One way to count turns and the last backward; None if it does not hold.
+
+    Where all stays gathered nothing waits for reductions, which may go on in the next backward.
+    """
+    all_stay = kept >= shape.bytes[0, -1]
+    if all_stay and turns == "network" and end:
+        return None
+    turn, last = shape.seconds(hides=turns == "computing"), shape.seconds(hides=end)
+    forward = shape.seconds(hides=turns != "network")
+    computing = {"computing": shape.turn_s, "backward": shape.forward_s, "network": 0.0 if all_stay else shape.last_s}
+    fixed = shape.forward_s + (count - 1) * computing[turns]
+    always = shape.lost * shape.gather + shape.copy + (count - 1) * turn.reduce + (0.0 if end else last.reduce)
+    again = (count - 1) * turn.again + last.again
+    later = (count - 1) * forward.gather + again
+    if turns != "backward":
+        return _Problem(fixed, always, later)
+    stays = (1 - count) * (1 - shape.lost) * shape.reduce[0]
+    return _Problem(fixed, always, later, (stays, ((count - 1) * shape.gather + again)[0]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Passes:
+    """What buckets add to a pass, as matrices of the first atom and the one behind the last."""
+
+    gather: Floats
+    again: Floats
+    reduce: Floats
+
+
+@dataclass(frozen=True, eq=False)
+class _Shape:
+    """Seconds by bucket, as matrices of its first atom and the one behind its last; and of the passes.
+
+    Attributes:
+        gather, reduce: On the network.
+        again: How often it is gathered in backward where it was released.
+        copy, reduce_copy: Out of the buffer that was gathered, and of gradients into the one that is reduced.
+        bytes: Gathered.
+        before: Most of the network, by first atom, that is hidden before it is needed in forward.
+        behind: Likewise what is hidden behind the last product of its gradient.
+        forward_s, backward_s, turn_s: Computing of a forward, of a backward, and of both.
+        last_s: Computing of a forward from where its last atom is needed.
+        lost: Of computing, for each second that the network is busy beside it; 1 if nothing runs beside it.
+    """
+
+    gather: Floats
+    reduce: Floats
+    again: Floats
+    copy: Floats
+    reduce_copy: Floats
+    bytes: Floats
+    before: Floats
+    behind: Floats
+    forward_s: float
+    backward_s: float
+    last_s: float
+    lost: float
+
+    @property
+    def turn_s(self) -> float:
+        """Of a backward and the forward behind it."""
+        return self.forward_s + self.backward_s
+
+    def seconds(self, *, hides: bool) -> _Passes:
+        """What buckets add to computing that hides the network, or to the network alone."""
+        share, copies = (self.lost, 1.0) if hides else (1.0, 0.0)
+        gather = share * self.gather + copies * self.copy
+        return _Passes(gather, self.again * gather, share * self.reduce + copies * self.reduce_copy)
+
+
+def _shape(modules: Modules) -> _Shape:
+    prices, stack = modules.prices, modules.request.stack
+    atoms = [modules.atom(n) for n in range(len(modules.atoms))]
+    axes = sorted({name for atom in atoms for name in atom.elements})
+    sums = {name: np.cumsum([0, *(atom.elements.get(name, 0) for atom in atoms)]) for name in axes}
+    elements = {"dp": sum(sums.values(), np.zeros(len(atoms) + 1, np.int64))}
+    copy = _by_bucket(elements, lambda number: prices.copies_s(number, stack.gather_copy_bytes))
+    reduce_copy = _by_bucket(elements, lambda number: prices.copies_s(number, stack.reduce_copy_bytes))
+    read = np.cumsum([0, *(atom.read_again for atom in atoms)])
+    runs = np.cumsum([0, *(modules.blocks[modules.order[place][0]].again for place, _ in modules.atoms)])
+    again = np.where(runs[None, :] > runs[:, None], stack.gathers - 1, 1) * (read[None, :] > read[:, None])
+    needed, left = _moments(modules)
+    forward = sum(piece.seconds for block, _ in modules.order for piece in modules.blocks[block].forward)
+    factor = 1 + modules.slowdown
+    each = np.arange(len(atoms))  # as many copies at most are before an atom's own, each with a kernel's fixed time
+    copied = copy[0, :-1] + each * prices.copies_s({"dp": 1}, stack.gather_copy_bytes)
+    reduced = reduce_copy[0, :-1] + each * prices.copies_s({"dp": 1}, stack.reduce_copy_bytes)
+    return _Shape(
+        gather=_by_bucket(sums, prices.gather_s),
+        reduce=_by_bucket(sums, prices.reduce_s),
+        again=again,
+        copy=copy,
+        reduce_copy=reduce_copy,
+        bytes=np.subtract.outer(-elements["dp"], -elements["dp"]) * float(modules.gathered({"dp": 1})),
+        before=factor * (needed + copied),
+        behind=factor * (left + reduced + max(1, stack.gathers - 1) * copied),
+        forward_s=forward,
+        backward_s=modules.computing_s - forward,
+        last_s=forward - float(needed[-1]),
+        lost=modules.slowdown / factor if stack.overlap_param_gather else 1.0,
+    )
+
+
+def _by_bucket(sums: Mapping[str, npt.NDArray[np.int64]], price: Callable[[dict[str, int]], float]) -> Floats:
+    """A price of every bucket, by the sums of elements before each atom; 0 where there is none."""
+    length = len(next(iter(sums.values())))
+    found = np.zeros((length, length))
+    for axes, before in sums.items():
+        counts = np.maximum(0, before[None, :] - before[:, None])
+        distinct, inverse = np.unique(counts, return_inverse=True)
+        seconds = np.array([price({axes: number}) if number else 0.0 for number in distinct.tolist()])
+        found += seconds[inverse].reshape(counts.shape)
+    return found
+
+
+def _moments(modules: Modules) -> tuple[Floats, Floats]:
+    """Computing of a forward before each atom and those before it are needed, and behind the first of their gradients.
+
+    A bucket begins no later than its first atom is needed, and ends no sooner than that atom's gradient is there.
+    """
+    needed: list[float] = []
+    left: list[float] = []
+    before = behind = 0.0
+    for number, _ in modules.order:
+        block = modules.blocks[number]
+        for n, atom in enumerate(block.atoms):
+            first, _ = block.lasts(atom.module, backward=False)
+            made = next(place for place, piece in enumerate(block.backward) if n in piece.gradients)
+            needed.append(before + sum(piece.seconds for piece in block.forward[:first]))
+            left.append(behind + sum(piece.seconds for piece in block.backward[made + 1 :]))
+        before += sum(piece.seconds for piece in block.forward)
+        behind += sum(piece.seconds for piece in block.backward)
+    return np.maximum.accumulate(needed), np.maximum.accumulate(left)
+
+
+def _kept_bytes(modules: Modules, budget: int) -> int:
+    """Most bytes of gathered parameters that can stay from forward to backward.
+
+    In the forward or backward of a block all is there that stays of it and of those before it, with what these keep.
+    From the second micro-batch on the buffer reduced last, with the first atom's gradient, stays until a backward ends.
+    """
+    blocks = [modules.blocks[number] for number, _ in modules.order]
+    several = modules.request.layout.micro_batches > 1
+    reduced = sum(modules.atom(0).elements.values()) * modules.reduced_bytes if several else 0
+    saved = sum(block.saved_bytes for block in blocks)
+    after, least = 0, budget
+    for block in reversed(blocks):
+        saved -= block.saved_bytes
+        most = max(piece.alive_bytes for piece in block.forward) + reduced
+        is_last = not after
+        for piece in block.backward:
+            made = sum(block.atoms[n].count for n in piece.gradients) * modules.gradient_bytes
+            most = max(most, piece.alive_bytes + made + (reduced if is_last else 0))
+            is_last = is_last and not piece.gradients
+        least = min(least, budget - modules.state_bytes - saved - most + after)
+        after += sum(modules.gathered(atom.elements) for atom in block.atoms)
+    return least
+
+
+def _tail_s(shape: _Shape) -> float:
+    """What reductions add at least to the last backward: seconds that computing loses, copies, and waits at its end."""
+    return _cheapest(shape.lost * shape.reduce + shape.reduce_copy, _room(shape.reduce, shape.behind, shape.lost))
+
+
+def _cheapest(added: Floats, room: _Room, first: Floats | None = None) -> float:
+    """Least that a partition adds, with waiting; ``first`` has what its first bucket does, where that differs."""
+    added = added if first is None else np.vstack([first, added[1:]])
+    found = np.full((len(room.waited_s), added.shape[1]), np.inf)
+    found[:, 0] = 0.0
+    for end in range(1, added.shape[1]):
+        found[:, end] = (found[:, :end] + added[:end, end] + room.barred[end]).min(axis=1)
+    return float(np.min(room.waited_s + found[:, -1]))
+
+
+def _priced(problem: _Problem, room: _Room, size: Floats, kept: int) -> float:
+    """Least that buckets add; the best of several prices of the bytes that may stay, in which it is concave."""
+    usual = float(problem.later[0, -1] / size[0, -1])
+    found: dict[int, float] = {}
+
+    def at(number: int) -> float:
+        if number not in found:
+            price = _PRICES[number] * usual
+            first = None
+            if problem.first is not None:
+                stays, gathered = problem.first
+                first = problem.always[0] + np.minimum(stays + price * size[0], gathered)
+            added = problem.always + np.minimum(problem.later, price * size)
+            found[number] = _cheapest(added, room, first) - price * kept
+        return found[number]
+
+    low, high = 0, len(_PRICES) - 1 if usual and kept < size[0, -1] else 0
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if at(middle) < at(middle + 1) else (low, middle)
+    return max(at(low), *found.values())

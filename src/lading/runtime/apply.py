@@ -78,7 +78,7 @@ def apply(plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh) ->
     _prefetch(plan.groups, sharded)
     if layout.micro_batches > 1:
         kept = [sharded[n] for n, group in enumerate(plan.groups) if group.keep is Keep.STEP]
-        _MicroBatches(_as_sharded(model), kept, layout.micro_batches, reduces_each=plan.reduces_each)
+        _MicroBatches(_as_sharded(model), kept, layout.micro_batches)
     return model
 
 
@@ -219,8 +219,8 @@ def _prefetch(groups: Sequence[GatherGroup], sharded: Mapping[int, FSDPModule]) 
 class _MicroBatches:
     """Sets what the last micro-batch of a step has different ([Note: micro-batches])."""
 
-    def __init__(self, model: FSDPModule, kept: Sequence[FSDPModule], count: int, *, reduces_each: bool) -> None:
-        self.model, self.kept, self.count, self.reduces_each = model, kept, count, reduces_each
+    def __init__(self, model: FSDPModule, kept: Sequence[FSDPModule], count: int) -> None:
+        self.model, self.kept, self.count = model, kept, count
         self.begun = 0
         assert isinstance(model, nn.Module)
         self.parameters = {id(parameter) for parameter in model.parameters()}
@@ -242,8 +242,6 @@ class _MicroBatches:
         self.model.set_is_last_backward(last)
         for group in self.kept:
             group.set_reshard_after_backward(last, recurse=False)
-        if not self.reduces_each:
-            self.model.set_requires_gradient_sync(last)
 
     def _check(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
         if not any(id(p) in self.parameters for group in optimizer.param_groups for p in group["params"]):

@@ -128,6 +128,11 @@ class Costs:
             )
         return self._costs[key]
 
+    def runs_again(self, bucket: Bucket) -> bool:
+        """Whether the forward of any of its modules runs again in backward."""
+        places = range(self.modules.atoms[bucket.first][0], self.modules.atoms[bucket.last][0] + 1)
+        return any(self.modules.blocks[self.modules.order[place][0]].again for place in places)
+
     def courses(self, buckets: Sequence[Bucket]) -> tuple[Course, Course]:
         """Forward and backward.
 

@@ -72,19 +72,16 @@ class Moment:
     state_bytes: int = 0
 
 
-def gathered_step(
-    costs: Costs, buckets: Sequence[Bucket], *, reduce_each: bool = True, trace: bool = False, walked: int = _WALKED
-) -> Gathered:
+def gathered_step(costs: Costs, buckets: Sequence[Bucket], *, trace: bool = False, walked: int = _WALKED) -> Gathered:
     """A step whose parameters are gathered in such buckets.
 
     Args:
         costs: Of the model's buckets.
         buckets: All atoms, in the order of forward.
-        reduce_each: Gradients are reduced in each micro-batch; else added up whole and reduced in the last.
         trace: Say what is there at the peak.
         walked: Micro-batches that are walked one by one, the last among them; 4 or more for seconds, 2 for bytes.
     """
-    walk = _Walk(costs, buckets, reduce_each, trace)
+    walk = _Walk(costs, buckets, trace=trace)
     count = costs.modules.request.layout.micro_batches
     walked = min(count, walked)
     for number in range(walked):
@@ -151,20 +148,19 @@ class _Streams:
 class _Walk:
     """One step under way: clocks, and bytes by bucket."""
 
-    def __init__(self, costs: Costs, buckets: Sequence[Bucket], reduce_each: bool, trace: bool) -> None:
+    def __init__(self, costs: Costs, buckets: Sequence[Bucket], *, trace: bool) -> None:
         stack, modules = costs.modules.request.stack, costs.modules
         self.courses = costs.courses(buckets)
-        self.buckets, self.reduce_each, self.trace = buckets, reduce_each, trace
+        self.buckets, self.trace = buckets, trace
         self.costs = [costs.of(bucket) for bucket in buckets]
         self.overlaps = stack.overlap_param_gather
-        # Where recomputing releases them again, they are gathered once more.
-        self.times = (1, stack.gathers - 1 if any(block.again for block in modules.blocks) else 1)
+        # Where recomputing releases them again, backward gathers them once more.
+        self.times = [stack.gathers - 1 if costs.runs_again(bucket) else 1 for bucket in buckets]
         self.streams = _Streams(modules.slowdown)
         self.asked: dict[int, float] = {}
         self.gathered: set[int] = set()
         self.flat: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
-        self.added: dict[int, int] = {}
         self.reduced: dict[int, int] = {}
         self.reducing: list[float] = []
         self.held = -1
@@ -222,14 +218,14 @@ class _Walk:
             for later in order[index + 1 : index + 1 + ahead]:
                 self._ask(later, backward, early=ahead > 1 or backward)
         if is_new and cost.copy_s:
-            self.streams.compute(cost.copy_s * self.times[backward])
+            self.streams.compute(cost.copy_s * (self.times[number] if backward else 1))
 
     def _ask(self, number: int, backward: bool, *, early: bool = True) -> None:
         """Have a bucket gathered; where it is not asked for ``early``, its buffer is there only when it begins."""
         if backward and not self.buckets[number].again:
             return
         if number not in self.gathered and number not in self.asked:
-            times = self.times[backward]
+            times = self.times[number] if backward else 1
             self.asked[number] = self.streams.take(self.costs[number].gather_s * times)
             self.counts[backward][-1][number] += times
             if not self.overlaps:
@@ -250,16 +246,10 @@ class _Walk:
         self.streams.compute(run.seconds)
 
     def _end_backward(self, number: int, micro_batch: int, last: bool) -> None:
-        """Release a bucket and reduce its gradients, or add them to those of the micro-batches before."""
+        """Release a bucket and reduce its gradients."""
         cost, made = self.costs[number], self.gradients.pop(number, 0)
         if last or self.buckets[number].keep is not Keep.STEP:
             self._release(number)
-        if not self.reduce_each and not last:
-            if number not in self.added:
-                self.added[number] = cost.reduced
-                self._add(cost.reduced)
-            self.now -= made
-            return
         for bucket in self.reduced:
             self.now -= self.reduced[bucket]
         self.reduced.clear()
@@ -267,8 +257,8 @@ class _Walk:
             self.streams.wait(self.reducing.pop())
         self.reduced[number] = cost.reduced
         self._add(cost.reduced)
-        self.now -= made + self.added.pop(number, 0)
-        if micro_batch and self.reduce_each:  # what is reduced, beside what it is added to
+        self.now -= made
+        if micro_batch:  # what is reduced, beside what it is added to
             self._add(cost.shard)
             self.now -= cost.shard
         if cost.reduce_copy_s:
@@ -295,7 +285,7 @@ class _Walk:
                     *self.at,
                     gathered={number: self.costs[number].gathered for number in sorted(self.gathered)},
                     coming=dict(self.flat),
-                    gradients={**self.gradients, **self.added},
+                    gradients=dict(self.gradients),
                     reduced=dict(self.reduced),
                     activation_bytes=self.activation,
                     state_bytes=self.states,

@@ -1,0 +1,130 @@
+"""Ways to group a model's parameters: by blocks and parts of blocks, some apart, and what is near a grouping."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lading.ir.clusterplan import Keep
+from lading.sim.buckets import Bucket
+from lading.sim.modules import Modules
+
+
+def runs(modules: Modules) -> list[int]:
+    """Blocks in a row."""
+    found = [0]
+    for _, path in modules.order:
+        found.append(found[-1] + 1 if path else 0)
+    return found
+
+
+def keeping(buckets: tuple[Bucket, ...], first: int, last: int, keep: Keep) -> tuple[Bucket, ...]:
+    """Buckets with atoms ``first`` to ``last`` kept, apart from the rest of the bucket they are in."""
+    found: list[Bucket] = []
+    for bucket in buckets:
+        if last < bucket.first or first > bucket.last:
+            found.append(bucket)
+            continue
+        if bucket.first < first:
+            found.append(replace(bucket, last=first - 1))
+        found.append(replace(bucket, first=max(first, bucket.first), last=min(last, bucket.last), keep=keep))
+        if last < bucket.last:
+            found.append(replace(bucket, first=last + 1))
+    return tuple(found)
+
+
+def children(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
+    """Atoms of a bucket by the modules in it, one level down; none for a single one."""
+    if first == last:
+        return []
+    atoms = range(first, last + 1)
+    paths = [_path(modules, atom) for atom in atoms]
+    depth = 0
+    while len({tuple(path[: depth + 1]) for path in paths}) == 1:
+        depth += 1
+    found: list[tuple[int, int]] = []
+    for atom, path in zip(atoms, paths, strict=True):
+        own = tuple(path[: depth + 1])
+        if found and own == tuple(paths[found[-1][0] - first][: depth + 1]):
+            found[-1] = (found[-1][0], atom)
+        else:
+            found.append((atom, atom))
+    return found
+
+
+def _path(modules: Modules, number: int) -> list[str]:
+    """Modules from the model down to an atom; a list and a place in it are one."""
+    path = modules.order[modules.atoms[number][0]][1]
+    return [*([path] if path else []), *modules.atom(number).module.split("."), str(number)]
+
+
+def partition(modules: Modules, size: int) -> list[tuple[int, int]]:
+    """First and last atom of buckets of so many blocks, 0 for half a block; what is outside of blocks is apart."""
+    found: list[tuple[int, int]] = []
+    filled = 0
+    start = 0
+    for block, path in modules.order:
+        stop = start + len(modules.blocks[block].atoms)
+        if stop == start:
+            continue
+        if path and size > 1 and filled % size:
+            found[-1] = (found[-1][0], stop - 1)
+        elif path and not size:
+            found += halves(modules, start, stop - 1)
+        else:
+            found.append((start, stop - 1))
+        filled = filled + 1 if path else 0
+        start = stop
+    return found
+
+
+def halves(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
+    """A block, cut between two of its modules so that the halves are as equal as can be."""
+    parts = children(modules, first, last)
+    if len(parts) < 2:
+        return [(first, last)]
+    counts = [sum(modules.atom(n).count for n in range(low, high + 1)) for low, high in parts]
+    cut = min(range(1, len(parts)), key=lambda n: abs(sum(counts[:n]) - sum(counts[n:])))
+    return [(first, parts[cut][0] - 1), (parts[cut][0], last)]
+
+
+def borders(modules: Modules) -> list[int]:
+    """First atoms of blocks and of their halves: where a bucket may begin."""
+    whole = {first for first, _ in partition(modules, 1)}
+    return sorted(whole | {first for first, _ in partition(modules, 0)})
+
+
+def neighbors(buckets: tuple[Bucket, ...], cuts: Sequence[int], keep: Keep) -> Iterator[tuple[Bucket, ...]]:
+    """Buckets with one border moved, left out or put in, or with one that stays, or is asked for, otherwise.
+
+    Args:
+        cuts: Where buckets may begin.
+    """
+    for n, bucket in enumerate(buckets):
+        before, after = buckets[:n], buckets[n + 1 :]
+        if after:
+            yield from _bordering(before, bucket, after, cuts)
+        inside = [cut for cut in cuts if bucket.first < cut <= bucket.last]
+        for cut in dict.fromkeys(inside[len(inside) * part // 4] for part in (1, 2, 3)) if inside else ():
+            yield (*before, replace(bucket, last=cut - 1), replace(bucket, first=cut), *after)
+        other = keep if bucket.keep is Keep.RELEASE else Keep.RELEASE
+        yield (*before, replace(bucket, keep=other), *after)
+        for ahead in {1, 2, 3} - {bucket.ahead}:
+            yield (*before, replace(bucket, ahead=ahead), *after)
+        for ahead in {1, 2, 3} - {bucket.ahead_backward}:
+            yield (*before, replace(bucket, ahead_backward=ahead), *after)
+
+
+def _bordering(
+    before: tuple[Bucket, ...], one: Bucket, after: tuple[Bucket, ...], cuts: Sequence[int]
+) -> Iterator[tuple[Bucket, ...]]:
+    """Two buckets as one, and with their border elsewhere."""
+    other, *rest = after
+    for kept in dict.fromkeys((one.keep, other.keep)):
+        yield (*before, replace(one, last=other.last, keep=kept), *rest)
+    at = bisect_left(cuts, other.first)
+    for step in (1, -1, 2, -2, 4, -4):
+        if 0 <= at + step < len(cuts) and one.first < cuts[at + step] <= other.last:
+            cut = cuts[at + step]
+            yield (*before, replace(one, last=cut - 1), replace(other, first=cut), *rest)

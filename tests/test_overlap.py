@@ -50,20 +50,25 @@ class Net(nn.Module):
 
 def cut(mode: str, ranks: int) -> Any:
     torch.manual_seed(0)
-    model = Net()
-    if mode in ("own", "alone"):
+    return cut_by(Net(), mode, ranks)
+
+
+def cut_by(model: Any, mode: str, ranks: int) -> Any:
+    """A model as each way of cutting leaves it; blocks, if it has some, are units of their own."""
+    if mode == "own":
         return model
     if mode == "ddp":
         return DistributedDataParallel(model)
     shape = {"fsdp": (ranks,), "hsdp": (2, ranks // 2), "fsdp-tp": (ranks // 2, 2), "tp": (1, ranks)}[mode]
     names = {"hsdp": ("replicate", "shard")}.get(mode, ("dp", "tp")[: len(shape)])
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    blocks = getattr(model, "blocks", ())
     if mode.endswith("tp"):
-        for block in model.blocks:
+        for block in blocks:
             parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if mode == "tp":
         return model
-    for block in model.blocks:
+    for block in blocks:
         fully_shard(block, mesh=mesh["dp"] if mode == "fsdp-tp" else mesh)
     return fully_shard(model, mesh=mesh["dp"] if mode == "fsdp-tp" else mesh)
 

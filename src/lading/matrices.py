@@ -33,6 +33,7 @@ from lading.rules import Shampoo as ShampooSettings
 from lading.runtime.boxes import box_of, gradient, local, process_group
 from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree_done, all_finite
 from lading.runtime.flights import Early, Late, Moving, run
+from lading.runtime.gangs import shares
 from lading.runtime.hooks import before_reading, when_final
 from lading.runtime.matrices import MatrixRoute
 from lading.runtime.members import How, Member, groups_of, maths_of, members_of, split
@@ -85,8 +86,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         holdings = self._holdings()
         self._boxes = [row[self._team.rank] for row in holdings]
         self.owners = self._planned()
-        owner = [gang[0] for gang in self.owners.ranks] if self.owners else []
-        self._route = self._routed(holdings, owner, self._travelling(owner, model))
+        ranks = self.owners.ranks if self.owners else ()
+        owner = [gang[0] for gang in ranks]
+        self._route = self._routed(holdings, ranks, self._travelling(owner, model))
         self._whole = {number: self._fresh(number) for number, rank in enumerate(owner) if rank == self._team.rank}
         for member in self._members:
             self._begin(member)
@@ -122,7 +124,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             shifts[whole.name] = turns.get(whole.box.shape, 0)
             turns[whole.box.shape] = shifts[whole.name] + 1
         settings = [self._members[whole.parameter].settings for whole in self._wholes]
-        return [maths_of(s, shifts[w.name] * self.how.stagger) for s, w in zip(settings, self._wholes, strict=True)]
+        return [
+            maths_of(s, shifts[w.name] * self.how.stagger, shared=self.how.share)
+            for s, w in zip(settings, self._wholes, strict=True)
+        ]
 
     def _holdings(self) -> list[list[Box]]:
         """What every rank has of every parameter; the same list on all of them."""
@@ -146,12 +151,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return planned
 
     def _routed(
-        self, holdings: list[list[Box]], owner: list[int], travelling: list[list[int]]
+        self, holdings: list[list[Box]], ranks: Sequence[tuple[int, ...]], travelling: list[list[int]]
     ) -> MatrixRoute | ReplicaRoute:
         if self.how.reduces:
-            return ReplicaRoute(list(zip(self._wholes, self._rules, strict=True)), owner, travelling, self._team)
+            return ReplicaRoute(list(zip(self._wholes, self._rules, strict=True)), ranks, travelling, self._team)
         wholes = [(whole, cast(Rule, rule)) for whole, rule in zip(self._wholes, self._rules, strict=True)]
-        return MatrixRoute(wholes, owner, travelling, pieces(self._wholes, holdings, owner), self._team)
+        routes = pieces(self._wholes, holdings, [gang[0] for gang in ranks])
+        return MatrixRoute(wholes, ranks, travelling, routes, self._team)
 
     def _travelling(self, owner: list[int], model: nn.Module | None) -> list[list[int]]:
         """Groups in the order in which backward or forward comes to them, with what cannot begin early in one apart."""
@@ -207,7 +213,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if isinstance(rule, AdamWRule):
             return Matrix(whole.name, _ADAMW_FLOPS * whole.box.size, whole.box.size, state_bytes=kept)
         turn = getattr(rule, "shift", 0) % getattr(rule.settings, "frequency", 1)
-        return Matrix(whole.name, rule.work(*whole.rows_columns).flops, whole.box.size, state_bytes=kept, turn=turn)
+        seconds = rule.work(*whole.rows_columns).flops
+        return Matrix(
+            whole.name, seconds, whole.box.size, state_bytes=kept, turn=turn,
+            shared_s=tuple(seconds * share for share in shares(rule, whole.rows_columns)),
+        )  # fmt: skip
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -71,6 +71,7 @@ class Team:
     Attributes:
         inbound, outbound: Process groups of their own, so that what returns does not hold up what comes; None for one
             rank alone.
+        members: The job's numbers of the team's ranks.
     """
 
     rank: int = 0
@@ -78,6 +79,7 @@ class Team:
     group: dist.ProcessGroup | None = None
     inbound: dist.ProcessGroup | None = None
     outbound: dist.ProcessGroup | None = None
+    members: tuple[int, ...] = (0,)
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Team:
@@ -85,8 +87,14 @@ class Team:
         if not dist.is_initialized():
             return Team()
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        made = [cast(dist.ProcessGroup, dist.new_group(members, use_local_synchronization=True)) for _ in range(2)]
-        return Team(dist.get_rank(group), len(members), group or dist.group.WORLD, *made)
+        ways = [cast(dist.ProcessGroup, dist.new_group(members, use_local_synchronization=True)) for _ in range(2)]
+        whole = group or dist.group.WORLD
+        return Team(dist.get_rank(group), len(members), whole, ways[0], ways[1], tuple(members))
+
+    def part(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A process group of some of its ranks, who all make it after as many others."""
+        members = [self.members[rank] for rank in ranks]
+        return cast(dist.ProcessGroup, dist.new_group(members, use_local_synchronization=True))
 
     def gather(self, what: object) -> list[Any]:
         """Of every rank, in order."""

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from lading.ir.routes import Box, Piece, Whole
+from lading.optim.muon import MuonRule
 from lading.optim.rule import Rule, States
 from lading.runtime.exchange import FAILURES, Exchange, Failures, Team, Traffic, Under
 from lading.runtime.flights import Moving
+from lading.runtime.gangs import gangs_of, together_first
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,20 @@ class MatrixRoute:
     """Who owns what, and the way there (``lading.runtime.flights.Route``)."""
 
     def __init__(
-        self, wholes: Sequence[tuple[Whole, Rule]], owners: Sequence[int], groups: Sequence[Sequence[int]],
+        self, wholes: Sequence[tuple[Whole, Rule]], ranks: Sequence[tuple[int, ...]], groups: Sequence[Sequence[int]],
         routes: tuple[Sequence[Piece], Sequence[Piece]], team: Team,
     ) -> None:  # fmt: skip
         """A route of ``wholes``.
 
         Args:
             wholes: Each with the rule that moves it.
+            ranks: Of each the owner, and who else computes it.
             groups: Numbers of matrices that travel together, in order.
             routes: Pieces to owners, and back (``lading.ir.routes.pieces``).
         """
         self.wholes, self.rules = [whole for whole, _ in wholes], [rule for _, rule in wholes]
-        self.owners, self.groups, self.team = owners, groups, team
+        self.owners, self.groups, self.team = [gang[0] for gang in ranks], groups, team
+        self.gangs = gangs_of(ranks, team)
         self.traffic, self.failures = Traffic(), Failures()
         self._inbound, self._outbound = routes
         self._known: dict[object, list[_Ways]] = {}
@@ -124,10 +128,14 @@ class MatrixFlight:
         arrived = {n: torch.empty(wholes[n].box.shape, dtype=inbound.dtype, device=self._device) for n in mine}
         self.under.wait(self.route.traffic)
         inbound.finish(self.under, self._held, lambda number: (arrived[number], wholes[number].box))
-        for number in mine:
-            seen = arrived.pop(number).view(wholes[number].rows_columns)
-            found = self._direction(number, seen, whole.get(number, {}))
-            self.matrices[number] = found.to(outbound.dtype).reshape(wholes[number].box.shape)
+        for number in together_first(self.ways.numbers, self.route.gangs):
+            if number in arrived:
+                seen = arrived.pop(number).view(wholes[number].rows_columns)
+                found = self._direction(number, seen, whole.get(number, {}))
+                self.matrices[number] = found.to(outbound.dtype).reshape(wholes[number].box.shape)
+            elif number in self.route.gangs:
+                blank = torch.empty(wholes[number].rows_columns, dtype=inbound.dtype, device=self._device)
+                self._direction(number, blank, {})
         self.under = outbound.start(self._computed, self._device, self.route.traffic)
 
     def _computed(self, number: int) -> tuple[torch.Tensor, Box]:
@@ -135,6 +143,10 @@ class MatrixFlight:
 
     def _direction(self, number: int, seen: torch.Tensor, states: States) -> torch.Tensor:
         """What the rule makes of a matrix; where it fails, zeros travel, and all ranks are told at the end."""
+        if number in self.route.gangs:
+            rule = self.route.rules[number]
+            assert isinstance(rule, MuonRule)
+            return self.route.gangs[number].direction(rule, seen, self.route.traffic)
         try:
             return self.route.rules[number].direction(seen, states, self._own(number).update)
         except FAILURES as error:

@@ -31,6 +31,9 @@ class How:
             every replica (ZeRO-1), in the bytes of a reduce-scatter and an all-gather. Not with DDP, which reduces
             already, and not with DTensors.
         skip_nonfinite: Leave out a step in which a gradient is not finite, on every rank.
+        share: Several ranks may compute one matrix of Muon, as where they are more than matrices. Its products are then
+            taken by blocks of rows, on one rank, too: any number of ranks gives the same bits, which on some processors
+            differ in rounding from those without.
         state_cap_bytes: Most bytes on one rank of states that lie with owners.
         overlap: What exchanges may hide under, beside the step itself; with ``model=``. "backward": a group's gradients
             travel as soon as they are final, which clipping and unscaling would be too late for. "forward": ``step``
@@ -43,6 +46,7 @@ class How:
     stagger: bool = False
     reduces: bool = False
     skip_nonfinite: bool = True
+    share: bool = False
     state_cap_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -106,9 +110,9 @@ def split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, How]:
     return kind(**{key: value for key, value in settings.items() if key in own}), how
 
 
-def maths_of(rule: MatrixRule | AdamW, shift: int = 0) -> Rule | AdamWRule:
+def maths_of(rule: MatrixRule | AdamW, shift: int = 0, *, shared: bool = False) -> Rule | AdamWRule:
     if isinstance(rule, AdamW):
         return AdamWRule(rule)
     if isinstance(rule, Muon):
-        return MuonRule(rule)
+        return MuonRule(rule, shared=shared)
     return ShampooRule(rule, shift) if isinstance(rule, Shampoo) else SOAPRule(rule, shift)

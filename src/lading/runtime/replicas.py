@@ -18,20 +18,23 @@ import torch.distributed as dist
 
 from lading.ir.routes import Box, Whole
 from lading.optim.adam import AdamWRule
+from lading.optim.muon import MuonRule
 from lading.optim.rule import Rule, States
 from lading.runtime.exchange import FAILURES, Failures, Team, Traffic, Under
 from lading.runtime.flights import Moving
+from lading.runtime.gangs import gangs_of, together_first
 
 
 class ReplicaRoute:
     """Owners of matrices, and of parameters that are none, whose states lie with their owner alone."""
 
     def __init__(
-        self, wholes: Sequence[tuple[Whole, Rule | AdamWRule]], owners: Sequence[int],
+        self, wholes: Sequence[tuple[Whole, Rule | AdamWRule]], ranks: Sequence[tuple[int, ...]],
         groups: Sequence[Sequence[int]], team: Team,
     ) -> None:  # fmt: skip
         """A route of ``wholes``; groups of them travel together, in order."""
-        self.wholes, self.owners, self.groups, self.team = wholes, owners, groups, team
+        self.wholes, self.groups, self.team = wholes, groups, team
+        self.owners, self.gangs = [gang[0] for gang in ranks], gangs_of(ranks, team)
         self.traffic, self.failures = Traffic(), Failures()
 
     def parameters(self, group: int) -> Collection[int]:
@@ -91,20 +94,20 @@ class ReplicaFlight:
     def compute(self, whole: Mapping[int, States], rates: Mapping[int, float]) -> None:
         """What every replica is to get of the matrices that this rank owns, sent to all."""
         self.rates = {number: rates[number] for number in self.moving}
-        total = self._summed()
-        found: list[torch.Tensor] = []
-        start = 0
-        for number in self._of(self.route.team.rank):
-            shape = self.route.wholes[number][0].box.shape
-            # A tensor of its own: products differ in bits with where in memory their operands begin.
-            part = total[start : start + self._size(number)]
-            grad = part.view(shape).to(self._own(number).travels.dtype, copy=True)
-            start += self._size(number)
-            found.append(self._result(number, grad, whole[number]).reshape(-1))
-        self._send_out(found)
+        gradients = self._summed()
+        found: dict[int, torch.Tensor] = {}
+        for number in together_first(self.numbers, self.route.gangs):
+            if number in gradients:
+                found[number] = self._result(number, gradients.pop(number), whole[number]).reshape(-1)
+            elif number in self.route.gangs:
+                matrix = self._own(number).param.new_empty(
+                    self.route.wholes[number][0].rows_columns, dtype=self._travels(number)
+                )
+                self._shared(number, matrix)
+        self._send_out([found[number] for number in self._of(self.route.team.rank)])
 
-    def _summed(self) -> torch.Tensor:
-        """The mean over ranks of the gradients that this rank owns, flat."""
+    def _summed(self) -> dict[int, torch.Tensor]:
+        """The mean over ranks of the gradients that this rank owns, by matrix."""
         assert self.under is not None
         self.under.wait(self.route.traffic)
         ranks, arrived = self.route.team.ranks, self.under.arrived
@@ -112,7 +115,20 @@ class ReplicaFlight:
         total = rows[0].clone()
         for other in rows[1:]:
             total.add_(other)
-        return total.div_(ranks)
+        total.div_(ranks)
+        found: dict[int, torch.Tensor] = {}
+        start = 0
+        for number in self._of(self.route.team.rank):
+            # A tensor of its own: products differ in bits with where in memory their operands begin.
+            part = total[start : start + self._size(number)].view(self.route.wholes[number][0].box.shape)
+            found[number] = part.to(self._own(number).travels.dtype, copy=True)
+            start += self._size(number)
+        return found
+
+    def _shared(self, number: int, matrix: torch.Tensor) -> torch.Tensor:
+        rule = self.route.wholes[number][1]
+        assert isinstance(rule, MuonRule)
+        return self.route.gangs[number].direction(rule, matrix, self.route.traffic)
 
     def _result(self, number: int, grad: torch.Tensor, states: States) -> torch.Tensor:
         (whole, rule), own = self.route.wholes[number], self._own(number)
@@ -121,6 +137,8 @@ class ReplicaFlight:
             rule.step(value, grad, states, lr=self.rates[whole.parameter], update=own.update)
             return value
         matrix = rule.pre(grad.view(whole.rows_columns), states, own.update).contiguous()
+        if number in self.route.gangs:
+            return self._shared(number, matrix)
         try:
             return rule.direction(matrix, states, own.update).to(matrix.dtype)
         except FAILURES as error:  # zeros travel, and all ranks are told at the end

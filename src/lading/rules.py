@@ -7,27 +7,41 @@ the step.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from lading.errors import ConfigError
 
+#: Of algorithm 1 of arXiv:2505.16932; the last goes on.
+_POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+
+def _within_bf16(steps: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:
+    """With the room that algorithm 1 leaves for rounding: 1.01 in the norm, and in what each step but the last gets."""
+
+    def smaller(step: tuple[float, float, float], by: float) -> tuple[float, float, float]:
+        return step[0] / by, step[1] / by**3, step[2] / by**5
+
+    first, *middle, last = steps
+    return smaller(first, 1.01**2), *(smaller(step, 1.01) for step in middle), last
+
+
 #: Coefficients (a, b, c) of the steps X <- a X + (b A + c A^2) X, with A = X X^T, by name; the last goes on.
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     # Jordan, https://kellerjordan.github.io/posts/muon/
     "jordan": ((3.4445, -4.7750, 2.0315),),
-    # Amsel, Persson, Musco, Gower, https://arxiv.org/abs/2505.16932, with its safety factor of 1.01.
-    "polar-express": (
-        (8.2051, -22.9019, 16.4607),
-        (4.0664, -2.8612, 0.5184),
-        (3.9096, -2.8234, 0.5250),
-        (3.2856, -2.4153, 0.4853),
-        (2.2779, -1.6198, 0.3985),
-        (1.8726, -1.2307, 0.3585),
-        (1.8564, -1.2132, 0.3568),
-        (1.8750, -1.2500, 0.3750),
-    ),
+    # Amsel, Persson, Musco, Gower, https://arxiv.org/abs/2505.16932, algorithm 1.
+    "polar-express": _within_bf16(_POLAR_EXPRESS),
     # You, in modded-nanogpt, https://github.com/KellerJordan/modded-nanogpt
     "you": (
         (4.0848, -6.8946, 2.9270),

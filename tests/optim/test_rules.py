@@ -7,7 +7,9 @@ import pytest
 import torch
 from pytorch_optimizer.optimizer.soap import SOAP as PublishedSOAP
 
+from lading.config import AdamW
 from lading.errors import ConfigError
+from lading.optim.adam import AdamWRule
 from lading.optim.muon import MuonRule, orthogonal
 from lading.optim.roots import RootError, eigen_root, newton_root
 from lading.optim.rule import Held, Rule, fresh, update_matrix
@@ -55,6 +57,85 @@ def test_muon_is_torchs_to_the_bit(shape: tuple[int, int], nesterov: bool, ours:
     assert torch.equal(run(MuonRule(settings), param, grads, 0.02), run_optimizer(reference, leaf, grads))
 
 
+def polar_express(matrix: np.ndarray, steps: int) -> np.ndarray:
+    """Algorithm 1 of https://arxiv.org/abs/2505.16932, in float64 and on singular values."""
+    raw = [
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    ]
+    safe = [(a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in raw] + [(1.875, -1.25, 0.375)] * steps
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    values = values / (np.linalg.norm(matrix) * 1.01 + 1e-7)
+    for a, b, c in safe[:steps]:
+        values = a * values + b * values**3 + c * values**5
+    return (left * values) @ right
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("steps", [1, 5, 9])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-5), ("bfloat16", 3e-2)])
+def test_polar_express_is_its_authors(shape: tuple[int, int], steps: int, dtype: str, tolerance: float):
+    matrix = drawn(shape, 0)[0]
+    settings = Muon(coefficients="polar-express", steps=steps, dtype=dtype)  # pyright: ignore[reportArgumentType]
+    found = orthogonal(matrix, settings.iteration, settings.eps, getattr(torch, dtype)).double().numpy()
+    assert np.abs(found - polar_express(matrix.double().numpy(), steps)).max() < tolerance
+
+
+def muon_in_float64(param: np.ndarray, grads: list[np.ndarray], s: Muon, lr: float) -> np.ndarray:
+    """Jordan, https://kellerjordan.github.io/posts/muon/, with the scale of Liu et al., arXiv:2502.16982."""
+    rows, columns = param.shape
+    scale = {"original": max(1, rows / columns) ** 0.5, "match-rms-adamw": 0.2 * max(rows, columns) ** 0.5, "none": 1.0}
+    momentum = np.zeros_like(param)
+    for g in grads:
+        momentum = s.momentum * momentum + (1 - s.momentum) * g
+        ahead = (1 - s.momentum) * g + s.momentum * momentum if s.nesterov else momentum
+        if s.coefficients == "polar-express":
+            direction = polar_express(ahead, s.steps)
+        else:
+            left, values, right = np.linalg.svd(ahead, full_matrices=False)
+            values = values / np.linalg.norm(ahead)
+            for _ in range(s.steps):
+                values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+            direction = (left * values) @ right
+        param = param * (1 - lr * s.weight_decay) - lr * scale[s.scale] * direction
+    return param
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3])
+@pytest.mark.parametrize("coefficients", ["jordan", "polar-express"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["original", "match-rms-adamw", "none"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 4e-2)])
+def test_muon_is_its_formula(
+    shape: tuple[int, int], coefficients: str, nesterov: bool, scale: str, dtype: str, tolerance: float
+):
+    settings = Muon(coefficients=coefficients, nesterov=nesterov, scale=scale, dtype=dtype)  # pyright: ignore[reportArgumentType]
+    param, grads = drawn(shape, 8)
+    found = run(MuonRule(settings), param, grads, 0.02).double().numpy()
+    expected = muon_in_float64(param.double().numpy(), [g.double().numpy() for g in grads], settings, 0.02)
+    assert np.abs(found - expected).max() < tolerance * np.abs(expected - param.double().numpy()).max()
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (7,), (3, 4, 5)])
+def test_adamw_is_torchs_to_the_bit(shape: tuple[int, ...]):
+    settings = AdamW(lr=3e-3, beta1=0.8, beta2=0.95, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(0)
+    param = torch.randn(shape, generator=generator)
+    leaf, rule = torch.nn.Parameter(param.clone()), AdamWRule(settings)
+    held = {name: torch.zeros(shape) for name in rule.states(shape, torch.float32)}
+    reference = torch.optim.AdamW([leaf], lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, foreach=False, fused=False)
+    for update in range(1, 7):
+        leaf.grad = torch.randn(shape, generator=generator)
+        rule.step(param, leaf.grad, held, lr=3e-3, update=update)
+        reference.step()
+        assert torch.equal(param, leaf.detach())
+
+
 @pytest.mark.parametrize("name", COEFFICIENTS)
 def test_iterations_make_orthogonal(name: str):
     matrix = drawn((24, 40), 0)[0]
@@ -80,7 +161,7 @@ def test_soap_is_the_published_one(shape: tuple[int, int]):
 
 
 def shampoo_in_float64(param: np.ndarray, grads: list[np.ndarray], s: Shampoo, lr: float) -> np.ndarray:
-    """Shi et al., arXiv:2309.06497, algorithm 2 with Adam's norm."""
+    """Shi et al., arXiv:2309.06497, algorithm 2 with the norm of Adam, of the filtered gradient, or its own."""
     rows, columns = param.shape
     left, right = np.zeros((rows, rows)), np.zeros((columns, columns))
     mean, square = np.zeros_like(param), np.zeros_like(param)
@@ -96,17 +177,19 @@ def shampoo_in_float64(param: np.ndarray, grads: list[np.ndarray], s: Shampoo, l
                 taken.append((vectors * (values - min(values[0], 0) + s.eps) ** -0.25) @ vectors.T)
             roots = (taken[0], taken[1])
         filtered = mean / (1 - s.beta1**t)
-        grafted = filtered / (np.sqrt(square / bias) + s.grafting_eps)
+        grafted = filtered / (np.sqrt(square / bias) + s.grafting_eps) if s.grafting == "adam" else filtered
         found = grafted if t < s.start else roots[0] @ filtered @ roots[1]
-        found = found * np.linalg.norm(grafted) / np.linalg.norm(found)
+        found = found if s.grafting == "none" else found * np.linalg.norm(grafted) / np.linalg.norm(found)
         param = param * (1 - lr * s.weight_decay) - lr * found
     return param
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
 @pytest.mark.parametrize("start", [1, 8])
-def test_shampoo_is_its_formula(shape: tuple[int, int], start: int):
-    settings = Shampoo(beta2=0.99, eps=1e-2, weight_decay=0.1, frequency=4, start=start)
+@pytest.mark.parametrize("root", ["eigen", "newton"])
+@pytest.mark.parametrize("grafting", ["adam", "sgd", "none"])
+def test_shampoo_is_its_formula(shape: tuple[int, int], start: int, root: str, grafting: str):
+    settings = Shampoo(beta2=0.99, eps=1e-2, weight_decay=0.1, frequency=4, start=start, root=root, grafting=grafting)  # pyright: ignore[reportArgumentType]
     param, grads = drawn(shape, 20)
     found = run(ShampooRule(settings), param, grads, 1e-2).numpy()
     expected = shampoo_in_float64(param.double().numpy(), [g.double().numpy() for g in grads], settings, 1e-2)

@@ -34,6 +34,7 @@ from lading.runtime.boxes import box_of, gradient, local, process_group
 from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree_done, all_finite
 from lading.runtime.flights import Early, Late, Moving, run
 from lading.runtime.gangs import shares
+from lading.runtime.held import Pieces, check_states, take_over
 from lading.runtime.hooks import before_reading, when_final
 from lading.runtime.matrices import MatrixRoute
 from lading.runtime.members import How, Member, groups_of, maths_of, members_of, split
@@ -366,28 +367,52 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """States by name; give ``{"optimizer": optimizer}`` to ``torch.distributed.checkpoint``, to save and to load.
 
-        Elementwise states are placed as their parameters; whole ones are there on their owner alone, under the name of
-        the matrix, so that another number of ranks, mesh or plan finds what it needs.
+        Elementwise states are placed as their parameters, or are pieces of them with their owners; whole ones are there
+        on their owner alone, under the name of the matrix: another number of ranks, mesh, plan, or way of reducing
+        gradients finds what it needs.
         """
         self.finish()
-        return {
-            "elementwise": {m.name: dict(self.state[m.param]) for m in self._members},
-            "whole": {self._wholes[number].name: dict(states) for number, states in self._whole.items()},
-            "rates": {m.name: float(m.group["lr"]) for m in self._members},
-        }
+        elementwise = {m.name: dict(self.state[m.param]) for m in self._members}
+        whole: dict[str, States] = {}
+        owned: dict[tuple[int, str], dict[Box, torch.Tensor]] = {}
+        for number, states in self._whole.items():
+            matrix, kinds = self._wholes[number], self._states_of(number)
+            for key, value in states.items():
+                if kinds[key].held is Held.WHOLE:
+                    whole.setdefault(matrix.name, {})[key] = value
+                else:
+                    owned.setdefault((matrix.parameter, key), {})[matrix.box] = value.view(matrix.box.shape)
+        for (parameter, key), parts in owned.items():
+            member = self._members[parameter]
+            elementwise[member.name][key] = Pieces(member.param.shape, parts)
+        rates = {m.name: float(m.group["lr"]) for m in self._members}
+        return {"elementwise": elementwise, "whole": whole, "rates": rates}
 
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over states from ``state_dict`` of an optimizer of the same parameters and rules.
 
         Raises:
-            ConfigError: a parameter, a matrix that this rank owns, or one of its states is missing.
+            ConfigError: a parameter, a matrix that this rank owns, or one of its states is missing, or parameters of
+                one group had unlike learning rates; nothing has been taken over.
         """
-        for member in self._members:
-            _take(member.name, self.state[member.param], state_dict.get("elementwise", {}).get(member.name))
-            member.group["lr"] = state_dict.get("rates", {}).get(member.name, member.group["lr"])
-        for number, states in self._whole.items():
-            name = self._wholes[number].name
-            _take(name, states, state_dict.get("whole", {}).get(name))
+        own = self.state_dict()
+        given = {kind: state_dict.get(kind, {}) for kind in own}
+        for kind in ("elementwise", "whole"):
+            for name, states in own[kind].items():
+                check_states(name, states, given[kind].get(name))
+        rates = [
+            {given["rates"].get(m.name, m.group["lr"]) for m in self._members if m.group is g}
+            for g in self.param_groups
+        ]
+        if any(len(found) > 1 for found in rates):
+            raise ConfigError(f"expected one learning rate in each group, found {rates}; group parameters as they were")
+        for kind in ("elementwise", "whole"):
+            for name, states in own[kind].items():
+                for key, value in states.items():
+                    take_over(value, given[kind][name][key])
+        for group, found in zip(self.param_groups, rates, strict=True):
+            group["lr"] = found.pop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch calls it while an optimizer is made.
@@ -398,17 +423,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_members"):
             raise ConfigError("expected all parameters when a matrix optimizer is made; make another with all of them")
         super().add_param_group(param_group)
-
-
-@torch.no_grad()
-def _take(name: str, into: dict[str, torch.Tensor], of: dict[str, torch.Tensor] | None) -> None:
-    if of is None or set(of) != set(into):
-        found = "nothing" if of is None else ", ".join(sorted(of))
-        raise ConfigError(f"the states of {name}: expected {', '.join(sorted(into))}, found {found}")
-    for key, tensor in into.items():
-        if tuple(of[key].shape) != tuple(tensor.shape):
-            raise ConfigError(f"{name}: expected {key} of shape {tuple(tensor.shape)}, got {tuple(of[key].shape)}")
-        tensor.copy_(of[key])
 
 
 class Muon(MatrixOptimizer):

@@ -1,0 +1,102 @@
+"""Pieces of one tensor that lie on one rank, for ``torch.distributed.checkpoint``: any boxes, on any ranks.
+
+What a rank has of an elementwise state is a box of its parameter, or several: so a checkpoint knows the state by the
+parameter's name and shape, whoever held which part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from lading.errors import ConfigError
+from lading.ir.routes import Box
+
+
+class Pieces(torch.Tensor):
+    """A tensor of which this rank has some boxes; for saving and loading, not for arithmetic."""
+
+    parts: dict[Box, torch.Tensor]
+
+    @staticmethod
+    def __new__(cls, shape: torch.Size, parts: Mapping[Box, torch.Tensor]) -> Pieces:
+        """Of a tensor of ``shape``; parts have their box's shape, and share memory with what is saved."""
+        first = next(iter(parts.values()))
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
+        assert isinstance(made, Pieces)
+        made.parts = dict(parts)
+        return made
+
+    def __init__(self, shape: torch.Size, parts: Mapping[Box, torch.Tensor]) -> None:
+        """As ``__new__``."""
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Pieces({tuple(self.shape)}, {sorted(self.parts)})"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return Pieces, (self.shape, self.parts)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Nothing is computed with it."""
+        raise NotImplementedError(f"{func}: expected a whole tensor, got pieces of one; load them by a checkpoint")
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offset)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(box), properties=TensorProperties.create_from_tensor(part), size=self.shape
+                ),
+            )
+            for box, part in self.parts.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self.parts]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box, part in self.parts.items():
+            if torch.Size(box.offset) == index.offset:
+                return part
+        raise ValueError(f"{index.fqn}: expected a piece at one of {sorted(self.parts)}, asked for {index.offset}")
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
+
+
+def check_states(name: str, into: Mapping[str, torch.Tensor], of: Mapping[str, torch.Tensor] | None) -> None:
+    """Make sure that ``of`` has what is to be taken over.
+
+    Raises:
+        ConfigError: other states, or of other shapes, or other pieces.
+    """
+    if of is None or set(of) != set(into):
+        found = "nothing" if of is None else ", ".join(sorted(of))
+        raise ConfigError(f"the states of {name}: expected {', '.join(sorted(into))}, found {found}")
+    for key, tensor in into.items():
+        if tuple(of[key].shape) != tuple(tensor.shape):
+            raise ConfigError(f"{name}: expected {key} of shape {tuple(tensor.shape)}, got {tuple(of[key].shape)}")
+        boxes = [sorted(each.parts) if isinstance(each, Pieces) else "all of it" for each in (tensor, of[key])]
+        if boxes[0] != boxes[1]:
+            raise ConfigError(
+                f"{name}: expected {boxes[0]} of {key}, got {boxes[1]}; states of another way of reducing gradients or "
+                "another plan come by torch.distributed.checkpoint"
+            )
+
+
+def take_over(into: torch.Tensor, of: torch.Tensor) -> None:
+    """Copy a state, as ``check_states`` has found it."""
+    if isinstance(into, Pieces) and isinstance(of, Pieces):
+        for box, part in into.parts.items():
+            part.copy_(of.parts[box])
+    else:
+        into.copy_(of)

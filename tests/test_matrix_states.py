@@ -1,0 +1,91 @@
+"""States of matrix optimizers move between numbers of ranks, meshes, plans, and ways of reducing gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from lading.errors import ConfigError
+from tests.ranks import run_ranks
+from tests.test_matrices import KINDS, Model, cut, give, gradients, groups_of
+
+TRIP = (("own", 2), ("fsdp", 3), ("own", 3))
+
+
+def build(kind: str, mode: str, ranks: int) -> tuple[Any, Any]:
+    model = Model() if mode == "own" else cut(Model(), mode, ranks)
+    optimizer = KINDS[kind](groups_of(model), reduces=mode == "own", stagger=True, groups=2)
+    return model, optimizer
+
+
+def updates(model: Any, optimizer: Any, first: int) -> None:
+    """Two, with rates of each group's own that change as a schedule would have it; gradients are whole numbers, whose
+    mean rounds nowhere."""
+    for step in (first, first + 1):
+        for number, group in enumerate(optimizer.param_groups):
+            group["lr"] *= 0.9 - 0.1 * number
+        give(model, [grad.mul(8).round() for grad in gradients(step)])
+        optimizer.step()
+
+
+def _leg(rank: int, number: int, folder: Path, expected: dict[str, list[torch.Tensor]]) -> None:
+    mode, ranks = TRIP[number]
+    for kind, whole in expected.items():
+        model, optimizer = build(kind, mode, ranks)
+        if number:
+            weights = model.state_dict()
+            load({"model": weights, "optimizer": optimizer}, checkpoint_id=folder / f"{kind}-{number - 1}")
+            model.load_state_dict(weights)
+        updates(model, optimizer, 2 * number)
+        save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder / f"{kind}-{number}")
+        if number == len(TRIP) - 1:
+            for ours, theirs in zip(model.parameters(), whole, strict=True):
+                assert torch.equal(ours.full_tensor() if isinstance(ours, DTensor) else ours, theirs), kind
+
+
+def test_from_replicas_to_shards_and_back(tmp_path: Path):
+    """ZeRO-1 on two ranks, FSDP2 on three, ZeRO-1 on three: the bits of one process that never stopped."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected: dict[str, list[torch.Tensor]] = {}
+    for kind in ("muon", "soap"):
+        model = Model()
+        optimizer = KINDS[kind](groups_of(model), stagger=True)
+        for number in range(len(TRIP)):
+            updates(model, optimizer, 2 * number)
+        expected[kind] = [p.detach() for p in model.parameters()]
+    torch.set_num_threads(threads)
+    for number, (_, ranks) in enumerate(TRIP):
+        run_ranks(_leg, ranks, number, tmp_path, expected)
+
+
+def test_a_state_dict_of_one_process_is_taken_over():
+    (model, optimizer), (other, second) = build("soap", "own", 1), build("soap", "own", 1)
+    updates(model, optimizer, 0)
+    second.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(model.state_dict())
+    for each in (model, other):
+        updates(each, optimizer if each is model else second, 2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_what_is_not_taken_over_says_so_and_leaves_everything():
+    model, optimizer = build("muon", "own", 1)
+    updates(model, optimizer, 0)
+    before = {name: row["step"].clone() for name, row in optimizer.state_dict()["elementwise"].items()}
+    _, plain = build("muon", "ddp", 1)
+    with pytest.raises(ConfigError, match=r"of momentum, got all of it; .* torch\.distributed\.checkpoint"):
+        optimizer.load_state_dict(plain.state_dict())
+    state = plain.state_dict()
+    state["rates"]["up.weight"] = 0.5
+    with pytest.raises(ConfigError, match="expected one learning rate in each group, found"):
+        plain.load_state_dict(state)
+    assert all(torch.equal(row["step"], before[n]) for n, row in optimizer.state_dict()["elementwise"].items())
+    with pytest.raises(NotImplementedError, match="pieces of one; load them by a checkpoint"):
+        optimizer.state_dict()["elementwise"]["up.weight"]["momentum"].add(1)

@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lading.errors import ConfigError
-from lading.ir.routes import Box, Whole, micro_groups, pieces, wholes_of
+from lading.ir.routes import Box, Moves, Whole, micro_groups, moves_of, pieces, wholes_of
 from lading.optim.adam import AdamWRule
 from lading.optim.rule import Held, Rule, State, States
+from lading.planner.owner_costs import Costs
 from lading.planner.owners import Matrix, Owners, assign, spread_turns
 from lading.rules import SOAP as SOAPSettings
 from lading.rules import MatrixRule
@@ -39,9 +40,6 @@ from lading.runtime.hooks import before_reading, when_final
 from lading.runtime.matrices import MatrixRoute
 from lading.runtime.members import How, Member, groups_of, maths_of, members_of, split
 from lading.runtime.replicas import ReplicaRoute
-
-#: Of one element, beside products: reads and writes of AdamW count for more than its few operations.
-_ADAMW_FLOPS = 100.0
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -77,6 +75,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         given, rules = groups_of(params, rule, lr)
         super().__init__(given, {"lr": lr, "parts": ()})
         self.how = how
+        self.moves: Moves | None = None
         self.skipped = 0
         numbered = enumerate(zip(self.param_groups, rules, strict=True))
         self._members = [m for number, (group, r) in numbered for m in members_of(number, group, r)]
@@ -86,6 +85,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._rules = self._rules_of_wholes()
         holdings = self._holdings()
         self._boxes = [row[self._team.rank] for row in holdings]
+        self._costs = Costs.of(how.machine)
         self.owners = self._planned()
         ranks = self.owners.ranks if self.owners else ()
         owner = [gang[0] for gang in ranks]
@@ -95,6 +95,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._begin(member)
         self._early, self._late = Early(self._route, self._prepared, self._blank), Late()
         self._hook(model)
+
+    def report(self) -> str:
+        """Owners in words: loads, whole states and what travels, each beside what no owners are below."""
+        return self._costs.report(self.owners, self.moves) if self.owners else "no matrices"
 
     @property
     def traffic(self) -> Traffic:
@@ -158,6 +162,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             return ReplicaRoute(list(zip(self._wholes, self._rules, strict=True)), ranks, travelling, self._team)
         wholes = [(whole, cast(Rule, rule)) for whole, rule in zip(self._wholes, self._rules, strict=True)]
         routes = pieces(self._wholes, holdings, [gang[0] for gang in ranks])
+        self.moves = moves_of(routes, self._team.ranks)
         return MatrixRoute(wholes, ranks, travelling, routes, self._team)
 
     def _travelling(self, owner: list[int], model: nn.Module | None) -> list[list[int]]:
@@ -212,12 +217,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         whole, rule = self._wholes[number], self._rules[number]
         kept = sum(_bytes(state.shape, state.dtype) for state in self._states_of(number).values())
         if isinstance(rule, AdamWRule):
-            return Matrix(whole.name, _ADAMW_FLOPS * whole.box.size, whole.box.size, state_bytes=kept)
+            return Matrix(whole.name, self._costs.elements(whole.box.size), whole.box.size, state_bytes=kept)
         turn = getattr(rule, "shift", 0) % getattr(rule.settings, "frequency", 1)
-        seconds = rule.work(*whole.rows_columns).flops
+        settings, shape = rule.settings, whole.rows_columns
         return Matrix(
-            whole.name, seconds, whole.box.size, state_bytes=kept, turn=turn,
-            shared_s=tuple(seconds * share for share in shares(rule, whole.rows_columns)),
+            whole.name, self._costs.matrix(settings, *shape), whole.box.size, state_bytes=kept, turn=turn,
+            shared_s=self._costs.shared(settings, *shape, shares(rule, shape)),
         )  # fmt: skip
 
     @torch.no_grad()

@@ -150,3 +150,33 @@ def micro_groups(seconds: Sequence[float], owners: Sequence[int], groups: int) -
         share = middle / total[owner] if total[owner] else 0.0
         found[min(groups - 1, int(share * groups))].append(number)
     return [group for group in found if group]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """Elements that come to a rank in a step, pieces and directions.
+
+    Attributes:
+        busiest: To the rank that gets most.
+        least: To some rank, whoever owns what: the mean over ranks if every owner were the one that moves least.
+    """
+
+    busiest: int
+    least: int
+
+
+def moves_of(routes: tuple[Sequence[Piece], Sequence[Piece]], ranks: int) -> Moves:
+    """Of pieces to owners and back (``pieces``)."""
+    taken = [0] * ranks
+    for piece in (*routes[0], *routes[1]):
+        taken[piece.target] += piece.box.size if piece.source != piece.target else 0
+    held: dict[int, list[Piece]] = {}
+    for piece in routes[1]:
+        held.setdefault(piece.whole, []).append(piece)
+    total = 0
+    for outbound in held.values():
+        size = sum(box.size for box in {piece.box for piece in outbound})
+        everyone = sum(piece.box.size for piece in outbound)
+        # An owner gets what it has not, and all but it get their direction.
+        total += min(size - piece.box.size + everyone - piece.box.size for piece in outbound)
+    return Moves(max(taken, default=0), -(-total // ranks))

@@ -35,6 +35,9 @@ class How:
             taken by blocks of rows, on one rank, too: any number of ranks gives the same bits, which on some processors
             differ in rounding from those without.
         state_cap_bytes: Most bytes on one rank of states that lie with owners.
+        machine: What each rank is, a name in the catalog or what ``lading probe`` wrote: owners are planned by seconds
+            there, decompositions, launches and what ranks of a shared matrix tell each other included; "" plans by
+            operations.
         overlap: What exchanges may hide under, beside the step itself; with ``model=``. "backward": a group's gradients
             travel as soon as they are final, which clipping and unscaling would be too late for. "forward": ``step``
             returns once directions travel, and whoever gathers or runs a module waits for those of its parameters;
@@ -48,6 +51,7 @@ class How:
     skip_nonfinite: bool = True
     share: bool = False
     state_cap_bytes: int | None = None
+    machine: str = ""
 
     def __post_init__(self) -> None:
         if self.groups < 1:

@@ -40,11 +40,12 @@ def rows_of(case: tuple[str, str, int, str, int, str]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for share in SHARES:
         budget = int(low + share * (high - low))
-        begun = time.perf_counter()
+        begun = time.process_time()
         chosen = choose_groups(request, table, budget)
-        seconds = time.perf_counter() - begun
+        seconds = time.process_time() - begun
         base = {"model": model, "machine": machine, "devices": devices, "layout": layout, "tokens": tokens}
         base |= {"share": share, "budget_bytes": budget, "bound_s": chosen.bound_s, "planned_in_s": seconds}
+        base |= {"why": chosen.why}
         for row in chosen.rows:
             figures = {"policy": row.policy, "step_s": row.step_s, "exposed_s": row.exposed_s, "gap": row.gap}
             figures |= {"peak_bytes": row.peak_bytes, "fill": row.fill, "gathers": row.gathers, "groups": row.buckets}
@@ -74,15 +75,17 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def check(rows: list[dict[str, Any]]) -> None:
-    """Print what is not as claimed: never slower than what fits, above the bound, filled to within 2%."""
+    """Stop at what is not as claimed: never slower than what fits, above the bound; print why a budget is not full."""
     for start in range(0, len(rows), 4):
         own = rows[start : start + 4]
         best = next(row for row in own if row["policy"] == "residency")
         name = f"{best['model']} on {best['devices']}, {best['share']:.0%}"
         slower = [row["policy"] for row in own if row["fill"] <= 1 and row["step_s"] < best["step_s"]]
-        if slower or best["gap"] < 0 or not 0.98 <= best["fill"] <= 1:
+        if slower or best["gap"] < 0 or best["fill"] > 1:
             said = f"{best['gap']:.2%} above the bound, {best['fill']:.2%} full"
-            print(f"not as claimed: {name}: slower than {slower}, {said}")
+            raise SystemExit(f"not as claimed: {name}: slower than {slower}, {said}")
+        if best["fill"] < 0.98:
+            print(f"{name}: {best['fill']:.1%} full; {best['why']}")
 
 
 def main() -> None:

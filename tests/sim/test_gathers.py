@@ -59,10 +59,11 @@ def test_whole_blocks_take_what_the_step_does(model: str, layout: str, stack: st
 def test_gathers_by_how_long_they_stay() -> None:
     of = modules(layout="zero3,gb512")
     costs, count, micro_batches = Costs(of), len(of.order), 8
-    released, kept, stays = (gathered_step(costs, blocks(of, keep)) for keep in Keep)
+    released, kept, between, stays = (gathered_step(costs, blocks(of, keep)) for keep in Keep)
     assert sum(released.forward) == micro_batches * count
     assert sum(released.backward) == micro_batches * (count - 1)
     assert (sum(kept.forward), sum(kept.backward)) == (micro_batches * count, 0)
+    assert (sum(between.forward), sum(between.backward)) == (count, micro_batches * count)
     assert (sum(stays.forward), sum(stays.backward)) == (count, 0)
     assert stays.step_s < kept.step_s < released.step_s
     assert released.peak_bytes < min(kept.peak_bytes, stays.peak_bytes)
@@ -77,7 +78,7 @@ def test_what_is_left_out_is_as_what_is_walked() -> None:
         assert few.exposed_s == pytest.approx(all_of_them.exposed_s)
         assert few.network_s == pytest.approx(all_of_them.network_s)
         assert (
-            few.peak_bytes == all_of_them.peak_bytes == gathered_step(Costs(of), blocks(of, keep), walked=2).peak_bytes
+            few.peak_bytes == all_of_them.peak_bytes == gathered_step(Costs(of), blocks(of, keep), walked=3).peak_bytes
         )
 
 

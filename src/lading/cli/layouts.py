@@ -132,6 +132,8 @@ def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) 
         console.print(f"no groups of parameters chosen: {error}", style="bold red", markup=False, soft_wrap=True)
         return plan
     console.print(unshard_table(chosen.rows, chosen.policy, chosen.bound_s, chosen.budget_bytes))
+    if chosen.why:
+        console.print(f"budget: {chosen.why}", markup=False, soft_wrap=True)
     if asked.tree:
         print_tree(tree_of(chosen, ask.table), console)
     own = plan_of(chosen, plan.version)

@@ -25,12 +25,25 @@ class Keep(StrEnum):
 
     RELEASE: until the group's forward ends; gathered again for backward (ZeRO-3).
     BACKWARD: from forward until the group's backward ends, in each micro-batch (ZeRO-2, within a micro-batch).
+    FORWARD: from backward until the next micro-batch's forward ends; gathered again for backward. Between two
+        micro-batches there are no activations, so there is room.
     STEP: from the first forward to the last backward of a step, over its micro-batches (as DeepSpeed's ZeRO-2).
     """
 
     RELEASE = "release"
     BACKWARD = "backward"
+    FORWARD = "forward"
     STEP = "step"
+
+    @property
+    def until_backward(self) -> bool:
+        """Whether they stay when the group's forward ends."""
+        return self in (Keep.BACKWARD, Keep.STEP)
+
+    @property
+    def until_forward(self) -> bool:
+        """Whether they stay when the group's backward ends, but for the last of a step."""
+        return self in (Keep.FORWARD, Keep.STEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +138,8 @@ class ClusterPlan:
     def gathers(self) -> tuple[int, int]:
         """All-gathers of parameters in one step, on each rank: in forward and in backward."""
         count = self.micro_batches
-        forward = sum(1 if group.keep is Keep.STEP else count for group in self.groups)
-        return forward, sum(count for group in self.groups if group.keep is Keep.RELEASE and group.again)
+        forward = sum(1 if group.keep.until_forward else count for group in self.groups)
+        return forward, sum(count for group in self.groups if group.again and not group.keep.until_backward)
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

@@ -95,11 +95,12 @@ def borders(modules: Modules) -> list[int]:
     return sorted(whole | {first for first, _ in partition(modules, 0)})
 
 
-def neighbors(buckets: tuple[Bucket, ...], cuts: Sequence[int], keep: Keep) -> Iterator[tuple[Bucket, ...]]:
+def neighbors(buckets: tuple[Bucket, ...], cuts: Sequence[int], stays: Sequence[Keep]) -> Iterator[tuple[Bucket, ...]]:
     """Buckets with one border moved, left out or put in, or with one that stays, or is asked for, otherwise.
 
     Args:
         cuts: Where buckets may begin.
+        stays: How long they may stay.
     """
     for n, bucket in enumerate(buckets):
         before, after = buckets[:n], buckets[n + 1 :]
@@ -108,8 +109,9 @@ def neighbors(buckets: tuple[Bucket, ...], cuts: Sequence[int], keep: Keep) -> I
         inside = [cut for cut in cuts if bucket.first < cut <= bucket.last]
         for cut in dict.fromkeys(inside[len(inside) * part // 4] for part in (1, 2, 3)) if inside else ():
             yield (*before, replace(bucket, last=cut - 1), replace(bucket, first=cut), *after)
-        other = keep if bucket.keep is Keep.RELEASE else Keep.RELEASE
-        yield (*before, replace(bucket, keep=other), *after)
+        for keep in stays:
+            if keep is not bucket.keep:
+                yield (*before, replace(bucket, keep=keep), *after)
         for ahead in {1, 2, 3} - {bucket.ahead}:
             yield (*before, replace(bucket, ahead=ahead), *after)
         for ahead in {1, 2, 3} - {bucket.ahead_backward}:

@@ -7,7 +7,7 @@ buckets of atoms in a row, and of each bucket g how long it stays, k_g, and how 
     minimise   T(buckets, k, e)                                       seconds of a step
     subject to P(buckets, k, e) <= budget                             bytes at the worst moment
                every atom is in one bucket, buckets are atoms in a row
-               k_g in {release, backward, step},  e_g in {1, 2, 3}
+               k_g in {release, backward, forward, step},  e_g in {1, 2, 3}
 
 T and P are what the walk of ``sim.gathers.gathered_step`` finds: one device, one network, in the order in which FSDP2
 asks (its notes). Constraints: ``sim.buckets.Costs.courses`` refuses what is no partition; ``_Search.fits`` has the
@@ -200,6 +200,7 @@ class _Search:
         self.budget = budget
         self.costs = Costs(modules)
         self.keep = Keep.STEP if modules.request.layout.micro_batches > 1 else Keep.BACKWARD
+        self.stays = tuple(Keep) if self.keep is Keep.STEP else (Keep.RELEASE, Keep.BACKWARD)
         self._steps: dict[tuple[Bucket, ...], Gathered] = {}
         self._peaks: dict[tuple[Bucket, ...], int] = {}
         self.fuller: list[float] = []
@@ -212,12 +213,13 @@ class _Search:
         return self._steps[key]
 
     def peak(self, buckets: Sequence[Bucket]) -> int:
-        """Bytes at its peak, which comes by the second micro-batch."""
+        """Bytes at its peak, which comes by the second micro-batch, or the next if buckets stay between them."""
         key = tuple(buckets)
         if key in self._steps:
             return self._steps[key].peak_bytes
         if key not in self._peaks:
-            self._peaks[key] = gathered_step(self.costs, key, walked=2).peak_bytes
+            walked = 3 if any(bucket.keep is Keep.FORWARD for bucket in key) else 2
+            self._peaks[key] = gathered_step(self.costs, key, walked=walked).peak_bytes
         return self._peaks[key]
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
@@ -290,6 +292,16 @@ class _Search:
                     yield current
                     break
 
+    def _between(self, buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+        """With as many more, from the first on, staying from backward to the next forward as fit."""
+        released = [n for n, bucket in enumerate(buckets) if bucket.keep is Keep.RELEASE]
+
+        def first(count: int) -> tuple[Bucket, ...]:
+            chosen = set(released[:count])
+            return tuple(replace(b, keep=Keep.FORWARD) if n in chosen else b for n, b in enumerate(buckets))
+
+        return first(max(0, _most([0] * len(released), 0, lambda count: self.fits(first(count)))))
+
     def _with_part(self, buckets: tuple[Bucket, ...], bucket: Bucket, left: int, at_end: bool) -> tuple[Bucket, ...]:
         """With as many atoms kept of a bucket's end, or of its start, as fit."""
         atoms = list(range(bucket.first, bucket.last + 1))
@@ -313,7 +325,7 @@ class _Search:
         left = True
         while left:
             left = False
-            for plan in neighbors(best, cuts, self.keep):
+            for plan in neighbors(best, cuts, self.stays):
                 tried = tuple(replace(b, again=self._is_read_again(b)) for b in plan)
                 work += len(tried) + len(self.modules.order)
                 if work > _WORK:
@@ -412,7 +424,11 @@ class _Search:
                     break  # asking earlier gains nothing
                 before = self.step(base).step_s
                 for order in _orders(self.step(base)):
+                    plan = base
                     for plan in self.fill(base, order):
+                        yield plan, self.step(plan)
+                    if self.keep is Keep.STEP:
+                        plan = self._between(plan)
                         yield plan, self.step(plan)
 
 

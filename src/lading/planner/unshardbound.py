@@ -17,7 +17,7 @@ each as cheap as a collective of its size: for each longest wait w of the first 
 atoms, without buckets that are waited for longer, is found by dynamic programming over their ends (``_cheapest``).
 Bytes that stay from a forward to its backward have a price p >= 0: a bucket costs the least of gathering it again and
 p times its bytes, less p K in all, with K what can stay (``_kept_bytes``); each p is a bound by weak duality
-(``_priced``).
+(``_priced``). So have those that stay from a backward to the next forward, where nothing else is there.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def lower_bound(modules: Modules, budget: int) -> float:
     """Seconds of a step below which no choice is ([Note: bound of unsharding])."""
     count = modules.request.layout.micro_batches
     shape = _shape(modules)
-    kept = max(0, _kept_bytes(modules, budget))
+    kept = _kept_bytes(modules, budget)
     room, tail = _room(shape.gather, shape.before, shape.lost), _tail_s(shape)
     found = 0.0
     for turns, end in product(_TURNS if count > 1 else _TURNS[:1], (True, False)):
-        problem = _problem(shape, count, turns, end, kept)
+        problem = _problem(shape, count, turns, end, kept[1] >= shape.bytes[0, -1])
         if problem is not None:
             fixed = problem.fixed_s + (shape.backward_s + tail if end else 0.0)
             found = max(found, fixed + _priced(problem, room, shape.bytes, kept))
@@ -92,36 +92,35 @@ class _Problem:
     Attributes:
         fixed_s: Whatever the buckets are.
         always: However long it stays.
-        later: Where it does not stay.
-        first: Of the first bucket, what it adds besides ``always`` if its gradients do not hold up the next forward,
-            as it stays, and if they do; else it adds what the others do.
+        forward, backward: Of later forwards and of backwards, where it is gathered again.
+        first: Of the first bucket in place of ``forward``, if it is there and so not waited for, and if it is gathered.
     """
 
     fixed_s: float
     always: Floats
-    later: Floats
+    forward: Floats
+    backward: Floats
     first: tuple[Floats, Floats] | None = None
 
 
-def _problem(shape: _Shape, count: int, turns: str, end: bool, kept: int) -> _Problem | None:
+def _problem(shape: _Shape, count: int, turns: str, end: bool, all_stay: bool) -> _Problem | None:
     """One way to count turns and the last backward; None if it does not hold.
 
-    Where all stays gathered nothing waits for reductions, which may go on in the next backward.
+    Args:
+        all_stay: Until the next forward: then it waits for no reduction, which may go on in the next backward.
     """
-    all_stay = kept >= shape.bytes[0, -1]
     if all_stay and turns == "network" and end:
         return None
     turn, last = shape.seconds(hides=turns == "computing"), shape.seconds(hides=end)
-    forward = shape.seconds(hides=turns != "network")
+    gather = shape.seconds(hides=turns != "network").gather
     computing = {"computing": shape.turn_s, "backward": shape.forward_s, "network": 0.0 if all_stay else shape.last_s}
     fixed = shape.forward_s + (count - 1) * computing[turns]
     always = shape.lost * shape.gather + shape.copy + (count - 1) * turn.reduce + (0.0 if end else last.reduce)
-    again = (count - 1) * turn.again + last.again
-    later = (count - 1) * forward.gather + again
+    forward, backward = (count - 1) * gather, (count - 1) * turn.again + last.again
     if turns != "backward":
-        return _Problem(fixed, always, later)
-    stays = (1 - count) * (1 - shape.lost) * shape.reduce[0]
-    return _Problem(fixed, always, later, (stays, ((count - 1) * shape.gather + again)[0]))
+        return _Problem(fixed, always, forward, backward)
+    there = (1 - count) * (1 - shape.lost) * shape.reduce[0]
+    return _Problem(fixed, always, forward, backward, (there, (count - 1) * shape.gather[0]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,17 +238,17 @@ def _moments(modules: Modules) -> tuple[Floats, Floats]:
     return np.maximum.accumulate(needed), np.maximum.accumulate(left)
 
 
-def _kept_bytes(modules: Modules, budget: int) -> int:
-    """Most bytes of gathered parameters that can stay from forward to backward.
+def _kept_bytes(modules: Modules, budget: int) -> tuple[int, int]:
+    """Most bytes of gathered parameters that can stay from forward to backward, and from backward to the next forward.
 
     In the forward or backward of a block all is there that stays of it and of those before it, with what these keep.
     From the second micro-batch on the buffer reduced last, with the first atom's gradient, stays until a backward ends.
     """
     blocks = [modules.blocks[number] for number, _ in modules.order]
-    several = modules.request.layout.micro_batches > 1
-    reduced = sum(modules.atom(0).elements.values()) * modules.reduced_bytes if several else 0
+    count, left = sum(modules.atom(0).elements.values()), budget - modules.state_bytes
+    reduced = count * modules.reduced_bytes if modules.request.layout.micro_batches > 1 else 0
     saved = sum(block.saved_bytes for block in blocks)
-    after, least = 0, budget
+    after, least = 0, left
     for block in reversed(blocks):
         saved -= block.saved_bytes
         most = max(piece.alive_bytes for piece in block.forward) + reduced
@@ -258,9 +257,10 @@ def _kept_bytes(modules: Modules, budget: int) -> int:
             made = sum(block.atoms[n].count for n in piece.gradients) * modules.gradient_bytes
             most = max(most, piece.alive_bytes + made + (reduced if is_last else 0))
             is_last = is_last and not piece.gradients
-        least = min(least, budget - modules.state_bytes - saved - most + after)
+        least = min(least, left - saved - most + after)
         after += sum(modules.gathered(atom.elements) for atom in block.atoms)
-    return least
+    between = left - reduced - max(count * modules.gradient_bytes, blocks[0].forward[0].alive_bytes)
+    return max(0, least), max(0, between)
 
 
 def _tail_s(shape: _Shape) -> float:
@@ -278,24 +278,34 @@ def _cheapest(added: Floats, room: _Room, first: Floats | None = None) -> float:
     return float(np.min(room.waited_s + found[:, -1]))
 
 
-def _priced(problem: _Problem, room: _Room, size: Floats, kept: int) -> float:
-    """Least that buckets add; the best of several prices of the bytes that may stay, in which it is concave."""
-    usual = float(problem.later[0, -1] / size[0, -1])
-    found: dict[int, float] = {}
+def _priced(problem: _Problem, room: _Room, size: Floats, kept: tuple[int, int]) -> float:
+    """Least that buckets add; the best of several prices of the bytes that may stay until backward, and until forward.
 
-    def at(number: int) -> float:
-        if number not in found:
-            price = _PRICES[number] * usual
+    It is concave in both: the best of one is found for the other's, and again.
+    """
+    usual = [float(each[0, -1] / size[0, -1]) for each in (problem.backward, problem.forward)]
+    open_ = [bool(price) and room < size[0, -1] for price, room in zip(usual, kept, strict=True)]
+    found: dict[tuple[int, int], float] = {}
+
+    def at(*numbers: int) -> float:
+        if numbers not in found:
+            until = [_PRICES[number] * price for number, price in zip(numbers, usual, strict=True)]
+            forward = np.minimum(problem.forward, until[1] * size)
+            backward = np.minimum(problem.backward, until[0] * size)
             first = None
             if problem.first is not None:
-                stays, gathered = problem.first
-                first = problem.always[0] + np.minimum(stays + price * size[0], gathered)
-            added = problem.always + np.minimum(problem.later, price * size)
-            found[number] = _cheapest(added, room, first) - price * kept
-        return found[number]
+                there, gathered = problem.first
+                first = (problem.always + backward)[0] + np.minimum(there + until[1] * size[0], gathered)
+            paid = until[0] * kept[0] + until[1] * kept[1]
+            found[numbers] = _cheapest(problem.always + forward + backward, room, first) - paid
+        return found[numbers]
 
-    low, high = 0, len(_PRICES) - 1 if usual and kept < size[0, -1] else 0
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if at(middle) < at(middle + 1) else (low, middle)
-    return max(at(low), *found.values())
+    best = [_PRICES.index(1.0) if each else 0 for each in open_]
+    for axis in (0, 1, 0) if all(open_) else [n for n in (0, 1) if open_[n]]:
+        low, high = 0, len(_PRICES) - 1
+        while low < high:
+            middle = (low + high) // 2
+            ends = [[*best[:axis], n, *best[axis + 1 :]] for n in (middle, middle + 1)]
+            low, high = (middle + 1, high) if at(*ends[0]) < at(*ends[1]) else (low, middle)
+        best[axis] = low
+    return max(at(*best), *found.values())

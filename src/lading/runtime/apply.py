@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lading.errors import ConfigError
-from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
+from lading.ir.clusterplan import ClusterPlan, GatherGroup
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout, parse_layout
 
@@ -64,7 +64,7 @@ def apply(plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh) ->
         group = plan.groups[number]
         members = [modules[path] for path in groups[number]]
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if group.offload else OffloadPolicy()
-        released = group.keep is Keep.RELEASE
+        released = not group.keep.until_backward
         arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
         if len(members) > 1:
             fully_shard(members, reshard_after_forward=released, **arguments)
@@ -77,7 +77,7 @@ def apply(plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh) ->
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _prefetch(plan.groups, sharded)
     if layout.micro_batches > 1:
-        kept = [sharded[n] for n, group in enumerate(plan.groups) if group.keep is Keep.STEP]
+        kept = [sharded[n] for n, group in enumerate(plan.groups) if group.keep.until_forward]
         _MicroBatches(_as_sharded(model), kept, layout.micro_batches)
     return model
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lading.ir.clusterplan import Keep
 from lading.sim.buckets import Bucket, Costs, Run
 
 #: Micro-batches that are walked one by one: from the second on they are alike, but for the last.
@@ -192,7 +191,7 @@ class _Walk:
                 begun += 1
             elif backward:
                 self._end_backward(-1 - act, number, last)
-            elif self.buckets[-1 - act].keep is Keep.RELEASE:
+            elif not self.buckets[-1 - act].keep.until_backward:
                 self._release(-1 - act)
         self._drop_flat(self.held)
         self.held = -1
@@ -248,7 +247,7 @@ class _Walk:
     def _end_backward(self, number: int, micro_batch: int, last: bool) -> None:
         """Release a bucket and reduce its gradients."""
         cost, made = self.costs[number], self.gradients.pop(number, 0)
-        if last or self.buckets[number].keep is not Keep.STEP:
+        if last or not self.buckets[number].keep.until_forward:
             self._release(number)
         for bucket in self.reduced:
             self.now -= self.reduced[bucket]

@@ -295,8 +295,9 @@ class _Writer:
             self._gather(self.ended[place - 1], micro_batch)
 
     def _end(self, group: _Group, micro_batch: int, forward: bool) -> None:
-        stays = group.keep is Keep.STEP and (self.once or micro_batch < self.layout.micro_batches - 1)
-        if not stays and not (forward and group.keep is not Keep.RELEASE):
+        more = self.once or micro_batch < self.layout.micro_batches - 1
+        stays = group.keep.until_backward if forward else group.keep.until_forward and more
+        if not stays:
             group.present = False
             self.issued.append(Issued(self.first + group.unit, micro_batch, releases=True))
         if not forward and not self.once:

@@ -136,7 +136,9 @@ def _part(rank: int, plan: PlacedPlan) -> None:
     tokens = torch.randint(0, 64, (MICRO_BATCHES * ROWS, TOKENS + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     lean = plan.together == 1  # this time no process holds the whole model
-    part = lading.place(plan, _model().to("meta") if lean else _model(), (inputs[:ROWS],), _loss)
+    with torch.device("meta" if lean else "cpu"):
+        model = _model()
+    part = lading.place(plan, model, (inputs[:ROWS],), _loss)
     if lean:
         part.module.to_empty(device="cpu")
         whole = _model().state_dict()

@@ -168,7 +168,7 @@ def place(
     Args:
         plan: From ``lading place --out``, or the path of its file.
         model: Whole, the same in every process, as ``torch.export`` takes it; it may lie on the meta device, whose part
-            (``Placed.module``) is then to be filled. Delete it afterwards.
+            (``Placed.module``) is then to be filled. It is taken apart: what other parts have is freed here.
         inputs: Positional inputs of one micro-batch, as an example of their shapes.
         loss: ``loss(output, target)``, the mean over a micro-batch; None for passes only.
         device: Of this process.
@@ -198,11 +198,22 @@ def place(
     stage: Any = pipe.build_stage(rank, torch.device("meta") if _is_meta(model) else place_on, group)
     stage.device = place_on
     _drop_unread(stage.submod, aliases)
+    others = [pipe.get_stage_module(number) for number in range(len(stages)) if number != rank]
+    _release([model, *others], stage.submod)
     return Placed(plan, rank, stage, loss, _tied(pipe.replicated_params, stage.submod, rank, group))
 
 
 def _is_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _release(modules: Sequence[nn.Module], own: nn.Module) -> None:
+    """Free tensors that this part does not use: what traced the model keeps hold of all of it."""
+    used = {tensor.untyped_storage().data_ptr() for tensor in (*own.parameters(), *own.buffers())}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in used:
+                tensor.data = tensor.new_empty(0)
 
 
 def _aliases(model: nn.Module) -> set[str]:

@@ -14,7 +14,7 @@ from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.fleet import Join, network_of
 from lading.ir.placement import Flow, Placement, Problem, Task
 from lading.planner.placement.api import POLICIES, contest, place
-from lading.planner.placement.chain import best_cut, crossings
+from lading.planner.placement.chain import best_cut, crossings, place_chain
 from lading.planner.placement.listing import favorites
 from lading.planner.placement.relaxed import relax, repaired
 from lading.planner.placement.trial import Trial
@@ -137,6 +137,34 @@ def test_the_cut_of_a_pipeline_is_the_best_of_all_cuts(make, seed: int) -> None:
     assert cut is not None
     assert cut.total_s(4) == pytest.approx(best, rel=2e-4)
     assert _objective(problem, cut.assignment(len(problem.groups))) == pytest.approx(cut.total_s(4))
+
+
+@pytest.mark.parametrize("make", [chain, training, tied])
+@pytest.mark.parametrize("seed", SEEDS[:3])
+@pytest.mark.parametrize("memory", [0.5, 0.8])
+def test_a_pipeline_is_as_fast_as_the_fastest_cut_simulated(make, seed: int, memory: float) -> None:
+    problem = make(seed, memory=memory, micro_batches=4)
+    best = _best(Trial(problem), _contiguous(problem))
+    if best is None:
+        with pytest.raises(PlanInfeasible):
+            place(problem, "chain")
+        return
+    assert place(problem, "chain").step_s == pytest.approx(best.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_cuts_too_many_to_try_are_refined_where_that_helps(seed: int) -> None:
+    """By moves alone, with less effort than every cut would take, where the program's own cut is not the fastest."""
+    problem = training(seed, count=14, memory=0.6, micro_batches=6)
+    trial = Trial(problem)
+    rough = place_chain(trial)
+    assert rough is not None
+    found = place_chain(trial, 1.0)
+    assert found is not None
+    best = _best(Trial(problem), _contiguous(problem))
+    assert best is not None
+    assert rough.step_s > best.step_s * 1.002
+    assert found.step_s == pytest.approx(best.step_s, rel=1e-9)
 
 
 def test_of_alike_devices_no_order_is_lost() -> None:

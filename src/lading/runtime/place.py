@@ -6,6 +6,7 @@ begins, and gives this process its part; ranks go by the order of parts. Parts r
 
 - A weight tied between parts is a copy in each: their gradients are added up after the last micro-batch, in the same
   order everywhere, so that the copies stay equal to the bit.
+- Torch sets buffers aside for what comes in of every micro-batch; here as many as are under way take turns (``_Ring``).
 - Where the memory of a device has no room for as many micro-batches as the schedule keeps under way, a step is several
   runs of fewer (``PlacedPlan.together``).
 """
@@ -126,6 +127,23 @@ class _OneForwardOneBackward(Schedule1F1B):
         self._n_microbatches = micro_batches
 
 
+class _Ring:
+    """Makes what is received into for the first micro-batches of a run; later ones use it again."""
+
+    def __init__(self, make: Callable[..., Any], size: int, micro_batches: int) -> None:
+        self._make, self._size, self._micro_batches = make, size, micro_batches
+        self._made: dict[int, Any] = {}
+        self._calls = 0
+
+    def __call__(self, *args: Any) -> Any:
+        """For the next micro-batch; torch asks for all of a run, and again when it goes from steps to passes."""
+        number = self._calls % self._micro_batches
+        self._calls += 1
+        if number < self._size:
+            self._made[number] = self._make(*args)
+        return self._made[number % self._size]
+
+
 class _Tied:
     """A parameter of this part that others have too."""
 
@@ -198,6 +216,9 @@ def place(
     stage: Any = pipe.build_stage(rank, torch.device("meta") if _is_meta(model) else place_on, group)
     stage.device = place_on
     _drop_unread(stage.submod, aliases)
+    held = min(plan.together, len(stages) - rank)
+    stage._create_act_recv_info = _Ring(stage._create_act_recv_info, held, plan.together)
+    stage._create_grad_recv_info = _Ring(stage._create_grad_recv_info, 1, plan.together)
     others = [pipe.get_stage_module(number) for number in range(len(stages)) if number != rank]
     _release([model, *others], stage.submod)
     return Placed(plan, rank, stage, loss, _tied(pipe.replicated_params, stage.submod, rank, group))

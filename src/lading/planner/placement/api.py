@@ -179,7 +179,7 @@ POLICIES: dict[str, Policy] = {
     "m-etf": _lists(etf),
     "m-sct": _lists(sct),
     "heft": _lists(heft),
-    "chain": lambda trial, relaxed, effort: place_chain(trial),
+    "chain": lambda trial, relaxed, effort: place_chain(trial, effort / 2),
     "lp": place_lp,
     "branch": place_branch,
 }

@@ -21,7 +21,7 @@ from lading.ir.machine import Device
 from lading.ir.placement import Flow, Problem, Shared, Task
 from lading.ir.retarget import retarget
 from lading.planner.placement.tied import Holder, Weight, tie
-from lading.planner.placement.units import Unit, like, modules, operations
+from lading.planner.placement.units import LOSS, Unit, like, modules, operations
 
 #: AdamW's two moments, and the fp32 value beside a parameter of 16 bits, for each element.
 MOMENT_BYTES, MASTER_BYTES = 8, 4
@@ -165,12 +165,21 @@ class _Built:
                 if storage not in graph.persistent:
                     writer[storage] = unit
                     last.setdefault((storage, unit), index)
+        self._output()
         ends: dict[int, dict[int, int]] = defaultdict(dict)
         for (storage, made), index in last.items():
             if (storage, made) not in self.readers and storage not in gradients:
                 ends[made][storage] = index
         for number, unit in enumerate(self.units):
             self.working[number] = self._peak(unit, ends[number])
+
+    def _output(self) -> None:
+        """Torch's pipeline keeps what the loss is of until backward begins, though no operation reads it there."""
+        back = next((n for n, u in enumerate(self.units) if u.key == LOSS and u.phase is Phase.BACKWARD), None)
+        for (_, made), units in self.readers.items():
+            inner = self.units[made].phase is Phase.FORWARD and any(self.units[u].phase is Phase.LOSS for u in units)
+            if back is not None and inner:
+                units.setdefault(back)
 
     def _peak(self, unit: Unit, ends: dict[int, int]) -> int:
         """Most bytes at once of storages that only the unit itself sees."""

@@ -23,8 +23,9 @@ for all parts (``_ONCE``); the simulation decides. For M = 1 the recursion over 
 
 is exact: S is the set of devices of what is left, of which d comes first, so their order is free. For M > 1, B is
 bounded from above, and the range of bounds is halved until no part of it can hold a better plan (``_plans``): the
-optimum is found to one part in ten thousand. The best plans are simulated, as pipelines fill and drain in more ways
-than L and B tell, beside each device alone; the fastest counts.
+optimum is found to one part in ten thousand. The best plans are simulated, beside each device alone, and their cuts
+refined, as pipelines fill and drain in more ways than L and B tell (``lading.planner.placement.borders``: every cut
+where they are few, so exact as simulated); the fastest counts.
 
 A graph that is no chain is taken in its order: what crosses several cuts is counted at each, and the simulation, where
 it goes straight to its target, decides.
@@ -42,6 +43,7 @@ import numpy as np
 from lading.errors import ConfigError
 from lading.ir.fleet import Network
 from lading.ir.placement import Flow, Placement, Problem, Task
+from lading.planner.placement.borders import refined
 from lading.planner.placement.peaks import peaks
 from lading.planner.placement.trial import Trial, key_of
 from lading.sim.placed import PlacedSimulator
@@ -80,8 +82,11 @@ class Cut:
         return [d for d, a, b in zip(self.devices, self.starts, ends, strict=True) for _ in range(a, b)]
 
 
-def place_chain(trial: Trial) -> Placement | None:
+def place_chain(trial: Trial, effort: float = 0) -> Placement | None:
     """The fastest contiguous placement that fits as simulated; None where none does.
+
+    Args:
+        effort: Of looking further than the dynamic program, where there are several micro-batches.
 
     Raises:
         ConfigError: more devices than orders can be searched for.
@@ -95,14 +100,16 @@ def place_chain(trial: Trial) -> Placement | None:
     found: list[Placement] = []
     for windowed in (True, False) if problem.micro_batches > 1 else (False,):
         for once in _ONCE:
-            placed = _fitting(trial, windowed=windowed, once=once)
-            if placed is not None:
-                found.append(placed)
+            found += _fitting(trial, windowed=windowed, once=once)
+    if problem.micro_batches > 1 and found:
+        return refined(trial, found, effort)
     return min(found, key=lambda p: key_of(p, memory), default=None)
 
 
-def _fitting(trial: Trial, *, windowed: bool, once: bool) -> Placement | None:
+def _fitting(trial: Trial, *, windowed: bool, once: bool) -> list[Placement]:
+    """The best of each order of devices, the one that fits last; empty where the program finds none."""
     problem = trial.problem
+    orders: dict[tuple[int, ...], Placement] = {}
 
     def plan(memory: Sequence[int]) -> list[int] | None:
         parts = _Parts(problem, memory, trial.peaks, windowed=windowed, once=once)
@@ -111,10 +118,13 @@ def _fitting(trial: Trial, *, windowed: bool, once: bool) -> Placement | None:
         plans = [cut.assignment(len(problem.groups)) for cut in cuts[:_SIMULATED]]
         plans += [[d] * len(problem.groups) for d in range(len(memory)) if parts.fits(d, 1)[0, -1]]
         placed = [trial.of(devices, "chain") for devices in plans if trial.can_run(devices)]
-        best = min(placed, key=lambda p: key_of(p, problem.network.memory_bytes), default=None)
-        return None if best is None else list(best.devices)
+        placed.sort(key=lambda p: key_of(p, problem.network.memory_bytes))
+        for placement in reversed(placed):
+            orders[tuple(part.device for part in placement.parts)] = placement
+        return list(placed[0].devices) if placed else None
 
-    return trial.fitting(plan, "chain")
+    found = trial.fitting(plan, "chain")
+    return [*orders.values(), *([] if found is None else [found])]
 
 
 def best_cut(problem: Problem, memory: Sequence[int], *, windowed: bool = True, once: bool = True) -> Cut | None:

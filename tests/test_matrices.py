@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -22,6 +22,7 @@ from lading import AdamW
 from lading.errors import ConfigError
 from lading.ir.routes import Box
 from lading.matrices import SOAP, MatrixOptimizer, Muon, Shampoo
+from lading.runtime.boxes import box_of, piece
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -70,7 +71,8 @@ KINDS = {
 
 def give(model: nn.Module, whole: list[torch.Tensor]) -> None:
     """Gradients as a reduction would leave them."""
-    for parameter, grad in zip(model.parameters(), whole, strict=True):
+    for parameter, exact in zip(model.parameters(), whole, strict=True):
+        grad = exact.to(parameter.dtype)
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
             shape, offset = compute_local_shape_and_global_offset(grad.shape, mesh, placements)
@@ -80,18 +82,22 @@ def give(model: nn.Module, whole: list[torch.Tensor]) -> None:
             parameter.grad = grad.clone()
 
 
-def moved(model: nn.Module, optimizer: MatrixOptimizer) -> list[torch.Tensor]:
+def step_all(model: nn.Module, optimizer: MatrixOptimizer) -> None:
     for step in range(STEPS):
         give(model, gradients(step))
         optimizer.step()
+
+
+def moved(model: nn.Module, optimizer: MatrixOptimizer) -> list[torch.Tensor]:
+    step_all(model, optimizer)
     return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
 
 
-def alone(kind: str, rounds: int = 1, **options: Any) -> list[torch.Tensor]:
+def alone(kind: str, rounds: int = 1, dtype: torch.dtype = torch.float32, **options: Any) -> list[torch.Tensor]:
     """What one process makes of it, with as many threads as the others have: products differ in bits with them."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    model = Model()
+    model = Model().to(dtype)
     optimizer = KINDS[kind](groups_of(model), **options)
     for _ in range(rounds):
         found = moved(model, optimizer)
@@ -104,6 +110,8 @@ def cut(model: Model, mode: str, ranks: int) -> nn.Module:
         return model
     if mode == "hsdp":
         return fully_shard(model, mesh=init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard")))
+    if mode in ("ep", "fsdp-ep"):
+        return _cut_experts(model, mode, ranks)
     if mode in ("tp", "fsdp-tp"):
         shape, names = ((ranks,), ("tp",)) if mode == "tp" else ((ranks // 2, 2), ("dp", "tp"))
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -112,25 +120,47 @@ def cut(model: Model, mode: str, ranks: int) -> nn.Module:
     return fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
 
 
-def _equal(rank: int, ranks: int, modes: tuple[str, ...], expected: dict[str, list[torch.Tensor]]) -> None:
+def _cut_experts(model: Model, mode: str, ranks: int) -> nn.Module:
+    """Three experts on the ranks of one mesh dim, of which some may have none; their rows on those of the other."""
+    shape, names = ((ranks,), ("ep",)) if mode == "ep" else ((2, ranks // 2), ("dp", "ep"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), mesh["ep"], [Shard(0)]))
+    if mode == "ep":
+        return model
+    return fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
+
+
+def _equal(
+    rank: int, ranks: int, modes: tuple[str, ...], expected: dict[str, list[torch.Tensor]], dtype: torch.dtype
+) -> None:
     for kind, whole in expected.items():
         for mode in modes:
             for groups in (1, 3) if kind == "muon" else (2,):
-                model = cut(Model(), mode, ranks)
+                model = cut(Model().to(dtype), mode, ranks)
                 optimizer = KINDS[kind](groups_of(model), groups=groups)
-                names = [name for name, _ in model.named_parameters()]
-                for name, ours, theirs in zip(names, moved(model, optimizer), whole, strict=True):
-                    assert torch.equal(ours, theirs), (kind, mode, groups, name)
+                step_all(model, optimizer)
+                # Each rank's own pieces: torch gathers none where some rank has nothing of two dims.
+                for (name, ours), theirs in zip(model.named_parameters(), whole, strict=True):
+                    box = box_of(ours)
+                    expected_piece = theirs[box.within(Box((0,) * theirs.ndim, tuple(theirs.shape)))]
+                    assert torch.equal(piece(ours.detach(), box), expected_piece), (kind, mode, groups, name)
 
 
-MODES = {2: ("ddp", "fsdp", "tp"), 3: ("fsdp",), 4: ("fsdp", "hsdp", "fsdp-tp")}
+MODES = {
+    2: ("ddp", "fsdp", "tp"),
+    3: ("fsdp", "ep"),
+    4: ("fsdp", "hsdp", "fsdp-tp", "fsdp-ep"),
+    8: ("fsdp", "hsdp", "fsdp-tp", "fsdp-ep", "ep", "ddp"),
+}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_bits_of_one_process(ranks: int):
-    run_ranks(
-        _equal, ranks, ranks, MODES.get(ranks, ("fsdp", "hsdp", "fsdp-tp")), {kind: alone(kind) for kind in KINDS}
-    )
+    run_ranks(_equal, ranks, ranks, MODES[ranks], {kind: alone(kind) for kind in KINDS}, torch.float32)
+
+
+def test_the_bits_of_one_process_in_16():
+    run_ranks(_equal, 2, 2, ("fsdp",), {kind: alone(kind, dtype=torch.bfloat16) for kind in KINDS}, torch.bfloat16)
 
 
 def test_one_process_is_torchs_muon():

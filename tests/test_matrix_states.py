@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_from_replicas_to_shards_and_back(tmp_path: Path):
 def test_a_state_dict_of_one_process_is_taken_over():
     (model, optimizer), (other, second) = build("soap", "own", 1), build("soap", "own", 1)
     updates(model, optimizer, 0)
-    second.load_state_dict(optimizer.state_dict())
+    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     other.load_state_dict(model.state_dict())
     for each in (model, other):
         updates(each, optimizer if each is model else second, 2)

@@ -31,7 +31,7 @@ from lading.rules import SOAP as SOAPSettings
 from lading.rules import MatrixRule
 from lading.rules import Muon as MuonSettings
 from lading.rules import Shampoo as ShampooSettings
-from lading.runtime.boxes import box_of, gradient, local, process_group
+from lading.runtime.boxes import box_of, gradient, piece, process_group
 from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree_done, all_finite
 from lading.runtime.flights import Early, Late, Moving, run
 from lading.runtime.gangs import shares
@@ -197,7 +197,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                     f"expected overlap step or forward, got {self.how.overlap}: no matrix is a DTensor that needs a "
                     "gradient, and replicas that hold reduced gradients send none to owners"
                 )
-            when_final({n: self._members[n].param for n in self._hooked}, self._early.arrived)
+            when_final({n: (self._members[n].param, self._boxes[n]) for n in self._hooked}, self._early.arrived)
         if model is not None:
             moved = {n: self._members[n].param for n in {whole.parameter for whole in self._wholes}}
             before_reading(model, moved, self._late)
@@ -239,7 +239,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = {number: gradient(member.param) for number, member in enumerate(self._members)}
+        found = {number: gradient(m.param, self._boxes[number]) for number, m in enumerate(self._members)}
         gradients = {number: grad for number, grad in found.items() if grad is not None}
         verdict = self._agreed(gradients)
         if verdict.error or not verdict.finite:
@@ -300,7 +300,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _move_here(self, number: int, grad: torch.Tensor, rate: float) -> None:
         member = self._members[number]
         assert isinstance(member.rule, AdamWRule)
-        member.rule.step(local(member.param), grad, self._held(number), lr=rate, update=self._next(number))
+        member.rule.step(
+            piece(member.param, self._boxes[number]), grad, self._held(number), lr=rate, update=self._next(number)
+        )
 
     def _moving(self, number: int, grad: torch.Tensor, held: States) -> Moving:
         """What travels of a parameter; ``held`` moves."""
@@ -308,18 +310,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if not self.how.reduces:
             assert not isinstance(member.rule, AdamWRule)
             grad = member.rule.pre(grad, held, update)
-        return Moving(local(member.param), grad, self._boxes[number], held, update)
+        return Moving(piece(member.param, self._boxes[number]), grad, self._boxes[number], held, update)
 
     @torch.no_grad()
     def _prepared(self, number: int) -> Moving:
         """The same under backward: states move once the step is taken."""
-        grad = gradient(self._members[number].param)
+        grad = gradient(self._members[number].param, self._boxes[number])
         assert grad is not None
         return self._moving(number, grad, {key: value.clone() for key, value in self._held(number).items()})
 
     def _blank(self, number: int) -> Moving:
         """Zeros that travel as ``_prepared`` does."""
-        param = local(self._members[number].param)
+        param = piece(self._members[number].param, self._boxes[number])
         rule = self._members[number].rule
         sent = None if self.how.reduces or isinstance(rule, AdamWRule) else rule.travels
         return Moving(param, torch.zeros_like(param, dtype=sent), self._boxes[number], {}, self._next(number))
@@ -367,7 +369,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _held(self, number: int) -> States:
         """This rank's pieces of elementwise states."""
         state = self.state[self._members[number].param]
-        return {key: local(value) for key, value in state.items() if key != "step"}
+        return {key: piece(value, self._boxes[number]) for key, value in state.items() if key != "step"}
 
     def state_dict(self) -> dict[str, Any]:
         """States by name; give ``{"optimizer": optimizer}`` to ``torch.distributed.checkpoint``, to save and to load.

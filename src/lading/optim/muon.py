@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from lading.optim.rule import Held, State, States
+from lading.optim.rule import Held, State, States, move
 from lading.rules import Muon, Work
 
 
@@ -105,7 +105,7 @@ class MuonRule:
     ) -> None:
         """Weights decay, then move."""
         param.mul_(1 - lr * self.settings.weight_decay)
-        param.add_(direction, alpha=-lr * self.settings.scaled(*shape))
+        move(param, direction, -lr * self.settings.scaled(*shape))
 
     def work(self, rows: int, columns: int) -> Work:
         """Of the iteration."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from lading.optim.roots import eigen_root, newton_root
-from lading.optim.rule import Held, State, States, WholeRule
+from lading.optim.rule import Held, State, States, WholeRule, move
 from lading.rules import Shampoo
 
 #: Added to the norm that an update is divided by (Shi et al., arXiv:2309.06497, their code).
@@ -61,4 +61,4 @@ class ShampooRule(WholeRule):
     ) -> None:
         """Weights decay, then move."""
         param.mul_(1 - lr * self.settings.weight_decay)
-        param.add_(direction, alpha=-lr)
+        move(param, direction, -lr)

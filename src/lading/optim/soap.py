@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from lading.optim.rule import Held, State, States, WholeRule
+from lading.optim.rule import Held, State, States, WholeRule, move
 from lading.rules import SOAP
 
 _SIDES = ("left", "right")
@@ -66,9 +66,9 @@ class SOAPRule(WholeRule):
             return
         s, taken = self.settings, update - 1
         rate = lr * (1 - s.beta2**taken) ** 0.5 / (1 - s.beta1**taken)
-        param.add_(direction, alpha=-rate)
+        move(param, direction, -rate)
         if s.weight_decay > 0:
-            param.add_(param, alpha=-lr * s.weight_decay)
+            move(param, param, -lr * s.weight_decay)
 
 
 def _eigenbasis(factor: torch.Tensor) -> torch.Tensor:

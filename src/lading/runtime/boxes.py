@@ -49,14 +49,15 @@ def box_of(param: torch.Tensor) -> Box:
     return Box(tuple(offset), tuple(shape))
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's piece."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def piece(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """This rank's piece, of the shape of its box: with no elements FSDP2 and DTensors have shapes of their own."""
+    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return held if held.shape == box.shape else held.reshape(box.shape)
 
 
-def gradient(param: torch.Tensor) -> torch.Tensor | None:
+def gradient(param: torch.Tensor, box: Box) -> torch.Tensor | None:
     """This rank's piece of a parameter's gradient, placed as the parameter is."""
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
-    return None if grad is None else local(grad)
+    return None if grad is None else piece(grad, box)

@@ -37,6 +37,9 @@ class Pieces(torch.Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Pieces({tuple(self.shape)}, {sorted(self.parts)})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pieces:
+        return memo.setdefault(id(self), self.clone())
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return Pieces, (self.shape, self.parts)
 
@@ -44,7 +47,9 @@ class Pieces(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Nothing is computed with it."""
+        """Copies are taken of it; nothing is computed with it."""
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
+            return Pieces(args[0].shape, {box: func(part) for box, part in args[0].parts.items()})
         raise NotImplementedError(f"{func}: expected a whole tensor, got pieces of one; load them by a checkpoint")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

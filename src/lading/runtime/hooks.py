@@ -16,24 +16,25 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lading.errors import ConfigError
+from lading.ir.routes import Box
 from lading.runtime.boxes import gradient
 from lading.runtime.flights import Late
 
 
-def when_final(parameters: Mapping[int, torch.Tensor], tell: Callable[[int, torch.Tensor], None]) -> None:
-    """Call ``tell(number, piece)`` whenever a gradient is final, with this rank's piece."""
+def when_final(parameters: Mapping[int, tuple[torch.Tensor, Box]], tell: Callable[[int, torch.Tensor], None]) -> None:
+    """Call ``tell(number, piece)`` whenever a gradient is final, with this rank's piece, the box of the whole."""
 
-    def hooked(number: int) -> Callable[[torch.Tensor], None]:
+    def hooked(number: int, box: Box) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             with torch.no_grad():
-                found = gradient(parameter)
+                found = gradient(parameter, box)
             if found is not None:
                 tell(number, found)
 
         return hook
 
-    for number, parameter in parameters.items():
-        parameter.register_post_accumulate_grad_hook(hooked(number))
+    for number, (parameter, box) in parameters.items():
+        parameter.register_post_accumulate_grad_hook(hooked(number, box))
 
 
 def before_reading(model: nn.Module, parameters: Mapping[int, torch.Tensor], late: Late) -> None:

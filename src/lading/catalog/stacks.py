@@ -40,6 +40,6 @@ def stack_by_name(name: str) -> Stack:
     settings: dict[str, Any] = {"name": path.stem, **data}
     if name != DEFAULT:
         settings["in_situ"] = stack_by_name(DEFAULT).in_situ | data.get("in_situ", {})
-    for key in ("merges", "adapter_modules"):
+    for key in ("merges", "adapter_modules", "low_precisions"):
         settings[key] = tuple(settings.get(key, ()))
     return Stack(**settings)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lading.catalog.load import load_machine
+from lading.catalog.stacks import stack_by_name
 from lading.cli.main import main
 from lading.clusters import Question, request_of
 from lading.errors import ConfigError, PlanInfeasible
@@ -23,7 +24,7 @@ from lading.planner.layouts import find_layouts
 from lading.planner.peaks import peaks_of, room_of
 from lading.planner.refine import refine
 from lading.planner.search import Bounded, Search
-from lading.planner.space import Ask, parse_pins, pins_of
+from lading.planner.space import Ask, parse_pins, pins_of, precisions_of
 from lading.sim.simulate import Simulated, simulate
 
 
@@ -56,11 +57,14 @@ def every(search: Search) -> list[Bounded]:
         ("default", {"micro_batch": 2, "cp": 1, "recompute": "none"}),
         pytest.param("default", {"micro_batch": 2, "cp": 1}, marks=pytest.mark.slow),
         ("torchtitan-eager", {"micro_batch": 1, "tp": 2, "recompute": "full"}),
+        ("torchtitan-compile", {"micro_batch": 2, "cp": 1, "recompute": "none", "precisions": ("bf16", "fp8")}),
         pytest.param("megatron-core", {"micro_batch": 2, "sp": False}, marks=pytest.mark.slow),
     ],
 )
 def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
-    asked = ask(stack=stack, pins=pins, batch=8, proven=64)
+    free = {"precisions": pins["precisions"]} if "precisions" in pins else {}
+    pins = {key: value for key, value in pins.items() if key not in free}
+    asked = ask(stack=stack, pins=pins, batch=8, proven=64, **free)
     search, room = Search(asked), room_of(asked)
     found = find_layouts(asked)
     truth: list[tuple[float, str]] = []
@@ -269,3 +273,44 @@ def test_longer_than_the_model_takes_is_said() -> None:
     long, _ = request_of(Question(model="gpt2", machine="h100", seq_len=4096))
     assert long.assumed == ("gpt2 is for sequences of up to 1,024 tokens: taken as if it were for 4,096",)
     assert request_of(Question(model="llama3-8b", machine="h100", seq_len=4096))[0].assumed == ()
+
+
+def test_precisions_to_choose_from() -> None:
+    """Those that the stack has and the device multiplies; what a search may not choose is said why."""
+    h100, b200 = load_machine("h100"), load_machine("b200")
+    compiled, eager = (stack_by_name(f"torchtitan-{kind}") for kind in ("compile", "eager"))
+    assert precisions_of("any", h100, compiled) == ("bf16", "fp8")
+    assert precisions_of("any", b200, compiled) == ("bf16", "fp8", "mxfp8", "nvfp4")
+    assert precisions_of("any", load_machine("a100"), compiled) == precisions_of("any", h100, eager) == ("bf16",)
+    assert precisions_of("fp32", h100, eager) == ("fp32",)
+    assert precisions_of("fp8, bf16,fp8", h100, compiled) == ("fp8", "bf16")
+    for text, machine, stack, message in (
+        ("bf16,fp9", h100, compiled, "did you mean 'fp8'"),
+        ("bf16,mxfp8", h100, compiled, "mxfp8 cannot be chosen: .* has no products in it"),
+        ("bf16,fp8", h100, eager, "has none of fewer than 16 bits"),
+        ("bf16,fp32", h100, eager, "to be asked for alone"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            precisions_of(text, machine, stack)
+
+
+def test_fewer_bits_are_chosen_only_if_asked_for() -> None:
+    kept, free = (find_layouts(ask(stack="torchtitan-compile", precisions=p)) for p in ((), ("bf16", "fp8")))
+    assert free.counted == 2 * kept.counted
+    assert free.winner.step_s <= kept.winner.step_s
+    assert {one.layout.precision for one in kept.best} == {"bf16"}
+    assert any("--precision any" in text for text in kept.left_out)
+    assert not any("--precision any" in text for text in free.left_out)
+
+
+def test_cut_parameters_are_searched_in_pipelines() -> None:
+    """Of stacks that have them there; 2 and 3 are one, so only one is counted."""
+    pins = {"pp": 2, "micro_batch": 1, "cp": 1, "tp": 1, "recompute": "none"}
+    asked = ask("llama3-8b", 16, 64, 4096, stack="torchtitan-compile", pins=pins)
+    assert {cut.zero for cut in Search(asked).space.cuts(8, 2)} == {0, 1, 3}
+    found = find_layouts(dataclasses.replace(asked, pins={**pins, "zero": 3}))
+    assert found.proven
+    assert (found.winner.layout.pp, found.winner.layout.zero) == (2, 3)
+    none = Search(ask("llama3-8b", 16, 64, 4096, stack="megatron-core", pins=pins))
+    assert {cut.zero for cut in none.space.cuts(8, 2)} == {0, 1}
+    assert any("zero 2, 3" in text for text in none.space.left_out())

@@ -152,7 +152,11 @@ class Plan:
     ] = None
     network: Annotated[str | None, _optional("WORDS", 'With --model, what links nodes: "4x 200 Gb/s HDR", ...')] = None
     precision: Annotated[
-        str | None, _optional("NAME", "With --model, of products: fp32, fp16, bf16 (if not given), fp8, mxfp8, nvfp4.")
+        str | None,
+        _optional(
+            "NAMES",
+            "With --model, of products: fp32, fp16, bf16 (if not given), fp8, mxfp8, nvfp4; bf16,fp8 or any to choose.",
+        ),
     ] = None
     pin: Annotated[
         UseAppendAction[tuple[str, ...]],

@@ -150,7 +150,7 @@ def ask_of(asked: Plan) -> Ask:
         ConfigError: one that is needed is missing, or a name is not known.
     """
     from lading.clusters import Question, request_of
-    from lading.planner.space import Ask, parse_pins
+    from lading.planner.space import Ask, parse_pins, precisions_of
     from lading.sim.simulate import machine_of
 
     if asked.model is None or asked.machine is None or asked.devices is None or asked.global_batch is None:
@@ -170,12 +170,12 @@ def ask_of(asked: Plan) -> Ask:
         network=asked.network or "", optimizer=asked.optimizer or "adamw",
     )  # fmt: skip
     request, table = request_of(question)
-    if asked.precision:
-        request = dataclasses.replace(request, layout=dataclasses.replace(request.layout, precision=asked.precision))
+    machine = machine_of(request)
     return Ask(
         request=request,
         table=table,
-        machine=machine_of(request),
+        machine=machine,
+        precisions=precisions_of(asked.precision, machine, request.stack) if asked.precision else (),
         devices=asked.devices,
         global_batch=asked.global_batch,
         pins=pins,

@@ -88,8 +88,11 @@ def step_bounds(rows: Rows, priced: Priced, stack: Stack, devices: int) -> tuple
     """Least seconds of each layout, and of its pipeline alone."""
     table, found, costs = rows.table, rows.found, priced.costs
     pipe, number = rows.pipe, rows.number
-    spans = makespans(table, costs, priced.send_s, rows.micro_batches, stack)[pipe]
+    spans, own = (part[pipe] for part in makespans(table, costs, priced.send_s, rows.micro_batches, stack))
     steps, working = spans + _after(rows, costs, stack) + found.gather_s[number], spans.copy()
+    cut = found.zero[number] >= 2  # a rank computes, and reduces what each stage has before it goes on
+    reduced = np.max(own[cut] + found.reduce_ranks_s[number[cut]], axis=1)
+    steps[cut] = np.maximum(steps[cut], reduced + found.gather_s[number[cut]])
     flat = table.flat[pipe]
     if np.any(flat):
         steps[flat] = _replicas(rows, flat, priced, stack) * (HIDDEN if stack.hidden else 1.0)
@@ -110,7 +113,8 @@ def peak_bounds(rows: Rows, priced: Priced) -> Floats:
 def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
     """Seconds by which reducing gradients ends after the pipeline."""
     found, table = rows.found, rows.table
-    behind = np.where(table.split[rows.pipe], 0.0, found.reduce_s[rows.number])
+    split = table.split[rows.pipe]  # there the rank that ends last may be any, and has reduced one stage at least
+    behind = np.where(split, found.reduce_least_s[rows.number], found.reduce_s[rows.number])
     cut = found.zero[rows.number] >= 2
     if not stack.overlap_grad_reduce:
         return np.where(cut, behind, found.reduce_all_s[rows.number])
@@ -118,7 +122,7 @@ def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
     blocks, backward = np.maximum(1.0, costs.blocks[first]), costs.backward[first]
     whole = found.reduce_s[rows.number]
     exposed = np.maximum(whole / blocks, whole - backward * (1 - 1 / blocks))
-    return np.where(cut, behind, np.where(table.split[rows.pipe], 0.0, np.maximum(exposed, 0.0)))
+    return np.where(cut, behind, np.where(split, 0.0, np.maximum(exposed, 0.0)))
 
 
 def _replicas(rows: Rows, flat: Bools, priced: Priced, stack: Stack) -> Floats:

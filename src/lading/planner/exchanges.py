@@ -28,6 +28,8 @@ from lading.sim.prices import MachinePrices
 from lading.sim.updates import least_stack
 
 _KINDS = ("dp", "dp/ep")
+#: Places of a shape's rows behind its watched ranks: the first stage, and what every stage has at least.
+FIRST, LEAST = WATCHED, WATCHED + 1
 #: Seconds of gathers and of reductions by (tp, cp, ways of experts, pp, cut at all, shard).
 Known = dict[tuple[int, int, int, int, bool, int, bool], tuple[Floats, Floats]]
 
@@ -39,7 +41,8 @@ class Exchanges:
     Attributes:
         start: Where each shape's begin; ``cuts`` has the cut of each.
         gather_s, optimizer_s: What the slowest watched rank waits for.
-        reduce_s: Of the first stage; ``reduce_all_s``: of all stages of a watched rank, the slowest.
+        reduce_s: Of the first stage; ``reduce_all_s``: of all stages of a watched rank, the slowest;
+            ``reduce_least_s``: of any stage, at least; ``reduce_ranks_s``: (number, watched rank), of all its stages.
         bytes: (number, watched rank): states, gathered parameters and placeholders.
         segment_gather_s, segment_reduce_s: (number, segment): of each alone, where there is no pipeline.
     """
@@ -51,6 +54,8 @@ class Exchanges:
     optimizer_s: Floats
     reduce_s: Floats
     reduce_all_s: Floats
+    reduce_least_s: Floats
+    reduce_ranks_s: Floats
     bytes: Floats
     segment_gather_s: Floats
     segment_reduce_s: Floats
@@ -87,14 +92,21 @@ def exchanges(
 
 
 def watched_segments(table: PipeTable, rows: StageRows) -> Floats:
-    """How often (pipeline shape, watched rank or first stage) has each segment of the model."""
+    """How often (pipeline shape, watched rank, first stage, or every stage at least) has each segment of the model."""
     plain = rows.plain
     watched = watched_rows(table, rows)
-    found = np.zeros((len(watched), WATCHED + 1, plain))
+    found = np.zeros((len(watched), WATCHED + 2, plain))
     for number, runs in enumerate(watched):
         for place, run in enumerate(runs):
             for segment, count in run:
                 found[number, place, segment % plain] += count
+    weights = rows.arrays()[2]
+    each = weights[:, :plain] + weights[:, plain:]
+    for number in range(len(watched)):
+        pipe = int(np.argmax(table.geometry == number))
+        begin = int(table.first[pipe])
+        stages = table.row[begin : begin + int(table.pp[pipe] * table.vpp[pipe])]
+        found[number, LEAST] = each[stages].min(axis=0)
     return found
 
 
@@ -130,7 +142,7 @@ class Shapes:
     """Pipeline shapes of so many ranks.
 
     Attributes:
-        held: (shape, watched rank or first stage, dense and expert parameters and segments counted).
+        held: (shape, watched rank, ``FIRST`` or ``LEAST``, dense and expert parameters and segments counted).
         placeholders: (shape, watched rank): bytes.
         chunks: Of each shape; 0 of that without a pipeline.
     """
@@ -179,10 +191,9 @@ def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
 def _layout(space: Space, block: Block, shape: Shapes, cut: Cut) -> Layout:
     mesh, pp = block.mesh, shape.pp
     dp = space.ask.devices // (mesh.tp * mesh.cp * pp)
-    precision = space.precision
     return Layout(
         dp=dp, pp=pp, vpp=max(1, *shape.chunks), tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, etp=mesh.etp,
-        zero=cut.zero, shard=cut.shard, precision=precision, offload=("optimizer",) if cut.hosted else (),
+        zero=cut.zero, shard=cut.shard, precision=block.precision, offload=("optimizer",) if cut.hosted else (),
     )  # fmt: skip
 
 
@@ -191,26 +202,40 @@ def _priced(space: Space, block: Block, shape: Shapes, alone: Floats, known: Kno
     number, wide = len(shape.held), len(shape.cuts)
     if not wide:
         empty = np.zeros((0, len(alone)))
-        return [*(np.zeros(0) for _ in range(4)), np.zeros((0, WATCHED)), empty, empty]
+        return [*(np.zeros(0) for _ in range(5)), *(np.zeros((0, WATCHED)) for _ in range(2)), empty, empty]
     overlap = space.ask.request.stack.overlap_param_gather
     every = np.concatenate([shape.held.reshape(-1, 3)[:, :2], alone])
     gather, reduce, optimizer, size = _by_cut(space, block, shape, every, known)
-    held = (wide, number, WATCHED + 1)
+    held = (wide, number, WATCHED + 2)
     gathers, reduces = (part[:, : -len(alone)].reshape(held) for part in (gather, reduce))
     waits = gathers[..., :WATCHED] / (np.maximum(1.0, shape.held[:, :WATCHED, 2]) if overlap else 1.0)
-    cut, first = np.array([cut.zero >= 2 for cut in shape.cuts]), gathers[..., WATCHED] / shape.held[:, WATCHED, 2]
-    piped = cut[:, None] & (np.array(shape.chunks) > 0)  # [Note: cut in a pipeline] in lading.sim.piped
-    waits = np.where(piped[..., None], first[..., None], waits)
+    cut = np.array([cut.zero >= 2 for cut in shape.cuts])[:, None] & (np.array(shape.chunks) > 0)
+    whole = np.where(cut, _held_up_s(shape, gathers), waits.max(axis=2))
     updates = optimizer[:, : -len(alone)].reshape(held)[..., :WATCHED]
     of_shapes = [
-        waits.max(axis=2),
+        whole,
         updates.max(axis=2),
-        reduces[..., WATCHED],
+        reduces[..., FIRST],
         reduces[..., :WATCHED].max(axis=2),
+        reduces[..., LEAST],
+        reduces[..., :WATCHED],
         size,
     ]
     columns = [np.swapaxes(part, 0, 1).reshape(number * wide, *part.shape[2:]) for part in of_shapes]
     return [*columns, *(np.tile(part[:, -len(alone) :], (number, 1)) for part in (gather, reduce))]
+
+
+def _held_up_s(shape: Shapes, gathers: Floats) -> Floats:
+    """(cut, shape): by how much gathering cut parameters makes a pipeline longer, at least.
+
+    With one chunk each stage waits for one unit of its own, or the first for all of it; with more the first does
+    ([Note: cut in a pipeline] in lading.sim.piped).
+    """
+    units = np.maximum(1.0, shape.held[..., 2])
+    seen = [*range(min(shape.pp, WATCHED - 1)), *([WATCHED - 1] if shape.pp >= WATCHED else [])]
+    direct = sum(gathers[..., place] / units[:, place] for place in seen)
+    first = gathers[..., FIRST]
+    return np.where(np.array(shape.chunks) > 1, first, np.minimum(first, direct))
 
 
 def _by_cut(

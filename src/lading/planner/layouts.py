@@ -1,8 +1,8 @@
 r"""Layouts: the fastest way to spread a training step over devices, found in the whole joint space.
 
 The optimisation. A layout x = (block, pipe, cut) has a block (tp, cp, ep, etp, sp, micro-batch, how keys and values
-meet, recompute mode), a pipe (pp, vpp, schedule, layers recomputed) and a cut (zero, shard); dp follows. With T(x) the
-seconds of a step by events and M_k(x) the bytes at moment k,
+meet, precision, recompute mode), a pipe (pp, vpp, schedule, layers recomputed) and a cut (zero, shard); dp follows.
+With T(x) the seconds of a step by events and M_k(x) the bytes at moment k,
 
     minimize    T(x)
     subject to  tp cp pp dp = devices                              Space.meshes, Space.pipes, pipes.valid
@@ -11,6 +11,7 @@ seconds of a step by events and M_k(x) the bytes at moment k,
                 lengths divide as the model's cut needs            parallel.ranks.rank_segment, of each block
                 M_k(x) <= budget, k over the five moments          moments.moments_of, refine.refined
                 pinned choices                                     Space
+                precisions that stack and device have              space.precisions_of
 
 How it is solved. T and M are bounded from below by closed forms on the same table of costs (``bounds.step_bounds``,
 ``bounds.peak_bounds``): a block is priced once by the simulator's own code, its pipes and cuts are arrays. In the order

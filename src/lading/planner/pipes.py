@@ -174,8 +174,10 @@ def watched_rows(table: PipeTable, rows: StageRows) -> list[list[tuple[tuple[int
     return found
 
 
-def makespans(table: PipeTable, costs: StageCosts, send_s: float, micro_batches: Floats, stack: Stack) -> Floats:
-    """Least seconds of each pipe ([Note: bound of a pipeline]).
+def makespans(
+    table: PipeTable, costs: StageCosts, send_s: float, micro_batches: Floats, stack: Stack
+) -> tuple[Floats, Floats]:
+    """Least seconds of each pipe ([Note: bound of a pipeline]), and until each watched rank has computed all it has.
 
     Args:
         micro_batches: Of each pipe.
@@ -198,7 +200,9 @@ def makespans(table: PipeTable, costs: StageCosts, send_s: float, micro_batches:
     ahead = (place < (table.pp - 1)[table.rank_pipe]) * times + (place > 0) * (times - 1)
     sends = np.where(waits[table.rank_pipe], ahead * send_s, 0.0)
     starts = np.cumsum(table.pp) - table.pp
-    return np.maximum(path, np.maximum.reduceat(head + times * busy + sends + tail, starts))
+    own = head + times * busy + sends
+    watched = starts[:, None] + np.stack([0 * table.pp, np.minimum(1, table.pp - 1), table.pp - 1], axis=1)
+    return np.maximum(path, np.maximum.reduceat(own + tail, starts)), own[watched]
 
 
 def _late(table: PipeTable, costs: StageCosts) -> Floats:

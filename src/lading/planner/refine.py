@@ -203,6 +203,8 @@ class _Queue:
 
     def _simulate(self, item: _Layout) -> None:
         found = item.found
+        if self.search.peak_bytes(found) > self.room.device_bytes:
+            return None
         if not item.exact and (span_s := self.search.span_s(found)) is not None:
             waits = waiting_share(self.search.ask.devices, every_block=found.cut.zero >= 2 and found.pipe.stages == 1)
             later = (span_s - found.span_s) * (1 + waits)
@@ -223,6 +225,5 @@ def refine(search: Search, found: Bounded, room: Room) -> Refined:
     """One layout, simulated."""
     request = search.request(search.layout(found))
     simulated = simulate(request, search.ask.table, search.segments(found))
-    if found.cut.zero < 2:  # gathers of cut parameters may hold a pipeline up
-        search.learn(found, simulated.step.pipeline)
+    search.learn(found, simulated)
     return Refined(simulated, found.step_s, peaks_of(simulated, search.ask), room)

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
+from operator import add
 
 import numpy as np
 
 from lading.errors import ConfigError
+from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.request import Request
 from lading.planner.bounds import HIDDEN, Rows, peak_bounds, priced_block, step_bounds
@@ -32,7 +34,7 @@ from lading.sim.phases import Phases
 from lading.sim.pipeline import PipelineRun
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced as Segments
-from lading.sim.simulate import segments_by_mode
+from lading.sim.simulate import Simulated, segments_by_mode
 from lading.sim.step import stage_of
 
 #: What rounding may add to a bound, and the unevenness of tiles to that of a family.
@@ -44,7 +46,7 @@ Tell = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A layout with its bounds; ``span_s`` is that of its pipeline alone."""
+    """A layout with its bounds; ``span_s`` is that of its pipeline alone, ``states`` the bytes of its watched ranks."""
 
     step_s: float
     span_s: float
@@ -53,6 +55,7 @@ class Bounded:
     mode: str
     pipe: Pipe
     cut: Cut
+    states: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Search:
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
     _known: Known = field(default_factory=lambda: {})
     _runs: dict[tuple[Block, str, Pipe], PipelineRun] = field(default_factory=lambda: {})
+    _kept: dict[tuple[Block, str, Pipe], tuple[int, ...]] = field(default_factory=lambda: {})
     _out: list[Opened] = field(default_factory=lambda: [])
 
     @cached_property
@@ -126,10 +130,23 @@ class Search:
         run = self._runs.get((found.block, found.mode, found.pipe))
         return run.makespan_s if run else None
 
-    def learn(self, found: Bounded, run: PipelineRun | None) -> None:
-        """What simulating a layout has shown of its pipeline."""
-        if run is not None:
-            self._runs[found.block, found.mode, found.pipe] = run
+    def peak_bytes(self, found: Bounded) -> float:
+        """Least bytes of a layout, with activations as simulated where that was done for the same pipeline."""
+        kept = self._kept.get((found.block, found.mode, found.pipe))
+        if kept is None or not found.states:
+            return found.peak_bytes
+        return max(found.peak_bytes, max(map(add, kept, found.states)) * _ROUNDING)
+
+    def learn(self, found: Bounded, simulated: Simulated) -> None:
+        """What a simulation has shown of a pipeline, whoever keeps its states: when it runs, and what it keeps."""
+        run, key = simulated.step.pipeline, (found.block, found.mode, found.pipe)
+        if run is None:
+            return
+        ranks = len(simulated.memory)
+        watched = (0, min(1, ranks - 1), ranks - 1)
+        self._kept[key] = tuple(simulated.memory[rank].get(Role.ACTIVATION, 0) for rank in watched)
+        if found.cut.zero < 2:  # gathers of cut parameters may hold a pipeline up
+            self._runs[key] = run
 
     def families(self, tell: Tell) -> Iterator[tuple[float, Family]]:
         """All blocks that can be in families, with a bound of each ([Note: three bounds]).
@@ -142,7 +159,7 @@ class Search:
         families: dict[tuple[object, ...], list[Block]] = {}
         for mesh in self.space.meshes():
             for block in self.space.blocks(mesh):
-                key = (mesh.tp, mesh.cp, mesh.etp, mesh.ep > 1, block.sp, block.cp_comm)
+                key = (mesh.tp, mesh.cp, mesh.etp, mesh.ep > 1, block.sp, block.cp_comm, block.precision)
                 families.setdefault(key, []).append(block)
         found = False
         for number, blocks in enumerate(families.values()):
@@ -355,7 +372,8 @@ class _BlockBounds:
         rows = self.rows
         pipe, cut = rows.table.pipes[int(rows.pipe[place])], rows.found.cuts[int(rows.number[place])]
         bounds = float(self.steps[place]), float(self.spans[place]), float(self.peaks[place])
-        return Bounded(*bounds, self.block, self.mode, pipe, cut)
+        states = tuple(rows.found.bytes[int(rows.number[place])].tolist())
+        return Bounded(*bounds, self.block, self.mode, pipe, cut, states)
 
 
 def _memory_first(found: Bounded) -> tuple[float, float]:

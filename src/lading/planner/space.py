@@ -14,10 +14,12 @@ from functools import cached_property
 from math import isqrt
 from typing import Any
 
+from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.errors import ConfigError
-from lading.ir.layout import RECOMPUTES, SCHEDULES, Layout, parse_layout
+from lading.ir.layout import PRECISIONS, RECOMPUTES, SCHEDULES, Layout, parse_layout
 from lading.ir.machine import Machine
 from lading.ir.request import Request
+from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.planner.least import Least
 from lading.sim.schedules import V_SHAPED
@@ -29,6 +31,8 @@ PINS = (
     "recompute", "recompute_layers", "recompute_modules", "precision", "offload",
 )  # fmt: skip
 _WORDS = ("cp_comm", "schedule", "recompute", "precision")
+#: Precisions with a scale for each 16 or 32 elements, whose products Blackwell brought.
+_SCALED_BLOCKS = ("mxfp8", "nvfp4")
 _YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 #: A rank's part of a sequence under context parallel is no shorter; a micro-batch has no more tokens, or sequences.
 _LEAST_TOKENS, _MOST_TOKENS, _MOST_SEQUENCES = 1024, 1 << 17, 4
@@ -42,6 +46,7 @@ class Ask:
         request: Model, machine, stack and all else that is no choice; of its layout the precision counts.
         table: The model's.
         pins: Choices that are made, by the names of ``Layout``.
+        precisions: Of products, to choose from; () for that of the request.
         top: Layouts that fit and are simulated by events; of them ``proven`` are the best of all.
         longest: Tokens of the longest sequence, for the memory of that batch; 0 for that of the request.
         save: How checkpoints are written (``lading.memory.moments``).
@@ -54,6 +59,7 @@ class Ask:
     devices: int
     global_batch: int
     pins: Mapping[str, Any] = field(default_factory=lambda: {})
+    precisions: tuple[str, ...] = ()
     top: int = 64
     proven: int = 1
     longest: int = 0
@@ -61,8 +67,9 @@ class Ask:
     budget_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if "precision" in self.pins:  # with it goes what the stack keeps
-            layout = dataclasses.replace(self.request.layout, precision=self.pins["precision"])
+        first = self.pins.get("precision", next(iter(self.precisions), self.request.layout.precision))
+        if first != self.request.layout.precision:  # with it goes what the stack keeps
+            layout = dataclasses.replace(self.request.layout, precision=first)
             object.__setattr__(self, "request", dataclasses.replace(self.request, layout=layout))
         for name in ("devices", "global_batch", "top", "proven"):
             if getattr(self, name) < 1:
@@ -112,6 +119,7 @@ class Block:
     micro_batch: int
     sp: bool
     cp_comm: str
+    precision: str = "bf16"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -185,6 +193,44 @@ def _value(key: str, value: str) -> Any:
     return number
 
 
+def precisions_of(text: str, machine: Machine, stack: Stack) -> tuple[str, ...]:
+    """Precisions from ``bf16``, ``bf16,fp8``, or ``any``: all of 16 bits and fewer that the stack and the device have.
+
+    Raises:
+        ConfigError: one that is not known, that one of several cannot be, or fp32 beside others.
+    """
+    low = [name for name in LOW_PRECISIONS if not _lacks(name, machine, stack)]
+    if text == "any":
+        return ("bf16", *low)
+    found = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in found:
+        if name not in PRECISIONS:
+            near = difflib.get_close_matches(name, PRECISIONS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"--precision: expected any, or of {', '.join(PRECISIONS)}, got {name!r}{hint}")
+        if len(found) > 1 and (why := _lacks(name, machine, stack)):
+            raise ConfigError(f"--precision: {name} cannot be chosen: {why}; leave it out")
+    return found
+
+
+def _lacks(precision: str, machine: Machine, stack: Stack) -> str:
+    """Why a precision is none of those a search may choose from; "" where it is one."""
+    if precision == "fp32":
+        return "parameters, gradients and states in fp32 are other layouts, to be asked for alone"
+    if precision not in LOW_PRECISIONS:
+        return ""
+    if precision not in stack.low_precisions:
+        return f"software stack {stack.name} has {', '.join(stack.low_precisions) or 'none of fewer than 16 bits'}"
+    gpu = machine.device.gpu
+    if gpu is None or (precision in _SCALED_BLOCKS and gpu.architecture != "blackwell"):
+        return f"{machine.device.name} has no products in it"
+    try:
+        peak_flops(machine.device, precision)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def pins_of(text: str) -> dict[str, Any]:
     """All choices of a layout as it prints: what ``--pin`` of every key would be."""
     layout = parse_layout(text)
@@ -211,9 +257,10 @@ class Space:
         return sum(self.ask.table.counts[1:-1])
 
     @property
-    def precision(self) -> str:
-        """Of products."""
-        return self.ask.pins.get("precision", self.ask.request.layout.precision)
+    def precisions(self) -> tuple[str, ...]:
+        """Of products; parameters, gradients and states have as many bits in all of them."""
+        own = self.ask.request.layout.precision
+        return (own,) if "precision" in self.ask.pins else self.ask.precisions or (own,)
 
     @property
     def experts(self) -> int:
@@ -248,7 +295,8 @@ class Space:
             for sp in self._pinned("sp", [False, True] if mesh.tp > 1 else [False]):
                 ways = ["ring", "all_gather", "all_to_all"] if mesh.cp > 1 else ["ring"]
                 for comm in self._pinned("cp_comm", ways):
-                    yield Block(mesh, micro_batch, sp, comm)
+                    for precision in self.precisions:
+                        yield Block(mesh, micro_batch, sp, comm, precision)
 
     def modes(self) -> list[str]:
         """Of recompute."""
@@ -284,8 +332,10 @@ class Space:
         return [*both, *V_SHAPED] if vpp == 2 else both
 
     def cuts(self, data: int, pp: int) -> list[Cut]:
-        """Of states over ``data`` replicas: of gradients and parameters only where there is no pipeline."""
-        stages = [0, 1] if pp > 1 else [0, 1, 2, 3]
+        """Of states over ``data`` replicas."""
+        stages = [0, 1, 2, 3]
+        if pp > 1:  # [Note: cut in a pipeline] in lading.sim.piped: 2 and 3 are one there
+            stages = [0, 1, 3] if self.ask.request.stack.cuts_in_pipeline else [0, 1]
         found: list[Cut] = []
         for zero in self._pinned("zero", stages if data > 1 else [0]):
             parts = [0, *(n for n in divisors(data) if 1 < n < data)] if zero else [0]
@@ -332,19 +382,24 @@ class Space:
             recompute=mode,
             recompute_layers=pipe.layers if mode == "full" or "recompute_layers" in self.ask.pins else -1,
             recompute_modules=self.ask.pins.get("recompute_modules", ()) if mode == "selective" else (),
-            precision=self.precision,
+            precision=block.precision,
             offload=("optimizer",) if cut.hosted else (),
         )
 
     def left_out(self) -> tuple[str, ...]:
         """What is not searched unless it is pinned."""
         found = [
-            "cut gradients or parameters (zero 2, 3) in a pipeline: DeepSpeed refuses them, others keep them gathered",
             f"context parallel with parts of a sequence under {_LEAST_TOKENS} tokens, and micro-batches of more than "
             f"{_MOST_TOKENS:,} tokens and {_MOST_SEQUENCES} sequences",
             "tensor parallel over more than two domains of the nearest link",
         ]
-        if self.ask.request.stack.megatron_order:
+        stack = self.ask.request.stack
+        if not stack.cuts_in_pipeline:
+            found.append(f"cut gradients or parameters (zero 2, 3) in a pipeline: software stack {stack.name} has none")
+        if len(self.precisions) == 1:
+            own = self.precisions[0]
+            found.append(f"products in another precision than {own}, as it changes what is trained: --precision any")
+        if stack.megatron_order:
             others = ", ".join(kind for kind in SCHEDULES if kind not in ("1f1b", "interleaved"))
-            found.append(f"schedules that software stack {self.ask.request.stack.name} has not: {others}")
+            found.append(f"schedules that software stack {stack.name} has not: {others}")
         return tuple(found)

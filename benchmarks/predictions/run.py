@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -26,8 +26,10 @@ from lading.capture.initial import defer
 from lading.capture.trace import capture
 from lading.catalog.load import load_machine, save_machine
 from lading.config import AdamW, ModelConfig
+from lading.grouping import Matrices
 from lading.models.registry import model_class
 from lading.prepare import build, lowered, plan
+from lading.rules import RuleName
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
 from lading.testing.batches import random_batch
@@ -37,7 +39,10 @@ from lading.units import GiB, MiB
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run; ``share`` of what keeping everything needs is its budget."""
+    """One training run; ``share`` of what keeping everything needs is its budget.
+
+    Decompositions of ``matrices`` other than Muon are due every third update, so that a short run has some.
+    """
 
     model: str
     sizes: dict[str, Any]
@@ -47,12 +52,14 @@ class Run:
     accumulation: int = 1
     clip_norm: float = 0.0
     precision: str = "fp32"
+    matrices: str = ""
 
     def __str__(self) -> str:
         extras = [f"clip {self.clip_norm:g}"] if self.clip_norm else []
         extras += [f"{self.accumulation} micro-batches"] if self.accumulation > 1 else []
         extras += [f"dropout {self.sizes['dropout']:g}"] if self.sizes.get("dropout") else []
         extras += ["bf16"] if self.precision == "bf16" else []
+        extras += [self.matrices] if self.matrices else []
         return ", ".join([f"{self.model} at {self.share:.0%}", *extras])
 
 
@@ -73,12 +80,23 @@ RUNS = (
     Run(model="dit", sizes={**_DIT, "dropout": 0.1}, share=1.0, batch_size=8),
     Run(model="dit", sizes=_DIT, share=0.5, batch_size=8, clip_norm=1.0),
     Run(model="llama", sizes={**_LLAMA, "num_layers": 2}, share=0.5, precision="bf16", clip_norm=1.0),
+    Run(model="gpt", sizes=_GPT, share=1.0, clip_norm=1.0, matrices="muon"),
+    Run(model="llama", sizes=_LLAMA, share=0.5, accumulation=2, matrices="muon"),
+    Run(model="llama", sizes={**_LLAMA, "num_layers": 2}, share=0.5, precision="bf16", clip_norm=1.0, matrices="muon"),
+    Run(model="gpt", sizes=_GPT, share=0.5, matrices="soap"),
+    Run(model="gpt", sizes=_GPT, share=0.5, matrices="shampoo"),
 )  # fmt: skip
 
 
 def batch_of(run: Run, number: int) -> dict[str, torch.Tensor]:
     """Random tokens or images, the same for the same number."""
     return random_batch(run.model, run.sizes, rows=run.batch_size, tokens=run.sequence_length, seed=number)
+
+
+def _matrices(name: str) -> Matrices | None:
+    if not name:
+        return None
+    return Matrices(rule=cast(RuleName, name), lr=1e-3, settings={} if name == "muon" else {"frequency": 3})
 
 
 def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: float) -> dict[str, Any]:
@@ -95,6 +113,7 @@ def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: f
         disk_budget=8 * GiB,
         clip_norm=run.clip_norm,
         master_weights=run.precision == "bf16",
+        matrices=_matrices(run.matrices),
     )
     planned_s = time.perf_counter() - started
     program = lowered(made, graph)

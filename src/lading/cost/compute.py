@@ -185,6 +185,11 @@ def compiled_products(graph: StepGraph) -> int:
     return len(found)
 
 
+def decomposes(graph: StepGraph) -> bool:
+    """Whether an update decomposes matrices."""
+    return any(matrices is not None and matrices[2].eigen for matrices in (work_of(graph, op) for op in graph.ops))
+
+
 def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
     """What the costs of this graph assume for want of a measurement, one sentence each, in order of first use."""
     said: dict[str, None] = {}

@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lading import __version__
-from lading.cost.compute import compiled_products, fused_costs, missing_rates, op_costs, packed_columns, placed_costs
+from lading.cost.compute import (
+    compiled_products,
+    decomposes,
+    fused_costs,
+    missing_rates,
+    op_costs,
+    packed_columns,
+    placed_costs,
+)
 from lading.errors import ConfigError, PlanInfeasible, ProgramError
 from lading.ir.action import ActionKind
 from lading.ir.defer import updates
@@ -269,6 +277,7 @@ def step_costs(
         workspace_bytes=tuple(workspace_bytes) or (0,) * len(graph.ops),
         columns=packed_columns(graph),
         compiled=compiled_products(graph),
+        decomposes=decomposes(graph),
         save_bytes=max(0, int(save_bytes)),
     )
 

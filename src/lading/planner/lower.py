@@ -31,6 +31,7 @@ class Costs:
         workspace_bytes: Scratch of each operation outside the arena.
         columns: Of products that BLAS keeps memory for (``lading.cost.compute.packed_columns``).
         compiled: Products that a CPU's library compiles code for (``lading.cost.compute.compiled_products``).
+        decomposes: Whether matrices are decomposed (``lading.cost.compute.decomposes``).
         save_bytes: What saving between two steps takes of the device beside what lies there.
     """
 
@@ -38,6 +39,7 @@ class Costs:
     workspace_bytes: tuple[int, ...]
     columns: int = 0
     compiled: int = 0
+    decomposes: bool = False
     save_bytes: int = 0
 
 
@@ -70,6 +72,9 @@ _LOWER = (Option.HOST, Option.DISK)
 _BYTES_PER_OP = 2048
 #: The first 16-bit product brings in the library's own code, as much as it keeps for this many. Measured: 4 MiB.
 _LIBRARY_KERNELS = 8
+#: What LAPACK keeps once it has decomposed a matrix, and takes inside a call beside its tensors. Measured: 4.8 to 5.9
+#: MiB kept, up to 3 more in a call, 128 to 2048 rows, torch 2.13 with MKL.
+_LAPACK_BYTES = 9 << 20
 #: The allocator keeps temporaries up to a size (``lading.runtime.resident.reuse_pages``); those of different sizes come
 #: to lie side by side. Measured: up to 5 MiB in all, torch 2.13 (benchmarks/predictions).
 _LARGEST_KEPT_BYTES, _KEPT_BYTES = 4 << 20, 5 << 20
@@ -87,7 +92,9 @@ def overhead_bytes(machine: Machine, costs: Costs) -> int:
     others = set(costs.workspace_bytes) - {max(costs.workspace_bytes, default=0)}  # the largest is the workspace
     allocator = min(_KEPT_BYTES, sum(size for size in others if size < _LARGEST_KEPT_BYTES))
     compiled = device.kernel_bytes * (costs.compiled + _LIBRARY_KERNELS) if costs.compiled else 0
-    return device.overhead_bytes + packing + compiled + calls + allocator + int(_VARIES * device.overhead_bytes)
+    lapack = _LAPACK_BYTES if costs.decomposes else 0
+    causes = device.overhead_bytes + packing + compiled + lapack + calls + allocator
+    return causes + int(_VARIES * device.overhead_bytes)
 
 
 def fixed_bytes(machine: Machine, costs: Costs) -> int:

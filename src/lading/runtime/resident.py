@@ -6,6 +6,8 @@ import ctypes
 import gc
 import os
 import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -39,6 +41,18 @@ def trim() -> bool:
     except (AttributeError, OSError):
         return False
     return True
+
+
+@cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return found
+
+
+def give_back() -> None:
+    """Return freed memory to the kernel without collecting garbage: for kernels with many temporaries of many sizes."""
+    if (give := _malloc_trim()) is not None:
+        give(0)
 
 
 class ResidentSet:

@@ -20,6 +20,7 @@ from lading.optim.muon import MuonRule
 from lading.optim.shampoo import ShampooRule
 from lading.optim.soap import SOAPRule
 from lading.rules import MatrixRule, Muon, Shampoo
+from lading.runtime.resident import give_back
 
 #: Elements that are worked on at once: few enough for a cache, many enough to hide launches on a GPU.
 _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -156,6 +157,8 @@ def _whole(update: _Update, kind: str, rate: Callable[[], float]) -> Callable[[]
                 rule.post(update.moved[index, part], direction[part], shape, lr=lr, update=number)
                 if update.master is not None:
                     update.param[index, part].copy_(update.master[index, part])
+        if kind == "cpu":  # temporaries of every size would stay side by side
+            give_back()
 
     return run
 

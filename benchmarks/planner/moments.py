@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -134,7 +136,8 @@ class Rank:
         """From the first rank."""
         model, optimizer = torch.load(self.folder / "whole.pt") if dist.get_rank() == 0 else ({}, {})
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options)
+        set_model_state_dict(self.model, model, options=options)
+        set_optimizer_state_dict(self.model, self.optimizer, optimizer, options=options)
 
 
 def resident(key: str) -> int:
@@ -193,7 +196,7 @@ def measured() -> dict[str, list[int]]:
             **os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1",
         }  # fmt: skip
         command = [sys.executable, "-W", "ignore", __file__, "--ranks", folder, "--out", out]
-        subprocess.run(command, check=True, env=environment, timeout=120)
+        subprocess.run(command, check=True, env=environment, timeout=600)
         each = [json.loads(Path(f"{out}.{number}").read_text()) for number in range(2)]
     return {moment: [found[moment] for found in each] for moment in each[0]}
 

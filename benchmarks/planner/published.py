@@ -6,7 +6,8 @@
 A set-up is a model, a machine with its network, devices, sequences of a step and their length, a precision and a
 software stack; of several published layouts of one set-up the one that is fastest as simulated counts. The plan is
 found with the same stack, under the memory of the machine, while a published layout may not fit as predicted: where the
-plan is slower then, it is found once more with as much memory as the published layout is predicted to need. The smallest set-ups come first; those that the file of results has are not run again.
+plan is slower then, it is found once more with as much memory as the published layout is predicted to need. The
+smallest set-ups come first; those that the file of results has are not run again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from lading.planner.space import Ask
 from lading.sim.simulate import Simulated, machine_of, simulate
 from lading.validate.requests import request_of
 from lading.validate.rows import read_rows
-
 
 #: By which equal steps may differ.
 _EQUAL = 1e-9

@@ -1,4 +1,17 @@
-"""Nearest: where no layout fits, the asks like it that some layout fits, each planned, with what it costs."""
+"""Nearest: where no layout fits, the asks like it that some layout fits, each planned, with what it costs.
+
+With q an ask and d_k(q', q) how far another is from it in one kind k of change (a pin less, more devices, a smaller
+batch, shorter sequences, a larger budget, other checkpoints, narrower states),
+
+    minimise    d_k(q', q)   for each k on its own                                         ``_first``, ``nearest``
+    subject to  q' differs from q in k only                                                ``_unpinned``, ``_budgets``,
+                                                          ``_more_devices``, ``_smaller``, ``_shorter``, ``_saved``, ...
+                the least that any layout of q' needs fits                                 ``hopeless``
+                a layout of q' was found that fits at all five moments                     ``_met``
+
+The least budget is that of the layout that needs least: layouts are simulated in the order of their bounds of bytes
+until no bound left is below what the best one needs (``_lightest``).
+"""
 
 from __future__ import annotations
 

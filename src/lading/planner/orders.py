@@ -1,9 +1,15 @@
 """Orders of a step: its updates where the gradients become final, or deferred into the next forward.
 
 A deferred update finds a forward to hide its transfers under, and its gradient stays over the step's boundary in
-exchange (``lading.ir.defer``). Which pays depends on the step, the machine and the budget, so each order is planned as
-a step of its own as far as it stays within reach of the best, and the fastest plan wins. The bound that is printed is
-the least over the orders that were planned, however far.
+exchange (``lading.ir.defer``). With n the updates deferred, the last ones of the step, and x the choices of a plan,
+
+    minimise    T(n, x)   seconds of the step as simulated
+    subject to  n of 0, the updates that find no cover, all                                ``_counts``
+                x a plan of the step in that order, within all budgets                     ``deferred_step``, ``Search``
+
+Which order pays depends on the step, the machine and the budget. Each is planned once; those whose first plan stays
+within reach of the best are searched to the end (``_finished``), and the fastest plan wins (``best_order``). The bound
+that is printed is the least over the orders that were planned, however far.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""Refine: layouts of least bounds, simulated by events with the bytes of all moments, until the best is proven."""
+"""Refine: layouts of least bounds, simulated by events with the bytes of all moments, until the best is proven.
+
+With B(x) <= T(x) the bound of a layout's seconds, b(x) <= M(x) that of its bytes, and F those found to fit,
+
+    minimise    T(x)                                                                       ``refine``
+    subject to  M_k(x) <= room, k over the five moments and tiers                          ``Refined.fits``
+    in order    of B(x), layouts with b(x) over the room left out                          ``Search.bounded``
+    until       B of the next >= the slowest wanted T in F: proven                         ``refined``
+                or so many were simulated since the first that fits: not proven            ``_Queue.is_tired``
+    if F is {}  those of least b(x) are simulated; what is left unseen is said             ``_Queue.take_lightest``
+"""
 
 from __future__ import annotations
 

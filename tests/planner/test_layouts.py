@@ -58,6 +58,7 @@ def every(search: Search) -> list[Bounded]:
         pytest.param("default", {"micro_batch": 2, "cp": 1}, marks=pytest.mark.slow),
         ("torchtitan-eager", {"micro_batch": 1, "tp": 2, "recompute": "full"}),
         ("torchtitan-compile", {"micro_batch": 2, "cp": 1, "recompute": "none", "precisions": ("bf16", "fp8")}),
+        ("default", {"micro_batch": 2, "cp": 1, "offload": ("parameters",), "offload_to": "disk"}),
         pytest.param("megatron-core", {"micro_batch": 2, "sp": False}, marks=pytest.mark.slow),
     ],
 )
@@ -314,3 +315,20 @@ def test_cut_parameters_are_searched_in_pipelines() -> None:
     none = Search(ask("llama3-8b", 16, 64, 4096, stack="megatron-core", pins=pins))
     assert {cut.zero for cut in none.space.cuts(8, 2)} == {0, 1}
     assert any("zero 2, 3" in text for text in none.space.left_out())
+
+
+def test_what_does_not_fit_is_put_behind_the_device() -> None:
+    """70 billion parameters on two devices: their states are too large for the hosts, not for their disks."""
+    pins = {"micro_batch": 1, "tp": 1, "cp": 1, "pp": 1, "recompute": "full", "recompute_layers": -1}
+    with pytest.raises(PlanInfeasible) as error:
+        find_layouts(ask("llama3-70b", 2, 4, 4096, pins=pins))
+    near = next(line for line in str(error.value).splitlines() if "offload=parameters, offload_to=disk" in line)
+    layout = parse_layout(near.partition("): ")[2].partition(", step")[0])
+    assert (layout.zero, layout.offload, layout.offload_to) == (3, ("parameters",), "disk")
+    found = find_layouts(ask("llama3-70b", 2, 4, 4096, pins={**pins, "offload": ("parameters",), "offload_to": "disk"}))
+    assert found.winner.layout == layout
+    assert found.winner.simulated.prediction.fits
+    with pytest.raises(ConfigError, match="expected none, optimizer or parameters, got 'activations'"):
+        parse_pins(("offload=activations",))
+    with pytest.raises(ConfigError, match="--pin offload_to: expected host or disk, got 'tape'"):
+        parse_pins(("offload_to=tape",))

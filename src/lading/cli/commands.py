@@ -164,7 +164,8 @@ class Plan:
             "KEY=VALUE",
             "With --model, a choice that is made. Can be repeated. Keys: dp, tp, cp, pp, ep, etp, vpp, micro_batch (or "
             "mb), sp (yes, no), zero (0 to 3), shard, cp_comm, schedule, recompute (none, selective, full), "
-            "recompute_layers, recompute_modules, precision, offload (none, optimizer).",
+            "recompute_layers, recompute_modules, precision, offload (none, optimizer, parameters), offload_to (host, "
+            "disk).",
         ),
     ] = ()
     optimizer: OptimizerName = None

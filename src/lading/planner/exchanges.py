@@ -30,8 +30,8 @@ from lading.sim.updates import least_stack
 _KINDS = ("dp", "dp/ep")
 #: Places of a shape's rows behind its watched ranks: the first stage, and what every stage has at least.
 FIRST, LEAST = WATCHED, WATCHED + 1
-#: Seconds of gathers and of reductions by (tp, cp, ways of experts, pp, cut at all, shard).
-Known = dict[tuple[int, int, int, int, bool, int, bool], tuple[Floats, Floats]]
+#: Seconds of gathers and of reductions by (tp, cp, ways of experts, pp, cut at all, shard, what is copied meanwhile).
+Known = dict[tuple[int, int, int, int, bool, int, str], tuple[Floats, Floats]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +119,9 @@ def least_bytes(space: Space, block: Block, watched: Floats, table: PipeTable, s
     """
     found: list[Floats] = []
     for shape in _all_shapes(space, block, watched, table, segments[len(segments) // 2 :]):
-        widest: dict[tuple[int, bool], Cut] = {}  # more ranks that share states keep fewer each
+        widest: dict[tuple[int, tuple[str, ...]], Cut] = {}  # more ranks that share states keep fewer each
         for cut in shape.cuts:
-            kind = cut.zero, cut.hosted
+            kind = cut.zero, cut.offload
             if kind not in widest or (widest[kind].shard and (not cut.shard or cut.shard > widest[kind].shard)):
                 widest[kind] = cut
         least = np.full(shape.placeholders.shape, np.inf)
@@ -193,7 +193,8 @@ def _layout(space: Space, block: Block, shape: Shapes, cut: Cut) -> Layout:
     dp = space.ask.devices // (mesh.tp * mesh.cp * pp)
     return Layout(
         dp=dp, pp=pp, vpp=max(1, *shape.chunks), tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, etp=mesh.etp,
-        zero=cut.zero, shard=cut.shard, precision=block.precision, offload=("optimizer",) if cut.hosted else (),
+        zero=cut.zero, shard=cut.shard, precision=block.precision, offload=cut.offload,
+        offload_to=cut.tier,
     )  # fmt: skip
 
 
@@ -250,9 +251,9 @@ def _by_cut(
     for cut in shape.cuts:
         layout = _layout(space, block, shape, cut)
         prices = MachinePrices(space.ask.machine, layout, stack)
-        comes_down = cut.hosted and cut.zero >= 2
-        dense = (mesh.tp, mesh.cp, 0, shape.pp, cut.zero > 0, cut.shard, comes_down)
-        expert = (mesh.tp, mesh.cp, mesh.expert_ways, shape.pp, cut.zero > 0, 0, comes_down)
+        moved = ("down " if cut.offload and cut.zero >= 2 else "") + (cut.tier if "parameters" in cut.offload else "")
+        dense = (mesh.tp, mesh.cp, 0, shape.pp, cut.zero > 0, cut.shard, moved)
+        expert = (mesh.tp, mesh.cp, mesh.expert_ways, shape.pp, cut.zero > 0, 0, moved)
         found = [0.0, 0.0]
         for place, key in enumerate((dense, expert)):
             if key not in known:
@@ -268,7 +269,7 @@ def _by_cut(
     least = least_stack(space.ask.request)
     updates = _optimizer(MachinePrices(space.ask.machine, _layout(space, block, shape, Cut(0, 0)), least), kept)
     for place, cut in enumerate(shape.cuts):
-        if cut.hosted:
+        if cut.offload:
             updates[place] = _on_host(space, _layout(space, block, shape, cut), kept[place])
     return np.stack(rows[0]), np.stack(rows[1]), updates, np.stack(rows[3])
 
@@ -308,7 +309,8 @@ def _bytes(shape: Shapes, layout: Layout, request: Request) -> Floats:
     """
     many, stack = 1 << 40, least_stack(request)
     gradients = not layout.cuts_parameters and not (layout.zero == 2 and layout.offload) and not stack.drops_gradients
-    roles = [Role.PARAMETER, *([Role.GRADIENT] if gradients else [])]
+    roles = [Role.GRADIENT] if gradients else []
+    roles += [] if "parameters" in layout.offload else [Role.PARAMETER]
     roles += [] if layout.offload else [Role.OPTIMIZER_STATE]
     each = [state_bytes({kind: many}, layout, stack) for kind in _KINDS]
     own = np.array([sum(found[role] for role in roles) / many for found in each])

@@ -71,7 +71,7 @@ def nearest(ask: Ask, budget: int, tell: Tell) -> list[Near]:
         ask: Which nothing fits.
         budget: Bytes of a device with which there is a plan; 0 for none.
     """
-    kinds = (_unpinned, _more_devices, _smaller, _shorter, _saved, _narrower)
+    kinds = (_unpinned, _offloaded, _more_devices, _smaller, _shorter, _saved, _narrower)
     found = [_first(_budgets(ask, budget), tell), *(_first(kind(ask), tell) for kind in kinds)]
     return [near for near in found if near is not None]
 
@@ -87,6 +87,17 @@ def _unpinned(ask: Ask) -> _Asks:
         yield f"{key} not pinned to {_pinned(ask.pins[key])}", replace(ask, pins=pins)
     if len(ask.pins) > 1:
         yield "nothing pinned", replace(ask, pins={})
+
+
+def _offloaded(ask: Ask) -> _Asks:
+    """With the optimizer's states, or the pieces of parameters too, behind the device; on its host, then on disk."""
+    if "offload" in ask.pins or ask.machine.host_device is None or ask.request.optimizer != "adamw":
+        return
+    for what, tier in (("parameters", "host"), ("optimizer", "disk"), ("parameters", "disk")):
+        if ask.machine.tier(tier) is not None:
+            names = "optimizer states" if what == "optimizer" else "optimizer states and pieces of parameters"
+            pins = {**ask.pins, "offload": (what,), "offload_to": tier}
+            yield f"{names} on the {tier} (offload={what}, offload_to={tier})", replace(ask, pins=pins)
 
 
 def _pinned(value: Any) -> str:
@@ -217,6 +228,8 @@ def hopeless(ask: Ask) -> str:
     layout = replace(ask.request.layout, precision=ask.pins.get("precision", ask.request.layout.precision))
     least = Least.of(replace(ask.request, layout=layout), ask.table, ask.devices)
     room, hosted = room_of(ask), ask.pins.get("offload")
+    if ask.pins.get("offload_to", "host") != "host" and hosted != ():
+        return ""
     here = (
         f"parameters, gradients and optimizer states, spread over all devices, take {format_bytes(least.device_bytes)} "
         f"of each, which has {format_bytes(room.device_bytes)}"

@@ -64,7 +64,11 @@ class Refined:
 
     @property
     def fits(self) -> bool:
-        """Whether all moments do."""
+        """Whether all moments do, and what lies on the disk."""
+        if self.layout.offload_to == "disk":
+            disk = self.simulated.machine.tier("disk")
+            if disk is None or self.simulated.behind_bytes > disk.capacity_bytes:
+                return False
         return self.binding[2] <= 1.0
 
     @property

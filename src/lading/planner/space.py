@@ -16,7 +16,7 @@ from typing import Any
 
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.errors import ConfigError
-from lading.ir.layout import PRECISIONS, RECOMPUTES, SCHEDULES, Layout, parse_layout
+from lading.ir.layout import OFFLOAD_TIERS, PRECISIONS, RECOMPUTES, SCHEDULES, Layout, parse_layout
 from lading.ir.machine import Machine
 from lading.ir.request import Request
 from lading.ir.stack import Stack
@@ -28,9 +28,11 @@ _SHORT = {"mb": "micro_batch"}
 #: What ``--pin`` takes.
 PINS = (
     "dp", "tp", "cp", "pp", "ep", "etp", "vpp", "sp", "zero", "shard", "cp_comm", "micro_batch", "schedule",
-    "recompute", "recompute_layers", "recompute_modules", "precision", "offload",
+    "recompute", "recompute_layers", "recompute_modules", "precision", "offload", "offload_to",
 )  # fmt: skip
-_WORDS = ("cp_comm", "schedule", "recompute", "precision")
+_WORDS = ("cp_comm", "schedule", "recompute", "precision", "offload_to")
+#: What a search puts behind the device: the optimizer's states, or the pieces of parameters with them.
+_BEHIND = ("optimizer", "parameters")
 #: Precisions with a scale for each 16 or 32 elements, whose products Blackwell brought.
 _SCALED_BLOCKS = ("mxfp8", "nvfp4")
 _YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
@@ -139,11 +141,12 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Cut:
-    """Who keeps the states of a parameter, and whether the host keeps and updates them."""
+    """Who keeps the states of a parameter, and what of these lies behind the device: the host updates it."""
 
     zero: int
     shard: int
-    hosted: bool = False
+    offload: tuple[str, ...] = ()
+    tier: str = "host"
 
 
 def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
@@ -164,6 +167,8 @@ def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
             raise ConfigError(f"--pin: expected {key} once, got it twice; leave one out")
         found[key] = _value(key, value)
     Layout(**{key: value for key, value in found.items() if key in ("zero", "schedule", "recompute", "precision")})
+    if found.get("offload_to", "host") not in OFFLOAD_TIERS:
+        raise ConfigError(f"--pin offload_to: expected {' or '.join(OFFLOAD_TIERS)}, got {found['offload_to']!r}")
     return found
 
 
@@ -173,10 +178,10 @@ def _value(key: str, value: str) -> Any:
     if key == "recompute_modules":
         return tuple(filter(None, value.split("+")))
     if key == "offload":
-        if value not in ("none", "optimizer"):
+        if value not in ("none", *_BEHIND):
             raise ConfigError(
-                f"--pin offload: expected none or optimizer, got {value!r}: parameters and activations behind the "
-                "device are simulated, not searched; give lading simulate a layout"
+                f"--pin offload: expected none, {' or '.join(_BEHIND)}, got {value!r}: activations behind the device "
+                "are simulated, not searched; give lading simulate a layout"
             )
         return () if value == "none" else (value,)
     if key == "sp":
@@ -234,8 +239,8 @@ def _lacks(precision: str, machine: Machine, stack: Stack) -> str:
 def pins_of(text: str) -> dict[str, Any]:
     """All choices of a layout as it prints: what ``--pin`` of every key would be."""
     layout = parse_layout(text)
-    if layout.offload not in ((), ("optimizer",)):
-        raise ConfigError(f"expected a layout that offloads nothing or the optimizer, got {text!r}")
+    if len(layout.offload) > 1 or not {*layout.offload} <= {*_BEHIND}:
+        raise ConfigError(f"expected a layout that offloads nothing, {' or '.join(_BEHIND)}, got {text!r}")
     return {key: getattr(layout, key) for key in PINS}
 
 
@@ -340,22 +345,26 @@ class Space:
         for zero in self._pinned("zero", stages if data > 1 else [0]):
             parts = [0, *(n for n in divisors(data) if 1 < n < data)] if zero else [0]
             shards = [n for n in self._pinned("shard", parts) if not n or (zero and data % n == 0)]
-            found += [Cut(zero, shard, hosted) for hosted in self._hosted for shard in shards]
+            ways = [way for way in self._offloads if zero == 3 or "parameters" not in way[0]]
+            found += [Cut(zero, shard, *way) for way in ways for shard in shards]
         return found
 
     @cached_property
-    def _hosted(self) -> list[bool]:
-        """Whether the optimizer's states lie on the host."""
+    def _offloads(self) -> list[tuple[tuple[str, ...], str]]:
+        """What may lie behind the device, and where; parameters only where that is pinned."""
+        tier = self.ask.pins.get("offload_to", "host")
         if "offload" in self.ask.pins:
-            return [self.ask.pins["offload"] == ("optimizer",)]
-        host = self.ask.machine.tier("host")
-        if host is None or self.ask.machine.host_device is None or self.ask.request.optimizer != "adamw":
-            return [False]  # the host updates elements, not whole matrices
-        return [False, True] if self._least_on_host <= host.capacity_bytes else [False]
+            pinned = self.ask.pins["offload"]
+            return [(pinned, tier if pinned else "host")]
+        found: list[tuple[tuple[str, ...], str]] = [((), "host")]
+        behind = self.ask.machine.tier(tier)
+        if behind is None or self.ask.machine.host_device is None or self.ask.request.optimizer != "adamw":
+            return found  # the host updates elements, not whole matrices
+        return [*found, (("optimizer",), tier)] if self._least_behind <= behind.capacity_bytes else found
 
     @cached_property
-    def _least_on_host(self) -> int:
-        """Bytes of a device's part of its host that the optimizer's states need there, whatever the layout."""
+    def _least_behind(self) -> int:
+        """Bytes of a device that the optimizer's states need where the host updates, whatever the layout."""
         return Least.of(self.ask.request, self.ask.table, self.ask.devices).host_bytes
 
     def layout(self, block: Block, mode: str, pipe: Pipe, cut: Cut, global_batch: int | None = None) -> Layout:
@@ -383,7 +392,8 @@ class Space:
             recompute_layers=pipe.layers if mode == "full" or "recompute_layers" in self.ask.pins else -1,
             recompute_modules=self.ask.pins.get("recompute_modules", ()) if mode == "selective" else (),
             precision=block.precision,
-            offload=("optimizer",) if cut.hosted else (),
+            offload=cut.offload,
+            offload_to=cut.tier,
         )
 
     def left_out(self) -> tuple[str, ...]:

@@ -1,9 +1,16 @@
 """One step of Muon on gloo ranks of this host: owners against everyone computing everything, and torch.optim.Muon.
 
-    python benchmarks/optimizers/step.py [--ranks 8] [--out FILE.json]
+    python benchmarks/optimizers/step.py [--ranks 8] [--machine PROBED.toml] [--out FILE.json]
 
 Parameters are cut by FSDP2. Counted are processor seconds of the slowest rank, as ranks share the host's cores; arms
-are interleaved, medians and quartiles printed. "ideal" is what the owners' loads alone allow.
+are interleaved, medians and quartiles printed. "ideal" is what the owners' loads alone allow. With what ``lading probe
+--ranks N`` wrote, steps in fp32 are predicted, too ([Note: prediction]); nothing in it is fitted to a step.
+
+[Note: prediction]
+Owners plan by the machine's seconds. The fullest rank computes its directions while all cores are busy; of every
+parameter it has a piece, on which the kernels of ``pre``, ``post`` and four copies run, each an operation's overhead or
+its bytes, whichever is longer; and it keeps its share of processors busy with what travels. Redundant compute has all
+directions and all elements of the parameters, and gathers a gradient and a parameter at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +21,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +32,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
+from lading.catalog.load import load_machine
+from lading.cost.collective import collective_s
+from lading.cost.kernels import memory_s
+from lading.cost.product import product_s
+from lading.cost.topology import Group
+from lading.ir.machine import Machine
+from lading.ir.work import Product
 from lading.matrices import Muon
 from lading.optim.muon import MuonRule
 from lading.optim.rule import fresh, update_matrix
@@ -32,15 +46,71 @@ from lading.rules import Muon as Settings
 
 LAYERS, HIDDEN, WIDE = 4, 256, 1024
 ROUNDS = 9
+#: Bytes for each element of the kernels of ``pre`` and ``post`` in fp32: momentum, look-ahead, rounding that is none,
+#: decay, moving; and of what ``direction`` does beside products: a copy, a norm, a division.
+OWN_BYTES, DIRECTION_BYTES = (12, 12, 0, 8, 12), (8, 4, 8)
+COPIES = 4
+
+
+def _shapes() -> list[tuple[int, int]]:
+    """Of the seven projections of a block, as a Llama's."""
+    narrow = HIDDEN // 4
+    attention = [(HIDDEN, HIDDEN), (narrow, HIDDEN), (narrow, HIDDEN), (HIDDEN, HIDDEN)]
+    return [*attention, (WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]
+
+
+class _Predicted:
+    """Processor seconds of the slowest rank by a probed machine ([Note: prediction])."""
+
+    def __init__(self, machine: Machine, ranks: int) -> None:
+        assert machine.processes is not None
+        self.machine, self.ranks, self.shared = machine, ranks, machine.processes
+        self.each = [shape for _ in range(LAYERS) for shape in _shapes()]
+
+    def _kernel_s(self, size_bytes: float) -> float:
+        seconds = memory_s(size_bytes, "elementwise", self.machine.device) if size_bytes else 0.0
+        return max(seconds * self.shared.slower("memory-bound", self.shared.cores), self.machine.device.op_overhead_s)
+
+    def direction_s(self, rows: int, columns: int) -> float:
+        """Of one matrix."""
+        work, device = Settings().work(rows, columns), self.machine.device
+        slower = self.shared.slower("products", self.shared.cores)
+        products = sum(
+            times * max(slower * product_s(Product(m, n, k), "fp32", device), device.op_overhead_s)
+            for times, m, n, k in work.products
+        )
+        return products + sum(self._kernel_s(size * rows * columns) for size in DIRECTION_BYTES)
+
+    def _own_s(self, share: float, copies: int) -> float:
+        """Kernels on a part of every parameter."""
+        return sum(self._kernel_s(size * r * c * share) for r, c in self.each for size in (*OWN_BYTES, *(8,) * copies))
+
+    def _travel_s(self, op: str, size_bytes: float) -> float:
+        """A rank's share of the processors that a collective keeps busy."""
+        busy = self.shared.busy.get(f"{op}.{self.ranks}")
+        if busy is None:
+            raise SystemExit(f"expected a machine probed with --ranks {self.ranks}, got one without {op}.{self.ranks}")
+        group = Group(self.ranks, self.ranks)
+        return collective_s(op, size_bytes, group, self.machine) * busy / self.ranks
+
+    def owners_s(self, owned: Sequence[Sequence[tuple[int, int]]], groups: int) -> float:
+        """Of the fullest rank; ``owned``: shapes of what each rank owns."""
+        directions = max(sum(self.direction_s(*shape) for shape in own) for own in owned)
+        size = 4 * sum(r * c for r, c in self.each) / self.ranks / groups
+        travels = 2 * groups * self._travel_s("all_to_all", size) + self._travel_s("all_reduce", 4.0)
+        return directions + self._own_s(1 / self.ranks, COPIES) + travels
+
+    def redundant_s(self) -> float:
+        """Of every rank."""
+        gathers = sum(2 * self._travel_s("all_gather", 4 * r * c) for r, c in self.each)
+        return sum(self.direction_s(*shape) for shape in self.each) + self._own_s(1.0, COPIES) + gathers
 
 
 def _sharded(ranks: int) -> nn.Module:
-    """Blocks of seven projections, as a Llama's, cut; only their weights count."""
+    """Blocks of seven projections, cut; only their weights count."""
     torch.manual_seed(0)
-    shapes = {"q": (HIDDEN, HIDDEN), "k": (HIDDEN // 4, HIDDEN), "v": (HIDDEN // 4, HIDDEN), "o": (HIDDEN, HIDDEN)}
-    shapes |= {"gate": (WIDE, HIDDEN), "up": (WIDE, HIDDEN), "down": (HIDDEN, WIDE)}
     mesh = init_device_mesh("cpu", (ranks,))
-    layers = [nn.Linear(columns, rows, bias=False) for _ in range(LAYERS) for rows, columns in shapes.values()]
+    layers = [nn.Linear(columns, rows, bias=False) for _ in range(LAYERS) for rows, columns in _shapes()]
     model = fully_shard(nn.Sequential(*layers), mesh=mesh)
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
@@ -99,15 +169,25 @@ def _run(rank: int, ranks: int, folder: str) -> None:
     owners = Muon(_sharded(ranks).parameters(), dtype="float32").owners
     assert owners is not None
     if rank == 0:
-        ideal = ranks / owners.load_ratio
-        (Path(folder) / "found.json").write_text(json.dumps({"ideal": ideal, "gap": owners.gap, "seconds": times}))
+        owner = [gang[0] for gang in owners.ranks]
+        found = {"ideal": ranks / owners.load_ratio, "gap": owners.gap, "owner": owner, "seconds": times}
+        (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def _guesses(machine: Path, ranks: int, owner: Sequence[int]) -> dict[str, float]:
+    """Predicted processor seconds by arm."""
+    predicted = _Predicted(load_machine(str(machine)), ranks)
+    owned = [[shape for shape, own in zip(predicted.each, owner, strict=True) if own == rank] for rank in range(ranks)]
+    found = {f"owners, fp32, {n} group{'s' * (n > 1)}": predicted.owners_s(owned, n) for n in (1, 2, 4)}
+    return {"redundant, fp32": predicted.redundant_s(), **found}
 
 
 def main() -> None:
     """Print medians, quartiles and ratios; write them if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--machine", type=Path)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -117,11 +197,17 @@ def main() -> None:
     print(
         f"torch {torch.__version__}, {args.ranks} gloo ranks, {7 * LAYERS} matrices; processor ms of the slowest rank"
     )
+    guess = _guesses(args.machine, args.ranks, found["owner"]) if args.machine else {}
     middle = {name: statistics.median(row) for name, row in found["seconds"].items()}
     for name, row in found["seconds"].items():
         low, _, high = statistics.quantiles(row, n=4)
         base = middle["redundant, fp32" if "fp32" in name else "redundant, bf16"]
-        print(f"{name:<38} {middle[name] * 1e3:8.1f} [{low * 1e3:.1f}, {high * 1e3:.1f}]  {base / middle[name]:.2f}x")
+        line = f"{name:<38} {middle[name] * 1e3:8.1f} [{low * 1e3:.1f}, {high * 1e3:.1f}]  {base / middle[name]:.2f}x"
+        if name in guess:
+            line += f"  predicted {guess[name] * 1e3:.1f} ({guess[name] / middle[name] - 1:+.0%})"
+        print(line)
+    if guess:
+        found["predicted"] = guess
     print(f"ideal {found['ideal']:.2f}x; owners' loads are within {found['gap']:.1%} of the bound")
     if args.out:
         args.out.write_text(json.dumps({"torch": torch.__version__, "ranks": args.ranks, **found}, indent=1) + "\n")

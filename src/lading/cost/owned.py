@@ -103,19 +103,23 @@ def update_of(
     return Update(seconds, exposed, directions, ranks, number, _moved_bytes(matrices, rule, layout, stack), cut)
 
 
+def matrix_s(rows: int, columns: int, rule: MatrixRule, stack: Stack, machine: Machine) -> float:
+    """Seconds of the direction of one matrix, alone on its device; a product and its transpose are alike."""
+    short, long = sorted((rows, columns))
+    precision = "bf16" if isinstance(rule, Muon) and rule.dtype == "bfloat16" else "fp32"
+    return direction_s(rule.work(short, long), short * long, machine.device, precision, stack.launch_s)
+
+
 def _kinds(
     matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: Layout, stack: Stack, machine: Machine
 ) -> tuple[Kind, ...]:
-    """Equal matrices, longest first; a product and its transpose are alike."""
+    """Equal matrices, longest first."""
     found: dict[tuple[float, int], int] = {}
-    precision = "bf16" if isinstance(rule, Muon) and rule.dtype == "bfloat16" else "fp32"
     shared = machine.processes
+    slower = shared.slower("products", layout.devices) if shared is not None else 1.0
     for matrix, times in matrices.items():
-        short, long = sorted((matrix.rows, matrix.columns))
-        seconds = direction_s(rule.work(short, long), short * long, machine.device, precision, stack.launch_s)
-        if shared is not None:
-            seconds *= shared.slower("products", layout.devices)
-        key = seconds, 4 * rule.state_elements(short, long)[1]
+        seconds = matrix_s(matrix.rows, matrix.columns, rule, stack, machine) * slower
+        key = seconds, 4 * rule.state_elements(matrix.rows, matrix.columns)[1]
         found[key] = found.get(key, 0) + matrix.count * times
     return tuple(Kind(seconds, size, (), count) for (seconds, size), count in sorted(found.items(), reverse=True))
 

@@ -145,6 +145,8 @@ class Shapes:
         held: (shape, watched rank, ``FIRST`` or ``LEAST``, dense and expert parameters and segments counted).
         placeholders: (shape, watched rank): bytes.
         chunks: Of each shape; 0 of that without a pipeline.
+        directions: (shape, watched rank): least seconds of a matrix optimizer: the mean of who shares the matrices, or
+            the longest of them.
     """
 
     pp: int
@@ -152,6 +154,7 @@ class Shapes:
     cuts: list[Cut]
     held: Floats
     placeholders: Floats
+    directions: Floats
 
 
 def _all_shapes(
@@ -160,6 +163,9 @@ def _all_shapes(
     """Of each number of pipeline ranks, in the order of the table."""
     weights = np.concatenate([_alone(plain), np.ones((len(plain), 1))], axis=1)
     held, placeholders = watched @ weights, _all_placeholders(watched[:, :WATCHED], plain)
+    total, longest = np.array(space.directions_s).T
+    there = watched[:, :WATCHED]
+    total, longest = there @ total, np.max((there > 0) * longest, axis=2)
     mesh, begin = block.mesh, 0
     devices = space.ask.devices // (mesh.tp * mesh.cp)
     for pp, group in groupby(table.geometries, key=lambda shape: shape[0]):
@@ -170,7 +176,8 @@ def _all_shapes(
         chunks = [0 if single else vpp for _, vpp, _ in shapes]
         own = slice(begin, begin + len(shapes))
         begin += len(shapes)
-        yield Shapes(pp, chunks, cuts, held[own], placeholders[own])
+        least = np.maximum(total[own] / (space.ask.devices // pp), longest[own])
+        yield Shapes(pp, chunks, cuts, held[own], placeholders[own], least)
 
 
 def _all_placeholders(watched: Floats, plain: Sequence[Phases]) -> Floats:
@@ -212,7 +219,7 @@ def _priced(space: Space, block: Block, shape: Shapes, alone: Floats, known: Kno
     waits = gathers[..., :WATCHED] / (np.maximum(1.0, shape.held[:, :WATCHED, 2]) if overlap else 1.0)
     cut = np.array([cut.zero >= 2 for cut in shape.cuts])[:, None] & (np.array(shape.chunks) > 0)
     whole = np.where(cut, _held_up_s(shape, gathers), waits.max(axis=2))
-    updates = optimizer[:, : -len(alone)].reshape(held)[..., :WATCHED]
+    updates = optimizer[:, : -len(alone)].reshape(held)[..., :WATCHED] + shape.directions
     of_shapes = [
         whole,
         updates.max(axis=2),

@@ -23,6 +23,7 @@ from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.planner.least import Least
 from lading.sim.schedules import V_SHAPED
+from lading.sim.updates import segment_directions_s
 
 _SHORT = {"mb": "micro_batch"}
 #: What ``--pin`` takes.
@@ -255,6 +256,11 @@ class Space:
     """The layouts of an ask."""
 
     ask: Ask
+
+    @cached_property
+    def directions_s(self) -> list[tuple[float, float]]:
+        """Of each segment: seconds of a matrix optimizer on all its matrices, and on the longest; 0 with AdamW."""
+        return segment_directions_s(self.ask.request, self.ask.table, self.ask.machine)
 
     @cached_property
     def layers(self) -> int:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lading.cost.owned import RULES, Update, assumed_of_updates, update_of
+from lading.cost.owned import RULES, Update, assumed_of_updates, matrix_s, update_of
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
@@ -97,6 +97,19 @@ def block_matrices(request: Request, table: ModelTable) -> list[tuple[BlockMatri
     """Matrices of each segment."""
     sizes = {**table.symbols, "s": request.seq_len}
     return [matrices_of(segment, sizes) for segment in table.segments]
+
+
+def segment_directions_s(request: Request, table: ModelTable, machine: Machine) -> list[tuple[float, float]]:
+    """Seconds of directions of each segment on one device: of all its matrices, and of the longest; 0 with AdamW."""
+    found = [(0.0, 0.0) for _ in table.segments]
+    if request.optimizer == "adamw":
+        return found
+    rule = RULES[request.optimizer]
+    for place, matrices in enumerate(block_matrices(request, table)):
+        each = [(matrix_s(m.rows, m.columns, rule, request.stack, machine), m.count) for m in matrices]
+        if each:
+            found[place] = sum(seconds * count for seconds, count in each), max(seconds for seconds, _ in each)
+    return found
 
 
 def rank_update(

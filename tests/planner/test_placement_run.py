@@ -85,9 +85,10 @@ def test_a_device_with_little_room_has_fewer_micro_batches_under_way() -> None:
     plan = _plan()
     room = {device.name: device.under_way for device in plan.devices}
     assert [room[stage.device] for stage in plan.stages] == [2, 1]
-    assert plan.together == MICRO_BATCHES
-    tight = tuple(dataclasses.replace(device, under_way=1) for device in plan.devices)
-    assert dataclasses.replace(plan, devices=tight).together == 1
+    assert plan.windows == (2, 1)
+    first = plan.stages[0].device
+    tight = tuple(dataclasses.replace(d, under_way=1 if d.name == first else 3) for d in plan.devices)
+    assert dataclasses.replace(plan, devices=tight).windows == (1, 1)  # a stage gets no more than the one before
 
 
 def test_blocks_of_a_table_are_found_in_the_model() -> None:
@@ -135,7 +136,7 @@ def _part(rank: int, plan: PlacedPlan) -> None:
     torch.manual_seed(1)
     tokens = torch.randint(0, 64, (MICRO_BATCHES * ROWS, TOKENS + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    lean = plan.together == 1  # this time no process holds the whole model
+    lean = plan.windows[0] == 1  # this time no process holds the whole model
     with torch.device("meta" if lean else "cpu"):
         model = _model()
     part = lading.place(plan, model, (inputs[:ROWS],), _loss)

@@ -136,18 +136,13 @@ class PlacedPlan:
         return Stage(device=device, begins=names[known], blocks=blocks, behind=behind)
 
     @property
-    def together(self) -> int:
-        """Micro-batches of a step that run in one pipeline: of its divisors the largest that memory has room for.
-
-        All of them unless a device is too full to hold as many as there are stages from its own on.
-        """
+    def windows(self) -> tuple[int, ...]:
+        """Micro-batches under way on each stage, as its memory has room for, and at most as on the stage before."""
         room = {device.name: device.under_way for device in self.devices}
-        count = len(self.stages)
-        for number in range(self.micro_batches, 0, -1):
-            held = [min(number, count - place) <= room[s.device] for place, s in enumerate(self.stages)]
-            if self.micro_batches % number == 0 and all(held):
-                return number
-        return 1
+        found: list[int] = []
+        for stage in self.stages:
+            found.append(min([self.micro_batches, room[stage.device], *found[-1:]]))
+        return tuple(found)
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

@@ -7,8 +7,8 @@ begins, and gives this process its part; ranks go by the order of parts. Parts r
 - A weight tied between parts is a copy in each: their gradients are added up after the last micro-batch, in the same
   order everywhere, so that the copies stay equal to the bit.
 - Torch sets buffers aside for what comes in of every micro-batch; here as many as are under way take turns (``_Ring``).
-- Where the memory of a device has no room for as many micro-batches as the schedule keeps under way, a step is several
-  runs of fewer (``PlacedPlan.together``).
+- Where the memory of a device has no room for as many micro-batches as the schedule keeps under way, it keeps fewer
+  (``PlacedPlan.windows``).
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ class Placed:
     def __init__(self, plan: PlacedPlan, rank: int, stage: Any, loss: Loss | None, tied: Sequence[_Tied]) -> None:
         self.plan, self.rank, self.stage, self._tied = plan, rank, stage, tied
         self.module: nn.Module = stage.submod
-        self._rounds = plan.micro_batches // plan.together
         self._loss, self._passing = loss, False
-        # Scaled here, as torch's own scaling would divide earlier runs' gradients again.
         own_loss = None if loss is None else self._scaled
-        self._schedule = _OneForwardOneBackward(stage, plan.together, own_loss)
+        self._schedule = _OneForwardOneBackward(stage, plan.micro_batches, plan.windows[rank], own_loss)
 
     @property
     def is_first(self) -> bool:
@@ -80,30 +78,24 @@ class Placed:
                 "step: expected a placement of a training step, got one of a pass; plan without --latency"
             )
         self._check(target if self.is_last else inputs[0] if self.is_first else None)
-        found: list[torch.Tensor] = []
-        given = zip(*(tensor.chunk(self._rounds) for tensor in inputs), strict=True)
-        for own, aims in zip(given, target.chunk(self._rounds), strict=True):
-            losses: list[torch.Tensor] = []
-            options: dict[str, Any] = {"target": aims, "losses": losses} if self.is_last else {}
-            self._schedule.step(*(own if self.is_first else ()), return_outputs=False, **options)
-            found += [loss.detach() * self.plan.micro_batches for loss in losses]
+        losses: list[torch.Tensor] = []
+        options: dict[str, Any] = {"target": target, "losses": losses} if self.is_last else {}
+        self._schedule.step(*(inputs if self.is_first else ()), return_outputs=False, **options)
         for weight in self._tied:
             weight.add_up()
-        return found
+        return [loss.detach() * self.plan.micro_batches for loss in losses]
 
     def run(self, *inputs: torch.Tensor) -> Any:
         """One forward pass of all micro-batches, without gradients; the last part gets the output, others None."""
         self._check(inputs[0] if self.is_first else None)
-        outputs: list[Any] = []
+        options = {"target": inputs[0]} if self.is_last and self._loss is not None else {}
         self._passing = True
         try:
-            for own in zip(*(tensor.chunk(self._rounds) for tensor in inputs), strict=True):
-                options = {"target": own[0]} if self.is_last and self._loss is not None else {}
-                with torch.no_grad():
-                    outputs.append(self._schedule.eval(*(own if self.is_first else ()), **options))
+            with torch.no_grad():
+                output = self._schedule.eval(*(inputs if self.is_first else ()), **options)
         finally:
             self._passing = False
-        return torch.cat(outputs) if self.is_last else None
+        return output if self.is_last else None
 
     def _scaled(self, output: Any, target: Any) -> torch.Tensor:
         """A micro-batch's share of the mean loss; of a pass nothing, though torch asks for it."""
@@ -120,11 +112,15 @@ class Placed:
 
 
 class _OneForwardOneBackward(Schedule1F1B):
-    """The schedule of fewer micro-batches than stages too, which torch's constructor refuses though its steps do it."""
+    """Torch's schedule with a given number of micro-batches under way on a stage, where its own is that of stages left.
 
-    def __init__(self, stage: Any, micro_batches: int, loss: Loss | None) -> None:
+    Also of fewer micro-batches than stages, which torch's constructor refuses though its steps do it.
+    """
+
+    def __init__(self, stage: Any, micro_batches: int, window: int, loss: Loss | None) -> None:
         super().__init__(stage, max(micro_batches, stage.num_stages), loss_fn=loss, scale_grads=False)
         self._n_microbatches = micro_batches
+        self._num_stages = stage.stage_index + window  # what a step takes the number under way from, and nothing else
 
 
 class _Ring:
@@ -216,9 +212,8 @@ def place(
     stage: Any = pipe.build_stage(rank, torch.device("meta") if _is_meta(model) else place_on, group)
     stage.device = place_on
     _drop_unread(stage.submod, aliases)
-    held = min(plan.together, len(stages) - rank)
-    stage._create_act_recv_info = _Ring(stage._create_act_recv_info, held, plan.together)
-    stage._create_grad_recv_info = _Ring(stage._create_grad_recv_info, 1, plan.together)
+    stage._create_act_recv_info = _Ring(stage._create_act_recv_info, plan.windows[rank], plan.micro_batches)
+    stage._create_grad_recv_info = _Ring(stage._create_grad_recv_info, 1, plan.micro_batches)
     others = [pipe.get_stage_module(number) for number in range(len(stages)) if number != rank]
     _release([model, *others], stage.submod)
     return Placed(plan, rank, stage, loss, _tied(pipe.replicated_params, stage.submod, rank, group))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 
 import numpy as np
@@ -93,7 +94,9 @@ class Trial:
 def windows_of(problem: Problem, devices: Sequence[int]) -> tuple[int, ...]:
     """Micro-batches under way on each device: as many as it has devices behind it, itself included, if they fit.
 
-    That is one-forward-one-backward: the last of K parts holds one, the first K.
+    That is one-forward-one-backward: the last of K parts holds one, the first K. None holds more than the one before,
+    whose micro-batches they are, nor more than one beyond the one behind it, which would not take them: torch's
+    schedule waits with a backward until the forward before is taken.
     """
     order: dict[int, int] = {}
     for device in devices:
@@ -105,6 +108,11 @@ def windows_of(problem: Problem, devices: Sequence[int]) -> tuple[int, ...]:
         free = problem.network.memory_bytes[device] - resident[device] - max(g.working_bytes for g in own)
         most = min(problem.micro_batches, len(order) - place)
         found[device] = max(1, min(most, free // kept if kept else most))
+    parts = list(order)
+    for before, behind in reversed(list(pairwise(parts))):
+        found[before] = min(found[before], found[behind] + 1)
+    for before, behind in pairwise(parts):
+        found[behind] = min(found[behind], found[before])
     return tuple(found)
 
 

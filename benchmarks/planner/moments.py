@@ -4,7 +4,8 @@
 
 Each rank's resident set is read at its highest (``VmHWM``, reset before each moment) less what the process had before
 there was a model. A CPU rank has its device's and its host's bytes in one memory, so their predicted sum is compared,
-in the mean of the ranks; a copy from the device to the host is none here, which is said where it matters.
+in the mean of the ranks. Moving from the device to the host copies nothing here, so the pieces on the host of "start"
+and "save sharded" are predicted and not there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -33,6 +33,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
@@ -111,11 +113,12 @@ class Rank:
 
     def save(self) -> None:
         """In pieces."""
-        dcp.save(self.states, checkpoint_id=self.folder / "pieces")
+        save(self.states, checkpoint_id=self.folder / "pieces")
 
     def save_beside(self) -> None:
         """In pieces, staged first."""
-        dcp.async_save(self.states, checkpoint_id=self.folder / "beside").result()
+        beside: Any = async_save(self.states, checkpoint_id=self.folder / "beside")
+        beside.result()
 
     def save_whole(self) -> None:
         """By the first rank."""
@@ -127,7 +130,7 @@ class Rank:
     def load(self) -> None:
         """Pieces into states that are there."""
         states = self.states
-        dcp.load(states, checkpoint_id=self.folder / "pieces")
+        load(states, checkpoint_id=self.folder / "pieces")
         set_state_dict(
             self.model, self.optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
         )
@@ -158,7 +161,7 @@ def highest(act: Callable[[], Any], before: int) -> tuple[int, Any]:
 
 def rank_of(number: int, folder: str, out: str) -> None:
     """All moments on one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=number, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=2)
     path = Path(folder)
     warm = Rank(SMALL, path / "warm")
     (path / "warm").mkdir(exist_ok=True)

@@ -107,9 +107,9 @@ def _whole_elements(simulated: Simulated) -> list[list[int]]:
     tied = {second for _, second in table.tied} if request.layout.pp == 1 else set[tuple[int, str]]()
     return [
         [
-            prod(int(dim.at(sizes)) for dim in tensor.dims)
-            for tensor in segment.tensors
-            if tensor.role is Role.PARAMETER and (number, tensor.name) not in tied
+            prod(int(dim.at(sizes)) for dim in segment.tensors[parameter].dims)
+            for parameter, _ in segment.gradients
+            if (number, segment.tensors[parameter].name) not in tied
         ]
         for number, segment in enumerate(table.segments)
     ]

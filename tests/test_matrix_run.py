@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import nn
 
 from lading.capture.trace import capture
 from lading.catalog.load import save_machine
+from lading.checkpoint.store import latest_checkpoint, open_checkpoint
 from lading.config import AdamW, load_run
 from lading.errors import ConfigError, StorageError
 from lading.grouping import Matrices
@@ -26,12 +29,13 @@ from lading.optim.muon import MuonRule
 from lading.optim.rule import fresh, update_matrix
 from lading.optim.shampoo import ShampooRule
 from lading.optim.soap import SOAPRule
-from lading.prepare import lowered, plan
+from lading.prepare import lowered, plan, plan_run
+from lading.report.metrics import read_metrics
 from lading.rules import Muon, Shampoo
 from lading.train import train_plain, train_run
 from lading.trainer import Trainer
 from tests.machines import small_machine
-from tests.runs import OVERHEAD_BYTES
+from tests.runs import OVERHEAD_BYTES, num_lines, saved_plan, start, wait_until, write_run
 
 MUON = Matrices(rule="muon", lr=0.02)
 
@@ -86,9 +90,21 @@ SLOW = [
     Case(MUON, accumulation=2, steps=12, clip_norm=0.0, num_layers=3, dim=64),
     Case(MUON, steps=12, num_layers=3, dim=64),
     Case(MUON, precision="bf16", steps=12, num_layers=3, dim=64),
-    Case(_matrices("muon", **{"qkv.weight": 3}), steps=8, num_layers=2, parts={"qkv.weight": (32, 32, 32)}),
-    Case(_matrices("soap"), precision="bf16", accumulation=2, steps=8, num_layers=2, dim=64),
-    Case(_matrices("shampoo", **{"qkv.weight": "32 64"}), steps=8, num_layers=2, parts={"qkv.weight": (32, 64)}),
+    Case(
+        _matrices("muon", **{"qkv.weight": 3}),
+        steps=8,
+        shares=(1.0, 0.5),
+        num_layers=2,
+        parts={"qkv.weight": (32, 32, 32)},
+    ),
+    Case(_matrices("soap"), precision="bf16", accumulation=2, steps=8, shares=(0.6,), num_layers=2, dim=64),
+    Case(
+        _matrices("shampoo", **{"qkv.weight": "32 64"}),
+        steps=8,
+        shares=(0.6,),
+        num_layers=2,
+        parts={"qkv.weight": (32, 64)},
+    ),
 ]
 
 
@@ -287,3 +303,34 @@ def test_the_example_trains_as_plain_pytorch_does(tmp_path: Path) -> None:
     other = dataclasses.replace(run, optimization=dataclasses.replace(run.optimization, matrices=None))
     with pytest.raises(ConfigError, match=r"saved with another .*matrices.rule \(was 'muon', is None\)"):
         train_run(other, resume=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["muon", "soap"])
+def test_killed_at_random_instants(rule: str, tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    text = path.read_text().replace("steps = 40", f'steps = 40, matrices = {{ rule = "{rule}", lr = 0.01 }}')
+    path.write_text(text)
+    made = plan_run(load_run(path)).plan
+    chance, saved = random.Random(0), {}
+    for name in ("reference", "killed"):
+        out, log = tmp_path / name, tmp_path / f"{name}.log"
+        argv = ["train", "--plan", str(saved_plan(made, out)), "--resume"]
+        kills = 0
+        while name == "killed" and kills < 4:
+            process, before = start(log, *argv), num_lines(out / "metrics.jsonl")
+            wait_until(lambda out=out, before=before: num_lines(out / "metrics.jsonl") > before + 5, process)
+            time.sleep(chance.uniform(0, 0.05))
+            process.kill()
+            process.join()
+            assert process.exitcode == -9
+            kills += 1
+        process = start(log, *argv)
+        process.join(200)
+        assert process.exitcode == 0, log.read_text()
+        newest = latest_checkpoint(out / "checkpoints")
+        assert newest is not None
+        losses = [record["loss"] for record in read_metrics(out / "metrics.jsonl")]
+        saved[name] = (open_checkpoint(newest).step, (newest / "state.safetensors").read_bytes(), losses)
+    assert saved["killed"] == saved["reference"]
+    assert saved["killed"][0] == len(saved["killed"][2]) == 40

@@ -128,7 +128,7 @@ def test_report_probe_demo(train: FakeTrain) -> None:
     assert train.calls == [
         ("write_run_report", (Path(),), {}),
         ("probe_to", (Path("m.toml"), Path()), {"ranks": 1}),
-        ("demo", (Path("out/demo"), "64MB", 5.0), {}),
+        ("demo", (Path("out/demo"), "64MB", 5.0, "adamw"), {}),
     ]
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.runtime.cases import OPTIMIZER, TIERED, at_random, batches_of, load, loss_fn, model_of, program_of
+from tests.runtime.fake_accelerator import FakeApi, fake_device
 from torch.profiler import ProfilerActivity, profile
 
+from lading.capture.trace import capture
 from lading.grouping import Matrices
+from lading.ir.defer import defer
+from lading.ir.defer import updates as deferrable
+from lading.ir.step import expand
 from lading.ir.updates import (
     Tensors,
     counts_updates,
@@ -26,6 +33,7 @@ from lading.optim.shampoo import ShampooRule
 from lading.optim.soap import SOAPRule
 from lading.rules import SOAP, Muon, Shampoo
 from lading.runtime import updates
+from lading.runtime.executor import Executor
 from lading.runtime.kernels import Kernel, Rate, bind
 
 RULES: list[Any] = [
@@ -111,3 +119,25 @@ def test_an_update_says_what_it_is() -> None:
     assert op.flops == 2 * RULES[0].made().work(8, 4).flops
     assert (op.name, op.mutates, op.outputs, op.module) == ("lading.muon", (0, 2), (3,), "layers.0")
     assert rule_of(op) == RULES[0].made()
+
+
+@pytest.mark.parametrize("rule", ["muon", *(pytest.param(r, marks=pytest.mark.slow) for r in ("soap", "shampoo"))])
+def test_a_device_behind_the_host_gives_the_same_bits(rule: Any, tmp_path: Path, api: FakeApi) -> None:
+    """On streams that are threads, with half of all gaps moved or recomputed, updates deferred and memory poisoned."""
+    settings: dict[str, Any] = {} if rule == "muon" else {"frequency": 2}
+    matrices = Matrices(rule=rule, lr=0.02, settings=settings)
+    captured = capture(model_of("gpt", num_layers=1), batches_of(1, 1)[0][0], loss_fn)
+    graph = expand(captured, clip_norm=0.5, matrices=matrices)
+    late = defer(graph, len(deferrable(graph)))[0]
+    assert any(late.ops[i].name == f"lading.{rule}" for i in late.deferred)
+    found: list[tuple[list[Any], dict[str, torch.Tensor]]] = []
+    for step, pick, device in ((graph, None, None), (late, at_random(0), fake_device(api))):
+        program = program_of(step, pick, TIERED)
+        with Executor(program, optimizer=OPTIMIZER, folder=tmp_path, device=device, poison=True) as executor:
+            load(executor, model_of("gpt", num_layers=1))
+            losses = [executor.step(batch, lr=1e-3, matrix_lr=0.02) for batch in batches_of(4, 1)]
+            values = {p.names[0]: executor.read_storage(step.storage_of(p.tensor)) for p in step.parameters}
+            found.append((losses, values))
+    (losses, values), (got, moved) = found
+    assert got == losses
+    assert all(torch.equal(values[name], moved[name]) for name in values)

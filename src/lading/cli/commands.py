@@ -415,6 +415,9 @@ class Demo:
     out: Annotated[Path, arg(metavar="FOLDER", help="Where everything goes.")] = Path("out/demo")
     budget: Annotated[str, arg(metavar="SIZE", help="Device memory: 256MB, or a share of keeping everything.")] = "50%"
     seconds: Annotated[float, arg(metavar="N", help="Train for about so long.")] = 60.0
+    optimizer: Annotated[
+        Literal["adamw", "muon", "shampoo", "soap"], arg(help="What moves the matrices; AdamW moves the rest.")
+    ] = "adamw"
 
     def run(self) -> None:
         """Run the demonstration and print its verdict."""
@@ -423,7 +426,7 @@ class Demo:
             raise ConfigError(f"--seconds: expected a time above 0, got {self.seconds}")
         from lading.cli.demo import demo
 
-        print(demo(self.out, self.budget, self.seconds))
+        print(demo(self.out, self.budget, self.seconds, self.optimizer))
 
 
 def timeline_text(timeline: Timeline) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 from lading.config import (
     AdamW,
@@ -21,16 +23,20 @@ from lading.config import (
     run_to_dict,
 )
 from lading.errors import BudgetExceeded, LadingError
+from lading.grouping import Matrices
 from lading.hosts import probe_to
 from lading.ir.plan import Plan
 from lading.prepare import Prepared, plan_run
 from lading.report.summary import relative_error
 from lading.report.table import print_plan
+from lading.rules import RuleName
 from lading.summary import write_run_report
 from lading.train import RunResult, train_plain, train_run
 from lading.units import format_bytes, format_seconds
 
 _PROBE_SECONDS = 20.0
+#: Peak learning rates of the rules for matrices.
+_RATES = MappingProxyType({"muon": 0.02, "shampoo": 1e-3, "soap": 3e-3})
 _FEWEST_STEPS, _MOST_STEPS = 12, 300
 
 
@@ -66,12 +72,13 @@ class DemoResult:
         return "\n".join(lines)
 
 
-def demo(out: Path, budget: str, seconds: float) -> DemoResult:
+def demo(out: Path, budget: str, seconds: float, optimizer: str = "adamw") -> DemoResult:
     """Run the demonstration into ``out``, replacing what an earlier one left there.
 
     Args:
         budget: Device memory, a size or a share of what keeping everything needs.
         seconds: About how long both trainings together may take.
+        optimizer: "adamw", or the rule that moves matrices beside it.
 
     Raises:
         BudgetExceeded: the memory promise broke.
@@ -83,7 +90,7 @@ def demo(out: Path, budget: str, seconds: float) -> DemoResult:
     print("[1/4] measuring this machine")
     probe_to(out / "machine.toml", out, seconds=_PROBE_SECONDS, device="cpu")
     print("[2/4] planning")
-    prepared = _planned(_run(out, budget), seconds)
+    prepared = _planned(_run(out, budget, optimizer), seconds)
     _show(prepared)
     print(f"[3/4] training in plain PyTorch, {prepared.run.optimization.steps} steps", flush=True)
     plain = _in_a_process(_plain, run_to_dict(prepared.run))
@@ -102,7 +109,7 @@ def demo(out: Path, budget: str, seconds: float) -> DemoResult:
     return result
 
 
-def _run(out: Path, budget: str, steps: int = _FEWEST_STEPS) -> RunConfig:
+def _run(out: Path, budget: str, optimizer: str) -> RunConfig:
     """A Llama on the standard library's source whose activations and optimizer states both matter."""
     sizes: dict[str, int | float | bool] = {
         "vocab_size": 256,
@@ -116,7 +123,11 @@ def _run(out: Path, budget: str, steps: int = _FEWEST_STEPS) -> RunConfig:
         model=ModelConfig(name="llama", sizes=sizes),
         data=DataConfig(sequence_length=256, batch_size=4),
         optimization=Optimization(
-            steps=steps, optimizer=AdamW(lr=1e-3), schedule="cosine", warmup_steps=min(10, steps)
+            steps=_FEWEST_STEPS,
+            optimizer=AdamW(lr=1e-3),
+            matrices=None if optimizer == "adamw" else Matrices(rule=cast(RuleName, optimizer), lr=_RATES[optimizer]),
+            schedule="cosine",
+            warmup_steps=10,
         ),
         memory=MemoryConfig(budget=budget),
         machine=str(out / "machine.toml"),
@@ -129,7 +140,7 @@ def _planned(run: RunConfig, seconds: float) -> Prepared:
     prepared = plan_run(run)
     step_s = 2 * prepared.plan.step_s
     steps = max(_FEWEST_STEPS, min(_MOST_STEPS, int(seconds / step_s)))
-    run = _run(Path(run.out), str(run.memory.budget), steps)
+    run = dataclasses.replace(run, optimization=dataclasses.replace(run.optimization, steps=steps))
     plan = Plan(**{**prepared.plan.__dict__, "run": json.loads(json.dumps(run_to_dict(run)))})
     plan.save(Path(run.out) / "plan.json")
     return Prepared(**{**prepared.__dict__, "run": run, "plan": plan})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -107,21 +108,22 @@ def weights(model: nn.Module, optimizer: MatrixOptimizer) -> list[torch.Tensor]:
     return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
 
 
+EVERY = ("step", "backward", "forward", "both")
 MODES = {
-    2: ("fsdp", "tp", "ddp", "own"),
-    3: ("fsdp", "own"),
-    4: ("fsdp", "hsdp", "fsdp-tp"),
-    8: ("fsdp", "hsdp", "fsdp-tp", "own"),
+    2: {"fsdp": EVERY, "own": EVERY, "tp": ("step", "both"), "ddp": ("step", "forward")},
+    3: {"fsdp": EVERY, "own": EVERY},
+    4: {"hsdp": ("step", "both"), "fsdp-tp": ("step", "both")},
+    8: {"fsdp": EVERY, "hsdp": EVERY, "fsdp-tp": EVERY, "own": EVERY, "ddp": ("step", "forward")},
 }
 
 
 def _same(rank: int, ranks: int) -> None:
-    for mode in MODES[ranks]:
+    for mode, overlaps in MODES[ranks].items():
         own = {"reduces": True} if mode == "own" else {}
         data = 0 if mode == "tp" else rank // 2 if mode == "fsdp-tp" else rank
         for kind in KINDS if mode == "fsdp" else ("muon",):
             found: dict[str, Any] = {}
-            for overlap in ("step", "forward") if mode == "ddp" else ("step", "backward", "forward", "both"):
+            for overlap in overlaps:
                 model = cut(mode, ranks)
                 optimizer = optimizer_of(model, kind, overlap, **own)
                 losses = trained(model, optimizer, data)
@@ -133,6 +135,10 @@ def _same(rank: int, ranks: int) -> None:
                 # Replicas among DTensors have a group of their own, which sends nothing in.
                 assert now[2] == before[2] or (mode == "tp" and now[2] < before[2]), (mode, kind, overlap)
                 assert now[0][-1] != now[0][0]
+                for ours in now[1]:  # no rank is apart from the first
+                    first = ours.clone()
+                    dist.broadcast(first, 0)
+                    assert torch.equal(ours, first), (mode, kind, overlap)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
@@ -185,60 +191,61 @@ def test_gradients_leave_under_backward_and_results_arrive_when_they_are_read():
 def _faults(rank: int, mode: str, overlap: str) -> None:
     model = cut(mode, 2)
     optimizer = optimizer_of(model, overlap=overlap, reduces=mode == "own")
-    trained(model, optimizer, rank, steps=1)
-    before = weights(model, optimizer)
+    data = 0 if mode == "tp" else rank
+    trained(model, optimizer, data, steps=1)
+    before = copy.deepcopy(optimizer.state_dict()["elementwise"])
+    start = weights(model, optimizer)
 
     def unmoved() -> bool:
-        return all(torch.equal(a, b) for a, b in zip(weights(model, optimizer), before, strict=True))
+        now = optimizer.state_dict()["elementwise"]
+        states = [(a, now[name][key]) for name, row in before.items() for key, a in row.items()]
+        pairs = [pair for a, b in states for pair in zip(_parts(a), _parts(b), strict=True)]
+        return all(torch.equal(a, b) for a, b in [*pairs, *zip(weights(model, optimizer), start, strict=True)])
 
-    # Not finite on one rank after it has been sent: nothing moves, momentum included.
-    states = {
-        name: {k: v.clone() for k, v in row.items()} for name, row in optimizer.state_dict()["elementwise"].items()
-    }
-    model(batch(0, rank) * (float("inf") if rank else 1)).square().mean().backward()
+    # Not finite on one rank, after it has been sent.
+    model(batch(0, data) * (float("inf") if rank else 1)).square().mean().backward()
     optimizer.step()
     assert optimizer.skipped == 1
     assert unmoved()
-    now = optimizer.state_dict()["elementwise"]
-    assert all(
-        torch.equal(a, b)
-        for n, row in states.items()
-        for k, v in row.items()
-        for a, b in zip(_parts(v), _parts(now[n][k]), strict=True)
-    )
     optimizer.zero_grad()
     # A step that is not taken.
-    backward(model, 1, rank)
+    backward(model, 1, data)
     optimizer.zero_grad()
-    # Gradients that change on the way: an error on all ranks.
-    if overlap != "forward":
-        backward(model, 1, rank)
-        clip_grad_norm_(model.parameters(), 1e-3)
-        with pytest.raises(ValueError, match=r"was changed after it had been sent.*overlap='step'"):
-            optimizer.step()
-        optimizer.zero_grad()
-        backward(model, 1, rank)
-        backward(model, 2, rank)
-        with pytest.raises(ValueError, match=r"was changed after it had been sent.*optimizer\.accumulate"):
-            optimizer.step()
-        optimizer.zero_grad()
-    # A parameter without a gradient on one rank.
-    backward(model, 1, rank)
+    if overlap in ("backward", "both"):
+        _changes(model, optimizer, data)
+    # A parameter without a gradient on one rank, then on all.
+    backward(model, 1, data)
+    lacking = getattr(model, "module", model).blocks[2].up.weight
     if rank == 1:
-        model.blocks[2].up.weight.grad = None
+        lacking.grad = None
     with pytest.raises(ValueError, match=r"blocks\.2\.up\.weight: expected a gradient on all 2 ranks"):
         optimizer.step()
     assert unmoved()
     optimizer.zero_grad()
-    # All ranks leave it out: the others move.
-    backward(model, 1, rank)
-    if overlap == "forward":
-        model.blocks[2].up.weight.grad = None
-        optimizer.step()
-        assert not unmoved()
+    early = overlap in ("backward", "both")
+    lacking.requires_grad_(not early)
+    backward(model, 1, data)
+    lacking.grad = None
+    optimizer.step()
+    assert not unmoved()
     optimizer.zero_grad()
-    assert trained(model, optimizer, rank)
-    _accumulated(mode, overlap, rank)
+    lacking.requires_grad_(True)
+    assert trained(model, optimizer, data)
+    _accumulated(mode, overlap, data)
+
+
+def _changes(model: Any, optimizer: MatrixOptimizer, data: int) -> None:
+    """Gradients that change on the way: an error on all ranks."""
+    backward(model, 1, data)
+    clip_grad_norm_([p for p in model.parameters() if p.ndim > 1 and p is not model.first.weight], 1e-3)
+    with pytest.raises(ValueError, match=r"was changed after it had been sent.*overlap='step'"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 1, data)
+    backward(model, 2, data)
+    with pytest.raises(ValueError, match=r"was changed after it had been sent.*optimizer\.accumulate"):
+        optimizer.step()
+    optimizer.zero_grad()
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -262,7 +269,7 @@ def _accumulated(mode: str, overlap: str, rank: int) -> None:
         optimizer.step()
         return weights(model, optimizer)
 
-    for flag in (False, True) if mode == "fsdp" else (False,):
+    for flag in (False, True) if mode in ("fsdp", "hsdp") else (False,):
         found, expected = moved(overlap, flag=flag), moved("step", flag=flag)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (mode, overlap)
 
@@ -272,15 +279,31 @@ def _reduces(model: Any, now: bool) -> None:
         model.set_requires_gradient_sync(now)
 
 
-def _all_faults(rank: int) -> None:
-    for mode in ("fsdp", "own"):
-        for overlap in ("backward", "forward", "both"):
-            _faults(rank, mode, overlap)
-    dist.barrier()
+FAULTS = (("fsdp", "both"), ("own", "both"), ("hsdp", "backward"), ("tp", "both"), ("ddp", "forward"))
 
 
-def test_faults_under_overlap():
-    run_ranks(_all_faults, 2)
+def _all_faults(rank: int, ways: tuple[tuple[str, str], ...]) -> None:
+    for mode, overlap in ways:
+        _faults(rank, mode, overlap)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        FAULTS,
+        pytest.param(
+            tuple(
+                (m, o)
+                for m in ("fsdp", "own", "hsdp", "tp", "ddp")
+                for o in EVERY
+                if m != "ddp" or o in ("step", "forward")
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_faults_under_overlap(ways: tuple[tuple[str, str], ...]):
+    run_ranks(_all_faults, 2, ways)
 
 
 def _drops(rank: int) -> None:
@@ -312,3 +335,27 @@ def test_what_cannot_be():
         Muon([model.first.weight], model=model)
     with pytest.raises(ConfigError, match="found one without 1 of 1"):
         Muon([torch.nn.Parameter(torch.ones(2, 2))], overlap="forward", model=model)
+
+
+def _wrong_ways(rank: int) -> None:
+    model = cut("fsdp", 2)
+    with pytest.raises(
+        ConfigError, match=r"expected a mesh with this rank, 1, got|expected parameters on ranks of mesh= \[0\]"
+    ):
+        Muon([p for p in model.parameters() if p.ndim > 1], mesh=DeviceMesh("cpu", [0]))
+    plain = Net()
+    optimizer = Muon([p for p in plain.parameters() if p.ndim > 1])
+    fully_shard(plain, mesh=init_device_mesh("cpu", (2,)))
+    backward(plain, 0, rank)
+    with pytest.raises(ValueError, match=r"found none; either backward has not run, or the model was cut or"):
+        optimizer.step()
+    with pytest.raises(ConfigError, match=r"ranks differ: expected \('w', \(2, [23]\).* has \('w', \(2, [23]\)"):
+        Muon([("w", nn.Parameter(torch.ones(2, 2 + rank)))])
+    with pytest.raises(ConfigError, match=r"ranks differ: .*momentum=0\.[89]"):
+        Muon([("w", nn.Parameter(torch.ones(2, 2)))], momentum=0.8 + 0.1 * rank)
+    with pytest.raises(ConfigError, match=r"ranks differ: expected [12] parameters as on rank \d, rank \d has [12]"):
+        Muon([(f"w{number}", nn.Parameter(torch.ones(2, 2))) for number in range(1 + rank)])
+
+
+def test_what_is_told_to_every_rank():
+    run_ranks(_wrong_ways, 2)

@@ -135,14 +135,24 @@ class MatrixOptimizer(torch.optim.Optimizer):
         ]
 
     def _holdings(self) -> list[list[Box]]:
-        """What every rank has of every parameter; the same list on all of them."""
+        """What every rank has of every parameter; the same list on all of them.
+
+        Raises:
+            ConfigError: ranks differ in their parameters, or in how these are to move.
+        """
         mine = [box_of(m.param) for m in self._members]
-        told = [(m.name, tuple(m.param.shape)) for m in self._members]
+        told = [
+            (m.name, tuple(m.param.shape), m.param.requires_grad, m.settings, tuple(m.group["parts"]), self.how)
+            for m in self._members
+        ]
         everyone = self._team.gather((told, mine))
         for rank, (other, _) in enumerate(everyone):
-            if other != told:
-                differs = next((a for a, b in zip(told, other, strict=False) if a != b), "as many")
-                raise ConfigError(f"ranks differ in their parameters: rank {rank} does not have {differs}")
+            pairs = [(a, b) for a, b in zip(told, other, strict=False) if a != b]
+            if pairs or len(told) != len(other):
+                expected, got = pairs[0] if pairs else (f"{len(told)} parameters", len(other))
+                raise ConfigError(
+                    f"ranks differ: expected {expected} as on rank {self._team.rank}, rank {rank} has {got}"
+                )
         return [[boxes[number] for _, boxes in everyone] for number in range(len(mine))]
 
     def _planned(self) -> Owners | None:

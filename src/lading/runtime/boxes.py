@@ -20,13 +20,15 @@ def process_group(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> di
     Args:
         mesh: None for the largest of the parameters'.
     Raises:
-        ConfigError: some parameter lies outside it, or its dims have no names.
+        ConfigError: this rank or some parameter lies outside it, or its dims have no names.
     """
     meshes = list(dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor)))
     given, mesh = mesh, mesh or max(meshes, key=lambda m: m.size(), default=None)
     if mesh is None:
         return None
     ranks = set(mesh.mesh.flatten().tolist())
+    if dist.get_rank() not in ranks:
+        raise ConfigError(f"expected a mesh with this rank, {dist.get_rank()}, got mesh= of ranks {sorted(ranks)}")
     for other in meshes:
         if outside := sorted(set(other.mesh.flatten().tolist()) - ranks):
             raise ConfigError(

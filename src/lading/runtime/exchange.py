@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lading.errors import LadingError
 from lading.ir.routes import Box, Piece
@@ -87,12 +88,20 @@ class Team:
         if not dist.is_initialized():
             return Team()
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        ways = [cast(dist.ProcessGroup, dist.new_group(members, use_local_synchronization=True)) for _ in range(2)]
         whole = group or dist.group.WORLD
-        return Team(dist.get_rank(group), len(members), whole, ways[0], ways[1], tuple(members))
+        team = Team(dist.get_rank(group), len(members), whole, members=tuple(members))
+        team.level()
+        inbound, outbound = (team.part(range(team.ranks)) for _ in range(2))
+        return replace(team, inbound=inbound, outbound=outbound)
+
+    def level(self) -> None:
+        """Have all ranks made as many process groups: torch names a group by that, and waits where names differ."""
+        made = len(distributed_c10d._world.pg_names)
+        for _ in range(max(self.gather(made)) - made):
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     def part(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A process group of some of its ranks, who all make it after as many others."""
+        """A process group of some of its ranks, who all make it after as many others (``level``)."""
         members = [self.members[rank] for rank in ranks]
         return cast(dist.ProcessGroup, dist.new_group(members, use_local_synchronization=True))
 

@@ -60,10 +60,13 @@ class Gang:
 def gangs_of(ranks: Sequence[tuple[int, ...]], team: Team) -> dict[int, Gang]:
     """By matrix, of those that this rank shares with others; equal gangs are one.
 
-    Torch names a group by how many its ranks have made before, so whoever is not in one makes one of its own.
+    Whoever is not in one makes one of its own, so that all have made as many (``Team.level``).
     """
     made: dict[tuple[int, ...], Gang] = {}
-    for gang in sorted({gang for gang in ranks if len(gang) > 1}):
+    several = sorted({gang for gang in ranks if len(gang) > 1})
+    if several:
+        team.level()
+    for gang in several:
         if team.rank in gang:
             made[gang] = Gang(team, gang)
         else:

@@ -51,7 +51,7 @@ def _leg(rank: int, number: int, folder: Path, expected: dict[str, list[torch.Te
 
 
 def test_from_replicas_to_shards_and_back(tmp_path: Path):
-    """ZeRO-1, FSDP2, with tensor parallel, ZeRO-1 again, on 2, 3, 4, 3 ranks: the bits of a process that never stops."""
+    """ZeRO-1, FSDP2, with tensor parallel, ZeRO-1 again, on 2, 3, 4, 3 ranks: the bits of one that never stops."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     expected: dict[str, list[torch.Tensor]] = {}

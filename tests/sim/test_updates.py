@@ -13,6 +13,7 @@ from lading.catalog.tables import model_table
 from lading.cli.main import main
 from lading.clusters import Question, request_of, summary
 from lading.cost.owned import RULES, update_of
+from lading.cost.patterns import Kind, spread
 from lading.cost.product import peak_flops
 from lading.errors import ConfigError
 from lading.ir.graph import Role
@@ -106,6 +107,16 @@ def test_experts_are_batches_of_matrices() -> None:
     assert update is not None
     assert update.update.matrices == 48 * (3 * 128 + 4 + 1)  # experts; q, k, v, out; the router
     assert update.update.load_ratio < 1.01
+
+
+def test_a_few_long_matrices_among_many_short_ones() -> None:
+    """Owners of what is longer than the mean have nothing else; the others share the rest evenly."""
+    kinds = (Kind(28.65, 7, (), 4), Kind(2.11, 0, (), 4), Kind(1.12, 1, (), 3084))
+    found = spread(kinds, 128)
+    assert found.seconds == pytest.approx(28.65)
+    assert found.bound_s == pytest.approx(28.65)
+    assert found.state_bytes == 25
+    assert spread(kinds, 8).seconds < 1.01 * spread(kinds, 8).mean_s
 
 
 def test_replicas_get_whole_directions() -> None:

@@ -93,12 +93,12 @@ def spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
     Args:
         kinds: Longest first.
     """
-    base = [max(0, kind.count // ranks - _HELD_BACK) for kind in kinds]
+    mean_s = sum(kind.seconds * kind.count for kind in kinds) / ranks
+    bound = max([mean_s, *(kind.seconds for kind in kinds if kind.count)])
+    base = _on_every(kinds, ranks, bound)
     rest = tuple(replace(kind, count=kind.count - ranks * n) for kind, n in zip(kinds, base, strict=True))
     even_s = sum(kind.seconds * n for kind, n in zip(kinds, base, strict=True))
     even_bytes = sum(kind.state_bytes * n for kind, n in zip(kinds, base, strict=True))
-    mean_s = sum(kind.seconds * kind.count for kind in kinds) / ranks
-    bound = max([mean_s, *(kind.seconds for kind in kinds if kind.count)])
     high, kept = _filled(rest, ranks)
     low = max(bound - even_s, *(kind.seconds for kind in rest if kind.count), 0.0)
     if len(kinds) <= MOST_KINDS and high > low * (1 + _CLOSE):
@@ -110,6 +110,17 @@ def spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
             high = max(seconds_of(left, pattern) for pattern, _ in packing)
             kept = max(sum(k.state_bytes * n for k, n in zip(left, p.alone, strict=True)) for p, _ in packing)
     return Spread(even_s + high, bound, mean_s, even_bytes + kept)
+
+
+def _on_every(kinds: Sequence[Kind], ranks: int, bound: float) -> list[int]:
+    """How many of each kind all ranks have: as many as leave room for the longest that some have more of."""
+    for share in (1.0, 0.75, 0.5, 0.25):
+        base = [max(0, int(kind.count * share) // ranks - _HELD_BACK) for kind in kinds]
+        even_s = sum(kind.seconds * n for kind, n in zip(kinds, base, strict=True))
+        longest = max((k.seconds for k, n in zip(kinds, base, strict=True) if k.count > ranks * n), default=0.0)
+        if even_s + longest <= bound:
+            return base
+    return [0] * len(kinds)
 
 
 def _filled(kinds: Sequence[Kind], ranks: int) -> tuple[float, int]:
@@ -144,7 +155,7 @@ def shortest(
     first, last, bound, found = 0, len(levels), low_s, None
     while first < last:
         middle = (first + last) // 2
-        patterns = list(_alone(kinds, cap_bytes, levels[middle], ()))
+        patterns = list(itertools.islice(_alone(kinds, cap_bytes, levels[middle], ()), _MOST_PATTERNS + 1))
         possible, packing = _packing(kinds, patterns, ranks)
         if packing is not None:
             last, found = middle, packing
@@ -232,11 +243,16 @@ def _sharing(kinds: Sequence[Kind], cap_bytes: int | None, level: float, ranks: 
 
 
 def _packing(kinds: Sequence[Kind], patterns: Sequence[Pattern], ranks: int) -> tuple[bool, Packing | None]:
-    """Whether so many ranks may be enough, and which patterns they then have, if they are found."""
+    """Whether so many ranks may be enough, and which patterns they then have, if they are found.
+
+    More patterns than are listed stay open.
+    """
     import highspy
 
     if not patterns:
         return False, None
+    if len(patterns) > _MOST_PATTERNS:
+        return True, None
     alone = np.array([pattern.alone for pattern in patterns], dtype=float)
     lists = {shared: n for n, shared in enumerate(dict.fromkeys(p.shared for p in patterns if p.shared))}
     done = np.zeros((len(kinds) + len(lists) + 1, len(patterns) + len(lists)))

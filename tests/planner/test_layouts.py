@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lading.catalog.load import load_machine
@@ -103,14 +104,21 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
     asked = ask(model, devices, batch, seq, stack, pins=pins, top=1)
     search, budget = Search(asked), room_of(asked).device_bytes
     found: list[Bounded] = []
-    for family_s, family in search.families(lambda done, of, what: None):
-        for block in family.blocks:
-            for opened in search.opened(block, budget):
+    for family in search.families(lambda done, of, what: None):
+        for member in family.members:
+            for sifted in search.sifted(member, budget):
+                opened = search.opened(sifted, budget)
+                if opened is None:
+                    continue
                 layouts = [*search.bounded(opened, budget)]
-                assert all(family_s <= opened.bound_s <= one.step_s for one in layouts[:1])
+                bounds = [family.bound_s, member.bound_s, sifted.sieved.step_s, opened.sieved.step_s]
+                assert all(bound_s <= one.step_s for one in layouts[:1] for bound_s in bounds)
                 found += layouts[:: max(1, len(layouts) // 3)]
-            for opened in search.opened(block, inf):
-                assert opened.sieved.peak_bytes <= min(one.peak_bytes for one in search.bounded(opened, inf))
+            for sifted in search.sifted(member, inf):
+                opened = search.opened(sifted, inf)
+                assert opened is not None
+                least = min(one.peak_bytes for one in search.bounded(opened, inf))
+                assert sifted.sieved.peak_bytes <= opened.sieved.peak_bytes <= least
     found += search.over
     ratios: list[float] = []
     for one in found[:: max(1, len(found) // 60)]:
@@ -119,6 +127,35 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
         assert one.peak_bytes <= refined.simulated.peak_bytes
         ratios.append(refined.step_s / one.step_s)
     assert sum(ratios) / len(ratios) < 1.05
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "seq", "stack"),
+    [
+        ("mixtral-8x7b", 8, 4096, "default"),
+        pytest.param("gpt2-xl", 8, 1024, "torchtitan-compile", marks=pytest.mark.slow),
+        pytest.param("llama3-8b", 8, 1000, "megatron-2021", marks=pytest.mark.slow),
+        pytest.param("mixtral-8x7b", 16, 2048, "megatron-bridge", marks=pytest.mark.slow),
+        pytest.param("deepseek-v3", 64, 4096, "default", marks=pytest.mark.slow),
+    ],
+)
+def test_floors_are_below_every_member(model: str, devices: int, seq: int, stack: str) -> None:
+    """Of a family's floors each segment, each phase and all that is kept, beside the member's own prices."""
+    search = Search(ask(model, devices, 64, seq, stack, pins={"pp": 1} if model != "mixtral-8x7b" else {"tp": 1}))
+    ratios: list[float] = []
+    for family in search.families(lambda done, of, what: None):
+        for member in family.members:
+            if member.floors is None:
+                continue
+            for mode in search.space.modes():
+                least, costs = search.floor(member, mode), search.costs(member.block, mode)
+                assert np.all(least.device <= costs.device * (1 + 1e-12))
+                assert np.all(least.host <= costs.host)
+                assert np.all(least.saved <= costs.saved)
+                assert np.array_equal(least.elements, costs.elements)
+                ratios.append(float(np.sum(least.device) / np.sum(costs.device)))
+    assert len(ratios) > 10
+    print("floor over price:", min(ratios), sum(ratios) / len(ratios))
 
 
 def test_experts_over_all_ranks() -> None:

@@ -14,14 +14,21 @@ they move ``cache_speed`` times as fast; half as much as that part is half there
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from lading.catalog.kernels import kernel_rates
 from lading.cost.attention import attention_s
 from lading.cost.fusion import unfused
 from lading.cost.libraries import QUANTIZED, SCAN, STRIDED
 from lading.cost.processor import processor_s
-from lading.cost.product import LOW_PRECISIONS, OPERAND_BYTES, groups_launch_s, product_s, quantize_bytes
+from lading.cost.product import (
+    LOW_PRECISIONS,
+    OPERAND_BYTES,
+    floor_s,
+    groups_launch_s,
+    product_s,
+    quantize_bytes,
+)
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind
 from lading.ir.machine import Device
@@ -62,6 +69,45 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     return memory_s(kernel.bytes_read + kernel.bytes_written, kind, device)
 
 
+@dataclass(frozen=True, slots=True)
+class KernelFloor:
+    """What a kernel takes at least with a share r of its tokens: r * linear_s + fixed_s, and moving r times the bytes.
+
+    Attributes:
+        moved: (class, bytes) as of ``memory_s``, which is not linear: what fits the cache moves faster.
+        groups: That the host launches one by one (``groups_launch_s``); 1 where it does not.
+    """
+
+    linear_s: float = 0.0
+    fixed_s: float = 0.0
+    moved: tuple[tuple[str, float], ...] = ()
+    groups: int = 1
+
+
+def floor_of(kernel: Kernel, device: Device, stack: Stack, precision: str = "") -> KernelFloor:
+    """What a kernel that computes takes at least with fewer tokens; arguments and errors as ``kernel_s``.
+
+    Bytes and FLOP are sums of products of lengths, at most one of which are tokens: they fall no faster than these.
+    """
+    detail = kernel.detail
+    if kernel.name.startswith((SCAN, STRIDED)):
+        moved = float(kernel.bytes_read + kernel.bytes_written)
+        return KernelFloor(moved=((kernel.name.partition(".")[0], moved),))
+    if precision == "fp16" and kernel.dtype == "bfloat16":
+        kernel = replace(kernel, dtype="float16")
+    if isinstance(detail, Attention):
+        if device.gpu is None:
+            raise ConfigError(f"expected a device whose kernels were measured, got {device.name}")
+        fixed_s = kernel_rates(device.gpu.architecture).memory.fixed_s
+        return KernelFloor(attention_s(detail, kernel.dtype, device, stack.attention) - fixed_s, fixed_s)
+    if isinstance(detail, Product):
+        return _product_floor(kernel, detail, device, stack, precision)
+    kind, read, written = memory_class(kernel, stack.fusion), float(kernel.bytes_read), float(kernel.bytes_written)
+    if kernel.kind is OpKind.SCATTER:
+        return KernelFloor(moved=(("copy", written), (kind, read)))
+    return KernelFloor(moved=((kind, read + written),))
+
+
 def _attention_casts_s(attention: Attention, device: Device, stack: Stack) -> float:
     """Making operands of 8 bits: queries, keys and values in forward, the output's gradient in backward."""
     if stack.attention != "cudnn9-mxfp8" or device.gpu is None or device.gpu.architecture != "blackwell":
@@ -83,23 +129,45 @@ def runs_low(kernel: Kernel, precision: str) -> bool:
     )
 
 
-def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> float:
-    """A product, the cast of its operands, and the host where it launches groups one by one."""
+def _as_run(kernel: Kernel, product: Product, stack: Stack, precision: str) -> tuple[Product, str, float]:
+    """A product as the stack runs it, the precision of its operands, and bytes of an element of its output."""
     if stack.fusion == "fused" and kernel.stage is Stage.BACKWARD_WEIGHT:
         product = replace(product, accumulates=True)  # Megatron's kernels add to the gradient's buffer themselves
-    low = runs_low(kernel, precision)
-    used = precision if low else kernel.dtype
+    used = precision if runs_low(kernel, precision) else kernel.dtype
     wide = product.accumulates and stack.gradient_dtype == "float32"
-    out = 4.0 if wide or OPERAND_BYTES.get(used, 2.0) >= 4 else 2.0
+    return product, used, 4.0 if wide or OPERAND_BYTES.get(used, 2.0) >= 4 else 2.0
+
+
+def _casts_bytes(kernel: Kernel, product: Product, precision: str) -> float:
+    """Moved to cast a product's operands; weights once a step, and a weight gradient's for the products before it."""
+    low = runs_low(kernel, precision) and kernel.stage is not Stage.BACKWARD_WEIGHT
+    if not low or kernel.name.endswith(QUANTIZED):
+        return 0.0
+    return quantize_bytes(float(product.groups * product.m * product.k), precision)
+
+
+def _is_launched_by_group(kernel: Kernel, stack: Stack) -> bool:
+    return kernel.is_experts and stack.fusion == "fused" and not stack.cuda_graphs
+
+
+def _product_s(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> float:
+    """A product, the cast of its operands, and the host where it launches groups one by one."""
+    product, used, out = _as_run(kernel, product, stack, precision)
     of_weight = kernel.stage is Stage.BACKWARD_WEIGHT
     seconds = product_s(product, used, device, out_bytes=out, of_weight=of_weight)
-    if kernel.is_experts and stack.fusion == "fused" and not stack.cuda_graphs:
+    if _is_launched_by_group(kernel, stack):
         seconds = max(seconds, groups_launch_s(product, device))
-    # Weights are cast once a step, and what a weight's gradient is made of was cast for the products before it.
-    if low and kernel.stage is not Stage.BACKWARD_WEIGHT and not kernel.name.endswith(QUANTIZED):
-        moved = quantize_bytes(float(product.groups * product.m * product.k), precision)
-        seconds += memory_s(moved, "elementwise.fused", device)
-    return seconds
+    moved = _casts_bytes(kernel, product, precision)
+    return seconds + memory_s(moved, "elementwise.fused", device) if moved else seconds
+
+
+def _product_floor(kernel: Kernel, product: Product, device: Device, stack: Stack, precision: str) -> KernelFloor:
+    product, used, out = _as_run(kernel, product, stack, precision)
+    of_weight = kernel.stage is Stage.BACKWARD_WEIGHT
+    linear_s, fixed_s = floor_s(product, used, device, out_bytes=out, of_weight=of_weight)
+    moved = _casts_bytes(kernel, product, precision)
+    casts = (("elementwise.fused", moved),) if moved else ()
+    return KernelFloor(linear_s, fixed_s, casts, product.groups if _is_launched_by_group(kernel, stack) else 1)
 
 
 def memory_class(kernel: Kernel, fusion: str) -> str:

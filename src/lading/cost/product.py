@@ -16,6 +16,13 @@ more.
 Where rows in memory start at multiples of few bytes, as those of 50,257 columns do, loads are narrow: computing takes
 ``unaligned`` times as long.
 
+[Note: product of fewer rows]
+As waves are no fewer than T S / P, and T no fewer than the output over a tile, computing takes at least the FLOP of
+2 m n (k + prologue_k) with the least ``operand_columns`` of all tiles. That falls no faster than m or k do, nor do the
+bytes, nor the smooth maximum of both. So a product of a share r of the rows, or of the sum, takes at least r times what
+``floor_s`` says of the whole, and ``fixed_s``. Of a grouped product rows and sums are rounded up by less than one; more
+groups of fewer rows are as many FLOP and more bytes.
+
 A board at its power limit runs slower: at most ``flops_per_joule * power`` FLOP/s. A single product measured on a cool
 device may be done before that (it takes about 5 ms on a B200: flashinfer-ai/flashinfer#2899); in a running step it is
 so all the time, which is what is assumed unless told otherwise.
@@ -86,16 +93,52 @@ def product_s(
         ConfigError: the device has no peak for the precision, or nothing is known of its kernels.
     Source: constants fitted in benchmarks/calibrate/products.py; [Note: product].
     """
-    peak, gpu = peak_flops(device, precision), device.gpu
+    gpu = device.gpu
     if gpu is None:
-        return _by_curve(product, peak, device)
+        return _by_curve(product, peak_flops(device, precision), device)
     rates = kernel_rates(gpu.architecture)
-    operand = OPERAND_BYTES.get(precision, _OUT_BYTES)
-    element = out_bytes or (_SUM_BYTES if product.accumulates or operand >= _SUM_BYTES else _OUT_BYTES)
-    slow = 1 + sustained * (power_slowdown(gpu, rates, precision, peak) - 1)
-    slow *= unaligned(product, operand, rates.product, of_weight=of_weight)
+    peak, operand, element, (limit, narrow) = _terms(product, precision, device, rates, out_bytes, of_weight)
+    slow = (1 + sustained * (limit - 1)) * narrow
     bandwidth = device.memory_bandwidth_bytes_per_s
     return _known(product, (operand, element), peak * gpu.speed / slow, bandwidth, gpu.num_sms, gpu.architecture)
+
+
+def floor_s(
+    product: Product, precision: str, device: Device, *, out_bytes: float = 0.0, of_weight: bool = False
+) -> tuple[float, float]:
+    """What a product takes at least: seconds for each share of its rows or sum that is left, and besides.
+
+    Arguments and errors as ``product_s``; [Note: product of fewer rows].
+    """
+    gpu = device.gpu
+    if gpu is None:
+        raise ConfigError(f"expected a device whose kernels were measured, got {device.name}")
+    rates = kernel_rates(gpu.architecture)
+    peak, operand, element, (limit, narrow) = _terms(product, precision, device, rates, out_bytes, of_weight)
+    own, grouped = rates.product, product.groups > 1
+    bandwidth = device.memory_bandwidth_bytes_per_s * own.memory_share
+    outputs = float(product.groups * product.m * product.n)
+    written = outputs * element * (2.0 if product.accumulates else 1.0)
+    reads = operand * product.groups * product.k * (product.m + product.n)
+    loads = min(1 + own.operand_columns * (1 / rows + 1 / columns) for rows, columns in own.tiles)
+    rate = peak * gpu.speed / (limit * narrow) * own.reach * (own.group_reach if grouped else 1.0)
+    compute = 2.0 * outputs * (product.k + own.prologue_k) * loads / rate + own.epilogue_share * written / bandwidth
+    memory = (reads + written) / bandwidth
+    rounded = product.k if of_weight else product.m
+    kept = (rounded - 1) / rounded if grouped else 1.0
+    return kept * (compute**_SMOOTH + memory**_SMOOTH) ** (1 / _SMOOTH), own.fixed_s
+
+
+def _terms(
+    product: Product, precision: str, device: Device, rates: KernelRates, out_bytes: float, of_weight: bool
+) -> tuple[float, float, float, tuple[float, float]]:
+    """Peak, bytes of an operand's and of the output's element, and slowdowns at the power limit and by addresses."""
+    peak, gpu = peak_flops(device, precision), device.gpu
+    assert gpu is not None
+    operand = OPERAND_BYTES.get(precision, _OUT_BYTES)
+    element = out_bytes or (_SUM_BYTES if product.accumulates or operand >= _SUM_BYTES else _OUT_BYTES)
+    narrow = unaligned(product, operand, rates.product, of_weight=of_weight)
+    return peak, operand, element, (power_slowdown(gpu, rates, precision, peak), narrow)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -45,6 +45,13 @@ def rank_segment(
     return _ranked(cut_segment, tuple({"b": layout.micro_batch, **sizes}.items()), degrees)
 
 
+def check_segment(segment: Segment, sizes: Mapping[str, int], layout: Layout, *, regather: bool = True) -> None:
+    """Whether the lengths of a segment divide; arguments and errors as ``rank_segment``."""
+    found = cut(segment, axes_of(layout, regather=regather))
+    degrees = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "etp": layout.expert_tp}
+    check(found.lengths, {"b": layout.micro_batch, **sizes}, degrees, found.name)
+
+
 @dataclass(frozen=True, slots=True)
 class _Degrees:
     """What of a layout decides numbers, beside the micro-batch."""

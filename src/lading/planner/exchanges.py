@@ -81,8 +81,8 @@ def exchanges(
         known: What meshes before it have priced; added to.
     """
     plain = segments[len(segments) // 2 :]
-    alone = _alone(plain)
-    shapes = list(_all_shapes(space, block, watched, table, plain))
+    alone = alone_of(plain)
+    shapes = list(_all_shapes(space, block, watched, table, plain, alone))
     found = [_priced(space, block, shape, alone, known) for shape in shapes]
     counts = [len(shape.cuts) for shape in shapes for _ in shape.held]
     cuts = tuple(cut for shape in shapes for _ in shape.held for cut in shape.cuts)
@@ -110,15 +110,18 @@ def watched_segments(table: PipeTable, rows: StageRows) -> Floats:
     return found
 
 
-def least_bytes(space: Space, block: Block, watched: Floats, table: PipeTable, segments: Sequence[Phases]) -> Floats:
+def least_bytes(
+    space: Space, block: Block, watched: Floats, table: PipeTable, segments: Sequence[Phases], elements: Floats
+) -> Floats:
     """(pipeline shape, watched rank): least bytes of states that any cut leaves a rank; inf where there is no cut.
 
     Args:
         watched: Of ``watched_segments``.
-        segments: Priced for any block of the mesh.
+        segments: Priced for any block of the family.
+        elements: Parameters of each, of this block.
     """
     found: list[Floats] = []
-    for shape in _all_shapes(space, block, watched, table, segments[len(segments) // 2 :]):
+    for shape in _all_shapes(space, block, watched, table, segments[len(segments) // 2 :], elements):
         widest: dict[tuple[int, tuple[str, ...]], Cut] = {}  # more ranks that share states keep fewer each
         for cut in shape.cuts:
             kind = cut.zero, cut.offload
@@ -132,7 +135,7 @@ def least_bytes(space: Space, block: Block, watched: Floats, table: PipeTable, s
     return np.concatenate(found)
 
 
-def _alone(plain: Sequence[Phases]) -> Floats:
+def alone_of(plain: Sequence[Phases]) -> Floats:
     """(segment, kind): parameters."""
     return np.array([[float(s.elements.get(kind, 0)) for kind in _KINDS] for s in plain])
 
@@ -158,10 +161,10 @@ class Shapes:
 
 
 def _all_shapes(
-    space: Space, block: Block, watched: Floats, table: PipeTable, plain: Sequence[Phases]
+    space: Space, block: Block, watched: Floats, table: PipeTable, plain: Sequence[Phases], elements: Floats
 ) -> Iterator[Shapes]:
     """Of each number of pipeline ranks, in the order of the table."""
-    weights = np.concatenate([_alone(plain), np.ones((len(plain), 1))], axis=1)
+    weights = np.concatenate([elements, np.ones((len(plain), 1))], axis=1)
     held, placeholders = watched @ weights, _all_placeholders(watched[:, :WATCHED], plain)
     total, longest = np.array(space.directions_s).T
     there = watched[:, :WATCHED]

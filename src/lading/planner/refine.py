@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from lading.ir.layout import Layout
 from lading.memory.moments import Room, binding, over_bytes
 from lading.planner.peaks import peaks_of
-from lading.planner.search import Bounded, Family, Opened, Search, Tell
+from lading.planner.search import Bounded, Family, Member, Opened, Search, Sifted, Tell
 from lading.sim.noise import waiting_share
 from lading.sim.simulate import Simulated, simulate
 
@@ -119,13 +119,6 @@ def refined(search: Search, room: Room, tell: Tell) -> tuple[list[Refined], list
 
 
 @dataclass(frozen=True, slots=True)
-class _Priced:
-    """A family whose leader is priced."""
-
-    family: Family
-
-
-@dataclass(frozen=True, slots=True)
 class _Layout:
     """A layout, and those of its block behind it; ``exact``: its bound has its pipeline's own seconds."""
 
@@ -134,7 +127,7 @@ class _Layout:
     exact: bool = False
 
 
-_Item = Family | _Priced | Opened | _Layout
+_Item = Family | Member | Sifted | Opened | _Layout
 
 
 class _Queue:
@@ -147,8 +140,8 @@ class _Queue:
         self._before = 0
         self._heap: list[tuple[float, int, _Item]] = []
         self._serial = 0
-        for bound_s, family in search.families(tell):
-            self._push(bound_s, _Priced(family))
+        for family in search.families(tell):
+            self._push(family.bound_s, family)
 
     @property
     def simulated(self) -> int:
@@ -184,17 +177,16 @@ class _Queue:
 
     def take(self, bound_s: float, item: _Item) -> None:
         """Look closer."""
-        if isinstance(item, _Priced) and item.family.is_many:
-            for part in self.search.divided(item.family):
-                self._push(bound_s, part)
-        elif isinstance(item, _Priced):
-            block = item.family.blocks[0]
-            for one in self.search.opened(block, self.room.device_bytes):
-                self._push(max(bound_s, one.bound_s), one)
-        elif isinstance(item, Family):
-            own_s = self.search.bound_of(item)
-            if own_s is not None:
-                self._push(max(bound_s, own_s), _Priced(item))
+        if isinstance(item, Family):
+            for member in item.members:
+                self._push(member.bound_s, member)
+        elif isinstance(item, Member):
+            for sifted in self.search.sifted(item, self.room.device_bytes):
+                self._push(max(bound_s, sifted.sieved.step_s), sifted)
+        elif isinstance(item, Sifted):
+            opened = self.search.opened(item, self.room.device_bytes)
+            if opened is not None:
+                self._push(max(bound_s, opened.sieved.step_s), opened)
         elif isinstance(item, Opened):
             self._following(self.search.bounded(item, self.room.device_bytes))
         else:

@@ -1,11 +1,9 @@
 """Search: what the blocks of a space cost, and the bounds of all layouts of a block.
 
-[Note: three bounds]
-What has the least bound is looked into next. Of a family of blocks, which differ in the micro-batch and in the ways of
-expert parallel only (none is a family of its own), the one with most of both is priced: more tokens at once, and fewer
-experts a rank, make products no slower but for the unevenness of their tiles, so its seconds without what the experts'
-ranks send, less a margin, are a bound for the others (tests compare). A priced block takes at least all its work
-without recompute, spread evenly and never waiting. An opened one has a bound for each layout.
+[Note: bounds, one behind the other]
+What has the least bound is looked into next. A family of blocks has that of its members. A member has the floors of
+its kernels (``floors.py``): first of the whole model, never waiting, then of the pipelines that may fit (``sieve.py``).
+What is left is priced by the simulator's own code and sieved again; then each layout has a bound (``bounds.py``).
 """
 
 from __future__ import annotations
@@ -22,23 +20,24 @@ from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.request import Request
-from lading.planner.bounds import HIDDEN, Rows, peak_bounds, priced_block, step_bounds
+from lading.parallel.ranks import check_segment
+from lading.planner.bounds import Rows, peak_bounds, priced_block, step_bounds
 from lading.planner.exchanges import Exchanges, Known, exchanges
+from lading.planner.floors import Floors
 from lading.planner.pipes import Bools
 from lading.planner.shares import Shares
-from lading.planner.sieve import Sieved
+from lading.planner.sieve import Costs, Sieved, costs_of
 from lading.planner.space import Ask, Block, Cut, Mesh, Pipe, Space, divisors
-from lading.planner.stages import Floats, features_of
+from lading.planner.stages import Floats
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases
 from lading.sim.pipeline import PipelineRun
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced as Segments
 from lading.sim.simulate import Simulated, segments_by_mode
-from lading.sim.step import stage_of
 
-#: What rounding may add to a bound, and the unevenness of tiles to that of a family.
-_ROUNDING, _UNEVEN = 1 - 1e-9, 0.97
+#: What rounding may add to a bound.
+_ROUNDING = 1 - 1e-9
 #: Layouts that do not fit are shown if they are no more than so many times over.
 _NEARLY = 1.3
 Tell = Callable[[int, int, str], None]
@@ -58,26 +57,43 @@ class Bounded:
     states: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A block in a recompute mode, priced, and what is known of its pipes; ``bound_s``: of a step of any of these."""
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A block of a family; ``floors``: of the family, None where the block is all of it."""
 
     bound_s: float
+    block: Block
+    floors: Floors | None
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Blocks that differ in the micro-batch and in the ways of expert parallel."""
+
+    members: tuple[Member, ...]
+
+    @property
+    def bound_s(self) -> float:
+        """Least seconds of a step of any."""
+        return min(member.bound_s for member in self.members)
+
+
+@dataclass(frozen=True, eq=False)
+class Sifted:
+    """A member in a recompute mode, not priced: what its floors leave of its pipes."""
+
     block: Block
     mode: str
     sieved: Sieved
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Blocks with one bound; the last is its leader, or the family is that block alone."""
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A block in a recompute mode, priced, and what that leaves of its pipes."""
 
-    blocks: tuple[Block, ...]
-
-    @property
-    def is_many(self) -> bool:
-        """Whether it can be divided."""
-        return len(self.blocks) > 1
+    block: Block
+    mode: str
+    sieved: Sieved
 
 
 @dataclass
@@ -100,7 +116,9 @@ class Search:
     _known: Known = field(default_factory=lambda: {})
     _runs: dict[tuple[Block, str, Pipe], PipelineRun] = field(default_factory=lambda: {})
     _kept: dict[tuple[Block, str, Pipe], tuple[int, ...]] = field(default_factory=lambda: {})
-    _out: list[Opened] = field(default_factory=lambda: [])
+    _out: list[Sifted | Opened] = field(default_factory=lambda: [])
+    _families: list[Family] = field(default_factory=lambda: [])
+    _never: set[Block] = field(default_factory=set[Block])
 
     @cached_property
     def shares(self) -> Shares:
@@ -148,30 +166,68 @@ class Search:
         if found.cut.zero < 2:  # gathers of cut parameters may hold a pipeline up
             self._runs[key] = run
 
-    def families(self, tell: Tell) -> Iterator[tuple[float, Family]]:
-        """All blocks that can be in families, with a bound of each ([Note: three bounds]).
+    def families(self, tell: Tell) -> list[Family]:
+        """All blocks that can be.
 
         Raises:
             ConfigError: no block can be; the message is that of most.
         """
         for mode in self.space.modes():
             self.shares.table(mode)
-        families: dict[tuple[object, ...], list[Block]] = {}
+        alike: dict[tuple[object, ...], list[Block]] = {}
         for mesh in self.space.meshes():
             for block in self.space.blocks(mesh):
                 key = (mesh.tp, mesh.cp, mesh.etp, mesh.ep > 1, block.sp, block.cp_comm, block.precision)
-                families.setdefault(key, []).append(block)
-        found = False
-        for number, blocks in enumerate(families.values()):
-            tell(number, len(families), "blocks priced")
-            family = Family(tuple(sorted(blocks, key=lambda block: (block.micro_batch, block.mesh.ep))))
-            bound_s = self._family_s(family)
-            if bound_s is not None:
-                found = True
-                self.counted += sum(map(self.shares.count, blocks))
-                yield bound_s, family
-        if not found:
+                alike.setdefault(key, []).append(block)
+        for number, blocks in enumerate(alike.values()):
+            tell(number, len(alike), "blocks priced")
+            blocks.sort(key=lambda block: (block.micro_batch, block.mesh.ep))
+            family = self._family(blocks)
+            if family is not None and len(blocks) > 1 and not self._all_can_be(blocks):
+                self._families += filter(None, (self._family([block]) for block in blocks))
+            elif family is not None:
+                self._families.append(family)
+        if not self._families:
             raise ConfigError(self.none_can_be())
+        self.counted = sum(self.shares.count(m.block) for family in self._families for m in family.members)
+        return self._families
+
+    def _all_can_be(self, blocks: Sequence[Block]) -> bool:
+        """Whether all blocks of a family can be if the last can, and have floors."""
+        if self.ask.machine.device.gpu is None:
+            return False
+        ask, layout = self.ask, self._prices(blocks[0]).layout
+        try:
+            for segment in ask.table.segments:
+                sizes = {**ask.table.symbols, "s": ask.request.seq_len}
+                check_segment(segment, sizes, layout, regather=ask.request.stack.regathers)
+        except ConfigError:
+            return False
+        return True
+
+    def _family(self, blocks: Sequence[Block]) -> Family | None:
+        """None if the leader cannot be."""
+        leader, mode = blocks[-1], self.space.modes()[0]
+        try:
+            prices = self._price(leader, mode)
+        except ConfigError as error:
+            self.refused[str(error)] = self.refused.get(str(error), 0) + len(blocks)
+            return None
+        plain = self._plain(leader, mode)
+        if len(blocks) == 1:
+            bound_s = self._ideal_s(leader, costs_of(plain, prices, len(plain)))
+            return Family((Member(bound_s, leader, None),))
+        outer = [
+            one.precise or not (s.segment.enters and s.segment.leaves)
+            for s, one in zip(plain, self.ask.table.segments, strict=True)
+        ]
+        floors = Floors(leader, plain, prices, outer)
+        bounds = [self._ideal_s(block, floors.plain(block, self._prices(block))) for block in blocks]
+        return Family(tuple(Member(bound_s, block, floors) for bound_s, block in zip(bounds, blocks, strict=True)))
+
+    def _plain(self, block: Block, mode: str) -> tuple[Phases, ...]:
+        segments = self._segments[block][mode]
+        return segments[len(segments) // 2 :]
 
     def none_can_be(self) -> str:
         """Why there is no layout: the reason of most blocks, or that numbers do not divide."""
@@ -187,62 +243,75 @@ class Search:
             + f" can be: {why}"
         )
 
-    def divided(self, family: Family) -> list[Family]:
-        """Smaller families of one: by micro-batch, then block by block."""
-        batches = dict.fromkeys(block.micro_batch for block in family.blocks)
-        if len(batches) > 1:
-            return [Family(tuple(b for b in family.blocks if b.micro_batch == batch)) for batch in batches]
-        return [Family((block,)) for block in family.blocks]
-
-    def bound_of(self, family: Family) -> float | None:
-        """Least seconds of a step of any block of a family; None if they cannot be."""
-        bound_s = self._family_s(family)
-        if bound_s is None:
-            self.counted -= sum(map(self.shares.count, family.blocks))
-        return bound_s
-
-    def _family_s(self, family: Family) -> float | None:
-        """Least seconds of a step of any block of a family; None if its leader cannot be."""
-        leader = family.blocks[-1]
-        try:
-            prices = self._price(leader, self.space.modes()[:1])
-        except ConfigError as error:
-            self.refused[str(error)] = self.refused.get(str(error), 0) + len(family.blocks)
-            return None
-        segments = self._segments[leader][self.space.modes()[0]]
-        plain = segments[len(segments) // 2 :]
-        if len(family.blocks) == 1:
-            return self._ideal_s(leader, prices, plain)
-        free = [_without(phases, "ep") for phases in plain]
-        return self._ideal_s(leader, prices, free) * _UNEVEN
-
-    def opened(self, block: Block, budget_bytes: float) -> list[Opened]:
-        """A block in each recompute mode in which some of its pipelines may fit; it is priced if it is not.
+    def sifted(self, member: Member, budget_bytes: float) -> list[Sifted]:
+        """A member in each recompute mode in which some of its pipes may fit as far as its floors tell.
 
         Args:
             budget_bytes: Of the tensors of a device.
         """
-        prices = self._price(block, self.space.modes())
-        found: list[Opened] = []
-        for mode, segments in self._segments[block].items():
-            plain = len(segments) // 2
-            ideal_s = self._ideal_s(block, prices, segments[plain if self.shares.partial(mode) else 0 :])
-            sieved = self._sieved(block, mode, prices, budget_bytes)
-            one = Opened(max(ideal_s, sieved.step_s), block, mode, sieved)
-            (found if sieved.step_s < inf else self._out).append(one)
-        return found
+        found = [self._sifted(member, mode, budget_bytes) for mode in self.space.modes()]
+        self._out += [one for one in found if one.sieved.step_s == inf]
+        return [one for one in found if one.sieved.step_s < inf]
 
-    def _sieved(self, block: Block, mode: str, prices: MachinePrices, budget_bytes: float) -> Sieved:
-        segments, share = self._segments[block][mode], self.shares.share(block, mode)
-        states = self.shares.least_bytes(block, segments)[self.shares.table(mode).geometry]
-        saved = np.array([float(s.saved_bytes) for s in segments])
-        peaks = np.max(share.kept @ saved + states, axis=1) * _ROUNDING
+    def _sifted(self, member: Member, mode: str, budget_bytes: float) -> Sifted:
+        block = member.block
+        if member.floors is None:
+            return Sifted(block, mode, self._opened(block, mode, budget_bytes).sieved)
+        costs = self.floor(member, mode)
+        segments = self._segments[member.floors.leader][mode]
+        return Sifted(block, mode, self._sieved(block, mode, costs, segments, budget_bytes))
+
+    def floor(self, member: Member, mode: str) -> Costs:
+        """What a member takes at least in a recompute mode; its own prices where it has no floors."""
+        floors = member.floors
+        if floors is None:
+            return self.costs(member.block, mode)
+        if not floors.knows(mode):
+            self._price(floors.leader, mode)
+            segments = self._segments[floors.leader][mode]
+            floors.learn(mode, segments[: len(segments) // 2])
+        return floors.costs(member.block, mode, self._prices(member.block))
+
+    def costs(self, block: Block, mode: str) -> Costs:
+        """What a block takes in a recompute mode."""
+        prices = self._price(block, mode)
+        segments = self._segments[block][mode]
+        return costs_of(segments, prices, len(segments) // 2)
+
+    def opened(self, sifted: Sifted, budget_bytes: float) -> Opened | None:
+        """The same block, priced; None if none of its pipes may fit."""
+        try:
+            one = self._opened(sifted.block, sifted.mode, budget_bytes)
+        except ConfigError as error:  # of the leader's family, but not as it is
+            if sifted.block not in self._never:
+                self._never.add(sifted.block)
+                self.counted -= self.shares.count(sifted.block)
+                self.refused[str(error)] = self.refused.get(str(error), 0) + 1
+            return None
+        if one.sieved.step_s < inf:
+            return one
+        self._out.append(one)
+        return None
+
+    def _opened(self, block: Block, mode: str, budget_bytes: float) -> Opened:
+        costs = self.costs(block, mode)
+        return Opened(block, mode, self._sieved(block, mode, costs, self._segments[block][mode], budget_bytes))
+
+    def _sieved(self, block: Block, mode: str, costs: Costs, segments: Sequence[Phases], budget_bytes: float) -> Sieved:
+        """What is left of a block's pipes.
+
+        Args:
+            segments: Of any block of the family.
+        """
+        share, stack = self.shares.share(block, mode), self.ask.request.stack
+        states = self.shares.least_bytes(block, segments, costs.elements)[self.shares.table(mode).geometry]
+        peaks = np.max(share.kept @ costs.saved + states, axis=1) * _ROUNDING
         peaks[~self.shares.good(block, mode)] = inf
         fits, nearly = peaks <= budget_bytes, peaks <= _NEARLY * budget_bytes
         seconds = np.full(len(peaks), inf)
         if np.any(nearly):
-            features = features_of(segments, prices, prices.stack)
-            seconds = self.shares.sieve(mode).seconds(features, prices, share.micro_batches)
+            sieve = self.shares.sieve(mode)
+            seconds = sieve.seconds(costs, share.micro_batches, blocking=stack.launch_blocking)
             seconds *= (1 + waiting_share(self.ask.devices, every_block=False)) * _ROUNDING
         return Sieved(
             pipes=fits,
@@ -258,31 +327,28 @@ class Search:
                 self._look_into(one, budget_bytes)
         return sorted(self.over, key=lambda found: (found.step_s, str(self.layout(found))))[:most]
 
-    def _look_into(self, one: Opened, budget_bytes: float) -> None:
+    def _look_into(self, one: Sifted | Opened, budget_bytes: float) -> None:
         """Bound the layouts of a block of which none fits."""
-        everything = replace(one.sieved, pipes=np.ones_like(one.sieved.pipes))
-        next(self.bounded(replace(one, sieved=everything), budget_bytes), None)
+        opened = self.opened(Sifted(one.block, one.mode, one.sieved), inf)
+        if opened is not None:
+            next(self.bounded(opened, budget_bytes), None)
 
-    def _price(self, block: Block, modes: Sequence[str]) -> MachinePrices:
+    def _price(self, block: Block, mode: str) -> MachinePrices:
         prices, known = self._prices(block), self._segments.setdefault(block, {})
-        if missing := [mode for mode in modes if mode not in known]:
-            known.update(segments_by_mode(self.request(prices.layout), self.ask.table, prices, missing))
+        if mode not in known:
+            before = next(iter(known.values()), ())
+            plain = before[len(before) // 2 :]
+            known.update(segments_by_mode(self.request(prices.layout), self.ask.table, prices, (mode,), plain))
         return prices
 
-    def _ideal_s(self, block: Block, prices: MachinePrices, segments: Sequence[Phases]) -> float:
-        """Least seconds of a step of a block: all its work spread evenly and never waiting.
-
-        Args:
-            segments: Of which the model's are the first.
-        """
-        stage = stage_of(list(enumerate(self.ask.table.counts)), segments, prices, prices.stack)
+    def _ideal_s(self, block: Block, costs: Costs) -> float:
+        """Least seconds of a step of a block: all its work spread evenly, nothing recomputed and never waiting."""
+        counts = np.zeros((1, costs.device.shape[1]))
+        counts[0, -len(self.ask.table.counts) :] = self.ask.table.counts
+        work = float(np.sum(costs.spans(counts, blocking=self.ask.request.stack.launch_blocking)))
         ranks = self.ask.devices / (block.mesh.tp * block.mesh.cp)
-        least = self.ask.global_batch / block.micro_batch / ranks * (stage.forward.seconds + stage.backward_s)
-        return (
-            least
-            * (1 + waiting_share(self.ask.devices, every_block=False))
-            * (HIDDEN if prices.stack.hidden else _ROUNDING)
-        )
+        waits = waiting_share(self.ask.devices, every_block=False)
+        return self.ask.global_batch / block.micro_batch / ranks * work * (1 + waits) * _ROUNDING
 
     def _prices(self, block: Block, pp: int = 1) -> MachinePrices:
         """Prices of a block over all devices, in a pipeline of some length."""
@@ -295,7 +361,7 @@ class Search:
         shares, share = self.shares, self.shares.share(block, mode)
         if block.mesh not in self._exchanges:
             table = shares.table(self.space.modes()[0])
-            segments = self._segments[block][self.space.modes()[0]]
+            segments = self._segments[block][mode]
             self._exchanges[block.mesh] = exchanges(self.space, block, shares.watched, table, segments, self._known)
         found, good = self._exchanges[block.mesh], shares.good(block, mode) & pipes
         table = shares.table(mode)
@@ -326,19 +392,15 @@ class Search:
             most: How many.
         """
         found: list[Bounded] = []
-        for block in (block for mesh in self.space.meshes() for block in self.space.blocks(mesh)):
-            try:
-                opened = self.opened(block, inf)
-            except ConfigError:  # a block that cannot be; the search has counted it
-                continue
-            for one in opened:
-                if len(found) == most and one.sieved.peak_bytes > found[-1].peak_bytes:
-                    continue
-                if (bounds := self._bounds(one)) is not None:
-                    first = np.lexsort((bounds.steps, bounds.peaks))[:most].tolist()
-                    found += map(bounds.at, first)
-            found.sort(key=_memory_first)
-            del found[most:]
+        members = [member for family in self._families or self.families(_silent) for member in family.members]
+        sifted = [self._sifted(member, mode, inf) for member in members for mode in self.space.modes()]
+        for one in sorted(sifted, key=lambda each: each.sieved.peak_bytes):
+            if one.sieved.peak_bytes > (found[-1].peak_bytes if len(found) == most else inf):
+                break
+            opened = self.opened(one, inf)
+            if opened is not None and (bounds := self._bounds(opened)) is not None:
+                first = np.lexsort((bounds.steps, bounds.peaks))[:most].tolist()
+                found = sorted([*found, *map(bounds.at, first)], key=_memory_first)[:most]
         return found
 
     def _bounds(self, opened: Opened) -> _BlockBounds | None:
@@ -380,12 +442,5 @@ def _memory_first(found: Bounded) -> tuple[float, float]:
     return found.peak_bytes, found.step_s
 
 
-def _without(phases: Phases, axis: str) -> Phases:
-    """A segment whose collectives of an axis cost nothing."""
-    names = ("forward", "again", "backward_input", "backward_weight")
-    parts = {name: getattr(phases, name) for name in names}
-    free = {
-        name: replace(part, comm_s={key: s for key, s in part.comm_s.items() if key != axis})
-        for name, part in parts.items()
-    }
-    return replace(phases, **free)
+def _silent(done: int, of: int, what: str) -> None:
+    """Of no one's interest."""

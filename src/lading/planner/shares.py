@@ -106,11 +106,11 @@ class Shares:
         ranks = self.ask.devices / self.table(mode).pp
         return self.share(block, mode).good & (np.mod(ranks, block.mesh.expert_ways) == 0)
 
-    def least_bytes(self, block: Block, segments: Sequence[Phases]) -> Floats:
-        """(pipeline shape, watched rank): least bytes of states; ``segments``: priced for any block of the mesh."""
+    def least_bytes(self, block: Block, segments: Sequence[Phases], elements: Floats) -> Floats:
+        """(pipeline shape, watched rank): least bytes of states; arguments as ``exchanges.least_bytes``."""
         if block.mesh not in self._least:
             table = self.table(self.space.modes()[0])
-            self._least[block.mesh] = least_bytes(self.space, block, self.watched, table, segments)
+            self._least[block.mesh] = least_bytes(self.space, block, self.watched, table, segments, elements)
         return self._least[block.mesh]
 
     def count(self, block: Block) -> int:

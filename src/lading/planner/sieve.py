@@ -8,9 +8,9 @@ segment takes. With ``alive`` micro-batches of each of a rank's stages and m of 
     seconds >= m / p * work of all stages,  and  >= way to the last rank + m * its work + way back
 
 Both left sides are matrices that all blocks with as many ranks and micro-batches share, so a block takes a few products
-of small matrices. A stage takes no less than what its segments take summed up, whatever of it hides what
-(``lading.planner.stages``): the way and the work are sums of segments. Who splits the backward may leave the
-gradients of weights for the end, and the way back is then not counted.
+of small matrices. A stretch of kernels takes no less than its device and its host each take summed up, where computing
+hides a collective's whole share and loses least by it (``exposed``): so the way and the work are sums of segments. Who
+splits the backward may leave the gradients of weights for the end, and the way back is then not counted.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lading.planner.bounds import HIDDEN
+from lading.cost.contention import MOST_LOST
+from lading.ir.stack import Stack
+from lading.planner.exchanges import alone_of
 from lading.planner.pipes import WATCHED, Bools, PipeTable
-from lading.planner.stages import Floats, Ints, spans
+from lading.planner.stages import Floats, Ints
+from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
 
 
@@ -70,19 +73,77 @@ class Sieve:
         each = self.weights[self.table.row[self.table.held_stage]]
         return _summed(alive[:, None] * each, self.table.held_first)
 
-    def seconds(self, features: Sequence[Floats], prices: MachinePrices, micro_batches: Floats) -> Floats:
+    def seconds(self, costs: Costs, micro_batches: Floats, *, blocking: bool) -> Floats:
         """Least seconds of each pipe ([Note: sieve]).
 
         Args:
-            features: Of ``stages.features_of``.
+            blocking: The host waits for each kernel.
         """
-        table, stack = self.table, prices.stack
-        work = sum(spans(self.whole @ phase, prices, stack) for phase in features)
-        last = sum(spans(self.last @ phase, prices, stack) for phase in features)
-        ways = [spans(self.ahead @ phase, prices, stack) for phase in features]
-        back = np.where(table.split, 0.0, ways[1] + ways[2] + ways[3])
-        least = np.maximum(micro_batches * work / table.pp, ways[0] + micro_batches * last + back)
-        return least * (HIDDEN if stack.hidden else 1.0)
+        table = self.table
+        work = np.sum(costs.spans(self.whole, blocking=blocking), axis=1)
+        last = np.sum(costs.spans(self.last, blocking=blocking), axis=1)
+        ways = costs.spans(self.ahead, blocking=blocking)
+        back = np.where(table.split, 0.0, np.sum(ways[:, 1:], axis=1))
+        return np.maximum(micro_batches * work / table.pp, ways[:, 0] + micro_batches * last + back)
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Least costs of a block's segments, as it recomputes them and then plain.
+
+    Attributes:
+        device, host: (phase, segment): seconds of the device with collectives as far as they are not hidden, and of the
+            host; of forward, of what runs again, and of gradients of activations and of weights.
+        saved: (segment): bytes that a micro-batch keeps.
+        elements: (segment of the model, kind): parameters.
+    """
+
+    device: Floats
+    host: Floats
+    saved: Floats
+    elements: Floats
+
+    def spans(self, counts: Floats, *, blocking: bool) -> Floats:
+        """(stretch, phase): seconds of stretches of so many segments each."""
+        device, host = counts @ self.device.T, counts @ self.host.T
+        return device + host if blocking else np.maximum(device, host)
+
+
+def costs_of(segments: Sequence[Phases], prices: MachinePrices, plain: int) -> Costs:
+    """Of a priced block, of whose segments so many at the end are those of the model."""
+    shown = {
+        axis: exposed(axis, prices) for axis in {axis for s in segments for part in s.parts for axis in part.comm_s}
+    }
+    device = [
+        [
+            sum(seconds * prices.in_situ(cause) for cause, seconds in part.busy_s.items())
+            + sum(seconds * shown[axis] for axis, seconds in part.comm_s.items())
+            for part in s.parts
+        ]
+        for s in segments
+    ]
+    elements = alone_of(segments[-plain:])
+    return Costs(np.array(device).T, host_of(segments, prices.stack), saved_of(segments), elements)
+
+
+def exposed(axis: str, prices: MachinePrices) -> float:
+    """Least share of a collective inside a block that makes it longer: what is not hidden, and what hiding it costs."""
+    stack = prices.stack
+    share = 0.0 if stack.launch_blocking else stack.hidden.get(axis, 0.0)
+    if not share:
+        return 1.0
+    products, _, own = prices.rates_beside(axis)
+    return 1 - share * (1 - min(MOST_LOST, (1 - min(1.0, products)) / own))
+
+
+def host_of(segments: Sequence[Phases], stack: Stack) -> Floats:
+    """(phase, segment): seconds of the host."""
+    return np.array([[part.host_s(stack) for part in s.parts] for s in segments]).T
+
+
+def saved_of(segments: Sequence[Phases]) -> Floats:
+    """Bytes that a micro-batch keeps of each segment."""
+    return np.array([float(s.saved_bytes) for s in segments])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,8 @@ from lading.parallel.memory import segment_memory, weight_shapes
 from lading.parallel.recompute import Recomputed, recomputed
 from lading.sim.parts import Part, Prices, part_of
 
+_STAGES = (Stage.FORWARD, Stage.BACKWARD_INPUT, Stage.BACKWARD_WEIGHT)
+
 
 @dataclass(frozen=True)
 class Phases:
@@ -49,9 +51,24 @@ class Phases:
     moved_bytes: int = 0
 
     @property
+    def parts(self) -> tuple[Part, Part, Part, Part]:
+        """Forward, what runs again, gradients of activations and of weights."""
+        return self.forward, self.again, self.backward_input, self.backward_weight
+
+    @property
     def model_flops(self) -> float:
         """Of a micro-batch, without what is recomputed."""
         return self.forward.flops + self.backward_input.flops + self.backward_weight.flops
+
+
+def stretches(segment: RankSegment, kept: Recomputed, stack: Stack) -> list[list[Kernel]]:
+    """Kernels of forward, of what runs again, and of gradients of activations and of weights."""
+    issued = launched(segment, stack)
+    again: tuple[Kernel, ...] = ()
+    if kept.kernels:
+        again = launched(dataclasses.replace(segment, kernels=tuple(segment.kernels[p] for p in kept.kernels)), stack)
+    found = [[k for k in issued if k.stage is stage] for stage in _STAGES]
+    return [found[0], [k for k in again if k.stage is Stage.FORWARD], *found[1:]]
 
 
 def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Prices, stack: Stack) -> Phases:
@@ -65,17 +82,14 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
     memory = segment_memory(
         segment, kept, stack.fusion, fused_loss=stack.fused_loss, makes_weight_gradients=not in_place
     )
-    again = dataclasses.replace(segment, kernels=tuple(segment.kernels[place] for place in kept.kernels))
-    issued = launched(segment, stack)
-
-    def summed(kernels: Sequence[Kernel], stage: Stage) -> Part:
-        return part_of((k for k in kernels if k.stage is stage), prices)
-
+    forward, again, backward_input, backward_weight = [
+        part_of(kernels, prices) for kernels in stretches(segment, kept, stack)
+    ]
     return Phases(
-        forward=summed(issued, Stage.FORWARD),
-        again=summed(launched(again, stack), Stage.FORWARD),
-        backward_input=summed(issued, Stage.BACKWARD_INPUT),
-        backward_weight=summed(issued, Stage.BACKWARD_WEIGHT),
+        forward=forward,
+        again=again,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
         saved_bytes=memory.saved,
         transients=(memory.forward_peak - memory.saved, memory.backward_peak - memory.saved),
         sent_bytes=sum(segment.tensors[t].size_bytes for t in segment.leaves),

@@ -275,17 +275,30 @@ def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> lis
 
 
 def segments_by_mode(
-    request: Request, table: ModelTable, prices: MachinePrices, modes: Sequence[str]
+    request: Request,
+    table: ModelTable,
+    prices: MachinePrices,
+    modes: Sequence[str],
+    plain: Sequence[Phases] = (),
 ) -> dict[str, tuple[Phases, ...]]:
-    """For each recompute mode each segment as it recomputes it, then each as nothing is recomputed."""
+    """For each recompute mode each segment as it recomputes it, then each as nothing is recomputed.
+
+    Args:
+        plain: The latter, where they are known.
+    """
+    if plain:
+        return _by_mode(_with_prices([s.segment for s in plain], table, prices), request, modes, plain)
     return _by_mode(rank_segments(request, table, prices), request, modes)
 
 
 def _by_mode(
-    ranked: Sequence[tuple[RankSegment, MachinePrices]], request: Request, modes: Sequence[str]
+    ranked: Sequence[tuple[RankSegment, MachinePrices]],
+    request: Request,
+    modes: Sequence[str],
+    plain: Sequence[Phases] = (),
 ) -> dict[str, tuple[Phases, ...]]:
     stack, modules = request.stack, request.layout.recompute_modules
-    plain = [phases(segment, "none", (), own, stack) for segment, own in ranked]
+    plain = plain or [phases(segment, "none", (), own, stack) for segment, own in ranked]
     found: dict[str, tuple[Phases, ...]] = {}
     for mode in modes:
         again = [
@@ -298,7 +311,7 @@ def _by_mode(
     return found
 
 
-def _outside(prices: MachinePrices) -> MachinePrices:
+def outside(prices: MachinePrices) -> MachinePrices:
     """Embeddings, the head and the loss stay in 16 bits where the blocks' products have fewer."""
     layout = prices.layout
     high = replace(layout, precision="bf16") if layout.precision in LOW_PRECISIONS else layout
@@ -309,10 +322,16 @@ def rank_segments(
     request: Request, table: ModelTable, prices: MachinePrices
 ) -> list[tuple[RankSegment, MachinePrices]]:
     """Each segment of a request as one rank runs it, and its prices."""
-    outside = _outside(prices)
+    return _with_prices(segments_of(request, table), table, prices)
+
+
+def _with_prices(
+    segments: Sequence[RankSegment], table: ModelTable, prices: MachinePrices
+) -> list[tuple[RankSegment, MachinePrices]]:
+    other = outside(prices)
     return [
-        (ranked, prices if ranked.enters and ranked.leaves and not segment.precise else outside)
-        for segment, ranked in zip(table.segments, segments_of(request, table), strict=True)
+        (ranked, prices if ranked.enters and ranked.leaves and not segment.precise else other)
+        for segment, ranked in zip(table.segments, segments, strict=True)
     ]
 
 

@@ -11,28 +11,46 @@ import dataclasses
 import json
 import multiprocessing
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lading.errors import ConfigError
 from lading.ir.clusterplan import ClusterPlan
 from lading.ir.layout import Layout, parse_layout
+from lading.models.gpt import GPT, GptConfig
 from lading.models.llama import Llama, LlamaConfig
 from lading.models.loss import next_byte_loss
-from lading.runtime.apply import apply
+from lading.runtime.apply import apply, stop_counting
 
 SIZES = LlamaConfig(
     vocab_size=512, max_seq_len=64, num_layers=4, dim=64, num_heads=4, num_kv_heads=2, head_size=16, hidden_dim=192
 )
+GPT_SIZES = GptConfig(vocab_size=512, max_seq_len=64, num_layers=4, dim=64, num_heads=4, hidden_dim=256, tied=False)
 STEPS = 2
+#: Collectives for which gloo takes buffers of its own, as large as what it is given (``newLikeFlat``).
+_OF_GLOO = ("c10d::_reduce_scatter_base_", "c10d::_allgather_base_", "gloo:all_gather")
+
+
+class _Called(GPT):
+    """Whose positions are looked up by calling their module: FSDP2 has no hook where a weight is only read."""
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        x_BTD = self.tokens(tokens_BT) + self.positions(torch.arange(tokens_BT.shape[1]))
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        return self.head(self.norm(x_BTD))
 
 
 class Recorder(TorchDispatchMode):
@@ -51,7 +69,7 @@ class Recorder(TorchDispatchMode):
 
 
 def train(
-    model: torch.nn.Module, layout: Layout, recorder: Recorder, optimizer: torch.optim.Optimizer, *, stock: bool
+    model: torch.nn.Module, layout: Layout, recorder: Recorder | None, optimizer: torch.optim.Optimizer, *, stock: bool
 ) -> list[float]:
     """A few steps; this is the whole training loop."""
     draw = torch.Generator().manual_seed(17 + dist.get_rank())
@@ -62,10 +80,12 @@ def train(
             if stock:
                 last = number == layout.micro_batches - 1
                 model.set_is_last_backward(last)
-            with recorder:
-                recorder.phase = "forward"
+            with recorder or nullcontext():
+                if recorder:
+                    recorder.phase = "forward"
                 loss = next_byte_loss(model, {"tokens": tokens}) / layout.micro_batches
-                recorder.phase = "backward"
+                if recorder:
+                    recorder.phase = "backward"
                 loss.backward()
             losses.append(float(loss.detach()))
             del loss
@@ -75,9 +95,9 @@ def train(
 
 
 def peak_bytes(model: torch.nn.Module, layout: Layout) -> int:
-    """Most bytes of tensors at once in a step, as the allocator counts them, without what gloo takes to reduce."""
+    """Most bytes of tensors at once in a step, as the allocator counts them, without gloo's own."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, layout, Recorder(), optimizer, stock=False)  # makes what stays
+    train(model, layout, None, optimizer, stock=False)  # makes what stays
     states = [t for state in optimizer.state.values() for t in state.values()]
     held = [t.to_local() if isinstance(t, DTensor) else t for t in (*model.parameters(), *states, *model.buffers())]
     start = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
@@ -86,7 +106,7 @@ def peak_bytes(model: torch.nn.Module, layout: Layout) -> int:
 
 def _most_added(model: torch.nn.Module, layout: Layout, optimizer: torch.optim.Optimizer) -> int:
     with torch.profiler.profile(profile_memory=True) as profiled:
-        train(model, layout, Recorder(), optimizer, stock=False)
+        train(model, layout, None, optimizer, stock=False)
     now = peak = 0
     live: dict[int, int] = {}
     for event in _in_order(profiled.profiler.kineto_results.experimental_event_tree()):
@@ -95,7 +115,7 @@ def _most_added(model: torch.nn.Module, layout: Layout, optimizer: torch.optim.O
         size, address = event.extra_fields.alloc_size, event.extra_fields.ptr
         if size > 0:
             now -= live.pop(address, 0)  # freed by a thread that is not told of
-            live[address] = 0 if _within(event, "c10d::_reduce_scatter_base_") else size
+            live[address] = 0 if _within(event, _OF_GLOO) else size
             now += live[address]
         else:
             now -= live.pop(address, -size)
@@ -103,9 +123,9 @@ def _most_added(model: torch.nn.Module, layout: Layout, optimizer: torch.optim.O
     return peak
 
 
-def _within(event: Any, name: str) -> bool:
+def _within(event: Any, names: Sequence[str]) -> bool:
     while event is not None:
-        if event.name == name:
+        if event.name in names:
             return True
         event = event.parent
     return False
@@ -121,8 +141,19 @@ def _in_order(events: Any) -> list[Any]:
     return sorted(found, key=lambda event: event.start_time_ns)
 
 
-def built() -> torch.nn.Module:
+def built(kind: str = "") -> torch.nn.Module:
+    """The small Llama, or a GPT of the same sizes; "compiled" with each block compiled in place, as torchtitan does."""
     torch.manual_seed(5)
+    if kind == "gpt":
+        return _Called(GPT_SIZES)
+    model = _llama()
+    if kind == "compiled":
+        for block in model.layers:
+            block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def _llama() -> Llama:
     model = Llama(SIZES)
     model.rope.to(torch.bfloat16)  # tables, as what is turned by them; parameters stay in fp32
     for owner in (model, *model.layers):  # a norm that is one kernel on a CPU too, as a GPU has it
@@ -132,41 +163,82 @@ def built() -> torch.nn.Module:
     return model
 
 
-def compare(plan: ClusterPlan, measures: bool) -> dict[str, Any]:
+def compare(plan: ClusterPlan, measures: bool, kind: str) -> dict[str, Any]:
     """The plan's run beside stock FSDP2's with a group for each block; ``measures``: its memory too."""
     layout = parse_layout(plan.layout)
     shape = (layout.dp // layout.shard, layout.shard) if layout.shard else (layout.dp,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     dtypes = [getattr(torch, name) if name else None for name in (plan.gather_dtype, plan.reduce_dtype)]
-    stock = built()
-    for block in (stock.tokens, *stock.layers, [stock.norm, stock.head]):
+    stock = built(kind)
+    first = [stock.tokens, stock.positions] if kind == "gpt" else stock.tokens
+    for block in (first, *stock.layers, [stock.norm, stock.head]):
         fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
     fully_shard(stock, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
-    plain, ours = Recorder(), Recorder()
+    ours = Recorder() if kind != "compiled" else None  # nothing is compiled under a dispatch mode
     expected = train(
         stock,
         layout,
-        plain,
+        None,
         torch.optim.AdamW(stock.parameters(), lr=1e-2),
         stock=True,
     )
-    planned = apply(plan, built(), mesh)
+    planned = apply(plan, built(kind), mesh)
     losses = train(planned, layout, ours, torch.optim.AdamW(planned.parameters(), lr=1e-2), stock=False)
     pairs = zip(planned.parameters(), stock.parameters(), strict=True)
     equal = all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
     return {
         "losses": losses,
         "expected": expected,
-        "found": ours.found,
+        "found": ours.found if ours else [],
         "weights": equal,
         "peak_bytes": peak_bytes(planned, layout) if measures else 0,
     }
+
+
+def _counts_no_more(plan: ClusterPlan, mesh: Any) -> bool:
+    """Whether hooks go when counting is stopped, and the loop may then do as it likes."""
+    hooks = _global_optimizer_pre_hooks
+    before = len(hooks)
+    model, other = apply(plan, built(), mesh), apply(plan, built(), mesh)
+    stop_counting(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        next_byte_loss(model, {"tokens": torch.zeros(1, 9, dtype=torch.int64)}).backward()
+    optimizer.step()
+    there = len(hooks) - before
+    stop_counting(other)
+    return (there, len(hooks) - before) == (1, 0)
+
+
+def _renamed(plan: ClusterPlan, mesh: Any) -> bool:
+    """Whether a plan is set on a model with other names, as told."""
+    model = built()
+    model.tok_embeddings = model.tokens
+    del model.tokens
+    apply(plan, model, mesh, names={"tokens": "tok_embeddings"})
+    return isinstance(model.tok_embeddings, FSDPModule)
+
+
+def _made_unfit() -> list[tuple[torch.nn.Module, dict[str, str]]]:
+    """Models that something was done to, or whose names are not known."""
+    cut, checkpointed, wrapped = built(), built(), built()
+    fully_shard(cut.layers[1])
+    checkpointed.layers[2] = checkpoint_wrapper(checkpointed.layers[2])
+    wrapped.layers[0] = torch.compile(wrapped.layers[0])
+    wider = Llama(dataclasses.replace(SIZES, hidden_dim=200))
+    return [(cut, {}), (checkpointed, {}), (wrapped, {}), (wider, {}), (built(), {"tokns": "tok_embeddings"})]
 
 
 def refused(plan: ClusterPlan) -> list[str]:
     """What plans that cannot be say."""
     said: list[str] = []
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for unfit, names in _made_unfit():
+        try:
+            apply(plan, unfit, mesh, names=names)
+        except ConfigError as error:
+            said.append(str(error))
+    said += ["renamed" if _renamed(plan, mesh) else "", "gone" if _counts_no_more(plan, mesh) else ""]
     first = plan.groups[0]
     wrong = [
         dataclasses.replace(plan, groups=(dataclasses.replace(first, modules=("tokenz",)), *plan.groups[1:])),
@@ -200,7 +272,8 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group("gloo", f"file://{folder}/meet", timedelta(seconds=60), rank=rank, world_size=ranks)
     for path in sorted(Path(folder).glob("*.json")):
         plan = ClusterPlan.load(path)
-        found = refused(plan) if path.stem == "refused" else compare(plan, path.stem.startswith("residency"))
+        kind, _, case = path.stem.rpartition(".")
+        found = refused(plan) if case == "refused" else compare(plan, case.startswith("residency"), kind)
         if rank == 0:
             path.with_suffix(".out").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -45,6 +45,7 @@ def blocks(of: Modules, keep: Keep = Keep.RELEASE) -> list[Bucket]:
         ("llama3-70b", "zero3,tp8,sp,recompute=full", "torchtitan-compile"),
         ("gpt3-6.7b", "zero3", "default"),
         ("qwen3-30b-a3b", "zero3,ep8", "default"),
+        ("llama3-8b", "zero3,gb256,recompute=full,offload=parameters", "torchtitan-eager"),
     ],
 )
 def test_whole_blocks_take_what_the_step_does(model: str, layout: str, stack: str) -> None:
@@ -52,6 +53,7 @@ def test_whole_blocks_take_what_the_step_does(model: str, layout: str, stack: st
     simulated = simulate(of.request, request_of(question(model, layout, 64, stack))[1])
     found = gathered_step(Costs(of), blocks(of))
     assert found.step_s == pytest.approx(simulated.step.step_s, rel=0.01)
+    assert found.peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.01)
     elements = of.elements(range(len(of.atoms)))
     assert elements == simulated.step.stages[0].elements
 

@@ -50,7 +50,7 @@ def test_the_most_is_what_is_reported(layout: str) -> None:
             assert set(by_role[role][:-1].tolist()) == {roles[role]}
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[7]])
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[7], LAYOUTS[8], "dp64,zero3"])
 def test_whole_chunks_peak_as_their_segments_do(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = step(layout)
     fine = occupancy(simulated, 0)
@@ -58,6 +58,8 @@ def test_whole_chunks_peak_as_their_segments_do(layout: str, monkeypatch: pytest
     coarse = occupancy(simulated, 0)
     assert len(coarse.held) < len(fine.held) / 3
     assert coarse.peak_bytes == fine.peak_bytes
+    for role in (Role.GRADIENT, Role.PARAMETER):
+        assert coarse.staircase[1][role].max() == fine.staircase[1][role].max()
 
 
 def test_gathered_parameters_come_and_go_with_their_units() -> None:

@@ -137,6 +137,9 @@ def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) 
     if asked.tree:
         print_tree(tree_of(chosen, ask.table), console)
     own = plan_of(chosen, plan.version)
+    forward, backward = own.gathers
+    console.print(f"each rank gathers {forward} times in the forwards of a step and {backward} in the backwards; "
+                  f"{own.gap:.1%} above the bound", markup=False, soft_wrap=True)  # fmt: skip
     steady = own.peaks["step"]["device"]
     longest = {**plan.peaks["longest"], "device": steady + grown}
     peaks = {**plan.peaks, "step": {**plan.peaks["step"], **own.peaks["step"]}, "longest": longest}

@@ -57,7 +57,6 @@ class GatherGroup:
         again: What is released is gathered again for backward; False where backward does not read it (an embedding).
         ahead: Groups before this one, in order of forward, at whose beginning its gather is asked for.
         ahead_backward: The same in order of backward.
-        recompute: The forward of these modules runs again in backward (activation checkpointing).
         offload: Pieces, gradients and optimizer states lie in host memory between uses.
         gathered_bytes: Of the parameters as they are gathered, on one rank.
     """
@@ -67,7 +66,6 @@ class GatherGroup:
     again: bool = True
     ahead: int = 1
     ahead_backward: int = 1
-    recompute: bool = False
     offload: bool = False
     gathered_bytes: int = 0
 

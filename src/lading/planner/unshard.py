@@ -176,14 +176,13 @@ def _row(policy: str, buckets: Sequence[Bucket], step: Gathered, budget: int, bo
 
 
 def _group(modules: Modules, costs: Costs, bucket: Bucket) -> GatherGroup:
-    place = modules.atoms[bucket.last][0]
     return GatherGroup(
         modules=names_of(modules, bucket),
         keep=bucket.keep,
         again=bucket.again,
         ahead=bucket.ahead,
         ahead_backward=bucket.ahead_backward,
-        recompute=modules.blocks[modules.order[place][0]].again,
+        offload="parameters" in modules.request.layout.offload,
         gathered_bytes=costs.of(bucket).gathered,
     )
 

@@ -285,7 +285,7 @@ def _priced(problem: _Problem, room: _Room, size: Floats, kept: tuple[int, int])
     """
     usual = [float(each[0, -1] / size[0, -1]) for each in (problem.backward, problem.forward)]
     open_ = [bool(price) and room < size[0, -1] for price, room in zip(usual, kept, strict=True)]
-    found: dict[tuple[int, int], float] = {}
+    found: dict[tuple[int, ...], float] = {}
 
     def at(*numbers: int) -> float:
         if numbers not in found:

@@ -2,24 +2,29 @@
 
 ``apply`` calls ``fully_shard`` once for each group of the plan, from the innermost modules outward, and sets what the
 plan says of it: released after forward or not, what is gathered ahead, in which dtype, whether it lies in host memory,
-what is recomputed. Nothing of the training loop changes:
+what is recomputed. Nothing of the training loop changes. Blocks may be compiled in place before (``block.compile()``,
+as torchtitan does): what ``apply`` sets then lies around what is compiled.
 
 [Note: micro-batches]
 A group that stays gathered over the micro-batches of a step must be released behind the last one, or the next step
 would read what was before the optimizer's update. Forwards with gradients are counted: flags are set as each begins,
-and an optimizer that steps when not as many micro-batches as planned have run is stopped.
+and an optimizer that steps when not as many micro-batches as planned have run is stopped. The hooks that do this are
+the model's and one of all optimizers; ``stop_counting`` takes both away.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -36,22 +41,32 @@ from lading.ir.clusterplan import ClusterPlan, GatherGroup
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout, parse_layout
 
+#: Name under which a model has its counter of micro-batches.
+_COUNTING = "_lading_micro_batches"
 
-def apply(plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+
+def apply(
+    plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh, *, names: Mapping[str, str] | None = None
+) -> nn.Module:
     """Cut a model over data-parallel ranks as a plan says; in place.
 
     Args:
         plan: From ``lading plan --model``, or the path of its file.
         model: As it is on one rank (tensor parallel may be applied), with the modules that the plan names.
         mesh: Of the data-parallel ranks: one dim, or two (replicas, shards) where the layout has ``shard``.
+        names: What the model calls what the plan calls otherwise, such as ``{"tokens": "tok_embeddings"}``: of single
+            modules, wherever they stand in a path.
     Returns:
         The model, for a line such as ``model = lading.apply(plan, model, mesh)``.
     Raises:
-        ConfigError: a module is not known, the mesh has another size, or the plan is for another model.
+        ConfigError: a module is not known, the mesh has another size, the plan is for another model, or the model is
+            cut already or has blocks that are recomputed already.
     """
     plan = plan if isinstance(plan, ClusterPlan) else ClusterPlan.load(Path(plan))
+    plan = _renamed(plan, names or {})
     layout = parse_layout(plan.layout)
     _check(plan, layout, mesh)
+    _check_plain(model)
     modules = dict(model.named_modules())
     groups = [_members(group, modules) for group in plan.groups]
     _check_parameters(plan, model, groups)
@@ -73,13 +88,60 @@ def apply(plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh) ->
         sharded[number] = _as_sharded(members[0])
         if not group.again:
             sharded[number].set_unshard_in_backward(False)
-    if not isinstance(model, FSDPModule):
+    if not isinstance(model, FSDPModule):  # has no parameters of its own left
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _prefetch(plan.groups, sharded)
     if layout.micro_batches > 1:
         kept = [sharded[n] for n, group in enumerate(plan.groups) if group.keep.until_forward]
-        _MicroBatches(_as_sharded(model), kept, layout.micro_batches)
+        model.__dict__[_COUNTING] = _MicroBatches(_as_sharded(model), kept, layout.micro_batches)
     return model
+
+
+def stop_counting(model: nn.Module) -> None:
+    """Take what ``apply`` hung into a model and into optimizers away: for another loop over the same model.
+
+    From then on it is the loop that calls ``set_is_last_backward`` and, of groups that stay gathered,
+    ``set_reshard_after_backward``.
+    """
+    counting = model.__dict__.pop(_COUNTING, None)
+    if counting is not None:
+        counting.remove()
+
+
+def _renamed(plan: ClusterPlan, names: Mapping[str, str]) -> ClusterPlan:
+    """The plan in the model's own words."""
+    paths = [path for group in plan.groups for path in group.modules]
+    known = {part for path in (*paths, *plan.recomputed) for part in path.split(".")}
+    if unknown := sorted(set(names) - known):
+        near = get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"apply: expected names of the plan's modules, got {unknown[0]!r}, which is in no path{hint}")
+
+    def renamed(path: str) -> str:
+        return ".".join(names.get(part, part) for part in path.split("."))
+
+    groups = tuple(replace(group, modules=tuple(map(renamed, group.modules))) for group in plan.groups)
+    return replace(plan, groups=groups, recomputed=tuple(map(renamed, plan.recomputed)))
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Nothing else has been done to the model that a plan does."""
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise ConfigError(
+                f"apply: expected a model that is not cut, found {path or 'the model'!r} under fully_shard; call apply "
+                "in its place, once"
+            )
+        if isinstance(module, CheckpointWrapper):
+            raise ConfigError(
+                f"apply: expected a model without activation checkpointing, found {path!r} wrapped; leave that to the "
+                "plan, which says what is recomputed"
+            )
+        if isinstance(module, OptimizedModule):
+            raise ConfigError(
+                f"apply: expected modules under their own names, found {path or 'the model'!r} in a wrapper of "
+                "torch.compile; compile in place with module.compile()"
+            )
 
 
 def _check(plan: ClusterPlan, layout: Layout, mesh: DeviceMesh) -> None:
@@ -87,8 +149,11 @@ def _check(plan: ClusterPlan, layout: Layout, mesh: DeviceMesh) -> None:
         raise ConfigError(
             f"apply: expected a plan that cuts parameters (zero3), got {plan.layout}; plan with --pin zero=3"
         )
-    if layout.offload:
-        raise ConfigError(f"apply: expected everything on the device, got {plan.layout}; plan without offload")
+    if "activations" in layout.offload or layout.offload == ("optimizer",) or layout.offload_to != "host":
+        raise ConfigError(
+            f"apply: expected everything on the device, or parameters with all their states on the host, as FSDP2's "
+            f"CPUOffloadPolicy does, got {plan.layout}; plan with offload=parameters or without"
+        )
     if layout.pp > 1 or layout.ep > 1:
         raise ConfigError(f"apply: expected a plan without pipeline and expert parallel, got {plan.layout}")
     if plan.gather_dtype not in ("", "float32", "bfloat16", "float16"):
@@ -224,8 +289,23 @@ class _MicroBatches:
         self.begun = 0
         assert isinstance(model, nn.Module)
         self.parameters = {id(parameter) for parameter in model.parameters()}
-        model.register_forward_pre_hook(self._begin, prepend=True)
-        register_optimizer_step_pre_hook(self._check)
+        own = weakref.ref(self)  # all optimizers' hook must not keep the model
+
+        def check(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+            counting = own()
+            if counting is not None:
+                counting.check(optimizer)
+
+        handles = model.register_forward_pre_hook(self._begin, prepend=True), register_optimizer_step_pre_hook(check)
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Take the hooks away; what stays gathered goes behind the next backward."""
+        for handle in self._handles:
+            handle.remove()
+        for group in self.kept:
+            group.set_reshard_after_backward(True, recurse=False)
+        self.model.set_is_last_backward(True)
 
     def _begin(self, module: nn.Module, arguments: Any) -> None:
         if not torch.is_grad_enabled() or not module.training:
@@ -243,7 +323,8 @@ class _MicroBatches:
         for group in self.kept:
             group.set_reshard_after_backward(last, recurse=False)
 
-    def _check(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+    def check(self, optimizer: Optimizer) -> None:
+        """An optimizer of these parameters steps."""
         if not any(id(p) in self.parameters for group in optimizer.param_groups for p in group["params"]):
             return
         if self.begun != self.count:

@@ -33,7 +33,7 @@ class Run:
 
     Attributes:
         alive_bytes: Most activations at once, with what blocks before keep and the gradients made on the way.
-        end_bytes: The same in its last piece, without gradients.
+        end_bytes: The same while its last kernel runs, without gradients.
         gradients: Bytes by bucket, made in it.
     """
 
@@ -46,7 +46,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one bucket: seconds of the network and of copies, and bytes."""
+    """Of one bucket: seconds of the network and of copies, and bytes.
+
+    Attributes:
+        part: Bytes of this rank's part as it is gathered; ``shard`` has those of its gradients.
+    """
 
     gather_s: float
     copy_s: float
@@ -55,6 +59,7 @@ class Cost:
     gathered: int
     reduced: int
     shard: int
+    part: int
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ class Costs:
                 gathered=self.modules.gathered(elements),
                 reduced=sum(elements.values()) * self.modules.reduced_bytes,
                 shard=self.modules.shard_elements(elements) * self.modules.reduced_bytes,
+                part=self.modules.gathered({"dp": self.modules.shard_elements(elements)}),
             )
         return self._costs[key]
 
@@ -224,5 +230,5 @@ class Costs:
                 made += new
                 total += sum(size for _, size in new)
                 most = max(most, piece.alive_bytes + total)
-            self._stretches[key] = sum(piece.seconds for piece in pieces), most, pieces[-1].alive_bytes, tuple(made)
+            self._stretches[key] = sum(piece.seconds for piece in pieces), most, pieces[-1].left_bytes, tuple(made)
         return self._stretches[key]

@@ -6,7 +6,8 @@ the buffer stays until the next group has been copied out; in backward it goes a
 already.
 Gradients stay as the products made them until a group's backward ends. They are copied into a buffer in the dtype of
 reductions, which stays until the next group is reduced; what is reduced of it is the gradient of this rank's part
-(torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, foreach_reduce).
+(torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, foreach_reduce). The last
+of a micro-batch stays through the next one's forward (_fsdp_state.py, _root_post_backward_final_callback).
 In a pipeline gathered parameters stay for the step, and so do gradients, in the dtype of reductions.
 """
 
@@ -166,18 +167,17 @@ class Peak:
         return self.activations + self.gathered + self.gradients
 
 
-def gathered_passes(units: Sequence[UnitBytes], layout: Layout, stack: Stack, *, keeps: bool = False) -> list[Peak]:
+def gathered_passes(units: Sequence[UnitBytes], layout: Layout, stack: Stack) -> list[Peak]:
     """The most that is alive in the forward of each unit, then in each one's backward, last unit first.
 
     Args:
         units: In order of forward, each as often as it stands; there is no pipeline.
-        keeps: Gathered parameters stay from forward to backward in all units, not only in the last.
     """
     walk = _Walk(units, layout, stack)
     found: list[Peak] = []
     for number in range(len(units)):
         walk.peak = Peak()
-        walk.forward(number, keeps or number == len(units) - 1)
+        walk.forward(number, number == len(units) - 1)
         found.append(walk.peak)
     for number in reversed(range(len(units))):
         walk.peak = Peak()
@@ -202,6 +202,8 @@ class _Walk:
         self.accumulates = layout.micro_batches > 1
         self.peak = Peak()
         self.saved = self.whole = self.buffer = self.reducing = self.gradients = 0
+        if self.accumulates and units[0].groups:  # of the micro-batch before
+            self.reducing = units[0].groups[0][1] * self.reduced
         parts = (self._part(axes, size) for unit in units for axes, size in unit.groups)
         self.gradients = sum(parts) if self.accumulates else 0
         self.there: set[tuple[int, int]] = set()

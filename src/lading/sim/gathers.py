@@ -9,9 +9,10 @@ Between micro-batches nothing is waited for; behind the last one everything is.
 
 [Note: bytes as they are asked for]
 Memory is counted in the order in which the host asks, as an allocator does: what is gathered is a flat buffer first and
-copied out of it into the parameters. In forward the buffer stays until the next group's comes; in backward it goes at
-once. A group's gradients stay until they are in the buffer that is reduced, and that until the next group's backward
-has ended. Activations and gradients of one piece ([Note: pieces of a block]) are counted together.
+copied out of it into the parameters. In forward the buffer stays until the next group's comes or the model's forward
+ends (torch 2.13, ``FSDPState._post_forward``); in backward it goes at once. A group's gradients stay until they are in
+the buffer that is reduced, and that until the next group's backward has ended. Activations and gradients of one piece
+([Note: pieces of a block]) are counted together. Whole blocks have the peak that ``sim.gathered`` finds (tested).
 """
 
 from __future__ import annotations
@@ -153,6 +154,8 @@ class _Walk:
         self.buckets, self.trace = buckets, trace
         self.costs = [costs.of(bucket) for bucket in buckets]
         self.overlaps = stack.overlap_param_gather
+        layout = modules.request.layout
+        self.makes_gradients = layout.micro_batches == 1 and not layout.updates_on_host
         # Where recomputing releases them again, backward gathers them once more.
         self.times = [stack.gathers - 1 if costs.runs_again(bucket) else 1 for bucket in buckets]
         self.streams = _Streams(modules.slowdown)
@@ -191,10 +194,8 @@ class _Walk:
                 begun += 1
             elif backward:
                 self._end_backward(-1 - act, number, last)
-            elif not self.buckets[-1 - act].keep.until_backward:
-                self._release(-1 - act)
-        self._drop_flat(self.held)
-        self.held = -1
+            else:
+                self._end_forward(-1 - act, last_of=course.order)
 
     def _begin(self, order: Sequence[int], index: int, backward: bool) -> None:
         """Wait for a bucket, copy it out, and ask for those that follow."""
@@ -231,7 +232,8 @@ class _Walk:
                 self.streams.wait(self.asked[number])
         if early and number not in self.gathered and number not in self.flat:
             self.flat[number] = self.costs[number].gathered
-            self._add(self.costs[number].gathered)
+            self._add(self.costs[number].gathered + self.costs[number].part)  # which is cast first
+            self.now -= self.costs[number].part
 
     def _run(self, run: Run, number: int, backward: bool) -> None:
         self.at = (number, backward, run.place)
@@ -243,6 +245,14 @@ class _Walk:
         self._add(made)
         self.activation = run.end_bytes
         self.streams.compute(run.seconds)
+
+    def _end_forward(self, number: int, *, last_of: Sequence[int]) -> None:
+        """Release a bucket; behind the last one the model's forward ends, and with it the last buffer goes."""
+        if not self.buckets[number].keep.until_backward:
+            self._release(number)
+        if number == last_of[-1]:
+            self._drop_flat(self.held)
+            self.held = -1
 
     def _end_backward(self, number: int, micro_batch: int, last: bool) -> None:
         """Release a bucket and reduce its gradients."""
@@ -257,8 +267,11 @@ class _Walk:
         self.reduced[number] = cost.reduced
         self._add(cost.reduced)
         self.now -= made
-        if micro_batch:  # what is reduced, beside what it is added to
+        if self.makes_gradients or micro_batch:  # what is reduced: it stays, or is added to what is there
             self._add(cost.shard)
+        if self.makes_gradients:
+            self.states += cost.shard
+        elif micro_batch:
             self.now -= cost.shard
         if cost.reduce_copy_s:
             self.streams.compute(cost.reduce_copy_s)

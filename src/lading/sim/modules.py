@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lading.errors import ConfigError
-from lading.ir.graph import DTYPE_BYTES
+from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.machine import Machine
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
@@ -57,12 +57,14 @@ class Piece:
 
     Attributes:
         alive_bytes: Most activations of this block that are there meanwhile.
+        left_bytes: Of them, while its last kernel runs.
         gradients: Atoms whose gradients are there when it ends, by number in the block.
     """
 
     module: str
     seconds: float
     alive_bytes: int
+    left_bytes: int
     gradients: tuple[int, ...] = ()
 
 
@@ -105,7 +107,8 @@ class Modules:
         slowdown: By how much longer computing takes while the network's kernels run beside it.
         rest_s: Of a step besides: the optimizer, the host.
         waits: Share by which work takes longer as devices are not equal.
-        state_bytes: Of cut parameters, gradients and the optimizer's states, and of what is kept for good.
+        state_bytes: On the device of cut parameters and the optimizer's states, of gradients where micro-batches add
+            them up, and of what is kept for good.
     """
 
     request: Request
@@ -174,8 +177,8 @@ def unfit(request: Request) -> str:
     layout = request.layout
     if layout.zero != 3 or layout.is_pipeline:
         return f"expected a layout with zero3 and without pp, got {layout}"
-    if layout.offload:
-        return f"expected everything on the device, got {layout}; groups do not know what is offloaded"
+    if layout.offload and (layout.offload_to != "host" or set(layout.offload) - {"optimizer"} != {"parameters"}):
+        return f"expected everything on the device, or parameters and their states on the host, got {layout}"
     if request.task in ("lora", "qlora"):
         return f"expected all weights to be trained, got task {request.task!r}"
     return ""
@@ -221,6 +224,10 @@ def modules_of(request: Request, table: ModelTable, parts: Priced | None = None)
         of_segment = block_matrices(request, table)
         found = rank_update([stage], [of_segment[place] for place, _ in made], request, parts.machine)
         states, rest_s = found.states(states), found.seconds + found.host_s
+    if "parameters" in layout.offload:
+        states = {}
+    elif layout.micro_batches == 1:
+        states[Role.GRADIENT] = 0  # they come as backward makes them
     return Modules(
         request=request,
         machine=parts.machine,
@@ -336,9 +343,10 @@ def _pieces(
         share = each * scale if total else seconds / len(alive)
         if found and found[-1].module == module:
             last = found.pop()
-            found.append(Piece(module, share + last.seconds, max(size, last.alive_bytes), (*last.gradients, *made)))
+            most, gradients = max(size, last.alive_bytes), (*last.gradients, *made)
+            found.append(Piece(module, share + last.seconds, most, size, gradients))
         else:
-            found.append(Piece(module, share, size, made))
+            found.append(Piece(module, share, size, size, made))
     return tuple(found)
 
 

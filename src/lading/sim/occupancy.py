@@ -233,9 +233,19 @@ def _gathering_all(part: _Part, stage: Stage, simulated: Simulated) -> _Part:
     if not units:
         return part
     passes = gathered_passes(units, request.layout, request.stack)
-    most = [max(peak.total - peak.gradients for peak in half) for half in (passes[: len(units)], passes[len(units) :])]
-    gathered = [max(0, size - part.saved) for size in most]
-    return replace(part, forward_bytes=0, backward_bytes=0, forward_gathered=gathered[0], backward_gathered=gathered[1])
+    own = sum(_own(unit, request) for unit in units)
+    there = 0 if own else simulated.memory[0][Role.GRADIENT]
+    halves = passes[: len(units)], passes[len(units) :]
+    most = [max(on_device(peak, request.layout) for peak in half) for half in halves]
+    gathered = [max(0, size - part.saved - there) for size in most]
+    return replace(
+        part,
+        forward_bytes=0,
+        backward_bytes=0,
+        forward_gathered=gathered[0],
+        backward_gathered=gathered[1],
+        gradient=own,
+    )
 
 
 def _own(unit: UnitBytes, request: Request) -> int:

@@ -22,7 +22,7 @@ PLAN = ClusterPlan(
     groups=(
         GatherGroup(modules=("",), keep=Keep.STEP, gathered_bytes=10),
         GatherGroup(modules=("layers.0", "layers.1"), keep=Keep.BACKWARD, ahead=2),
-        GatherGroup(modules=("layers.2",), recompute=True),
+        GatherGroup(modules=("layers.2",)),
     ),
     step_s=1.1,
     bound_s=1.0,

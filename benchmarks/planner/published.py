@@ -17,6 +17,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,17 @@ def compare(published: Simulated) -> dict[str, Any]:
     return row
 
 
+def short(setup: str) -> str:
+    """A set-up's name with the blocks of each kind added up."""
+    head, _, rest = setup.partition(" h")
+    family, _, blocks = head.partition(" ")
+    counts: Counter[str] = Counter()
+    for block in blocks.split("+"):
+        number, _, kind = block.partition(" ")
+        counts[kind] += int(number)
+    return f"{family} {'+'.join(f'{number} {kind}' for kind, number in counts.items())} h{rest}"
+
+
 def shown(rows: list[dict[str, Any]]) -> str:
     """The outcome, the exceptions and a table, as markdown."""
     ratios = [row["ratio"] for row in rows if row["ratio"] is not None]
@@ -135,10 +147,9 @@ def shown(rows: list[dict[str, Any]]) -> str:
         if row["ratio"] is None or row["ratio"] > 1 + _EQUAL:
             fits = "fits" if row["published_fits"] else "does not fit as predicted"
             ratio = "none" if row["ratio"] is None else f"{row['ratio']:.3f} of the step"
-            lines.append(
-                f"- {row['setup']}: published {row['published']} ({fits}), found {row['found'] or 'nothing'}: {ratio}. "
-                f"{row.get('why', '')}"
-            )
+            found = row["found"] or "nothing"
+            text = f"- {short(row['setup'])}: published {row['published']} ({fits}), found {found}: {ratio}. "
+            lines.append((text + row.get("why", "")).rstrip())
             if row["ratio_with_its_memory"] is not None:
                 lines[-1] += (
                     f" With as much memory as the published layout is predicted to need: "
@@ -147,7 +158,9 @@ def shown(rows: list[dict[str, Any]]) -> str:
     lines += ["", "| set-up | published | found | of its step | plans |", "|---|---|---|---|---|"]
     for row in sorted(rows, key=lambda row: row["setup"]):
         ratio = "-" if row["ratio"] is None else f"{row['ratio']:.1%}"
-        lines.append(f"| {row['setup']} | {row['published']} | {row['found']} | {ratio} | {row.get('plans', 0):,} |")
+        lines.append(
+            f"| {short(row['setup'])} | {row['published']} | {row['found']} | {ratio} | {row.get('plans', 0):,} |"
+        )
     return "\n".join(lines) + "\n"
 
 

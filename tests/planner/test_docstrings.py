@@ -53,7 +53,7 @@ def has(module: ModuleType, parts: list[str]) -> bool:
 
 def resolves(name: str, module: ModuleType) -> bool:
     """Whether a name is of the module, of one that its docstring names, or, dotted, of any of the package."""
-    parts = name.split(".")
+    parts = name.removesuffix(".py").split(".")
     if has(module, parts) or module_of(parts):
         return True
     named = [full for each in names_in(module.__doc__ or "") if (full := module_of(each.split(".")))]

@@ -25,6 +25,7 @@ from lading.planner.owners import Matrix, assign
 from lading.planner.search import Search
 from lading.planner.space import Ask
 from lading.rules import Muon
+from lading.sim.modules import modules_of
 from lading.sim.simulate import Simulated, simulate
 
 QWEN3_8B = {"q": (4096, 4096), "kv": (1024, 4096), "up": (12288, 4096), "down": (4096, 12288)}
@@ -107,6 +108,21 @@ def test_experts_are_batches_of_matrices() -> None:
     assert update is not None
     assert update.update.matrices == 48 * (3 * 128 + 4 + 1)  # experts; q, k, v, out; the router
     assert update.update.load_ratio < 1.01
+
+
+def test_groups_of_parameters_know_the_optimizer() -> None:
+    """Where parameters are cut, what stays gathered is chosen beside the same update and the same states."""
+    found = {}
+    for optimizer in ("adamw", "muon"):
+        request, table = request_of(
+            Question(model="gpt2", machine="h100", layout="dp4,zero3,gb16", seq_len=512, optimizer=optimizer)
+        )
+        simulated, modules = simulate(request, table), modules_of(request, table)
+        found[optimizer] = (
+            simulated.step.shares_s["optimizer"] + simulated.step.shares_s["host"] - modules.rest_s,
+            simulated.memory[0][Role.OPTIMIZER_STATE] - modules.state_bytes,
+        )
+    assert found["muon"] == pytest.approx(found["adamw"], abs=1e-9)
 
 
 def test_a_few_long_matrices_among_many_short_ones() -> None:

@@ -27,6 +27,7 @@ from lading.sim.parts import MEMORY, cause_of, span
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced, priced, prices_of, rank_segments
+from lading.sim.step import Stage as Chunk
 from lading.sim.step import host_s, stage_of
 from lading.sim.updates import block_matrices, rank_update
 
@@ -218,16 +219,7 @@ def modules_of(request: Request, table: ModelTable, parts: Priced | None = None)
         [(n, sum(n == o for o, _ in order)) for n in range(len(blocks))], _phases(parts, made), prices, stack
     )
     memory_bound = stage.forward.shares_s.get(MEMORY, 0.0) / stage.forward.seconds if stage.forward.seconds else 0.0
-    states = state_bytes(stage.elements, layout, stack)
-    rest_s = prices.optimizer_s(stage.trained) + host_s([stage], stack, prices)
-    if request.optimizer != "adamw":
-        of_segment = block_matrices(request, table)
-        found = rank_update([stage], [of_segment[place] for place, _ in made], request, parts.machine)
-        states, rest_s = found.states(states), found.seconds + found.host_s
-    if "parameters" in layout.offload:
-        states = {}
-    elif layout.micro_batches == 1:
-        states[Role.GRADIENT] = 0  # they come as backward makes them
+    states, rest_s = _updates(request, table, parts.machine, stage, [place for place, _ in made])
     return Modules(
         request=request,
         machine=parts.machine,
@@ -239,6 +231,24 @@ def modules_of(request: Request, table: ModelTable, parts: Priced | None = None)
         waits=waiting_share(layout.devices, every_block=True),
         state_bytes=sum(states.values()) + sum(stage.placeholders.values()),
     )
+
+
+def _updates(
+    request: Request, table: ModelTable, machine: Machine, stage: Chunk, places: Sequence[int]
+) -> tuple[dict[Role, int], float]:
+    """Bytes of a rank's states by role, and seconds of the optimizer and the host; ``places``: segments of blocks."""
+    layout, stack = request.layout, request.stack
+    states, prices = state_bytes(stage.elements, layout, stack), prices_of(request, machine, table)
+    rest_s = prices.optimizer_s(stage.trained) + host_s([stage], stack, prices)
+    if request.optimizer != "adamw":
+        of_segment = block_matrices(request, table)
+        found = rank_update([stage], [of_segment[place] for place in places], request, machine)
+        states, rest_s = found.states(states), found.seconds + found.host_s
+    if "parameters" in layout.offload:
+        states = {}
+    elif layout.micro_batches == 1:
+        states[Role.GRADIENT] = 0  # they come as backward makes them
+    return states, rest_s
 
 
 def _phases(parts: Priced, made: Mapping[tuple[int, bool], int]) -> list[Phases]:

@@ -1,6 +1,6 @@
 """Muon on a stock FSDP2 script: matrices have owners, everything else has AdamW.
 
-    python -m torch.distributed.run --nproc-per-node 2 examples/muon_fsdp2.py    # --steps
+    python -m torch.distributed.run --nproc-per-node 2 examples/muon_fsdp2.py    # --steps --overlap
 
 Where to look: src/lading/rules.py (settings), src/lading/matrices.py (the optimizer), docs/design.md.
 """
@@ -27,7 +27,8 @@ def main() -> None:
     """Train a small Llama on the standard library's source and print what it learned."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    steps = parser.parse_args().steps
+    parser.add_argument("--overlap", choices=("step", "backward", "forward", "both"), default="step")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -41,17 +42,17 @@ def main() -> None:
     chosen = {name for name, _ in matrices}
     rest = [(name, p) for name, p in model.named_parameters() if name not in chosen]
     optimizer = lading.optim.Muon(
-        [{"params": matrices}, {"params": rest, "rule": lading.AdamW(lr=3e-3)}], lr=0.02, mesh=mesh
-    )
+        [{"params": matrices}, {"params": rest, "rule": lading.AdamW(lr=3e-3)}], lr=0.02, mesh=mesh,
+        overlap=args.overlap, model=None if args.overlap == "step" else model,
+    )  # fmt: skip
 
     with tempfile.TemporaryDirectory() as folder:
         data = TextDataset(DataConfig(sequence_length=64, batch_size=8), Path(folder), seed=dist.get_rank())
-        losses = [_step(model, optimizer, data.batch(step, 0)) for step in range(steps)]
+        losses = [_step(model, optimizer, data.batch(step, 0)) for step in range(args.steps)]
     if dist.get_rank() == 0:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; fullest rank {optimizer.owners.load_ratio:.2f} of the mean")
-        print(
-            f"{optimizer.traffic.collectives} all-to-alls in {steps} steps, {optimizer.traffic.elements} elements sent"
-        )
+        sent = optimizer.traffic
+        print(f"{sent.collectives} all-to-alls in {args.steps} steps, {sent.elements} elements sent")
         assert losses[-1] < losses[0]
     dist.destroy_process_group()
 

@@ -58,7 +58,7 @@ def alone(**options: Any) -> list[torch.Tensor]:
 
 def _equal(rank: int, ranks: int, expected: dict[str, list[torch.Tensor]]) -> None:
     for dtype, whole in expected.items():
-        for mode in ("fsdp", "own"):
+        for mode in ("fsdp", "own") if dtype == "float32" else ("fsdp",):
             model = cut_by(Few(), mode, ranks)
             optimizer = optimizer_of(model, share=True, groups=2, dtype=dtype, reduces=mode == "own")
             assert optimizer.owners is not None

@@ -152,7 +152,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
 def test_the_bits_of_one_process(ranks: int):
     kinds = KINDS if ranks in (2, 8) else ("muon", "soap")
     run_ranks(_equal, ranks, ranks, MODES[ranks], {kind: alone(kind) for kind in kinds}, torch.float32)
@@ -274,6 +274,7 @@ def test_the_example_learns(tmp_path: Path):
     """Run as its docstring says."""
     example = Path(__file__).parent.parent / "examples" / "muon_fsdp2.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(example), "--steps", "6"]
+    command += ["--overlap", "both"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "6 steps" in done.stdout
@@ -299,7 +300,7 @@ def _reduced(rank: int, ranks: int, expected: dict[str, list[torch.Tensor]]) -> 
         assert int(sent) == STEPS * 2 * (ranks - 1) * sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_replicas_whose_gradients_are_reduced_at_owners(ranks: int):
     """ZeRO-1: the bits of one process that is given the mean, and no more bytes than a reduction and a gather."""
     threads = torch.get_num_threads()

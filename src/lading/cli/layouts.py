@@ -105,7 +105,23 @@ def _document(
         "left_out": list(found.left_out),
         "layouts": [layout_figures(_row(one, price), rows[0]) for one in found.best],
         "over": [layout_figures(row, rows[0]) for row in over],
+        "buckets": _buckets(found),
         "assumptions": list(found.winner.simulated.assumed),
+    }
+
+
+def _buckets(found: Layouts) -> dict[str, Any] | None:
+    """Bytes of gradients that the winner reduces together, and what the best size saves against a block at a time."""
+    bucket = found.bucket
+    if bucket is None:
+        return None
+    return {
+        "bytes": bucket.best_bytes if bucket.is_worth else bucket.block_bytes,
+        "is_block": not bucket.is_worth,
+        "best_bytes": bucket.best_bytes,
+        "best_saves_s": bucket.saves_s,
+        "layout": str(found.chosen.request.layout),
+        "step_s": found.chosen.step.step_s,
     }
 
 
@@ -262,6 +278,8 @@ def _said(found: Layouts, seconds: float) -> list[str]:
         gap = 1 - proof.rest_s / winner.step_s
         lines.append(f"not proven: plans that were not simulated take at least {format_seconds(proof.rest_s)}, "
                      f"{gap:.2%} less than the first")  # fmt: skip
+    if found.bucket is not None:
+        lines.append(str(found.bucket))
     lines += [f"not searched - {sentence}" for sentence in found.left_out]
     return lines + [f"assumed - {sentence}" for sentence in winner.simulated.assumed]
 

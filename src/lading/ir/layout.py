@@ -43,6 +43,7 @@ class Layout:
             "parameters" (their pieces, with the optimizer's states) or "activations" (what blocks keep for backward).
         offload_layers: Blocks of a chunk of a rank whose activations are moved; 0 for all but the last.
         offload_to: "host" or "disk".
+        bucket_bytes: Of gradients that are reduced together, where they are beside backward; 0 for a block each.
         precision: Of the products; states and reductions have their own rules in the software stack.
     """
 
@@ -66,6 +67,7 @@ class Layout:
     offload: tuple[str, ...] = ()
     offload_layers: int = 0
     offload_to: str = "host"
+    bucket_bytes: int = 0
     precision: str = "bf16"
 
     def __post_init__(self) -> None:
@@ -78,6 +80,11 @@ class Layout:
         if self.zero not in (0, 1, 2, 3):
             raise ConfigError(f"layout: zero must be 0, 1, 2 or 3, got {self.zero}")
         self._check_offload()
+        if self.bucket_bytes < 0 or (self.bucket_bytes and self.zero >= (2 if self.is_pipeline else 3)):
+            raise ConfigError(
+                f"layout: bucket_bytes must be >= 0, and 0 where parameters are cut, whose groups are reduced; got "
+                f"{self.bucket_bytes} with zero{self.zero}"
+            )
         if self.global_batch and self.global_batch % (self.dp * self.micro_batch):
             raise ConfigError(
                 f"layout: a global batch of {self.global_batch} is no multiple of dp {self.dp} x micro-batch "
@@ -153,6 +160,8 @@ class Layout:
 
 _SHORT = {"micro_batch": "mb", "global_batch": "gb"}
 _LONG = {short: name for name, short in _SHORT.items()}
+_WORDS = ("cp_comm", "recompute_modules", "offload", "offload_to")
+_NUMBERS = ("recompute_layers", "offload_layers", "bucket_bytes")
 _COUNTS = ("dp", "tp", "cp", "pp", "ep", "etp", "vpp", "zero", "shard", "mb", "gb")
 
 
@@ -163,7 +172,7 @@ def _text(name: str, value: bool | int | str | tuple[str, ...]) -> str:
         return str(value)
     if name == "recompute":
         return f"recompute={value}"
-    if name in ("cp_comm", "recompute_layers", "recompute_modules", "offload", "offload_layers", "offload_to"):
+    if name in (*_WORDS, *_NUMBERS):
         return f"{name}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
     return f"{_SHORT.get(name, name)}{value}"
 
@@ -199,7 +208,7 @@ def _part(part: str) -> dict[str, object]:
         return {"schedule": part}
     if "=" in part:
         key, value = part.split("=", 1)
-        if key in ("recompute_layers", "offload_layers") and re.fullmatch(r"-?\d+", value):
+        if key in _NUMBERS and re.fullmatch(r"-?\d+", value):
             return {key: int(value)}
         if key in ("recompute_modules", "offload"):
             return {key: tuple(value.split("+"))}
@@ -208,8 +217,17 @@ def _part(part: str) -> dict[str, object]:
     match = re.fullmatch(r"([a-z]+)(\d+)", part)
     if match and match[1] in _COUNTS:
         return {_LONG.get(match[1], match[1]): int(match[2])}
-    keys = ("recompute=", "recompute_layers=", "recompute_modules=", "cp_comm=")
-    known = [*_COUNTS, "sp", *PRECISIONS, *SCHEDULES, *keys, "offload=", "offload_layers=", "offload_to="]
+    keys = ("recompute=", "recompute_modules=", "cp_comm=")
+    known = [
+        *_COUNTS,
+        "sp",
+        *PRECISIONS,
+        *SCHEDULES,
+        *keys,
+        "offload=",
+        *(f"{key}=" for key in _NUMBERS),
+        "offload_to=",
+    ]
     near = difflib.get_close_matches(part.rstrip("0123456789"), known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"layout: expected parts such as tp8, pp4, sp, bf16, recompute=full, got {part!r}{hint}")

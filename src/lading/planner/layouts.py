@@ -16,7 +16,8 @@ With T(x) the seconds of a step by events and M_k(x) the bytes at moment k,
 How it is solved. T and M are bounded from below by closed forms on the same table of costs (``bounds.step_bounds``,
 ``bounds.peak_bounds``): a block is priced once by the simulator's own code, its pipes and cuts are arrays. In the order
 of their bounds the layouts are then simulated by events (``refine.refined``) until ``top`` fit and no bound of what is
-left is below the slowest of these: the best is then proven within the model. Ties go by the order of the space, so
+left is below the slowest of these: the best is then proven within the model, with a bucket of gradients a block. Other
+sizes of its buckets are tried then (``reductions.best_bucket``). Ties go by the order of the space, so
 every process finds the same.
 """
 
@@ -28,9 +29,11 @@ from lading.errors import ConfigError
 from lading.ir.clusterplan import ClusterPlan
 from lading.planner.nearest import hopeless, impossible, infeasible
 from lading.planner.peaks import room_of
+from lading.planner.reductions import Bucket, best_bucket
 from lading.planner.refine import Proof, Refined, refine, refined
 from lading.planner.search import Search, Tell
 from lading.planner.space import Ask
+from lading.sim.simulate import Simulated
 
 #: Faster layouts that do not fit, shown beside those that do.
 _OVER = 4
@@ -45,6 +48,7 @@ class Layouts:
         over: Faster than the best, but they do not fit.
         counted: Layouts of the space; ``evaluated``: of them, those bounded one by one.
         left_out: Of the space.
+        bucket: What other sizes of the winner's buckets would do; None where it has none.
     """
 
     ask: Ask
@@ -54,6 +58,12 @@ class Layouts:
     evaluated: int
     proof: Proof
     left_out: tuple[str, ...]
+    bucket: Bucket | None = None
+
+    @property
+    def chosen(self) -> Simulated:
+        """The fastest, with the size of its buckets."""
+        return self.bucket.simulated if self.bucket and self.bucket.is_worth else self.winner.simulated
 
     @property
     def winner(self) -> Refined:
@@ -99,6 +109,7 @@ def find_layouts(ask: Ask, tell: Tell = lambda done, of, what: None) -> Layouts:
         search.evaluated,
         proof,
         search.space.left_out(),
+        best_bucket(best[0].simulated),
     )
 
 
@@ -113,9 +124,9 @@ def cluster_plan(found: Layouts, version: str) -> ClusterPlan:
         stack=ask.request.stack.name,
         devices=ask.devices,
         seq_len=ask.request.seq_len,
-        layout=str(winner.layout),
-        step_s=winner.step_s,
-        bound_s=found.bound_s,
+        layout=str(found.chosen.request.layout),
+        step_s=found.chosen.step.step_s,
+        bound_s=min(found.bound_s, found.chosen.step.step_s),
         peaks=winner.peaks,
         budget_bytes=ask.budget_bytes or ask.machine.device.memory_bytes,
         policy="layout search",

@@ -240,6 +240,8 @@ def _lacks(precision: str, machine: Machine, stack: Stack) -> str:
 def pins_of(text: str) -> dict[str, Any]:
     """All choices of a layout as it prints: what ``--pin`` of every key would be."""
     layout = parse_layout(text)
+    if layout.bucket_bytes:
+        raise ConfigError(f"expected a layout without bucket_bytes, which are chosen behind the others, got {text!r}")
     if len(layout.offload) > 1 or not {*layout.offload} <= {*_BEHIND}:
         raise ConfigError(f"expected a layout that offloads nothing, {' or '.join(_BEHIND)}, got {text!r}")
     return {key: getattr(layout, key) for key in PINS}

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 from lading.sim.pipeline import Floats, PipelineRun, PipelineSeconds, simulate_pipeline
@@ -119,11 +120,13 @@ def _exposed_s(run: PipelineRun, stages: Sequence[Stage], layout: Layout, stack:
         late = 0.0 if _is_direct(run.schedule) else held_up_s(run, stages, stack, exchange)
         return late + max(_reduced_end(run, rank, reduces) for rank in ranks) - run.makespan_s
     held = [[stages[s] for s in run.schedule.stages_of(rank)] for rank in ranks]
-    ends = [_rank_end(run, rank, stages, stack, exchange) for rank in ranks]
+    ends = [_rank_end(run, rank, stages, layout, stack, exchange) for rank in ranks]
     return max(ends) - run.makespan_s + max(_rank_gather(own, stack, exchange) for own in held)
 
 
-def _rank_end(run: PipelineRun, rank: int, stages: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
+def _rank_end(
+    run: PipelineRun, rank: int, stages: Sequence[Stage], layout: Layout, stack: Stack, exchange: Exchange
+) -> float:
     """When a rank's gradients are reduced, where they are reduced as they come."""
     held = run.schedule.stages_of(rank)
     computed = float(run.end_s[rank][-1])
@@ -132,11 +135,19 @@ def _rank_end(run: PipelineRun, rank: int, stages: Sequence[Stage], stack: Stack
     network = 0.0
     for stage in sorted(held, key=lambda s: float(run.gradients_ready_s[s])):
         ready = float(run.gradients_ready_s[stage])
-        reduction = exchange.reduce_s(stages[stage].trained)
-        blocks = max(1.0, sum(count for _, count in stages[stage].run))
+        reduction, blocks = _in_buckets(stages[stage], layout, stack, exchange)
         begin = max(network, ready - stages[stage].backward_s * (1 - 1 / blocks))
         network = max(begin + reduction, ready + reduction / blocks)
     return max(run.makespan_s, network)
+
+
+def _in_buckets(stage: Stage, layout: Layout, stack: Stack, exchange: Exchange) -> tuple[float, float]:
+    """Seconds of a stage's reductions, and how many there are: equal buckets, or as if there were one of each unit."""
+    if not layout.bucket_bytes:
+        return exchange.reduce_s(stage.trained), max(1.0, sum(count for _, count in stage.run))
+    size = sum(stage.trained.values()) * DTYPE_BYTES[stack.gradient_dtype]
+    number = max(1, -(-size // layout.bucket_bytes))
+    return number * exchange.reduce_s({axes: count // number for axes, count in stage.trained.items()}), number
 
 
 def _rank_gather(held: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:

@@ -49,6 +49,8 @@ def processes_step(request: Request, machine: Machine, segments: Sequence[Phases
     shared, layout = machine.processes, request.layout
     if shared is None:
         raise ConfigError(f"{machine.name}: expected what its processes share; measure it with lading probe --ranks N")
+    if layout.bucket_bytes:
+        raise ConfigError(f"processes of one host reduce in DistributedDataParallel's own buckets, got {layout}")
     if layout.zero == 1 or layout.offload:
         raise ConfigError(
             f"processes of one host run stock PyTorch: expected zero0, zero2 or zero3 and no offload, got {layout}"

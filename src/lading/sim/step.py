@@ -17,13 +17,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from lading.ir.graph import Role
+import numpy as np
+
+from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 from lading.ir.work import RankSegment
 from lading.sim.parts import MEMORY, Part, Prices, Span, span, total
 from lading.sim.phases import Phases
-from lading.sim.pipeline import PipelineRun
+from lading.sim.pipeline import Floats, PipelineRun
 from lading.sim.sharded import Unit, fully_sharded, reduced_beside
 
 _T = TypeVar("_T")
@@ -201,7 +203,7 @@ def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: S
     else:
         # Cut gradients are reduced in every micro-batch: no rank has the room to add them up.
         times = micro_batches if layout.zero == 2 else 1
-        reduced = times * _reduced(stage, units, stack, exchange)
+        reduced = times * _reduced(stage, units, layout, stack, exchange)
         extra = {DATA_PARALLEL: reduced + _gathered(stage, units, stack, exchange)}
     if stage.summed:
         extra["tp communication"] = exchange.sums_s(stage.summed) * (micro_batches if layout.zero == 3 else 1)
@@ -247,15 +249,35 @@ def _slowdown(stage: Stage, exchange: Exchange) -> float:
     return exchange.slowdown(min(1.0, stage.forward.shares_s.get(MEMORY, 0.0) / seconds) if seconds else 0.0)
 
 
-def _reduced(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
+def _reduced(stage: Stage, units: Sequence[Stage], layout: Layout, stack: Stack, exchange: Exchange) -> float:
     """Seconds by which reducing gradients makes the step longer."""
     if not stack.overlap_grad_reduce:
         return exchange.reduce_s(stage.trained)
     again = list(reversed(units))
-    beside = reduced_beside(
-        [u.backward_s for u in again], _each(again, lambda u: exchange.reduce_s(u.trained)), _slowdown(stage, exchange)
-    )
-    return beside.seconds - stage.backward_s
+    backward, reduces = [u.backward_s for u in again], _each(again, lambda u: exchange.reduce_s(u.trained))
+    if layout.bucket_bytes:
+        backward, reduces = _buckets(again, layout.bucket_bytes // DTYPE_BYTES[stack.gradient_dtype], exchange)
+    return reduced_beside(backward, reduces, _slowdown(stage, exchange)).seconds - stage.backward_s
+
+
+def _buckets(again: Sequence[Stage], elements: int, exchange: Exchange) -> tuple[list[float], list[float]]:
+    """Seconds of backward until each bucket of so many gradients is full, and of its reduction.
+
+    Args:
+        again: Units in the order of backward; each makes its gradients evenly while it runs.
+    """
+    axes = sorted({axis for unit in again for axis in unit.trained})
+    rows = [[0.0] * len(axes), *([float(unit.trained.get(axis, 0)) for axis in axes] for unit in again)]
+    made: Floats = np.cumsum(np.array(rows), axis=0)
+    ends: Floats = np.cumsum(np.array([0.0, *(unit.backward_s for unit in again)]))
+    whole: Floats = made.sum(axis=1)
+    edges: Floats = np.append(np.arange(0.0, whole[-1], max(1, elements)), whole[-1])
+    full: Floats = np.interp(edges, whole, ends)
+    full[-1] = ends[-1]
+    parts = [np.diff(np.interp(edges, whole, made[:, place])) for place in range(len(axes))]
+    keys = [tuple(round(number) for number in row) for row in zip(*(part.tolist() for part in parts), strict=True)]
+    known = {key: exchange.reduce_s(dict(zip(axes, key, strict=True))) for key in dict.fromkeys(keys)}
+    return np.diff(full).tolist(), [known[key] for key in keys]
 
 
 def _gathered(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:

@@ -70,12 +70,12 @@ class Case:
 
 
 CASES = (
-    Case(name="two alike", slower=(4.0, 4.0), share=0.75),
-    Case(name="two unlike", slower=(4.0, 8.0), share=0.75),
-    Case(name="two unlike, little memory", slower=(4.0, 8.0), share=0.62),
-    Case(name="three unlike", slower=(4.0, 6.0, 12.0), share=0.5),
-    Case(name="three unlike, one pass", slower=(4.0, 6.0, 12.0), share=0.6, micro_batches=1, training=False),
-    Case(name="two unlike, one pass", slower=(4.0, 8.0), share=0.85, micro_batches=1, training=False),
+    Case(name="two alike", slower=(20.0, 20.0), share=0.75),
+    Case(name="two unlike", slower=(20.0, 40.0), share=0.75),
+    Case(name="two unlike, little memory", slower=(20.0, 40.0), share=0.62),
+    Case(name="three unlike", slower=(20.0, 30.0, 60.0), share=0.5),
+    Case(name="three unlike, one pass", slower=(20.0, 30.0, 60.0), share=0.6, micro_batches=1, training=False),
+    Case(name="two unlike, one pass", slower=(20.0, 40.0), share=0.85, micro_batches=1, training=False),
 )
 
 

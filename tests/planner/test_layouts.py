@@ -184,7 +184,7 @@ def test_pins() -> None:
 
 
 def test_what_does_not_fit_names_the_moment_and_what_would() -> None:
-    asked = ask("llama3-8b", 1, 4, 8192, pins={"micro_batch": 1, "offload": ()})
+    asked = ask("llama3-8b", 1, 4, 8192, pins={"micro_batch": 1, "offload": (), "tp": 1, "cp": 1})
     with pytest.raises(PlanInfeasible, match="at moment 'step'") as raised:
         find_layouts(asked)
     assert raised.value.missing_bytes > 0
@@ -193,7 +193,7 @@ def test_what_does_not_fit_names_the_moment_and_what_would() -> None:
     assert "none can: parameters, gradients and optimizer states" in text
     assert "3 devices instead of 1: " in text
     assert "offload not pinned to none: " in text
-    hosted = find_layouts(dataclasses.replace(asked, pins={"micro_batch": 1}))
+    hosted = find_layouts(dataclasses.replace(asked, pins={"micro_batch": 1, "tp": 1, "cp": 1}))
     assert hosted.winner.layout.offload == ("optimizer",)
     assert hosted.winner.peaks["step"]["host"] > hosted.winner.peaks["step"]["device"] / 4
     with pytest.raises(PlanInfeasible):
@@ -219,6 +219,7 @@ def test_giving_up_is_not_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host binds at the moment of saving, bounds say nothing of it: layouts are tried, and some are left."""
     monkeypatch.setattr("lading.planner.refine._LEAST", 4)
     monkeypatch.setattr("lading.planner.refine._LIGHTEST", 4)
+    monkeypatch.setattr("lading.planner.nearest._DOUBLINGS", 1)
     asked = ask(devices=4, pins={"offload": (), "tp": 1, "cp": 1, "pp": 1, "recompute": "full"}, save="gathered", top=1)
     tiers = tuple(dataclasses.replace(t, capacity_bytes=1 << 28) for t in asked.machine.tiers)
     asked = dataclasses.replace(asked, machine=dataclasses.replace(asked.machine, tiers=tiers))

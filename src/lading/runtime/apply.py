@@ -69,6 +69,7 @@ def apply(
     _check_plain(model)
     modules = dict(model.named_modules())
     groups = [_members(group, modules) for group in plan.groups]
+    _check_compiled(groups, modules)
     _check_parameters(plan, model, groups)
     for path in plan.recomputed:
         _known(path, modules)
@@ -142,6 +143,19 @@ def _check_plain(model: nn.Module) -> None:
                 f"apply: expected modules under their own names, found {path or 'the model'!r} in a wrapper of "
                 "torch.compile; compile in place with module.compile()"
             )
+
+
+def _check_compiled(groups: Sequence[Sequence[str]], modules: Mapping[str, nn.Module]) -> None:
+    """No group lies inside of what is compiled, where its hooks would break the graph."""
+    for path in (path for group in groups for path in group):
+        outer = path
+        while outer:
+            outer = outer.rpartition(".")[0]
+            if outer and modules[outer]._compiled_call_impl is not None:
+                raise ConfigError(
+                    f"apply: expected groups of whole compiled modules, found {path!r} inside of {outer!r}, which is "
+                    "compiled; plan with --unshard zero3 or zero2, whose groups are whole blocks, or do not compile"
+                )
 
 
 def _check(plan: ClusterPlan, layout: Layout, mesh: DeviceMesh) -> None:

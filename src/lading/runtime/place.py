@@ -88,7 +88,7 @@ class Placed:
     def run(self, *inputs: torch.Tensor) -> Any:
         """One forward pass of all micro-batches, without gradients; the last part gets the output, others None."""
         self._check(inputs[0] if self.is_first else None)
-        options = {"target": inputs[0]} if self.is_last and self._loss is not None else {}
+        options: dict[str, Any] = {"target": inputs[0]} if self.is_last and self._loss is not None else {}
         self._passing = True
         try:
             with torch.no_grad():

@@ -23,6 +23,8 @@ Megatron's no run in a pipeline is known: under such a stack the same is simulat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -205,6 +207,47 @@ def gathering(plan: Schedule, rank: int) -> list[tuple[tuple[int, ...], tuple[in
     return found
 
 
+class _Change(NamedTuple):
+    """An action of a rank before which stages are released and gathered, or that is the first to need one.
+
+    Attributes:
+        place: Number of the action.
+        first: The stage that it needs, if it is the first since that was gathered.
+    """
+
+    place: int
+    gone: tuple[int, ...]
+    comes: tuple[int, ...]
+    first: int | None
+
+
+@lru_cache(maxsize=2048)
+def _changes(plan: Schedule, rank: int) -> tuple[_Change, ...]:
+    """``gathering`` without the actions at which nothing changes; the same for all layouts of a schedule."""
+    held = plan.stages_of(rank)
+    stages = [held[chunk] for chunk in plan.orders[rank][:, 1].tolist()]
+    unused: set[int] = set()
+    found: list[_Change] = []
+    for place, (stage, (gone, comes)) in enumerate(zip(stages, gathering(plan, rank), strict=True)):
+        unused |= set(comes)
+        first = stage if stage in unused else None
+        unused.discard(stage)
+        if gone or comes or first is not None:
+            found.append(_Change(place, gone, comes, first))
+    return tuple(found)
+
+
+@lru_cache(maxsize=2048)
+def _last_backwards(plan: Schedule, rank: int) -> tuple[tuple[int, int], ...]:
+    """Number of the action, and the stage, after which its gradients are final; in the order of actions."""
+    held = plan.stages_of(rank)
+    last: dict[int, int] = {}
+    for place, (work, chunk, _, _) in enumerate(plan.orders[rank].tolist()):
+        if work in (Work.BACKWARD, Work.BACKWARD_WEIGHT):
+            last[held[chunk]] = place
+    return tuple(sorted((place, stage) for stage, place in last.items()))
+
+
 def most_gathered(plan: Schedule, rank: int, size_bytes: Sequence[int]) -> int:
     """Most bytes of gathered parameters of a rank at once.
 
@@ -214,42 +257,32 @@ def most_gathered(plan: Schedule, rank: int, size_bytes: Sequence[int]) -> int:
     if _is_direct(plan):
         return sum(size_bytes[stage] for stage in plan.stages_of(rank))
     now = most = 0
-    for gone, comes in gathering(plan, rank):
-        now += sum(size_bytes[stage] for stage in comes) - sum(size_bytes[stage] for stage in gone)
+    for change in _changes(plan, rank):
+        now += sum(size_bytes[stage] for stage in change.comes) - sum(size_bytes[stage] for stage in change.gone)
         most = max(most, now)
     return most
 
 
 def _late_s(run: PipelineRun, rank: int, gathers: Sequence[float]) -> float:
     """Seconds by which a rank is late as it waits for gathers, which begin when the action before has ended."""
-    plan = run.schedule
-    starts: list[float] = run.start_s[rank].tolist()
-    ends: list[float] = [0.0, *run.end_s[rank].tolist()]
-    chunks: list[int] = plan.orders[rank][:, 1].tolist()
-    stages = [plan.stages_of(rank)[chunk] for chunk in chunks]
+    start_s, end_s = run.start_s[rank], run.end_s[rank]
     late = network = 0.0
-    ready = dict.fromkeys(plan.stages_of(rank), 0.0)
-    for place, (_, comes) in enumerate(gathering(plan, rank)):
+    ready: dict[int, float] = {}
+    for place, _, comes, first in _changes(run.schedule, rank):
         for stage in comes:
-            network = max(network, ends[place] + late if place else 0.0) + gathers[stage]
+            network = max(network, float(end_s[place - 1]) + late if place else 0.0) + gathers[stage]
             ready[stage] = network
-        late = max(late, ready[stages[place]] - starts[place])
+        if first is not None:  # later actions of the stage start later, so wait less
+            late = max(late, ready[first] - float(start_s[place]))
     return late
 
 
 def _reduced_end(run: PipelineRun, rank: int, reduces: Sequence[float]) -> float:
     """When a rank has reduced its gradients, each stage's behind its last backward; idle time takes up the delay."""
-    plan = run.schedule
-    held = plan.stages_of(rank)
-    left = dict.fromkeys(held, plan.micro_batches)
-    late, before = 0.0, 0.0
-    order: list[list[int]] = plan.orders[rank].tolist()
-    rows = zip(order, run.start_s[rank].tolist(), run.end_s[rank].tolist(), strict=True)
-    for (work, chunk, _, _), start, end in rows:
-        late = max(0.0, late - max(0.0, start - before))
-        stage, before = held[chunk], end
-        left[stage] -= work in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
-        if not left[stage]:
-            late += reduces[stage]
-            left[stage] = -1
-    return before + late
+    start_s, end_s = run.start_s[rank], run.end_s[rank]
+    idle = np.cumsum(np.maximum(0.0, start_s - np.concatenate([[0.0], end_s[:-1]])))
+    late = taken = 0.0
+    for place, stage in _last_backwards(run.schedule, rank):
+        late = max(0.0, late - (float(idle[place]) - taken)) + reduces[stage]
+        taken = float(idle[place])
+    return float(end_s[-1]) + max(0.0, late - (float(idle[-1]) - taken))

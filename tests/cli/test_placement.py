@@ -112,6 +112,8 @@ def test_a_placement_is_saved_and_simulated_again(tmp_path: Path, capsys: pytest
     assert said in second
     assert second.replace(said, "").replace(f"wrote {again}", "") == first.replace(f"wrote {saved}", "")
     assert json.loads(again.read_text())["step_s"] == PlacedPlan.load(saved).step_s
+    assert main(["simulate", str(saved)]) == 2
+    assert f"simulate it with: lading place --plan {saved}" in capsys.readouterr().err
     text = (FLEETS / "laptop-and-server.toml").read_text()
     slow.write_text(text.replace("bandwidth_bytes_per_s = 1.575e+10", "bandwidth_bytes_per_s = 1e+8"))
     assert main(["place", "--plan", str(saved), "--machine", str(slow)]) == 0

@@ -56,6 +56,20 @@ def test_blocks_like_one_before_are_summed_up() -> None:
     ]
 
 
+def test_long_lines_go_on_below() -> None:
+    """Nothing is cut off at the console's edge."""
+    sizes = {"sharded": 1024, "gathered": 2048, "kept": 4096}
+    below = Branch("a.very.long.name", "module", "group 0, backward", sizes)
+    said = io.StringIO()
+    print_tree(Branch("a model at its peak, somewhere", "module", below=(below,)), Console(file=said, width=40))
+    for line in said.getvalue().splitlines():
+        assert len(line) <= 40
+    words = said.getvalue().replace("│", " ").split()
+    figures = ["sharded", "1.00", "KiB,", "gathered", "2.00", "KiB,", "kept", "4.00", "KiB"]
+    assert words[-len(figures) :] == figures
+    assert words[: words.index("└──")][-len(figures) :] == figures
+
+
 def test_the_command_says_and_saves_it(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.json"
     pins = [word for pin in ("zero=3", "pp=1", "tp=1", "cp=1") for word in ("--pin", pin)]

@@ -116,7 +116,7 @@ def test_a_saved_placement_comes_back(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected devices among a, b, got 'c'"):
         PlacedPlan.load(path)
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="expected a placement of format 1; make one with: lading place"):
+    with pytest.raises(ConfigError, match="format 1, found no format; make one with: lading place"):
         PlacedPlan.load(path)
 
 

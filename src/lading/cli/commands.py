@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from lading.config import MemoryConfig, RunConfig, load_run
 from lading.errors import ConfigError
-from lading.ir.clusterplan import layout_of_cluster
 from lading.ir.plan import Plan as SavedPlan
+from lading.ir.reading import plan_kind
 from lading.ir.timeline import Timeline
 from lading.units import format_bytes, format_seconds, parse_bytes
 
@@ -452,9 +452,18 @@ def _load_plan(path: Path, overrides: tuple[str, ...]) -> SavedPlan:
         raise ConfigError(
             f"a plan fixes its run: expected no settings next to {path}, got {overrides[0]!r}; plan again"
         )
-    if cluster := layout_of_cluster(path):
+    try:
+        data: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):  # loading it as a plan says what is wrong
+        data = None
+    kind = plan_kind(data)
+    if kind == "cluster plan":
         raise ConfigError(
             f"{path}: expected the plan of a run, got that of a cluster; give its layout to lading simulate --model: "
-            f"--layout {cluster}"
+            f"--layout {data['layout']}"
+        )
+    if kind == "placement":
+        raise ConfigError(
+            f"{path}: expected the plan of a run, got a placement; simulate it with: lading place --plan {path}"
         )
     return SavedPlan.load(path)

@@ -10,14 +10,14 @@ import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
-from lading.ir.reading import read_as, read_json
+from lading.ir.reading import check_plan, read_as, read_json
 
 #: Raised whenever what a saved plan means changes.
-CLUSTER_PLAN_FORMAT = 1
+CLUSTER_PLAN_FORMAT = 2
 
 
 class Keep(StrEnum):
@@ -152,17 +152,5 @@ class ClusterPlan:
         """
         how = "make one with: lading plan --model NAME --machine NAME --devices N"
         data: Any = read_json(path, "a plan of a cluster", how)
-        found = cast("dict[str, Any]", data).get("format") if isinstance(data, dict) else type(data).__name__
-        if type(found) is not int or found != CLUSTER_PLAN_FORMAT or "layout" not in data:
-            raise ConfigError(f"{path}: expected a cluster plan of format {CLUSTER_PLAN_FORMAT}; {how}")
+        check_plan(data, "cluster plan", CLUSTER_PLAN_FORMAT, str(path), how)
         return read_as(ClusterPlan, data, str(path))
-
-
-def layout_of_cluster(path: Path) -> str:
-    """The layout of a saved plan of a cluster; "" if the file is none."""
-    try:
-        found: Any = json.loads(path.read_text())
-    except (OSError, ValueError):  # whoever loads it says what is wrong with it
-        return ""
-    is_one = isinstance(found, dict) and {"layout", "groups", "devices"} <= cast("dict[str, Any]", found).keys()
-    return str(cast("dict[str, Any]", found)["layout"]) if is_one else ""

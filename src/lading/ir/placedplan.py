@@ -11,10 +11,10 @@ import json
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lading.errors import ConfigError
-from lading.ir.reading import read_as, read_json
+from lading.ir.reading import check_plan, read_as, read_json
 
 #: Raised whenever what a saved placement means changes.
 PLACED_PLAN_FORMAT = 1
@@ -156,10 +156,8 @@ class PlacedPlan:
             ConfigError: not such a plan, of another format, or with a field missing, unknown or of the wrong type.
         """
         data: Any = read_json(path, "a placement", _ADVICE)
-        table = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
-        if table.get("format") != PLACED_PLAN_FORMAT or "groups" not in table or "layout" in table:
-            raise ConfigError(f"{path}: expected a placement of format {PLACED_PLAN_FORMAT}; {_ADVICE}")
+        check_plan(data, "placement", PLACED_PLAN_FORMAT, str(path), _ADVICE)
         try:
-            return read_as(PlacedPlan, table, str(path))
+            return read_as(PlacedPlan, data, str(path))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error

@@ -7,13 +7,12 @@ import json
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from lading.errors import ConfigError
-from lading.ir.reading import read_as, read_json
+from lading.ir.reading import check_plan, read_as, read_json
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 
 
 class Option(StrEnum):
@@ -125,9 +124,5 @@ def plan_from_dict(data: Any, origin: str) -> Plan:
     Raises:
         ConfigError: another format, or a field is missing, unknown or of the wrong type.
     """
-    found = cast("dict[str, Any]", data).get("format") if isinstance(data, dict) else type(data).__name__
-    if type(found) is not int or found != PLAN_FORMAT:
-        raise ConfigError(
-            f"{origin}: expected a Lading plan of format {PLAN_FORMAT}, found {repr(found)[:60]}; plan again"
-        )
+    check_plan(data, "plan of a run", PLAN_FORMAT, origin, "plan again")
     return read_as(Plan, data, origin)

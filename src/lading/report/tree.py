@@ -47,7 +47,10 @@ class Branch:
 
 
 def print_tree(root: Branch, console: Console, *, depth: int = 99) -> None:
-    """Show it; branches deeper than ``depth``, and those of a block like one before, are summed up."""
+    """Show it; branches deeper than ``depth``, and those of a block like one before, are summed up.
+
+    Lines that are too long for the console go on below themselves.
+    """
     from rich.tree import Tree
 
     shown, seen = Tree(_line(root)), set[object]()
@@ -55,7 +58,7 @@ def print_tree(root: Branch, console: Console, *, depth: int = 99) -> None:
         form = _form(branch, top=True)
         _grow(shown.add(_line(branch)), () if form in seen else branch.below, depth - 2)
         seen.add(form)
-    console.print(shown, soft_wrap=True)
+    console.print(shown)
 
 
 def _grow(tree: Tree, branches: Iterable[Branch], depth: int) -> None:

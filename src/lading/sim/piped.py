@@ -225,7 +225,8 @@ class _Change(NamedTuple):
 def _changes(plan: Schedule, rank: int) -> tuple[_Change, ...]:
     """``gathering`` without the actions at which nothing changes; the same for all layouts of a schedule."""
     held = plan.stages_of(rank)
-    stages = [held[chunk] for chunk in plan.orders[rank][:, 1].tolist()]
+    chunks: list[int] = plan.orders[rank][:, 1].tolist()
+    stages = [held[chunk] for chunk in chunks]
     unused: set[int] = set()
     found: list[_Change] = []
     for place, (stage, (gone, comes)) in enumerate(zip(stages, gathering(plan, rank), strict=True)):

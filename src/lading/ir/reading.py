@@ -52,7 +52,7 @@ def check_plan(data: Any, kind: str, number: int, where: str, advice: str) -> No
     found, own = table.get("format") if table is not None else None, plan_kind(data)
     if type(found) is int and found == number and own in ("", kind):
         return
-    said = f"a {own}" if own not in ("", kind) else type(data).__name__
+    said = f"a {own}" if own not in ("", kind) else type(cast("object", data)).__name__
     if own in ("", kind) and table is not None:
         said = "no format" if found is None else f"format {_short(found)}"
         said += " of an earlier Lading" if type(found) is int and found < number else ""

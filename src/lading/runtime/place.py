@@ -63,7 +63,7 @@ class Placed:
         return self.module.parameters()
 
     def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-        """Forward and backward of a step's micro-batches; gradients are those of the mean loss.
+        """Forward and backward of a step's micro-batches; gradients of the mean loss are added to what is there.
 
         Args:
             inputs: Of all micro-batches, along the first dim; used by the first part.
@@ -80,6 +80,8 @@ class Placed:
         self._check(target if self.is_last else inputs[0] if self.is_first else None)
         losses: list[torch.Tensor] = []
         options: dict[str, Any] = {"target": target, "losses": losses} if self.is_last else {}
+        for weight in self._tied:
+            weight.set_aside()
         self._schedule.step(*(inputs if self.is_first else ()), return_outputs=False, **options)
         for weight in self._tied:
             weight.add_up()
@@ -147,9 +149,15 @@ class _Tied:
         self, module: nn.Module, name: str, parts: Sequence[int], rank: int, group: dist.ProcessGroup | None
     ) -> None:
         self.module, self.name, self.parts, self.rank, self.group = module, name, parts, rank, group
+        self._before: torch.Tensor | None = None
+
+    def set_aside(self) -> None:
+        """Before a step: what earlier ones left, which is the sum of all parts already."""
+        parameter = self.module.get_parameter(self.name)
+        self._before, parameter.grad = parameter.grad, None
 
     def add_up(self) -> None:
-        """The sum of all parts' gradients, in order of parts."""
+        """The sum of all parts' gradients, in order of parts, and of what was set aside."""
         parameter = self.module.get_parameter(self.name)  # by its name, as filling a part from meta replaces it
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         grads = {part: own if part == self.rank else torch.empty_like(own) for part in self.parts}
@@ -165,7 +173,9 @@ class _Tied:
         total = first.clone() if first is own else first
         for grad in others:
             total += grad
-        parameter.grad = total
+        if self._before is not None:
+            total += self._before
+        parameter.grad, self._before = total, None
 
 
 def place(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,9 @@ from torch.nn.utils import clip_grad_norm_
 from lading import AdamW
 from lading.errors import ConfigError
 from lading.matrices import SOAP, MatrixOptimizer, Muon
+from lading.runtime.flights import Late
 from lading.runtime.held import Pieces
+from lading.runtime.hooks import _gathering  # pyright: ignore[reportPrivateUsage]
 from tests.ranks import run_ranks
 
 KINDS = {"muon": lambda p, **k: Muon(p, lr=0.02, **k), "soap": lambda p, **k: SOAP(p, lr=0.02, frequency=2, **k)}
@@ -182,6 +186,24 @@ def _starts_and_ends(rank: int) -> None:
         now = model(batch(2, rank))
         optimizer.finish()
         assert torch.equal(now, model(batch(2, rank)))
+    _two_optimizers(rank)
+
+
+def _two_optimizers(rank: int) -> None:
+    """Each ends its own step before a unit is gathered ahead of time."""
+    model = cut("fsdp", 2)
+    blocks = list(model.blocks)
+    for here, following in pairwise(blocks):
+        here.set_modules_to_forward_prefetch([following])
+    for part in ("up", "down"):
+        named = [(name, p) for name, p in model.named_parameters() if f".{part}." in name]
+        optimizer = Muon(named, lr=0.02, overlap="forward", model=model)
+        backward(model, 0, rank)
+        optimizer.step()
+        with torch.no_grad():
+            now = model(batch(2, rank))
+            optimizer.finish()
+            assert torch.equal(now, model(batch(2, rank))), part
 
 
 def test_gradients_leave_under_backward_and_results_arrive_when_they_are_read():
@@ -321,6 +343,76 @@ def _drops(rank: int) -> None:
 
 def test_ranks_that_have_sent_unlike_many_groups():
     run_ranks(_drops, 2)
+
+
+def replica(overlap: str) -> tuple[nn.Module, MatrixOptimizer]:
+    """On this process alone."""
+    torch.manual_seed(0)
+    model = Net()
+    return model, optimizer_of(model, overlap=overlap, reduces=True)
+
+
+def test_weights_that_are_loaded_stay():
+    """What a step still has to move is moved before."""
+    model, optimizer = replica("forward")
+    saved = copy.deepcopy(model.state_dict())
+    backward(model, 0, 0)
+    optimizer.step()
+    model.load_state_dict(saved)
+    optimizer.finish()
+    assert all(torch.equal(now, saved[name]) for name, now in model.state_dict().items())
+
+
+def test_states_that_are_loaded_after_backward_count():
+    _, before = made = replica("step")
+    trained(*made, 0)
+    found: list[list[torch.Tensor]] = []
+    for overlap in ("step", "both"):
+        model, optimizer = replica(overlap)
+        backward(model, 0, 0)
+        optimizer.load_state_dict(before.state_dict())
+        optimizer.step()
+        found.append(weights(model, optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_another_optimizer_of_the_same_parameters():
+    """The first has to be closed, or it would send what backward makes for ever."""
+    model, first = replica("both")
+    backward(model, 0, 0)
+    with pytest.raises(ConfigError, match=r"expected one optimizer to which backward tells .* close\(\) that first"):
+        optimizer_of(model, overlap="both", reduces=True)
+    first.close()
+    second = optimizer_of(model, overlap="both", reduces=True)
+    backward(model, 0, 0)
+    assert second._early.groups  # pyright: ignore[reportPrivateUsage]
+    assert not first._early.groups  # pyright: ignore[reportPrivateUsage]
+
+
+class _Unit:
+    """As much of a unit of FSDP2 on a device with streams as is told what to wait for."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.unshard = lambda async_op: seen.append(f"gather {async_op}")
+        self.comm_ctx = SimpleNamespace(get_all_gather_streams=lambda async_op, state: (self, None))
+        self.wait_event = lambda event: seen.append(f"wait for {event}")
+        self._training_state = None
+
+
+class _Moves(Late):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__(torch.device("cpu"))
+        self.seen = seen
+
+    def finish(self, parameters: Any = None) -> None:
+        self.seen.append("finish")
+        self.moved = "what moved"
+
+
+def test_streams_that_gather_wait_for_what_moved():
+    seen: list[str] = []
+    _gathering(_Unit(seen), _Moves(seen), {0})(async_op=True)
+    assert seen == ["finish", "wait for what moved", "gather True"]
 
 
 def test_what_cannot_be():

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lading.errors import ConfigError
 from lading.ir.routes import Box, Moves, Whole, micro_groups, moves_of, pieces, wholes_of
@@ -93,7 +94,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._whole = {number: self._fresh(number) for number, rank in enumerate(owner) if rank == self._team.rank}
         for member in self._members:
             self._begin(member)
-        self._early, self._late = Early(self._route, self._prepared, self._blank), Late()
+        self._early, self._late = Early(self._route, self._prepared, self._blank), Late(self._device)
+        self._handles: list[RemovableHandle] = []
         self._hook(model)
 
     def report(self) -> str:
@@ -201,16 +203,17 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if (self.how.overlap == "step") != (model is None):
             expected = "model=, the outermost module" if model is None else "another overlap with model="
             raise ConfigError(f"expected {expected}, got overlap {self.how.overlap!r}")
-        if self.how.under_backward:
-            if not self._hooked:
-                raise ConfigError(
-                    f"expected overlap step or forward, got {self.how.overlap}: no matrix is a DTensor that needs a "
-                    "gradient, and replicas that hold reduced gradients send none to owners"
-                )
-            when_final({n: (self._members[n].param, self._boxes[n]) for n in self._hooked}, self._early.arrived)
+        if self.how.under_backward and not self._hooked:
+            raise ConfigError(
+                f"expected overlap step or forward, got {self.how.overlap}: no matrix is a DTensor that needs a "
+                "gradient, and replicas that hold reduced gradients send none to owners"
+            )
         if model is not None:
             moved = {n: self._members[n].param for n in {whole.parameter for whole in self._wholes}}
-            before_reading(model, moved, self._late)
+            self._handles += before_reading(model, moved, self._late)
+        if self.how.under_backward:
+            hooked = {n: (self._members[n].param, self._boxes[n]) for n in self._hooked}
+            self._handles += when_final(hooked, self._early.arrived)
 
     def _states_of(self, number: int) -> dict[str, State]:
         """Of a matrix: those that lie with its owner."""
@@ -360,10 +363,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """End the step before, where it ends under the next forward; for whoever reads parameters before."""
         self._late.finish()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; what has been sent under a backward that no step followed is given up, on all ranks at once."""
+    def close(self) -> None:
+        """Before another optimizer takes over the parameters: ends the step before, gives up what no step followed, and
+        takes its hooks off the model; on all ranks at once."""
+        self.finish()
+        self._give_up()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _give_up(self) -> None:
         if self._early.stirred:
             self._early.drop(self._agreed({}).sent)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; what has been sent under a backward that no step followed is given up, on all ranks at once."""
+        self._give_up()
         super().zero_grad(set_to_none)
 
     def _begin(self, member: Member) -> None:
@@ -424,6 +439,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         ]
         if any(len(found) > 1 for found in rates):
             raise ConfigError(f"expected one learning rate in each group, found {rates}; group parameters as they were")
+        self._give_up()  # it was made with the states of before
         for kind in ("elementwise", "whole"):
             for name, states in own[kind].items():
                 for key, value in states.items():

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -187,10 +187,16 @@ class Early:
 
 
 class Late:
-    """Flights that have returned, or will, and are applied before somebody reads what they move."""
+    """Flights that have returned, or will, and are applied before somebody reads what they move.
 
-    def __init__(self) -> None:
+    Attributes:
+        moved: When the last of them was, for streams that read it; None where there are no streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._waiting: list[Flight] = []
+        self._device = device
+        self.moved: Any = None
 
     def keep(self, flights: Sequence[Flight]) -> None:
         """For later."""
@@ -205,6 +211,8 @@ class Late:
         self._waiting = [flight for flight in self._waiting if flight not in due]
         for flight in due:
             flight.apply()
+        if due and self._device.type != "cpu":
+            self.moved = torch.get_device_module(self._device).current_stream(self._device).record_event()
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from lading.errors import ConfigError
 from lading.ir.routes import Box
@@ -21,8 +22,20 @@ from lading.runtime.boxes import gradient
 from lading.runtime.flights import Late
 
 
-def when_final(parameters: Mapping[int, tuple[torch.Tensor, Box]], tell: Callable[[int, torch.Tensor], None]) -> None:
-    """Call ``tell(number, piece)`` whenever a gradient is final, with this rank's piece, the box of the whole."""
+def when_final(
+    parameters: Mapping[int, tuple[torch.Tensor, Box]], tell: Callable[[int, torch.Tensor], None]
+) -> list[RemovableHandle]:
+    """Call ``tell(number, piece)`` whenever a gradient is final, with this rank's piece, the box of the whole.
+
+    Raises:
+        ConfigError: a parameter's gradient is told to somebody already, who would send it, too.
+    """
+    for parameter, _ in parameters.values():
+        if any(hasattr(hook, "tells") for hook in (_hooks_of(parameter) or {}).values()):
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)}: expected one optimizer to which backward tells its "
+                "gradient, found another one; close() that first"
+            )
 
     def hooked(number: int, box: Box) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
@@ -31,34 +44,40 @@ def when_final(parameters: Mapping[int, tuple[torch.Tensor, Box]], tell: Callabl
             if found is not None:
                 tell(number, found)
 
+        hook.tells = True  # type: ignore[attr-defined]
         return hook
 
-    for number, (parameter, box) in parameters.items():
-        parameter.register_post_accumulate_grad_hook(hooked(number, box))
+    return [p.register_post_accumulate_grad_hook(hooked(number, box)) for number, (p, box) in parameters.items()]
 
 
-def before_reading(model: nn.Module, parameters: Mapping[int, torch.Tensor], late: Late) -> None:
-    """Have ``late`` finish what moves a parameter before the model reads it, and everything before it is saved.
+def _hooks_of(parameter: torch.Tensor) -> dict[int, Callable[..., None]] | None:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def before_reading(model: nn.Module, parameters: Mapping[int, torch.Tensor], late: Late) -> list[RemovableHandle]:
+    """Have ``late`` finish what moves a parameter before the model reads it, and everything before it saves or loads.
 
     Raises:
         ConfigError: a parameter is not in the model.
     """
     number_of = {id(parameter): number for number, parameter in parameters.items()}
-    for unit in model.modules():
-        unit.register_state_dict_pre_hook(lambda *_: late.finish())
+    handles: list[RemovableHandle] = []
     gathered = _hook_gathers(model, number_of, late)
     needs = _needs(model, {key: n for key, n in number_of.items() if n not in gathered})
-    for module, needed in needs:
-        module.register_forward_pre_hook(_finishing(late, needed), prepend=True)
     missing = set(number_of.values()).difference(gathered, *(needed for _, needed in needs))
     if missing:
         raise ConfigError(
             f"expected a model that has all parameters of the optimizer, found one without {len(missing)} of "
             f"{len(number_of)}; give model= the outermost module, after it has been cut"
         )
+    for unit in model.modules():
+        handles.append(unit.register_state_dict_pre_hook(_finishing(late, None)))
+        handles.append(unit.register_load_state_dict_pre_hook(_finishing(late, None)))
+    handles += [module.register_forward_pre_hook(_finishing(late, own), prepend=True) for module, own in needs]
+    return handles
 
 
-def _finishing(late: Late, numbers: Collection[int]) -> Callable[..., None]:
+def _finishing(late: Late, numbers: Collection[int] | None) -> Callable[..., None]:
     def hook(*_: Any) -> None:
         late.finish(numbers)
 
@@ -68,26 +87,32 @@ def _finishing(late: Late, numbers: Collection[int]) -> Callable[..., None]:
 def _hook_gathers(model: nn.Module, number_of: Mapping[int, int], late: Late) -> set[int]:
     """Of FSDP2's units; returns the parameters that these gather."""
     found: set[int] = set()
+    groups: dict[int, Any] = {}
     for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state: Any = module._get_fsdp_state()
-        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-            if group is None or hasattr(group.unshard, "finishes"):
-                continue
-            known = [id(each.sharded_param) for each in group.fsdp_params]
-            held = {number_of[key] for key in known if key in number_of}
-            group.unshard = _gathering(group.unshard, late, held)
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                groups[id(group)] = group  # modules cut as one unit share theirs
+    for group in groups.values():
+        known = [id(each.sharded_param) for each in group.fsdp_params] if group is not None else []
+        if held := {number_of[key] for key in known if key in number_of}:
+            group.unshard = _gathering(group, late, held)
             found |= held
     return found
 
 
-def _gathering(gather: Callable[..., None], late: Late, numbers: Collection[int]) -> Callable[..., None]:
+def _gathering(group: Any, late: Late, numbers: Collection[int]) -> Callable[..., None]:
+    """What a unit gathers is moved before. FSDP2 copies it on a stream that waits for the stream of forward only as the
+    outermost unit begins, so that it is told to wait for whatever has moved since."""
+    gather: Callable[..., None] = group.unshard
+
     def unshard(async_op: bool = False) -> None:
         late.finish(numbers)
+        if late.moved is not None:
+            copies, _ = group.comm_ctx.get_all_gather_streams(async_op, group._training_state)
+            copies.wait_event(late.moved)
         gather(async_op)
 
-    unshard.finishes = True  # type: ignore[attr-defined]
     return unshard
 
 

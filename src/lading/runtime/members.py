@@ -18,6 +18,9 @@ from lading.optim.shampoo import ShampooRule
 from lading.optim.soap import SOAPRule
 from lading.rules import MatrixRule, Muon, Shampoo
 
+#: Of a group of parameters; the last is what torch's schedules keep there.
+_KEYS = frozenset(("params", "rule", "lr", "parts", "initial_lr"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class How:
@@ -86,11 +89,23 @@ class Member:
 
 
 def groups_of(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[Any], list[MatrixRule | AdamW]]:
-    """Groups as torch takes them, and the rule of each."""
+    """Groups as torch takes them, and the rule of each.
+
+    Raises:
+        ConfigError: a group has what nobody reads, or something else for a rule.
+    """
     given = list(params)
     if not given or not isinstance(given[0], dict):
         return given, [rule]
     rules = [cast("MatrixRule | AdamW", group.get("rule", rule)) for group in given]
+    for group, own in zip(given, rules, strict=True):
+        if unknown := sorted(group.keys() - _KEYS):
+            raise ConfigError(
+                f"a group of parameters: expected {', '.join(sorted(_KEYS))}, got {unknown[0]!r}; settings of a rule, "
+                "as weight_decay, go into the group's rule="
+            )
+        if not isinstance(own, MatrixRule | AdamW):
+            raise ConfigError(f"a group's rule: expected one of lading.rules, or lading.AdamW, got {own!r}")
     rates = [r.lr if isinstance(r, AdamW) else lr for r in rules]
     return [
         {"lr": rate, **{key: value for key, value in group.items() if key != "rule"}}

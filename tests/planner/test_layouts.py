@@ -16,6 +16,7 @@ import pytest
 
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
+from lading.cli.layouts import like_text, shown
 from lading.cli.main import main
 from lading.clusters import Question, request_of
 from lading.errors import ConfigError, PlanInfeasible
@@ -69,7 +70,7 @@ def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
     asked = ask(stack=stack, pins=pins, batch=8, proven=64, **free)
     search, room = Search(asked), room_of(asked)
     found = find_layouts(asked)
-    truth: list[tuple[float, str]] = []
+    truth: list[tuple[float, int, str]] = []
     possible = 0
     for one in every(search):
         try:
@@ -79,10 +80,11 @@ def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
             continue
         possible += 1
         if simulated.prediction.fits:
-            truth.append((simulated.step.step_s, str(layout)))
+            most = max(tiers["device"] for tiers in peaks_of(simulated, asked).values())
+            truth.append((float(f"{simulated.step.step_s:.11g}"), most, str(layout)))
     assert found.counted == possible > 50
     truth.sort()
-    assert [(one.step_s, str(one.layout)) for one in found.best[:10]] == truth[:10]
+    assert [one.order for one in found.best[:10]] == truth[:10]
     assert found.proven == len(found.best) == min(64, len(truth))
     assert found.winner.peaks["step"]["device"] <= room.device_bytes
 
@@ -156,6 +158,41 @@ def test_floors_are_below_every_member(model: str, devices: int, seq: int, stack
                 ratios.append(float(np.sum(least.device) / np.sum(costs.device)))
     assert len(ratios) > 10
     print("floor over price:", min(ratios), sum(ratios) / len(ratios))
+
+
+def test_bounds_of_pipelines_that_were_run() -> None:
+    """What a pipeline takes longer than its bound is added to layouts with it: that must not pass what they take."""
+    pins = {"micro_batch": 1, "cp": 1, "tp": 1, "pp": 3, "recompute": "none", "vpp": 2, "offload": ()}
+    asked = ask("llama3-8b", 24, 48, 4096, pins=pins)
+    search, room, cut = Search(asked), room_of(asked), 0
+    (family,) = search.families(lambda done, of, what: None)
+    (sifted,) = search.sifted(family.members[0], inf)
+    opened = search.opened(sifted, inf)
+    assert opened is not None
+    for one in sorted(search.bounded(opened, inf), key=lambda each: each.cut.zero):
+        span_s = search.span_s(one)
+        simulated = refine(search, one, room)
+        if span_s is not None and one.cut.zero == 3:
+            assert one.step_s + max(0.0, span_s - one.span_s) <= simulated.step_s
+            cut += 1
+    assert cut > 10
+
+
+def test_rows_of_the_table_are_choices_that_matter() -> None:
+    """Of layouts that differ in little one is shown, with how many there are; where all differ so, all are shown."""
+    asked = ask(devices=4, batch=16, pins={"cp": 1, "micro_batch": 2, "recompute": "none"})
+    best = find_layouts(asked).best
+    rows = shown(best, 10)
+    assert [row[0].order for row in rows] == sorted(row[0].order for row in rows)
+    keys = [dataclasses.replace(row[0].layout, shard=0, vpp=1, schedule="1f1b", sp=False) for row in rows]
+    assert len(set(keys)) == len(keys)
+    alike = next(row for row in rows if len(row) > 1)
+    assert like_text(*alike).startswith(f"{len(alike) - 1} variant")
+    assert like_text(alike[0]) == ""
+    for row in shown(best, 2):
+        assert len({(one.layout.dp, one.layout.tp, one.layout.pp) for one in row}) == 1
+    pinned = {"cp": 1, "micro_batch": 2, "recompute": "none", "tp": 1, "pp": 1, "zero": 3, "offload": ()}
+    assert [row[0].layout.shard for row in shown(find_layouts(ask(pins=pinned)).best, 10)] in ([0, 2], [2, 0])
 
 
 def test_experts_over_all_ranks() -> None:

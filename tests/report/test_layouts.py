@@ -34,7 +34,7 @@ def test_causes_that_take_longer_are_named_until_nine_tenths() -> None:
     )
     less = row("dp2,tp4", tp_communication=3.0, products=7.0)
     assert loses_because(less, FIRST) == "10.0% slower: tp communication +2.000 s; products -1.000 s"
-    assert loses_because(row("dp8,zero3"), FIRST) == "as fast; a tie goes by the layout's name"
+    assert loses_because(row("dp8,zero3"), FIRST) == "as fast; a tie goes to less memory, then by name"
     large = row("dp8", over="activation 2.00 GiB over", products=7.0)
     assert loses_because(large, FIRST) == "10.0% faster, but does not fit: activation 2.00 GiB over"
 

@@ -30,9 +30,11 @@ OPTIONS = (
 )  # fmt: skip
 
 
-#: What makes layouts differ in the table, and what else where they are few.
+#: By what layouts have rows of their own in the table, coarse to fine.
 _MESH = ("dp", "tp", "cp", "pp", "ep", "etp")
-_WAYS = ("zero", "recompute", "offload", "micro_batch")
+_WAYS = (*_MESH, "zero", "recompute", "offload", "micro_batch", "precision")
+_FINE = (*_WAYS, "vpp", "schedule", "sp", "cp_comm", "recompute_layers")
+_LEVELS = (_MESH, _WAYS, _FINE, (*_FINE, "shard"))
 #: Of output that goes to no terminal.
 _COLUMNS = 100
 
@@ -61,7 +63,8 @@ def plan_cluster(asked: Plan) -> None:
     with _progress() as tell:
         found = find_layouts(ask, tell)
     seconds = time.perf_counter() - begun
-    rows = [_row(one, asked.price) for one in shown(found.best, asked.top)]
+    alike = shown(found.best, asked.top)
+    rows = [dataclasses.replace(_row(each[0], asked.price), like=like_text(*each)) for each in alike]
     over = [_row(one, asked.price) for one in found.over]
     device = ask.machine.device.name
     console.print(f"{ask.request.name} on {ask.devices:,} x {device}, {ask.global_batch:,} sequences of "
@@ -221,20 +224,35 @@ def _progress() -> Generator[Tell, None, None]:
         yield lambda done, of, what: bar.update(task, completed=done, total=of, description=what)
 
 
-def shown(best: Sequence[Refined], most: int) -> list[Refined]:
-    """Up to so many of the best: the fastest of each mesh; if there are too few, of each with its ways to save memory.
+def shown(best: Sequence[Refined], most: int) -> list[list[Refined]]:
+    """Up to so many rows of layouts that are alike, each with the fastest first.
+
+    Alike are those of one mesh; if these are too few rows, those that also save memory in the same ways; and only where
+    all of them are alike so, what is finer counts.
 
     Args:
         best: The fastest first.
     """
-    found: dict[Hashable, Refined] = {}
-    for keys in (_MESH, _MESH + _WAYS):
-        found = {}
+    levels: list[list[list[Refined]]] = []
+    for keys in _LEVELS:
+        rows: dict[Hashable, list[Refined]] = {}
         for one in best:
-            found.setdefault(tuple(getattr(one.layout, key) for key in keys), one)
-        if len(found) >= most:
-            return list(found.values())[:most]
-    return list(best[:most]) if len(found) < min(most, len(best)) else list(found.values())
+            rows.setdefault(tuple(getattr(one.layout, key) for key in keys), []).append(one)
+        levels.append(list(rows.values()))
+    enough = [rows for rows in levels[:2] if len(rows) >= most]
+    several = [rows for rows in levels[1:] if len(rows) > 1]
+    return (enough or several or levels[-1:])[0][:most]
+
+
+def like_text(one: Refined, *others: Refined) -> str:
+    """How many layouts are shown by one, how much slower they are, and by what they differ."""
+    if not others:
+        return ""
+    names = [field.name for field in dataclasses.fields(one.layout)]
+    own = [name for name in names if any(getattr(o.layout, name) != getattr(one.layout, name) for o in others)]
+    slower = max(other.step_s for other in others) / one.step_s - 1
+    speed = f"up to {slower:.1%} slower" if slower >= 5e-4 else "as fast"
+    return f"{len(others)} variant{'s' if len(others) > 1 else ''} {speed} ({', '.join(own)})"
 
 
 def _row(one: Refined, price_per_hour: float | None) -> LayoutRow:

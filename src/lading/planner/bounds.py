@@ -85,14 +85,15 @@ class Rows:
 
 
 def step_bounds(rows: Rows, priced: Priced, stack: Stack, devices: int) -> tuple[Floats, Floats]:
-    """Least seconds of each layout, and of its pipeline alone."""
+    """Least seconds of each layout, and of its pipeline: one that takes more makes all take so much more."""
     table, found, costs = rows.table, rows.found, priced.costs
     pipe, number = rows.pipe, rows.number
     spans, own = (part[pipe] for part in makespans(table, costs, priced.send_s, rows.micro_batches, stack))
-    steps, working = spans + _after(rows, costs, stack) + found.gather_s[number], spans.copy()
+    after, working = _after(rows, costs, stack), spans.copy()
     cut = found.zero[number] >= 2  # a rank computes, and reduces what each stage has before it goes on
     reduced = np.max(own[cut] + found.reduce_ranks_s[number[cut]], axis=1)
-    steps[cut] = np.maximum(steps[cut], reduced + found.gather_s[number[cut]])
+    spans[cut] = np.maximum(spans[cut], reduced - after[cut])
+    steps = spans + after + found.gather_s[number]
     flat = table.flat[pipe]
     if np.any(flat):
         steps[flat] = _replicas(rows, flat, priced, stack) * (HIDDEN if stack.hidden else 1.0)

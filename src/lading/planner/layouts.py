@@ -17,8 +17,8 @@ How it is solved. T and M are bounded from below by closed forms on the same tab
 ``bounds.peak_bounds``): a block is priced once by the simulator's own code, its pipes and cuts are arrays. In the order
 of their bounds the layouts are then simulated by events (``refine.refined``) until ``top`` fit and no bound of what is
 left is below the slowest of these: the best is then proven within the model, with a bucket of gradients a block. Other
-sizes of its buckets are tried then (``reductions.best_bucket``). Ties go by the order of the space, so
-every process finds the same.
+sizes of its buckets are tried then (``reductions.best_bucket``). Of equally fast
+layouts what needs least memory comes first, then the first by name (``Refined.order``): every process finds the same.
 """
 
 from __future__ import annotations

@@ -210,17 +210,12 @@ def _lightest(search: Search) -> Refined | None:
     best: Refined | None = None
     room = room_of(search.ask)
     for found in search.lightest(_TRIED):
-        if best is not None and found.peak_bytes >= _most(best, "device"):
+        if best is not None and found.peak_bytes >= best.most("device"):
             return best
         one = refine(search, found, room)
-        if _most(one, "host") <= room.host_bytes and (best is None or _most(one, "device") < _most(best, "device")):
+        if one.most("host") <= room.host_bytes and (best is None or one.most("device") < best.most("device")):
             best = one
     return best
-
-
-def _most(one: Refined, tier: str) -> int:
-    """Bytes of a tier at the moment that needs most."""
-    return max(tiers[tier] for tiers in one.peaks.values())
 
 
 def hopeless(ask: Ask) -> str:
@@ -267,7 +262,7 @@ def infeasible(
         if not tried:
             return impossible(ask, search.none_can_be(), tell)
         one = min(tried, key=lambda each: (each.over_bytes, each.order))
-    budget = budget_for(_most(lightest, "device"), ask.machine) if lightest is not None else 0
+    budget = budget_for(lightest.most("device"), ask.machine) if lightest is not None else 0
     moment, tier, _ = one.binding
     there, needed = room.device_bytes if tier == "device" else room.host_bytes, one.peaks[moment][tier]
     kept = f", {MEMORY_SPREAD:.0%} kept for what a prediction may miss" if tier == "device" else ""

@@ -76,10 +76,14 @@ class Refined:
         """By which it does not fit."""
         return max(0, over_bytes(self.peaks, self.room))
 
+    def most(self, tier: str) -> int:
+        """Bytes of a tier at the moment that needs most."""
+        return max(tiers[tier] for tiers in self.peaks.values())
+
     @property
-    def order(self) -> tuple[float, str]:
-        """Of the table: faster first."""
-        return self.step_s, str(self.layout)
+    def order(self) -> tuple[float, int, str]:
+        """Of the table: faster first; of equally fast ones, to eleven digits, what needs less of the device first."""
+        return float(f"{self.step_s:.11g}"), self.most("device"), str(self.layout)
 
 
 @dataclass(frozen=True)

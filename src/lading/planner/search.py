@@ -45,7 +45,7 @@ Tell = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A layout with its bounds; ``span_s`` is that of its pipeline alone, ``states`` the bytes of its watched ranks."""
+    """A layout with its bounds; ``span_s`` is that of its pipeline, ``states`` the bytes of its watched ranks."""
 
     step_s: float
     span_s: float
@@ -234,7 +234,7 @@ class Search:
         ask = self.ask
         pins = ", ".join(f"{key}={value}" for key, value in sorted(ask.pins.items()))
         each = "tp x cp x pp x dp = devices, dp x micro-batch that divides the batch, shard that divides dp x cp"
-        why = f"expected {each}, and no more stages pp x vpp than layers"
+        why = f"expected {each}, no more stages pp x vpp than layers, and micro-batches and vpp that the schedule takes"
         if self.refused and not self.counted:
             why = max(self.refused.items(), key=lambda row: row[1])[0]
         return (

@@ -32,6 +32,8 @@ PINS = (
     "recompute", "recompute_layers", "recompute_modules", "precision", "offload", "offload_to",
 )  # fmt: skip
 _WORDS = ("cp_comm", "schedule", "recompute", "precision", "offload_to")
+#: What a layout takes or refuses whatever else it has.
+_CHECKED = ("zero", "cp_comm", "schedule", "recompute", "precision")
 #: What a search puts behind the device: the optimizer's states, or the pieces of parameters with them.
 _BEHIND = ("optimizer", "parameters")
 #: Precisions with a scale for each 16 or 32 elements, whose products Blackwell brought.
@@ -167,7 +169,7 @@ def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
         if key in found:
             raise ConfigError(f"--pin: expected {key} once, got it twice; leave one out")
         found[key] = _value(key, value)
-    Layout(**{key: value for key, value in found.items() if key in ("zero", "schedule", "recompute", "precision")})
+    Layout(**{key: value for key, value in found.items() if key in _CHECKED})
     if found.get("offload_to", "host") not in OFFLOAD_TIERS:
         raise ConfigError(f"--pin offload_to: expected {' or '.join(OFFLOAD_TIERS)}, got {found['offload_to']!r}")
     return found
@@ -411,7 +413,14 @@ class Space:
             f"{_MOST_TOKENS:,} tokens and {_MOST_SEQUENCES} sequences",
             "tensor parallel over more than two domains of the nearest link",
         ]
-        stack = self.ask.request.stack
+        stack, pins = self.ask.request.stack, self.ask.pins
+        if "offload" not in pins:
+            found.append("activations or pieces of parameters behind the device, or what is on disk (--pin offload, "
+                         "offload_to)")  # fmt: skip
+        if "etp" not in pins and self.experts > 1:
+            found.append("an expert over some of the ranks of tp, not one or all (--pin etp)")
+        if "recompute_modules" not in pins and "selective" in self.modes():
+            found.append("other parts of a block recomputed than the core of attention (--pin recompute_modules)")
         if not stack.cuts_in_pipeline:
             found.append(f"cut gradients or parameters (zero 2, 3) in a pipeline: software stack {stack.name} has none")
         if len(self.precisions) == 1:

@@ -24,6 +24,7 @@ class LayoutRow:
         shares_s: Seconds of the step by cause.
         peaks: Bytes by moment and tier.
         over: "" where it fits, else what does not and by how much.
+        like: How many layouts are shown by this one, and what they have else; "" where there are none.
     """
 
     layout: str
@@ -35,6 +36,7 @@ class LayoutRow:
     peaks: Mapping[str, Mapping[str, int]]
     binding: tuple[str, str, float]
     over: str = ""
+    like: str = ""
     price_per_billion_tokens: float | None = None
 
     @property
@@ -69,7 +71,7 @@ def loses_because(row: LayoutRow, winner: LayoutRow) -> str:
     longer = sorted(((seconds, cause) for cause, seconds in more.items() if seconds > 0), reverse=True)
     total = sum(seconds for seconds, _ in longer)
     if slower < 1e-6 or not longer:
-        return "as fast; a tie goes by the layout's name"
+        return "as fast; a tie goes to less memory, then by name"
     named: list[str] = []
     covered = 0.0
     for seconds, cause in longer:
@@ -94,11 +96,15 @@ def layouts_lines(rows: Sequence[LayoutRow], over: Sequence[LayoutRow], width: i
     table = [_HEAD + (("a billion",) if rows[0].price_per_billion_tokens is not None else ())]
     table += [(str(number), *_cells(row)) for number, row in enumerate(every, start=1)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [_aligned(table[0], widths), " " * (widths[0] + 1) + "layout: it loses because it is"]
+    lines = [
+        _aligned(table[0], widths),
+        " " * (widths[0] + 1) + "layout: it loses because it is; variants of it among the best",
+    ]
     for cells, row in zip(table[1:], every, strict=True):
         own = ",".join(part for part in row.layout.split(",") if part not in shared) or "nothing more"
         lines.append(_aligned(cells, widths))
-        lines += _wrapped(f"{own}: {loses_because(row, rows[0])}", width, " " * (widths[0] + 1))
+        like = f"; {row.like}" if row.like else ""
+        lines += _wrapped(f"{own}: {loses_because(row, rows[0])}{like}", width, " " * (widths[0] + 1))
     title = "Layouts, the fastest first" + (f"; all have {','.join(shared)}" if shared and len(every) > 1 else "")
     return [*_wrapped(title, width), *lines]
 

@@ -92,9 +92,10 @@ def _hook_gathers(model: nn.Module, number_of: Mapping[int, int], late: Late) ->
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                groups[id(group)] = group  # modules cut as one unit share theirs
+                if group is not None:
+                    groups[id(group)] = group  # modules cut as one unit share theirs
     for group in groups.values():
-        known = [id(each.sharded_param) for each in group.fsdp_params] if group is not None else []
+        known = [id(each.sharded_param) for each in group.fsdp_params]
         if held := {number_of[key] for key in known if key in number_of}:
             group.unshard = _gathering(group, late, held)
             found |= held

@@ -48,6 +48,18 @@ class Placing:
         """Whether it goes by the catalog's table."""
         return self.model in model_names() and not self.captured and bool(self.units)
 
+    @property
+    def tokens(self) -> int:
+        """Of a sequence, as it is placed."""
+        if self.seq_len:
+            return self.seq_len
+        if self.from_table:
+            return named_model(self.model).default_tokens
+        from lading.catalog.models import resolved
+        from lading.fit import run_of_model
+
+        return resolved(run_of_model(self.model)).data.sequence_length
+
     def __post_init__(self) -> None:
         if min(self.batch, self.micro_batches) < 1 or min(self.units, self.seq_len) < 0:
             raise ConfigError(
@@ -72,7 +84,7 @@ def problem_on(asked: Placing, fleet: Fleet) -> Problem:
             model_table(asked.model),
             fleet,
             stack_by_name(asked.stack),
-            seq_len=asked.seq_len or named_model(asked.model).default_tokens,
+            seq_len=asked.tokens,
             batch=asked.batch,
             micro_batches=asked.micro_batches,
             training=not asked.latency,
@@ -128,7 +140,7 @@ def saved(asked: Placing, fleet: Fleet, machine: str, problem: Problem, placemen
         model=asked.model,
         machine=machine,
         machine_fingerprint=fleet.fingerprint,
-        seq_len=asked.seq_len,
+        seq_len=asked.tokens,
         batch=asked.batch,
         micro_batches=asked.micro_batches,
         training=not asked.latency,

@@ -127,6 +127,10 @@ def test_a_placement_is_saved_and_simulated_again(tmp_path: Path, capsys: pytest
         (["--plan", "{plan}", "--machine", "two-desktops"], "expected a list with the placement's device"),
         (["--graph", "{graph}", "--batch", "2"], "--batch: expected nothing of the kind next to --graph"),
         (["--graph", "{graph}", "--out", "{plan}"], "--out: expected nothing of the kind next to --graph"),
+        (
+            ["--plan", "{plan}", "--trace", "{graph}", "--json", "{graph}"],
+            "--trace, --json and --out: expected different",
+        ),
         (["--plan", "{graph}"], "expected a placement of format 1"),
         (["--plan", "nowhere.json"], "expected a placement at nowhere.json, found no file"),
     ],

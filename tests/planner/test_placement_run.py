@@ -15,6 +15,7 @@ from torch import nn
 import lading
 from lading.capture.trace import capture
 from lading.catalog.load import load_machine
+from lading.catalog.models import named_model
 from lading.errors import ConfigError
 from lading.ir.fleet import Fleet, Join, Member
 from lading.ir.placedplan import PlacedGroup, PlacedPlan, Stage
@@ -65,7 +66,7 @@ def _placed() -> Placement:
 
 
 def _plan(**changes: Any) -> PlacedPlan:
-    asked = Placing(model="gpt", batch=ROWS, micro_batches=MICRO_BATCHES, units=10, captured=True)
+    asked = Placing(model="gpt", seq_len=TOKENS, batch=ROWS, micro_batches=MICRO_BATCHES, units=10, captured=True)
     plan = saved(asked, _fleet(1e9), "two", _problem(), _placed())
     return dataclasses.replace(plan, **changes)
 
@@ -118,6 +119,13 @@ def test_a_saved_placement_comes_back(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match="format 1, found no format; make one with: lading place"):
         PlacedPlan.load(path)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_tokens_that_were_not_asked_for_are_saved(captured: bool) -> None:
+    """A script reads them from the plan: 0 would be a batch of nothing."""
+    asked = Placing(model="gpt2", units=10, captured=captured)
+    assert saved(asked, _fleet(1e9), "two", _problem(), _placed()).seq_len == named_model("gpt2").default_tokens
 
 
 @pytest.mark.slow

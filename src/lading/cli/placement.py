@@ -74,8 +74,9 @@ class Place:
         for path in (self.trace, self.json, self.out):
             if path is not None and (path.is_dir() or not path.parent.is_dir()):
                 raise ConfigError(f"expected a file in a folder that exists, got {str(path)!r}; make its folder first")
-        if self.json is not None and self.json == self.out:
-            raise ConfigError(f"--json and --out: expected different files, got {str(self.out)!r} for both")
+        written = [path for path in (self.trace, self.json, self.out) if path is not None]
+        if len(set(written)) < len(written):
+            raise ConfigError(f"--trace, --json and --out: expected different files, got {str(written[-1])!r} twice")
         if self.effort < 0:
             raise ConfigError(f"--effort: expected 0 or more, got {self.effort}")
         if self.plan is not None:

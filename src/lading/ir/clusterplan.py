@@ -55,7 +55,7 @@ class GatherGroup:
             module named by any group. "" is the model itself: what no other group has.
         keep: How long they stay gathered.
         again: What is released is gathered again for backward; False where backward does not read it (an embedding).
-        ahead: Groups before this one, in order of forward, at whose beginning its gather is asked for.
+        ahead: When this group begins, gathers of so many groups behind it in order of forward are asked for.
         ahead_backward: The same in order of backward.
         offload: Pieces, gradients and optimizer states lie in host memory between uses.
         gathered_bytes: Of the parameters as they are gathered, on one rank.

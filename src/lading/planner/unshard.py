@@ -2,7 +2,8 @@
 
 [Note: unsharding as optimisation]
 Parameters are atoms a = 1..n in the order of forward, each with x_a gathered bytes. Chosen are a partition of them into
-buckets of atoms in a row, and of each bucket g how long it stays, k_g, and how early it is asked for, e_g:
+buckets of atoms in a row, and of each bucket g how long it stays, k_g, and how many behind it are asked for as it
+begins, e_g:
 
     minimise   T(buckets, k, e)                                       seconds of a step
     subject to P(buckets, k, e) <= budget                             bytes at the worst moment

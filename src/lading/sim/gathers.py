@@ -1,9 +1,9 @@
 """A step whose parameters are gathered group by group: seconds and bytes, in the order in which FSDP2 asks.
 
 [Note: who asks when]
-A group's gather is asked for when the group so many (``ahead``) before it begins, or when it begins itself. Gathers and
-reductions share one communicator, so the network takes one at a time in the order asked (torch 2.13,
-``FSDPParamGroup.unshard``, ``foreach_reduce``). When the backward of a group ends its gradients are copied into one
+When a group begins, its gather is asked for, and those of so many (``ahead``) behind it. Gathers and reductions share
+one communicator, so the network takes one at a time in the order asked (torch 2.13, ``FSDPParamGroup.unshard``,
+``foreach_reduce``). When the backward of a group ends its gradients are copied into one
 buffer, which waits for the reduction before it (``reduce_scatter_max_input_buffers`` is 1), and are reduced from there.
 Between micro-batches nothing is waited for; behind the last one everything is.
 

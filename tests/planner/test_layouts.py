@@ -160,10 +160,18 @@ def test_floors_are_below_every_member(model: str, devices: int, seq: int, stack
     print("floor over price:", min(ratios), sum(ratios) / len(ratios))
 
 
-def test_bounds_of_pipelines_that_were_run() -> None:
+@pytest.mark.parametrize(
+    ("model", "batch", "pins"),
+    [
+        ("llama3-8b", 48, {"tp": 1, "vpp": 2, "micro_batch": 1}),
+        ("llama3-70b", 96, {"tp": 4, "schedule": "gpipe", "micro_batch": 3}),  # the first rank has most layers
+    ],
+)
+def test_bounds_of_pipelines_that_were_run(model: str, batch: int, pins: dict[str, Any]) -> None:
     """What a pipeline takes longer than its bound is added to layouts with it: that must not pass what they take."""
-    pins = {"micro_batch": 1, "cp": 1, "tp": 1, "pp": 3, "recompute": "none", "vpp": 2, "offload": ()}
-    asked = ask("llama3-8b", 24, 48, 4096, pins=pins)
+    asked = ask(
+        model, 24, batch, 4096, pins={"cp": 1, "pp": 3, "recompute": "none", "offload": (), "sp": False, **pins}
+    )
     search, room, cut = Search(asked), room_of(asked), 0
     (family,) = search.families(lambda done, of, what: None)
     (sifted,) = search.sifted(family.members[0], inf)
@@ -175,7 +183,7 @@ def test_bounds_of_pipelines_that_were_run() -> None:
         if span_s is not None and one.cut.zero == 3:
             assert one.step_s + max(0.0, span_s - one.span_s) <= simulated.step_s
             cut += 1
-    assert cut > 10
+    assert cut
 
 
 def test_rows_of_the_table_are_choices_that_matter() -> None:

@@ -239,14 +239,12 @@ def _priced(space: Space, block: Block, shape: Shapes, alone: Floats, known: Kno
 def _held_up_s(shape: Shapes, gathers: Floats) -> Floats:
     """(cut, shape): by how much gathering cut parameters makes a pipeline longer, at least.
 
-    With one chunk each stage waits for one unit of its own, or the first for all of it; with more the first does
-    ([Note: cut in a pipeline] in lading.sim.piped).
+    Nothing runs before the first forward of the first stage. With one chunk that waits for one unit, with more for the
+    whole stage ([Note: cut in a pipeline] in lading.sim.piped). What other stages wait for may be hidden where the
+    first has most to do.
     """
-    units = np.maximum(1.0, shape.held[..., 2])
-    seen = [*range(min(shape.pp, WATCHED - 1)), *([WATCHED - 1] if shape.pp >= WATCHED else [])]
-    direct = sum(gathers[..., place] / units[:, place] for place in seen)
-    first = gathers[..., FIRST]
-    return np.where(np.array(shape.chunks) > 1, first, np.minimum(first, direct))
+    first, units = gathers[..., FIRST], np.maximum(1.0, shape.held[:, FIRST, 2])
+    return np.where(np.array(shape.chunks) > 1, first, first / units)
 
 
 def _by_cut(

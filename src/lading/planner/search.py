@@ -144,9 +144,9 @@ class Search:
         return Segments(self.ask.machine, self.ask.table, self._segments[found.block][found.mode], run)
 
     def span_s(self, found: Bounded) -> float | None:
-        """Seconds of a layout's pipeline; None if none was simulated that differs in who keeps which states only."""
+        """Least seconds of a layout's pipeline; None if none was simulated that differs in who keeps states only."""
         run = self._runs.get((found.block, found.mode, found.pipe))
-        return run.makespan_s if run else None
+        return run.makespan_s * _ROUNDING if run else None
 
     def peak_bytes(self, found: Bounded) -> float:
         """Least bytes of a layout, with activations as simulated where that was done for the same pipeline."""

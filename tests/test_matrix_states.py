@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from lading.errors import ConfigError
@@ -44,7 +46,14 @@ def _leg(rank: int, number: int, folder: Path, expected: dict[str, list[torch.Te
             load({"model": weights, "optimizer": optimizer}, checkpoint_id=folder / f"{kind}-{number - 1}")
             model.load_state_dict(weights)
         updates(model, optimizer, 2 * number)
-        save({"model": model.state_dict(), "optimizer": optimizer}, checkpoint_id=folder / f"{kind}-{number}")
+        state, place = {"model": model.state_dict(), "optimizer": optimizer}, folder / f"{kind}-{number}"
+        if number:
+            save(state, checkpoint_id=place)
+        else:  # states go on while a copy of them is saved
+            saving = async_save(state, checkpoint_id=place, process_group=dist.new_group())
+            assert isinstance(saving, Future)
+            updates(model, optimizer, 2)
+            saving.result()
         if number == len(TRIP) - 1:
             for ours, theirs in zip(model.parameters(), whole, strict=True):
                 assert torch.equal(ours.full_tensor() if isinstance(ours, DTensor) else ours, theirs), kind

@@ -47,9 +47,12 @@ class Pieces(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Copies are taken of it; nothing is computed with it."""
+        """Copies are taken of it, by checkpoints that save while training goes on, too; nothing is computed with it."""
         if func in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
             return Pieces(args[0].shape, {box: func(part) for box, part in args[0].parts.items()})
+        if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            parts = args[0].parts.items()
+            return Pieces(args[0].shape, {box: part.new_empty(part.shape, **(kwargs or {})) for box, part in parts})
         raise NotImplementedError(f"{func}: expected a whole tensor, got pieces of one; load them by a checkpoint")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:

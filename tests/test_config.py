@@ -94,6 +94,11 @@ def test_overrides(run_file: str) -> None:
     [
         ("steps = 20", "stpes = 20", "run.toml: unknown key 'optimization.stpes'; did you mean 'optimization.steps'?"),
         ("steps = 20", "steps = 20\nlr = 1", "unknown key 'optimization.lr'; did you mean 'optimization.optimizer.lr'"),
+        (
+            "steps = 20",
+            'steps = 20\nmatrices = { rule = "muon", lr = 1.0, setings = {} }',
+            "unknown key 'optimization.matrices.setings'; did you mean 'optimization.matrices.settings'?",
+        ),
         ("threads = 1", "treads = 1", "run.toml: unknown key 'treads'; did you mean 'threads'?"),
         ("threads = 1", "batchsize = 1", "unknown key 'batchsize'; did you mean 'data.batch_size'?"),
         ("threads = 1", "zzz = 1", "unknown key 'zzz'; expected one of checkpoint, data, logging, machine, memory"),

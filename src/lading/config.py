@@ -478,15 +478,16 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a configuration, tables included."""
     for name, hint in get_type_hints(cls).items():
         yield prefix + name
-        if dataclasses.is_dataclass(hint):
-            yield from _keys(cast(type, hint), f"{prefix}{name}.")
+        for kind in get_args(hint) or (hint,):
+            if dataclasses.is_dataclass(kind):
+                yield from _keys(cast(type, kind), f"{prefix}{name}.")
 
 
 def _nearest_key(prefix: str, key: str) -> str:
-    """The nearest spelling among all keys; this section's win over others of the same name."""
+    """The nearest spelling among all keys; this section's win over others of the same name, then the first."""
     known = list(_keys(RunConfig))
     here = [k for k in known if k.startswith(prefix) and "." not in k[len(prefix) :]]
-    by_name = {k.split(".")[-1]: k for k in (*known, *here)}
+    by_name = {k.split(".")[-1]: k for k in (*reversed(known), *here)}
     for match in difflib.get_close_matches(key, by_name, 1):
         return f"; did you mean {by_name[match]!r}?"
     return f"; expected one of {', '.join(sorted(here))}"

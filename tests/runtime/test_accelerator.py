@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.runtime.cases import (
     graph_of,
     host_always,
     load,
+    loss_fn,
     model_of,
     program_of,
 )
@@ -27,11 +29,14 @@ from tests.runtime.fake_accelerator import FakeApi, FakeMeter, fake_device
 
 from lading.capture.trace import capture
 from lading.errors import ProgramError
+from lading.grouping import Matrices
 from lading.ir.action import Action
 from lading.ir.defer import defer, updates
 from lading.ir.machine import Machine
 from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.step import expand
+from lading.optim.shampoo import ShampooRule
+from lading.optim.soap import SOAPRule
 from lading.runtime.accelerator import BouncedTier
 from lading.runtime.executor import Executor
 from lading.runtime.tiers import PIECE_BYTES, DiskTier
@@ -205,6 +210,29 @@ def test_scratch_is_measured_once_for_equal_operations(api: FakeApi) -> None:
     assert len(reset) == len(set(scratch)) < len(graph.ops)
     products = {scratch[i] for i, op in enumerate(graph.ops) if op.name == "aten.addmm.default"}
     assert 1 < len(products) <= 4
+
+
+@pytest.mark.parametrize("rule", ["soap", "shampoo"])
+def test_scratch_is_measured_when_matrices_are_decomposed(
+    rule: Any, api: FakeApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of parts that another update of the same parameter has counted."""
+    matrices = Matrices(rule=rule, lr=0.1, parameters={"*.qkv.weight": 3, "*": "rest"})
+    captured = capture(model_of("gpt", num_layers=1), batches_of(1, 1)[0][0], loss_fn)
+    due: list[int] = []
+
+    def decomposing(own: Any, matrix: torch.Tensor, whole: Any, update: int) -> torch.Tensor:
+        due.extend([update] if update == 1 or getattr(own.settings, _DUE[rule])(update - (rule == "soap")) else [])
+        return torch.zeros_like(matrix)
+
+    for kind in (SOAPRule, ShampooRule):
+        monkeypatch.setattr(kind, "direction", decomposing)
+    measured_workspace(expand(captured, matrices=matrices), api)
+    assert set(due) == {1, 2}
+    assert len(due) == 2 * 2 * 2  # an update that counts and one that does not, warm and measured
+
+
+_DUE = {"soap": "turns_bases", "shampoo": "takes_roots"}
 
 
 class CountingMeter(FakeMeter):

@@ -169,6 +169,24 @@ def update_op(matrices: Matrices, shape: tuple[int, int, int], tensors: Tensors,
     )
 
 
+def step_of(op: Op) -> int | None:
+    """The tensor that counts updates; None for what does not move matrices, or counts none."""
+    rule = rule_of(op)
+    if rule is None or not counts_updates(rule):
+        return None
+    return next(refs(op.args[-1]))
+
+
+def always_due(op: Op) -> Op:
+    """The operation with what is due now and then due at every update."""
+    settings = dict(op.kwargs).get("settings")
+    if step_of(op) is None or settings is None:
+        return op
+    pairs = cast("tuple[tuple[str, Arg], ...]", settings)
+    due: Arg = tuple((key, 1 if key in ("frequency", "start") else value) for key, value in pairs)
+    return dataclasses.replace(op, kwargs=(*(pair for pair in op.kwargs if pair[0] != "settings"), ("settings", due)))
+
+
 def described(graph: StepGraph, parameters: Sequence[Parameter]) -> list[Described]:
     """Parameters of a captured micro-batch with what the model does with them."""
     source = {graph.storage_of(p.tensor): i for i, p in enumerate(graph.parameters)}

@@ -28,6 +28,8 @@ _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 _PRODUCT_BYTES = 136 << 10
 #: Norms, orders, and what LAPACK takes whatever the size.
 _SMALL_BYTES = 4 << 10
+#: What torch turns a matrix through that does not lie row by row: 60 by 60 elements.
+_TURNED_BYTES = 16 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ class _Update:
     def moved(self) -> torch.Tensor:
         """What the rule moves: the master, where there is one."""
         return self.param if self.master is None else self.master
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what moves has fewer than 32 bits: copies of it are widened and rounded again."""
+        return self.moved.itemsize < 4
 
     @property
     def widens(self) -> bool:
@@ -132,7 +139,9 @@ def _muon_scratch(update: _Update, kind: str) -> int:
     rows, columns = update.param.shape[1:]
     assert isinstance(update.rule, Muon)
     low = update.rule.dtype == "bfloat16"
-    elementwise = min(rows, update.rows_at_once(kind)) * columns * (4 + 2 * low + 4 * update.widens)
+    bytes_each = 8 + 4 * low if update.rounds else 4 + 2 * low + 4 * update.widens
+    elementwise = min(rows, update.rows_at_once(kind)) * columns * bytes_each
+    elementwise += 0 if update.grad.is_contiguous() else _TURNED_BYTES
     copied = 2 * rows * columns if rows > columns else 0  # an operand that is not row by row
     return max(elementwise, copied + torch.get_num_threads() * _PRODUCT_BYTES if low else 0)
 
@@ -157,6 +166,7 @@ def _whole(update: _Update, kind: str, rate: Callable[[], float]) -> Callable[[]
                 rule.post(update.moved[index, part], direction[part], shape, lr=lr, update=number)
                 if update.master is not None:
                     update.param[index, part].copy_(update.master[index, part])
+            del matrix, direction  # else they would live on beside those of the next matrix
         if kind == "cpu":  # temporaries of every size would stay side by side
             give_back()
 
@@ -170,11 +180,12 @@ def _whole_scratch(update: _Update, kind: str) -> int:
     """
     rows, columns = update.param.shape[1:]
     own, side = rows * columns, max(rows, columns)
-    copied = own * (update.grad.dtype is not torch.float32 or not update.grad.is_contiguous())
+    wide, turned = update.grad.dtype is torch.float32, not update.grad.is_contiguous()
+    copied = own * (not wide or turned) + -(-own // 2) * (update.rounds and turned)
     if isinstance(update.rule, Shampoo):
         squares = 9 if update.rule.root == "newton" else 4
         return 4 * (copied + max(squares * side**2 + 16 * side, 4 * own)) + _SMALL_BYTES
-    return 4 * (copied + 4 * side**2 + 40 * side + 3 * own) + _SMALL_BYTES
+    return 4 * (copied + 4 * side**2 + 128 * side + 3 * own) + _SMALL_BYTES
 
 
 def _gradient(update: _Update, index: int, part: slice) -> torch.Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from lading.ir.graph import Op, StepGraph
+from lading.ir.updates import always_due, step_of
 from lading.runtime.accelerator import Api
 from lading.runtime.arena import view_of
 from lading.runtime.kernels import Rate, View, bind
@@ -26,22 +29,35 @@ class _Update:
 def measured_workspace(graph: StepGraph, api: Api) -> list[int]:
     """Scratch bytes of each operation, in program order: what the device's allocator gives out while it runs.
 
-    Operations that differ only in which tensors they take run once, on zeros, with room for their own tensors alone.
+    Operations that differ only in which tensors they take run once, on zeros, with room for their own tensors alone;
+    those that decompose matrices now and then run as at the first update and as when that is due.
 
     Raises:
         StorageError: the device has not enough for one operation.
     """
     meter = api.meter()
 
-    def scratch(op: Op) -> int:
-        kernel = bind(op, _zeros(graph, api), kind=api.kind, optimizer=_Update(), rate=Rate(0.0))
-        kernel.run()  # loads code, and what libraries keep
+    def taken(run: Callable[[], object]) -> int:
+        run()  # loads code, and what libraries keep
         _settle(api)
         before = meter.now_bytes()
         meter.reset()
-        kernel.run()
+        run()
         _settle(api)
         return max(0, meter.peak_bytes() - before)
+
+    def scratch(op: Op) -> int:
+        view, step = _zeros(graph, api), step_of(op)
+        kernel = bind(always_due(op), view, kind=api.kind, optimizer=_Update(), rate=Rate(0.0))
+        counted = None if step is None else view(step)
+        if counted is None:
+            return taken(kernel.run)
+
+        def run(update: int) -> None:
+            counted.fill_(update - (step in op.mutates))
+            kernel.run()
+
+        return max(taken(partial(run, update)) for update in (1, 2))
 
     with torch.inference_mode():
         return by_signature(graph, scratch)

@@ -251,6 +251,8 @@ def refused(plan: ClusterPlan) -> list[str]:
         dataclasses.replace(plan, groups=(dataclasses.replace(first, gathered_bytes=12), *plan.groups[1:])),
         dataclasses.replace(plan, groups=plan.groups[1:]),
         dataclasses.replace(plan, groups=()),
+        dataclasses.replace(plan, groups=(), layout="dp2,zero2,gb8"),
+        dataclasses.replace(plan, groups=(), layout="dp2,pp2,zero3,gb8"),
     ]
     for each in wrong:
         try:

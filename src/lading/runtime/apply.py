@@ -159,22 +159,30 @@ def _check_compiled(groups: Sequence[Sequence[str]], modules: Mapping[str, nn.Mo
 
 
 def _check(plan: ClusterPlan, layout: Layout, mesh: DeviceMesh) -> None:
-    if not plan.groups or layout.zero != 3:
+    if layout.zero != 3:
         raise ConfigError(
             f"apply: expected a plan that cuts parameters (zero3), got {plan.layout}; plan with --pin zero=3"
+        )
+    if layout.pp > 1 or layout.ep > 1:
+        raise ConfigError(
+            f"apply: expected a plan without pipeline and expert parallel, got {plan.layout}; plan with --pin pp=1 and "
+            "--pin ep=1"
         )
     if "activations" in layout.offload or layout.offload == ("optimizer",) or layout.offload_to != "host":
         raise ConfigError(
             f"apply: expected everything on the device, or parameters with all their states on the host, as FSDP2's "
             f"CPUOffloadPolicy does, got {plan.layout}; plan with offload=parameters or without"
         )
-    if layout.pp > 1 or layout.ep > 1:
-        raise ConfigError(f"apply: expected a plan without pipeline and expert parallel, got {plan.layout}")
     if plan.gather_dtype not in ("", "float32", "bfloat16", "float16"):
         raise ConfigError(f"apply: expected parameters gathered in 16 or 32 bits, got {plan.gather_dtype}")
     if layout.recompute == "selective":
         raise ConfigError(
             "apply: expected recompute none or full, got selective; plan with --pin recompute=full or none"
+        )
+    if not plan.groups:
+        raise ConfigError(
+            f"apply: expected groups of parameters, got none in the plan of {plan.layout}; lading plan said why, such "
+            "as that none fit: plan with more memory, or with --pin recompute=full"
         )
     ranks = layout.dp * layout.cp
     shape = (ranks // layout.shard, layout.shard) if 0 < layout.shard < ranks else (ranks,)

@@ -56,6 +56,7 @@ def request_of(model: str, sizes: dict[str, Any], layout: str) -> tuple[Request,
             "gpt", {**GPT, "dim": 384, "num_heads": 6}, "dp4,zero2,mb2,gb8", 149_559_292, marks=pytest.mark.slow
         ),
         pytest.param("llama", LLAMA, "tp2,mb2,gb2", 171_705_024, marks=pytest.mark.slow),
+        ("gpt", {**GPT, "vocab_size": 16384, "tied": True}, "mb2,gb2", 423_538_712),  # torch.profiler, one process
         ("llama", {**LLAMA, "num_layers": 3}, "tp4,sp,mb2,gb2", 70_011_044),
         pytest.param("gpt", GPT, "pp2,mb1,gb4", 180_103_312, marks=pytest.mark.slow),
         ("llama", NARROW, "pp2,dp2,zero2,gpipe,mb1,gb8", 154_893_216),

@@ -145,6 +145,7 @@ class RankSegment:
         summed_parameters: Elements of those parameters of which each tp rank has a part of the gradient's sum: what is
             whole on all of them but worked on cut tokens or heads (norms with sequence parallel).
         parameters: Local tensors that are parameters, each with the axes over which it is replicated.
+        tied_elements: Of ``parameter_elements["dp"]``, of a weight that is one with one of the model's first segment.
     """
 
     name: str
@@ -159,6 +160,7 @@ class RankSegment:
     trained_bytes: int = 0
     frozen_bytes: int = 0
     parameters: tuple[tuple[int, str], ...] = ()
+    tied_elements: int = 0
 
     @property
     def summed_elements(self) -> int:

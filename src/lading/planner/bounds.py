@@ -67,8 +67,8 @@ def priced_block(
         counts=np.array(counts, np.float64),
         send_s=piped.send_s(segments[0].sent_bytes),
         slowdown=prices.slowdown(share),
-        copy_gather_s=np.array([prices.copies_s(s.elements, stack.gather_copy_bytes) for s in plain]),
-        copy_reduce_s=np.array([prices.copies_s(s.trained, stack.reduce_copy_bytes) for s in plain]),
+        copy_gather_s=np.array([prices.copies_s(s.without_tied.elements, stack.gather_copy_bytes) for s in plain]),
+        copy_reduce_s=np.array([prices.copies_s(s.without_tied.trained, stack.reduce_copy_bytes) for s in plain]),
     )
 
 

@@ -83,7 +83,8 @@ def exchanges(
     plain = segments[len(segments) // 2 :]
     alone = alone_of(plain)
     shapes = list(_all_shapes(space, block, watched, table, plain, alone))
-    found = [_priced(space, block, shape, alone, known) for shape in shapes]
+    once = alone - np.array([[held.tied, 0.0] for held in plain])  # of each alone, where there is no pipeline
+    found = [_priced(space, block, shape, once, known) for shape in shapes]
     counts = [len(shape.cuts) for shape in shapes for _ in shape.held]
     cuts = tuple(cut for shape in shapes for _ in shape.held for cut in shape.cuts)
     arrays = [np.concatenate(column) for column in zip(*found, strict=True)]
@@ -166,6 +167,7 @@ def _all_shapes(
     """Of each number of pipeline ranks, in the order of the table."""
     weights = np.concatenate([elements, np.ones((len(plain), 1))], axis=1)
     held, placeholders = watched @ weights, _all_placeholders(watched[:, :WATCHED], plain)
+    held[..., 0] -= (watched[..., 0] > 0) * (watched @ np.array([float(one.tied) for one in plain]))
     total, longest = np.array(space.directions_s).T
     there = watched[:, :WATCHED]
     total, longest = there @ total, np.max((there > 0) * longest, axis=2)

@@ -81,7 +81,8 @@ def _gradient_bytes(simulated: Simulated, counts: Mapping[int, int]) -> int:
         return 0
     elements: dict[str, int] = {}
     for segment, count in counts.items():
-        for axes, number in simulated.segments[segment].elements.items():
+        held = simulated.segments[segment]
+        for axes, number in (held if layout.is_pipeline else held.without_tied).elements.items():
             elements[axes] = elements.get(axes, 0) + number * count
     return state_bytes(elements, layout, stack)[Role.GRADIENT]
 

@@ -34,6 +34,7 @@ from lading.ir.work import RankSegment, Stage
 from lading.memory.ranks import adapter_bytes, shards, state_bytes
 from lading.parallel.memory import alive_bytes
 from lading.parallel.recompute import recomputed
+from lading.sim.phases import groups_apart, less
 from lading.sim.schedules import Schedule, Work
 
 
@@ -52,6 +53,7 @@ class EagerUnit:
         tables: Of buffers and constants.
         enters: Of what enters.
         leaves: Of what leaves; of the last one, the logits.
+        tied: Parameters that are the first unit's too.
     """
 
     saved: int
@@ -65,6 +67,7 @@ class EagerUnit:
     tables: int
     enters: int
     leaves: int
+    tied: int = 0
 
     @staticmethod
     def of(segment: RankSegment, layout: Layout, stack: Stack) -> EagerUnit:
@@ -96,6 +99,18 @@ class EagerUnit:
             tables=sum(fixed.values()),
             enters=sum(segment.tensors[t].size_bytes for t in segment.enters),
             leaves=sum(segment.tensors[t].size_bytes for t in segment.leaves) or logits,
+            tied=segment.tied_elements,
+        )
+
+    def without(self, tied: int) -> EagerUnit:
+        """The unit without parameters that another has, whose gradient is there before."""
+        share = 1 - tied / self.number
+        return replace(
+            self,
+            elements=less(self.elements, tied),
+            trained=less(self.trained, tied) if self.trained else self.trained,
+            trained_bytes=round(self.trained_bytes * share),
+            frozen_bytes=round(self.frozen_bytes * share),
         )
 
     @property
@@ -263,9 +278,19 @@ def eager_memory(
     return found
 
 
+def _once(units: Sequence[EagerUnit]) -> list[EagerUnit]:
+    """Units of a model, with what is tied in the last that has it: its gradient is there first."""
+    tied = max(unit.tied for unit in units)
+    having = [place for place, unit in enumerate(units) if unit.tied]
+    others = {0, *having[:-1]} if tied else set[int]()
+    return [unit.without(tied) if place in others else unit for place, unit in enumerate(units)]
+
+
 def _walked(
     held: dict[int, list[EagerUnit]], layout: Layout, stack: Stack, plan: Schedule, rank: int
 ) -> dict[Role, int]:
+    if not (layout.is_pipeline or groups_apart(layout, stack)):
+        held = {stage: _once(units) for stage, units in held.items()}
     whole = [unit for units in held.values() for unit in units]
     elements: dict[str, int] = {}
     for unit in whole:

@@ -12,7 +12,7 @@ from lading.memory.ranks import replicas, state_bytes
 from lading.sim.cluster import Job, Stretches
 from lading.sim.goodput import Failures
 from lading.sim.parts import Span
-from lading.sim.piped import held_up_s
+from lading.sim.piped import held_up_s, tied_s
 from lading.sim.prices import MachinePrices
 from lading.sim.schedules import Schedule, Work, schedule
 from lading.sim.simulate import Simulated
@@ -83,6 +83,7 @@ def _reduced(job: Job, simulated: Simulated) -> Job:
     waits = [float(gathers[own].sum()) for own in held]
     if stack.overlap_param_gather:
         waits = [wait / float(blocks[own].sum()) for wait, own in zip(waits, held, strict=True)]
+    job = dataclasses.replace(job, end_s=job.end_s + tied_s(job.plan, stages, prices))
     end_s = job.end_s + max(waits)
     if layout.cuts_parameters:  # behind the last backward, and gathered within the first forwards
         late_s = held_up_s(simulated.step.pipeline, stages, stack, prices) if simulated.step.pipeline else 0.0

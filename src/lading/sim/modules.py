@@ -8,6 +8,7 @@ forward and in backward alike; what is recomputed comes first in backward.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -253,7 +254,8 @@ def _updates(
 
 def _phases(parts: Priced, made: Mapping[tuple[int, bool], int]) -> list[Phases]:
     half = len(parts.segments) // 2
-    return [parts.segments[place + (0 if again else half)] for place, again in made]
+    found = [parts.segments[place + (0 if again else half)] for place, again in made]
+    return [dataclasses.replace(held, tied=0) for held in found]  # groups are gathered each by itself
 
 
 def _path(name: str, numbers: dict[str, int]) -> str:

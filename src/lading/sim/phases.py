@@ -1,15 +1,26 @@
-"""Phases: what one segment costs a rank in forward, in backward, and when it is recomputed; and what it keeps."""
+"""Phases: what one segment costs a rank in forward, in backward, and when it is recomputed; and what it keeps.
+
+[Note: tied weights]
+An embedding that is its model's head too is one weight, with one gradient and one state, where one stage has both: it
+is the first segment's, and its gradient is there once the first segment's backward has run. In a pipeline the first
+stage and the last have a copy each, whose gradients the two sum once a step (Megatron-LM,
+core/distributed/finalize_model_grads.py, _allreduce_word_embedding_grads). Where groups of parameters are gathered each
+by itself, both are simulated as weights of their own: ``lading.runtime.apply`` refuses one weight in two groups.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lading.cost.fusion import launched
+from lading.ir.layout import Layout
 from lading.ir.stack import Stack
 from lading.ir.work import Kernel, RankSegment, Stage
 from lading.parallel.memory import segment_memory, weight_shapes
+from lading.parallel.ranks import DENSE
 from lading.parallel.recompute import Recomputed, recomputed
 from lading.sim.parts import Part, Prices, part_of
 
@@ -32,6 +43,7 @@ class Phases:
         placeholders: Bytes of gradients that are tensors in name only, by shape; each shape once for a whole rank.
         segment, kept: Of which it is, and what is run again and kept.
         moved_bytes: Kept behind the device instead.
+        tied: Of ``elements["dp"]``, of a weight that is one with one of the first segment.
     """
 
     forward: Part
@@ -49,6 +61,7 @@ class Phases:
     segment: RankSegment
     kept: Recomputed
     moved_bytes: int = 0
+    tied: int = 0
 
     @property
     def parts(self) -> tuple[Part, Part, Part, Part]:
@@ -59,6 +72,38 @@ class Phases:
     def model_flops(self) -> float:
         """Of a micro-batch, without what is recomputed."""
         return self.forward.flops + self.backward_input.flops + self.backward_weight.flops
+
+    @cached_property
+    def without_tied(self) -> Phases:
+        """Beside the first segment, which has what is tied to it ([Note: tied weights])."""
+        if not self.tied:
+            return self
+        share = 1 - self.tied / sum(self.elements.values())
+        trained = less(self.trained, self.tied) if self.trained else self.trained
+        return dataclasses.replace(
+            self,
+            elements=less(self.elements, self.tied),
+            trained=trained,
+            tied=0,
+            trained_bytes=round(self.trained_bytes * share),
+            frozen_bytes=round(self.frozen_bytes * share),
+        )
+
+
+def groups_apart(layout: Layout, stack: Stack) -> bool:
+    """Whether the first and the last segment have a weight each, though it is tied ([Note: tied weights])."""
+    return not layout.is_pipeline and layout.zero >= (2 if stack.drops_gradients else 3)
+
+
+def as_held(segments: Sequence[Phases], layout: Layout, stack: Stack) -> tuple[Phases, ...]:
+    """Segments, with nothing tied where a layout has groups apart."""
+    apart = groups_apart(layout, stack)
+    return tuple(dataclasses.replace(held, tied=0) if apart and held.tied else held for held in segments)
+
+
+def less(elements: Mapping[str, int], tied: int) -> dict[str, int]:
+    """Parameters without so many that are whole on every data-parallel rank."""
+    return {axes: number - tied if axes == DENSE else number for axes, number in elements.items()}
 
 
 def stretches(segment: RankSegment, kept: Recomputed, stack: Stack) -> list[list[Kernel]]:
@@ -100,4 +145,5 @@ def phases(segment: RankSegment, mode: str, modules: Sequence[str], prices: Pric
         placeholders=weight_shapes(segment) if in_place else {},
         segment=segment,
         kept=kept,
+        tied=segment.tied_elements,
     )

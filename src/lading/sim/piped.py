@@ -74,7 +74,8 @@ def pipeline_step(
     extra = {
         "bubble": run.makespan_s - busy,
         DATA_PARALLEL: _exposed_s(run, stages, layout, stack, exchange)
-        + sum(first[s] for s in plan.stages_of(busiest)),
+        + sum(first[s] for s in plan.stages_of(busiest))
+        + tied_s(plan, stages, exchange),
         "optimizer": max(exchange.optimizer_s(trained_of(own)) for own in ranks),
         "host": max(host_s(own, stack, exchange) for own in ranks),
     }
@@ -87,6 +88,13 @@ def pipeline_step(
     if sums := max(sum(exchange.sums_s(stage.summed) for stage in own) for own in ranks):
         shares["tp communication"] = shares.get("tp communication", 0.0) + sums
     return Step(sum(shares.values()), shares, tuple(stages), run, flops_of(stages) * layout.micro_batches)
+
+
+def tied_s(plan: Schedule, stages: Sequence[Stage], exchange: Exchange) -> float:
+    """Seconds of summing the gradients of a tied weight's copies ([Note: tied weights] in lading.sim.phases)."""
+    away = [stage.tied for place, stage in enumerate(stages) if plan.rank_of(place) != plan.rank_of(0)]
+    copies = max(away, default=0)
+    return exchange.copies_sum_s(copies) if copies else 0.0
 
 
 def _run(plan: Schedule, stages: Sequence[Stage], first: Sequence[float], stack: Stack, send_s: float) -> PipelineRun:

@@ -134,6 +134,11 @@ class MachinePrices:
         elements = sum(n * count for n, count in summed.items())
         return self._collective_s("all_reduce", elements * DTYPE_BYTES[self.stack.gradient_dtype], "tp")
 
+    def copies_sum_s(self, elements: int) -> float:
+        """Sum the gradients of a weight of which two pipeline ranks have a copy; of their parts where these are cut."""
+        kept = self._kept({"dp": elements}) if self.layout.zero >= 2 else elements
+        return self._collective_s("all_reduce", int(kept * DTYPE_BYTES[self.stack.gradient_dtype]), "pp")
+
     def send_s(self, size_bytes: int) -> float:
         """Hand the activations on a stage's border to the next."""
         ranks = self.layout.tp

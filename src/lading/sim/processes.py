@@ -106,7 +106,7 @@ class _Host:
         layout, prices = self.request.layout, self.prices(0)
         if layout.dp * layout.cp == 1:
             return 0.0
-        units = [self.segments[segment] for segment, count in run for _ in range(count)]
+        units = [self.segments[segment].without_tied for segment, count in run for _ in range(count)]
         if layout.zero == 0:
             return self._buckets_s(self.stage(run, 1).trained, prices)
         gathers = [prices.gather_s(u.elements) + self.moved_s(u.elements, _GATHERED) for u in units]

@@ -20,7 +20,7 @@ updated in parts is gathered in the first. Sums over tp ([Note: sums] in lading.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES, Role
@@ -33,6 +33,7 @@ from lading.memory.ranks import gathered_width, gradient_width, replicas
 from lading.parallel.ranks import EXPERTS
 from lading.parallel.recompute import Recomputed, recomputed
 from lading.sim.gathered import bounds, groups_of
+from lading.sim.phases import groups_apart, less
 from lading.sim.schedules import Work, schedule_of
 from lading.sim.simulate import runs_of, segments_of, table_of
 
@@ -128,7 +129,10 @@ def _units(request: Request, table: ModelTable) -> list[list[Unit]]:
     layout, stack = request.layout, request.stack
     plain: list[Unit] = []
     again: list[Unit] = []
-    for segment in segments_of(request, table):
+    apart = layout.is_pipeline or groups_apart(layout, stack)
+    for own in segments_of(request, table):
+        once = less(own.parameter_elements, 0 if apart else own.tied_elements)  # [Note: tied weights] in sim.phases
+        segment = replace(own, parameter_elements=once)
         block = bool(segment.enters and segment.leaves)
         mode = layout.recompute if block else "none"
         ends = not segment.leaves

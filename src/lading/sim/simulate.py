@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from lading.catalog.architectures import architecture_table, with_precise_layers
 from lading.catalog.load import load_machine
@@ -32,7 +33,7 @@ from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
 from lading.sim.eager import eager_memory
 from lading.sim.noise import waiting_share
-from lading.sim.phases import Phases, phases
+from lading.sim.phases import Phases, as_held, groups_apart, phases
 from lading.sim.piped import pipeline_step
 from lading.sim.pipeline import PipelineRun
 from lading.sim.prices import MachinePrices
@@ -116,7 +117,7 @@ class Simulated:
             assumed=(
                 *self.request.assumed,
                 *self.table.assumed,
-                *_not_simulated(self.request),
+                *_not_simulated(self.request, self.table),
                 *_not_fitted(self.request, self.machine),
                 *(self.updated.assumed if self.updated else ()),
                 *assumed_of_links(self.request.layout, self.machine),
@@ -125,7 +126,7 @@ class Simulated:
         )
 
 
-def _not_simulated(request: Request) -> tuple[str, ...]:
+def _not_simulated(request: Request, table: ModelTable) -> tuple[str, ...]:
     """What the request says and the step does not know."""
     layout, stack, found = request.layout, request.stack, list[str]()
     if request.schedule_detail and layout.pp > 1:
@@ -135,6 +136,8 @@ def _not_simulated(request: Request) -> tuple[str, ...]:
             f"zero{layout.zero} in a pipeline simulated as PyTorch's FSDP2 has it: no such run of software stack "
             f"{stack.name} is known"
         )
+    if table.tied and groups_apart(layout, stack):
+        found.append("tied weights simulated as one of each group that is gathered: a little more than one for both")
     return tuple(found)
 
 
@@ -214,7 +217,7 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
         ConfigError: the layout cannot be, or the model, machine or a constant is missing.
     """
     parts = parts or priced(request, table)
-    machine, table, both = parts.machine, parts.table, parts.segments
+    machine, table, both = parts.machine, parts.table, as_held(parts.segments, request.layout, request.stack)
     request = _on_host(request, machine)
     prices = prices_of(request, machine, table)
     parts_of_stages = parts_of(runs_of(request, table), request, table)
@@ -223,7 +226,8 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
         step = processes_step(request, machine, both, parts_of_stages)
     elif not request.layout.is_pipeline:
         run = parts_of_stages[0]
-        one = {variant: stage_of([(variant, 1)], both, prices, request.stack) for variant, _ in run}
+        once = [held.without_tied for held in both]
+        one = {variant: stage_of([(variant, 1)], once, prices, request.stack) for variant, _ in run}
         units = [one[variant] for variant, count in run for _ in range(count)]
         step = replicas_step(stages[0], units, request.layout, request.stack, prices)
     else:
@@ -341,7 +345,7 @@ def segments_of(request: Request, table: ModelTable) -> list[RankSegment]:
     sizes = {**table.symbols, "s": request.seq_len}
     adapters = adapters_of(request)
     found: list[RankSegment] = []
-    for segment in table.segments:
+    for number, segment in enumerate(table.segments):
         ranked = rank_segment(segment, sizes, layout, regather=stack.regathers, fp32_rings=stack.fp32_rings)
         if stack.fusion == "fused" or stack.merges:
             ranked = merge_siblings(ranked, stack.merges)
@@ -349,8 +353,17 @@ def segments_of(request: Request, table: ModelTable) -> list[RankSegment]:
             ranked = adapted(ranked, adapters, layout)
         if request.packed_tokens:
             ranked = packed(ranked, request.packed_tokens)
+        if tied := _tied_elements(ranked, table, number):
+            ranked = replace(ranked, tied_elements=tied)
         found.append(ranked)
     return found
+
+
+def _tied_elements(ranked: RankSegment, table: ModelTable, number: int) -> int:
+    """Elements on a rank of what a segment shares with the first one."""
+    names = {name for (home, _), (place, name) in table.tied if home == 0 and place == number != 0}
+    own = (ranked.tensors[tensor] for tensor, _ in ranked.parameters)
+    return sum(prod(tensor.shape) for tensor in own if tensor.name in names)
 
 
 def runs_of(request: Request, table: ModelTable) -> list[Chunk]:

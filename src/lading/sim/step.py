@@ -52,6 +52,10 @@ class Exchange(Protocol):
         """Gather cut parameters; 0 where they are not."""
         ...
 
+    def copies_sum_s(self, elements: int) -> float:
+        """Sum the gradients of a weight of which two pipeline ranks have a copy."""
+        ...
+
     def copies_s(self, elements: Mapping[str, int], bytes_each: float) -> float:
         """Copy parameters or gradients within the device."""
         ...
@@ -80,6 +84,7 @@ class Stage:
         summed: Parameters whose gradients are summed over tp ranks: how many, by their elements.
         moved_bytes: Kept behind the device by one micro-batch.
         copies_s: Seconds by which copying them there makes forward longer, and copying them back makes backward longer.
+        tied: Trained elements of a weight that the model's first segment has too: here once with it, else a copy.
     """
 
     run: Run
@@ -100,6 +105,7 @@ class Stage:
     moved_bytes: int = 0
     copies_s: tuple[float, float] = (0.0, 0.0)
     summed: dict[int, int] = field(default_factory=lambda: {})
+    tied: int = 0
 
     @property
     def backward_s(self) -> float:
@@ -133,6 +139,9 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         parts: list[tuple[Part, float]] = [(getattr(phases[segment], pick), count) for segment, count in run]
         return span(total(parts), prices, stack)
 
+    tied = max((phases[segment].tied for segment, _ in run if phases[segment].trained), default=0)
+    if any(segment == 0 for segment, _ in run):
+        phases = [held.without_tied for held in phases]
     elements: dict[str, int] = {}
     trained: dict[str, int] = {}
     sums: dict[int, int] = {}
@@ -159,6 +168,7 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         parameters=sum(count * _parameters(phases[segment].segment) for segment, count in run),
         moved_bytes=sum(count * phases[segment].moved_bytes for segment, count in run),
         summed=sums,
+        tied=tied,
     )
 
 

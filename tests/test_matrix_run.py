@@ -283,6 +283,8 @@ def test_saved_and_resumed_under_another_budget(tmp_path: Path) -> None:
         assert trainer.step(_batches(case, 0)) > 0  # nothing was touched
         with pytest.raises(ConfigError, match="no matrix_lr"):
             trainer.step(_batches(case, 1), matrix_lr=0.1)
+        with pytest.raises(ConfigError, match="no matrix_lr"):
+            trainer.step(_batches(case, 1), lr=1e-3, matrix_lr=0.1)
 
 
 def test_the_example_trains_as_plain_pytorch_does(tmp_path: Path) -> None:

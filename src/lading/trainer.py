@@ -140,15 +140,16 @@ class Trainer:
     def _rates(self, lr: float | None, matrix_lr: float | None) -> tuple[float, float]:
         """Learning rates of AdamW and of the rule for matrices."""
         own = self.plan.matrices
-        if (lr is None) != (matrix_lr is None) and (own is not None or matrix_lr is not None):
-            raise ConfigError(
-                f"expected lr and matrix_lr, or neither, as {own['rule']} moves matrices beside AdamW"
-                if own is not None
-                else "expected no matrix_lr: the plan has no rule for matrices; give lading.plan matrices="
-            )
-        return self.optimizer.lr if lr is None else lr, float(
-            own["lr"] if matrix_lr is None else matrix_lr
-        ) if own else 0.0
+        usual = self.optimizer.lr if lr is None else lr
+        if own is None:
+            if matrix_lr is not None:
+                raise ConfigError(
+                    "expected no matrix_lr: the plan has no rule for matrices; give lading.plan matrices="
+                )
+            return usual, 0.0
+        if (lr is None) != (matrix_lr is None):
+            raise ConfigError(f"expected lr and matrix_lr, or neither, as {own['rule']} moves matrices beside AdamW")
+        return usual, float(own["lr"] if matrix_lr is None else matrix_lr)
 
     def timeline(self) -> Timeline:
         """What happened when in the last step."""

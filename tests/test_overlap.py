@@ -338,6 +338,11 @@ def _drops(rank: int) -> None:
     with pytest.raises(ValueError, match="expected a gradient on all 2 ranks or on none, found one on 1"):
         optimizer.step()
     optimizer.zero_grad()
+    # One rank gives up a backward that the other has not run, and which steps with the next.
+    backward(model, rank, rank)
+    with pytest.raises(ValueError, match=r"1 of 2 ranks are in step\(\) and the others in zero_grad\(\)"):
+        (optimizer.step if rank else optimizer.zero_grad)()
+    optimizer.zero_grad()
     assert trained(model, optimizer, rank)
 
 

@@ -265,14 +265,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._move(gradients)
         return loss
 
-    def _agreed(self, gradients: Mapping[int, torch.Tensor]) -> Verdict:
+    def _agreed(self, gradients: Mapping[int, torch.Tensor], *, steps: bool = True) -> Verdict:
         has = {m.name: number in gradients for number, m in enumerate(self._members)}
         other = self._early.changed(gradients)
         changed = {m.name: number in other for number, m in enumerate(self._members)}
         finite = not self.how.skip_nonfinite or all_finite(list(gradients.values()))
-        return agree(
-            Report(has, changed, finite, self._early.groups), len(self._route.groups), self._team, self._device
-        )
+        report = Report(has, changed, finite, self._early.groups, steps)
+        return agree(report, len(self._route.groups), self._team, self._device)
 
     def _move(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Matrices by their owners, what is none here, while the first matrices travel."""
@@ -374,7 +373,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _give_up(self) -> None:
         if self._early.stirred:
-            self._early.drop(self._agreed({}).sent)
+            verdict = self._agreed({}, steps=False)
+            self._early.drop(verdict.sent)
+            if verdict.apart:
+                raise ValueError(verdict.error)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; what has been sent under a backward that no step followed is given up, on all ranks at once."""

@@ -16,6 +16,11 @@ from lading.ir.routes import Box, Piece
 
 #: What a rule raises where a matrix cannot be decomposed.
 FAILURES = (LadingError, torch.linalg.LinAlgError)  # pyright: ignore[reportPrivateImportUsage]
+#: Where some ranks step, while others drop the gradients of a backward that the former have not run.
+_APART = (
+    "{steps} of {ranks} ranks are in step() and the others in zero_grad() after a backward without a step; run "
+    "backward, step and zero_grad as often on all ranks, on a loss times 0 where one has no batch"
+)
 #: The tensor that has a piece, and the box that it is, by matrix.
 Place = Callable[[int], tuple[torch.Tensor, Box]]
 
@@ -177,12 +182,14 @@ class Report:
         changed: By name, whether a gradient is another one than has been sent already.
         finite: Whether all its gradients are.
         sent: Groups that it has sent under backward.
+        steps: Whether it is to take the step, not to give up what it has sent.
     """
 
     has: Mapping[str, bool]
     changed: Mapping[str, bool]
     finite: bool
     sent: int
+    steps: bool
 
 
 @dataclass(frozen=True)
@@ -193,11 +200,13 @@ class Verdict:
         error: What was wrong on some rank, the same on every one; "" if nothing was.
         finite: Whether all gradients of all ranks are.
         sent: Groups that some rank has sent.
+        apart: Whether some ranks take the step and others give it up.
     """
 
     error: str
     finite: bool
     sent: int
+    apart: bool
 
 
 def agree(report: Report, groups: int, team: Team, device: torch.device) -> Verdict:
@@ -208,11 +217,13 @@ def agree(report: Report, groups: int, team: Team, device: torch.device) -> Verd
     """
     told = [int(one) for one in (*report.has.values(), *report.changed.values(), not report.finite)]
     told += [int(number == report.sent) for number in range(groups + 1)]
-    counted = _summed(told, team, device)
+    *counted, steps = _summed([*told, int(report.steps)], team, device)
     names, parameters = list(report.has), len(report.has)
     has, changed = dict(zip(names, counted, strict=False)), dict(zip(names, counted[parameters:], strict=False))
     sent = max(number for number, ranks in enumerate(counted[2 * parameters + 1 :]) if ranks)
-    return Verdict(_wrong(has, changed, team.ranks), not counted[2 * parameters], sent)
+    apart = 0 < steps < team.ranks
+    wrong = _APART.format(steps=steps, ranks=team.ranks) if apart else _wrong(has, changed, team.ranks)
+    return Verdict(wrong, not counted[2 * parameters], sent, apart)
 
 
 def _wrong(has: Mapping[str, int], changed: Mapping[str, int], ranks: int) -> str:

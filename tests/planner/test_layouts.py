@@ -222,6 +222,10 @@ def test_pins() -> None:
         parse_pins(("zreo=1",))
     with pytest.raises(ConfigError, match="zero must be 0, 1, 2 or 3, got 5"):
         parse_pins(("zero=5",))
+    with pytest.raises(ConfigError, match="--pin cp_comm: expected ring, all_gather, all_to_all, got 'rng'"):
+        parse_pins(("cp_comm=rng",))
+    with pytest.raises(ConfigError, match="micro-batches and vpp that the schedule takes"):
+        find_layouts(ask(pins={"tp": 1, "cp": 1, "pp": 2, "vpp": 2, "schedule": "gpipe", "micro_batch": 1}))
     with pytest.raises(ConfigError, match="expected a whole number, got 'eight'"):
         parse_pins(("tp=eight",))
     with pytest.raises(ConfigError, match="heads"):

@@ -181,7 +181,7 @@ def _all_shapes(
         chunks = [0 if single else vpp for _, vpp, _ in shapes]
         own = slice(begin, begin + len(shapes))
         begin += len(shapes)
-        least = np.maximum(total[own] / (space.ask.devices // pp), longest[own])
+        least = np.maximum(total[own] / max(1, space.ask.devices // pp), longest[own])
         yield Shapes(pp, chunks, cuts, held[own], placeholders[own], least)
 
 

@@ -32,8 +32,7 @@ PINS = (
     "recompute", "recompute_layers", "recompute_modules", "precision", "offload", "offload_to",
 )  # fmt: skip
 _WORDS = ("cp_comm", "schedule", "recompute", "precision", "offload_to")
-#: What a layout takes or refuses whatever else it has.
-_CHECKED = ("zero", "cp_comm", "schedule", "recompute", "precision")
+_CP_COMMS = ("ring", "all_gather", "all_to_all")
 #: What a search puts behind the device: the optimizer's states, or the pieces of parameters with them.
 _BEHIND = ("optimizer", "parameters")
 #: Precisions with a scale for each 16 or 32 elements, whose products Blackwell brought.
@@ -169,7 +168,9 @@ def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
         if key in found:
             raise ConfigError(f"--pin: expected {key} once, got it twice; leave one out")
         found[key] = _value(key, value)
-    Layout(**{key: value for key, value in found.items() if key in _CHECKED})
+    Layout(**{key: value for key, value in found.items() if key in ("zero", "schedule", "recompute", "precision")})
+    if (ways := found.get("cp_comm", "ring")) not in _CP_COMMS:
+        raise ConfigError(f"--pin cp_comm: expected {', '.join(_CP_COMMS)}, got {ways!r}")
     if found.get("offload_to", "host") not in OFFLOAD_TIERS:
         raise ConfigError(f"--pin offload_to: expected {' or '.join(OFFLOAD_TIERS)}, got {found['offload_to']!r}")
     return found
@@ -308,7 +309,7 @@ class Space:
         batches = [n for n in divisors(self.ask.global_batch) if n <= most]
         for micro_batch in self._pinned("micro_batch", batches):
             for sp in self._pinned("sp", [False, True] if mesh.tp > 1 else [False]):
-                ways = ["ring", "all_gather", "all_to_all"] if mesh.cp > 1 else ["ring"]
+                ways = list(_CP_COMMS) if mesh.cp > 1 else ["ring"]
                 for comm in self._pinned("cp_comm", ways):
                     for precision in self.precisions:
                         yield Block(mesh, micro_batch, sp, comm, precision)

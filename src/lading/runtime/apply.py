@@ -82,10 +82,8 @@ def apply(
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if group.offload else OffloadPolicy()
         released = not group.keep.until_backward
         arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
-        if len(members) > 1:
-            fully_shard(members, reshard_after_forward=released, **arguments)
-        else:
-            fully_shard(members[0], reshard_after_forward=released, **arguments)
+        whole: Any = members if len(members) > 1 else members[0]
+        fully_shard(whole, reshard_after_forward=released, **arguments)
         sharded[number] = _as_sharded(members[0])
         if not group.again:
             sharded[number].set_unshard_in_backward(False)

@@ -59,7 +59,11 @@ def every(search: Search) -> list[Bounded]:
         ("default", {"micro_batch": 2, "cp": 1, "recompute": "none"}),
         pytest.param("default", {"micro_batch": 2, "cp": 1}, marks=pytest.mark.slow),
         ("torchtitan-eager", {"micro_batch": 1, "tp": 2, "recompute": "full"}),
-        ("torchtitan-compile", {"micro_batch": 2, "cp": 1, "recompute": "none", "precisions": ("bf16", "fp8")}),
+        pytest.param(
+            "torchtitan-compile",
+            {"micro_batch": 2, "cp": 1, "recompute": "none", "precisions": ("bf16", "fp8")},
+            marks=pytest.mark.slow,
+        ),
         ("default", {"micro_batch": 2, "cp": 1, "offload": ("parameters",), "offload_to": "disk"}),
         pytest.param("megatron-core", {"micro_batch": 2, "sp": False}, marks=pytest.mark.slow),
     ],
@@ -134,8 +138,8 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
 @pytest.mark.parametrize(
     ("model", "devices", "seq", "stack"),
     [
-        ("mixtral-8x7b", 8, 4096, "default"),
-        pytest.param("gpt2-xl", 8, 1024, "torchtitan-compile", marks=pytest.mark.slow),
+        pytest.param("mixtral-8x7b", 8, 4096, "default", marks=pytest.mark.slow),
+        ("gpt2-xl", 8, 1024, "torchtitan-compile"),
         pytest.param("llama3-8b", 8, 1000, "megatron-2021", marks=pytest.mark.slow),
         pytest.param("mixtral-8x7b", 16, 2048, "megatron-bridge", marks=pytest.mark.slow),
         pytest.param("deepseek-v3", 64, 4096, "default", marks=pytest.mark.slow),
@@ -308,7 +312,20 @@ def test_same_plan_on_every_rank(tmp_path: Path) -> None:
     texts: list[str] = []
     for seed in ("1", "2"):
         out = tmp_path / f"{seed}.json"
-        options = ["--devices", "8", "--global-batch", "32", "--seq", "1024", "--pin", "tp=2", "--pin", "mb=1"]
+        options = [
+            "--devices",
+            "8",
+            "--global-batch",
+            "32",
+            "--seq",
+            "1024",
+            "--pin",
+            "tp=2",
+            "--pin",
+            "mb=1",
+            "--pin",
+            "recompute=none",
+        ]
         command = ["plan", "--model", "llama3-8b", "--machine", "h100", *options, "--json", str(out)]
         plan = tmp_path / "plan.json"
         subprocess.run(

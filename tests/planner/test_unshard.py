@@ -45,7 +45,9 @@ def peaks(case: str) -> tuple[int, int]:
     return neighbor_peaks(request, table)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case != "experts" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_between_its_neighbours(case: str) -> None:
     """Never slower than what fits, faster with more memory, which is used to within 2%; never below the bound."""
     shares = (0.0, 0.4, 1.0)

@@ -151,7 +151,7 @@ def test_replicas_get_whole_directions() -> None:
         ("dp8", {"lora": 16}, "muon: expected all weights trained, got lora"),
     ],
 )
-def test_what_owners_cannot_do_is_said(layout: str, more: dict[str, int], message: str) -> None:
+def test_what_owners_cannot_do_is_said(layout: str, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         step("muon", layout, **more)
     with pytest.raises(ConfigError, match="optimizer must be one of adamw, muon, shampoo, soap, got 'lion'"):

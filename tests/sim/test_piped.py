@@ -15,7 +15,7 @@ from lading.clusters import Question, request_of
 from lading.ir.graph import Role
 from lading.sim.jobs import job_of
 from lading.sim.occupancy import occupancy
-from lading.sim.piped import gathering, most_gathered
+from lading.sim.piped import gathering, held_up_s, most_gathered
 from lading.sim.prices import MachinePrices
 from lading.sim.schedules import schedule
 from lading.sim.sequence import sequence_of
@@ -92,6 +92,29 @@ def test_each_stage_holds_up_the_first_micro_batch_and_the_first_one_reduces_las
     assert late == pytest.approx(sum(g / n for g, n in zip(gathers, units, strict=True)), rel=1e-6)
     reduce_s = prices.reduce_s(cut.step.stages[0].trained)
     assert cut.step.shares_s[DATA_PARALLEL] == pytest.approx(reduce_s, rel=0.3)
+
+
+@pytest.mark.parametrize("seq_len", [256, 4096])
+@pytest.mark.parametrize("layout", ["pp4,vpp2,gb64,zero3", "pp4,vpp4,gb64,zero3", "pp4,vpp4,gb64,zero3,zero-bubble"])
+def test_a_rank_waits_for_gathers_where_it_needs_them(layout: str, seq_len: int) -> None:
+    """The latest rank's, walked action by action."""
+    cut = step(layout, seq_len=seq_len)
+    run, stages, stack = cut.step.pipeline, cut.step.stages, cut.request.stack
+    assert run is not None
+    prices = MachinePrices(cut.machine, cut.request.layout, stack)
+    gathers = [prices.gather_s(s.elements) + prices.copies_s(s.elements, stack.gather_copy_bytes) for s in stages]
+    latest = 0.0
+    for rank in range(run.schedule.ranks):
+        held, late, network = run.schedule.stages_of(rank), 0.0, 0.0
+        ready, chunks = dict.fromkeys(held, 0.0), run.schedule.orders[rank][:, 1]
+        for place, (_, comes) in enumerate(gathering(run.schedule, rank)):
+            asked = run.end_s[rank][place - 1] + late if place else 0.0
+            for stage in comes:
+                ready[stage] = network = max(network, asked) + gathers[stage]
+            late = max(late, ready[held[chunks[place]]] - run.start_s[rank][place])
+        latest = max(latest, late)
+    assert latest > 0
+    assert held_up_s(run, stages, stack, prices) == pytest.approx(latest, rel=1e-9)
 
 
 def test_all_ranks_take_what_the_step_says() -> None:

@@ -164,7 +164,7 @@ def test_the_command(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--model", "gpt2", "--seq", "64", "--batch", "2", "--machine", "rtx4090"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("gpt2: 0.124 billion parameters, 2 x 64 tokens, bf16, saved, 1 older kept")
+    assert shown.startswith("gpt2: 124 million parameters, 2 x 64 tokens, bf16, saved, 1 older kept")
     assert "FITS rtx4090" in shown
 
 

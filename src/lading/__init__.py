@@ -1,5 +1,10 @@
 """Lading plans, simulates and runs training steps inside a memory budget.
 
+    graph = lading.capture(model, batch, loss)              # the step as data; nothing runs
+    plan = lading.plan(graph, "machine.toml", budget=0.5)   # where every tensor is between two uses
+    with lading.Trainer(plan, graph, model) as trainer:     # runs exactly that
+        loss = trainer.step(batch)
+
 Names resolve on first use, so ``import lading`` is quick and imports no torch.
 """
 

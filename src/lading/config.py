@@ -75,9 +75,9 @@ def _choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 def _size(name: str, value: object) -> None:
     try:
-        share_or_bytes(cast("str | int", value), 1)
-    except (ConfigError, TypeError) as error:
-        raise ConfigError(f"{name}: expected a size such as '256MB' or a share such as '50%', got {value!r}") from error
+        share_or_bytes(cast("str | float", value), 1)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,14 +256,14 @@ class MemoryConfig:
     """What the run may use.
 
     Attributes:
-        budget: Device memory: "256MB", bytes, or a share such as "50%" of what keeping everything needs.
+        budget: Device memory: "256MB", bytes, or a share such as "50%" or 0.5 of what keeping everything needs.
         disk_budget: Swap file: a size, or a share of the free space in ``folder``; 0 for no disk.
         policy: Name of the planner's policy.
         folder: Where the swap file goes; "" for the run's own ``out`` folder.
     """
 
-    budget: str | int
-    disk_budget: str | int = "50%"
+    budget: str | int | float
+    disk_budget: str | int | float = "50%"
     policy: str = "residency"
     folder: str = ""
 

@@ -18,6 +18,9 @@ from __future__ import annotations
 class LadingError(Exception):
     """Base of every deliberate error."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
 
 class ConfigError(LadingError, ValueError):
     """A setting, file or argument does not mean anything."""

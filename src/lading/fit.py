@@ -37,7 +37,7 @@ from lading.memory.layout import DEVICE, home_tiers
 from lading.planner.api import Sketch
 from lading.prepare import CapturedRun, capture_run, plan_run, sketch_run
 from lading.report.needs import WORKSPACE, Bytes, Change, FitResult, Needs, StepTime, step_needs, step_time
-from lading.units import format_bytes, format_capacity, format_capacity_above, parse_bytes
+from lading.units import format_bytes, format_capacity, format_capacity_above, format_count, parse_bytes
 
 #: Tokens of a sequence where neither the run nor the catalog says how many.
 _DEFAULT_TOKENS = 1024
@@ -282,7 +282,7 @@ def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bo
 
 
 def _for_budget(
-    run: RunConfig, case: _Case, captured: CapturedRun, machine: Machine, budget: str | int, search: bool
+    run: RunConfig, case: _Case, captured: CapturedRun, machine: Machine, budget: str | float, search: bool
 ) -> _Tried:
     run = dataclasses.replace(run, memory=dataclasses.replace(run.memory, budget=budget))
     if search and _is_searched(captured.graph):
@@ -372,7 +372,7 @@ def _title(name: str, run: RunConfig, graph: StepGraph) -> str:
     data, optimization = run.data, run.optimization
     saved = f"saved, {run.checkpoint.keep} older kept" if run.checkpoint.every_steps else "not saved"
     micro = f" x {optimization.accumulation} micro-batches" if optimization.accumulation > 1 else ""
-    return f"{name}: {parameters / 1e9:.3g} billion parameters, {data}{micro}, {optimization.precision}, {saved}"
+    return f"{name}: {format_count(parameters)} parameters, {data}{micro}, {optimization.precision}, {saved}"
 
 
 def _too_small(tried: _Tried, over: Bytes, allowed: Bytes) -> PlanInfeasible:

@@ -7,13 +7,13 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 
 from lading.capture.initial import Deferred, defer
 from lading.capture.trace import capture
-from lading.catalog.load import machine_from_dict
+from lading.catalog.load import as_machine, machine_from_dict
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict, run_to_dict
@@ -76,30 +76,27 @@ class Prepared:
         return int(self.plan.settings["keep_all_bytes"])
 
 
-class StepSettings(TypedDict, total=False):
-    """How the step of a captured micro-batch is made: see ``plan``."""
-
-    clip_norm: float
-    master_weights: bool
-    matrices: Matrices | None
-    compile: bool
-
-
-def plan(
+def plan(  # noqa: PLR0913  the public entry spells out all it takes
     graph: StepGraph,
-    machine: Machine,
+    machine: Machine | str | Path,
     *,
-    budget: str | int,
-    disk_budget: str | int | None = None,
+    budget: str | float,
+    disk_budget: str | float | None = None,
     policy: str | Policy = "residency",
-    **settings: Unpack[StepSettings],
+    clip_norm: float = 0.0,
+    master_weights: bool = False,
+    matrices: Matrices | None = None,
+    compile: bool = False,
 ) -> Plan:
     """Plan the training step of a captured model with AdamW, or with a rule for its matrices and AdamW for the rest.
 
     Args:
         graph: From ``lading.capture``.
-        budget: Device bytes ("256MB"), or a share ("50%") of what keeping everything needs.
-        disk_budget: Bytes allowed on disk; None allows what the machine has.
+        machine: What it is planned for: a name of the catalog ("h100"), the path of a file that ``lading probe`` wrote,
+            or a ``lading.Machine``.
+        budget: Device memory: "256MB", a number of bytes, or a share ("50%" or 0.5) of what keeping everything needs.
+            Numbers that could mean several things, such as 1 or 50, are refused.
+        disk_budget: Bytes allowed on disk ("20GB"); 0 for none; None allows what the machine has.
         policy: "keep-all", "checkpoint-every-block" or "residency"; or ``policy(graph, lifetimes) -> choices``.
         clip_norm: Limit of the global gradient norm; 0, the default, switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
@@ -110,9 +107,8 @@ def plan(
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
         ConfigError: an argument means nothing.
     """
-    clip_norm, masters = settings.get("clip_norm", 0.0), settings.get("master_weights", False)
-    matrices = settings.get("matrices")
-    step = step_of(graph, machine, clip_norm=clip_norm, master_weights=masters, matrices=matrices)
+    machine = as_machine(machine)
+    step = step_of(graph, machine, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)
     scratch = _scratch(step, machine)
     planned = make_plan(
         step,
@@ -122,9 +118,9 @@ def plan(
         policy=policy,
         expansion={
             "clip_norm": clip_norm,
-            "master_weights": float(masters),
+            "master_weights": float(master_weights),
             **_recorded(scratch, machine),
-            "compile": float(settings.get("compile", False)),
+            "compile": float(compile),
             SAVE_BYTES: float(_save_bytes(step, machine)),
         },
         workspace_bytes=scratch,

@@ -79,6 +79,7 @@ class Trainer:
         self._first_name = {alias: p.names[0] for p in step_graph.parameters for alias in p.names}
         self._taken: list[tuple[str, torch.Tensor]] = []
         self._whole = True  # no step or load ended half-way
+        self._closed = False
         if model is not None:
             self._check_model(model)
         self._kind: str = plan.machine["device"]["kind"]
@@ -95,6 +96,10 @@ class Trainer:
         except BaseException:
             self.close()
             raise
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self.steps} steps done"
+        return f"Trainer({state}, of {self.plan!r})"
 
     def __enter__(self) -> Self:
         return self
@@ -259,7 +264,7 @@ class Trainer:
 
     def close(self) -> None:
         """Write the values back into the model and give all memory and disk space back. May be called twice."""
-        taken, self._taken = self._taken, []
+        taken, self._taken, self._closed = self._taken, [], True
         written: list[tuple[torch.Tensor, torch.device]] = []
         try:
             if self._whole:

@@ -15,29 +15,50 @@ _BYTE_UNITS = {
     "KIB": KiB, "MIB": MiB, "GIB": GiB, "TIB": 1 << 40,
 }  # fmt: skip
 _CAPACITY_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+#: Plain numbers below are not taken as bytes.
+_LEAST_PLAIN_BYTES = 1024
+_EXPECTED_SIZE = "expected a size such as '256MB' or '24GiB'"
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*\Z")
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 
 
-def parse_bytes(text: str | int) -> int:
-    """Bytes from ``"256MB"``, ``"24GiB"`` or a plain integer.
+def parse_bytes(size: str | float) -> int:
+    """Bytes from ``"256MB"``, ``"24GiB"``, or a number of bytes.
+
+    A number below 1024 without a unit is refused: it may be meant as percent, megabytes or gigabytes. 0 is none.
 
     Raises:
-        ConfigError: not a number with a known unit, or negative.
+        ConfigError: not a number with a known unit, negative, or a number that could mean several things.
     """
-    if isinstance(text, bool) or (isinstance(text, int) and text < 0):
-        raise ConfigError(f"expected a size in bytes such as '256MB', got {text!r}")
-    if isinstance(text, int) and text < 1 << 63:
-        return text
-    if isinstance(text, int):
-        raise ConfigError("expected a size below 2**63 bytes, got a larger integer")
-    match = _NUMBER.match(text)
+    return _read_bytes(size, f"{_EXPECTED_SIZE} or a number of bytes")
+
+
+def _read_bytes(size: object, expected: str) -> int:
+    if isinstance(size, bool) or not isinstance(size, (str, int, float)):
+        raise ConfigError(f"{expected}, got {size!r}")
+    match = _NUMBER.match(size if isinstance(size, str) else str(size))
     if match is None or match[2].upper() not in _BYTE_UNITS:
-        raise ConfigError(f"expected a size such as '256MB', '24GiB' or '1.5GB', got {text!r}")
-    size = float(match[1]) * _BYTE_UNITS[match[2].upper()]
-    if size >= 2**63:
-        raise ConfigError(f"expected a size below 2**63 bytes, got {text!r}")
-    return round(size)
+        raise ConfigError(f"{expected}, got {_shown(size)}")
+    size_bytes = size if isinstance(size, int) else float(match[1]) * _BYTE_UNITS[match[2].upper()]
+    if size_bytes >= 2**63:
+        raise ConfigError(f"expected a size below 2**63 bytes, got {_shown(size)}")
+    if not match[2] and 0 < size_bytes < _LEAST_PLAIN_BYTES:
+        raise ConfigError(
+            f"expected a unit: {_shown(size)} may mean {_meanings(match[1])}; write the one that is meant"
+        )
+    return round(size_bytes)
+
+
+def _shown(size: str | float) -> str:
+    return "a larger integer" if isinstance(size, int) and abs(size) >= 2**63 else repr(size)
+
+
+def _meanings(number: str) -> str:
+    """What a small number without a unit may mean."""
+    value = float(number)
+    percent = 100 * value if value <= 1 else value
+    shares = [f"{percent:g}%"] if percent <= 100 else []
+    return " or ".join(repr(text) for text in (*shares, *(f"{value:g}{unit}" for unit in ("B", "MB", "GB"))))
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -82,15 +103,41 @@ def format_flops(flops: float) -> str:
     return f"{flops:.0f} FLOP"
 
 
-def share_or_bytes(size: str | int, whole_bytes: int) -> int:
-    """Bytes of ``"256MB"``, of an integer, or of a share such as ``"50%"`` of ``whole_bytes``.
+def share_or_bytes(size: str | float, whole_bytes: int) -> int:
+    """Bytes of ``"256MB"``, of a number of bytes, or of a share of ``whole_bytes``: ``"50%"`` or ``0.5``.
+
+    A number between 0 and 1 is a share. 1 is refused, as it may be all of it or one byte; so are those below 1024.
 
     Raises:
-        ConfigError: neither a size nor a share above 0% and up to 100%.
+        ConfigError: neither a size nor a share above 0% and up to 100%, or a number that could mean several things.
     """
-    match = _PERCENT.match(size) if isinstance(size, str) else None
-    if match is None:
-        return parse_bytes(size)
-    if not 0 < float(match[1]) <= 100:
-        raise ConfigError(f"expected a share above 0% and up to 100%, got {size!r}")
-    return int(whole_bytes * float(match[1]) / 100)
+    share = share_of(size)
+    if share is not None:
+        return int(whole_bytes * share)
+    return _read_bytes(size, f"{_EXPECTED_SIZE}, a share such as '50%', or a number of bytes")
+
+
+def share_of(size: str | float) -> float | None:
+    """The share that ``"50%"`` or ``0.5`` says, above 0 and up to 1; None where it is a number of bytes.
+
+    Raises:
+        ConfigError: a percentage that is not above 0% and up to 100%.
+    """
+    if isinstance(size, float):
+        return size if 0 < size < 1 else None
+    if not isinstance(size, str):
+        return None
+    if match := _PERCENT.match(size):
+        if not 0 < float(match[1]) <= 100:
+            raise ConfigError(f"expected a share above 0% and up to 100%, got {size!r}")
+        return float(match[1]) / 100
+    number = _NUMBER.match(size)
+    return float(number[1]) if number and not number[2] and 0 < float(number[1]) < 1 else None
+
+
+def format_count(number: float) -> str:
+    """``'4.56 million'``, ``'70.6 billion'`` or ``'8,192'``: three figures and a word from a million on."""
+    for word, scale in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if float(f"{number:.3g}") >= scale:
+            return f"{float(f'{number:.3g}') / scale:.3g} {word}"
+    return f"{number:,.0f}"

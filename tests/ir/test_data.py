@@ -70,7 +70,7 @@ def test_what_is_not_a_curve(size: tuple[float, ...], rate: tuple[float, ...]) -
         ("24GiB", 24 * GiB),
         ("1.5 gb", 1_500_000_000),
         ("2e3KiB", 2000 * KiB),
-        ("17", 17),
+        ("4096", 4096),
         ("0", 0),
         (5 * MiB, 5 * MiB),
         ("1 TiB", 1 << 40),

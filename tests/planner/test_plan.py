@@ -41,7 +41,7 @@ def planned(name: str, budget: str, policy: str = "residency") -> Planned:
 def smallest(name: str) -> int:
     """What the error of a hopeless budget says would do."""
     with pytest.raises(PlanInfeasible) as error:
-        make_plan(graph_of(name), small_machine(), budget=1)
+        make_plan(graph_of(name), small_machine(), budget="1B")
     return error.value.smallest_budget_bytes
 
 

@@ -48,6 +48,21 @@ def load_machine(name_or_path: str | Path) -> Machine:
     return _of_file(path)
 
 
+def as_machine(machine: Machine | str | Path) -> Machine:
+    """A machine given as such, by its name in the catalog, or by the path of its TOML file.
+
+    Raises:
+        ConfigError: none of the three, or as ``load_machine``.
+    """
+    if isinstance(machine, Machine):
+        return machine
+    if not isinstance(machine, (str, Path)):  # pyright: ignore[reportUnnecessaryIsInstance]  users without a checker
+        raise ConfigError(
+            f"machine: expected a name of the catalog, the path of a machine file or a lading.Machine, got {machine!r}"
+        )
+    return load_machine(machine)
+
+
 @cache
 def _of_catalog(name: str) -> Machine:
     """Read once: what is shipped does not change."""
@@ -97,12 +112,13 @@ def machine_to_toml(machine: Machine) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def save_machine(machine: Machine, path: Path) -> None:
+def save_machine(machine: Machine, path: Path | str) -> None:
     """Write the machine to ``path``; a reader sees the old file or the new one, never half of one.
 
     Raises:
         StorageError: the folder is missing, read-only or full.
     """
+    path = Path(path)
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_text(machine_to_toml(machine), encoding="utf-8")

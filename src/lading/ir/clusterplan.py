@@ -15,6 +15,7 @@ from typing import Any
 from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
 from lading.ir.reading import check_plan, read_as, read_json
+from lading.units import format_seconds
 
 #: Raised whenever what a saved plan means changes.
 CLUSTER_PLAN_FORMAT = 2
@@ -117,6 +118,10 @@ class ClusterPlan:
     reduce_dtype: str = ""
     format: int = CLUSTER_PLAN_FORMAT
 
+    def __repr__(self) -> str:
+        step = f"step {format_seconds(self.step_s)}, {self.gap:.1%} above the bound"
+        return f"ClusterPlan({self.model} on {self.devices:,} x {self.machine}: {self.layout}; {step})"
+
     @property
     def gap(self) -> float:
         """How far above the bound the plan is, as a share of the bound."""
@@ -139,12 +144,12 @@ class ClusterPlan:
         forward = sum(1 if group.keep.until_forward else count for group in self.groups)
         return forward, sum(count for group in self.groups if group.again and not group.keep.until_backward)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @staticmethod
-    def load(path: Path) -> ClusterPlan:
+    def load(path: Path | str) -> ClusterPlan:
         """Read what ``save`` wrote.
 
         Raises:

@@ -16,6 +16,7 @@ from functools import cached_property
 from math import prod
 
 from lading.errors import ConfigError
+from lading.units import format_count, format_flops
 
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -224,6 +225,12 @@ class StepGraph:
     deferred: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()
     hosted: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        sizes = [prod(self.tensors[parameter.tensor].shape) for parameter in self.parameters]
+        trained = f"{len(sizes)} parameters ({format_count(sum(sizes))} elements)"
+        micro = f"{self.accumulation} micro-batches, " if self.accumulation > 1 else ""
+        return f"StepGraph({micro}{len(self.ops)} operations, {trained}, {format_flops(self.flops)})"
 
     @property
     def flops(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from math import exp, log
 
 from lading.errors import ConfigError
+from lading.units import format_capacity
 
 #: Columns of a product beyond which BLAS packs no more of it at once. Measured: MKL of torch 2.13, 512 deep.
 PACKED_COLUMNS = 6400
@@ -304,6 +305,11 @@ class Machine:
     host_device: HostDevice | None = None
     host_id: str = ""
     sources: dict[str, str] = field(default_factory=lambda: {})
+
+    def __repr__(self) -> str:
+        tiers = "".join(f", {tier.name} {format_capacity(tier.capacity_bytes)}" for tier in self.tiers)
+        device = f"{self.device.kind} {self.device.name!r} with {format_capacity(self.device.memory_bytes)}"
+        return f"Machine({self.name!r}: {device}{tiers})"
 
     def tier(self, name: str) -> Tier | None:
         """The tier called ``name``, or None if this machine has none."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from lading.errors import ConfigError
 from lading.ir.reading import check_plan, read_as, read_json
+from lading.units import format_seconds
 
 #: Raised whenever what a saved placement means changes.
 PLACED_PLAN_FORMAT = 1
@@ -105,6 +106,11 @@ class PlacedPlan:
                 f"{self.batch} and {self.micro_batches}"
             )
 
+    def __repr__(self) -> str:
+        devices = ", ".join(dict.fromkeys(group.device for group in self.groups))
+        what = "step" if self.training else "pass"
+        return f"PlacedPlan({self.model} on {devices}: {len(self.groups)} groups, {what} {format_seconds(self.step_s)})"
+
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The parts in order, each on a device of its own.
@@ -144,12 +150,12 @@ class PlacedPlan:
             found.append(min([self.micro_batches, room[stage.device], *found[-1:]]))
         return tuple(found)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
-    def load(path: Path) -> PlacedPlan:
+    def load(path: Path | str) -> PlacedPlan:
         """Read what ``save`` wrote.
 
         Raises:

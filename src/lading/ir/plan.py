@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from lading.ir.reading import check_plan, read_as, read_json
+from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
 PLAN_FORMAT = 2
@@ -22,6 +24,10 @@ class Option(StrEnum):
     RECOMPUTE = "recompute"
     HOST = "host"
     DISK = "disk"
+
+
+#: Words for what happens in a gap that is not kept.
+_DONE = {Option.RECOMPUTE: "recomputed", Option.HOST: "on the host", Option.DISK: "on disk"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,13 @@ class Plan:
     hosted: tuple[int, ...] = ()
     format: int = PLAN_FORMAT
 
+    def __repr__(self) -> str:
+        options = Counter(choice.option for choice in self.choices)
+        chosen = "".join(f", {options[o]} gaps {_DONE[o]}" for o in _DONE if options[o])
+        step = f"step {format_seconds(self.step_s)}, {self.gap:.1%} above the bound"
+        memory = f"device {format_bytes(self.peak_bytes['device'])} of {format_bytes(self.budgets['device'])}"
+        return f"Plan({self.policy} on {self.machine.get('name', 'a machine')}: {step}; {memory}{chosen})"
+
     @property
     def gap(self) -> float:
         """How far above the lower bound the plan is, as a share of the bound."""
@@ -104,12 +117,12 @@ class Plan:
         """Whether runs of light operations are compiled into one call each."""
         return bool(self.settings.get("compile", 0.0))
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @staticmethod
-    def load(path: Path) -> Plan:
+    def load(path: Path | str) -> Plan:
         """Read what ``save`` wrote.
 
         Raises:

@@ -17,6 +17,7 @@ from functools import cached_property
 
 from lading.ir.action import Action, ActionKind
 from lading.ir.graph import StepGraph
+from lading.units import format_bytes
 
 COMPUTE_STREAM = "compute"
 HOST_STREAM = "host_compute"
@@ -62,6 +63,11 @@ class Program:
     budgets: dict[str, int]
     overhead_bytes: int = 0
     save_bytes: int = 0
+
+    def __repr__(self) -> str:
+        lower = "".join(f", {tier} {format_bytes(self.tier_bytes(tier))}" for tier in self.slots)
+        memory = f"device {format_bytes(self.peak_bytes)} of {format_bytes(self.budgets['device'])}{lower}"
+        return f"Program({len(self.actions)} actions on {', '.join(self.streams)}; {memory})"
 
     @property
     def step_bytes(self) -> int:

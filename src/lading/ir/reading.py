@@ -22,14 +22,14 @@ _PLANS = {
 }
 
 
-def read_json(path: Path, what: str, advice: str) -> Any:
+def read_json(path: Path | str, what: str, advice: str) -> Any:
     """Parsed JSON of a file; ``what`` is expected there, ``advice`` says how to get it.
 
     Raises:
         ConfigError: no such file, or it is not JSON.
     """
     try:
-        return json.loads(path.read_bytes(), parse_constant=_no_constant)
+        return json.loads(Path(path).read_bytes(), parse_constant=_no_constant)
     except FileNotFoundError as error:
         raise ConfigError(f"expected {what} at {path}, found no file; {advice}") from error
     except (ValueError, OSError, RecursionError) as error:

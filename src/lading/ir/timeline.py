@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lading.ir.graph import Role
 from lading.ir.reading import read_as, read_json
+from lading.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,11 @@ class Timeline:
     peak_bytes: int = 0
     flows: tuple[tuple[int, int], ...] = ()
 
+    def __repr__(self) -> str:
+        streams = ", ".join(dict.fromkeys(event.stream for event in self.events))
+        took = f"{self.source} step {format_seconds(self.duration_s)}, device peak {format_bytes(self.peak_bytes)}"
+        return f"Timeline({took}; {len(self.events)} events on {streams or 'no stream'})"
+
     @property
     def duration_s(self) -> float:
         """End of the last event."""
@@ -81,7 +87,7 @@ class Timeline:
         """Highest sum of bytes in one tier."""
         return max((s.total_bytes for s in self.memory if s.tier == tier), default=0)
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write as JSON; ``load`` reads it back."""
         saved = _Saved(
             source=self.source,
@@ -92,10 +98,10 @@ class Timeline:
             resident=self.resident,
             flows=self.flows,
         )
-        path.write_text(json.dumps(vars(saved)))
+        Path(path).write_text(json.dumps(vars(saved)))
 
     @staticmethod
-    def load(path: Path) -> Timeline:
+    def load(path: Path | str) -> Timeline:
         """Read what ``save`` wrote.
 
         Raises:

@@ -41,7 +41,7 @@ from lading.planner.policies import Policy, checkpoint_every_block, keep_all
 from lading.planner.residency import MOST_RETIMED, Found, Step, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.sim.engine import simulate, stall_s
-from lading.units import format_bytes, format_seconds, parse_bytes, share_or_bytes
+from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
 
 _POLICIES: dict[str, Policy] = {
     "keep-all": keep_all,
@@ -86,8 +86,8 @@ def make_plan(
     graph: StepGraph,
     machine: Machine,
     *,
-    budget: str | int,
-    disk_budget: str | int | None = None,
+    budget: str | float,
+    disk_budget: str | float | None = None,
     policy: str | Policy = "residency",
     expansion: Mapping[str, float] | None = None,
     workspace_bytes: Sequence[int] = (),
@@ -97,7 +97,7 @@ def make_plan(
 
     Args:
         graph: The whole step, from ``lading.ir.step.expand``.
-        budget: Device bytes ("256MB"), or a share ("50%") of what keep-all needs.
+        budget: Device bytes ("256MB"), or a share ("50%" or 0.5) of what keep-all needs.
         disk_budget: Bytes allowed on disk; None allows the tier's capacity.
         policy: One of POLICIES, or a function of your own, which is compared with them under its name.
         expansion: Settings that ``graph`` was expanded with, and SAVE_BYTES, what saving takes; recorded.
@@ -205,8 +205,8 @@ def sketch_plan(
     graph: StepGraph,
     machine: Machine,
     *,
-    budget: str | int,
-    disk_budget: str | int | None = None,
+    budget: str | float,
+    disk_budget: str | float | None = None,
     workspace_bytes: Sequence[int] = (),
     save_bytes: int = 0,
 ) -> Sketch:
@@ -218,8 +218,7 @@ def sketch_plan(
     """
     costs = step_costs(graph, machine, workspace_bytes, save_bytes)
     free = Step(graph, lifetimes(graph), machine, costs, _budgets(machine, _NO_LIMIT, disk_budget))
-    is_share = isinstance(budget, str) and "%" in budget
-    whole_bytes = free.needs({}) if is_share else 0
+    whole_bytes = 0 if share_of(budget) is None else free.needs({})
     budgets = _budgets(machine, share_or_bytes(budget, whole_bytes), disk_budget)
     _check_device(machine, budgets["device"])
     found = streaming(dataclasses.replace(free, budgets=budgets))
@@ -318,7 +317,7 @@ def _check_choices(choices: Sequence[Choice], step: Step, whose: str) -> None:
         )
 
 
-def _budgets(machine: Machine, device: int, disk_budget: str | int | None) -> dict[str, int]:
+def _budgets(machine: Machine, device: int, disk_budget: str | float | None) -> dict[str, int]:
     budgets = {"device": device}
     for tier in machine.tiers:
         limit = disk_budget if tier.name == "disk" else None
@@ -327,6 +326,8 @@ def _budgets(machine: Machine, device: int, disk_budget: str | int | None) -> di
 
 
 def _check_device(machine: Machine, budget_bytes: int) -> None:
+    if budget_bytes < 1:
+        raise ConfigError("expected a device budget above 0 bytes, got 0")
     if budget_bytes > machine.device.memory_bytes:
         raise ConfigError(
             f"expected a device budget of at most {machine.device.memory_bytes} bytes, all that {machine.name} has, "

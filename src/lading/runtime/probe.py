@@ -48,7 +48,7 @@ _COPY_BYTES = 256 * MiB
 
 def probe(
     *,
-    folder: Path,
+    folder: Path | str = ".",
     threads: int | None = None,
     seconds: float = 50.0,
     device: str | None = None,
@@ -72,6 +72,7 @@ def probe(
     say = progress or (lambda line: None)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check_available(target.type)
+    folder = Path(folder)
     reuse_pages()  # as the executor does: temporaries find their pages touched
     with _threads(threads) as used:
         say(f"disk under {folder}")

@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from pathlib import Path
 
+from lading.catalog.load import as_machine
 from lading.cost.compute import placed_costs
 from lading.errors import SimulationError
 from lading.ir.action import CALLER, Action, ActionKind
@@ -29,20 +31,22 @@ _DEVICE, _HOST = "device", "host"
 _RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
 
 
-def simulate(program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None) -> Timeline:
-    """What one step of ``program`` does on ``machine``, alone and from an idle start.
+def simulate(program: Program, machine: Machine | str | Path, *, op_seconds: Sequence[float] | None = None) -> Timeline:
+    """Predict what one step of ``program`` does on ``machine``, alone and from an idle start.
 
     Args:
         program: Verified (see ``lading.memory.verify``).
+        machine: A name of the catalog ("h100"), the path of a machine file, or a ``lading.Machine``.
         op_seconds: Seconds of each operation of the graph; by default what ``placed_costs`` says of the machine.
     Returns:
         A "predicted" timeline with an event for every action (of no length for a FREE), one memory sample for each
         change of the device's bytes, by role, and one for each lower tier, whose slots are taken throughout.
     Raises:
+        ConfigError: no such machine.
         SimulationError: an action has no cost, no tier or can never start.
     Ignores: scratch of an operation in the samples (``peak_bytes`` has it).
     """
-    engine = _Engine(program, _Costs(program, machine, op_seconds))
+    engine = _Engine(program, _Costs(program, as_machine(machine), op_seconds))
     engine.run()
     return engine.timeline()
 

@@ -17,6 +17,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.plan import Choice, Option, Plan
 from lading.memory.lifetime import Lifetimes, gaps
 from lading.memory.verify import verify
+from lading.planner import orders
 from lading.planner.api import POLICIES, Planned, make_plan, make_program, predict
 from lading.planner.residency import smallest_budget_bytes
 from lading.units import parse_bytes
@@ -241,3 +242,13 @@ def test_a_compiled_step_is_predicted_to_be_faster_and_planned_again() -> None:
     assert whole.plan.lower_bound_s <= whole.plan.step_s
     program = make_program(whole.plan, graph, machine)
     assert predict(whole.plan, program, machine).duration_s == pytest.approx(whole.plan.step_s)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt+"])
+def test_where_everything_fits_nothing_is_searched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(orders, "Search", lambda *_: pytest.fail("searched"))
+    machine = small_machine(overhead_bytes=OVERHEAD)
+    slow = dataclasses.replace(machine.device, op_overhead_s=1e-3)  # taking the batch counts
+    plan = make_plan(graph_of(name), dataclasses.replace(machine, device=slow), budget="100%").plan
+    assert not plan.choices
+    assert plan.lower_bound_s == plan.step_s == plan.policies[0].step_s

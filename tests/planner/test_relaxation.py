@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 
 import numpy as np
@@ -148,6 +149,16 @@ def assert_bounded(step: Step, choices: dict[tuple[int, int], Option]) -> None:
     tight = within(step, program.peak_bytes)
     assert lower_bound_s(tight) <= took * (1 + 1e-9)
     assert tight.lower(choices).program is not None
+
+
+def test_the_bound_of_a_step_that_fits_is_what_it_takes() -> None:
+    """Batches taken and losses handed over included, which every plan does."""
+    step = captured("gpt", num_layers=1, accumulation=2, clip_norm=1.0)
+    slow = dataclasses.replace(step.machine.device, op_overhead_s=1e-3)
+    step = dataclasses.replace(step, machine=dataclasses.replace(step.machine, device=slow))
+    program = step.lower({}).program
+    assert program is not None
+    assert lower_bound_s(step) == pytest.approx(step.seconds(program), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(20))

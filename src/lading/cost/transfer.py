@@ -1,11 +1,11 @@
-"""Seconds of a move between the device and a tier, with nothing else on the link."""
+"""Seconds of a move between the device and a tier, with nothing else on the link, and from or to the caller."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from lading.errors import ConfigError
-from lading.ir.machine import Tier
+from lading.ir.machine import Device, Tier
 
 
 def move_seconds(size_bytes: int, tier: Tier, direction: Literal["read", "write"]) -> float:
@@ -24,3 +24,8 @@ def move_seconds(size_bytes: int, tier: Tier, direction: Literal["read", "write"
         raise ConfigError(f"expected direction 'read' or 'write', got {direction!r}")
     rate = tier.read_bytes_per_s if direction == "read" else tier.write_bytes_per_s
     return tier.latency_s + size_bytes / rate
+
+
+def caller_seconds(size_bytes: int, device: Device) -> float:
+    """Seconds to copy a batch from the caller of the step, or a loss to it, on the compute stream."""
+    return device.op_overhead_s + size_bytes / device.memory_bandwidth_bytes_per_s

@@ -172,7 +172,7 @@ def _plan(
         },
         hosted=chosen.step.graph.hosted,
         step_s=found.timeline.duration_s,
-        lower_bound_s=chosen.bound_s,
+        lower_bound_s=min(chosen.bound_s, found.step_s),  # a plan that reaches its bound does so up to rounding
         peak_bytes={"device": program.peak_bytes, **lower},
         bytes_by_role=_bytes_at_peak(found),
         policies=policies,

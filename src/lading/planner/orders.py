@@ -91,6 +91,10 @@ def best_order(step: Step, others: Iterable[Found]) -> Ordered:
     Raises:
         PlanInfeasible, ConfigError: no order has a plan; says it of the order that needs least.
     """
+    others = tuple(others)
+    for found in others:
+        if not found.choices:  # each operation once and nothing moved: no plan in any order takes less
+            return Ordered(0, step, found, found.step_s)
     bound_s = float("inf")
     searches: list[tuple[int, Search]] = []
     for count in _counts(step):

@@ -31,8 +31,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lading.cost.transfer import caller_seconds
 from lading.ir.fold import block_items
-from lading.ir.graph import Phase, StepGraph
+from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.machine import Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import slot_bytes
@@ -111,7 +112,8 @@ def build(
 
     Args:
         min_bytes: Smaller storages are no candidates and always kept.
-        every: Offer all that can be lowered, and do not count small storages between uses: what a bound needs.
+        every: Offer all that can be lowered, do not count small storages between uses, and count what passes between
+            the step and its caller: what a bound needs.
         moving: A storage on its way to a tier or back takes its place, as long as the transfer takes alone.
         across: Offer to recompute from block to block too, as in checkpointing every few blocks.
     """
@@ -145,7 +147,22 @@ def build(
         candidates.append(Candidate(gap, size, options, own, sum(again_s), held, version))
         chosen.add((gap.storage, gap.start))
     seconds = np.asarray([0.0 if op in graph.on_host else took for op, took in enumerate(costs.op_seconds)])
+    if every:
+        seconds += _with_caller(graph, lives, machine)
     return Problem(len(graph.ops), tuple(candidates), _base(graph, lives, chosen), seconds, machine.tiers)
+
+
+def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:
+    """Seconds beside each operation of taking batches and handing losses over, which every plan does once."""
+    seconds = np.zeros(len(graph.ops))
+    losses = {graph.storage_of(loss) for loss in graph.losses}
+    for storage, uses in enumerate(lives.uses):
+        if uses and graph.storages[storage].role is Role.INPUT:
+            seconds[uses[0]] += caller_seconds(graph.storages[storage].size_bytes, machine.device)
+        for use in uses if storage in losses else ():
+            if storage in graph.op_writes[use]:
+                seconds[use] += caller_seconds(graph.storages[storage].size_bytes, machine.device)
+    return seconds
 
 
 def _base(graph: StepGraph, lives: Lifetimes, chosen: set[tuple[int, int]]) -> np.ndarray:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from lading.catalog.load import as_machine
 from lading.cost.compute import placed_costs
+from lading.cost.transfer import caller_seconds
 from lading.errors import SimulationError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.machine import Machine, Tier
@@ -111,8 +112,7 @@ class _Costs:
         if action.kind is ActionKind.MOVE and action.storage is not None:
             if CALLER not in (action.source, action.target):
                 return self.tier(action).latency_s
-            device = self._machine.device
-            return device.op_overhead_s + self.size_bytes(action) / device.memory_bandwidth_bytes_per_s
+            return caller_seconds(self.size_bytes(action), self._machine.device)
         raise SimulationError(f"action {action.id} [{action}] has no cost; expected an op, a MOVE or a FREE")
 
     def alone_s(self, action: Action) -> float:

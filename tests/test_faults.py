@@ -17,7 +17,6 @@ from lading.errors import StorageError
 from lading.ir.plan import Plan
 from lading.prepare import plan_run
 from lading.report.metrics import MetricsLog, read_metrics, read_steps
-from lading.summary import save_whole
 from lading.units import MiB
 from tests.runs import num_lines, saved_plan, start, wait_until, write_run
 
@@ -139,12 +138,3 @@ def test_a_full_disk_when_a_figure_is_logged(tmp_path: Path) -> None:
             log.log({"step": 1})
     os.close(full)
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0}]
-
-
-def test_a_full_disk_when_a_report_is_written(tmp_path: Path) -> None:
-    (tmp_path / "plan.json").write_text("old")
-    (tmp_path / "plan.json.new").symlink_to("/dev/full")
-    with pytest.raises(StorageError, match=r"plan.json: No space left on device; free some space"):
-        save_whole(tmp_path / "plan.json", lambda path: path.write_text("new"))
-    assert (tmp_path / "plan.json").read_text() == "old"
-    assert not (tmp_path / "plan.json.new").is_symlink()

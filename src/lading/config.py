@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from lading.errors import ConfigError
+from lading.files import read_toml
 from lading.grouping import Matrices
 from lading.inputs import catalog_models, check_inputs
 from lading.units import share_or_bytes
@@ -373,13 +374,7 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: file missing or not TOML; key unknown, missing, of the wrong type or out of range.
     """
     name = os.fspath(path)
-    try:
-        with open(path, "rb") as file:
-            data = tomllib.load(file)
-    except FileNotFoundError as error:
-        raise ConfigError(f"expected a run configuration at {name}, found no file") from error
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{name}: expected a run configuration in TOML: {error}") from error
+    data = read_toml(Path(path), "a run configuration")
     keys = frozenset(_override(data, text) for text in overrides)
     return _build(RunConfig, data, "", _Origin(name, keys))
 

@@ -7,7 +7,7 @@
     |-- ProgramError                 the verifier rejects a Program; names the action
     |-- SimulationError              the simulator was handed something it cannot time
     |-- BudgetExceeded               a run used more memory than its plan promised
-    |-- StorageError (OSError)       a tier file or checkpoint is full, corrupt or missing
+    |-- StorageError (OSError)       a file, a tier or a checkpoint is full, corrupt or missing; or memory is
 
 A message says what was expected, what was found and what to change.
 """
@@ -62,4 +62,12 @@ class BudgetExceeded(LadingError):
 
 
 class StorageError(LadingError, OSError):
-    """A tier file or a checkpoint could not be written, read or trusted."""
+    """A file, a tier or a checkpoint could not be written, read or trusted; or the system gives no memory.
+
+    Attributes:
+        errno: Number of the system's error, where there was one.
+    """
+
+    def __init__(self, message: str, *, errno: int | None = None) -> None:
+        super().__init__(message)
+        self.errno = errno

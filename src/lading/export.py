@@ -23,6 +23,7 @@ from lading.checkpoint.state import TensorSource, checked_sources, source_bytes,
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import RunConfig, run_from_dict
 from lading.errors import ConfigError, StorageError
+from lading.files import write_text
 from lading.ir.plan import Plan
 from lading.models import hugging_face
 from lading.models.hugging_face import INDEX, SINGLE, tied_names
@@ -63,7 +64,7 @@ def export_run(folder: Path, target: Path, *, shard_bytes: int = 5_000_000_000) 
     except StorageError:
         raise
     except OSError as error:
-        raise StorageError(f"cannot export to {target}: {error}") from error
+        raise StorageError(f"cannot export to {target}: {error}; free some space, or name another folder") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target
@@ -117,14 +118,14 @@ def _write_files(folder: Path, sources: list[TensorSource], shard_bytes: int, st
         "total_parameters": sum(prod(source[2]) for source in sources),
         "total_size": sum(map(source_bytes, sources)),
     }
-    (folder / INDEX).write_text(json.dumps({"metadata": sizes, "weight_map": where}, indent=2))
+    write_text(folder / INDEX, json.dumps({"metadata": sizes, "weight_map": where}, indent=2))
 
 
 def _write_config(folder: Path, run: RunConfig, module: torch.nn.Module) -> None:
     """config.json, and what lay beside the model and its tokenizer."""
     if not run.model.is_hugging_face:
         facts = {"lading_version": __version__, "model": run.model.name, "sizes": run.model.sizes}
-        (folder / "config.json").write_text(json.dumps(facts, indent=2) + "\n")
+        write_text(folder / "config.json", json.dumps(facts, indent=2) + "\n")
         return
     config: Any = hugging_face.read_config(run.model)
     config.architectures = [type(module).__name__]

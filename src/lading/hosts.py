@@ -9,6 +9,7 @@ import torch
 
 from lading.catalog.load import load_machine, save_machine
 from lading.config import RunConfig
+from lading.files import make_folder
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.runtime.host import host_id
 from lading.runtime.probe import probe
@@ -19,7 +20,7 @@ def machine_of(run: RunConfig) -> Machine:
     if run.machine != "probe":
         return load_machine(run.machine)
     folder = Path(run.memory.folder or run.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     name = f"cpu-{run.num_threads}-threads-disk-{folder.stat().st_dev}-torch-{torch.__version__}.toml"
     path = Path.home() / ".cache" / "lading" / name
     if path.is_file():
@@ -43,8 +44,8 @@ def probe_to(
     Args:
         ranks: What so many processes share, and collectives among them, are measured too.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+    make_folder(path.parent)
     machine = probe(folder=folder, threads=threads, seconds=seconds, device=device, progress=print)
     if ranks > 1:
         from lading.runtime.probe_ranks import probe_ranks

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import partial
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -13,7 +12,6 @@ from statistics import median
 from typing import Any
 
 from lading import __version__
-from lading.errors import StorageError
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.prepare import Prepared, prepare_plan
@@ -24,23 +22,6 @@ from lading.report.snapshot import write_snapshot
 from lading.report.summary import RunSummary
 
 
-def save_whole(path: Path, save: Callable[[Path], object]) -> None:
-    """Let ``save`` write a file aside, then rename it: a kill leaves the old file or the new one.
-
-    Raises:
-        StorageError: the disk is full or fails; the old file stays.
-    """
-    aside = path.with_name(f"{path.name}.new")
-    try:
-        save(aside)
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}; free some space, or choose another folder"
-        ) from error
-
-
 def finish_run(prepared: Prepared, measured: Timeline | None) -> None:
     """Save both timelines, the trace and the report into the run's folder.
 
@@ -48,17 +29,15 @@ def finish_run(prepared: Prepared, measured: Timeline | None) -> None:
         measured: The last step; None if this process ran none, which leaves what an earlier one measured.
     """
     out = Path(prepared.run.out)
-    save_whole(out / "predicted.json", prepared.predicted.save)
+    prepared.predicted.save(out / "predicted.json")
     if measured is None:
         measured = _measured(out)
     else:
-        save_whole(out / "measured.json", measured.save)
+        measured.save(out / "measured.json")
     timelines = [prepared.predicted] if measured is None else [prepared.predicted, measured]
-    save_whole(out / "timeline.pftrace", lambda path: write_trace(path, timelines))
+    write_trace(out / "timeline.pftrace", timelines)
     for timeline in timelines:
-        save_whole(
-            out / f"{timeline.source}.pickle", partial(write_snapshot, program=prepared.program, timeline=timeline)
-        )
+        write_snapshot(out / f"{timeline.source}.pickle", prepared.program, timeline)
     _write(prepared, measured, out)
 
 

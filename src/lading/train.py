@@ -25,6 +25,7 @@ from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import RunConfig, lr_at, run_to_dict
 from lading.errors import BudgetExceeded, ConfigError
+from lading.files import remove_file, rename_file
 from lading.hosts import machine_of
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
@@ -47,7 +48,7 @@ from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset
 from lading.runtime.loggers import Logger, check_logging, open_loggers
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
-from lading.summary import finish_run, of_plan, save_whole
+from lading.summary import finish_run, of_plan
 from lading.trainer import Trainer
 from lading.units import format_bytes, format_seconds
 
@@ -103,7 +104,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
         if run.data.kind == "random":
             print("the data are random numbers: the loss means nothing, times and memory do", flush=True)
         newest = _newest(run, out, data, resume=resume)
-        save_whole(out / "plan.json", prepared.plan.save)
+        prepared.plan.save(out / "plan.json")
         if newest is not None and newest.step >= run.optimization.steps:
             finish_run(prepared, None)
             return _checked(_result(prepared, read_steps(out / "metrics.jsonl")))
@@ -122,8 +123,8 @@ def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tu
             for note in trainer.initialize(partial(initial_values, run, prepared.initial)):
                 print(note, flush=True)
             if (out / "metrics.jsonl").is_file():  # a run that saved nothing to go on from
-                (out / "metrics.jsonl").replace(out / "metrics.before.jsonl")
-            (out / "measured.json").unlink(missing_ok=True)
+                rename_file(out / "metrics.jsonl", out / "metrics.before.jsonl")
+            remove_file(out / "measured.json")
         else:
             trainer.load(newest.path)
             truncate_after(out / "metrics.jsonl", trainer.steps - 1)

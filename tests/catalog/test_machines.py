@@ -184,7 +184,7 @@ def test_saving_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -
     save_machine(load_machine("cpu"), path)
     assert load_machine(path) == load_machine("cpu")
     assert list(tmp_path.iterdir()) == [path]
-    with pytest.raises(StorageError, match="writable folder"):
+    with pytest.raises(StorageError, match="make its folder first"):
         save_machine(load_machine("cpu"), tmp_path / "missing" / "m.toml")
 
 

@@ -31,7 +31,7 @@ def test_an_unknown_name() -> None:
     ("text", "said"),
     [
         ('title = "t"\nspeed = 3', "unknown keys speed"),
-        ("title = ", "expected TOML"),
+        ("title = ", "expected a software stack in TOML"),
         ('title = "t"\n[spread]\nampere = 2.0', "spread"),
         ('title = "t"\nfusion = "x"', "fusion"),
     ],

@@ -127,6 +127,30 @@ def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Pa
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-00000001.tmp-{os.getppid()}", "step-00000002"]
 
 
+@pytest.mark.parametrize("name", ["step-00000001", "step-00000002"])
+def test_what_cannot_be_deleted_is_left_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Neither remains of this process nor those of a dead one keep a save from being made."""
+    for left in (f"{name}.tmp-{os.getpid()}", f"{name}.tmp-{2**22 + 1}"):
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "state.safetensors").write_bytes(b"half")
+    (tmp_path / f"{name}.tmp-{2**22 + 2}").write_bytes(b"a file")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        for step in (1, 2, 2):
+            with pytest.warns(UserWarning, match=r"cannot delete .*tmp-.* not permitted.*the next save tries again"):
+                path = save(tmp_path, step, small(float(step)), keep=1)
+            assert latest_checkpoint(tmp_path) == path
+            open_checkpoint(path).verify()
+    save(tmp_path, 3, small(3.0), keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
 def test_nothing_there(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "absent") is None

@@ -146,7 +146,7 @@ def test_report_probe_demo(train: FakeTrain) -> None:
         (["report", "absent"], "expected the out folder of a run, got 'absent'"),
         (["probe", "--folder", "absent"], "--folder: expected a folder"),
         (["probe", "--ranks", "0"], "--ranks: expected at least 1"),
-        (["demo", "--budget", "lots"], "budget: expected a size such as '256MB' or a share"),
+        (["demo", "--budget", "lots"], "budget: expected a size such as '256MB' or '24GiB'"),
         (["demo", "--seconds", "0"], "--seconds: expected a time above 0, got 0.0"),
     ],
 )

@@ -25,7 +25,6 @@ A machine file, or a machine's name, is a fleet of one device.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,6 +32,7 @@ from typing import Any, cast
 
 from lading.catalog.load import load_machine, machine_names
 from lading.errors import ConfigError
+from lading.files import read_toml
 from lading.ir.fleet import Fleet, Join, Member, fleet_of
 from lading.ir.reading import read_as
 
@@ -107,7 +107,4 @@ def _member(device: _Device, path: Path) -> Member:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: expected a list of devices in TOML: {error}") from error
+    return read_toml(path, "a list of devices")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from lading.catalog.inherit import resolve
-from lading.errors import ConfigError, StorageError
+from lading.errors import ConfigError
+from lading.files import read_toml, write_text
 from lading.ir.machine import Curve, Device, Gpu, HostDevice, Link, Machine, Processes, Tier
 
 _FOLDER = Path(__file__).parent / "machines"
@@ -82,10 +81,7 @@ def _base(name: str) -> dict[str, Any]:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: expected a machine in TOML: {error}") from error
+    return read_toml(path, "a machine", "measure this host with: lading probe")
 
 
 def machine_from_dict(data: object, origin: str) -> Machine:
@@ -118,16 +114,7 @@ def save_machine(machine: Machine, path: Path | str) -> None:
     Raises:
         StorageError: the folder is missing, read-only or full.
     """
-    path = Path(path)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_text(machine_to_toml(machine), encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot write the machine file {path}: {error}; choose a writable folder with space"
-        ) from error
+    write_text(Path(path), machine_to_toml(machine))
 
 
 def unsourced(machine: Machine) -> tuple[str, ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from lading.errors import ConfigError
+from lading.files import read_toml
 from lading.ir.stack import Stack
 
 _FOLDER = Path(__file__).parent / "stacks"
@@ -30,10 +30,7 @@ def stack_by_name(name: str) -> Stack:
     path = _FOLDER / f"{name}.toml" if name in stack_names() else Path(name)
     if not path.is_file():
         raise ConfigError(f"expected a software stack ({', '.join(stack_names())}) or a TOML file, got {name!r}")
-    try:
-        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: expected TOML, got: {error}") from error
+    data = read_toml(path, "a software stack")
     known = {field.name for field in dataclasses.fields(Stack)}
     if unknown := sorted(set(data) - known):
         raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known))}")

@@ -22,9 +22,14 @@ def run_lock(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise StorageError(f"cannot write into {folder}: {error.strerror}; choose another out folder") from error
+        raise _cannot_use(folder, error) from error
     try:
-        _lock(file, folder)
+        try:
+            _lock(file, folder)
+        except StorageError:
+            raise
+        except OSError as error:  # a file system without locks, or a disk without space for a process number
+            raise _cannot_use(folder, error) from error
         yield
     finally:
         os.close(file)
@@ -34,10 +39,17 @@ def _lock(file: int, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        owner = os.pread(file, 32, 0).decode() or "unknown"
+        owner = os.pread(file, 32, 0).decode(errors="replace") or "unknown"
         raise StorageError(
             f"expected {folder} to be free, found process {owner} training there; "
             "wait for it, or choose another out folder"
         ) from error
     os.ftruncate(file, 0)
     os.pwrite(file, str(os.getpid()).encode(), 0)
+
+
+def _cannot_use(folder: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot use {folder / 'run.lock'} to keep other runs out of {folder}: {error.strerror}; free some space, or "
+        "choose another out folder"
+    )

@@ -72,11 +72,15 @@ class _Output:
     """A file written in whole blocks, past the page cache where the file system allows that."""
 
     def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         self.block = mmap.mmap(-1, CHUNK_BYTES)  # page-aligned, as O_DIRECT wants
         self.filled = 0
         self.size_bytes = 0
-        self._set_direct(True)
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            self._set_direct(True)
+        except BaseException:
+            self.close()
+            raise
 
     def _set_direct(self, direct: bool) -> None:
         try:

@@ -2,12 +2,13 @@
 
     folder/step-00000050/state.safetensors      every tensor, in the safetensors format
                          manifest.json          step, meta, and the size and sha256 of everything
-    folder/step-00000050.tmp-1234/              being written (or deleted) by process 1234
+    folder/step-00000050.tmp-1234/              being written (or deleted) by process 1234; its second, .tmp-1234-2
     folder/step-00000050.old/                   replaced by a second save of the same step
 
 [Note: complete or absent] Files and folder are synced, then the folder is renamed, then the parent is synced: a
 kill at any instant leaves the new checkpoint whole or not there. Older ones are deleted after that, by renaming first.
-One process saves into a folder at a time, so a ``.tmp`` folder of this process or of a dead one is a leftover.
+One process saves into a folder at a time, so a ``.tmp`` folder of this process or of a dead one is a leftover. What
+cannot be deleted is no reason not to save: it is warned of, and tried again at every later save.
 
 Nothing in a file is executed: JSON and raw bytes only.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -40,7 +42,7 @@ STATE, MANIFEST = "state.safetensors", "manifest.json"
 
 _KIND = "lading checkpoint"
 _FOLDER = re.compile(r"step-(\d{8,})(\.old)?\Z")
-_LEFTOVER = re.compile(r"step-\d{8,}\.tmp-(\d+)\Z")
+_LEFTOVER = re.compile(r"step-\d{8,}\.tmp-(\d+)(-\d+)?\Z")
 
 
 @dataclass(frozen=True)
@@ -136,10 +138,11 @@ def save_checkpoint(
     sources = checked_sources(tensors)
     meta = _plain_json(meta)
     final = folder / f"step-{step:08d}"
-    temporary = folder / f"{final.name}.tmp-{os.getpid()}"
+    temporary = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _clean_up(folder)
+        temporary = _unused(final)
         temporary.mkdir()
         body = write_state(temporary / STATE, sources, step)
         _write_manifest(temporary / MANIFEST, {"step": step, "meta": meta, **body})
@@ -147,7 +150,8 @@ def save_checkpoint(
         _publish(temporary, final)
         _prune(folder, step, keep)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)  # or by the next save
         if isinstance(error, OSError) and not isinstance(error, StorageError):
             raise _cannot_save(final, sources, error) from error
         raise
@@ -223,19 +227,41 @@ def _prune(folder: Path, step: int, keep: int) -> None:
         _remove(path)
 
 
+def _unused(path: Path) -> Path:
+    """A name beside that of a checkpoint, for a folder that this process writes or deletes."""
+    stem = f"{path.name.removesuffix('.old')}.tmp-{os.getpid()}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(unused for name in names if not os.path.lexists(unused := path.with_name(name)))
+
+
 def _remove(path: Path) -> None:
     """Delete a checkpoint; half deleted, it no longer bears the name of one."""
-    doomed = path.with_name(f"{path.name.removesuffix('.old')}.tmp-{os.getpid()}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    doomed = _unused(path)
+    try:
+        os.rename(path, doomed)
+    except OSError as error:
+        warnings.warn(f"cannot delete {path}: {error}; the next save tries again", stacklevel=2)
+    else:
+        _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """Delete a leftover, or as much of it as can be."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        warnings.warn(f"cannot delete {path}: {error}; the next save tries again", stacklevel=2)
 
 
 def _clean_up(folder: Path) -> None:
     """Delete leftovers of dead processes, and finish or undo a replacement that was cut short."""
-    for path in folder.iterdir():
+    for path in list(folder.iterdir()):
         leftover = _LEFTOVER.match(path.name)
         if leftover and not _is_other_process(int(leftover[1])):
-            shutil.rmtree(path)
+            _delete(path)
     for old in [path for path in _newest_first(folder) if path.name.endswith(".old")]:
         final = old.with_name(old.name.removesuffix(".old"))
         if final.exists():
@@ -260,12 +286,19 @@ def _cannot_save(final: Path, sources: Sequence[TensorSource], error: OSError) -
     older = next((path for path in _newest_first(final.parent)), None)
     kept = f"the newest checkpoint is {older}" if older else "there is no older checkpoint"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(next(path for path in final.parents if path.exists())).free
         return StorageError(
-            f"the disk is full: checkpoint {final} needs {format_bytes(needed)}, {format_bytes(free)} are free; "
+            f"the disk is full: checkpoint {final} needs {format_bytes(needed)}, {_free(final)} are free; "
             f"free some space or write elsewhere; {kept}"
         )
-    return StorageError(f"cannot save checkpoint {final}: {error}; {kept}")
+    return StorageError(f"cannot save checkpoint {final}: {error}; check the folder and its disk; {kept}")
+
+
+def _free(path: Path) -> str:
+    """Free space of the disk where ``path`` is to be, as far as it is known."""
+    try:
+        return format_bytes(shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free)
+    except OSError:
+        return "an unknown number of bytes"
 
 
 # -- reading

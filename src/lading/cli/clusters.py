@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from lading.errors import ConfigError, StorageError
+from lading.errors import ConfigError
+from lading.files import write_text
 
 if TYPE_CHECKING:
     from lading.cli.commands import Simulate
@@ -126,15 +127,3 @@ def _write_files(asked: Simulate, simulated: Simulated, figures: dict[str, Any])
 
         write_cluster_snapshot(asked.snapshot, simulated)
         print(f"wrote {asked.snapshot}")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}; choose a writable folder with space") from error

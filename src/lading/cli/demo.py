@@ -23,6 +23,7 @@ from lading.config import (
     run_to_dict,
 )
 from lading.errors import BudgetExceeded, LadingError
+from lading.files import make_folder, remove_file
 from lading.grouping import Matrices
 from lading.hosts import probe_to
 from lading.ir.plan import Plan
@@ -84,9 +85,9 @@ def demo(out: Path, budget: str, seconds: float, optimizer: str = "adamw") -> De
         BudgetExceeded: the memory promise broke.
         LadingError: the losses differ from plain PyTorch's.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     for name in ("metrics.jsonl", "plain.jsonl", "measured.json", "report.html"):
-        (out / name).unlink(missing_ok=True)
+        remove_file(out / name)
     print("[1/4] measuring this machine")
     probe_to(out / "machine.toml", out, seconds=_PROBE_SECONDS, device="cpu")
     print("[2/4] planning")

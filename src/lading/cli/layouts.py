@@ -77,7 +77,7 @@ def plan_cluster(asked: Plan) -> None:
     for line in (*table, "", *update, *_said(found, seconds), *_moments(found.winner)):
         console.print(line, markup=False, soft_wrap=True)
     if asked.json is not None:
-        from lading.cli.clusters import write_text
+        from lading.files import write_text
 
         write_text(asked.json, json.dumps(_document(found, rows, over, asked.price), indent=1) + "\n")
     plan = unsharded(asked, found, cluster_plan(found, __version__), console)

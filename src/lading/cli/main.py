@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -19,6 +20,9 @@ from lading.cli.clusters import Validate
 from lading.cli.commands import Command, Demo, Doctor, Export, Fit, Plan, Probe, Report, Simulate, Train
 from lading.cli.placement import Place
 from lading.errors import BudgetExceeded, CaptureError, ConfigError, LadingError, PlanInfeasible, StorageError
+
+#: What a disk or a device says that takes no more.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 AnyCommand = (
     Annotated[Fit, tyro.conf.subcommand("fit")]
@@ -50,17 +54,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _stop_printing()
         return 141
     except OSError as error:
-        if error.filename is None:  # not about a file that the user could mend
+        if error.filename is None and error.errno not in _FULL:  # not about a file that the user could mend
             raise
-        print(f"error: {error}", file=sys.stderr)
+        if error.filename is None:  # what the command prints into
+            print(f"error: cannot write the output: {error.strerror}; free some space", file=sys.stderr)
+            _stop_printing()
+        else:
+            print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _stop_printing() -> None:
+    """Drop what is still to be printed: nobody takes it, and Python would try again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

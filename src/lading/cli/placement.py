@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, arg
 
-from lading.errors import ConfigError, StorageError
+from lading.errors import ConfigError
+from lading.files import write_text
 from lading.units import format_seconds
 
 if TYPE_CHECKING:
     from lading.cli.commands import Plan
     from lading.ir.fleet import Fleet
-    from lading.ir.placedplan import PlacedPlan
     from lading.ir.placement import Problem
     from lading.placing import Placing
     from lading.planner.placement.api import Contest
@@ -126,7 +126,8 @@ class Place:
 
             figures = summary(problem, found.placements, found.failed, fleet)
             figures["version"] = __version__
-            _write(self.json, json.dumps(figures, indent=1) + "\n")
+            write_text(self.json, json.dumps(figures, indent=1) + "\n")
+            print(f"wrote {self.json}")
         if self.trace is not None:
             from lading.planner.placement.trial import Trial
             from lading.report.perfetto import write_trace
@@ -137,7 +138,8 @@ class Place:
             from lading.placing import saved
 
             assert self.machine is not None
-            _save(self.out, saved(self._asked(), fleet, self.machine, problem, found.best))
+            saved(self._asked(), fleet, self.machine, problem, found.best).save(self.out)
+            print(f"wrote {self.out}")
 
     def _asked(self) -> Placing:
         """What is placed."""
@@ -198,11 +200,13 @@ def plan_fleet(asked: Plan) -> None:
     if len(tried) > 1:
         steps = ", ".join(f"{count}: {format_seconds(s) if s else 'does not fit'}" for count, s in tried.items())
         print(f"micro-batches of a step, searched briefly: {steps}")
-    _save(asked.out, saved(chosen, fleet, asked.machine, found.problem, found.best))
+    saved(chosen, fleet, asked.machine, found.problem, found.best).save(asked.out)
+    print(f"wrote {asked.out}")
     if asked.json is not None:
         figures = summary(found.problem, found.placements, found.failed, fleet)
         figures["version"] = __version__
-        _write(asked.json, json.dumps(figures, indent=1) + "\n")
+        write_text(asked.json, json.dumps(figures, indent=1) + "\n")
+        print(f"wrote {asked.json}")
 
 
 def _contest(problem: Problem, policy: str | None, effort: int) -> Contest:
@@ -236,19 +240,3 @@ def _print(found: Contest, *, latency: bool) -> None:
     console.print(f"limits: {limit(problem, best)}", markup=False, soft_wrap=True)
     for number, sentence in enumerate(problem.assumed):
         console.print(f"{'       ' if number else 'Assumed'} - {sentence}", markup=False, soft_wrap=True)
-
-
-def _save(path: Path, plan: PlacedPlan) -> None:
-    try:
-        plan.save(path)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}; choose a writable folder with space") from error
-    print(f"wrote {path}")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error}; choose a writable folder with space") from error
-    print(f"wrote {path}")

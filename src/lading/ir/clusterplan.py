@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lading.errors import ConfigError
+from lading.files import read_json, write_text
 from lading.ir.layout import parse_layout
-from lading.ir.reading import check_plan, read_as, read_json
+from lading.ir.reading import check_plan, read_as
 from lading.units import format_seconds
 
 #: Raised whenever what a saved plan means changes.
@@ -145,8 +146,8 @@ class ClusterPlan:
         return forward, sum(count for group in self.groups if group.again and not group.keep.until_backward)
 
     def save(self, path: Path | str) -> None:
-        """Write as JSON."""
-        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        """Write as JSON, whole or not at all; raises as ``lading.files.write_aside``."""
+        write_text(Path(path), json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: Path | str) -> ClusterPlan:

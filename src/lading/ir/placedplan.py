@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lading.errors import ConfigError
-from lading.ir.reading import check_plan, read_as, read_json
+from lading.files import read_json, write_text
+from lading.ir.reading import check_plan, read_as
 from lading.units import format_seconds
 
 #: Raised whenever what a saved placement means changes.
@@ -151,8 +152,8 @@ class PlacedPlan:
         return tuple(found)
 
     def save(self, path: Path | str) -> None:
-        """Write as JSON."""
-        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Write as JSON, whole or not at all; raises as ``lading.files.write_aside``."""
+        write_text(Path(path), json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: Path | str) -> PlacedPlan:

@@ -10,7 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from lading.ir.reading import check_plan, read_as, read_json
+from lading.files import read_json, write_text
+from lading.ir.reading import check_plan, read_as
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
@@ -118,8 +119,8 @@ class Plan:
         return bool(self.settings.get("compile", 0.0))
 
     def save(self, path: Path | str) -> None:
-        """Write as JSON."""
-        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        """Write as JSON, whole or not at all; raises as ``lading.files.write_aside``."""
+        write_text(Path(path), json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @staticmethod
     def load(path: Path | str) -> Plan:

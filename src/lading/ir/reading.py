@@ -1,12 +1,10 @@
-"""Reading JSON strictly: a file Lading wrote comes back as what it was, or an error says where it differs."""
+"""Reading parsed JSON strictly: a file Lading wrote comes back as what it was, or an error says where it differs."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from enum import EnumType, StrEnum
-from pathlib import Path
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
@@ -20,20 +18,6 @@ _PLANS = {
     "placement": {"groups", "units"},
     "plan of a run": {"choices", "settings"},
 }
-
-
-def read_json(path: Path | str, what: str, advice: str) -> Any:
-    """Parsed JSON of a file; ``what`` is expected there, ``advice`` says how to get it.
-
-    Raises:
-        ConfigError: no such file, or it is not JSON.
-    """
-    try:
-        return json.loads(Path(path).read_bytes(), parse_constant=_no_constant)
-    except FileNotFoundError as error:
-        raise ConfigError(f"expected {what} at {path}, found no file; {advice}") from error
-    except (ValueError, OSError, RecursionError) as error:
-        raise ConfigError(f"expected {what} in JSON at {path}: {error}; {advice}") from error
 
 
 def plan_kind(data: Any) -> str:
@@ -57,10 +41,6 @@ def check_plan(data: Any, kind: str, number: int, where: str, advice: str) -> No
         said = "no format" if found is None else f"format {_short(found)}"
         said += " of an earlier Lading" if type(found) is int and found < number else ""
     raise ConfigError(f"{where}: expected a {kind} of format {number}, found {said}; {advice}")
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number it can hold")
 
 
 def read_as(hint: Any, value: Any, where: str, advice: str = "plan again") -> Any:

@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lading.files import read_json, write_text
 from lading.ir.graph import Role
-from lading.ir.reading import read_as, read_json
+from lading.ir.reading import read_as
 from lading.units import format_bytes, format_seconds
 
 
@@ -88,7 +89,7 @@ class Timeline:
         return max((s.total_bytes for s in self.memory if s.tier == tier), default=0)
 
     def save(self, path: Path | str) -> None:
-        """Write as JSON; ``load`` reads it back."""
+        """Write as JSON, whole or not at all; ``load`` reads it back. Raises as ``lading.files.write_aside``."""
         saved = _Saved(
             source=self.source,
             peak_bytes=self.peak_bytes,
@@ -98,7 +99,7 @@ class Timeline:
             resident=self.resident,
             flows=self.flows,
         )
-        Path(path).write_text(json.dumps(vars(saved)))
+        write_text(Path(path), json.dumps(vars(saved)))
 
     @staticmethod
     def load(path: Path | str) -> Timeline:

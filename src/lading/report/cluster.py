@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lading.files import write_text
 from lading.ir.timeline import Event, Timeline
 from lading.report.charts import LEFT, PLOT, WIDTH, memory_figure, role_class
 from lading.report.figures import role_names, role_title
@@ -97,7 +98,7 @@ def write_cluster_page(path: Path, shown: ClusterPage) -> None:
         el("h2", "Growth") + growth_figure(shown.growth) if len(shown.growth) > 1 else "",
         el("h2", "Assumptions") + el("ul", *(el("li", text(line)) for line in shown.assumed)) if shown.assumed else "",
     ]
-    path.write_text(page(shown.title, "\n".join(filter(None, sections))), encoding="utf-8")
+    write_text(path, page(shown.title, "\n".join(filter(None, sections))))
 
 
 def _heading(shown: ClusterPage) -> str:

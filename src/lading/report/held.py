@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lading.files import write_aside
 from lading.ir.program import slot_bytes
 from lading.ir.timeline import Held, MemorySample
 from lading.memory.arena import Item, pack
@@ -28,7 +29,7 @@ _STYLES = {
 
 def write_held_snapshot(path: Path, ranks: Mapping[str, Sequence[Held]]) -> None:
     """Write what ranks hold as a snapshot for pytorch.org/memory_viz, each rank a device of it."""
-    with path.open("wb") as file:
+    with write_aside(path) as file:
         pickle.dump(held_snapshot(ranks), file, protocol=4)
 
 

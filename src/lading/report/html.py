@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lading.files import write_text
 from lading.ir.plan import Option, Plan
 from lading.ir.program import COMPUTE_STREAM, Program
 from lading.ir.timeline import Timeline
@@ -61,7 +62,7 @@ def write_report(
         _assumptions(plan),
         _reproduction(plan, program, summary),
     ]
-    path.write_text(page(summary.title, "\n".join(sections)), encoding="utf-8")
+    write_text(path, page(summary.title, "\n".join(sections)))
 
 
 def page(title: str, body: str) -> str:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from lading.errors import ConfigError, StorageError
+from lading.files import cannot_read, cannot_write, write_text
 
 #: Seconds of records that a machine that stops may lose.
 _SYNC_S = 5.0
@@ -30,9 +31,12 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if path.exists():
-            _cut_torn_line(path)
-        self._file = path.open("ab", buffering=0)  # nothing is left to write when a full disk is noticed
+        try:
+            if path.exists():
+                _cut_torn_line(path)
+            self._file = path.open("ab", buffering=0)  # nothing is left to write when a full disk is noticed
+        except OSError as error:
+            raise cannot_write(path, error) from error
         self._synced_s = time.monotonic()
         self._failed = False
 
@@ -93,6 +97,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         data = path.read_bytes()
     except FileNotFoundError as error:
         raise ConfigError(f"expected metrics at {path}, found no file") from error
+    except OSError as error:
+        raise cannot_read(path, error) from error
     return [_parse(line, f"{path}, line {number}") for number, line in enumerate(data.split(b"\n")[:-1], 1)]
 
 
@@ -121,19 +127,14 @@ def truncate_after(path: Path, step: int) -> int:
     """
     records = read_metrics(path)
     kept = [record for record in records if "step" not in record or record["step"] <= step]
-    aside = path.with_name(path.name + ".new")
-    with aside.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in kept)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
     return len(records) - len(kept)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
         record: object = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: expected a JSON object, got {line[:80]!r}; mend or remove the line") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: expected a JSON object, got {line[:80]!r}; mend or remove the line")

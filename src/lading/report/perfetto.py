@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from lading.files import write_aside
 from lading.ir.timeline import Event, Timeline
 from lading.report.figures import role_names, role_title, tier_samples, tiers_of
 
@@ -30,7 +31,7 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
     label and carries ``action_id``, the same in every timeline; flows are arrows from slice to slice. An action without
     duration is a slice too: the viewer stacks instants of one moment on top of each other.
     """
-    with path.open("wb") as file:
+    with write_aside(path) as file:
         _Trace(file, timelines).write()
 
 

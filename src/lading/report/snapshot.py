@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lading.files import write_aside
 from lading.ir.action import Action, ActionKind
 from lading.ir.program import Program, slot_bytes
 from lading.ir.timeline import Event, Timeline
@@ -31,7 +32,7 @@ Change = tuple[float, int, bool, int, int, int, str, str]
 
 def write_snapshot(path: Path, program: Program, timeline: Timeline) -> None:
     """Write the memory of one step, predicted or measured, as a snapshot."""
-    with path.open("wb") as file:
+    with write_aside(path) as file:
         pickle.dump(snapshot(program, timeline), file, protocol=4)
 
 

@@ -7,9 +7,10 @@ import mmap
 
 import torch
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, StorageError
 from lading.ir.graph import DTYPE_BYTES, Tensor
 from lading.ir.program import PAGE_BYTES
+from lading.units import format_bytes
 
 
 class Arena:
@@ -18,13 +19,22 @@ class Arena:
     Attributes:
         size_bytes: Whole pages, at least one.
         memory: Its bytes, writable; slices are what tiers read into and write from.
+
+    Raises:
+        StorageError: the system has no such memory for the process.
     """
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes < 0:
             raise ConfigError(f"expected an arena of >= 0 bytes, got {size_bytes}")
         self.size_bytes = max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
-        self._map = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._map = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise StorageError(
+                f"expected {format_bytes(self.size_bytes)} of memory for the tensors of a step, the system gives none "
+                f"({error}); lower the memory budget, or raise what the process may have (ulimit -v)"
+            ) from error
         self.memory = memoryview(self._map)
 
     def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ import torch
 
 from lading.config import DataConfig
 from lading.errors import ConfigError, StorageError
+from lading.files import parse_json, write_aside, write_text
 from lading.inputs import Input, parse_input
 from lading.runtime.documents import files_of, fingerprint_of
 
@@ -170,26 +171,19 @@ class ArrayDataset:
 
     def _write(self, files: list[Path], folder: Path) -> dict[str, Any]:
         """Copy every row; the description is written last."""
-        temporary = self._path.with_name(f"{self._path.name}.tmp-{os.getpid()}")
         digest, count = hashlib.sha256(), 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
+            with write_aside(self._path) as file:
                 for path in files:
                     for rows in _read(path, self._columns):
                         file.write(rows)
                         digest.update(rows)
                         count += len(rows) // self.row_bytes
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self._path)
             facts = {"rows": count, "row_bytes": self.row_bytes, "sha256": digest.hexdigest()}
-            temporary.write_text(json.dumps(facts))
-            os.replace(temporary, self._path.with_suffix(".json"))
+            write_text(self._path.with_suffix(".json"), json.dumps(facts))
         except OSError as error:
             raise StorageError(f"cannot copy the arrays of {self._config.source!r} to {folder}: {error}") from error
-        finally:
-            temporary.unlink(missing_ok=True)
         return facts
 
 
@@ -201,9 +195,9 @@ def _check_place(step: int, micro: int) -> None:
 def _facts(path: Path) -> dict[str, Any] | None:
     """What the description of a cache says; None if the cache is not there whole."""
     try:
-        facts = json.loads(path.with_suffix(".json").read_text())
+        facts = parse_json(path.with_suffix(".json").read_bytes())
         whole = path.stat().st_size == int(facts["rows"]) * int(facts["row_bytes"]) and facts["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # to be made again
     return facts if whole else None
 

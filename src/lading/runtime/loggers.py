@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from lading.config import LoggingConfig
 from lading.errors import ConfigError
+from lading.files import cannot_write
 
 #: Modules that have TensorBoard's SummaryWriter, the first that is installed is used.
 _WRITERS = {"tensorboard": "torch.utils.tensorboard", "tensorboardX": "tensorboardX"}
@@ -66,7 +67,10 @@ class _TensorBoard:
         name = next(module for package, module in _WRITERS.items() if find_spec(package))
         with warnings.catch_warnings():  # of what tensorboard itself imports
             warnings.simplefilter("ignore")
-            self._writer = import_module(name).SummaryWriter(str(folder), purge_step=first_step)
+            try:
+                self._writer = import_module(name).SummaryWriter(str(folder), purge_step=first_step)
+            except OSError as error:
+                raise cannot_write(folder, error) from error
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():

@@ -10,7 +10,8 @@ import fcntl
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -98,17 +99,19 @@ class DiskTier:
         self.capacity_bytes = -(-capacity_bytes // PAGE_BYTES) * PAGE_BYTES
         self._lock = _lock_folder(folder)
         try:
-            self._file, self.direct = _open_unnamed(folder)
+            with _swapping(folder):
+                self._file, self.direct = _open_unnamed(folder)
             try:
                 self._reserve()
+                with _swapping(folder):
+                    self._blocks = os.fstat(self._file).st_blocks
+                self._read_page, self._write_page = Arena(PAGE_BYTES), Arena(PAGE_BYTES)
             except BaseException:
                 os.close(self._file)
                 raise
         except BaseException:
             os.close(self._lock)
             raise
-        self._blocks = os.fstat(self._file).st_blocks
-        self._read_page, self._write_page = Arena(PAGE_BYTES), Arena(PAGE_BYTES)
         if not self.direct:
             warnings.warn(f"{folder} does not take O_DIRECT: transfers go through the page cache", stacklevel=2)
 
@@ -141,7 +144,9 @@ class DiskTier:
 
     def _check_whole(self) -> None:
         """A file that was cut and written on has holes, which read as zeros: its reserved blocks are fewer."""
-        if os.fstat(self._file).st_blocks < self._blocks * 15 // 16:
+        with _swapping(self.folder):
+            blocks = os.fstat(self._file).st_blocks
+        if blocks < self._blocks * 15 // 16:
             raise StorageError(
                 f"the swap file in {self.folder} has lost some of its {self.capacity_bytes} bytes: it was cut from "
                 "outside; resume from the last checkpoint"
@@ -171,11 +176,13 @@ class DiskTier:
             piece = data[done : done + PIECE_BYTES]
             try:
                 moved = call(self._file, [piece], offset + done)
+                if not self.direct:
+                    os.posix_fadvise(self._file, offset + done, moved, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise StorageError(
-                    error.errno,
                     f"cannot {verb} {len(piece)} bytes at {offset + done} of the swap file in {self.folder}: "
                     f"{error.strerror}; check the disk (dmesg)",
+                    errno=error.errno,
                 ) from error
             if moved < len(piece):
                 moved = moved // PAGE_BYTES * PAGE_BYTES
@@ -184,8 +191,6 @@ class DiskTier:
                         f"{verb} of {len(piece)} bytes at {offset + done} of the swap file in {self.folder} moved "
                         "less than a page; check the disk (dmesg)"
                     )
-            if not self.direct:
-                os.posix_fadvise(self._file, offset + done, moved, os.POSIX_FADV_DONTNEED)
             done += moved
 
     def close(self) -> None:
@@ -196,37 +201,59 @@ class DiskTier:
         self._file = -1
         self._read_page.close()
         self._write_page.close()
-        (self.folder / "lading.lock").unlink(missing_ok=True)
-        os.close(self._lock)
+        try:
+            (self.folder / "lading.lock").unlink(missing_ok=True)
+        except OSError as error:  # the next run takes it as it is: its lock ends here
+            warnings.warn(f"cannot remove {self.folder / 'lading.lock'}: {error.strerror}", stacklevel=2)
+        finally:
+            os.close(self._lock)
 
 
-def _lock_folder(folder: Path) -> int:
-    """Descriptor whose lock marks the folder as in use until it is closed or the process ends."""
-    path = folder / "lading.lock"
+@contextmanager
+def _swapping(folder: Path) -> Generator[None]:
+    """Say what an error of the system is about."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        while True:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if path.exists() and path.stat().st_ino == os.fstat(lock).st_ino:
-                    os.ftruncate(lock, 0)
-                    os.pwrite(lock, str(os.getpid()).encode(), 0)
-                    return lock
-            except BlockingIOError as error:
-                owner = os.pread(lock, 32, 0).decode() or "unknown"
-                os.close(lock)
-                raise StorageError(
-                    f"expected {folder} to be free, found it in use by process {owner}; "
-                    "wait for that run or give this one a folder of its own"
-                ) from error
-            os.close(lock)  # the run before deleted the file between open and lock
+        yield
     except StorageError:
         raise
     except OSError as error:
         raise StorageError(
-            f"cannot use {folder} for swapping: {error.strerror}; choose a folder that can be written"
+            f"cannot use {folder} for swapping: {error.strerror or error}; choose a folder that can be written "
+            "(memory.folder)"
         ) from error
+
+
+def _lock_folder(folder: Path) -> int:
+    """Descriptor whose lock marks the folder as in use until it is closed or the process ends."""
+    with _swapping(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            lock = os.open(folder / "lading.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if _is_locked(lock, folder):
+                    return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
+
+
+def _is_locked(lock: int, folder: Path) -> bool:
+    """Take the lock; False if the run before deleted the file between open and lock."""
+    path = folder / "lading.lock"
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = os.pread(lock, 32, 0).decode(errors="replace") or "unknown"
+        raise StorageError(
+            f"expected {folder} to be free, found it in use by process {owner}; "
+            "wait for that run or give this one a folder of its own"
+        ) from error
+    if not path.exists() or path.stat().st_ino != os.fstat(lock).st_ino:
+        return False
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, str(os.getpid()).encode(), 0)
+    return True
 
 
 def _open_unnamed(folder: Path) -> tuple[int, bool]:
@@ -245,5 +272,9 @@ def _open_unnamed(folder: Path) -> tuple[int, bool]:
                 f"cannot create a swap file in {folder}: {error.strerror}; choose another folder"
             ) from error
         file, direct = os.open(path, flags, 0o600), False
-    path.unlink()
+    try:
+        path.unlink()
+    except BaseException:
+        os.close(file)
+        raise
     return file, direct

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +22,7 @@ import numpy as np
 
 from lading.config import DataConfig
 from lading.errors import ConfigError, StorageError
+from lading.files import parse_json, read_bytes, write_aside, write_text
 from lading.runtime.documents import PIECE_BYTES, Piece, files_of, fingerprint_of, pieces
 from lading.runtime.framing import Specials
 
@@ -96,8 +96,8 @@ def _special(made: Any, key: str, path: Path) -> int | None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = path.with_name(name)
         try:
-            value: Any = json.loads(file.read_text()).get(key) if file.is_file() else None
-        except (OSError, ValueError, AttributeError) as error:
+            value: Any = parse_json(file.read_bytes()).get(key) if file.is_file() else None
+        except (OSError, ValueError, RecursionError, AttributeError) as error:
             raise ConfigError(f"{file}: expected the settings of a tokenizer: {error}") from error
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
@@ -153,7 +153,7 @@ def open_store(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, labell
     files = files_of(config.source)
     parts = [fingerprint_of(files), config.format, config.text_field, config.label_field, labelled, _LAYOUT]
     if tokenizer.path is not None:
-        parts.append(hashlib.sha256(tokenizer.path.read_bytes()).hexdigest())
+        parts.append(hashlib.sha256(read_bytes(tokenizer.path)).hexdigest())
     path = folder / f"text-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.tokens"
     found = _opened(path, tokenizer.specials)
     if found is None:
@@ -171,7 +171,7 @@ def open_store(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, labell
 def _opened(path: Path, specials: Specials) -> TokenStore | None:
     """The store at ``path``; None if it is not there whole."""
     try:
-        facts = json.loads(path.with_suffix(".json").read_text())
+        facts = parse_json(path.with_suffix(".json").read_bytes())
         dtype = np.dtype(facts["dtype"])
         documents = np.fromfile(path.with_suffix(".documents"), dtype=np.int64) if facts["documents"] else np.empty(0)
         store = TokenStore(
@@ -184,7 +184,7 @@ def _opened(path: Path, specials: Specials) -> TokenStore | None:
             specials,
         )
         whole = path.stat().st_size == store.count * dtype.itemsize and len(store.documents) == facts["documents"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # to be made again
     return store if whole else None
 
@@ -224,39 +224,23 @@ class _Writer:
 
 def _write(path: Path, texts: Iterable[Piece], tokenizer: Tokenizer) -> None:
     """Write the files of a store, the description last; each is complete or absent."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with ExitStack() as stack:
-        stack.callback(temporary.unlink, missing_ok=True)
-        with open(temporary, "wb") as file:
-            writer = _Writer(file, tokenizer.specials)
-            for piece, tokens in _encoded(texts, tokenizer):
-                if piece.first:
-                    writer.begin(piece.label)
-                writer.add(tokens)
-                writer.end()
-            _sync(file)
-        os.replace(temporary, path)
-        facts = {
-            "count": writer.count,
-            "highest": writer.highest,
-            "dtype": writer.dtype.str,
-            "sha256": writer.digest.hexdigest(),
-            "documents": len(writer.documents),
-        }
-        _replace(path.with_suffix(".documents"), np.asarray(writer.documents, dtype=np.int64).tobytes(), temporary)
-        _replace(path.with_suffix(".json"), json.dumps(facts).encode(), temporary)
-
-
-def _replace(path: Path, data: bytes, temporary: Path) -> None:
-    with open(temporary, "wb") as file:
-        file.write(data)
-        _sync(file)
-    os.replace(temporary, path)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+    with write_aside(path) as file:
+        writer = _Writer(file, tokenizer.specials)
+        for piece, tokens in _encoded(texts, tokenizer):
+            if piece.first:
+                writer.begin(piece.label)
+            writer.add(tokens)
+            writer.end()
+    facts = {
+        "count": writer.count,
+        "highest": writer.highest,
+        "dtype": writer.dtype.str,
+        "sha256": writer.digest.hexdigest(),
+        "documents": len(writer.documents),
+    }
+    with write_aside(path.with_suffix(".documents")) as file:
+        file.write(np.asarray(writer.documents, dtype=np.int64).tobytes())
+    write_text(path.with_suffix(".json"), json.dumps(facts))
 
 
 def _encoded(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from lading.errors import ConfigError
+from lading.files import read_json
 from lading.ir.fleet import Join, network_of
 from lading.ir.placement import Flow, Problem, Shared, Task
-from lading.ir.reading import read_as, read_json
+from lading.ir.reading import read_as
 
 _ADVICE = "lading.planner.placement.plain has the keys"
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lading.capture.effects import draws, moves_view, out_of_place, written
 from lading.capture.fakes import FakeRunner, flat_tensors
 from lading.capture.flops import op_flops
 from lading.capture.known import Trace
@@ -59,6 +60,9 @@ _ADVICE = {
     "as the plan decides what is recomputed",
     "sparse": "its result is sparse or a lazy conjugate; use dense real arithmetic "
     "(cos and sin for rotations, Embedding(sparse=False))",
+    "geometry": "it gives a parameter, a buffer or a tensor of the batch another shape in place; "
+    "use the out-of-place form",
+    "memory": "it gives a tensor other memory; make a new tensor instead (torch.empty, torch.cat)",
     "opaque": "it hands its backward a workspace of its own making; run its module under "
     "torch.backends.mkldnn.flags(enabled=False)",
 }
@@ -89,6 +93,7 @@ class Tracer(TorchDispatchMode):
         self._alive: list[Any] = []  # storages stay alive so that their addresses stay unique
         self._node_modules: dict[int, str] = {}
         self._owners: dict[int, str] = {}
+        self._declared: set[int] = set()
         self._fakes = FakeRunner()
         self._trace = Trace(self.storages, self.tensors, self.ops)
 
@@ -99,6 +104,7 @@ class Tracer(TorchDispatchMode):
         values: Mapping[str, torch.Tensor],
     ) -> None:
         """Register what exists before the step; ``values`` are the real tensors of the inputs."""
+        self._declared.update(map(id, (*fakes.values(), *(tensor for _, tensor in inputs))))
         for name, tensor in fakes.items():
             role = Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER
             self._new_storage(tensor, name, role)
@@ -122,8 +128,9 @@ class Tracer(TorchDispatchMode):
         if func is _CONJ:  # a lazy view in eager; every reader but a product makes the same numbers from it
             func = torch.ops.aten._conj_physical.default
         tensors = list(flat_tensors((args, kwargs)))
-        mutated = _mutated(func, args, kwargs)
+        mutated = written(func, args, kwargs)
         self._check_real(func, tensors, mutated)
+        moved = self._moved(func, args)
         try:
             out = self._fakes.run(func, args, kwargs, tensors)
         except _DATA_DEPENDENT as error:
@@ -132,7 +139,9 @@ class Tracer(TorchDispatchMode):
             raise CaptureError(self._refusal(func, _ADVICE["operator"])) from error
         except RuntimeError as error:
             raise CaptureError(self._refusal(func, f"the operation itself failed: {error}")) from error
-        if func.namespace != "prim":
+        if moved is not None:
+            self._record_moved(func, args, moved)
+        elif func.namespace != "prim":
             self._record(func, args, kwargs, out, tensors, mutated)
         return out
 
@@ -214,6 +223,27 @@ class Tracer(TorchDispatchMode):
         if torch.is_grad_enabled() and any(t.requires_grad and not isinstance(t, FakeTensor) for t in tensors):
             raise CaptureError(self._refusal(func, _ADVICE["trainable"]))
 
+    def _moved(self, func: Any, args: Any) -> int | None:
+        """Id of the tensor whose geometry the operation is about to change in place; None for any other operation."""
+        return self.tensor_id(args[0]) if func._schema.is_mutable and moves_view(func) else None
+
+    def _record_moved(self, func: Any, args: Any, before: int) -> None:
+        """A view in place: nothing is written, but the tensor has another geometry from now on."""
+        self._check_size(func, args[0].untyped_storage())
+        after = self.tensor_id(args[0])
+        if id(args[0]) in self._declared and after != before:
+            raise CaptureError(self._refusal(func, _ADVICE["geometry"]))
+        if self.views is not None:
+            form, others = out_of_place(func), tuple(map(self._encode, args[1:]))
+            view = (form, self._phase(), (Ref(before), *others), (), (before,), (after,), (after,), (), self._module())
+            self.views.append((len(self.ops), Op(*view, OpKind.COPY)))
+
+    def _check_size(self, func: Any, storage: torch.UntypedStorage) -> None:
+        """A storage keeps the size that it was made with."""
+        number = self._storage_ids.get(storage._cdata)
+        if number is None or self.storages[number].size_bytes != storage.nbytes():
+            raise CaptureError(self._refusal(func, _ADVICE["memory"]))
+
     def _refusal(self, func: Any, advice: str) -> str:
         return f"cannot capture {func} in {self.place()}: {advice}"
 
@@ -247,6 +277,8 @@ class Tracer(TorchDispatchMode):
         made = list(flat_tensors(out))
         for t in made:
             self._check_dense(func, t)
+        for t in mutated:
+            self._check_size(func, t.untyped_storage())
         new = [t for t in made if t.untyped_storage()._cdata not in self._storage_ids]
         is_view = not new and not mutated and func is not _ASSERT
         if is_view and self.views is None:
@@ -294,7 +326,7 @@ class Tracer(TorchDispatchMode):
         """
         if func._schema.name in _OPAQUE:
             raise CaptureError(self._refusal(func, _ADVICE["opaque"]))
-        is_random = _is_random(func, args, kwargs)
+        is_random = draws(func, args, kwargs)
         if is_random and self.phase is Phase.BACKWARD:
             raise CaptureError(self._refusal(func, _ADVICE["again"]))
         return is_random
@@ -314,7 +346,7 @@ class Tracer(TorchDispatchMode):
         target = mutated[0]
         storage = self.storages[self._storage_ids[target.untyped_storage()._cdata]]
         name, whole = func._schema.name.split("::")[1], target.untyped_storage().nbytes()
-        if len(mutated) > 1 or target is not args[0] or _is_random(func, args, kwargs) or not name.endswith("_"):
+        if len(mutated) > 1 or target is not args[0] or draws(func, args, kwargs) or not name.endswith("_"):
             return None
         if storage.role not in (Role.ACTIVATION, Role.GRADIENT) or target.numel() * target.element_size() != whole:
             return None
@@ -441,11 +473,6 @@ class Tracer(TorchDispatchMode):
             yield Parameter(tuple(names[key]), self.tensor_id(tensor), gradient)
 
 
-#: Batch norms that update their running statistics (arguments 3 and 4) though their schema does not say so, and the
-#: position of the flag that makes them.
-_HIDDEN_BUFFERS = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5}
-
-
 def _check_constants(graph: StepGraph) -> None:
     """A constant is there in every step as it was captured, so nothing may write it."""
     for op in graph.ops:
@@ -474,27 +501,3 @@ def _exchanged(value: Any, real: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _exchanged(item, real) for key, item in value.items()}
     return type(value)(_exchanged(item, real) for item in value) if isinstance(value, (list, tuple)) else value
-
-
-def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the operation draws random numbers; attention without dropout does not."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            return bool(args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value))
-    return True
-
-
-def _mutated(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Tensors among the arguments that the operation writes, as its schema says or hides."""
-    name = func._schema.name.removeprefix("aten::")
-    if name in _HIDDEN_BUFFERS and args[_HIDDEN_BUFFERS[name]]:
-        return [t for t in args[3:5] if t is not None]
-    if not func._schema.is_mutable:
-        return []
-    values: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            values.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    return list(flat_tensors(values))

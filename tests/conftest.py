@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,10 @@ settings.load_profile("lading")
 
 # A background shell ignores Ctrl-C for the tests and all they start; the tests of Ctrl-C need it back.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Plans are kept for the tests of a process, not in the user's cache.
+_CACHE = tempfile.TemporaryDirectory(prefix="lading-cache-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core each
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -33,8 +33,10 @@ from lading.models.dit import DitConfig
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model, model_class
 from lading.models.tasks import LOSSES
-from lading.planner.api import SAVE_BYTES, Sketch, make_plan, make_program, predict, sketch_plan
+from lading.planner.api import SAVE_BYTES, Sketch, make_program, predict, sketch_plan
+from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
+from lading.report.progress import SILENT, PlanProgress, planning_progress
 from lading.runtime import data
 from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
 from lading.runtime.cuda import Cuda
@@ -48,6 +50,9 @@ from lading.runtime.workspace import measured_workspace
 _SCRATCH = "workspace_bytes"
 #: Manifest, checksums and code of saving. Measured: 0.7 MiB for a Llama of 6 layers, torch 2.13.
 _SAVE_OBJECTS = 1 << 20
+
+#: A search for a plan shorter than this shows nothing.
+_QUICK_S = 2.0
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -87,6 +92,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     master_weights: bool = False,
     matrices: Matrices | None = None,
     compile: bool = False,
+    cache: bool = True,
 ) -> Plan:
     """Plan the training step of a captured model with AdamW, or with a rule for its matrices and AdamW for the rest.
 
@@ -102,6 +108,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
         matrices: Muon, Shampoo or SOAP, and which parameters they move (``lading.Matrices``).
         compile: Fuse runs of light operations: faster, close to plain PyTorch's numbers, not equal to the bit.
+        cache: Take the plan from the user's cache folder if an equal one was made before, which is said on standard
+            error, and keep it there; False plans anew. A search of more than two seconds says there what it does.
 
     Raises:
         PlanInfeasible: nothing fits; says what binds, how much is missing and what would do.
@@ -110,21 +118,24 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     machine = as_machine(machine)
     step = step_of(graph, machine, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)
     scratch = _scratch(step, machine)
-    planned = make_plan(
-        step,
-        machine,
-        budget=budget,
-        disk_budget=disk_budget,
-        policy=policy,
-        expansion={
-            "clip_norm": clip_norm,
-            "master_weights": float(master_weights),
-            **_recorded(scratch, machine),
-            "compile": float(compile),
-            SAVE_BYTES: float(_save_bytes(step, machine)),
-        },
-        workspace_bytes=scratch,
-    )
+    with planning_progress(after_s=_QUICK_S) as progress:
+        planned = cached_plan(
+            step,
+            machine,
+            folder=cache_folder() if cache else None,
+            progress=progress,
+            budget=budget,
+            disk_budget=disk_budget,
+            policy=policy,
+            expansion={
+                "clip_norm": clip_norm,
+                "master_weights": float(master_weights),
+                **_recorded(scratch, machine),
+                "compile": float(compile),
+                SAVE_BYTES: float(_save_bytes(step, machine)),
+            },
+            workspace_bytes=scratch,
+        )
     return _with_matrices(planned.plan, graph, matrices)
 
 
@@ -203,22 +214,34 @@ class CapturedRun:
     graph: StepGraph
 
 
-def plan_run(run: RunConfig, machine: Machine | None = None, step: CapturedRun | None = None) -> Prepared:
+def plan_run(
+    run: RunConfig,
+    machine: Machine | None = None,
+    step: CapturedRun | None = None,
+    *,
+    cache: bool = False,
+    progress: PlanProgress = SILENT,
+) -> Prepared:
     """Plan a run for its machine, or for ``machine``.
 
     Args:
         step: From ``capture_run``, of a run that differs in memory at most; None captures it now.
+        cache: Whether to take the plan from the user's cache folder, and to keep it there (``planner.cache``).
+        progress: Is told what is being done.
     """
     torch.set_num_threads(run.num_threads)
     run = resolved(run)
     machine = machine or machine_of(run)
+    progress.update(0.0, "capturing the model")
     step = step or capture_run(run, machine)
     initial, captured, graph = step.initial, step.captured, step.graph
     free = _free_bytes(Path(run.memory.folder or run.out))
     scratch = _scratch(graph, machine)
-    planned = make_plan(
+    planned = cached_plan(
         graph,
         machine,
+        folder=cache_folder() if cache else None,
+        progress=progress,
         budget=run.memory.budget,
         disk_budget=run.memory.disk_budget_bytes(free),
         policy=run.memory.policy,
@@ -230,9 +253,9 @@ def plan_run(run: RunConfig, machine: Machine | None = None, step: CapturedRun |
             SAVE_BYTES: float(_run_save_bytes(run, graph, machine)),
         },
         workspace_bytes=scratch,
-        run=run_to_dict(run),
     )
     made = _with_matrices(planned.plan, captured, run.optimization.matrices)
+    made = dataclasses.replace(made, run=run_to_dict(run))
     return Prepared(run, initial, captured, planned.graph, machine, made, planned.program, planned.predicted)
 
 
@@ -489,8 +512,11 @@ def built_whole(run: RunConfig) -> torch.nn.Module:
 
 
 def _free_bytes(folder: Path) -> int:
+    """Free space of a folder's disk, rounded down to five leading bits, so that equal runs get the same share of it."""
     import shutil
 
     while not folder.exists():
         folder = folder.absolute().parent
-    return shutil.disk_usage(folder).free
+    free = shutil.disk_usage(folder).free
+    unit = 1 << max(0, free.bit_length() - 5)
+    return free // unit * unit

@@ -43,7 +43,7 @@ from lading.prepare import (
     prepare_plan,
 )
 from lading.report.metrics import MetricsLog, read_steps, truncate_after
-from lading.report.progress import training_progress
+from lading.report.progress import planning_progress, training_progress
 from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset
 from lading.runtime.loggers import Logger, check_logging, open_loggers
@@ -84,8 +84,12 @@ class RunResult:
         return "\n".join(lines)
 
 
-def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
+def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = False) -> RunResult:
     """Train a run, planned first, or exactly as a plan says. A run that had ended already is reported again.
+
+    Args:
+        resume: Go on from the newest complete checkpoint.
+        cache: Whether the plan may come from the user's cache folder, and is kept there (``planner.cache``).
 
     Raises:
         BudgetExceeded: measured memory went above the budget; everything is saved and reported first.
@@ -96,7 +100,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
         what = resolved(what)
         check_logging(what.logging)
         _newest(what, Path(what.out), None, resume=resume)  # refuses before it plans; asked again below
-    prepared = plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what, to_run=True)
+    prepared = _planned(what, cache=cache) if isinstance(what, RunConfig) else prepare_plan(what, to_run=True)
     run, out = prepared.run, Path(prepared.run.out)
     check_available(prepared.machine.device.kind)
     with run_lock(out):
@@ -112,6 +116,11 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False) -> RunResult:
         finish_run(prepared, timeline)
         records = [record for record in read_steps(out / "metrics.jsonl") if record["step"] >= first]
     return _checked(_result(prepared, records, peak))
+
+
+def _planned(run: RunConfig, *, cache: bool) -> Prepared:
+    with planning_progress() as progress:
+        return plan_run(run, cache=cache, progress=progress)
 
 
 def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tuple[int, Timeline, int]:

@@ -99,7 +99,9 @@ def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
 
 def test_plan(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "run.toml", "memory.budget=30%", "--out", "new.json"]) == 0
-    assert train.calls == [("plan_run", (load_run("run.toml", ["memory.budget=30%"]),), {})]
+    (name, args, options), *others = train.calls
+    assert (name, args, others) == ("plan_run", (load_run("run.toml", ["memory.budget=30%"]),), [])
+    assert options["cache"]
     assert Plan.load(Path("new.json")) == Plan.load(Path("saved.json"))
     out = capsys.readouterr().out
     assert "residency" in out
@@ -115,11 +117,24 @@ def test_simulate(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
     assert "predicted step 2.000 s, device peak 3.00 MiB" in capsys.readouterr().out
 
 
+NEW = {"resume": False, "cache": True}
+
+
 def test_train(train: FakeTrain) -> None:
     assert main(["train", "run.toml", "seed=4", "threads=1"]) == 0
     assert main(["train", "--plan", "saved.json", "--resume"]) == 0
-    assert train.calls[0] == ("train_run", (load_run("run.toml", ["seed=4", "threads=1"]),), {"resume": False})
-    assert train.calls[1] == ("train_run", (Plan.load(Path("saved.json")),), {"resume": True})
+    assert train.calls[0] == ("train_run", (load_run("run.toml", ["seed=4", "threads=1"]),), NEW)
+    assert train.calls[1] == ("train_run", (Plan.load(Path("saved.json")),), NEW | {"resume": True})
+
+
+def test_without_the_cache(train: FakeTrain, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["plan", "run.toml", "--no-cache"], ["simulate", "run.toml", "--no-cache"]):
+        assert main(argv) == 0
+    assert main(["train", "run.toml", "--no-cache"]) == 0
+    assert [options["cache"] for _, _, options in train.calls] == [False] * 3
+    for argv in (["train", "--plan", "saved.json"], ["simulate", "saved.json"], ["plan", "--model", "gpt2"]):
+        assert main([*argv, "--no-cache"]) == 2
+        assert "--no-cache belongs to RUN.toml" in capsys.readouterr().err
 
 
 def test_report_probe_demo(train: FakeTrain) -> None:
@@ -211,7 +226,7 @@ def test_timeline_text_of_nothing() -> None:
 SLOW = """
 import sys, time, types
 train = types.ModuleType("lading.train")
-def train_run(run, resume):
+def train_run(run, resume, cache):
     print("started" * {times}, flush=True)
     time.sleep({seconds})
 train.train_run = train_run

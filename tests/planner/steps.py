@@ -83,6 +83,13 @@ def tiny(seed: int, depth: int = 2) -> Step:
     return within(step, int(least + (most - least) * rng.uniform(0.05, 0.95)))
 
 
+def bytes_machine() -> Machine:
+    """The small machine, which can multiply what a tiny step is made of."""
+    machine = small_machine()
+    rates = {**machine.device.peak_flops_per_s, "uint8": 1e9}
+    return dataclasses.replace(machine, device=dataclasses.replace(machine.device, peak_flops_per_s=rates))
+
+
 def slower_disk(machine: Machine, slower: float) -> Machine:
     """The machine with a disk ``slower`` times slower."""
     disk = machine.tiers[0]

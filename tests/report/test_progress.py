@@ -8,7 +8,7 @@ import re
 import pytest
 
 from lading.errors import ConfigError
-from lading.report.progress import clock_text, memory_text, training_progress
+from lading.report.progress import clock_text, memory_text, planning_progress, training_progress
 from lading.units import GiB, MiB
 
 
@@ -107,3 +107,37 @@ def test_clock_text() -> None:
 def test_counts_out_of_range(steps: int, budget: int, first: int) -> None:
     with pytest.raises(ConfigError, match="expected total_steps"), training_progress(steps, budget, first_step=first):
         pass
+
+
+def test_a_search_for_a_plan_says_what_it_does_in_plain_lines() -> None:
+    out, clock = Stream(), Clock()
+    with planning_progress(out, every_s=2.0, clock=clock) as progress:
+        for second, share in enumerate((0.0, 0.2, 0.25, 0.4, 0.999)):
+            clock.now = 100.0 + second
+            progress.update(share, f"plan {second}")
+        clock.now = 105.0
+    lines = ["planning, 25% after 2s: plan 2", "planning, 99% after 4s: plan 4", "planned in 5s"]
+    assert out.getvalue().splitlines() == lines
+
+
+def test_a_quick_search_says_nothing_but_its_notes() -> None:
+    out, clock = Stream(), Clock()
+    with planning_progress(out, after_s=3.0, clock=clock) as progress:
+        clock.now = 102.5
+        progress.update(0.5, "plan 1")
+        progress.note("from the cache")
+    assert out.getvalue() == "from the cache\n"
+
+
+def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out, clock = Stream(terminal=True), Clock()
+    with planning_progress(out, after_s=2.0, clock=clock) as progress:
+        progress.update(0.1, "too early [to show]")
+        clock.now = 102.0
+        progress.update(0.42, "a first plan [of 3]")
+        progress.note("a note")
+    assert "too early" not in out.getvalue()
+    assert "a first plan [of 3]" in out.getvalue()
+    assert "42%" in out.getvalue()
+    assert "a note" in out.getvalue()

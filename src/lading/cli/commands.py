@@ -49,6 +49,12 @@ Resume = Annotated[
 ]
 
 
+NoCache = Annotated[
+    FlagCreatePairsOff[bool],
+    arg(help="Plan anew, not from the cache of plans, nor keep it there.", help_behavior_hint=""),
+]
+
+
 def _optional(metavar: str, text: str) -> object:
     """An option that changes nothing when it is left out."""
     return arg(metavar=metavar, help=text, help_behavior_hint="")
@@ -194,6 +200,7 @@ class Plan:
     json: Annotated[
         Path | None, _optional("FILE.json", "With --model, also write the figures (docs/plan-json.md).")
     ] = None
+    no_cache: NoCache = False
 
     def run(self) -> None:
         """Print the plan and save it."""
@@ -204,6 +211,7 @@ class Plan:
         from lading.cli.layouts import OPTIONS, plan_cluster
 
         if self.run_file is None:
+            _check_cache(self.no_cache, "--model")
             if self.json:
                 _check_target(self.json)
             return plan_cluster(self)
@@ -214,9 +222,11 @@ class Plan:
         from rich.console import Console
 
         from lading.prepare import plan_run
+        from lading.report.progress import planning_progress
         from lading.report.table import print_plan
 
-        prepared = plan_run(run)
+        with planning_progress() as progress:
+            prepared = plan_run(run, cache=not self.no_cache, progress=progress)
         print_plan(prepared.plan, prepared.graph, Console())
         prepared.plan.save(self.out)
         print(f"wrote {self.out}")
@@ -277,6 +287,7 @@ class Simulate:
     ] = None
     report: Annotated[Path | None, _optional("FILE.html", "With --model, also write a report to look at.")] = None
     json: Annotated[Path | None, _optional("FILE.json", "With --model, also write the figures.")] = None
+    no_cache: NoCache = False
 
     def run(self) -> None:
         """Print the predicted step, and write its trace and snapshot if asked."""
@@ -289,6 +300,7 @@ class Simulate:
         if self.source is None:
             from lading.cli.clusters import simulate_cluster
 
+            _check_cache(self.no_cache, "--model")
             return simulate_cluster(self)
         scaled = ("jitter", "straggler", "slow_link", "mtbf", "storage", "restart", "growth", "report")
         own = ("machine", "devices", "layout", "seq", "network", "lora", "qlora", "optimizer", "price")
@@ -299,8 +311,14 @@ class Simulate:
                 raise ConfigError(f"--{option} belongs to --model, got it next to {self.source}")
         what = (_load_plan if self.source.suffix == ".json" else load_run)(self.source, self.overrides)
         from lading.prepare import plan_run, prepare_plan
+        from lading.report.progress import planning_progress
 
-        prepared = plan_run(what) if isinstance(what, RunConfig) else prepare_plan(what)
+        if isinstance(what, RunConfig):
+            with planning_progress() as progress:
+                prepared = plan_run(what, cache=not self.no_cache, progress=progress)
+        else:
+            _check_cache(self.no_cache, "a plan")
+            prepared = prepare_plan(what)
         timeline = prepared.predicted
         print(timeline_text(timeline))
         if self.trace:
@@ -323,6 +341,7 @@ class Train:
     overrides: Overrides = ()
     plan: PlanFile = None
     resume: Resume = False
+    no_cache: NoCache = False
 
     def run(self) -> None:
         """Train and print what happened."""
@@ -331,13 +350,14 @@ class Train:
             raise ConfigError(f"expected RUN.toml or --plan PLAN.json, got {found}")
         what: RunConfig | SavedPlan
         if self.plan is not None:
+            _check_cache(self.no_cache, "--plan")
             what = _load_plan(self.plan, self.overrides)
         else:
             assert self.run_file is not None
             what = load_run(self.run_file, self.overrides)
         from lading.train import train_run
 
-        print(train_run(what, resume=self.resume))
+        print(train_run(what, resume=self.resume, cache=not self.no_cache))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,6 +459,14 @@ def timeline_text(timeline: Timeline) -> str:
         share = busy_s / duration_s if duration_s else 0.0
         lines.append(f"  {stream:<12} busy {format_seconds(busy_s):>10}  {share:4.0%}")
     return "\n".join(lines)
+
+
+def _check_cache(no_cache: bool, beside: str) -> None:
+    """Refuse a switch that would have no effect."""
+    if no_cache:
+        raise ConfigError(
+            f"--no-cache belongs to RUN.toml, whose plan may be one of the cache; got it next to {beside}"
+        )
 
 
 def _check_target(path: Path) -> None:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from lading import __version__
 from lading.cost.compute import (
@@ -40,6 +39,7 @@ from lading.planner.orders import Ordered, best_order, deferred_step, ordered_wi
 from lading.planner.policies import Policy, checkpoint_every_block, keep_all
 from lading.planner.residency import MOST_RETIMED, Found, Step, lower_bound_s
 from lading.planner.streaming import streaming
+from lading.report.progress import SILENT, PlanProgress
 from lading.sim.engine import simulate, stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
 
@@ -91,7 +91,7 @@ def make_plan(
     policy: str | Policy = "residency",
     expansion: Mapping[str, float] | None = None,
     workspace_bytes: Sequence[int] = (),
-    run: dict[str, Any] | None = None,
+    progress: PlanProgress = SILENT,
 ) -> Planned:
     """Choose where every storage is between any two uses.
 
@@ -102,7 +102,7 @@ def make_plan(
         policy: One of POLICIES, or a function of your own, which is compared with them under its name.
         expansion: Settings that ``graph`` was expanded with, and SAVE_BYTES, what saving takes; recorded.
         workspace_bytes: Scratch of each operation outside its tensors; () where unknown, which becomes an assumption.
-        run: Configuration to record in the plan.
+        progress: Is told what is being done.
 
     Raises:
         PlanInfeasible: no plan of this policy fits.
@@ -121,15 +121,16 @@ def make_plan(
     _check_device(machine, budgets["device"])
     step = dataclasses.replace(free, budgets=budgets)
     rows, fitting = _plain_policies(step, free, keep_all_bytes, policies)
-    chosen = _chosen(step, policy, rows, fitting)
+    chosen = _chosen(step, policy, rows, fitting, progress)
     if policy == "residency":
+        progress.update(0.97, "operations on the host")
         chosen = ordered_with_host(chosen)
         rows.append(_row(policy, chosen.found))
     found = chosen.found
     verify(found.program)
     settings = {"keep_all_bytes": float(keep_all_bytes), **given}
     assumptions = _assumptions(graph, machine, workspace_bytes, fused=fused)
-    asked = _Asked(graph, machine, policy, budgets, run)
+    asked = _Asked(graph, machine, policy, budgets)
     plan = _plan(asked, chosen, tuple(rows), settings, assumptions)
     return Planned(plan, chosen.step.graph, found.program, found.timeline, keep_all_bytes)
 
@@ -142,7 +143,6 @@ class _Asked:
     machine: Machine
     policy: str
     budgets: dict[str, int]
-    run: dict[str, Any] | None
 
 
 def _plan(
@@ -178,7 +178,6 @@ def _plan(
         policies=policies,
         assumptions=assumptions,
         machine=dataclasses.asdict(asked.machine),
-        run=asked.run,
     )
 
 
@@ -367,9 +366,11 @@ def _plain_policies(
     return rows, fitting
 
 
-def _chosen(step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found]) -> Ordered:
+def _chosen(
+    step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found], progress: PlanProgress
+) -> Ordered:
     if policy == "residency":
-        return best_order(step, fitting.values())
+        return best_order(step, fitting.values(), progress)
     if policy in fitting:
         return Ordered(0, step, fitting[policy], lower_bound_s(step))
     needs = next(row.peak_bytes for row in rows if row.policy == policy)

@@ -29,6 +29,7 @@ from lading.planner.residency import (
     Found,
     Search,
     Step,
+    Tell,
     flow_bound_s,
     good_enough,
     lower_bound_s,
@@ -36,6 +37,7 @@ from lading.planner.residency import (
     smallest_budget_bytes,
 )
 from lading.planner.streaming import moving
+from lading.report.progress import SILENT, PlanProgress
 
 #: Where updates come during the backward, this share of them, the last ones, is what may be left without cover.
 _LAST_SHARE = 1 / 3
@@ -82,11 +84,12 @@ def smallest_order_bytes(step: Step) -> int:
     return min(smallest_budget_bytes(deferred_step(step, count))[0] for count in _counts(step))
 
 
-def best_order(step: Step, others: Iterable[Found]) -> Ordered:
+def best_order(step: Step, others: Iterable[Found], progress: PlanProgress = SILENT) -> Ordered:
     """Plan the orders of a step: the first plan of each, then the rest of the search in those within reach of the best.
 
     Args:
         others: Plans of ``step`` itself that are candidates too.
+        progress: Is told what is being done.
 
     Raises:
         PlanInfeasible, ConfigError: no order has a plan; says it of the order that needs least.
@@ -97,20 +100,29 @@ def best_order(step: Step, others: Iterable[Found]) -> Ordered:
             return Ordered(0, step, found, found.step_s)
     bound_s = float("inf")
     searches: list[tuple[int, Search]] = []
-    for count in _counts(step):
-        ordered = deferred_step(step, count)
+    counts = _counts(step)
+    for index, count in enumerate(counts):
+        ordered, tell = (
+            deferred_step(step, count),
+            _within(progress, index / len(counts) / 3, 1 / len(counts) / 3, count),
+        )
+        tell(0.0, "what no plan can do better than")
         bound_s = min(bound_s, lower_bound_s(ordered))
         search = Search(ordered, () if count else others)
+        tell(0.3, "a first plan")
         search.advance()
+        tell(0.6, "plans that move or evict only")
         evicted = () if count else evicting(ordered, search.best_s)
         for found in chain([search.best], moving(ordered), evicted):
             search.offer(found)
             if search.best is not None and good_enough(search.best, bound_s):
                 return Ordered(count, ordered, search.best, bound_s)
         searches.append((count, search))
-    count, found = _finished(searches, bound_s)
+    count, found = _finished(searches, bound_s, progress)
+    progress.update(0.9, "single changes of the fastest plan")
     found = polished(found, bound_s)
     if not good_enough(found, bound_s):
+        progress.update(0.95, "a sharper bound")
         bound_s = _sharper(step, bound_s)
     return Ordered(count, found.step, found, bound_s)
 
@@ -135,17 +147,28 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
     return dataclasses.replace(chosen, step=best.step, found=best, bound_s=lower_bound_s(best.step))
 
 
-def _finished(searches: Sequence[tuple[int, Search]], bound_s: float) -> tuple[int, Found]:
+def _within(progress: PlanProgress, start: float, length: float, deferred: int) -> Tell:
+    """Tells of one part of the whole search, the order in which so many updates are deferred."""
+    order = f"{deferred} updates deferred" if deferred else "updates at once"
+
+    def tell(share: float, doing: str) -> None:
+        progress.update(start + length * share, f"{order}: {doing}")
+
+    return tell
+
+
+def _finished(searches: Sequence[tuple[int, Search]], bound_s: float, progress: PlanProgress) -> tuple[int, Found]:
     """The best plan of the searches that are worth finishing."""
     firsts = [search.best.step_s for _, search in searches if search.best is not None]
     reach = (1 + _REACH) * min(firsts, default=float("inf"))
     best: tuple[int, Found] | None = None
     failure: PlanInfeasible | ConfigError | None = None
-    for count, search in searches:
+    for index, (count, search) in enumerate(searches):
         if firsts and (search.best is None or search.best.step_s > reach):
             continue
+        part = 0.55 / len(searches)
         try:
-            found = search.finish(bound_s)
+            found = search.finish(bound_s, _within(progress, 1 / 3 + index * part, part, count))
         except (PlanInfeasible, ConfigError) as error:
             failure = _easier(failure, error)
             continue

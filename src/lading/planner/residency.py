@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -36,7 +36,7 @@ from lading.planner.lower import Costs, Lowered, fixed_bytes, lower, unlimited_b
 from lading.planner.relaxation import Problem, Relaxed, build
 from lading.planner.schedule import base_profile, item_seconds
 from lading.sim.engine import simulate, step_seconds
-from lading.units import format_bytes
+from lading.units import format_bytes, format_seconds
 
 _FLOW_WINDOWS = 4
 _REPAIRS = 6
@@ -150,6 +150,10 @@ class Found:
         return self.step_s > (1 + _WAITING) * computed
 
 
+#: Takes the share of some work that is done, in [0, 1], and what is being done.
+Tell = Callable[[float, str], None]
+
+
 def good_enough(found: Found, bound_s: float) -> bool:
     """Whether there is little to gain by a longer search."""
     return found.step_s <= (1 + GOOD_ENOUGH) * bound_s
@@ -160,16 +164,19 @@ class Search:
 
     Attributes:
         best: The fastest plan found so far.
+        looked_at: Candidates looked at, of ``num_candidates`` at most where one of them fits.
     """
 
     def __init__(self, step: Step, others: Iterable[Found]) -> None:
         self.step = step
+        self.looked_at, self.num_candidates = 0, len(aims(len(step.graph.ops))[0])
         self.best: Found | None = min(others, key=lambda found: found.step_s, default=None)
         self._candidates = iter(_candidates(step, Relaxations(step)))
 
     def advance(self) -> bool:
         """Look at one more candidate; False if there is none left."""
         found = next(self._candidates, None)
+        self.looked_at += 1
         self.offer(found)
         return found is not None
 
@@ -182,15 +189,22 @@ class Search:
         if found is not None and found.step_s < self.best_s():
             self.best = found
 
-    def finish(self, bound_s: float) -> Found:
+    def finish(self, bound_s: float, tell: Tell = lambda share, doing: None) -> Found:
         """The fastest plan found, the search ended early once it is good enough.
+
+        Args:
+            tell: Is told the share of the candidates looked at and what is being done.
 
         Raises:
             PlanInfeasible: not even moving or recomputing everything fits.
             ConfigError: what fits the device does not fit a lower tier's budget.
         """
-        while (self.best is None or not good_enough(self.best, bound_s)) and self.advance():
-            pass
+        while self.best is None or not good_enough(self.best, bound_s):
+            best = "none fits yet" if self.best is None else f"the fastest takes {format_seconds(self.best.step_s)}"
+            done = min(self.looked_at, self.num_candidates)
+            tell(done / (self.num_candidates + 1), f"plan {done + 1} of {self.num_candidates}, {best}")
+            if not self.advance():
+                break
         if self.best is None:
             self.best = _smallest(self.step)
         return self.best

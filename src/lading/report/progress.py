@@ -1,4 +1,4 @@
-"""Progress of a training run: a live bar on a terminal, plain lines anywhere else."""
+"""Progress of a training run, and of the search for its plan: a live bar on a terminal, plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -34,6 +34,58 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Print a line without disturbing the bar."""
         ...
+
+
+class PlanProgress(Protocol):
+    """What the search for a plan tells about itself."""
+
+    def update(self, share: float, doing: str) -> None:
+        """Show that ``share`` of the search, in [0, 1], is done at most, and what is being done."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Print a line without disturbing the bar."""
+        ...
+
+
+class Silent:
+    """A PlanProgress that shows nothing."""
+
+    def update(self, share: float, doing: str) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Print nothing."""
+
+
+SILENT: PlanProgress = Silent()
+
+
+@contextmanager
+def planning_progress(
+    stream: TextIO | None = None,
+    *,
+    after_s: float = 0.0,
+    every_s: float = 2.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> Generator[PlanProgress, None, None]:
+    """Show the search for a plan for as long as the ``with`` block runs; a quick one shows nothing but its notes.
+
+    Args:
+        stream: Where to write; None is standard error. A terminal gets a bar, anything else plain lines.
+        after_s: Seconds before anything is shown.
+        every_s: Least seconds between two plain lines, and before the first.
+        clock: Seconds, for tests.
+    """
+    out: TextIO = sys.stderr if stream is None else stream
+    console = _terminal(out)
+    shown = (
+        _PlanLines(out, max(after_s, every_s), every_s, clock) if console is None else _PlanBar(console, after_s, clock)
+    )
+    try:
+        yield shown
+    finally:
+        shown.close()
 
 
 @contextmanager
@@ -174,3 +226,60 @@ class _Bar:
 
     def note(self, text: str) -> None:
         self.live.console.print(text, markup=False, highlight=False)
+
+
+class _PlanLines:
+    """One line every few seconds, flushed, and one at the end if there were any."""
+
+    def __init__(self, stream: TextIO, after_s: float, every_s: float, clock: Callable[[], float]) -> None:
+        self._stream, self._every_s, self._clock = stream, every_s, clock
+        self._start_s = clock()
+        self._next_s, self._shown = self._start_s + after_s, False
+
+    def update(self, share: float, doing: str) -> None:
+        now = self._clock()
+        if now >= self._next_s:
+            self._next_s, self._shown = now + self._every_s, True
+            self.note(f"planning, {floor(100 * share)}% after {clock_text(now - self._start_s)}: {doing}")
+
+    def note(self, text: str) -> None:
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Say how long it took, where anything was shown."""
+        if self._shown:
+            self.note(f"planned in {clock_text(self._clock() - self._start_s)}")
+
+
+class _PlanBar:
+    """A rich bar that goes away when the plan is there."""
+
+    def __init__(self, console: Console, after_s: float, clock: Callable[[], float]) -> None:
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import Progress as RichProgress
+
+        self._clock, self._from_s, self._started = clock, clock() + after_s, False
+        columns = (
+            TextColumn("planning"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        self._live: rich.progress.Progress = RichProgress(*columns, console=console, transient=True)
+        self._task = self._live.add_task("", total=1.0)
+
+    def update(self, share: float, doing: str) -> None:
+        self._live.update(self._task, completed=share, description=doing)
+        if not self._started and self._clock() >= self._from_s:
+            self._live.start()
+            self._started = True
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._started:
+            self._live.stop()

@@ -1,0 +1,151 @@
+"""Plans made before, in the user's cache folder, each under a name that hashes all that it depends on.
+
+That is the graph, the machine, what was asked (budgets, policy, settings, scratch) and what makes plans: the source of
+Lading, and the versions of the libraries that solve and count. So nothing is ever out of date, and a plan taken from
+here equals the plan that would be made. A file begins with a checksum, is written aside and renamed, and is lowered and
+verified like any saved plan; one that is damaged is said, and planned anew. The files used longest ago go first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from lading import __version__
+from lading.errors import LadingError
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Machine
+from lading.ir.plan import Plan, plan_from_dict
+from lading.planner.api import Planned, make_plan, make_program, predict
+from lading.planner.policies import Policy
+from lading.report.progress import SILENT, PlanProgress
+
+#: Most bytes of plans that stay.
+FOLDER_BYTES = 64 << 20
+
+
+class Asked(TypedDict, total=False):
+    """What is asked of a plan: the arguments of ``make_plan``."""
+
+    budget: str | float
+    disk_budget: str | float | None
+    policy: str | Policy
+    expansion: Mapping[str, float]
+    workspace_bytes: Sequence[int]
+
+
+def cache_folder() -> Path:
+    """Where plans are kept: ``lading/plans`` in $XDG_CACHE_HOME, or in ~/.cache where that is no absolute path."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "lading" / "plans"
+
+
+def cached_plan(
+    graph: StepGraph,
+    machine: Machine,
+    *,
+    folder: Path | None,
+    progress: PlanProgress = SILENT,
+    **asked: Unpack[Asked],
+) -> Planned:
+    """Take a plan from the cache, or make and keep it; what comes from there, or cannot be kept, is said.
+
+    Args:
+        graph, machine, asked: As of ``make_plan``. What a function does is not known, so its plans are not kept.
+        folder: Of the cache; None makes the plan in any case and keeps nothing.
+        progress: Is told what is being done.
+
+    Raises:
+        PlanInfeasible, ConfigError: as ``make_plan``.
+    """
+    if folder is None or not isinstance(asked.get("policy", ""), str):
+        return make_plan(graph, machine, **asked, progress=progress)
+    path = folder / f"{_key(graph, machine, asked)}.json"
+    if path.is_file():
+        progress.update(0.0, "a plan of the cache")
+        try:
+            planned = _planned(_read(path), graph, machine, asked)
+        except (LadingError, OSError) as error:
+            progress.note(f"the plan in the cache cannot be used, planning anew: {error}")
+        else:
+            progress.note(f"plan of an equal run before, from the cache: {path}")
+            return planned
+    planned = make_plan(graph, machine, **asked, progress=progress)
+    try:
+        _write(path, planned.plan)
+    except OSError as error:
+        progress.note(f"the plan is not kept in the cache: {error}")
+    return planned
+
+
+def _key(graph: StepGraph, machine: Machine, asked: Asked) -> str:
+    """A hash of all that a plan depends on."""
+    made_by = (__version__, _source_hash(), version("numpy"), version("highspy"))
+    given = {**asked, "expansion": sorted(asked.get("expansion", {}).items())}
+    workspace = tuple(asked.get("workspace_bytes", ()))
+    what = (
+        graph.fingerprint,
+        graph.blocks,
+        machine.fingerprint,
+        sorted({**given, "workspace_bytes": workspace}.items()),
+    )
+    return hashlib.sha256(repr((made_by, what)).encode()).hexdigest()[:32]
+
+
+def _source_hash() -> str:
+    """A hash of Lading's source."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _planned(plan: Plan, graph: StepGraph, machine: Machine, asked: Asked) -> Planned:
+    """A plan with the objects it was made from, made again."""
+    program = make_program(plan, graph, machine, workspace_bytes=asked.get("workspace_bytes", ()))
+    predicted = predict(plan, program, machine)
+    return Planned(plan, program.graph, program, predicted, int(plan.settings["keep_all_bytes"]))
+
+
+def _read(path: Path) -> Plan:
+    """A plan that was written whole.
+
+    Raises:
+        LadingError: it was not, or is damaged.
+        OSError: it cannot be read.
+    """
+    checksum, _, text = path.read_bytes().partition(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != checksum:
+        raise LadingError(f"expected a plan and its checksum in {path}, found a damaged file; it will be replaced")
+    os.utime(path)  # used now
+    return plan_from_dict(json.loads(text), str(path))
+
+
+def _write(path: Path, plan: Plan) -> None:
+    """Write a plan aside, rename it, and let go of what was used longest ago.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(asdict(plan)).encode()
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    aside.replace(path)
+    files: list[tuple[int, int, Path]] = []
+    for file in path.parent.iterdir():
+        with suppress(FileNotFoundError):  # another process let go of it
+            files.append((-file.stat().st_mtime_ns, file.stat().st_size, file))
+    total = 0
+    for _, size, file in sorted(files):
+        total += size
+        if total > FOLDER_BYTES and file != path:
+            file.unlink(missing_ok=True)

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from lading import __version__
-from lading.errors import LadingError
+from lading.errors import LadingError, StorageError
+from lading.files import make_folder, read_bytes, remove_file, write_aside
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan, plan_from_dict
@@ -72,7 +73,7 @@ def cached_plan(
         progress.update(0.0, "a plan of the cache")
         try:
             planned = _planned(_read(path), graph, machine, asked)
-        except (LadingError, OSError) as error:
+        except LadingError as error:
             progress.note(f"the plan in the cache cannot be used, planning anew: {error}")
         else:
             progress.note(f"plan of an equal run before, from the cache: {path}")
@@ -80,7 +81,7 @@ def cached_plan(
     planned = make_plan(graph, machine, **asked, progress=progress)
     try:
         _write(path, planned.plan)
-    except OSError as error:
+    except StorageError as error:
         progress.note(f"the plan is not kept in the cache: {error}")
     return planned
 
@@ -119,33 +120,33 @@ def _read(path: Path) -> Plan:
     """A plan that was written whole.
 
     Raises:
-        LadingError: it was not, or is damaged.
-        OSError: it cannot be read.
+        LadingError: it was not, is damaged, or cannot be read.
     """
-    checksum, _, text = path.read_bytes().partition(b"\n")
+    checksum, _, text = read_bytes(path).partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != checksum:
         raise LadingError(f"expected a plan and its checksum in {path}, found a damaged file; it will be replaced")
-    os.utime(path)  # used now
+    with suppress(FileNotFoundError):  # another process let go of it
+        os.utime(path)  # used now
     return plan_from_dict(json.loads(text), str(path))
 
 
 def _write(path: Path, plan: Plan) -> None:
-    """Write a plan aside, rename it, and let go of what was used longest ago.
+    """Write a plan whole, and let go of what was used longest ago.
 
     Raises:
-        OSError: the folder cannot be written.
+        StorageError: the folder cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     text = json.dumps(asdict(plan)).encode()
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    aside.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-    aside.replace(path)
+    with write_aside(path) as file:
+        file.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
     files: list[tuple[int, int, Path]] = []
-    for file in path.parent.iterdir():
+    for other in path.parent.iterdir():
         with suppress(FileNotFoundError):  # another process let go of it
-            files.append((-file.stat().st_mtime_ns, file.stat().st_size, file))
+            stat = other.stat()
+            files.append((-stat.st_mtime_ns, stat.st_size, other))
     total = 0
-    for _, size, file in sorted(files):
+    for _, size, other in sorted(files):
         total += size
-        if total > FOLDER_BYTES and file != path:
-            file.unlink(missing_ok=True)
+        if total > FOLDER_BYTES and other != path:
+            remove_file(other)

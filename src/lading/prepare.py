@@ -41,9 +41,9 @@ from lading.runtime import data
 from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
 from lading.runtime.cuda import Cuda
 from lading.runtime.data import Dataset, LatentDataset, TextDataset
-from lading.runtime.executor import BOUNCE_BYTES, named_tensors
 from lading.runtime.host import host_id
 from lading.runtime.kernels import workspace_of
+from lading.runtime.values import BOUNCE_BYTES, named_tensors
 from lading.runtime.workspace import measured_workspace
 
 #: Setting of a plan for a GPU.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain
-from math import prod
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -18,15 +23,18 @@ from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import AdamW
 from lading.errors import ConfigError, StorageError
-from lading.ir.graph import DTYPE_BYTES, StepGraph
+from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.prepare import lowered
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
+from lading.runtime.custody import Custody, is_held
 from lading.runtime.device import Device
 from lading.runtime.executor import Executor
 from lading.runtime.host import host_id
+from lading.runtime.interrupts import HeldInterrupts
+from lading.runtime.named import StateDict, Value, first_few, read_value, state_keys, tensors_of, values_of
 from lading.runtime.resident import trim
 
 _RNG = "torch.rng_state"
@@ -37,8 +45,13 @@ _STATES = MappingProxyType({"muon": "momentum", "shampoo": "left_root", "soap": 
 class Trainer:
     """Runs the training step of a plan; owns parameters, buffers and optimizer states until it is closed.
 
-    Leaving the ``with`` block writes the values of the last whole step back into the model, whatever ended the block.
-    Only a step that failed half-way has no such values: then the model stays empty, and a checkpoint has them.
+    Leaving the ``with`` block writes the values of the last whole step back into the model, whatever ended the block;
+    so does the end of the trainer or of the process without one. Until then the model refuses to be used, copied or
+    saved: ``value``, ``state_dict`` and ``save`` read the values where they are.
+
+    A step that fails before it has changed a parameter has not happened: the next one may be run. Ctrl-C waits for the
+    end of the step, a second one for that of its operations under way. Where some parameters are of the step that
+    failed and others of the one before, the error says so, ``unfinished`` which, and only ``load`` helps.
 
     Args:
         plan: From ``lading.plan``, for this ``graph``.
@@ -75,13 +88,15 @@ class Trainer:
         self.steps = 0
         self.losses: dict[str, float] = {}
         step_graph = self.program.graph
-        self._values = _values_of(step_graph)
+        self._values = values_of(step_graph)
         self._first_name = {alias: p.names[0] for p in step_graph.parameters for alias in p.names}
-        self._taken: list[tuple[str, torch.Tensor]] = []
-        self._whole = True  # no step or load ended half-way
+        self._random = any(op.random for op in step_graph.ops)
+        self._half_loaded = ""  # what a load that ended half-way was to say
+        self._saved = ""  # the newest checkpoint
         self._closed = False
         if model is not None:
             self._check_model(model)
+        self._keys = state_keys(model, [name for name, _ in step_graph.buffers], self._first_name)
         self._kind: str = plan.machine["device"]["kind"]
         self._executor = Executor(
             self.program,
@@ -91,6 +106,10 @@ class Trainer:
             device=device or device_of(self._kind),
             fuse=plan.compiled,
         )
+        self._custody, self._lock = Custody(), threading.RLock()
+        self._give_back = partial(_give_back, self._executor, self._custody, self._values, self._lock, pid=os.getpid())
+        self._finalizer = weakref.finalize(self, self._give_back)
+        atexit.register(self._finalizer)  # before what was registered earlier, which may look at the model
         try:
             self._take_over(model)
         except BaseException:
@@ -123,24 +142,42 @@ class Trainer:
 
         Raises:
             ConfigError: not the batch that was captured, or one of two rates, and nothing has run; or an earlier step
-                or load failed.
-            StorageError, ProgramError: the step failed half-way.
+                or load left values of two steps.
+            StorageError, ProgramError: the step failed half-way; a note of the error says what the values are now.
         """
         micro = batches if isinstance(batches, list) else [batches]
         feeds = [dict(input_leaves(batch)) for batch in micro]
         self._check_whole()
         rates = self._rates(lr, matrix_lr)
-        self._whole = False
-        try:
-            losses = self._executor.step(feeds, lr=rates[0], matrix_lr=rates[1])
-        except ConfigError:  # nothing has run
-            self._whole = True
-            raise
-        self._whole = True
-        self.steps += 1
+        with self._lock, HeldInterrupts(self._executor.stop):
+            before = self._executor.completed
+            state = generator_state(self._kind) if self._random else None
+            try:
+                losses = self._executor.step(feeds, lr=rates[0], matrix_lr=rates[1])
+            except BaseException as error:
+                if self._executor.completed == before:
+                    self._undo(error, state)
+                raise
+            finally:
+                self.steps += self._executor.completed - before
         names = self.program.graph.loss_names
         self.losses = {name: sum(losses[index :: len(names)]) / len(micro) for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
+
+    def _undo(self, error: BaseException, generator: torch.Tensor | None) -> None:
+        """Say what a failed step has left; where that is nothing, random numbers go on from where it began."""
+        if self._executor.is_running:  # called inside of another step
+            return
+        if not self._executor.is_whole:
+            error.add_note(self._state())
+            return
+        if generator is not None:
+            set_generator_state(self._kind, generator)
+        touched = [name for name, found in self._values.items() if set(found.storages) & self._executor.changed.keys()]
+        but = f", but buffers that the forward had changed ({first_few(touched)})" if touched else ""
+        error.add_note(
+            f"this step has not happened: all values are those after step {self.steps}{but}; go on if you like"
+        )
 
     def _rates(self, lr: float | None, matrix_lr: float | None) -> tuple[float, float]:
         """Learning rates of AdamW and of the rule for matrices."""
@@ -179,9 +216,7 @@ class Trainer:
         Raises:
             ConfigError: no such name.
         """
-        found = self._value(name)
-        parts = [self._executor.read_storage(storage) for storage in found.storages]
-        return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts]).view(found.shape)
+        return read_value(self._executor, self._value(name))
 
     def set_value(self, name: str, value: torch.Tensor) -> None:
         """Set a parameter, buffer or optimizer state; with a parameter its master, which would overwrite it.
@@ -198,7 +233,7 @@ class Trainer:
         if name in self._first_name and master in self._values:
             self.set_value(master, value.float())
 
-    def _write_parts(self, name: str, found: _Value, value: torch.Tensor) -> None:
+    def _write_parts(self, name: str, found: Value, value: torch.Tensor) -> None:
         given = (_dtype_of(value), tuple(value.shape))
         if given != (found.dtype, found.shape):
             raise ConfigError(f"expected {name!r} as {found.dtype} {found.shape}, got {given[0]} {given[1]}")
@@ -206,6 +241,28 @@ class Trainer:
         counts = [self.program.graph.storages[s].size_bytes // flat.element_size() for s in found.storages]
         for storage, part in zip(found.storages, flat.split(counts), strict=True):
             self._executor.write_storage(storage, part)
+
+    def state_dict(self) -> Mapping[str, torch.Tensor]:
+        """Parameters and buffers by the names of the model's own state dict; each is read when it is asked for.
+
+        ``dict(trainer.state_dict())`` has them all at once, beside what the plan takes.
+        """
+        return StateDict(self, self._keys)
+
+    @property
+    def unfinished(self) -> dict[str, str]:
+        """Values that are not those after step ``steps``: "step 8", "part of step 8" or "lost", by name.
+
+        Empty, but after a step that failed when it had changed some parameters and not others.
+        """
+        changed, lost, found = self._executor.changed, self._executor.lost, dict[str, str]()
+        for name, value in self._values.items():
+            done = [changed.get(storage, (0, 1)) for storage in value.storages]
+            if lost & set(value.storages):
+                found[name] = "lost"
+            elif any(part for part, _ in done):
+                found[name] = f"{'' if all(part == whole for part, whole in done) else 'part of '}step {self.steps + 1}"
+        return found
 
     def initialize(self, values: Callable[[Callable[[str, torch.Tensor], None]], list[str]]) -> list[str]:
         """Let ``values`` set the parameters and buffers, through the ``set_value`` given; returns what it says."""
@@ -222,7 +279,7 @@ class Trainer:
 
         Raises:
             StorageError: the disk is full; older checkpoints are whole.
-            ConfigError: a step failed half-way, or ``meta`` has no JSON form.
+            ConfigError: a step or load left values of two steps, or ``meta`` has no JSON form.
         """
         self._check_whole()
         state = generator_state(self._kind)
@@ -232,6 +289,7 @@ class Trainer:
         ]
         rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
         path = save_checkpoint(Path(folder), self.steps, [*sources, rng], meta or {}, keep)
+        self._saved = str(path)
         self._executor.observe_peak()
         return path
 
@@ -252,10 +310,10 @@ class Trainer:
                 )
             raise StorageError(f"{path}: expected a checkpoint of this model, these tensors differ: {differing}")
         generator = checkpoint.read(_RNG)
-        self._whole = False
+        self._half_loaded = f"loading {path} failed half-way: some values are its, the others those from before"
         for name in self._values:  # masters come after their parameters
             self.set_value(name, checkpoint.read(name))
-        self._whole = True
+        self._half_loaded, self._saved = "", str(path)
         set_generator_state(self._kind, generator)
         self.steps = checkpoint.step
         self._executor.observe_peak()
@@ -263,21 +321,26 @@ class Trainer:
         return checkpoint.meta
 
     def close(self) -> None:
-        """Write the values back into the model and give all memory and disk space back. May be called twice."""
-        taken, self._taken, self._closed = self._taken, [], True
-        written: list[tuple[torch.Tensor, torch.device]] = []
-        try:
-            if self._whole:
-                for name, tensor in taken:
-                    written.append((tensor, tensor.device))
-                    tensor.data = self.value(name)
-        finally:
-            self._executor.close()
-        for tensor, device in written:  # a GPU has room for them once the arena is gone
-            if device.type != "cpu":
-                tensor.data = tensor.data.to(device)
+        """Write the values back into the model and give all memory and disk space back. May be called twice.
 
-    def _value(self, name: str) -> _Value:
+        Warns where they are of two steps (``unfinished``).
+
+        Raises:
+            StorageError: values that could not be read are lost; their tensors refuse to be used.
+            ConfigError: called inside of a step, by a handler of a signal.
+        """
+        mixed = self._custody and (self._half_loaded or not self._executor.is_whole) and self._state()
+        try:
+            self._give_back()
+        finally:
+            self._closed = self._executor.is_closed
+            if self._closed:
+                self._finalizer.detach()
+                atexit.unregister(self._finalizer)
+            if mixed:
+                warnings.warn(f"written back into the model: {mixed}", stacklevel=2)
+
+    def _value(self, name: str) -> Value:
         name = self._first_name.get(name, name)
         if name not in self._values:
             near = get_close_matches(name, self._values, 1)
@@ -286,54 +349,70 @@ class Trainer:
         return self._values[name]
 
     def _check_whole(self) -> None:
-        if not self._whole:
-            raise ConfigError(
-                "a step or a load failed half-way, so there are no values to go on from; load a checkpoint"
-            )
+        if self._half_loaded or not self._executor.is_whole:
+            raise ConfigError(f"{self._state()}; load a checkpoint")
+
+    def _state(self) -> str:
+        """What the values are after a step or a load that left them in parts."""
+        newest = f"the newest checkpoint is {self._saved}" if self._saved else "this trainer has saved no checkpoint"
+        if self._half_loaded:
+            return f"{self._half_loaded}; {newest}"
+        unfinished, parameters = self.unfinished, [p.names[0] for p in self.program.graph.parameters]
+        groups: dict[str, list[str]] = {}
+        for name in parameters:
+            groups.setdefault(unfinished.get(name, f"step {self.steps}"), []).append(name)
+        parts = [
+            f"{len(names)} {'are lost' if what == 'lost' else f'of {what}'} ({first_few(names)})"
+            for what, names in groups.items()
+        ]
+        return (
+            f"step {self.steps + 1} failed half-way, when it had begun to change values; of {len(parameters)} "
+            f"parameters now {', '.join(parts)}; trainer.unfinished names all values; {newest}"
+        )
 
     def _check_model(self, model: torch.nn.Module) -> None:
         """Refuse a model that is not the captured one."""
+        if held := [name for name, tensor in tensors_of(model) if is_held(tensor)]:
+            raise ConfigError(
+                f"expected a model with its values, found that another Trainer has them ({first_few(held)}); close "
+                "that one first"
+            )
         graph = self.program.graph
         wanted = {alias: graph.tensors[p.tensor] for p in graph.parameters for alias in p.names}
         wanted |= {name: graph.tensors[tensor] for name, tensor in graph.buffers}
-        found = {name: (_dtype_of(t), tuple(t.shape)) for name, t in _tensors_of(model, tied=True)}
+        found = {name: (_dtype_of(t), tuple(t.shape)) for name, t in tensors_of(model, tied=True)}
         if differing := _differing(found, {name: (t.dtype, t.shape) for name, t in wanted.items()}):
             raise ConfigError(f"expected the model that was captured, these parameters or buffers differ: {differing}")
 
     def _take_over(self, model: torch.nn.Module | None) -> None:
         """Copy the model's values and free its own memory, one tensor after the other."""
         given_back = 0
-        for name, tensor in _tensors_of(model) if model is not None else ():
+        for name, tensor in tensors_of(model) if model is not None else ():
             self.set_value(name, tensor)
-            self._taken.append((name, tensor))
             given_back += self._values[name].size_bytes if tensor.device.type == self._kind else 0
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._custody.take(name, tensor)
         self._executor.observe_peak()
         trim()
         self._executor.given_back(given_back)
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """A parameter, buffer or state: ``storages`` hold its elements one after another."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    storages: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-
-def _values_of(graph: StepGraph) -> dict[str, _Value]:
-    """What lasts from step to step, by name: parameters, buffers, then states."""
-    named = [*((p.names[0], p.tensor) for p in graph.parameters), *graph.buffers]
-    single = [(name, graph.tensors[tensor]) for name, tensor in named]
-    values = {name: _Value(tensor.dtype, tensor.shape, (tensor.storage,)) for name, tensor in single}
-    for state in graph.states:
-        values[state.name] = _Value(state.dtype, state.shape, tuple(map(graph.storage_of, state.parts)))
-    return values
+def _give_back(
+    executor: Executor, custody: Custody, values: Mapping[str, Value], lock: AbstractContextManager[object], pid: int
+) -> None:
+    """Write the values back and close the executor; also when nobody closed the trainer, which this knows not of."""
+    if os.getpid() != pid:  # a forked process has the memory, but neither threads nor a claim to the files
+        return
+    with lock, HeldInterrupts():
+        if executor.is_running:
+            raise ConfigError(
+                "expected no step under way, found one; raise an exception instead of closing inside of it"
+            )
+        lost = custody.give_back(lambda name: read_value(executor, values[name]))
+        executor.close()
+        custody.release(name for name, _ in lost)
+    if lost:
+        names = first_few([name for name, _ in lost])
+        raise StorageError(f"{len(lost)} values could not be read and are lost ({names}): {lost[0][1]}") from lost[0][1]
 
 
 def _optimizers(names: Iterable[str]) -> str:
@@ -352,11 +431,6 @@ def _check_host(plan: Plan) -> None:
         raise ConfigError(
             f"the plan was made for the host {plan.host_id!r}, this one is {host_id()!r}; plan again here"
         )
-
-
-def _tensors_of(model: torch.nn.Module, *, tied: bool = False) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by name, under all names when ``tied``."""
-    return [*model.named_parameters(remove_duplicate=not tied), *model.named_buffers(remove_duplicate=not tied)]
 
 
 def _dtype_of(tensor: torch.Tensor) -> str:

@@ -7,11 +7,10 @@ differs between devices is behind ``lading.runtime.device``.
 
 from __future__ import annotations
 
-import queue
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,29 +19,38 @@ import torch
 
 from lading.errors import ConfigError, LadingError, ProgramError, StorageError
 from lading.ir.action import CALLER
-from lading.ir.graph import DTYPE_BYTES, StepGraph, Tensor
+from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
-from lading.memory.layout import DEVICE, home_tiers
-from lading.runtime.arena import Arena, view_of
-from lading.runtime.binding import Binder, Bound, CallerData, Place, Rates, checked_batches
+from lading.runtime.binding import Binder, CallerData, Place, Rates, checked_batches
 from lading.runtime.device import CpuDevice, Device
 from lading.runtime.fuse import fuse as fuse_regions
+from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.kernels import AdamWSettings
 from lading.runtime.measure import measured_timeline, spread
 from lading.runtime.resident import reuse_pages, trim
-from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, run_stream
+from lading.runtime.salvage import Location, bring_home, salvage
+from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, Workers, run_stream
 from lading.runtime.tiers import Tier
-from lading.units import MiB
+from lading.runtime.values import Values
 
-#: Most of a storage that passes between a lower tier and the caller at once.
-BOUNCE_BYTES = MiB
+
+class _State(Enum):
+    """What the memory of an executor holds.
+
+    IDLE: every value where it is between steps. RUNNING: values anywhere. CLOSED: nothing.
+    """
+
+    IDLE = auto()
+    RUNNING = auto()
+    CLOSED = auto()
 
 
 class Executor:
     """Runs one Program, step after step. A context manager.
 
-    Every storage holds zeros until it is written; constants hold their values.
+    Every storage holds zeros until it is written; constants hold their values. A step that stops half-way leaves every
+    value where it is between steps, as far as there is one: ``changed`` and ``lost`` say what is not of the last step.
 
     Args:
         program: Verified (``lading.memory.verify``).
@@ -53,6 +61,9 @@ class Executor:
         jitter: For tests: called with each action before it runs, on its stream's thread.
         poison: For tests: fill what is freed with NaN.
         fuse: Compile regions (``lading.runtime.fuse``): faster, close to eager's numbers, not equal to the bit.
+
+    Attributes:
+        completed: Steps that came to their end.
 
     Raises:
         StorageError: no room in ``folder``, or another run is using it.
@@ -72,12 +83,14 @@ class Executor:
         fuse: bool = False,
     ) -> None:
         self.program = program
-        self.homes = home_tiers(program)
-        self._broken = self._has_run = self._device_failed = False
+        self._state = _State.IDLE
+        self._has_run = self._device_failed = False
+        self.completed = 0
         self._highest = self._last_peak = 0
         self._device = device or CpuDevice()
         self._rates, self._caller = Rates(), CallerData()
-        self._pending = False  # updates of the last step that the next one, or flush, will run
+        #: Deferred operations that neither the next step nor flush will run: they have been run, or never were due.
+        self._caught_up = frozenset(program.graph.deferred)
         self._timeline: Timeline | None = None
         with ExitStack() as stack:
             stack.callback(self._device.close)
@@ -97,10 +110,10 @@ class Executor:
             count = len(program.actions)
             self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)
             self._gate = Gate(len(self._bound.streams))
-            self._workers = _Workers(self._bound.streams, self._run_stream)
+            others = [s for s in self._bound.streams if s != COMPUTE_STREAM]
+            self._workers = Workers(others, self._run_stream)
             stack.callback(self._workers.close)
-            self._views = named_tensors(program.graph)
-            self._write_constants()
+            self._values.write_constants(self.homes)
             self._cleanup = stack.pop_all()
 
     def _open_memory(self, stack: ExitStack, folder: Path) -> None:
@@ -109,13 +122,13 @@ class Executor:
         self._baseline = self._meter.now_bytes()
         self._arena = self._device.arena(self.program.arena_bytes)
         stack.callback(self._arena.close)
-        self._bounce = Arena(BOUNCE_BYTES)
-        stack.callback(self._bounce.close)
         self._open_losses(stack)
         self.tiers: dict[str, Tier] = {}
         for name in self.program.slots:
             self.tiers[name] = self._device.tier(name, self.program.tier_bytes(name), folder)
             stack.callback(self.tiers[name].close)
+        self._values = Values(self.program, self._arena, self.tiers)
+        stack.callback(self._values.close)
         if not self._meter.exact:
             warnings.warn(
                 "the kernel does not let its memory mark be reset: peaks are sampled every 2 ms", stacklevel=4
@@ -141,7 +154,7 @@ class Executor:
 
     def close(self) -> None:
         """Stop the threads and give all memory and disk space back. May be called twice."""
-        self._broken = True
+        self._state = _State.CLOSED
         self._bound.entries.clear()
         self._running = self._bound
         self._cleanup.close()
@@ -155,25 +168,34 @@ class Executor:
         Returns:
             The losses of each micro-batch, as the graph computes them: ``graph.losses``.
         Raises:
-            ConfigError: a batch is not what the step was captured for; nothing has run.
-            StorageError: a tier failed. ProgramError: an operation failed. Both name the action, and the values are
-                then those of a part of a step: load a checkpoint into a new executor.
+            ConfigError: a batch is not what the step was captured for, or an earlier step left no values to go on
+                from; nothing has run.
+            StorageError: a tier failed. ProgramError: an operation failed. Both name the action. Where the step had
+                changed no parameter and no state by then, it has not happened: the next one may be run.
         """
-        self._check_usable()
+        self._check_idle()
+        if not self.is_whole:
+            raise ConfigError(
+                "a step failed after it had begun to change values; write them again, or load a checkpoint"
+            )
         self._caller.batches = self._device.handed(checked_batches(self.program, batches))
         self._rates.now.value, self._rates.now.matrices = lr, matrix_lr
         self._times.samples.clear()
-        self._timeline = None
-        self._bounce.discard()
+        self._timeline, self._has_run = None, False
+        self._values.discard()
         self._meter.reset()
-        deferred = _actions_of(self.program, updates=True) if not self._pending else frozenset[int]()
-        self._run_streams(self._bound.without(deferred) if deferred else self._bound)
-        self._rates.before.value, self._rates.before.matrices = lr, matrix_lr
-        self._pending = bool(self.program.graph.deferred)
-        self._caller.batches = ()
+        self._run_streams(self._skipped(), self._end_step)
         self._last_peak = self.observe_peak()
         self._has_run = self._times.enabled
         return [float(loss) for loss in self._caller.losses]
+
+    def _end_step(self) -> None:
+        """Take note that a step came to its end."""
+        self.completed += 1
+        self._rates.before.value, self._rates.before.matrices = self._rates.now.value, self._rates.now.matrices
+        self._caught_up = frozenset()
+        self._values.changed = {}
+        self._caller.batches = ()
 
     def flush(self) -> None:
         """Run the updates that the last step left to the next one; without any, do nothing.
@@ -181,15 +203,67 @@ class Executor:
         Values are read and written between steps only behind this. It takes the step's moves, not its computation.
 
         Raises:
-            StorageError, ProgramError: as ``step``.
+            StorageError, ProgramError: as ``step``; updates that have not run still wait.
         """
-        self._check_usable()
+        self._check_idle()
         if not self._pending:
             return
         if self._has_run:
             self.timeline()  # of the step; what follows uses the same clocks
-        self._run_streams(self._bound.without(_actions_of(self.program, updates=False)))
-        self._pending = False
+        self._run_streams(self._skipped() | _actions_of(self.program, updates=False), self._end_flush)
+
+    def _end_flush(self) -> None:
+        self._caught_up = frozenset(self.program.graph.deferred)
+
+    @property
+    def _pending(self) -> bool:
+        """Whether updates of the last step are left to the next one, or to flush."""
+        return len(self._caught_up) < len(self.program.graph.deferred)
+
+    def _skipped(self) -> frozenset[int]:
+        """Actions of deferred updates that are not to be run."""
+        return (
+            frozenset(a.id for a in self.program.actions if a.op in self._caught_up) if self._caught_up else frozenset()
+        )
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step, or a flush, is under way."""
+        return self._state is _State.RUNNING
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether everything was given back."""
+        return self._state is _State.CLOSED
+
+    @property
+    def homes(self) -> Mapping[int, str]:
+        """Tier in which each persistent storage lies between steps."""
+        return self._values.homes
+
+    @property
+    def changed(self) -> Mapping[int, tuple[int, int]]:
+        """After a step that stopped: (its changes that are in the value, those of a whole step) by storage."""
+        return self._values.changed
+
+    @property
+    def lost(self) -> frozenset[int]:
+        """Storages whose value went with a step that stopped; writing one brings it back."""
+        return self._values.lost
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether parameters and states are those of the last step that came to its end.
+
+        Buffers may then have been changed by one that did not, as those of plain PyTorch by a forward that raises.
+        """
+        storages = self.program.graph.storages
+        return not self.lost and all(storages[s].role is Role.BUFFER for s in self.changed)
+
+    def stop(self, error: BaseException) -> None:
+        """End the step that runs at its next actions: it raises ``error``. For handlers of signals."""
+        if self._state is _State.RUNNING:
+            self._gate.fail(error)
 
     def write_storage(self, storage: int, tensor: torch.Tensor) -> None:
         """Set a persistent storage between steps, wherever it lives.
@@ -200,35 +274,16 @@ class Executor:
             ConfigError: not persistent, or of another shape or dtype.
         """
         self.flush()
-        home = self._home(storage)
-        source = self._as_bytes(storage, tensor)
-        if home == DEVICE:
-            self._device_bytes(storage).copy_(source)
-            return
-        start = dict(self.program.slots[home])[storage]
-        for offset in range(0, source.numel(), BOUNCE_BYTES):
-            piece = source[offset : offset + BOUNCE_BYTES]
-            self._bounce.bytes_at(0, piece.numel()).copy_(piece)
-            self.tiers[home].write(start + offset, self._bounce.bytes_at(0, piece.numel()))
+        self._values.write(storage, tensor)
 
     def read_storage(self, storage: int) -> torch.Tensor:
         """A copy of a persistent storage between steps: in the shape of its parameter, buffer or state, else its bytes.
 
         Raises:
-            ConfigError: not persistent.
+            ConfigError: not persistent. StorageError: lost, or a tier failed.
         """
         self.flush()
-        home = self._home(storage)
-        result = torch.empty(self.program.graph.storages[storage].size_bytes, dtype=torch.uint8)
-        if home == DEVICE:
-            result.copy_(self._device_bytes(storage))
-        else:
-            start = dict(self.program.slots[home])[storage]
-            for offset in range(0, result.numel(), BOUNCE_BYTES):
-                piece = result[offset : offset + BOUNCE_BYTES]
-                self.tiers[home].read(start + offset, self._bounce.bytes_at(0, piece.numel()))
-                piece.copy_(self._bounce.bytes_at(0, piece.numel()))
-        return view_of(result, self._views[storage]) if storage in self._views else result
+        return self._values.read(storage)
 
     def chunks(self, storage: int) -> Iterator[memoryview]:
         """The bytes of a persistent tensor between steps, in the order of its elements, a few MiB at a time.
@@ -236,24 +291,10 @@ class Executor:
         A chunk is valid until the next is asked for.
 
         Raises:
-            ConfigError: not persistent.
+            ConfigError: not persistent. StorageError: lost, or a tier failed.
         """
         self.flush()
-        home, size = self._home(storage), self.program.graph.storages[storage].size_bytes
-        view = self._views.get(storage)
-        if view is not None and not (view.is_row_major and view.spans(size)):
-            whole = self.read_storage(storage).contiguous().flatten().view(torch.uint8)
-            yield whole.numpy().data
-            return
-        for offset in range(0, size, BOUNCE_BYTES):
-            count = min(BOUNCE_BYTES, size - offset)
-            if home == DEVICE:
-                piece = self._device_bytes(storage)[offset : offset + count]
-            else:
-                start = dict(self.program.slots[home])[storage]
-                piece = self._bounce.bytes_at(0, count)
-                self.tiers[home].read(start + offset, piece)
-            yield piece.cpu().numpy().data
+        yield from self._values.chunks(storage)
 
     def timeline(self) -> Timeline:
         """What happened when in the last step.
@@ -262,7 +303,7 @@ class Executor:
             ConfigError: no step has completed.
         """
         if self._timeline is None:
-            if not self._has_run or self._broken:
+            if not self._has_run or self._state is not _State.IDLE:
                 raise ConfigError("expected a completed step, found none; call step() first, with timing on")
             starts, ends = self._device.seconds(self._times.starts), self._device.seconds(self._times.ends)
             for action, before in self._bound.instant:
@@ -324,29 +365,64 @@ class Executor:
         """Highest memory observed so far, as ``observe_peak`` says."""
         return self._highest
 
-    def _check_usable(self) -> None:
-        if self._broken:
-            raise ConfigError("this executor is closed or a step of it failed; make a new one and load a checkpoint")
+    def _check_idle(self) -> None:
+        if self._state is _State.CLOSED:
+            raise ConfigError("this executor is closed; make a new one and load a checkpoint")
+        if self._state is _State.RUNNING:
+            raise ConfigError("expected no step under way, found one; wait for its end")
 
-    def _run_streams(self, bound: Bound) -> None:
-        """Every stream once; an interrupt on the calling thread, wherever it lands, stops the others too."""
-        self._broken = True  # until all is done
-        self._running = bound
+    def _run_streams(self, skipped: frozenset[int], end: Callable[[], None]) -> None:
+        """Every stream once, and ``end`` if all came to their end; whatever happens, none runs on behind this."""
+        self._state = _State.RUNNING
+        self._running = self._bound.without(skipped) if skipped else self._bound
         self._gate.reset()
-        others = [s for s in bound.streams if s != COMPUTE_STREAM]
-        self._device.begin()
+        others = [s for s in self._running.streams if s != COMPUTE_STREAM]
+        interrupt: BaseException | None = None
         try:
+            self._device.begin()
             self._workers.start(others)
-            if COMPUTE_STREAM in bound.streams:
+            if COMPUTE_STREAM in self._running.streams:
                 self._run_stream(COMPUTE_STREAM)
             self._workers.join(others)
             self._await_device()
         except BaseException as error:
+            interrupt = error
             self._gate.fail(error)
-            raise
-        if self._gate.failure is not None:
-            raise self._named_error(self._gate.failure)
-        self._broken = False
+        if self._gate.failure is None:
+            end()
+            self._state = _State.IDLE
+            return
+        with HeldInterrupts():
+            self._workers.settle()
+            ends = zip(self._gate.reached, self._running.entries, strict=True)
+            if not self._device_failed and all(far is not None and far.ended == len(queue) for far, queue in ends):
+                end()
+            else:
+                self._salvage(skipped)
+            self._state = _State.IDLE
+        raise interrupt or self._named_error(self._gate.failure)
+
+    def _salvage(self, skipped: frozenset[int]) -> None:
+        """Bring every value that there is after a step that stopped to where it is between steps."""
+        graph, values, failed = self.program.graph, self._values, set[int]()
+        self._caller.batches = ()
+        reached = [far for far in self._gate.reached if far is not None]
+        if self._device_failed or len(reached) < len(self._gate.reached):
+            values.changed, values.lost, self._caught_up = {}, frozenset(self.homes), frozenset(graph.deferred)
+            return
+        self._drain()
+        found = salvage(self.program, self.homes, self._running, reached, skipped)
+
+        def copy(storage: int, source: Location, target: Location) -> None:
+            try:
+                values.copy(storage, source, target)
+            except OSError:  # a tier failed, maybe the one that stopped the step; the value counts as lost
+                failed.add(storage)
+
+        bring_home(self.program, self.homes, found, copy)
+        found = found.without(failed, graph)
+        values.changed, values.lost, self._caught_up = found.changed, found.lost, found.caught_up
+        values.write_constants(values.lost)
 
     def _await_device(self) -> None:
         """What a device says only now failed in one of the step's actions; which, it does not tell."""
@@ -392,40 +468,6 @@ class Executor:
         error.__cause__ = cause
         return error
 
-    def _home(self, storage: int) -> str:
-        if storage not in self.homes:
-            raise ConfigError(
-                f"storage {storage} holds no value between steps; only parameters, buffers, constants and states do"
-            )
-        return self.homes[storage]
-
-    def _device_bytes(self, storage: int) -> torch.Tensor:
-        return self._arena.bytes_at(
-            dict(self.program.resident)[storage], self.program.graph.storages[storage].size_bytes
-        )
-
-    def _as_bytes(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes a storage must have; no copy if ``tensor`` lies in memory as the graph wants it."""
-        item = self.program.graph.storages[storage]
-        given = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if given == ("uint8", (item.size_bytes,)):
-            return tensor.detach()
-        wanted = self._views.get(storage)
-        if wanted is None or given != (wanted.dtype, wanted.shape):
-            shape = f"{wanted.dtype} {wanted.shape}" if wanted else f"uint8 ({item.size_bytes},)"
-            raise ConfigError(f"expected {item.name!r} as {shape}, got {given[0]} {given[1]}")
-        tensor = tensor.detach()
-        if tensor.stride() == wanted.stride and wanted.is_dense and wanted.spans(item.size_bytes):
-            return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
-        copy = torch.zeros(item.size_bytes, dtype=torch.uint8)
-        view_of(copy, wanted).copy_(tensor)
-        return copy
-
-    def _write_constants(self) -> None:
-        for index, storage in enumerate(self.program.graph.storages):
-            if storage.data:
-                self.write_storage(index, torch.frombuffer(bytearray(storage.data), dtype=torch.uint8))
-
     def _poison_arena(self) -> None:
         self._arena.bytes_at(0, self._arena.size_bytes).fill_(0xFF)
         for storage, offset in self.program.resident:
@@ -442,13 +484,6 @@ def _actions_of(program: Program, *, updates: bool) -> frozenset[int]:
     )
 
 
-def named_tensors(graph: StepGraph) -> dict[int, Tensor]:
-    """The tensor by which each parameter, buffer and state is known, by storage."""
-    ids = [p.tensor for p in graph.parameters] + [t for _, t in graph.buffers]
-    ids += [part for state in graph.states for part in state.parts]
-    return {graph.tensors[t].storage: graph.tensors[t] for t in ids}
-
-
 def _set_threads(stack: ExitStack, threads: int | None) -> None:
     if threads is None:
         return
@@ -456,43 +491,3 @@ def _set_threads(stack: ExitStack, threads: int | None) -> None:
         raise ConfigError(f"expected at least one compute thread, got {threads}")
     stack.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(threads)
-
-
-class _Workers:
-    """One thread per stream, which runs the stream once whenever it is started."""
-
-    def __init__(self, streams: Sequence[str], run: Callable[[str], None]) -> None:
-        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._orders: dict[str, queue.SimpleQueue[bool]] = {
-            s: queue.SimpleQueue() for s in streams if s != COMPUTE_STREAM
-        }
-        self._threads = [
-            threading.Thread(target=self._work, args=(name, run), name=f"lading-{name}", daemon=True)
-            for name in self._orders
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _work(self, name: str, run: Callable[[str], None]) -> None:
-        while self._orders[name].get():
-            try:
-                run(name)
-            finally:
-                self._done.put(name)
-
-    def start(self, streams: Sequence[str]) -> None:
-        """Let each of the streams run once."""
-        for name in streams:
-            self._orders[name].put(True)
-
-    def join(self, streams: Sequence[str]) -> None:
-        """Return when each of them has ended or given up."""
-        for _ in streams:
-            self._done.get()
-
-    def close(self) -> None:
-        """End the threads."""
-        for orders in self._orders.values():
-            orders.put(False)
-        for thread in self._threads:
-            thread.join()

@@ -7,6 +7,7 @@ themselves, so an ordinary operation pays two clock readings and nothing else.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,17 +53,31 @@ class ActionFailed(Exception):
         self.action = action
 
 
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """How far a stream came: so many of its entries have ended; ``cut`` if the next had begun and raised."""
+
+    ended: int
+    cut: bool = False
+
+
 class Gate:
-    """Counters of all streams of one step, and the first failure."""
+    """Counters of all streams of one step, how far each came, and the first failure.
+
+    Attributes:
+        reached: By stream, once it has ended or given up; None while that is not known.
+    """
 
     def __init__(self, num_streams: int) -> None:
         self.counts = [0] * num_streams
+        self.reached: list[Reached | None] = [Reached(0)] * num_streams
         self.failure: BaseException | None = None
         self._changed = threading.Condition()
 
     def reset(self) -> None:
         """Start a step; no stream may be running."""
         self.counts[:] = [0] * len(self.counts)
+        self.reached[:] = [Reached(0)] * len(self.counts)
         self.failure = None
 
     def wait(self, waits: Sequence[tuple[int, int]]) -> None:
@@ -122,9 +137,10 @@ def run_stream(
     stamp, starts, ends = lane.stamp if times.enabled else _no_stamp, times.starts, times.ends
     sample = times.sample if sampling and times.enabled else None
     due = stamp() if sample is not None else 0.0
-    action = -1
+    action, ended = -1, 0
+    gate.reached[stream] = None
     try:
-        for entry in entries:
+        for ended, entry in enumerate(entries):
             action = entry.action
             if entry.waits:
                 gate.wait(entry.waits)
@@ -140,13 +156,68 @@ def run_stream(
             if sample is not None and now >= due:
                 times.samples.append((now, sample()))
                 due = now + times.period_s
-            if gate.failure is not None:
+            if gate.failure is not None and entry is not entries[-1]:
+                gate.reached[stream] = Reached(ended + 1)
                 raise Stopped
+        gate.reached[stream] = Reached(len(entries))
     except Stopped:
+        gate.reached[stream] = gate.reached[stream] or Reached(ended)
         raise
     except BaseException as error:
+        gate.reached[stream] = Reached(ended, cut=True)
         raise ActionFailed(action) from error
 
 
 def _no_stamp() -> float:
     return 0.0
+
+
+class Workers:
+    """One thread per stream but the compute stream, which runs the stream once whenever it is started."""
+
+    def __init__(self, streams: Sequence[str], run: Callable[[str], None]) -> None:
+        self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._orders: dict[str, queue.SimpleQueue[bool | threading.Event]] = {s: queue.SimpleQueue() for s in streams}
+        self._threads = [
+            threading.Thread(target=self._work, args=(name, run), name=f"lading-{name}", daemon=True)
+            for name in self._orders
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self, name: str, run: Callable[[str], None]) -> None:
+        while order := self._orders[name].get():
+            if isinstance(order, threading.Event):
+                order.set()
+                continue
+            try:
+                run(name)
+            finally:
+                self._done.put(name)
+
+    def start(self, streams: Sequence[str]) -> None:
+        """Let each of the streams run once."""
+        for name in streams:
+            self._orders[name].put(True)
+
+    def join(self, streams: Sequence[str]) -> None:
+        """Return when each of them has ended or given up."""
+        for _ in streams:
+            self._done.get()
+
+    def settle(self) -> None:
+        """Return when no stream runs, whichever were started and joined: after a failure of the one who did that."""
+        reached = {name: threading.Event() for name in self._orders}
+        for name, event in reached.items():
+            self._orders[name].put(event)
+        for event in reached.values():
+            event.wait()
+        while not self._done.empty():
+            self._done.get()
+
+    def close(self) -> None:
+        """End the threads."""
+        for orders in self._orders.values():
+            orders.put(False)
+        for thread in self._threads:
+            thread.join()

@@ -1,0 +1,160 @@
+"""Custody: the tensors of a model whose values somebody else has for a while.
+
+Such a tensor keeps its shape and dtype and has no memory. Its class is changed to one that answers what it is and
+refuses everything that would look at its elements or change it: a forward, a state dict, a copy, a pickle, an
+optimizer's step. (torch does the same for parameters that are not initialized yet: ``UninitializedParameter``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from lading.errors import ConfigError
+
+_NAME, _REASON = "_lading_name", "_lading_reason"
+_PROPERTIES = [
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "itemsize",
+    "nbytes",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "_version",
+    "is_cuda",
+    "is_meta",
+    "is_nested",
+    "is_quantized",
+    "is_sparse",
+]
+_METHODS = [
+    "size",
+    "numel",
+    "nelement",
+    "dim",
+    "ndimension",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "get_device",
+]
+_FUNCTIONS = (torch.numel, torch.is_floating_point, torch.is_complex)
+#: What a tensor without values still answers.
+_ANSWERED = frozenset(
+    [
+        *(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
+        *_FUNCTIONS,
+    ]
+)
+_HELD = (
+    "its values are with a lading.Trainer: read them with trainer.value(name) or trainer.state_dict(), save them with "
+    "trainer.save(folder), or close the trainer, which writes them back"
+)
+
+
+class _Held:
+    """What a tensor becomes while its values are elsewhere."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        held = next(iter(_held_among([*args, *(kwargs or {}).values()])), None)
+        name = repr(vars(held)[_NAME]) if held is not None else "a parameter or buffer"
+        reason = vars(held)[_REASON] if held is not None else _HELD
+        called = getattr(function, "__name__", "an operation")
+        wanted = "its elements or gradient" if called in ("__get__", "__set__") else called
+        raise ConfigError(f"{name} was asked for {wanted}, but {reason}")
+
+    def __repr__(self) -> str:
+        return f"<{vars(self)[_NAME]}: its values are with a lading.Trainer>"
+
+
+def is_held(tensor: torch.Tensor) -> bool:
+    """Whether somebody else has the values of a tensor."""
+    return isinstance(tensor, _Held)
+
+
+def _held_among(values: Iterable[Any]) -> Iterable[Any]:
+    for value in values:
+        if isinstance(value, _Held):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _held_among(value)
+
+
+@cache
+def _held_class(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    return type(kind.__name__, (_Held, kind), {})
+
+
+class Custody:
+    """Tensors whose values were taken; every one gets them back, or says that they are lost."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[str, torch.Tensor, type[torch.Tensor], torch.device]] = []
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def take(self, name: str, tensor: torch.Tensor) -> None:
+        """Free a tensor's memory; its value has been copied."""
+        kind = type(tensor)
+        self._taken.append((name, tensor, kind, tensor.device))
+        with torch.inference_mode(False):
+            tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        vars(tensor).update({_NAME: name, _REASON: _HELD})
+        tensor.__class__ = _held_class(kind)
+
+    def give_back(self, read: Callable[[str], torch.Tensor]) -> list[tuple[str, Exception]]:
+        """Give every tensor its value, on the CPU.
+
+        Returns:
+            (name, why) of each that ``read`` could not give; such a tensor goes on refusing to be used.
+        """
+        lost: list[tuple[str, Exception]] = []
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            for name, tensor, *_ in self._taken:
+                try:
+                    tensor.data = _tried_twice(read, name)
+                except Exception as error:
+                    lost.append((name, error))
+                    vars(tensor)[_REASON] = f"its value is lost: {error}"
+        return lost
+
+    def release(self, lost: Iterable[str]) -> None:
+        """Make all but the lost ones ordinary tensors again, each on the device that it was on, if that has room."""
+        gone, failures = set(lost), list[Exception]()
+        taken, self._taken = self._taken, []
+        for name, tensor, kind, device in taken:
+            if name in gone:
+                continue
+            tensor.__class__ = kind
+            vars(tensor).pop(_NAME, None)
+            vars(tensor).pop(_REASON, None)
+            if device.type != "cpu":
+                try:
+                    tensor.data = tensor.data.to(device)
+                except RuntimeError as error:  # it stays on the CPU
+                    failures.append(error)
+        if failures:
+            raise failures[0]
+
+
+def _tried_twice(read: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
+    """What ``read`` gives; what a handler of a signal raised in it is not the value's fault."""
+    try:
+        return read(name)
+    except Exception:
+        return read(name)

@@ -1,0 +1,61 @@
+"""Interrupts: what the handlers of SIGINT and SIGTERM raise waits for the end of what must not be cut in two."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+#: Signals that ask a program to end.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class HeldInterrupts:
+    """A block whose end the exceptions of signal handlers wait for; the handlers themselves run at once.
+
+    The first exception is raised when the block has ended. Python runs handlers on the main thread only, so on another
+    thread nothing is to be done, nor for a signal without a handler of Python's. Blocks may lie in each other.
+
+    Args:
+        stop: Called with the exception of a second signal, which wants the block to end soon; None waits all the same.
+    """
+
+    def __init__(self, stop: Callable[[BaseException], object] | None = None) -> None:
+        self._stop = stop
+        self._open = False
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._raised: list[BaseException] = []
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._open = True
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self._open:  # the block has ended, or never began: there is nothing to wait for
+            self._handlers[number](number, frame)
+            return
+        try:
+            self._handlers[number](number, frame)
+        except BaseException as error:
+            self._raised.append(error)
+            if self._stop is not None and len(self._raised) > 1:
+                self._stop(error)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open = False
+        for number, handler in reversed(self._handlers.items()):
+            if signal.getsignal(number) == self._handle:  # else a handler has set another
+                signal.signal(number, handler)
+        raised, self._raised = self._raised, []
+        if raised and error not in raised:
+            raise raised[0]

@@ -1,0 +1,227 @@
+"""Salvage: where every value lies after a step that stopped half-way, told from how far its streams came.
+
+A step changes values in few of its actions. Which have run is known, and so is every address, so one walk over the
+actions that ended tells where the newest copy of each value is, and how many of the step's changes are in it. An
+operation or a move that was cut short spoils what it was writing, and no more.
+
+[Note: a step that did not happen] Updates deferred from the step before are part of that step: those that ended stay,
+the others still wait. Where no other change has been made, the values are those of the last whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+
+from lading.ir.action import CALLER, Action, ActionKind
+from lading.ir.graph import StepGraph
+from lading.ir.program import Program, slot_bytes
+from lading.memory.layout import DEVICE, HOST
+from lading.runtime.binding import Bound
+from lading.runtime.streams import Reached
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a copy of a storage lies; ``offset`` is the arena's, or that of the storage's slot in a lower tier."""
+
+    tier: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Salvage:
+    """The values after a step that stopped, by storage.
+
+    Attributes:
+        places: Where the newest copy lies, of all that have one.
+        changed: (changes of the step that are in the value, changes of a whole step), where there are any.
+        lost: Those without a copy.
+        caught_up: Deferred operations that need not, or can not, run any more.
+    """
+
+    places: dict[int, Location]
+    changed: dict[int, tuple[int, int]]
+    lost: frozenset[int]
+    caught_up: frozenset[int]
+
+    def without(self, lost: Set[int], graph: StepGraph) -> Salvage:
+        """The same with more that is lost: a deferred update that would read any of it takes with it what it moves."""
+        gone, caught_up = self.lost | lost, self.caught_up
+        while blocked := {op for op in graph.deferred if op not in caught_up and gone & {*graph.op_reads[op]}}:
+            caught_up |= blocked
+            gone |= {s for op in blocked for s in graph.op_writes[op]}
+        wanted = {s for op in graph.deferred if op not in caught_up for s in graph.op_reads[op]}
+        gone -= frozenset(graph.carried) - wanted
+        places = {s: place for s, place in self.places.items() if s not in gone}
+        changed = {s: change for s, change in self.changed.items() if s not in gone}
+        return Salvage(places, changed, gone, caught_up)
+
+
+@dataclass(slots=True)
+class _Copies:
+    """Copies of a storage: where, and how many changes are in each; how many of all changes were deferred ones."""
+
+    by_tier: dict[str, tuple[int, Location]]
+    changes: int = 0
+    deferred: int = 0
+
+    def newest(self) -> tuple[int, Location] | None:
+        """(changes, place) of the newest copy."""
+        return max(self.by_tier.values(), key=lambda copy: copy[0], default=None)
+
+
+@dataclass
+class _Walk:
+    """Follows the copies of what lasts from step to step over actions that have ended, or were cut short."""
+
+    program: Program
+    copies: dict[int, _Copies]
+    slots: dict[str, dict[int, int]]
+    skipped: Set[int]
+    at: dict[int, int] = field(default_factory=dict[int, int])
+    run: set[int] = field(default_factory=set[int])
+
+    def ended(self, action: Action) -> None:
+        """The action has done what it does."""
+        self._placed(action)
+        graph = self.program.graph
+        if action.op is not None:
+            if action.id in self.skipped:
+                return
+            self.run.add(action.op)
+            tier = HOST if action.op in graph.on_host else DEVICE
+            made = {graph.storage_of(t) for t in graph.ops[action.op].outputs}
+            for storage in graph.op_writes[action.op]:
+                if storage in self.copies:
+                    self._changed(storage, tier, deferred=action.op in graph.deferred, anew=storage in made)
+        elif action.storage in self.copies:
+            copies = self.copies[action.storage]
+            source = copies.by_tier.get(action.source)
+            if action.kind is ActionKind.FREE:
+                copies.by_tier.pop(action.source, None)
+            elif action.target != CALLER:
+                self._put(action.storage, action.target, None if source is None else source[0])
+
+    def cut(self, action: Action) -> None:
+        """The action may have done a part of what it does."""
+        self._placed(action)
+        graph = self.program.graph
+        if action.op is not None and action.id not in self.skipped:
+            tier = HOST if action.op in graph.on_host else DEVICE
+            for storage in graph.op_writes[action.op]:
+                if storage in self.copies:
+                    self.copies[storage].by_tier.pop(tier, None)
+        elif action.storage in self.copies:
+            self.copies[action.storage].by_tier.pop(action.target or action.source, None)
+
+    def _placed(self, action: Action) -> None:
+        """What the action makes resident takes its place over; copies that lay there are gone."""
+        sizes = self.program.graph.storages
+        for storage, offset in action.places:
+            end = offset + slot_bytes(sizes[storage].size_bytes)
+            for other, copies in self.copies.items():
+                copy = copies.by_tier.get(DEVICE)
+                if copy is not None and other != storage:
+                    start = copy[1].offset
+                    if start < end and offset < start + slot_bytes(sizes[other].size_bytes):
+                        del copies.by_tier[DEVICE]
+            self.at[storage] = offset
+            if storage in self.copies:
+                self.copies[storage].by_tier.pop(DEVICE, None)
+
+    def _changed(self, storage: int, tier: str, *, deferred: bool, anew: bool) -> None:
+        copies = self.copies[storage]
+        before = copies.by_tier.get(tier)
+        good = anew or (before is not None and before[0] == copies.changes)
+        copies.changes += 1
+        copies.deferred += deferred
+        self._put(storage, tier, copies.changes if good else None)
+
+    def _put(self, storage: int, tier: str, changes: int | None) -> None:
+        if changes is None:
+            self.copies[storage].by_tier.pop(tier, None)
+        else:
+            offset = self.at[storage] if tier == DEVICE else self.slots[tier][storage]
+            self.copies[storage].by_tier[tier] = (changes, Location(tier, offset))
+
+
+def salvage(
+    program: Program, homes: Mapping[int, str], bound: Bound, reached: Iterable[Reached], skipped: Set[int]
+) -> Salvage:
+    """Where the values are after a step that stopped.
+
+    Args:
+        homes: Of what lasts from step to step (``lading.memory.layout.home_tiers``).
+        bound: What ran, of which ``reached`` is how far each stream came.
+        skipped: Actions that did nothing in this run.
+    """
+    graph, slots = program.graph, {tier: dict(places) for tier, places in program.slots.items()}
+    slots[DEVICE] = dict(program.resident)
+    start = {s: _Copies({tier: (0, Location(tier, slots[tier][s]))}) for s, tier in homes.items()}
+    walk = _Walk(program, start, slots, skipped, at=dict(program.resident))
+    ended, cut = _actions(program, bound, reached)
+    for action in program.actions:
+        if action.id in ended:
+            walk.ended(action)
+        elif action.id in cut:
+            walk.cut(action)
+    newest = {storage: copies.newest() for storage, copies in walk.copies.items()}
+    lost = {s for s, copy in newest.items() if copy is None or copy[0] < walk.copies[s].deferred}
+    not_pending = {a.op for a in program.actions if a.op in graph.deferred and a.id in skipped}
+    caught_up = {op for op in graph.deferred if op in walk.run or op in not_pending}
+    total = _changes(program)
+    changed = {
+        s: (copy[0] - walk.copies[s].deferred, total.get(s, 0))
+        for s, copy in newest.items()
+        if copy is not None and s not in graph.carried and copy[0] > walk.copies[s].deferred
+    }
+    places = {s: copy[1] for s, copy in newest.items() if copy is not None}
+    return Salvage(places, changed, frozenset(), frozenset(caught_up)).without(lost, graph)
+
+
+def _actions(program: Program, bound: Bound, reached: Iterable[Reached]) -> tuple[set[int], set[int]]:
+    """Ids of the actions that have ended, and of those that were cut short."""
+    ended: set[int] = set()
+    cut: set[int] = set()
+    regions = {region.actions[0]: region.actions for region in bound.regions}
+    for name, queue, far in zip(bound.streams, bound.entries, reached, strict=True):
+        count = queue[far.ended - 1].count if far.ended else 0
+        ended.update([a.id for a in program.actions if a.stream == name][:count])
+        if far.cut:
+            action = queue[far.ended].action
+            cut.update(regions.get(action, (action,)))
+    return ended, cut
+
+
+def _changes(program: Program) -> dict[int, int]:
+    """How often a whole step changes each storage, without what is deferred."""
+    graph, found = program.graph, dict[int, int]()
+    for action in program.actions:
+        if action.op is not None and action.op not in graph.deferred:
+            for storage in graph.op_writes[action.op]:
+                found[storage] = found.get(storage, 0) + 1
+    return found
+
+
+def bring_home(
+    program: Program, homes: Mapping[int, str], found: Salvage, copy: Callable[[int, Location, Location], None]
+) -> None:
+    """Let ``copy`` take every value where it is between steps.
+
+    First everything on the device that is not at home there goes down, into the slot that is its own in a lower tier:
+    nothing is written over. Then what is at home on the device comes up, into a place that is its own too.
+    """
+    slots = {tier: dict(places) for tier, places in program.slots.items()}
+    slots[DEVICE] = dict(program.resident)
+    now = dict(found.places)
+    goals = {storage: Location(tier, slots[tier][storage]) for storage, tier in homes.items()}
+    for storage, place in found.places.items():
+        if place.tier == DEVICE and place != goals[storage]:
+            tiers = (homes[storage], *program.slots)
+            tier = next(t for t in tiers if t != DEVICE and storage in slots[t])
+            now[storage] = Location(tier, slots[tier][storage])
+            copy(storage, place, now[storage])
+    for storage, place in now.items():
+        if place != goals[storage]:
+            copy(storage, place, goals[storage])

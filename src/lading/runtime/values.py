@@ -1,0 +1,162 @@
+"""Values between steps: parameters, buffers, states and constants, read and written where they are at home."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+
+import torch
+
+from lading.errors import ConfigError, StorageError
+from lading.ir.graph import StepGraph, Tensor
+from lading.ir.program import Program
+from lading.memory.layout import DEVICE, home_tiers
+from lading.runtime.arena import Arena, view_of
+from lading.runtime.device import Memory
+from lading.runtime.interrupts import HeldInterrupts
+from lading.runtime.salvage import Location
+from lading.runtime.tiers import Tier
+from lading.units import MiB
+
+#: Most of a storage that passes between a lower tier and the caller at once.
+BOUNCE_BYTES = MiB
+
+
+class Values:
+    """What a Program keeps from step to step, while none runs.
+
+    Attributes:
+        homes: Tier in which each storage lies.
+        changed: After a step that stopped: (its changes that are in the value, those of a whole step) by storage.
+        lost: Storages whose value is gone, until it is written again.
+    """
+
+    def __init__(self, program: Program, arena: Memory, tiers: Mapping[str, Tier]) -> None:
+        self.homes = home_tiers(program)
+        self.changed: dict[int, tuple[int, int]] = {}
+        self.lost: frozenset[int] = frozenset()
+        self._graph = program.graph
+        self._places = {tier: dict(slots) for tier, slots in program.slots.items()} | {DEVICE: dict(program.resident)}
+        self._arena, self._tiers, self._bounce = arena, tiers, Arena(BOUNCE_BYTES)
+        self._views = named_tensors(program.graph)
+
+    def close(self) -> None:
+        """Give the memory back through which values pass."""
+        self._bounce.close()
+
+    def discard(self) -> None:
+        """Give that memory back until it is used again."""
+        self._bounce.discard()
+
+    def write(self, storage: int, tensor: torch.Tensor) -> None:
+        """See ``Executor.write_storage``."""
+        home = self._home(storage)
+        source = self._as_bytes(storage, tensor)
+        with HeldInterrupts():
+            for start, end in _pieces(home, source.numel()):
+                self._put(home, start, source[start:end])
+            self.changed.pop(storage, None)
+            self.lost -= {storage}
+
+    def read(self, storage: int) -> torch.Tensor:
+        """See ``Executor.read_storage``."""
+        home = self._present(storage)
+        result = torch.empty(self._graph.storages[storage].size_bytes, dtype=torch.uint8, device="cpu")
+        for start, end in _pieces(home, result.numel()):
+            self._fetch(home, start, result[start:end])
+        return view_of(result, self._views[storage]) if storage in self._views else result
+
+    def chunks(self, storage: int) -> Iterator[memoryview]:
+        """See ``Executor.chunks``."""
+        home, size = self._present(storage), self._graph.storages[storage].size_bytes
+        view = self._views.get(storage)
+        if view is not None and not (view.is_row_major and view.spans(size)):
+            whole = self.read(storage).contiguous().flatten().view(torch.uint8)
+            yield whole.numpy().data
+            return
+        for start in range(0, size, BOUNCE_BYTES):
+            count = min(BOUNCE_BYTES, size - start)
+            if home.tier == DEVICE:
+                piece = self._arena.bytes_at(home.offset + start, count)
+            else:
+                piece = self._bounce.bytes_at(0, count)
+                self._tiers[home.tier].read(home.offset + start, piece)
+            yield piece.cpu().numpy().data
+
+    def copy(self, storage: int, source: Location, target: Location) -> None:
+        """Take a storage from one place to another, which may be none of its home."""
+        size = self._graph.storages[storage].size_bytes
+        room = torch.empty(min(size, BOUNCE_BYTES), dtype=torch.uint8, device="cpu")
+        for start in range(0, size, BOUNCE_BYTES):
+            piece = room[: min(BOUNCE_BYTES, size - start)]
+            self._fetch(source, start, piece)
+            self._put(target, start, piece)
+
+    def write_constants(self, storages: Container[int]) -> None:
+        """Write those of the storages that are constants."""
+        for index, storage in enumerate(self._graph.storages):
+            if storage.data and index in storages:
+                self.write(index, torch.frombuffer(bytearray(storage.data), dtype=torch.uint8))
+
+    def _fetch(self, source: Location, start: int, piece: torch.Tensor) -> None:
+        """Fill ``piece``, in host memory, from byte ``start`` of what lies there."""
+        if source.tier == DEVICE:
+            piece.copy_(self._arena.bytes_at(source.offset + start, piece.numel()))
+            return
+        room = self._bounce.bytes_at(0, piece.numel())
+        self._tiers[source.tier].read(source.offset + start, room)
+        piece.copy_(room)
+
+    def _put(self, target: Location, start: int, piece: torch.Tensor) -> None:
+        """Inverse of ``_fetch``; ``piece`` may lie on the device."""
+        if target.tier == DEVICE:
+            self._arena.bytes_at(target.offset + start, piece.numel()).copy_(piece)
+            return
+        room = self._bounce.bytes_at(0, piece.numel())
+        room.copy_(piece)
+        self._tiers[target.tier].write(target.offset + start, room)
+
+    def _home(self, storage: int) -> Location:
+        if storage not in self.homes:
+            raise ConfigError(
+                f"storage {storage} holds no value between steps; only parameters, buffers, constants and states do"
+            )
+        tier = self.homes[storage]
+        return Location(tier, self._places[tier][storage])
+
+    def _present(self, storage: int) -> Location:
+        """Where a value lies, which is not lost."""
+        if storage in self.lost:
+            name = self._graph.storages[storage].name
+            raise StorageError(f"the value of {name!r} was lost in a step that failed; load a checkpoint")
+        return self._home(storage)
+
+    def _as_bytes(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The bytes a storage must have; no copy if ``tensor`` lies in memory as the graph wants it."""
+        item = self._graph.storages[storage]
+        given = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if given == ("uint8", (item.size_bytes,)):
+            return tensor.detach()
+        wanted = self._views.get(storage)
+        if wanted is None or given != (wanted.dtype, wanted.shape):
+            shape = f"{wanted.dtype} {wanted.shape}" if wanted else f"uint8 ({item.size_bytes},)"
+            raise ConfigError(f"expected {item.name!r} as {shape}, got {given[0]} {given[1]}")
+        tensor = tensor.detach()
+        if tensor.stride() == wanted.stride and wanted.is_dense and wanted.spans(item.size_bytes):
+            return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+        copy = torch.zeros(item.size_bytes, dtype=torch.uint8, device="cpu")
+        view_of(copy, wanted).copy_(tensor)
+        return copy
+
+
+def _pieces(home: Location, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of what passes at once: all of it, or what the memory between takes."""
+    step = max(1, size_bytes) if home.tier == DEVICE else BOUNCE_BYTES
+    for start in range(0, size_bytes, step):
+        yield start, min(start + step, size_bytes)
+
+
+def named_tensors(graph: StepGraph) -> dict[int, Tensor]:
+    """The tensor by which each parameter, buffer and state is known, by storage."""
+    ids = [p.tensor for p in graph.parameters] + [t for _, t in graph.buffers]
+    ids += [part for state in graph.states for part in state.parts]
+    return {graph.tensors[t].storage: graph.tensors[t] for t in ids}

@@ -111,8 +111,10 @@ def test_another_text_is_another_run(
 ) -> None:
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_text("a text of one's own " * 100)
-    arguments = ["train", str(made[0]), *SHORT, f"out={out}", f"data.source={text}", "optimization.warmup_steps=0"]
+    arguments = ["train", str(made[0]), *SHORT, f"out={out}", f"data.source={text}"]
     assert main([*arguments, "optimization.steps=2"]) == 0
+    said = capsys.readouterr().out
+    assert "ends within its warm-up, at step 2 of 4: the learning rate\nrises to 0.00015 of 0.0003;" in said
     text.write_text("another text of one's own " * 100)
     code, message = failure(capsys, *arguments, "optimization.steps=2", "--resume")
     assert code == 2

@@ -110,7 +110,7 @@ class Optimization:
         clip_norm: Largest norm of all gradients together; 0 switches clipping off.
         accumulation: Micro-batches per optimizer step.
         schedule: After the warm-up, "constant" or "cosine" (down to 0 at ``steps``).
-        warmup_steps: Steps of linear rise to the full learning rate.
+        warmup_steps: Steps of linear rise to the full learning rate; a run of fewer steps ends below it.
         precision: "fp32"; or "bf16": parameters, activations and gradients in bfloat16, with float32 master weights
             and moments, gradients summed over micro-batches and clipped in float32.
         compile: Fuse runs of light operations with PyTorch's compiler: faster, but sums are added in another order,
@@ -131,7 +131,7 @@ class Optimization:
         _integer("steps", self.steps, 1)
         _number("clip_norm", self.clip_norm, 0)
         _integer("accumulation", self.accumulation, 1)
-        _integer("warmup_steps", self.warmup_steps, 0, self.steps)
+        _integer("warmup_steps", self.warmup_steps, 0)
         if self.schedule not in ("constant", "cosine"):
             raise ConfigError(f"schedule: expected 'constant' or 'cosine', got {self.schedule!r}")
         if self.precision not in ("fp32", "bf16"):

@@ -27,6 +27,7 @@ def machine_of(run: RunConfig) -> Machine:
         machine = load_machine(path)
         if machine.host_id == host_id() and KERNEL_BYTES in machine.sources:
             return machine
+    print(f"measuring this host, once, in about a minute; the result is kept in\n{path}", flush=True)
     return probe_to(path, folder, threads=run.num_threads, device="cpu")
 
 

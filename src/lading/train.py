@@ -23,7 +23,7 @@ from lading.capture.losses import named_losses, total_of
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
-from lading.config import RunConfig, lr_at, run_to_dict
+from lading.config import Optimization, RunConfig, lr_at, run_to_dict
 from lading.errors import BudgetExceeded, ConfigError
 from lading.files import remove_file, rename_file
 from lading.hosts import machine_of
@@ -105,6 +105,8 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
     check_available(prepared.machine.device.kind)
     with run_lock(out):
         data = dataset_of(run, prepared.initial.model)
+        if (note := _short_of_peak(run.optimization)) is not None:
+            print(note, flush=True)
         if run.data.kind == "random":
             print("the data are random numbers: the loss means nothing, times and memory do", flush=True)
         newest = _newest(run, out, data, resume=resume)
@@ -121,6 +123,18 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
 def _planned(run: RunConfig, *, cache: bool) -> Prepared:
     with planning_progress() as progress:
         return plan_run(run, cache=cache, progress=progress)
+
+
+def _short_of_peak(optimization: Optimization) -> str | None:
+    """What to say of a run that ends within its warm-up; None for any other."""
+    steps, warmup = optimization.steps, optimization.warmup_steps
+    if steps >= warmup:
+        return None
+    last = lr_at(optimization, steps - 1)
+    return (
+        f"the run ends within its warm-up, at step {steps} of {warmup}: the learning rate\n"
+        f"rises to {last:g} of {optimization.optimizer.lr:g}; optimization.warmup_steps shortens it"
+    )
 
 
 def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tuple[int, Timeline, int]:

@@ -23,6 +23,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one core each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sentences are compared whole; tests of how lines are broken set their own width."""
+    monkeypatch.setenv("COLUMNS", "500")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs come first: where several processes share the work, the last files should be short ones."""
     items.sort(key=lambda item: len(item.path.parts))

@@ -15,6 +15,7 @@ from lading.errors import ConfigError
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.request import Architecture, Request
 from lading.ir.table import ModelTable
+from lading.report.lines import say, say_list
 from lading.report.table import figures_table
 from lading.sim.occupancy import occupancy
 from lading.sim.simulate import Simulated
@@ -185,25 +186,24 @@ def print_cluster(simulated: Simulated, console: Console, price_per_hour: float 
     """What the step takes, what its time goes to, memory by pipeline rank, and what was assumed."""
     figures = summary(simulated, price_per_hour)
     head = f"{figures['model']} on {figures['devices']} x {simulated.machine.device.name}"
-    console.print(head, style="bold", markup=False)
-    console.print(f"{figures['layout']}; software stack {figures['stack']}", markup=False)
+    say(console, head, "bold")
+    say(console, f"{figures['layout']}; software stack {figures['stack']}")
     low, high = format_seconds(figures["low_s"]), format_seconds(figures["high_s"])
-    console.print(f"step {format_seconds(figures['step_s'])} ({low} to {high})", style="bold", markup=False)
-    console.print(
+    say(console, f"step {format_seconds(figures['step_s'])} ({low} to {high})", "bold")
+    say(
+        console,
         f"{figures['tokens_per_s_per_device']:,.0f} tokens/s a device, {figures['tokens_per_s']:,.0f} in all; "
         f"{format_flops(figures['model_flops_per_s_per_device'])}/s a device, {figures['mfu']:.1%} of its peak",
-        markup=False,
     )
     if price_per_hour is not None:
-        console.print(f"{figures['price_per_billion_tokens']:,.0f} for a billion tokens", markup=False)
+        say(console, f"{figures['price_per_billion_tokens']:,.0f} for a billion tokens")
     if simulated.updated is not None:
         sentence = update_sentence(simulated.request.optimizer, simulated.updated.update)
-        console.print(sentence, markup=False)
+        say(console, sentence)
     console.print(_shares_table(simulated))
     console.print(_memory_table(simulated))
-    console.print(verdict(simulated), style="bold" if figures["fits"] else "bold red")
-    for number, sentence in enumerate(figures["assumptions"]):
-        console.print(f"{'Assumed' if not number else '       '} - {sentence}", markup=False, highlight=False)
+    say(console, verdict(simulated), "bold" if figures["fits"] else "bold red")
+    say_list(console, "Assumed", figures["assumptions"])
 
 
 def verdict(simulated: Simulated) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 COMMANDS = ("", "fit", "plan", "simulate", "place", "validate", "train", "report", "export", "probe", "doctor", "demo")
 GOLDEN = Path(__file__).parent / "help.txt"
-FRAMES = re.compile("[╭─╮│╰╯]")
+FRAMES = re.compile("[╭─╮│╰╯]|-----+")
 CODE = """
 import sys
 from lading.cli.main import main
@@ -31,7 +31,7 @@ finally:
 @cache
 def help_of(command: str) -> subprocess.CompletedProcess[str]:
     arguments = [command, "--help"] if command else ["--help"]
-    environment = {"PYTHONPATH": ":".join(sys.path), "COLUMNS": "100", "PATH": "", "PYTHONIOENCODING": "utf-8"}
+    environment = {"PYTHONPATH": ":".join(sys.path), "COLUMNS": "80", "PATH": "", "PYTHONIOENCODING": "utf-8"}
     return subprocess.run(
         [sys.executable, "-c", CODE, *arguments],
         capture_output=True,
@@ -60,7 +60,12 @@ def test_the_option_list_is_frozen() -> None:
 def test_help_imports_nothing_heavy(command: str) -> None:
     done = help_of(command)
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"usage: lading {command}".strip() in done.stdout
+    assert f"usage: lading {command or 'COMMAND'}" in done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns(command: str) -> None:
+    assert not [line for line in help_of(command).stdout.splitlines() if len(line) > 80]
 
 
 def test_help_answers_in_half_a_second() -> None:

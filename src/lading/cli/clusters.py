@@ -11,6 +11,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from lading.errors import ConfigError
 from lading.files import write_text
+from lading.report.lines import line_columns, say
 
 if TYPE_CHECKING:
     from lading.cli.commands import Simulate
@@ -24,7 +25,8 @@ class Validate:
     files: Annotated[
         Positional[tuple[Path, ...]],
         arg(
-            metavar="ROWS.jsonl [ROWS.jsonl ...]", help="Measurements: benchmarks/validation/README.md has the fields."
+            metavar="ROWS.jsonl [ROWS.jsonl ...]",
+            help="Measurements, one a line; benchmarks/validation/README.md says the fields.",
         ),
     ]
     json: Annotated[
@@ -32,15 +34,20 @@ class Validate:
     ] = None
     rows: Annotated[
         Path | None,
-        arg(metavar="OUT.jsonl", help="Also write every row's prediction as a line of JSON.", help_behavior_hint=""),
+        arg(
+            metavar="OUT.jsonl", help="Also write the prediction of every row as a line of JSON.", help_behavior_hint=""
+        ),
     ] = None
     left_out: Annotated[
         FlagCreatePairsOff[bool],
-        arg(help="Also score each source without a fit on whole steps of its own. Takes twice as long."),
+        arg(
+            help="Also score each source with nothing fitted on its own steps. Takes twice as long.",
+            help_behavior_hint="",
+        ),
     ] = False
     predictor: Annotated[
         Literal["lading", "constant"],
-        arg(help="What predicts: Lading, or one share of the peak for all, a reference to beat."),
+        arg(help="Who predicts: Lading, or a reference that takes one share of the peak for all."),
     ] = "lading"
 
     def run(self) -> None:
@@ -58,7 +65,7 @@ class Validate:
         predictor = Simulator() if self.predictor == "lading" else ConstantEfficiency()
         outcomes = outcomes_of(rows, predictor)
         document = document_of(outcomes, outcomes_of(rows, predictor, fitted=False) if self.left_out else ())
-        console = Console(width=None if Console().is_terminal else 150, highlight=False)
+        console = Console(width=line_columns(), highlight=False)
         show(document, notes, console)
         if self.json is not None:
             write_text(self.json, json.dumps(document, indent=1) + "\n")
@@ -93,11 +100,11 @@ def simulate_cluster(asked: Simulate) -> None:
     request, table = request_of(question)
     simulated = simulate(request, table)
     figures, sentences = scale(simulated, asked)
-    console = Console(highlight=False)
+    console = Console(width=line_columns(), highlight=False)
     print_cluster(simulated, console, asked.price)
     console.print(fullest_chart(simulated))
     for sentence in sentences:
-        console.print(sentence, markup=False, soft_wrap=True)
+        say(console, sentence)
     grown = [] if asked.growth is None else growth(simulated, asked.growth)
     if grown:
         console.print(growth_table(grown))

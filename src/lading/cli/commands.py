@@ -17,9 +17,10 @@ from lading.errors import ConfigError
 from lading.ir.plan import Plan as SavedPlan
 from lading.ir.reading import plan_kind
 from lading.ir.timeline import Timeline
+from lading.report.lines import fitted, line_columns
 from lading.units import format_bytes, format_seconds, parse_bytes
 
-RunFile = Annotated[Positional[Path], arg(metavar="RUN.toml", help="Configuration of the run.")]
+RunFile = Annotated[Positional[Path], arg(metavar="RUN.toml", help="Run file, such as examples/llama.toml.")]
 Overrides = Annotated[
     Positional[tuple[str, ...]],
     arg(
@@ -29,29 +30,41 @@ Overrides = Annotated[
     ),
 ]
 MachineName = Annotated[
-    str | None, arg(metavar="NAME|FILE", help="Catalog machine or file.", help_behavior_hint="(default: the run's)")
+    str | None,
+    arg(
+        metavar="NAME|FILE",
+        help="Machine: a name of the catalog (rtx4090, h100, cpu), or a file that lading probe wrote.",
+        help_behavior_hint="(default: the run's, else this host)",
+    ),
 ]
 TraceFile = Annotated[
-    Path | None, arg(metavar="FILE.pftrace", help="Also write a trace for ui.perfetto.dev.", help_behavior_hint="")
+    Path | None,
+    arg(metavar="FILE.pftrace", help="Also write a timeline that ui.perfetto.dev opens.", help_behavior_hint=""),
 ]
 SnapshotFile = Annotated[
     Path | None,
-    arg(metavar="FILE.pickle", help="Also write a snapshot for pytorch.org/memory_viz.", help_behavior_hint=""),
+    arg(
+        metavar="FILE.pickle",
+        help="Also write what memory holds over the step, for pytorch.org/memory_viz.",
+        help_behavior_hint="",
+    ),
 ]
-PlanFile = Annotated[Path | None, arg(metavar="PLAN.json", help="Train as this plan says.", help_behavior_hint="")]
+PlanFile = Annotated[
+    Path | None, arg(metavar="FILE", help="Train as this plan of lading plan says.", help_behavior_hint="")
+]
 MaybeRunFile = Annotated[
     Positional[Path | None],
-    arg(metavar="[RUN.toml]", help="Configuration of the run; or give --plan.", help_behavior_hint=""),
+    arg(metavar="[RUN.toml]", help="Run file, such as examples/llama.toml; or give --plan.", help_behavior_hint=""),
 ]
 Resume = Annotated[
     FlagCreatePairsOff[bool],
-    arg(help="Go on from the newest complete checkpoint in the run's folder.", help_behavior_hint=""),
+    arg(help="Go on from the newest checkpoint in the run's out folder.", help_behavior_hint=""),
 ]
 
 
 NoCache = Annotated[
     FlagCreatePairsOff[bool],
-    arg(help="Plan anew, not from the cache of plans, nor keep it there.", help_behavior_hint=""),
+    arg(help="With a run file: plan anew, and do not use the cache of plans.", help_behavior_hint=""),
 ]
 
 
@@ -60,9 +73,10 @@ def _optional(metavar: str, text: str) -> object:
     return arg(metavar=metavar, help=text, help_behavior_hint="")
 
 
+_MODEL = "Model: a name of the catalog ({}, ...), module:function of your own, or a Hugging Face config.json."
 OptimizerName = Annotated[
     Literal["adamw", "muon", "shampoo", "soap"] | None,
-    _optional("NAME", "With --model, what moves the matrices of blocks: adamw, muon, shampoo or soap."),
+    _optional("NAME", "Optimizer of the weight matrices: adamw (the default), muon, shampoo or soap."),
 ]
 
 
@@ -76,30 +90,45 @@ class Command(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Say whether a run, or a model by name, fits a machine; what it needs where; and what would make it fit."""
+    """Say whether a run fits a machine, what it needs, and what would make it fit.
+
+    Give a run file, or a model by name.
+
+    A size has a unit: 24GB is 24 times 10^9 bytes, 24GiB is 24 times 2^30.
+    """
 
     run_file: Annotated[
-        Positional[Path | None], _optional("[RUN.toml]", "Configuration of the run; or give --model.")
+        Positional[Path | None], _optional("[RUN.toml]", "Run file, such as examples/llama.toml; or give --model.")
     ] = None
     overrides: Overrides = ()
     model: Annotated[
         str | None,
-        _optional("NAME", "llama3-70b, gpt2, ...; module:function; or a Hugging Face configuration."),
+        _optional("NAME", _MODEL.format("llama3-70b, gpt2")),
     ] = None
     machine: MachineName = None
-    device: Annotated[str | None, _optional("SIZE", "Device memory of the machine.")] = None
-    host: Annotated[str | None, _optional("SIZE", "Host memory of the machine.")] = None
-    disk: Annotated[str | None, _optional("SIZE", "Disk space of the machine.")] = None
+    device: Annotated[
+        str | None, _optional("SIZE", "Memory of the device (the GPU, or the CPU), if not the machine's.")
+    ] = None
+    host: Annotated[str | None, _optional("SIZE", "Memory of the host behind a GPU, if not the machine's.")] = None
+    disk: Annotated[str | None, _optional("SIZE", "Space on the disk, if not the machine's.")] = None
     budget: Annotated[
-        str | None, _optional("SIZE", "Device memory to plan for, or a share of what keeping everything needs.")
+        str | None,
+        _optional(
+            "SIZE", "Device memory that a step may use; or a share such as 50% of what keeping everything needs."
+        ),
     ] = None
-    batch: Annotated[int | None, _optional("N", "Sequences of a micro-batch.")] = None
+    batch: Annotated[int | None, _optional("N", "Sequences that are computed at once: a micro-batch.")] = None
     seq: Annotated[int | None, _optional("N", "Tokens of a sequence.")] = None
-    accumulation: Annotated[int | None, _optional("N", "Micro-batches of a step.")] = None
+    accumulation: Annotated[int | None, _optional("N", "Micro-batches whose gradients are added up for one step.")] = (
+        None
+    )
     precision: Annotated[
-        Literal["fp32", "bf16"] | None, _optional("fp32|bf16", "With --model, bf16 where a GPU multiplies it.")
+        Literal["fp32", "bf16"] | None,
+        _optional("fp32|bf16", "Number format. With --model, bf16 where the device has it."),
     ] = None
-    keep: Annotated[int | None, _optional("N", "Checkpoints that stay while another is written; 0 saves none.")] = None
+    keep: Annotated[
+        int | None, _optional("N", "Checkpoints that stay on disk while another is written. 0 saves none.")
+    ] = None
 
     def run(self) -> None:
         """Print the fit table."""
@@ -128,78 +157,86 @@ class Fit:
             machine=self.machine or run.machine, device=self.device, host=self.host, disk=self.disk, budget=self.budget
         )
         result = fit_run(run, hardware, self.model or "")
-        print(result, flush=True)
+        print(fitted(str(result)), flush=True)
         if result.error is not None:
             raise result.error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Choose what goes where between its uses inside the budget, or the layout of a model on a cluster."""
+    """Plan a run inside its memory budget, or spread a model over many devices.
+
+    With a run file: keep, recompute or move every tensor between two uses.
+
+    With --model: rank the ways to spread it (layouts).
+
+    Options are for --model, but for --out (both) and --no-cache (run files).
+    """
 
     run_file: Annotated[
-        Positional[Path | None], _optional("[RUN.toml]", "Configuration of the run; or give --model.")
+        Positional[Path | None], _optional("[RUN.toml]", "Run file, such as examples/llama.toml; or give --model.")
     ] = None
     overrides: Overrides = ()
-    out: Annotated[Path, arg(metavar="FILE", help="Where to write the plan.")] = Path("plan.json")
-    model: Annotated[
-        str | None, _optional("NAME", "llama3-70b, ...; module:function; or a Hugging Face configuration.")
-    ] = None
+    out: Annotated[Path, arg(metavar="FILE", help="File to write the plan to.")] = Path("plan.json")
+    model: Annotated[str | None, _optional("NAME", _MODEL.format("llama3-70b"))] = None
     machine: Annotated[
-        str | None, _optional("NAME|FILE", "With --model, what each device is, or a list of unlike devices.")
+        str | None,
+        _optional(
+            "NAME|FILE", "What each device is (h100, ...), or a list of unlike devices (laptop-and-server, ...)."
+        ),
     ] = None
-    devices: Annotated[int | None, _optional("N", "With --model, how many.")] = None
-    global_batch: Annotated[int | None, _optional("N", "With --model, sequences of a step.")] = None
+    devices: Annotated[int | None, _optional("N", "Number of devices.")] = None
+    global_batch: Annotated[int | None, _optional("N", "Sequences of one step, on all devices together.")] = None
     seq: Annotated[
-        int | None, _optional("N", "With --model, tokens of a sequence; else the model's, 8192 at most.")
+        int | None, _optional("N", "Tokens of a sequence. If not given, the model's longest, but at most 8192.")
     ] = None
     stack: Annotated[
-        str | None, _optional("NAME|FILE", "With --model, the software stack: megatron-core, torchtitan-compile, ...")
+        str | None, _optional("NAME|FILE", "Software that trains: megatron-core, torchtitan-compile, ...")
     ] = None
-    network: Annotated[str | None, _optional("WORDS", 'With --model, what links nodes: "4x 200 Gb/s HDR", ...')] = None
+    network: Annotated[
+        str | None, _optional("WORDS", 'Network between nodes, if not the machine\'s: "4x 200 Gb/s HDR", ...')
+    ] = None
     precision: Annotated[
         str | None,
         _optional(
             "NAMES",
-            "With --model, of products: fp32, fp16, bf16 (if not given), fp8, mxfp8, nvfp4; bf16,fp8 or any to choose.",
+            "Number format of matrix products: bf16 (if not given), fp32, fp16, fp8, mxfp8 or nvfp4. Several "
+            "(bf16,fp8) or any lets the search choose.",
         ),
     ] = None
     pin: Annotated[
         UseAppendAction[tuple[str, ...]],
         _optional(
             "KEY=VALUE",
-            "With --model, a choice that is made. Can be repeated. Keys: dp, tp, cp, pp, ep, etp, vpp, micro_batch (or "
-            "mb), sp (yes, no), zero (0 to 3), shard, cp_comm, schedule, recompute (none, selective, full), "
-            "recompute_layers, recompute_modules, precision, offload (none, optimizer, parameters), offload_to (host, "
-            "disk).",
+            "Fix one choice of the layout, such as tp=8. Can be repeated. Keys: dp, tp, cp, pp, ep, etp, vpp, "
+            "micro_batch (or mb), sp (yes, no), zero (0 to 3), shard, cp_comm, schedule, recompute (none, selective, "
+            "full), recompute_layers, recompute_modules, precision, offload (none, optimizer, parameters), "
+            "offload_to (host, disk).",
         ),
     ] = ()
     optimizer: OptimizerName = None
-    price: Annotated[float | None, _optional("PRICE", "With --model, of a device for an hour, in any currency.")] = None
-    top: Annotated[int, arg(metavar="N", help="With --model, layouts to show, the best of each mesh.")] = 10
-    longest: Annotated[
-        int | None, _optional("N", "With --model, tokens of the longest sequence, whose batch must fit too.")
-    ] = None
+    price: Annotated[float | None, _optional("PRICE", "Price of one device for an hour, in any currency.")] = None
+    top: Annotated[int, arg(metavar="N", help="Number of layouts to show.")] = 10
+    longest: Annotated[int | None, _optional("N", "Tokens of the longest sequence; a batch of it must fit too.")] = None
     save: Annotated[
         Literal["sharded", "async", "gathered"],
         arg(
-            help="With --model, how checkpoints are written: each rank its pieces, the same while training goes on, or "
-            "whole by one rank."
+            help="How checkpoints are written: every rank its own part, the same while training goes on, or all by "
+            "one rank."
         ),
     ] = "sharded"
     budget: Annotated[
-        str | None, _optional("SIZE", "With --model, memory of a device to plan for, such as 40GB; else all.")
+        str | None, _optional("SIZE", "Memory of each device that may be used, such as 40GB. If not given, all of it.")
     ] = None
     unshard: Annotated[
         Literal["residency", "reverse-greedy", "zero2", "zero3"],
-        arg(help="With --model, where parameters are cut: how to choose which stay gathered."),
+        arg(help="Where each rank has a part of the parameters (zero 3): how to choose those that stay whole."),
     ] = "residency"
-    tree: Annotated[bool, arg(help="With --model, where parameters are cut: what every tensor has at the peak.")] = (
-        False
-    )
-    json: Annotated[
-        Path | None, _optional("FILE.json", "With --model, also write the figures (docs/plan-json.md).")
-    ] = None
+    tree: Annotated[
+        FlagCreatePairsOff[bool],
+        arg(help="Show the memory of every module at the peak, for layouts with zero 3.", help_behavior_hint=""),
+    ] = False
+    json: Annotated[Path | None, _optional("FILE.json", "Also write the figures as JSON (docs/plan-json.md).")] = None
     no_cache: NoCache = False
 
     def run(self) -> None:
@@ -227,66 +264,79 @@ class Plan:
 
         with planning_progress() as progress:
             prepared = plan_run(run, cache=not self.no_cache, progress=progress)
-        print_plan(prepared.plan, prepared.graph, Console())
+        print_plan(prepared.plan, prepared.graph, Console(width=line_columns()))
         prepared.plan.save(self.out)
         print(f"wrote {self.out}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Predict one step of a run or of a plan, or of a model by name on a cluster."""
+    """Predict the time and the memory of one training step.
+
+    Give a run file or a plan; or --model, to predict a model on many devices.
+
+    Options are for --model, but for --trace, --snapshot (both) and --no-cache.
+    """
 
     source: Annotated[
-        Positional[Path | None], _optional("[RUN.toml|PLAN.json]", "A run, or a plan made before; or give --model.")
+        Positional[Path | None], _optional("[RUN.toml|PLAN.json]", "Run file or plan; or give --model.")
     ] = None
     overrides: Overrides = ()
     trace: TraceFile = None
     snapshot: SnapshotFile = None
     model: Annotated[
         str | None,
-        _optional("NAME", "llama3-405b, gpt3-175b, ...; module:function; or a Hugging Face configuration."),
+        _optional("NAME", _MODEL.format("llama3-405b, gpt3-175b")),
     ] = None
-    machine: Annotated[str | None, _optional("NAME|FILE", "With --model, what each device is.")] = None
+    machine: Annotated[
+        str | None, _optional("NAME|FILE", "What each device is: a name of the catalog (h100, ...) or a machine file.")
+    ] = None
     devices: Annotated[
-        int | None, _optional("N", "With --model, how many; those beyond the layout's are replicas.")
+        int | None,
+        _optional("N", "Number of devices. Those beyond what the layout names are replicas (data parallel)."),
     ] = None
     layout: Annotated[
         str | None,
         _optional(
             "LAYOUT",
-            "With --model, such as tp8,cp2,pp16,vpp8,sp,zero1,mb1,gb2048,recompute=full,offload=optimizer+activations.",
+            "How the model is spread, such as tp8,cp2,pp16,vpp8,sp,zero1,mb1,gb2048: tensor, context and pipeline "
+            "parallel, chunks of a stage, sequence parallel, ZeRO stage, sequences of a micro-batch and of a step. "
+            "Also recompute=full, offload=optimizer+activations.",
         ),
     ] = None
-    seq: Annotated[int | None, _optional("N", "With --model, tokens of a sequence.")] = None
-    stack: Annotated[str, arg(metavar="NAME|FILE", help="With --model, the software stack.")] = "default"
-    network: Annotated[str | None, _optional("WORDS", 'With --model, what links nodes: "4x 200 Gb/s HDR", ...')] = None
-    lora: Annotated[
-        int | None, _optional("RANK", "With --model, train adapters of this rank beside frozen weights.")
+    seq: Annotated[int | None, _optional("N", "Tokens of a sequence.")] = None
+    stack: Annotated[
+        str, arg(metavar="NAME|FILE", help="Software that trains: megatron-core, torchtitan-compile, ...")
+    ] = "default"
+    network: Annotated[
+        str | None, _optional("WORDS", 'Network between nodes, if not the machine\'s: "4x 200 Gb/s HDR", ...')
     ] = None
-    qlora: Annotated[int | None, _optional("RANK", "With --model, as --lora, with weights of 4 bits.")] = None
+    lora: Annotated[int | None, _optional("RANK", "Train LoRA adapters of this rank beside frozen weights.")] = None
+    qlora: Annotated[int | None, _optional("RANK", "As --lora, with frozen weights of 4 bits.")] = None
     optimizer: OptimizerName = None
-    price: Annotated[float | None, _optional("PRICE", "With --model, of a device for an hour.")] = None
+    price: Annotated[float | None, _optional("PRICE", "Price of one device for an hour, in any currency.")] = None
     jitter: Annotated[
-        float | None, _optional("SHARE", "With --model, what equal work varies by: all ranks one by one.")
+        float | None, _optional("SHARE", "By how much equal work varies, such as 0.02. Every rank is then simulated.")
     ] = None
     straggler: Annotated[
-        float | None, _optional("FACTOR", "With --model, one device computes so many times as long.")
+        float | None, _optional("FACTOR", "One device takes so many times as long to compute, such as 1.5.")
     ] = None
     slow_link: Annotated[
-        float | None, _optional("FACTOR", "With --model, one device's links take so many times as long.")
+        float | None, _optional("FACTOR", "The links of one device take so many times as long, such as 2.")
     ] = None
     mtbf: Annotated[
-        float | None, _optional("HOURS", "With --model, between failures of one device: goodput of a long run.")
+        float | None,
+        _optional("HOURS", "Mean time between failures of one device: says what share of a long run is useful."),
     ] = None
     storage: Annotated[
-        str | None, _optional("SIZE", "With --mtbf, what checkpoints are written at in a second, such as 2TB.")
+        str | None, _optional("SIZE", "With --mtbf, bytes a second at which checkpoints are written, such as 2TB.")
     ] = None
-    restart: Annotated[float | None, _optional("SECONDS", "With --mtbf, from a failure to the next step.")] = None
+    restart: Annotated[float | None, _optional("SECONDS", "With --mtbf, time from a failure to the next step.")] = None
     growth: Annotated[
-        int | None, _optional("N", "With --model, replicas doubled up to so many devices, and what each device keeps.")
+        int | None, _optional("N", "Also double the replicas up to so many devices, and show what a device loses.")
     ] = None
-    report: Annotated[Path | None, _optional("FILE.html", "With --model, also write a report to look at.")] = None
-    json: Annotated[Path | None, _optional("FILE.json", "With --model, also write the figures.")] = None
+    report: Annotated[Path | None, _optional("FILE.html", "Also write a report for the browser.")] = None
+    json: Annotated[Path | None, _optional("FILE.json", "Also write the figures as JSON.")] = None
     no_cache: NoCache = False
 
     def run(self) -> None:
@@ -320,7 +370,7 @@ class Simulate:
             _check_cache(self.no_cache, "a plan")
             prepared = prepare_plan(what)
         timeline = prepared.predicted
-        print(timeline_text(timeline))
+        print(fitted(timeline_text(timeline)))
         if self.trace:
             from lading.report.perfetto import write_trace
 
@@ -335,7 +385,7 @@ class Simulate:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a run, planned first, or exactly as a plan says."""
+    """Train a run: plan it first, or follow a plan that was made before."""
 
     run_file: MaybeRunFile = None
     overrides: Overrides = ()
@@ -357,14 +407,14 @@ class Train:
             what = load_run(self.run_file, self.overrides)
         from lading.train import train_run
 
-        print(train_run(what, resume=self.resume, cache=not self.no_cache))
+        print(fitted(str(train_run(what, resume=self.resume, cache=not self.no_cache))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Write the report of a run that has ended, or was stopped."""
+    """Write report.html: what a run did beside what was predicted."""
 
-    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="The run's out folder.")]
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="The run's out folder, such as out/llama.")]
 
     def run(self) -> None:
         """Write report.html into the folder."""
@@ -377,11 +427,11 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write the model that a run trained as safetensors, for from_pretrained and others."""
+    """Write the trained model of a run as safetensors, for from_pretrained."""
 
-    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="The run's out folder.")]
-    to: Annotated[Path, arg(metavar="FOLDER", help="A folder to make.")]
-    shard: Annotated[str, arg(metavar="SIZE", help="Largest file.")] = "5GB"
+    folder: Annotated[Positional[Path], arg(metavar="FOLDER", help="The run's out folder, such as out/llama.")]
+    to: Annotated[Path, arg(metavar="FOLDER", help="Folder to make.")]
+    shard: Annotated[str, arg(metavar="SIZE", help="Largest size of one file.")] = "5GB"
 
     def run(self) -> None:
         """Export the newest checkpoint."""
@@ -393,11 +443,14 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Measure this host: products, memory, disk."""
+    """Measure this host in about a minute: matrix products, memory and disk.
 
-    out: Annotated[Path, arg(metavar="FILE", help="Where to write the machine.")] = Path("machine.toml")
+    The file it writes is what --machine and the machine of a run file take.
+    """
+
+    out: Annotated[Path, arg(metavar="FILE", help="File to write the machine to.")] = Path("machine.toml")
     folder: Annotated[Path, arg(metavar="FOLDER", help="A folder on the disk to measure.")] = Path()
-    ranks: Annotated[int, arg(metavar="N", help="Measure collectives among up to so many processes too.")] = 1
+    ranks: Annotated[int, arg(metavar="N", help="Also measure communication among up to so many processes.")] = 1
 
     def run(self) -> None:
         """Measure and write the machine file."""
@@ -414,9 +467,9 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Say what this host has for Lading, what it lacks, and what that costs."""
+    """Check this host: what Lading needs, what is missing, and what that costs."""
 
-    folder: Annotated[Path, arg(metavar="FOLDER", help="A folder on the disk that a run would use.")] = Path()
+    folder: Annotated[Path, arg(metavar="FOLDER", help="Folder on the disk that a run would use.")] = Path()
     json: Annotated[FlagCreatePairsOff[bool], arg(help="Print JSON.", help_behavior_hint="")] = False
 
     def run(self) -> None:
@@ -424,19 +477,26 @@ class Doctor:
         from lading.cli.doctor import as_json, check, doctor
 
         findings = doctor(self.folder)
-        print(json.dumps(as_json(findings), indent=2) if self.json else "\n".join(map(str, findings)), flush=True)
+        said = "\n".join(fitted(str(finding), hang=24) for finding in findings)
+        print(json.dumps(as_json(findings), indent=2) if self.json else said, flush=True)
         check(findings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Plan, simulate, train and compare a small model on this host, with no download."""
+    """Measure this host, plan, train and compare a small model, with no download."""
 
-    out: Annotated[Path, arg(metavar="FOLDER", help="Where everything goes.")] = Path("out/demo")
-    budget: Annotated[str, arg(metavar="SIZE", help="Device memory: 256MB, or a share of keeping everything.")] = "50%"
-    seconds: Annotated[float, arg(metavar="N", help="Train for about so long.")] = 60.0
+    out: Annotated[Path, arg(metavar="FOLDER", help="Folder that everything is written to.")] = Path("out/demo")
+    budget: Annotated[
+        str,
+        arg(
+            metavar="SIZE",
+            help="Memory to train in: a size such as 256MB, or a share of what keeping everything needs.",
+        ),
+    ] = "50%"
+    seconds: Annotated[float, arg(metavar="SECONDS", help="Train for about so long.")] = 60.0
     optimizer: Annotated[
-        Literal["adamw", "muon", "shampoo", "soap"], arg(help="What moves the matrices; AdamW moves the rest.")
+        Literal["adamw", "muon", "shampoo", "soap"], arg(help="Optimizer of the weight matrices; AdamW moves the rest.")
     ] = "adamw"
 
     def run(self) -> None:
@@ -446,7 +506,7 @@ class Demo:
             raise ConfigError(f"--seconds: expected a time above 0, got {self.seconds}")
         from lading.cli.demo import demo
 
-        print(demo(self.out, self.budget, self.seconds, self.optimizer))
+        print(fitted(str(demo(self.out, self.budget, self.seconds, self.optimizer))))
 
 
 def timeline_text(timeline: Timeline) -> str:

@@ -28,6 +28,7 @@ from lading.grouping import Matrices
 from lading.hosts import probe_to
 from lading.ir.plan import Plan
 from lading.prepare import Prepared, plan_run
+from lading.report.lines import line_columns
 from lading.report.summary import relative_error
 from lading.report.table import print_plan
 from lading.rules import RuleName
@@ -150,7 +151,7 @@ def _planned(run: RunConfig, seconds: float) -> Prepared:
 def _show(prepared: Prepared) -> None:
     from rich.console import Console
 
-    print_plan(prepared.plan, prepared.graph, Console())
+    print_plan(prepared.plan, prepared.graph, Console(width=line_columns()))
 
 
 def _in_a_process(function: Callable[..., Any], *args: Any) -> Any:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lading.errors import ConfigError, PlanInfeasible
+from lading.report.lines import line_columns, say
 from lading.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ _MESH = ("dp", "tp", "cp", "pp", "ep", "etp")
 _WAYS = (*_MESH, "zero", "recompute", "offload", "micro_batch", "precision")
 _FINE = (*_WAYS, "vpp", "schedule", "sp", "cp_comm", "recompute_layers")
 _LEVELS = (_MESH, _WAYS, _FINE, (*_FINE, "shard"))
-#: Of output that goes to no terminal.
-_COLUMNS = 100
 
 
 def plan_cluster(asked: Plan) -> None:
@@ -57,8 +56,7 @@ def plan_cluster(asked: Plan) -> None:
     from lading.report.layouts import layouts_lines
 
     ask = ask_of(asked)
-    terminal = Console(highlight=False)
-    console = terminal if terminal.is_terminal else Console(highlight=False, width=max(_COLUMNS, terminal.width))
+    console = Console(highlight=False, width=line_columns())
     begun = time.perf_counter()
     with _progress() as tell:
         found = find_layouts(ask, tell)
@@ -67,22 +65,21 @@ def plan_cluster(asked: Plan) -> None:
     rows = [dataclasses.replace(_row(each[0], asked.price), like=like_text(*each)) for each in alike]
     over = [_row(one, asked.price) for one in found.over]
     device = ask.machine.device.name
-    console.print(f"{ask.request.name} on {ask.devices:,} x {device}, {ask.global_batch:,} sequences of "
-                  f"{ask.request.seq_len:,} tokens a step; software stack {ask.request.stack.name}",
-                  style="bold", markup=False, soft_wrap=True)  # fmt: skip
+    say(console, f"{ask.request.name} on {ask.devices:,} x {device}, {ask.global_batch:,} sequences of "
+        f"{ask.request.seq_len:,} tokens a step; software stack {ask.request.stack.name}", "bold")  # fmt: skip
     title, *table = layouts_lines(rows, over, console.width)
-    console.print(title, style="bold", markup=False, soft_wrap=True)
+    say(console, title, "bold")
     updated = found.winner.simulated.updated
     update = [update_sentence(ask.request.optimizer, updated.update)] if updated is not None else []
     for line in (*table, "", *update, *_said(found, seconds), *_moments(found.winner)):
-        console.print(line, markup=False, soft_wrap=True)
+        say(console, line)
     if asked.json is not None:
         from lading.files import write_text
 
         write_text(asked.json, json.dumps(_document(found, rows, over, asked.price), indent=1) + "\n")
     plan = unsharded(asked, found, cluster_plan(found, __version__), console)
     plan.save(asked.out)
-    console.print(f"wrote {asked.out}", markup=False)
+    say(console, f"wrote {asked.out}")
 
 
 def _document(
@@ -141,24 +138,24 @@ def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) 
     request = dataclasses.replace(ask.request, layout=found.winner.layout)
     if reason := unfit(request):
         if asked.tree:
-            console.print(f"no tree: {reason}; pin zero=3 and pp=1 for one", markup=False, soft_wrap=True)
+            say(console, f"no tree: {reason}; pin zero=3 and pp=1 for one")
         return plan
     moments = found.winner.peaks
     grown = max(0, moments["longest"]["device"] - moments["step"]["device"])
     try:
         chosen = choose_groups(request, ask.table, room_of(ask).device_bytes - grown, asked.unshard)
     except PlanInfeasible as error:  # its peak is counted buffer by buffer, that of the search by its largest
-        console.print(f"no groups of parameters chosen: {error}", style="bold red", markup=False, soft_wrap=True)
+        say(console, f"no groups of parameters chosen: {error}", "bold red")
         return plan
     console.print(unshard_table(chosen.rows, chosen.policy, chosen.bound_s, chosen.budget_bytes))
     if chosen.why:
-        console.print(f"budget: {chosen.why}", markup=False, soft_wrap=True)
+        say(console, f"budget: {chosen.why}")
     if asked.tree:
         print_tree(tree_of(chosen, ask.table), console)
     own = plan_of(chosen, plan.version)
     forward, backward = own.gathers
-    console.print(f"each rank gathers {forward} times in the forwards of a step and {backward} in the backwards; "
-                  f"{own.gap:.1%} above the bound", markup=False, soft_wrap=True)  # fmt: skip
+    said = f"each rank gathers {forward} times in the forwards of a step and {backward} in the backwards"
+    say(console, f"{said}; {own.gap:.1%} above the bound")
     steady = own.peaks["step"]["device"]
     longest = {**plan.peaks["longest"], "device": steady + grown}
     peaks = {**plan.peaks, "step": {**plan.peaks["step"], **own.peaks["step"]}, "longest": longest}

@@ -6,37 +6,53 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import signal
 import sys
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from typing import Annotated
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from difflib import get_close_matches
+from io import StringIO
+from typing import TextIO
 
 import tyro
 
+from lading import __version__
 from lading.cli.clusters import Validate
 from lading.cli.commands import Command, Demo, Doctor, Export, Fit, Plan, Probe, Report, Simulate, Train
 from lading.cli.placement import Place
 from lading.errors import BudgetExceeded, CaptureError, ConfigError, LadingError, PlanInfeasible, StorageError
+from lading.report.lines import fitted
 
 #: What a disk or a device says that takes no more.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+_HEAD = """usage: lading COMMAND [arguments]
 
-AnyCommand = (
-    Annotated[Fit, tyro.conf.subcommand("fit")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
-    | Annotated[Place, tyro.conf.subcommand("place")]
-    | Annotated[Validate, tyro.conf.subcommand("validate")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Probe, tyro.conf.subcommand("probe")]
-    | Annotated[Doctor, tyro.conf.subcommand("doctor")]
-    | Annotated[Demo, tyro.conf.subcommand("demo")]
-)
+Plan, simulate and run training steps inside a memory budget.
+Begin with: lading demo
+"""
+_TAIL = """lading COMMAND --help   explains a command and its options
+lading --version        prints the version
+
+exit codes: 0 done, 1 an error inside Lading, 2 what was asked is wrong,
+            3 no plan fits, 4 a run broke its budget, 130 Ctrl-C"""
+#: Columns of a command's name in the help.
+_NAMED = 10
+_COMMANDS: dict[str, type[Command]] = {
+    "fit": Fit,
+    "plan": Plan,
+    "simulate": Simulate,
+    "place": Place,
+    "validate": Validate,
+    "train": Train,
+    "report": Report,
+    "export": Export,
+    "probe": Probe,
+    "doctor": Doctor,
+    "demo": Demo,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,24 +62,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: after ``--help`` (0), or when the arguments cannot be parsed (2).
     """
     try:
+        return _main(argv)
+    except BrokenPipeError:  # who reads what is printed has gone, as ``head`` does
+        pass
+    except SystemExit as stop:
+        if not isinstance(stop.__context__, BrokenPipeError):  # which rich turns into an exit
+            raise
+    _stop_printing(sys.stdout, sys.stderr)
+    return 141
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    try:
         command = parse(argv)
         with _terminable():
             command.run()
         sys.stdout.flush()
     except LadingError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say_error(error)
         return exit_code(error)
     except BrokenPipeError:
-        _stop_printing()
-        return 141
+        raise
     except OSError as error:
         if error.filename is None and error.errno not in _FULL:  # not about a file that the user could mend
             raise
         if error.filename is None:  # what the command prints into
-            print(f"error: cannot write the output: {error.strerror}; free some space", file=sys.stderr)
-            _stop_printing()
+            _say_error(f"cannot write the output: {error.strerror}; free some space")
+            _stop_printing(sys.stdout)
         else:
-            print(f"error: {error}", file=sys.stderr)
+            _say_error(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -71,9 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _stop_printing() -> None:
+def _stop_printing(*streams: TextIO) -> None:
     """Drop what is still to be printed: nobody takes it, and Python would try again at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream.fileno())
 
 
 @contextmanager
@@ -102,14 +131,51 @@ def parse(argv: Sequence[str] | None = None) -> Command:
     """The command that the arguments ask for.
 
     Raises:
-        SystemExit: after ``--help`` (0), or when the arguments cannot be parsed (2).
+        SystemExit: after ``--help`` and ``--version`` (0), or when the arguments cannot be parsed (2).
     """
-    return tyro.cli(
-        AnyCommand,  # pyright: ignore[reportArgumentType]
-        prog="lading",
-        description="Plans, simulates and runs training steps inside a memory budget.",
-        args=None if argv is None else list(argv),
-    )
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = arguments[0] if arguments else ""
+    if name in _COMMANDS:
+        asks_help = not {"-h", "--help"}.isdisjoint(arguments)
+        with _fitted_output() if asks_help else nullcontext():
+            return tyro.cli(_COMMANDS[name], prog=f"lading {name}", args=arguments[1:])
+    if name in ("-h", "--help"):
+        print(_help())
+        raise SystemExit(0)
+    if name == "--version":
+        print(f"lading {__version__}")
+        raise SystemExit(0)
+    if not arguments:
+        print(_help(), file=sys.stderr)
+        raise SystemExit(2)
+    near = get_close_matches(name, _COMMANDS, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    print(fitted(f"error: expected a command, one of {', '.join(_COMMANDS)}, got {name!r}{hint}"), file=sys.stderr)
+    raise SystemExit(2)
+
+
+@contextmanager
+def _fitted_output() -> Generator[None, None, None]:
+    """Break lines that are printed wider than the terminal, such as tyro's of usage."""
+    said = StringIO()
+    try:
+        with redirect_stdout(said):
+            yield
+    finally:
+        print(fitted(said.getvalue()))
+
+
+def _help() -> str:
+    """What ``lading --help`` prints."""
+    lines = [_HEAD, "", "commands:"]
+    lines += [
+        f"  {name:<{_NAMED}}{(inspect.getdoc(command) or '').splitlines()[0]}" for name, command in _COMMANDS.items()
+    ]
+    return "\n".join([*(fitted(line, hang=_NAMED) for line in lines), "", _TAIL])
+
+
+def _say_error(error: Exception | str) -> None:
+    print(fitted(f"error: {error}"), file=sys.stderr)
 
 
 def exit_code(error: LadingError) -> int:

@@ -12,6 +12,7 @@ from tyro.conf import FlagCreatePairsOff, arg
 
 from lading.errors import ConfigError
 from lading.files import write_text
+from lading.report.lines import fitted, line_columns, say, say_list
 from lading.units import format_seconds
 
 if TYPE_CHECKING:
@@ -36,37 +37,52 @@ def _optional(metavar: str, text: str) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Put parts of a model on unlike devices, such as a laptop, its GPU and a server on Wi-Fi."""
+    """Put parts of a model on unlike devices: a GPU, a laptop, a server on Wi-Fi.
+
+    Says what runs where, how far that is from the best, and what limits it.
+    """
 
     machine: Annotated[
         str | None,
-        _optional("NAME|FILE", "List of devices: laptop-and-server, two-desktops, ...; or a file with [[devices]]."),
+        _optional("NAME|FILE", "Devices: a list of the catalog (laptop-and-server, two-desktops, ...), or a file."),
     ] = None
     model: Annotated[
-        str | None, _optional("NAME", "llama3-8b, gpt2, ...; module:function; or a Hugging Face configuration.")
+        str | None,
+        _optional(
+            "NAME",
+            "Model: a name of the catalog (llama3-8b, gpt2, ...), module:function of your own, or a Hugging Face "
+            "config.json.",
+        ),
     ] = None
     graph: Annotated[
-        Path | None, _optional("GRAPH.json", "In the place of both: tasks, flows and devices as plain numbers.")
+        Path | None, _optional("FILE.json", "Instead of both: tasks, flows and devices as plain numbers.")
     ] = None
     latency: Annotated[
-        FlagCreatePairsOff[bool], arg(help="One forward pass in the place of a training step.", help_behavior_hint="")
+        FlagCreatePairsOff[bool], arg(help="Place one forward pass instead of a training step.", help_behavior_hint="")
     ] = False
     seq: Annotated[int | None, _optional("N", "Tokens of a sequence.")] = None
-    batch: Annotated[int, arg(metavar="N", help="Sequences of a micro-batch.")] = 1
-    micro_batches: Annotated[int, arg(metavar="N", help="Of one step, in a pipeline.")] = 1
+    batch: Annotated[int, arg(metavar="N", help="Sequences that are computed at once: a micro-batch.")] = 1
+    micro_batches: Annotated[
+        int, arg(metavar="N", help="Micro-batches of one step, which follow one another from device to device.")
+    ] = 1
     units: Annotated[
-        int | None, _optional("N", "Capture the model, cut in at most N modules; 0: place single operations.")
+        int | None, _optional("N", "Capture the model and place at most N modules of it. 0 places single operations.")
     ] = None
-    precision: Annotated[Literal["fp32", "bf16"], arg(metavar="fp32|bf16", help="Of a captured model.")] = "fp32"
+    precision: Annotated[
+        Literal["fp32", "bf16"], arg(metavar="fp32|bf16", help="Number format of a captured model.")
+    ] = "fp32"
     policy: Annotated[
-        str | None, _optional("NAME", "Only this: chain, lp, branch, m-etf, m-sct, m-topo, heft, even or single.")
+        str | None, _optional("NAME", "Use only this: chain, lp, branch, m-etf, m-sct, m-topo, heft, even or single.")
     ] = None
-    effort: Annotated[int, arg(metavar="N", help="Of local search; twice as much takes twice as long.")] = 6
-    trace: Annotated[Path | None, _optional("FILE.pftrace", "Also write a trace for ui.perfetto.dev.")] = None
-    json: Annotated[Path | None, _optional("FILE.json", "Also write the figures.")] = None
-    out: Annotated[Path | None, _optional("FILE.json", "Also write the placement, for lading.place and --plan.")] = None
+    effort: Annotated[int, arg(metavar="N", help="Effort of the local search. Twice as much takes twice as long.")] = 6
+    trace: Annotated[Path | None, _optional("FILE.pftrace", "Also write a timeline that ui.perfetto.dev opens.")] = None
+    json: Annotated[Path | None, _optional("FILE.json", "Also write the figures as JSON.")] = None
+    out: Annotated[
+        Path | None, _optional("FILE.json", "Also write the placement, which lading.place and --plan read.")
+    ] = None
     plan: Annotated[
-        Path | None, _optional("FILE.json", "Simulate a placement written before, on its devices or --machine's.")
+        Path | None,
+        _optional("FILE.json", "Simulate a placement that was written before, on its devices or on --machine's."),
     ] = None
 
     def run(self) -> None:
@@ -199,7 +215,7 @@ def plan_fleet(asked: Plan) -> None:
     _print(found, latency=False)
     if len(tried) > 1:
         steps = ", ".join(f"{count}: {format_seconds(s) if s else 'does not fit'}" for count, s in tried.items())
-        print(f"micro-batches of a step, searched briefly: {steps}")
+        print(fitted(f"micro-batches of a step, searched briefly: {steps}"))
     saved(chosen, fleet, asked.machine, found.problem, found.best).save(asked.out)
     print(f"wrote {asked.out}")
     if asked.json is not None:
@@ -224,19 +240,18 @@ def _print(found: Contest, *, latency: bool) -> None:
     from lading.report.placement import devices_table, limit, parts_table, policies_table
 
     problem, best = found.problem, found.best
-    console = Console(width=None if Console().is_terminal else 130, highlight=False)
+    console = Console(width=line_columns(), highlight=False)
     what = "one pass" if latency else "a step"
     if problem.micro_batches > 1:
         what += f" of {problem.micro_batches} micro-batches"
     head = f"{problem.name} on {', '.join(problem.network.devices)}: {what} in {format_seconds(best.step_s)}"
-    console.print(head, style="bold", markup=False, soft_wrap=True)
+    say(console, head, "bold")
     for table in (parts_table(problem, best), devices_table(problem, best)):
         if table is not None:
             console.print(table)
     if len(found.placements) > 1:
         console.print(policies_table(found.placements, found.failed))
     bound = f"no placement takes less than {format_seconds(best.bound_s)}; this one is {best.gap:.1%} above"
-    console.print(bound if best.bound_s else "no bound is known", markup=False)
-    console.print(f"limits: {limit(problem, best)}", markup=False, soft_wrap=True)
-    for number, sentence in enumerate(problem.assumed):
-        console.print(f"{'       ' if number else 'Assumed'} - {sentence}", markup=False, soft_wrap=True)
+    say(console, bound if best.bound_s else "no bound is known")
+    say(console, f"limits: {limit(problem, best)}")
+    say_list(console, "Assumed", problem.assumed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -177,7 +178,7 @@ def _plan(
         bytes_by_role=_bytes_at_peak(found),
         policies=policies,
         assumptions=assumptions,
-        machine=dataclasses.asdict(asked.machine),
+        machine=json.loads(json.dumps(dataclasses.asdict(asked.machine))),  # as it is read back
     )
 
 

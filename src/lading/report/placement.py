@@ -71,7 +71,7 @@ def _split_points(problem: Problem, placement: Placement) -> list[str] | None:
 
 def policies_table(placements: Sequence[Placement], failed: Sequence[tuple[str, str]]) -> Table:
     """Every policy with its step and how far it is above the bound."""
-    table = figures_table("Policies", "policy", "step", "above the bound", "devices", "parts", "")
+    table = figures_table("Policies", "policy", "step", "above the bound", "devices", "parts", " ", texts=(" ",))
     best = placements[-1]
     for row in placements:
         chosen = row is best
@@ -110,7 +110,9 @@ def parts_table(problem: Problem, placement: Placement) -> Table | None:
     parts = placement.parts
     if len(parts) > _MOST_PARTS:
         return None
-    table = figures_table("Parts in order", "device", "from", "to", "groups", "weights and states", "computes")
+    table = figures_table(
+        "Parts in order", "device", "from", "to", "groups", "weights and states", "computes", texts=("from", "to")
+    )
     spared = problem.spared(placement.devices)
     for part in parts:
         own = problem.groups[part.first : part.last + 1]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Option, Plan, PolicyRow
 from lading.report.figures import placement, role_names, role_title
+from lading.report.lines import say_list
 from lading.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -15,15 +16,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def figures_table(title: str, *columns: str) -> Table:
-    """A table whose first column is text and whose others are figures."""
+def figures_table(title: str, *columns: str, texts: Sequence[str] = ()) -> Table:
+    """A table of figures; its first column and ``texts`` are text, which is broken where a line is too narrow."""
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.pad_edge, table.padding = False, 0
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        is_text = not number or column in texts
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     return table
 
 
@@ -100,6 +102,4 @@ def print_plan(plan: Plan, graph: StepGraph, console: Console) -> None:
     console.print(fit_table(plan.peak_bytes, plan.budgets, plan.bytes_by_role))
     console.print(policy_table(plan))
     console.print(placement_table(plan, graph))
-    for number, assumption in enumerate(plan.assumptions):
-        console.print("Assumptions" if not number else "", style="bold", end="\n" if not number else "")
-        console.print(f"- {assumption}", markup=False, highlight=False)
+    say_list(console, "Assumed", plan.assumptions)

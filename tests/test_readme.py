@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from lading.catalog.fleets import lists_devices, load_fleet
 from lading.catalog.load import load_machine, save_machine, unsourced
-from lading.cli.main import main
+from lading.cli.main import main, parse
 from lading.config import load_run
 from tests.machines import small_machine
 from tests.runs import start_script
@@ -36,6 +37,32 @@ def test_the_five_lines_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert isinstance(losses, list)
     assert losses[-1] < losses[0]
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def commands() -> list[str]:
+    """Every command that the README writes out."""
+    text = (ROOT / "README.md").read_text()
+    spans = re.findall(r"`(lading [^`]+)`", text.replace("\\|plan.json", ""))
+    return sorted({span for span in spans if "..." not in span and not span.endswith("--model")})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_can_be_given(command: str) -> None:
+    assert parse(shlex.split(command)[1:]) is not None
+
+
+def test_every_option_exists() -> None:
+    known = set((ROOT / "tests" / "cli" / "help.txt").read_text().split())
+    spans = re.findall(r"`[^`]*`", (ROOT / "README.md").read_text())
+    assert {word for span in spans for word in re.findall(r"(?<![\w-])--[a-z][a-z-]*", span)} <= known
+
+
+def test_the_largest_example_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = [command for command in commands() if command.startswith("lading simulate --model llama3-405b")]
+    assert main(command.split()[1:]) == 0
+    said = capsys.readouterr().out
+    assert "FITS: up to" in said
+    assert "DOES NOT" not in said
 
 
 EXAMPLES = sorted((ROOT / "examples").iterdir())

@@ -38,7 +38,7 @@ def _percent(value: float | None, signed: bool = False) -> str:
 def _headline(document: Mapping[str, Any], console: Console) -> None:
     table = Table(title=f"{document['rows']} rows, {document['rows_skipped']} could not be simulated", box=None)
     for column in ("", "rows", "error, mean over sources", "bias", "median", "p90", "in the interval"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", overflow="fold")
     named = {
         "seconds of a step, no anchor": "step_time",
         "one run of each stack known": "step_time_anchored",
@@ -72,7 +72,7 @@ def _families(title: str, found: Mapping[str, Any]) -> Table:
 
 def _figures(title: str, groups: Mapping[str, Mapping[str, Any]], coverage: bool = False) -> Table:
     table = Table(title=title, title_justify="left", box=None)
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for _, column in (*_COLUMNS, ("max", "max")):
         table.add_column(column, justify="right")
     if coverage:
@@ -89,7 +89,7 @@ def _order(title: str, families: Mapping[str, Mapping[str, Any]], console: Conso
         return
     table = Table(title=title, title_justify="left", box=None)
     for column in ("", "groups", "rows", "mean regret", "max regret", "Kendall's tau"):
-        table.add_column(column, justify="left" if not column else "right")
+        table.add_column(column, justify="left" if not column else "right", overflow="fold")
     for family, found in families.items():
         regrets = (_percent(found["mean_regret"]), _percent(found["max_regret"]))
         table.add_row(Text(family), str(found["groups"]), str(found["rows"]), *regrets, f"{found['kendall_tau']:.2f}")
@@ -99,7 +99,8 @@ def _order(title: str, families: Mapping[str, Mapping[str, Any]], console: Conso
 def _worst(found: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="Worst rows", title_justify="left", box=None)
     for column in ("", "error", "measured", "predicted", "machine", "layout"):
-        table.add_column(column, justify="right" if column in ("error", "measured", "predicted") else "left")
+        figures = column in ("error", "measured", "predicted")
+        table.add_column(column, justify="right" if figures else "left", no_wrap=figures, overflow="fold")
     for pair in found:
         seconds = (f"{pair['measured']:.4g} s", f"{pair['predicted']:.4g} s")
         names = (Text(pair["machine"]), Text(pair["layout"]))

@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from lading.capture.batches import input_leaves
+from lading.capture.frozen import Watch
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import AdamW
@@ -97,6 +98,7 @@ class Trainer:
         if model is not None:
             self._check_model(model)
         self._keys = state_keys(model, [name for name, _ in step_graph.buffers], self._first_name)
+        self._watch = Watch(graph.frozen, model)
         self._kind: str = plan.machine["device"]["kind"]
         self._executor = Executor(
             self.program,
@@ -148,6 +150,7 @@ class Trainer:
         micro = batches if isinstance(batches, list) else [batches]
         feeds = [dict(input_leaves(batch)) for batch in micro]
         self._check_whole()
+        self._watch.check(micro, [name for name, _ in self.program.graph.inputs[0]])
         rates = self._rates(lr, matrix_lr)
         with self._lock, HeldInterrupts(self._executor.stop):
             before = self._executor.completed

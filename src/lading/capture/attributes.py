@@ -23,19 +23,20 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lading.capture.hooks import hooks_of
 from lading.errors import CaptureError
 from lading.ir.graph import StepGraph
 
 _PLAIN = (int, float, bool, str, complex, bytes, np.generic, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 #: What ``torch.nn.Module`` keeps for itself.
-_OWN = frozenset(vars(torch.nn.Module()))
+OF_TORCH = frozenset(vars(torch.nn.Module()))
 #: Items of a list that are compared; its length always is.
 _COMPARED = 64
 _LENGTH = "length"
 #: How far containers and objects inside one another are followed.
 _DEEPEST = 3
-_GONE = object()
+GONE = object()
 _ADVICE = (
     "keep it in a buffer (register_buffer) and compute with it as a tensor, or leave it as it is while training "
     "(and capture again when it changes)"
@@ -53,11 +54,13 @@ class Table:
         label: Dotted path, for messages.
         held: The table itself.
         before: A copy of it.
+        owner: Class of the module or object; None for a container.
     """
 
     label: str
     held: Any
     before: Any
+    owner: type | None = None
 
     def restore(self) -> None:
         """Make the table what it was; one that was not touched, which others may share, stays untouched."""
@@ -93,7 +96,7 @@ class Left:
 
     Attributes:
         labels: Path of each attribute.
-        plain: New values of numbers, texts and flags that changed, and of containers of such; ``_GONE`` for none; and
+        plain: New values of numbers, texts and flags that changed, and of containers of such; ``GONE`` for none; and
             modules put in the place of others.
         tensors: Tensors of the step that attributes now hold, which held none before; or what has some inside.
     """
@@ -119,13 +122,24 @@ def tables_of(model: torch.nn.Module, loss: Any = None) -> list[Table]:
     return list(found.values())
 
 
+def tables_at(label: str, value: Any) -> list[Table]:
+    """The tables that a value, known as ``label``, is or holds."""
+    found: dict[int, Table] = {}
+    _walk(found, label, value, _DEEPEST)
+    return list(found.values())
+
+
 def _add_modules(found: dict[int, Table], prefix: str, root: torch.nn.Module) -> None:
     for name, module in root.named_modules(prefix=prefix):
-        _add(found, name, vars(module))
+        _add(found, name, vars(module), type(module))
         _add(found, name, vars(module)["_modules"])
         for key, value in list(vars(module).items()):
-            if key not in _OWN:
+            if key not in OF_TORCH:
                 _walk(found, f"{name}.{key}".lstrip("."), value, _DEEPEST)
+        parameters = ((f"{name}.{key}".lstrip("."), p) for key, p in module._parameters.items() if p is not None)
+        for label, hooked in ((name, module), *parameters):
+            for kind, hook in hooks_of(hooked):
+                _walk(found, f"{label} {kind}".lstrip(), hook, _DEEPEST)
 
 
 def _walk(found: dict[int, Table], label: str, value: Any, depth: int) -> None:
@@ -133,9 +147,11 @@ def _walk(found: dict[int, Table], label: str, value: Any, depth: int) -> None:
     if isinstance(value, MethodType):
         value = value.__self__
     elif isinstance(value, partial):
-        value = (value.func, value.args, value.keywords)
+        _walk(found, f"{label}.keywords", value.keywords, depth)
+        value = (value.func, value.args)
     held = value if type(value) in (*_CONTAINERS, CellType) or _is_array(value) else None
-    if held is None and _is_plain_object(value):
+    owner = type(value) if held is None and _is_plain_object(value) else None
+    if owner is not None:
         held = vars(value)
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -143,22 +159,22 @@ def _walk(found: dict[int, Table], label: str, value: Any, depth: int) -> None:
     if held is not None:
         if id(held) in found:
             return
-        _add(found, label, held)
+        _add(found, label, held, owner)
     elif type(value) is not tuple:
         return
     if depth:
-        for key, inner in list(_items(value if held is None else held)):
+        for key, inner in list(items_of(value if held is None else held)):
             _walk(found, f"{label}.{key}", inner, depth - 1)
 
 
-def _add(found: dict[int, Table], label: str, held: Any) -> None:
-    found.setdefault(id(held), Table(label, held, copied(held)))
+def _add(found: dict[int, Table], label: str, held: Any, owner: type | None = None) -> None:
+    found.setdefault(id(held), Table(label, held, copied(held), owner))
 
 
 def copied(held: Any) -> Any:
     """A table with the same in it; a cell is a variable of a function that an inner one assigns."""
     if isinstance(held, CellType):
-        return CellType(*(value for _, value in _items(held)))
+        return CellType(*(value for _, value in items_of(held)))
     return copy.copy(held)
 
 
@@ -189,23 +205,23 @@ def fakes_in(value: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
             yield from fakes_in(inner, depth - 1)
 
 
-def _is_plain(value: Any, depth: int = _DEEPEST) -> bool:
+def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
     """A number, a text or a flag, or a container of nothing else."""
     if isinstance(value, _PLAIN) or (depth == _DEEPEST and _is_array(value)):
         return True
     if not depth or type(value) not in (tuple, *_CONTAINERS):
         return False
-    return all(_is_plain(inner, depth - 1) for inner in (value.values() if isinstance(value, dict) else value))
+    return all(is_plain(inner, depth - 1) for inner in (value.values() if isinstance(value, dict) else value))
 
 
 def left_in(tables: list[Table]) -> Left:
     """What has changed since the tables were copied."""
     left = Left()
     for table in tables:
-        before, now = dict(_items(table.before)), dict(_items(table.held))
+        before, now = dict(items_of(table.before)), dict(items_of(table.held))
         for key in (*now, *(before.keys() - now.keys())):
-            value, old, place = now.get(key, _GONE), before.get(key), (id(table.held), key)
-            if value is old or (value is _GONE and not isinstance(table.held, (dict, set))):
+            value, old, place = now.get(key, GONE), before.get(key), (id(table.held), key)
+            if value is old or (value is GONE and not isinstance(table.held, (dict, set))):
                 continue  # a shorter list says so by its length
             if next(fakes_in(value), None) is not None:
                 if isinstance(value, FakeTensor) and isinstance(old, torch.Tensor):
@@ -222,8 +238,8 @@ def left_in(tables: list[Table]) -> Left:
 def carried(tables: list[Table]) -> Iterator[str]:
     """What held a tensor and now holds one that was made in the step."""
     for table in tables:
-        before = dict(_items(table.before))
-        for key, value in _items(table.held):
+        before = dict(items_of(table.before))
+        for key, value in items_of(table.held):
             if isinstance(value, FakeTensor) and isinstance(before.get(key), torch.Tensor) and value is not before[key]:
                 yield f"{table.label}.{key}".strip(".")
 
@@ -232,12 +248,12 @@ def _is_other(value: Any, old: Any) -> bool:
     """Whether a value that is not the one before may make another step of the next."""
     if _is_array(value):
         return not (isinstance(old, np.ndarray) and np.array_equal(value, old))
-    if value is _GONE or isinstance(value, torch.nn.Module):
+    if value is GONE or isinstance(value, torch.nn.Module):
         return True
-    return _is_plain(value) and not (type(value) is type(old) and _is_plain(old) and bool(value == old))
+    return is_plain(value) and not (type(value) is type(old) and is_plain(old) and bool(value == old))
 
 
-def _items(held: Any) -> Iterator[tuple[Any, Any]]:
+def items_of(held: Any) -> Iterator[tuple[Any, Any]]:
     """What is in a table by name; of a list or the like the length and the first items."""
     if isinstance(held, dict):
         yield from held.items()
@@ -273,12 +289,12 @@ def _set(held: Any, key: Any, value: Any) -> None:
     if isinstance(held, CellType):
         held.cell_contents = value
     elif isinstance(held, dict):
-        if value is _GONE:
+        if value is GONE:
             held.pop(key, None)
         else:
             held[key] = value
     elif isinstance(held, set):
-        (held.discard if value is _GONE else held.add)(key)
+        (held.discard if value is GONE else held.add)(key)
     elif key == _LENGTH:
         while len(held) > int.__index__(value):
             held.pop()

@@ -9,14 +9,17 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils._pytree import SUPPORTED_NODES, tree_flatten_with_path, tree_map
+from torch.utils._pytree import SUPPORTED_NODES, tree_map_with_path
 
 from lading.errors import CaptureError
 
 Visit = Callable[[str, torch.Tensor], torch.Tensor]
+Note = Callable[[str, object], None]
+_PLAIN = (str, bytes, int, float, complex, type(None), Enum, torch.dtype, torch.device)
 
 
 def input_leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
@@ -35,17 +38,30 @@ def input_leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
     return leaves
 
 
+def plain_leaves(batch: Any) -> dict[str, object]:
+    """What of a batch is no tensor, by name: numbers, texts, flags and None; of another object its type and attributes.
+
+    Raises:
+        CaptureError: as ``input_leaves``.
+    """
+    leaves: dict[str, object] = {}
+    _mapped(batch, "", lambda _, tensor: tensor, leaves.__setitem__)
+    return leaves
+
+
 def map_batch(batch: Any, visit: Visit) -> Any:
     """The same tree with each tensor exchanged for ``visit(name, tensor)``; the batch itself is left as it is."""
-    return _mapped(batch, "", visit)
+    return _mapped(batch, "", visit, lambda _, value: None)
 
 
-def _mapped(value: Any, path: str, visit: Visit) -> Any:
+def _mapped(value: Any, path: str, visit: Visit, note: Note) -> Any:
     def inner(key: Any, item: Any) -> Any:
-        return _mapped(item, f"{path}.{key}" if path else str(key), visit)
+        return _mapped(item, f"{path}.{key}" if path else str(key), visit, note)
 
     if isinstance(value, torch.Tensor):
         return visit(path or "batch", value)
+    if isinstance(value, (dict, UserDict, list, tuple)) and not value:
+        note(path or "batch", f"empty {type(value).__name__}")
     if isinstance(value, (dict, UserDict)):
         made = copy.copy(value)
         for key, item in value.items():
@@ -61,10 +77,22 @@ def _mapped(value: Any, path: str, visit: Visit) -> Any:
             object.__setattr__(made, field.name, inner(field.name, getattr(value, field.name)))
         return made
     if type(value) in SUPPORTED_NODES:
-        named = {id(leaf): _name(keys) for keys, leaf in tree_flatten_with_path(value)[0]}
-        return tree_map(lambda leaf: inner(named[id(leaf)], leaf), value)
+        return tree_map_with_path(lambda keys, leaf: inner(_name(keys), leaf), value)
     _refuse_hidden(value, path)
+    note(path or "batch", _plain(value))
     return value
+
+
+def _plain(value: Any) -> object:
+    """A value that can be compared with that of another batch, whose objects are others."""
+    if isinstance(value, _PLAIN):
+        return value
+    if callable(value):
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    if type(value).__eq__ is not object.__eq__:
+        return value
+    attributes = getattr(value, "__dict__", {})
+    return type(value).__qualname__, {key: item for key, item in attributes.items() if isinstance(item, _PLAIN)}
 
 
 def _name(keys: tuple[Any, ...]) -> str:

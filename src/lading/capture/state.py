@@ -35,7 +35,7 @@ def left_as_it_was(
     refused = ""
     if before is not None:
         carry(tables, before, set() if seen is None else seen)
-    started = tables if before is None else [Table(t.label, t.held, copied(t.held)) for t in tables]
+    started = tables if before is None else [Table(t.label, t.held, copied(t.held), t.owner) for t in tables]
     for name, module in model.named_modules():
         vars(module)["_apply"] = partial(_unconverted, name, module)
     try:
@@ -48,7 +48,8 @@ def left_as_it_was(
     if refused:
         raise CaptureError(
             f"the forward assigns a tensor to {refused!r}, which held one before and is no buffer; use "
-            "register_buffer, so that the value is carried from step to step"
+            "register_buffer, so that the value is carried from step to step, or, where it is made from parameters, "
+            "torch.nn.utils.parametrizations"
         )
     for name, changed in zip(("numpy", "Python", "torch"), map(_differ, drawn, _generators()), strict=True):
         if changed:

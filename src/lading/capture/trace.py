@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lading.capture.attributes import Left, check_steady
 from lading.capture.batches import input_leaves, map_batch
+from lading.capture.frozen import freeze
+from lading.capture.hooks import carry_hooks, check_hooks
 from lading.capture.losses import TOTAL, named_losses, total_of
 from lading.capture.state import branches_of_eager, left_as_it_was
 from lading.capture.tracer import Tracer
@@ -48,12 +50,13 @@ def capture(
     Raises:
         CaptureError: an operation cannot be captured; says which, in which module, and what to do.
     """
+    frozen = freeze(model, batch, loss)
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     once = partial(_once, mode, model, batch, loss, accumulation)
     graph, left = once()
     if left.labels:
         check_steady(graph, left, lambda seen: once(left, seen))
-    return dataclasses.replace(graph, accumulation=accumulation, blocks=fold(graph))
+    return dataclasses.replace(graph, accumulation=accumulation, blocks=fold(graph), frozen=frozen)
 
 
 def _once(
@@ -71,6 +74,7 @@ def _once(
         fakes = fake_copies(model)
         inputs, faked = fake_batch(batch)
     tracer.declare(fakes, inputs, dict(input_leaves(batch)))
+    carry_hooks(model, fakes)
     with (
         left_as_it_was(model, before, seen, loss) as left,
         branches_of_eager(),
@@ -79,6 +83,7 @@ def _once(
         module_paths(model, tracer),
     ):
         losses = call_on(model, fakes, faked, partial(forward_backward, loss, tracer, accumulation, fakes))
+    check_hooks(model, fakes)
     left.forget_steady(tracer.is_constant)
     return tracer.graph(fakes, inputs, losses), left
 
@@ -137,6 +142,10 @@ class _Step(torch.nn.Module):
 
     def forward(self, batch: Any) -> Any:
         return self.loss(self.model, batch)
+
+    def __call__(self, batch: Any) -> Any:
+        """Without the hooks that all modules have: this one is none of the user's."""
+        return self.forward(batch)
 
 
 def call_on(

@@ -16,6 +16,7 @@ from functools import cached_property
 from math import prod
 
 from lading.errors import ConfigError
+from lading.ir.frozen import Frozen
 from lading.units import format_count, format_flops
 
 DTYPE_BYTES = {
@@ -208,7 +209,7 @@ class StepGraph:
     the number of micro-batches of a step; what is trained is already divided by it. ``deferred`` are the operations
     that end the step before (see ``lading.ir.defer``), and ``carried`` the storages they take from it: an operation of
     the step creates each anew, later. ``hosted`` are the operations that run on the host's processors, on operands in
-    the host's memory (see ``lading.ir.hosting``).
+    the host's memory (see ``lading.ir.hosting``). ``frozen`` is what the step was captured with, for whoever runs it.
     """
 
     storages: tuple[Storage, ...]
@@ -225,6 +226,7 @@ class StepGraph:
     deferred: tuple[int, ...] = ()
     carried: tuple[int, ...] = ()
     hosted: tuple[int, ...] = ()
+    frozen: Frozen | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         sizes = [prod(self.tensors[parameter.tensor].shape) for parameter in self.parameters]

@@ -1,0 +1,170 @@
+"""What a captured step froze, and whether it still is so: plain values of the batch, the model and the loss.
+
+A step is traced once, so a number, a text or a flag that Python reads while it is traced is the same in every step.
+Such values are recorded at capture and compared before each step; ``docs/frozen.md`` says which, and what is not seen.
+
+Attributes of objects and variables of functions count where the step's code names them: a counter that a loop keeps in
+the object whose method the loss is may move on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from lading.capture.attributes import GONE, OF_TORCH, tables_of
+from lading.capture.batches import input_leaves, plain_leaves
+from lading.capture.hooks import described, described_global
+from lading.capture.reach import Entry, Reach, values_of
+from lading.errors import ConfigError
+from lading.ir.frozen import Frozen
+
+_NUMBERS = (bool, int, float, complex)
+_ADVICE = "a captured step does not see the change: set it back, or capture and plan again"
+
+
+def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> Frozen:
+    """Record the plain values in reach of a step, before it is traced."""
+    modules, others, of_loss = _entries(model, loss)
+    return Frozen(
+        batch=plain_leaves(batch),
+        modules=values_of(modules),
+        others=values_of(others),
+        loss=values_of(of_loss),
+        model=weakref.ref(model),
+        loss_function=loss,
+    )
+
+
+class Watch:
+    """Compares what a step was captured with to what is there now.
+
+    Args:
+        frozen: Of the captured graph; None where it was made without a capture.
+        model: What is trained; None where nobody has it.
+
+    Raises:
+        ConfigError: it differs already.
+    """
+
+    def __init__(self, frozen: Frozen | None, model: torch.nn.Module | None) -> None:
+        self._frozen = frozen
+        self._entries: list[Entry] = []
+        if frozen is None:
+            return
+        modules, others, of_loss = _entries(model, frozen.loss_function)
+        if model is not None:
+            self._entries.extend(_checked(frozen.modules, modules))
+        if model is not None and frozen.model is not None and frozen.model() is model:
+            self._entries.extend(_checked(frozen.others, others))
+        if frozen.loss_function is not None:
+            self._entries.extend(_checked(frozen.loss, of_loss))
+
+    def check(self, batches: Sequence[Any], inputs: Collection[str]) -> None:
+        """Compare before a step.
+
+        Args:
+            batches: Micro-batches.
+            inputs: Names of the tensors of one.
+
+        Raises:
+            ConfigError: names what differs, what it was and what it is.
+        """
+        if self._frozen is None:
+            return
+        for number, batch in enumerate(batches):
+            given = plain_leaves(batch)
+            if not _all_same(self._frozen.batch, given):
+                _refuse_batch(number, self._frozen.batch, given, inputs, dict(input_leaves(batch)))
+        with torch._C.DisableTorchFunctionSubclass():  # parameters whose values a trainer has answer little else
+            for label, read, value in self._entries:
+                now = read()
+                if now is not value and not _same(now, value):
+                    raise ConfigError(f"expected {label} = {_said(value)}, as captured, got {_said(now)}; {_ADVICE}")
+
+
+def _refuse_batch(
+    number: int,
+    wanted: Mapping[str, object],
+    given: Mapping[str, object],
+    inputs: Collection[str],
+    tensors: Collection[str],
+) -> None:
+    """Say where a batch first differs from the captured one; both also have tensors, by name."""
+    path = next(path for path in (*wanted, *given) if not _same(wanted.get(path, GONE), given.get(path, GONE)))
+    expected = "a tensor" if path in inputs else _said(wanted.get(path, GONE))
+    got = "a tensor" if path in tensors else _said(given.get(path, GONE))
+    raise ConfigError(
+        f"micro-batch {number}: expected {path!r} = {expected}, as captured, got {got}; numbers, texts and flags of a "
+        "batch are part of the captured step: make it a tensor, leave out what the step does not use, or capture again"
+    )
+
+
+def _all_same(wanted: Mapping[str, object], given: Mapping[str, object]) -> bool:
+    return wanted.keys() == given.keys() and all(_same(given[path], value) for path, value in wanted.items())
+
+
+def _checked(wanted: Mapping[str, object], entries: Iterable[Entry]) -> Iterator[Entry]:
+    """The entries of what was recorded.
+
+    Raises:
+        ConfigError: a value differs.
+    """
+    there = {label: (label, read, value) for label, read, value in entries}
+    for label, expected in wanted.items():
+        got = there[label][2] if label in there else GONE
+        if not _same(got, expected):
+            raise ConfigError(f"expected {label} = {_said(expected)}, as captured, got {_said(got)}; {_ADVICE}")
+        yield there[label]
+
+
+def _same(left: object, right: object) -> bool:
+    """Whether two plain values make the same step: 1, 1.0 and True do not, nor do 0.0 and -0.0."""
+    if type(left) is not type(right):
+        return False
+    return repr(left) == repr(right) if isinstance(left, float) else bool(left == right)
+
+
+def _said(value: object) -> str:
+    return "nothing" if value is GONE else repr(value)[:80]
+
+
+def _entries(model: torch.nn.Module | None, loss: Any) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    """Plain values in reach of a step: what every instance of the model must have, what this one has, the loss's."""
+    tables = tables_of(model or torch.nn.Module())
+    of_loss = [table for table in tables_of(torch.nn.Module(), loss) if table.label]
+    whole, alone = Reach([*tables, *of_loss], model, loss), Reach(of_loss, None, loss)
+    modules = list(_of_modules(model, whole.names)) if model is not None else []
+    others = [entry for table in tables for entry in whole.plain_in(table)]
+    theirs = [entry for table in of_loss for entry in alone.plain_in(table)]
+    if isinstance(loss, torch.nn.Module):
+        theirs.extend((f"loss: {label}", read, value) for label, read, value in _of_modules(loss, alone.names))
+    return modules, [*others, *whole.variables()], [*theirs, *alone.variables()]
+
+
+def _of_modules(model: torch.nn.Module, names: set[str]) -> Iterator[Entry]:
+    """Types, training flags, hooks and numbers of modules, and of parameters whether they are trained."""
+    yield _entry("hooks of all modules", described_global)
+    for name, module in model.named_modules():
+        path, said = f"{name}." if name else "", name or "the model"
+        yield _entry(f"type of {said}", partial(_type_name, module))
+        yield _entry(f"hooks of {said}", partial(described, module))
+        yield _entry(f"{path}training", partial(vars(module).get, "training"))
+        for key, value in vars(module).items():
+            if key not in OF_TORCH and key in names and isinstance(value, _NUMBERS):
+                yield f"{path}{key}", partial(vars(module).get, key, GONE), value
+    for name, parameter in model.named_parameters():
+        yield _entry(f"{name}.requires_grad", partial(getattr, parameter, "requires_grad"))
+        yield _entry(f"hooks of {name}", partial(described, parameter))
+
+
+def _entry(label: str, read: Any) -> Entry:
+    return label, read, read()
+
+
+def _type_name(module: torch.nn.Module) -> str:
+    return type(module).__qualname__

@@ -1,0 +1,32 @@
+"""Frozen: what a captured step takes for the same in every step, as plain values by path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen:
+    """Numbers, texts and flags that a step was captured with.
+
+    Attributes:
+        batch: Those of the batch, by key path (``"w"``, ``"sizes.0"``).
+        modules: Of each module its type, training flag, hooks and numbers, and of each parameter whether it is trained
+            and its hooks: what another instance of the model must have too.
+        others: Everything else in reach of the model: texts, containers, objects, variables of its code.
+        loss: The same of the loss.
+        model, loss_function: The objects themselves (the model weakly); a copy through pickle has none.
+    """
+
+    batch: Mapping[str, object]
+    modules: Mapping[str, object]
+    others: Mapping[str, object]
+    loss: Mapping[str, object]
+    model: Any = field(default=None, repr=False, compare=False)
+    loss_function: Any = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Values only: functions and weak references are of this process."""
+        return {**vars(self), "model": None, "loss_function": None}

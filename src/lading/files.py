@@ -142,18 +142,25 @@ def read_json(path: Path | str, what: str, advice: str) -> Any:
         return parse_json(Path(path).read_bytes())
     except FileNotFoundError as error:
         raise ConfigError(f"expected {what} at {path}, found no file; {advice}") from error
-    except (ValueError, OSError, RecursionError) as error:
-        raise ConfigError(f"expected {what} in JSON at {path}: {_reason(error)}; {advice}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"expected {what} in JSON at {path}: {error}; {advice}") from error
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes, *, finite: bool = True) -> Any:
     """Parsed JSON.
 
+    Args:
+        finite: Whether NaN and infinities, which Python writes and JSON lacks, are refused.
+
     Raises:
-        ValueError: it is not JSON in UTF-8, a number is not finite, a text is none, or an object has a key twice.
-        RecursionError: it is nested too deeply.
+        ValueError: it is not JSON in UTF-8, a number is not finite, a text is none, an object has a key twice, or it is
+            nested too deeply.
     """
-    value = json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant, object_pairs_hook=_distinct)
+    constant = _no_constant if finite else None
+    try:
+        value = json.loads(data.decode("utf-8-sig"), parse_constant=constant, object_pairs_hook=_distinct)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     if _SURROGATE.search(data):  # half a pair of them is no character: no file system or terminal takes it
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     return value
@@ -174,13 +181,10 @@ def read_toml(path: Path, what: str, advice: str = "") -> dict[str, Any]:
         return tomllib.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"expected {what} at {path}, found no file{ending}") from error
-    except (ValueError, OSError, RecursionError) as error:
-        raise ConfigError(f"{path}: expected {what} in TOML: {_reason(error)}{ending}") from error
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong, in words; the words of too deep a nesting are about Python's stack."""
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    except RecursionError as error:
+        raise ConfigError(f"{path}: expected {what} in TOML: it is nested too deeply{ending}") from error
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path}: expected {what} in TOML: {error}{ending}") from error
 
 
 def _no_constant(name: str) -> None:

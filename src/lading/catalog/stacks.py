@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from lading.errors import ConfigError
 from lading.files import read_toml
+from lading.ir.reading import read_as
 from lading.ir.stack import Stack
 
 _FOLDER = Path(__file__).parent / "stacks"
 DEFAULT = "default"
+#: What a file that gives nothing has; only its title has to be there.
+_PLAIN = Stack(name="", title="")
 
 
 def stack_names() -> tuple[str, ...]:
@@ -20,23 +24,34 @@ def stack_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
-@cache
 def stack_by_name(name: str) -> Stack:
     """A stack of the catalog, or one described by a TOML file; factors it does not give are the default's.
 
     Raises:
         ConfigError: no such stack, or a key or value of the file is wrong.
     """
-    path = _FOLDER / f"{name}.toml" if name in stack_names() else Path(name)
+    if name in stack_names():
+        return _catalog_stack(name)
+    path = Path(name)
     if not path.is_file():
         raise ConfigError(f"expected a software stack ({', '.join(stack_names())}) or a TOML file, got {name!r}")
+    return _read(path, stack_by_name(DEFAULT).in_situ)
+
+
+@cache
+def _catalog_stack(name: str) -> Stack:
+    return _read(_FOLDER / f"{name}.toml", {} if name == DEFAULT else _catalog_stack(DEFAULT).in_situ)
+
+
+def _read(path: Path, in_situ: Mapping[str, float]) -> Stack:
+    """The stack of a file; ``in_situ`` are the factors that it may leave out."""
     data = read_toml(path, "a software stack")
     known = {field.name for field in dataclasses.fields(Stack)}
-    if unknown := sorted(set(data) - known):
+    if unknown := sorted(key[:40] for key in set(data) - known):
         raise ConfigError(f"{path}: unknown keys {', '.join(unknown)}; a stack has {', '.join(sorted(known))}")
-    settings: dict[str, Any] = {"name": path.stem, **data}
-    if name != DEFAULT:
-        settings["in_situ"] = stack_by_name(DEFAULT).in_situ | data.get("in_situ", {})
-    for key in ("merges", "adapter_modules", "low_precisions"):
-        settings[key] = tuple(settings.get(key, ()))
-    return Stack(**settings)
+    table = json.loads(json.dumps(vars(_PLAIN))) | {"name": path.stem, **data}
+    try:
+        stack: Stack = read_as(Stack, table, str(path), "src/lading/ir/stack.py has the keys of such a file")
+        return dataclasses.replace(stack, in_situ={**in_situ, **stack.in_situ})
+    except ConfigError as error:
+        raise error if str(error).startswith(str(path)) else ConfigError(f"{path}: {error}") from error

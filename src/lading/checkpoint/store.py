@@ -26,11 +26,15 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lading.checkpoint.state import CHUNK_BYTES, SavedTensor, TensorSource, checked_sources, source_bytes, write_state
 from lading.errors import ConfigError, StorageError
+from lading.files import parse_json
+from lading.ir.graph import DTYPE_BYTES
+from lading.ir.reading import read_as
 from lading.units import format_bytes
 
 if TYPE_CHECKING:
@@ -117,6 +121,18 @@ class Checkpoint:
 
     def _damaged(self, entry: SavedTensor, expected: str, found: str) -> StorageError:
         return StorageError(f"{self.path / STATE}: {entry}: expected {expected}, found {found}; {_advice(self.path)}")
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """What a manifest says of its checkpoint: sizes in bytes, and where each tensor lies in the state file."""
+
+    step: int
+    meta: dict[str, Any]
+    state_bytes: int
+    header_bytes: int
+    header_sha256: str
+    tensors: tuple[SavedTensor, ...]
 
 
 def save_checkpoint(
@@ -333,34 +349,52 @@ def _advice(path: Path) -> str:
 
 def _inspect(path: Path) -> Checkpoint:
     """``open_checkpoint`` without advice."""
-    body = _read_manifest(path / MANIFEST)
-    state = path / STATE
     try:
-        tensors = [SavedTensor(**{**entry, "shape": tuple(entry["shape"])}) for entry in body["tensors"]]
-        step, meta, state_bytes = body["step"], body["meta"], body["state_bytes"]
-        header_bytes, header_sha256 = body["header_bytes"], body["header_sha256"]
-    except (KeyError, TypeError) as error:
-        raise StorageError(f"{path / MANIFEST}: expected the manifest of a checkpoint, {error!r}") from error
+        body: _Manifest = read_as(_Manifest, _read_manifest(path / MANIFEST), str(path / MANIFEST), "it was altered")
+    except ConfigError as error:
+        raise StorageError(f"expected the manifest of a checkpoint: {error}") from error
+    _check_places(body, path / MANIFEST)
+    state = path / STATE
     try:
         with open(state, "rb") as file:
             found = os.fstat(file.fileno()).st_size
-            header = file.read(header_bytes)
+            header = file.read(body.header_bytes)
     except OSError as error:
-        raise StorageError(f"{state}: expected a file of {state_bytes} bytes: {error}") from error
-    if found != state_bytes:
-        lost = next((f", first missing in {entry}" for entry in tensors if entry.start + entry.size_bytes > found), "")
-        raise StorageError(f"{state}: expected {state_bytes} bytes, found {found}{lost}")
-    if (digest := hashlib.sha256(header).hexdigest()) != header_sha256:
-        raise StorageError(f"{state}: expected a header of sha256 {header_sha256[:16]}, found {digest[:16]}")
-    return Checkpoint(path, step, meta, {entry.name: entry for entry in tensors})
+        raise StorageError(f"{state}: expected a file of {body.state_bytes} bytes: {error}") from error
+    if found != body.state_bytes:
+        ends = ((entry, entry.start + entry.size_bytes) for entry in body.tensors)
+        lost = next((f", first missing in {entry}" for entry, end in ends if end > found), "")
+        raise StorageError(f"{state}: expected {body.state_bytes} bytes, found {found}{lost}")
+    if (digest := hashlib.sha256(header).hexdigest()) != body.header_sha256:
+        raise StorageError(f"{state}: expected a header of sha256 {body.header_sha256[:16]}, found {digest[:16]}")
+    return Checkpoint(path, body.step, body.meta, {entry.name: entry for entry in body.tensors})
+
+
+def _check_places(body: _Manifest, path: Path) -> None:
+    """Refuse what no save writes: a name twice, an unknown dtype, bytes that are not those of the shape or outside."""
+    if body.step < 0 or not 8 <= body.header_bytes <= body.state_bytes:
+        raise StorageError(
+            f"{path}: expected a step >= 0 and a header within {body.state_bytes} bytes, found step {body.step} and "
+            f"{body.header_bytes} bytes: it was altered"
+        )
+    if len({entry.name for entry in body.tensors}) != len(body.tensors):
+        raise StorageError(f"{path}: expected names of tensors that differ, found one twice: it was altered")
+    for entry in body.tensors:
+        size = prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, 0) if min(entry.shape, default=0) >= 0 else -1
+        within = body.header_bytes <= entry.start <= body.state_bytes - entry.size_bytes
+        if entry.dtype not in DTYPE_BYTES or size != entry.size_bytes or not within:
+            raise StorageError(
+                f"{path}: {entry}: expected a known dtype and its bytes inside the file, found {entry.size_bytes} "
+                f"bytes at {entry.start}: it was altered"
+            )
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
+        data = parse_json(path.read_bytes())
     except FileNotFoundError as error:
         raise StorageError(f"{path.parent}: expected a checkpoint with a {MANIFEST}, found none") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise StorageError(f"{path}: expected a manifest in JSON: {error}") from error
     if not isinstance(data, dict) or data.get("kind") != _KIND:
         raise StorageError(f"{path}: expected a {_KIND}, found another file")

@@ -159,4 +159,7 @@ class ClusterPlan:
         how = "make one with: lading plan --model NAME --machine NAME --devices N"
         data: Any = read_json(path, "a plan of a cluster", how)
         check_plan(data, "cluster plan", CLUSTER_PLAN_FORMAT, str(path), how)
-        return read_as(ClusterPlan, data, str(path))
+        try:
+            return read_as(ClusterPlan, data, str(path))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from error

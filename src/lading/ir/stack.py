@@ -8,10 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from lading.errors import ConfigError
+from lading.ir.graph import DTYPE_BYTES
 
 FUSIONS = ("eager", "fused", "compiled")
 ATTENTIONS = ("unfused", "flash1", "triton", "flash2", "flash3", "cudnn", "cudnn9", "cudnn9-mxfp8")
 DISPATCHERS = ("alltoall", "allgather", "deepep")
+#: In which numbers are always kept; of others "" leaves it to the products.
+_STORED = ("gradient_dtype", "moments_dtype")
 #: Half width of the interval of a step under a stack of which no step was fitted: nine of ten published steps lie in
 #: it where their sources are left out of every fit (benchmarks/simulator, 21 November 2026).
 NEVER_SEEN = 0.2
@@ -163,6 +166,10 @@ class Stack:
         ):
             if getattr(self, key) < 0:
                 raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
+        for key in (*_STORED, "gather_dtype", "parameters_dtype", "adapter_dtype"):
+            found = getattr(self, key)
+            if found not in DTYPE_BYTES and (found or key in _STORED):
+                raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(DTYPE_BYTES)}, got {found!r}")
         if any(not 0 < width < 1 for width in self.spread.values()):
             raise ConfigError(f"stack {self.name}: each spread must be in (0, 1), got {self.spread}")
         if self.moments not in (0, 1, 2):

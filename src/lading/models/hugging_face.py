@@ -5,7 +5,8 @@ A configuration or folder is read from this machine's disk only, and no code tha
 
 from __future__ import annotations
 
-import json
+import errno
+import os
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -17,7 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from lading.config import ModelConfig
-from lading.errors import ConfigError, StorageError
+from lading.errors import CaptureError, ConfigError, LadingError, StorageError
+from lading.files import parse_json
 
 Sink = Callable[[str, torch.Tensor], None]
 
@@ -42,14 +44,19 @@ def read_config(model: ModelConfig) -> Any:
     path = Path(model.name)
     auto = _transformers().AutoConfig
     try:
-        data = json.loads((path / "config.json" if model.weights else path).read_text())
+        data = _floats(parse_json((path / "config.json" if model.weights else path).read_bytes(), finite=False))
+        if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+            raise ValueError('it is no object with a "model_type" in words')
         config = auto.for_model(**data)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.name {model.name!r}: expected the config.json of a model: {error}") from error
+    except Exception as error:  # each class of transformers checks its settings in its own way
+        raise ConfigError(f"model.name {model.name!r}: expected the config.json of a model: {_said(error)}") from error
     for key, value in model.sizes.items():
         if not hasattr(config, key):
             raise ConfigError(f"model.sizes: {key!r} is no setting of a {type(config).__name__}")
-        setattr(config, key, value)
+        try:
+            setattr(config, key, value)
+        except Exception as error:
+            raise ConfigError(f"model.sizes: {key!r} cannot be {value!r}: {_said(error)}") from error
     return config
 
 
@@ -61,12 +68,12 @@ def task_of(model: ModelConfig, config: Any) -> str:
     """
     if model.task != "auto":
         return model.task
-    named = (getattr(config, "architectures", None) or [""])[0]
+    named = _architecture(model, config)
     for task in _AUTO:
         table = _classes(task)
         if named in table.values() or (not named and config.model_type in table):
             return task
-    if hasattr(_transformers(), named or "-"):
+    if _class_of(named) is not None:
         return "own"
     raise ConfigError(
         f"model.name {model.name!r}: transformers has no model {named or 'of type ' + config.model_type}; name one of "
@@ -85,14 +92,22 @@ def build_from(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.
     """
     config = read_config(model)
     task = task_of(model, config)
-    named = (getattr(config, "architectures", None) or [""])[0]
+    named = _architecture(model, config)
     table = _classes(task) if task != "own" else {}
     name = named if named in table.values() or task == "own" else table.get(config.model_type, "")
-    made = getattr(_transformers(), name if isinstance(name, str) else name[0], None)
+    made = _class_of(name if isinstance(name, str) else name[0])
     if made is None:
         raise ConfigError(f"model.task {task!r}: transformers has no such model of type {config.model_type!r}")
     config.dtype = dtype
-    return made(config).train()
+    try:
+        return made(config).train()
+    except CaptureError as error:
+        raise CaptureError(f"model.name {model.name!r}: {error}") from error
+    except Exception as error:  # what a constructor says of sizes that do not go together
+        raise ConfigError(
+            f"model.name {model.name!r}: transformers cannot build a {made.__name__} of it: {_said(error)}; mend its "
+            "config.json, or model.sizes"
+        ) from error
 
 
 def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Sink) -> list[str]:
@@ -162,34 +177,100 @@ def _classes(task: str) -> Mapping[str, Any]:
     return getattr(modeling_auto, _AUTO[task])
 
 
+def _floats(value: Any) -> Any:
+    """Parsed JSON with the numbers that transformers writes as ``{"__float__": "Infinity"}``."""
+    if isinstance(value, dict):
+        number = value.get("__float__") if len(value) == 1 else None
+        if number in ("Infinity", "-Infinity", "NaN"):
+            return float(number)
+        return {key: _floats(inner) for key, inner in value.items()}
+    return [_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _architecture(model: ModelConfig, config: Any) -> str:
+    """The first class that a configuration names; "" if it names none."""
+    named = getattr(config, "architectures", None)
+    if not named:
+        return ""
+    if not isinstance(named, list) or not isinstance(named[0], str):
+        raise ConfigError(
+            f"model.name {model.name!r}: expected names of classes as architectures, got {_short(named)}; such as "
+            "architectures = ['LlamaForCausalLM']"
+        )
+    return named[0]
+
+
+def _class_of(name: str) -> Any:
+    """The class of models that transformers has by that name; None if there is none."""
+    made = getattr(_transformers(), name, None) if name.isidentifier() else None
+    return made if isinstance(made, type) and issubclass(made, _transformers().PreTrainedModel) else None
+
+
+def _said(error: Exception) -> str:
+    """What transformers or safetensors say, in one line of moderate length."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def _short(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 class _Files:
     """The tensors of a folder's safetensors files; each is read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, Any] = {}
-        self._where: dict[str, str] = {}
-        for name in self._names():
+        homes: dict[str, list[str]] = {}
+        listed = self._index()
+        for name in sorted(set(listed.values())) or [SINGLE]:
             try:
+                _check_header(folder / name)
                 # Read, not mapped: pages of a mapped file would count as memory of the run.
                 self._files[name] = safe_open(folder / name, framework="pt", backend="pread")
-            except (OSError, SafetensorError) as error:
-                raise StorageError(f"expected a safetensors file at {folder / name}: {error}") from error
-            self._where.update(dict.fromkeys(self._files[name].keys(), name))
+            except (OSError, SafetensorError, ValueError) as error:
+                raise StorageError(
+                    f"expected a safetensors file at {folder / name}: {_said(error)}; download it again"
+                ) from error
+            for key in self._files[name].keys():  # noqa: SIM118 - no dict
+                homes.setdefault(key, []).append(name)
+        self._where = {
+            key: names[0] if len(names) == 1 else self._home(key, names, listed) for key, names in homes.items()
+        }
 
-    def _names(self) -> list[str]:
+    def _home(self, key: str, names: list[str], listed: Mapping[str, str]) -> str:
+        """Of several files with one tensor the index says which."""
+        if listed.get(key) not in names:
+            raise StorageError(
+                f"{self.folder}: expected each tensor once, found {_short(key)} in {names[0]} and in {names[1]}; "
+                f"remove one of them, or name its file in {INDEX}"
+            )
+        return listed[key]
+
+    def _index(self) -> dict[str, str]:
+        """Tensor -> file, as the index says; empty for a single file."""
         index = self.folder / INDEX
         if not index.is_file():
             if not (self.folder / SINGLE).is_file():
                 raise ConfigError(f"model.name: expected {SINGLE} or {INDEX} in {self.folder}, found neither")
-            return [SINGLE]
+            return {}
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            if any(Path(name).name != name for name in names):
-                raise ValueError(f"a file outside the folder: {names}")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StorageError(f"expected the index of safetensors files at {index}: {error}") from error
-        return names
+            listed = parse_json(index.read_bytes())["weight_map"]
+            if not isinstance(listed, dict) or not listed:
+                raise ValueError(f"expected names of tensors and files as weight_map, got {_short(listed)}")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(
+                f"expected the index of safetensors files at {index}: {_said(error)}; download it again"
+            ) from error
+        for key, name in listed.items():
+            if not _is_file_name(name):
+                raise StorageError(
+                    f"expected the index of safetensors files at {index}: weight_map[{_short(key)}]: expected the name "
+                    f"of a file in its folder, got {_short(name)}; download it again"
+                )
+        return listed
 
     def names(self) -> list[str]:
         return sorted(self._where)
@@ -201,8 +282,30 @@ class _Files:
         name = self._where[key]
         try:
             return self._files[name].get_tensor(key)
-        except (OSError, SafetensorError) as error:
-            raise StorageError(f"{self.folder / name}: cannot read {key!r}: {error}") from error
+        except (OSError, SafetensorError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+            # a type that torch lacks, or a size that it cannot have
+            raise StorageError(f"{self.folder / name}: cannot read {_short(key)}: {_said(error)}") from error
+
+
+def _is_file_name(name: object) -> bool:
+    """Whether it names a file of the folder itself, as all file systems take it."""
+    if not isinstance(name, str) or not 0 < len(name.encode()) < 256 or "\0" in name:
+        return False
+    return Path(name).name == name and name != ".."
+
+
+def _check_header(path: Path) -> None:
+    """Refuse a header that names a tensor twice, of which safetensors reads the last.
+
+    Raises:
+        ValueError: as ``parse_json``. OSError: the file cannot be read.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length <= path.stat().st_size:
+            parse_json(file.read(length))
 
 
 def _matched(files: _Files, module: Any) -> tuple[dict[str, Any], list[str]]:
@@ -234,13 +337,19 @@ def _matched(files: _Files, module: Any) -> tuple[dict[str, Any], list[str]]:
 
 def _converted(mapping: Any, first: str, module: Any) -> dict[str, torch.Tensor]:
     """The values of the parameters that a mapping makes, its tensors read now."""
-    made = mapping.convert(first, model=module, config=module.config)
+    try:
+        made = mapping.convert(first, model=module, config=module.config)
+    except LadingError:
+        raise
+    except Exception as error:  # tensors of shapes that do not go together
+        raise ConfigError(f"model.name: cannot make {first} of the tensors in the files: {_said(error)}") from error
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
     """Sorts numbers by value: experts are stacked in the order of their names."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]
+    numbers = [part.isascii() and part.isdecimal() and len(part) < 19 for part in key.split(".")]
+    return [(0, int(part), "") if n else (1, 0, part) for n, part in zip(numbers, key.split("."), strict=True)]
 
 
 def _check_tie(ties: dict[str, str], name: str, target: str, value: torch.Tensor, files: _Files) -> None:

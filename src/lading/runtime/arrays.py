@@ -197,7 +197,7 @@ def _facts(path: Path) -> dict[str, Any] | None:
     try:
         facts = parse_json(path.with_suffix(".json").read_bytes())
         whole = path.stat().st_size == int(facts["rows"]) * int(facts["row_bytes"]) and facts["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None  # to be made again
     return facts if whole else None
 

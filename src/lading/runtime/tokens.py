@@ -97,7 +97,7 @@ def _special(made: Any, key: str, path: Path) -> int | None:
         file = path.with_name(name)
         try:
             value: Any = parse_json(file.read_bytes()).get(key) if file.is_file() else None
-        except (OSError, ValueError, RecursionError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"{file}: expected the settings of a tokenizer: {error}") from error
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
@@ -184,7 +184,7 @@ def _opened(path: Path, specials: Specials) -> TokenStore | None:
             specials,
         )
         whole = path.stat().st_size == store.count * dtype.itemsize and len(store.documents) == facts["documents"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None  # to be made again
     return store if whole else None
 

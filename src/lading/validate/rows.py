@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lading.errors import ConfigError
+from lading.files import parse_json
 
 TIERS = ("A", "B", "C")
 _NUMBER = (int, float)
@@ -136,14 +137,14 @@ def _unique(rows: list[Row]) -> None:
 
 def _row(line: str, number: int, place: str, unknown: dict[str, str]) -> Row:
     try:
-        data: object = json.loads(line)
-    except json.JSONDecodeError as error:
+        data: object = parse_json(line.encode())
+    except ValueError as error:
         raise ConfigError(f"{place}: expected a JSON object, got: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{place}: expected a JSON object, got {type(data).__name__}")
     found = cast("dict[str, Any]", data)
     for name in ("id", *_FIELDS):
-        if name not in found:
+        if found.get(name) is None:
             raise ConfigError(f"{place}: missing field {name!r}{_near(name, found)}")
     parts = {name: _part(name, found[name], place, unknown) for name in _FIELDS}
     top = _checked({k: v for k, v in found.items() if k not in _FIELDS}, _TOP, "", place, unknown)

@@ -20,6 +20,7 @@ from lading.report.metrics import read_steps
 from lading.report.perfetto import write_trace
 from lading.report.snapshot import write_snapshot
 from lading.report.summary import RunSummary
+from lading.units import format_count
 
 
 def finish_run(prepared: Prepared, measured: Timeline | None) -> None:
@@ -88,7 +89,7 @@ def run_summary(
     same = [r["loss"] for r in metrics] == [r["loss"] for r in plain][: len(metrics)] if plain and metrics else None
     return RunSummary(
         title=Path(run.out).name,
-        model=f"{run.model.name}, {parameters / 1e6:.2f} M parameters, "
+        model=f"{run.model.name}, {format_count(parameters)} parameters, "
         f"{run.optimization.accumulation} x {run.data} a step",
         machine=prepared.machine.name,
         date=datetime.now().isoformat(sep=" ", timespec="minutes"),

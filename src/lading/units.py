@@ -18,6 +18,8 @@ _CAPACITY_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 #: Plain numbers below are not taken as bytes.
 _LEAST_PLAIN_BYTES = 1024
 _EXPECTED_SIZE = "expected a size such as '256MB' or '24GiB'"
+#: Units of long times, the seconds of one, and from how many seconds on they are used.
+_LONG_TIMES = (("days", 86400, 3 * 86400), ("h", 3600, 3 * 3600), ("min", 60, 1000))
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*\Z")
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 
@@ -87,17 +89,28 @@ def _capacity_unit(size_bytes: float) -> tuple[str, float]:
 
 
 def format_seconds(seconds: float) -> str:
-    """``'1.234 s'``, ``'12.3 ms'`` or ``'45.6 us'``."""
-    if abs(seconds) >= 1:
+    """``'2.5 h'``, ``'17.3 min'``, ``'1.234 s'``, ``'12.3 ms'``, ``'45.6 us'`` or ``'7.8 ns'``: by its size."""
+    for unit, scale, least_s in _LONG_TIMES:
+        if abs(seconds) >= least_s:
+            return f"{seconds / scale:.1f} {unit}"
+    if abs(seconds) >= 1 - 5e-5:
         return f"{seconds:.3f} s"
-    if abs(seconds) >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.1f} us"
+    for unit, scale in (("ms", 1e3), ("us", 1e6), ("ns", 1e9)):
+        if abs(seconds) * scale >= 1 - 5e-5:
+            return f"{seconds * scale:.1f} {unit}"
+    return f"{seconds * 1e9:.1g} ns" if seconds else "0 s"
 
 
 def format_flops(flops: float) -> str:
     """``'1.23 GFLOP'`` with decimal prefixes."""
-    for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+    for unit, scale in (
+        ("ZFLOP", 1e21),
+        ("EFLOP", 1e18),
+        ("PFLOP", 1e15),
+        ("TFLOP", 1e12),
+        ("GFLOP", 1e9),
+        ("MFLOP", 1e6),
+    ):
         if abs(flops) >= scale:
             return f"{flops / scale:.2f} {unit}"
     return f"{flops:.0f} FLOP"

@@ -220,7 +220,7 @@ def test_arguments_of_train_in_any_order() -> None:
 
 
 def test_timeline_text_of_nothing() -> None:
-    assert timeline_text(Timeline("predicted", (), ())) == "predicted step 0.0 us, device peak 0 B"
+    assert timeline_text(Timeline("predicted", (), ())) == "predicted step 0 s, device peak 0 B"
 
 
 SLOW = """

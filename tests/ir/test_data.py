@@ -95,13 +95,16 @@ def test_bytes_for_people(size_bytes: float, text: str) -> None:
 
 
 def test_times_and_work_for_people() -> None:
-    assert [format_seconds(s) for s in (1.2345, 0.0123, 45.6e-6)] == ["1.234 s", "12.3 ms", "45.6 us"]
-    assert [format_flops(f) for f in (5, 2e6, 1.23e9, 4e12, 5e15)] == [
+    short = ["1.234 s", "12.3 ms", "45.6 us", "7.8 ns", "0 s", "1.000 s", "1.0 ms", "-2.0 ms"]
+    assert [format_seconds(s) for s in (1.2345, 0.0123, 45.6e-6, 7.8e-9, 0, 0.99999, 0.0009999999, -0.002)] == short
+    assert [format_seconds(s) for s in (999, 1234.567, 36000, 1e6)] == ["999.000 s", "20.6 min", "10.0 h", "11.6 days"]
+    assert [format_flops(f) for f in (5, 2e6, 1.23e9, 4e12, 5e15, 1.5e21)] == [
         "5 FLOP",
         "2.00 MFLOP",
         "1.23 GFLOP",
         "4.00 TFLOP",
         "5.00 PFLOP",
+        "1.50 ZFLOP",
     ]
 
 

@@ -51,5 +51,5 @@ def test_lines_fit_and_say_once_what_all_have(width: int) -> None:
     assert lines[0] == "Layouts, the fastest first; all have zero2,gb32"
     assert text.count("zero2") == text.count("gb32") == 1
     assert "…" not in text
-    assert text.count("60.0 GiB") == 13
+    assert text.count("60.00 GiB") == 13
     assert "12 12.000 s" in text.replace("\n", " ")

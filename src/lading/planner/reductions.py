@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from lading.ir.graph import DTYPE_BYTES
 from lading.sim.simulate import Priced, Simulated, simulate
+from lading.units import format_capacity
 
 #: Sizes that are tried: so many bytes, and twice as many again and again; of more buckets the latencies add up. Less of
 #: a step than the share is not taken.
@@ -43,9 +44,9 @@ class Bucket:
     is_worth: bool
 
     def __str__(self) -> str:
-        said = f"gradients: reduced a block at a time, up to {self.block_bytes / 1e6:,.0f} MB"
+        said = f"gradients: reduced a block at a time, up to {format_capacity(self.block_bytes)}"
         share = self.saves_s / (self.simulated.step.step_s + self.saves_s)
-        size = f"buckets of {self.best_bytes / 1e6:,.0f} MB"
+        size = f"buckets of {format_capacity(self.best_bytes)}"
         if self.is_worth:
             return f"gradients: reduced in {size}, which saves {share:.1%} of the step against a block at a time"
         return f"{said}; {size}, the best of other sizes, would change the step by {-share:+.2%}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
-from lading.units import GiB, format_seconds
+from lading.units import format_bytes, format_seconds
 
 _BUBBLE = "bubble"
 #: Share of what takes longer that is named, and above which what takes less is.
@@ -129,8 +129,8 @@ def _cells(row: LayoutRow) -> tuple[str, ...]:
         format_seconds(row.step_s),
         f"{row.mfu:.1%}",
         f"{row.tokens_per_s_per_device:,.0f}",
-        f"{row.most('device') / GiB:.1f} GiB",
-        f"{row.most('host') / GiB:.1f} GiB",
+        format_bytes(row.most("device")),
+        format_bytes(row.most("host")) if row.most("host") else "-",
         f"{row.exposed_s / row.step_s:.1%}",
         f"{row.bubble_s / row.step_s:.1%}",
         f"{row.binding[0]} {row.binding[2]:.0%}",

@@ -217,11 +217,11 @@ class FitResult:
 
     def __str__(self) -> str:
         moved = ", ".join(f"{stream} {format_seconds(busy)}" for stream, busy in self.time.transfer_s.items() if busy)
+        again = f" ({format_seconds(self.time.recompute_s)} of it again)" if self.time.recompute_s else ""
         lines = [self.title, *self.needs.lines(self.allowed)]
         lines.append(
-            f"predicted step {format_seconds(self.time.step_s)}: compute {format_seconds(self.time.compute_s)} "
-            f"({format_seconds(self.time.recompute_s)} of it again), transfers {moved or 'none'}, "
-            f"exposed {format_seconds(self.time.exposed_s)}"
+            f"predicted step {format_seconds(self.time.step_s)}: compute {format_seconds(self.time.compute_s)}"
+            f"{again}, transfers {moved or 'none'}, exposed {format_seconds(self.time.exposed_s)}"
         )
         if self.time.host_s:
             lines.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,6 +160,17 @@ def test_the_command(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert shown.err.startswith("error: no plan fits a device budget of 512.00 KiB")
     assert "The smallest budget a plan was found for is" in shown.err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_budget_of_the_file_is_kept(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Though the machine has room for much more; the command line may name another."""
+    assert main(["fit", str(run_file), *SMALL]) == 0
+    assert "planned within a device budget of 98.5%" in capsys.readouterr().out
+    assert main(["fit", str(run_file), *SMALL, "memory.budget=2MB"]) == 3
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: no plan fits a device budget of 1.91 MiB")
+    assert re.search(r"cheapest change that fits: a device budget of \d+ MB instead of 2MB", shown.out)
+    assert main(["fit", str(run_file), *SMALL, "memory.budget=2MB", "--budget", "100%"]) == 0
 
 
 def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ class Hardware:
     device: str | None = None
     host: str | None = None
     disk: str | None = None
-    budget: str | None = None
+    budget: str | float | None = None
 
 
 def run_of_model(model: str, seq: int | None = None) -> RunConfig:
@@ -148,7 +148,8 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
     """Plan a run for all the memory of a machine.
 
     Args:
-        run: Its own machine, budgets and folder play no part.
+        run: Its own machine, budgets and folder play no part (``lading fit RUN.toml`` hands its memory budget on as
+            that of ``hardware``).
         name: What to call the model; "" for the name that the run gives it.
 
     Raises:
@@ -182,7 +183,7 @@ class _Case:
     run: RunConfig
     machine: Machine
     reserved: Bytes
-    budget: str | None
+    budget: str | float | None
 
     @property
     def allowed(self) -> Bytes:
@@ -191,10 +192,13 @@ class _Case:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        return tuple(
+        left = (
             f"{format_bytes(size)} of the {tier}'s memory are left to the system and the process"
             for tier, size in self.reserved.items()
         )
+        if self.budget is None:
+            return tuple(left)
+        return (*left, f"planned within a device budget of {_budget_text(self.budget)} (memory.budget, or --budget)")
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,11 @@ def _machine(run: RunConfig, hardware: Hardware) -> tuple[Machine, Bytes]:
             )
         machine = _resized(machine, {name: capacity})
     return machine, reserved
+
+
+def _budget_text(budget: str | float) -> str:
+    """A budget as people write it: bytes as a size."""
+    return format_bytes(budget) if isinstance(budget, int) else str(budget)
 
 
 def _resized(machine: Machine, capacity_bytes: Bytes) -> Machine:
@@ -273,7 +282,10 @@ def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bo
     memory = dataclasses.replace(case.run.memory, disk_budget=left)
     run = dataclasses.replace(case.run, memory=memory)
     size = machine.device.memory_bytes
-    tried = _for_budget(run, case, captured, machine, size if case.budget is None else case.budget, search)
+    try:
+        tried = _for_budget(run, case, captured, machine, size if case.budget is None else case.budget, search)
+    except ConfigError:  # a budget of more than the device has: then all of it; what else is wrong is said again
+        tried = _for_budget(run, case, captured, machine, size, search)
     over = tried.needs.total[DEVICE] - size
     if case.budget is None and 0 < over < size:  # a tensor of a checkpoint passes through a CPU's own memory
         with suppress(PlanInfeasible):  # then it is the whole device that is too small, as the first plan shows
@@ -400,6 +412,9 @@ def _changes(case: _Case, captured: CapturedRun, tried: _Tried, over: Bytes) -> 
         saved = _saved_bytes(case.run, captured.graph)
         if over.keys() == {"disk"} and tried.needs.step["disk"] <= case.allowed["disk"] and saved:
             changes.append(_change(f"checkpoints on another disk, of {format_capacity_above(saved)}", tried, case.run))
+    elif case.budget is not None and tried.error is not None:
+        size = format_capacity_above(tried.error.smallest_budget_bytes)
+        changes.append(_change(f"a device budget of {size} instead of {_budget_text(case.budget)}", tried, case.run))
     left = _TRIED_OPS - len(captured.graph.ops)
     hopeless = _cannot_hold(case, captured.graph)
     for variants in () if hopeless else _variants(case.run, case.machine):

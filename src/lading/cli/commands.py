@@ -154,7 +154,11 @@ class Fit:
             keep=self.keep,
         )
         hardware = Hardware(
-            machine=self.machine or run.machine, device=self.device, host=self.host, disk=self.disk, budget=self.budget
+            machine=self.machine or run.machine,
+            device=self.device,
+            host=self.host,
+            disk=self.disk,
+            budget=self.budget or (None if self.model is not None else run.memory.budget),
         )
         result = fit_run(run, hardware, self.model or "")
         print(fitted(str(result)), flush=True)

@@ -20,6 +20,7 @@ import torch
 
 from lading.capture.batches import input_leaves
 from lading.capture.frozen import Watch
+from lading.capture.state import as_written
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import AdamW
@@ -96,6 +97,7 @@ class Trainer:
         self._saved = ""  # the newest checkpoint
         self._closed = False
         if model is not None:
+            model = as_written(model)
             self._check_model(model)
         self._keys = state_keys(model, [name for name, _ in step_graph.buffers], self._first_name)
         self._watch = Watch(graph.frozen, model)

@@ -135,7 +135,7 @@ def _said(value: object) -> str:
 
 def _entries(model: torch.nn.Module | None, loss: Any) -> tuple[list[Entry], list[Entry], list[Entry]]:
     """Plain values in reach of a step: what every instance of the model must have, what this one has, the loss's."""
-    tables = tables_of(model or torch.nn.Module())
+    tables = tables_of(model if model is not None else torch.nn.Module())
     of_loss = [table for table in tables_of(torch.nn.Module(), loss) if table.label]
     whole, alone = Reach([*tables, *of_loss], model, loss), Reach(of_loss, None, loss)
     modules = list(_of_modules(model, whole.names)) if model is not None else []

@@ -78,6 +78,27 @@ def branches_of_eager() -> Iterator[None]:
         vars(module)["is_fake_tensor"] = asked
 
 
+def as_written(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that ``torch.compile`` was given, where a model is what it gave; its parameters have plain names."""
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    while compiled is not None and isinstance(model, compiled):
+        model = model._orig_mod  # pyright: ignore[reportAssignmentType]
+    return model
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Let what ``torch.compile`` made run as it was written: the plan compiles regions of its own.
+
+    Without torch's compiler in the process nothing is compiled, and it is not loaded for that.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def _unconverted(
     name: str, module: torch.nn.Module, convert: Callable[[torch.Tensor], Any], recurse: bool = True
 ) -> Any:

@@ -20,7 +20,7 @@ from lading.capture.batches import input_leaves, map_batch
 from lading.capture.frozen import freeze
 from lading.capture.hooks import carry_hooks, check_hooks
 from lading.capture.losses import TOTAL, named_losses, total_of
-from lading.capture.state import branches_of_eager, left_as_it_was
+from lading.capture.state import as_written, branches_of_eager, left_as_it_was, uncompiled
 from lading.capture.tracer import Tracer
 from lading.errors import CaptureError, LadingError
 from lading.ir.fold import fold
@@ -37,7 +37,8 @@ def capture(
     """Record one micro-batch's forward, loss and backward.
 
     Args:
-        model: Any module; real, meta or fake parameters. It is left unchanged.
+        model: Any module; real, meta or fake parameters. It is left unchanged. What ``torch.compile`` made, of it, of a
+            part or of the loss, is captured as it was written: a plan compiles regions of its own.
         batch: Dicts, lists, tuples and dataclasses whose tensors give shapes and dtypes. Values are read only where the
             model itself asks for a number (``if mask.any()``); the graph then checks that later batches give the same.
         loss: ``loss(model, batch)`` runs the forward and returns a scalar, or a dict, list or tuple of scalars, whose
@@ -50,6 +51,7 @@ def capture(
     Raises:
         CaptureError: an operation cannot be captured; says which, in which module, and what to do.
     """
+    model = as_written(model)
     frozen = freeze(model, batch, loss)
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     once = partial(_once, mode, model, batch, loss, accumulation)
@@ -78,6 +80,7 @@ def _once(
     with (
         left_as_it_was(model, before, seen, loss) as left,
         branches_of_eager(),
+        uncompiled(),
         mode,
         tracer,
         module_paths(model, tracer),

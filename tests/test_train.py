@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -15,12 +16,15 @@ import torch
 
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
 from lading.cli.main import main
-from lading.config import load_run
+from lading.config import AdamW, load_run, lr_at, run_from_dict
+from lading.errors import ConfigError
 from lading.ir.plan import Plan
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
+from lading.runtime.data import TextDataset
 from lading.runtime.resident import PeakMeter
 from lading.train import train_run
+from lading.trainer import Trainer
 from tests.runs import failing, num_lines, saved_plan, start, wait_until, write_run
 
 
@@ -55,6 +59,11 @@ def losses(out: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(out / "metrics.jsonl")]
 
 
+def words(text: str) -> str:
+    """The text on one line, wherever it was broken."""
+    return " ".join(text.split())
+
+
 def failure(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
     code = main(argv)
     return code, capsys.readouterr().err.splitlines()[-1]
@@ -74,9 +83,9 @@ def test_an_out_folder_with_checkpoints(
     assert "holds checkpoints of an earlier run (newest step-00000012); give --resume, or another out" in message
     for change, expected in {
         "seed=4": "seed (was 3, is 4)",
-        "optimization.clip_norm=0.5": "optimization.clip_norm (was 1.0, is 0.5)",
         "model.sizes.dim=96": "model.sizes.dim (was 64, is 96)",
-        "optimization.steps=20": "optimization.steps (was 12, is 20)",  # the cosine ends elsewhere
+        "optimization.precision=bf16": "optimization.precision (was 'fp32', is 'bf16')",
+        "optimization.matrices={rule = 'muon', lr = 0.02}": "optimization.matrices.rule (was None, is 'muon')",
         "threads=2": "threads (was 1, is 2)",
     }.items():
         code, message = failure(capsys, "train", str(path), *SHORT, f"out={out}", change, "--resume")
@@ -104,6 +113,100 @@ def test_a_longer_run_at_a_constant_rate_goes_on(made: tuple[Path, Plan], tmp_pa
     train_run(Plan.load(saved_plan(made[1], whole, steps=6, **settings)))
     assert losses(out) == losses(whole)
     assert list(result.losses) == losses(out)[3:]
+
+
+def test_a_run_that_ended_goes_on_with_more_steps_and_another_rate(
+    made: tuple[Path, Plan], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has changed since is said, and what the steps then do is what plain PyTorch would do with it."""
+    out, file = tmp_path / "out", saved_plan(made[1], tmp_path / "out", steps=3, every_steps=0, warmup_steps=1)
+    result = train_run(Plan.load(file))
+    assert result.checkpoint == f"{out}/checkpoints/step-00000003"  # the default
+    assert f"trained values in {result.checkpoint}\nlading export {out} --to FOLDER" in str(result)
+    capsys.readouterr()
+    assert main(["train", "--plan", str(file), "--resume"]) == 0
+    assert "the run had ended after step 3; a larger optimization.steps than 3 goes on" in words(
+        capsys.readouterr().out
+    )
+    changes: dict[str, Any] = {
+        "steps": 5,
+        "every_steps": 0,
+        "warmup_steps": 1,
+        "optimizer": {**made[1].run["optimization"]["optimizer"]},
+    }
+    changes["optimizer"]["lr"] = 1e-2
+    assert main(["train", "--plan", str(saved_plan(made[1], out, **changes)), "--resume"]) == 0
+    assert (
+        f"going on after step 3 of 5, from {out}/checkpoints/step-00000003, with another optimization.optimizer.lr "
+        "(was 0.0003, is 0.01), optimization.steps (was 3, is 5)"
+    ) in words(capsys.readouterr().out)
+    records = read_metrics(out / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(5))
+    run = run_from_dict(made[1].run)
+    longer = dataclasses.replace(run.optimization, steps=5, warmup_steps=1, optimizer=AdamW(lr=1e-2))
+    assert records[3]["lr"] == lr_at(longer, 3)
+    newest = latest_checkpoint(out / "checkpoints")
+    assert newest is not None
+    assert open_checkpoint(newest).step == 5
+
+
+def test_a_run_that_keeps_nothing_says_so(made: tuple[Path, Plan], tmp_path: Path) -> None:
+    plain = saved_plan(made[1], tmp_path / "out", steps=2, every_steps=0, at_end=False, warmup_steps=0)
+    result = train_run(Plan.load(plain))
+    assert result.checkpoint == ""
+    assert "the trained values were not saved: checkpoint.at_end is false" in str(result)
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    uncounted = dataclasses.replace(Plan.load(plain), settings={**made[1].settings, "save_bytes": 0.0})
+    uncounted.save(plain)
+    run = json.loads(plain.read_text())
+    run["run"]["checkpoint"]["at_end"] = True
+    plain.write_text(json.dumps(run))
+    with pytest.raises(ConfigError, match="the plan counts no memory for saving, and its run saves"):
+        train_run(Plan.load(plain))
+
+
+def test_a_second_signal_stops_at_once_and_leaves_what_was_saved(
+    made: tuple[Path, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, save = tmp_path / "out", Trainer.save
+    file = str(saved_plan(made[1], out, steps=9, every_steps=2))
+
+    def interrupted(trainer: Trainer, *args: Any, **kwargs: Any) -> Path:
+        if trainer.steps == 4:
+            os.kill(os.getpid(), signal.SIGINT)  # noted; the second one, while values are written
+            list(map(os.kill, [os.getpid()], [signal.SIGINT]))
+        return save(trainer, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save", interrupted)
+        assert main(["train", "--plan", file]) == 130
+    said = words(capsys.readouterr().out)
+    assert f"stopped in step 5; saved in {out}/checkpoints/step-00000002 go on with: lading train --plan" in said
+    assert [p.name for p in (out / "checkpoints").iterdir()] == ["step-00000002"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert main(["train", "--plan", file, "--resume"]) == 0
+    assert len(losses(out)) == 9
+
+
+def test_a_step_that_fails_keeps_what_the_run_had_reached(
+    made: tuple[Path, Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, batch, whole = tmp_path / "out", TextDataset.batch, tmp_path / "whole"
+    settings: dict[str, Any] = {"steps": 6, "every_steps": 0}
+
+    def bad(data: TextDataset, step: int, micro: int) -> dict[str, torch.Tensor]:
+        tokens = batch(data, step, micro)["tokens"]
+        if step == 3:
+            tokens[0, 0] = 1000
+        return {"tokens": tokens}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextDataset, "batch", bad)
+        assert main(["train", "--plan", str(saved_plan(made[1], out, **settings))]) == 1
+    assert f"saved in {out}/checkpoints/step-00000003; go on with --resume" in words(capsys.readouterr().err)
+    assert main(["train", "--plan", str(out / "plan.json"), "--resume"]) == 0
+    train_run(Plan.load(saved_plan(made[1], whole, **settings)))
+    assert losses(out) == losses(whole)
 
 
 def test_another_text_is_another_run(
@@ -233,12 +336,16 @@ def test_signals_and_a_second_run(
     os.kill(process.pid, number)
     process.join(30)
     assert process.exitcode == code
-    assert log.read_text().splitlines()[-1] == {143: "terminated", 130: "interrupted"}[code]
+    lines = log.read_text().splitlines()
+    assert lines[-1] == {143: "terminated", 130: "interrupted"}[code]
+    assert "stopping when this step has ended and is saved; once more stops at once" in lines
     assert not list(out.glob("lading*"))
     steps = [record["step"] for record in read_metrics(out / "metrics.jsonl")]
     assert steps == list(range(len(steps)))
     newest = latest_checkpoint(out / "checkpoints")
     assert newest is not None
     open_checkpoint(newest).verify()
-    saved = len(steps) // 5 * 5
-    assert open_checkpoint(newest).step in ((saved - 5, saved) if saved == len(steps) else (saved,))
+    assert open_checkpoint(newest).step == len(steps)
+    said = words(log.read_text())
+    assert f"stopped after step {len(steps)} of 100000; saved in {newest} go on with: lading train --plan" in said
+    assert f"{out}/plan.json --resume" in said

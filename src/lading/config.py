@@ -286,14 +286,26 @@ class MemoryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save; ``every_steps`` 0 saves never, ``keep`` is how many checkpoints stay."""
+    """When to save.
+
+    Attributes:
+        every_steps: Steps between two checkpoints; 0 saves none on the way.
+        keep: How many checkpoints stay.
+        at_end: Whether to save when the run ends, and when it is stopped.
+    """
 
     every_steps: int = 0
     keep: int = 2
+    at_end: bool = True
 
     def __post_init__(self) -> None:
         _integer("every_steps", self.every_steps, 0)
         _integer("keep", self.keep, 1)
+
+    @property
+    def saves(self) -> bool:
+        """Whether anything is saved at all."""
+        return self.at_end or self.every_steps > 0
 
 
 @dataclass(frozen=True, kw_only=True)

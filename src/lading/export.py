@@ -78,7 +78,9 @@ def _run_and_checkpoint(folder: Path) -> tuple[RunConfig, Checkpoint]:
         raise ConfigError(f"{folder / 'plan.json'} records no run; expected one that lading train wrote")
     path = latest_checkpoint(folder / "checkpoints")
     if path is None:
-        raise ConfigError(f"expected a checkpoint in {folder / 'checkpoints'}, found none; set checkpoint.every_steps")
+        raise ConfigError(
+            f"expected a checkpoint in {folder / 'checkpoints'}, found none; train with checkpoint.at_end true"
+        )
     return run_from_dict(plan.run, "the plan's run"), open_checkpoint(path)
 
 

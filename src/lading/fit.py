@@ -116,7 +116,7 @@ def with_sizes(
     optimization = _replaced(run.optimization, accumulation=accumulation, precision=precision)
     checkpoint = run.checkpoint
     if keep is not None:
-        checkpoint = CheckpointConfig(every_steps=1, keep=keep) if keep else CheckpointConfig()
+        checkpoint = CheckpointConfig(every_steps=1, keep=keep) if keep else CheckpointConfig(at_end=False)
     return dataclasses.replace(run, data=data, optimization=optimization, checkpoint=checkpoint)
 
 
@@ -340,7 +340,7 @@ def _state_bytes(graph: StepGraph) -> int:
 
 def _saved_bytes(run: RunConfig, graph: StepGraph) -> int:
     """Disk that checkpoints take while one more is written."""
-    return (run.checkpoint.keep + 1) * _state_bytes(graph) if run.checkpoint.every_steps else 0
+    return (run.checkpoint.keep + 1) * _state_bytes(graph) if run.checkpoint.saves else 0
 
 
 def _with_checkpoints(sketch: Sketch, case: _Case) -> Needs:
@@ -355,7 +355,7 @@ def _with_checkpoints(sketch: Sketch, case: _Case) -> Needs:
         needs.rows[WORKSPACE][tier] += size
         needs.step[tier] += size
     lower = {tier: needs.step[tier] for tier in tiers}
-    kept = run.checkpoint.keep * _state_bytes(program.graph) if run.checkpoint.every_steps else 0
+    kept = run.checkpoint.keep * _state_bytes(program.graph) if run.checkpoint.saves else 0
     beside = DEVICE if case.machine.device.kind == "cpu" or "host" not in tiers else "host"
     save = {DEVICE: program.arena_bytes + program.overhead_bytes + program.save_bytes, **lower} if kept else {}
     resume = {DEVICE: _at_home_bytes(program) + program.overhead_bytes, **lower}
@@ -382,7 +382,7 @@ def _largest_bytes(graph: StepGraph) -> int:
 def _title(name: str, run: RunConfig, graph: StepGraph) -> str:
     parameters = sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
     data, optimization = run.data, run.optimization
-    saved = f"saved, {run.checkpoint.keep} older kept" if run.checkpoint.every_steps else "not saved"
+    saved = f"saved, {run.checkpoint.keep} older kept" if run.checkpoint.saves else "not saved"
     micro = f" x {optimization.accumulation} micro-batches" if optimization.accumulation > 1 else ""
     return f"{name}: {format_count(parameters)} parameters, {data}{micro}, {optimization.precision}, {saved}"
 
@@ -452,7 +452,7 @@ def _variants(run: RunConfig, machine: Machine) -> Iterator[Iterator[tuple[str, 
     if run.memory.policy != "residency":
         memory = dataclasses.replace(run.memory, policy="residency")
         yield iter([("policy residency", dataclasses.replace(run, memory=memory))])
-    if run.checkpoint.every_steps and run.checkpoint.keep > 1:
+    if run.checkpoint.saves and run.checkpoint.keep > 1:
         yield iter([("one checkpoint kept", dataclasses.replace(run, checkpoint=_keeping_one(run)))])
     if run.optimization.precision == "fp32" and "bfloat16" in machine.device.peak_flops_per_s:
         yield iter([("precision bf16", with_sizes(run, precision="bf16"))])

@@ -197,7 +197,7 @@ def _save_bytes(graph: StepGraph, machine: Machine) -> int:
 
 
 def _run_save_bytes(run: RunConfig, graph: StepGraph, machine: Machine) -> int:
-    return _save_bytes(graph, machine) if run.checkpoint.every_steps else 0
+    return _save_bytes(graph, machine) if run.checkpoint.saves else 0
 
 
 @dataclass(frozen=True)
@@ -289,6 +289,11 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
         )
     torch.set_num_threads(run.num_threads)
     machine = machine_from_dict(plan.machine, "the plan's machine")
+    if to_run and run.checkpoint.saves and machine.device.kind == "cpu" and not plan.settings.get(SAVE_BYTES):
+        raise ConfigError(
+            "the plan counts no memory for saving, and its run saves; plan again, or set checkpoint.every_steps to 0 "
+            "and checkpoint.at_end to false there"
+        )
     step = capture_run(run, machine)
     program = make_program(plan, step.graph, machine, workspace_bytes=_planned_scratch(plan, step.graph, machine))
     predicted = predict(plan, program, machine)

@@ -6,9 +6,10 @@ PyTorch, the reference that the planned run must equal to the bit.
 
 from __future__ import annotations
 
+import shlex
 import statistics
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +24,8 @@ from lading.capture.losses import named_losses, total_of
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
-from lading.config import Optimization, RunConfig, lr_at, run_to_dict
-from lading.errors import BudgetExceeded, ConfigError
+from lading.config import CheckpointConfig, Optimization, RunConfig, lr_at, run_to_dict
+from lading.errors import BudgetExceeded, ConfigError, LadingError
 from lading.files import remove_file, rename_file
 from lading.hosts import machine_of
 from lading.ir.plan import Plan
@@ -42,15 +43,23 @@ from lading.prepare import (
     plan_run,
     prepare_plan,
 )
+from lading.report.lines import fitted
 from lading.report.metrics import MetricsLog, read_steps, truncate_after
 from lading.report.progress import planning_progress, training_progress
 from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset
+from lading.runtime.interrupts import StopRequest
 from lading.runtime.loggers import Logger, check_logging, open_loggers
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
 from lading.summary import finish_run, of_plan
 from lading.trainer import Trainer
 from lading.units import format_bytes, format_seconds
+
+#: Settings with which a run may go on otherwise than it began, beside those of AdamW.
+_CHANGEABLE = frozenset(
+    f"optimization.{key}"
+    for key in ("steps", "schedule", "warmup_steps", "clip_norm", "accumulation", "compile", "matrices.lr")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,7 @@ class RunResult:
         step_s: Median seconds of a step, the first two left out.
         spread_s: Largest minus smallest of those.
         budget_bytes: 0 where there was none (plain PyTorch).
+        checkpoint: The newest; "" where nothing was saved.
     """
 
     out: str
@@ -72,6 +82,7 @@ class RunResult:
     budget_bytes: int
     predicted_step_s: float
     predicted_peak_bytes: int
+    checkpoint: str = ""
 
     def __str__(self) -> str:
         lines = [
@@ -81,14 +92,22 @@ class RunResult:
             f"(predicted {format_bytes(self.predicted_peak_bytes)})",
             f"wrote {self.out}/: metrics.jsonl, plan.json, report.html, timeline.pftrace",
         ]
+        if self.checkpoint:
+            lines.append(f"trained values in {self.checkpoint}")
+            lines.append(f"lading export {shlex.quote(self.out)} --to FOLDER writes them as safetensors")
+        else:
+            lines.append("the trained values were not saved: checkpoint.at_end is false")
         return "\n".join(lines)
 
 
 def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = False) -> RunResult:
     """Train a run, planned first, or exactly as a plan says. A run that had ended already is reported again.
 
+    SIGINT and SIGTERM end the run when the step under way has ended and is saved; a second one at once.
+
     Args:
-        resume: Go on from the newest complete checkpoint.
+        resume: Go on from the newest complete checkpoint. How parameters move may have changed since (more steps,
+            another learning rate), which is said; a model, its data or an optimizer may not.
         cache: Whether the plan may come from the user's cache folder, and is kept there (``planner.cache``).
 
     Raises:
@@ -110,14 +129,16 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
         if run.data.kind == "random":
             print("the data are random numbers: the loss means nothing, times and memory do", flush=True)
         newest = _newest(run, out, data, resume=resume)
+        if resume:
+            print(fitted(_resuming(run, newest)), flush=True)
         prepared.plan.save(out / "plan.json")
         if newest is not None and newest.step >= run.optimization.steps:
             finish_run(prepared, None)
-            return _checked(_result(prepared, read_steps(out / "metrics.jsonl")))
+            return _checked(_result(prepared, read_steps(out / "metrics.jsonl"), checkpoint=newest.path))
         first, timeline, peak = _trained(prepared, data, newest)
         finish_run(prepared, timeline)
         records = [record for record in read_steps(out / "metrics.jsonl") if record["step"] >= first]
-    return _checked(_result(prepared, records, peak))
+    return _checked(_result(prepared, records, peak, latest_checkpoint(out / "checkpoints")))
 
 
 def _planned(run: RunConfig, *, cache: bool) -> Prepared:
@@ -152,8 +173,24 @@ def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tu
             trainer.load(newest.path)
             truncate_after(out / "metrics.jsonl", trainer.steps - 1)
         first = trainer.steps
-        _loop(trainer, run, data, out, prepared.plan.budgets["device"], loggers)
+        try:
+            stop = _loop(trainer, run, data, out, prepared.plan.budgets["device"], loggers)
+        except (KeyboardInterrupt, SystemExit):
+            print(fitted(f"stopped in step {trainer.steps + 1}; {_going_on(out)}"), flush=True)
+            raise
+        if stop.number and trainer.steps < run.optimization.steps:
+            ended = f"stopped after step {trainer.steps} of {run.optimization.steps}"
+            print(fitted(f"{ended}; {_going_on(out)}"), flush=True)
+            stop.deliver()
         return first, trainer.timeline(), trainer.peak_bytes
+
+
+def _going_on(out: Path) -> str:
+    """How to go on with a run that was stopped."""
+    newest = latest_checkpoint(out / "checkpoints")
+    if newest is None:
+        return "nothing is saved"
+    return f"saved in {newest}\ngo on with: lading train --plan {shlex.quote(str(out / 'plan.json'))} --resume"
 
 
 def _trainer(prepared: Prepared) -> Trainer:
@@ -190,7 +227,9 @@ def _checked(result: RunResult) -> RunResult:
     return result
 
 
-def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes: int = 0) -> RunResult:
+def _result(
+    prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes: int = 0, checkpoint: Path | None = None
+) -> RunResult:
     """Figures of this plan's steps; what an earlier session did under another budget is not this plan's."""
     own = of_plan(prepared.plan, records)
     seconds = [record["step_s"] for record in own]
@@ -204,6 +243,7 @@ def _result(prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes
         budget_bytes=prepared.plan.budgets["device"],
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=prepared.program.peak_bytes,
+        checkpoint=str(checkpoint or ""),
     )
 
 
@@ -216,24 +256,41 @@ def _newest(run: RunConfig, out: Path, data: Dataset | None, *, resume: bool) ->
         raise ConfigError(
             f"{out} holds checkpoints of an earlier run (newest {path.name}); give --resume, or another out"
         )
-    checkpoint, now = open_checkpoint(path), _meta(run, data)
-    keys = (now.keys() | checkpoint.meta.keys()) - (set[str]() if data is not None else {"data.source"})
-    changed = [
-        f"{k} (was {checkpoint.meta.get(k)!r}, is {now.get(k)!r})"
-        for k in sorted(keys)
-        if checkpoint.meta.get(k) != now.get(k)
-    ]
+    checkpoint = open_checkpoint(path)
+    changed = [text for key, text in _changes(run, checkpoint, data).items() if not _may_change(key)]
     if changed:
         raise ConfigError(f"{path} was saved with another {', '.join(changed)}; set it back, or use another out folder")
     return checkpoint
 
 
+def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None) -> dict[str, str]:
+    """What is set otherwise than when the checkpoint was saved, by dotted key, in words."""
+    now, before = _meta(run, data), checkpoint.meta
+    keys = (now.keys() | before.keys()) - (set[str]() if data is not None else {"data.source"})
+    return {k: f"{k} (was {before.get(k)!r}, is {now.get(k)!r})" for k in sorted(keys) if before.get(k) != now.get(k)}
+
+
+def _may_change(key: str) -> bool:
+    """Whether a run may go on with another value: how parameters move, but not which states they have."""
+    return key in _CHANGEABLE or key.startswith("optimization.optimizer.")
+
+
+def _resuming(run: RunConfig, newest: Checkpoint | None) -> str:
+    """From where a run goes on, and with what that is not as it was."""
+    if newest is None:
+        return f"no checkpoint in {run.out}: starting from the beginning"
+    steps = run.optimization.steps
+    if newest.step >= steps:
+        return f"the run had ended after step {newest.step}; a larger optimization.steps than {steps} goes on"
+    changes = _changes(run, newest, None)
+    said = f", with another {', '.join(changes.values())}" if changes else ""
+    return f"going on after step {newest.step} of {steps}, from {newest.path}{said}"
+
+
 def _meta(run: RunConfig, data: Dataset | None) -> dict[str, Any]:
-    """What must not change between a run and its resumption, by dotted key: all that the losses depend on."""
+    """What the losses of a run depend on, by dotted key."""
     config = run_to_dict(run)
     kept = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
-    if run.optimization.schedule == "constant":
-        del kept["optimization.steps"]  # only a schedule looks ahead
     source = f"content {data.fingerprint}" if data is not None else ""
     return {**kept, "data.source": source, "threads": run.num_threads}
 
@@ -247,37 +304,65 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _loop(
     trainer: Trainer, run: RunConfig, data: Dataset, out: Path, budget_bytes: int, loggers: Sequence[Logger]
-) -> None:
-    """Steps until the end; the last one is saved too, if any are."""
-    every = run.checkpoint.every_steps
+) -> StopRequest:
+    """Steps until the end, or until a signal asks to stop, which is returned."""
     tokens = run.data.num_tokens * run.optimization.accumulation
     total = run.optimization.steps
+    save = partial(trainer.save, out / "checkpoints", meta=_meta(run, data), keep=run.checkpoint.keep)
     with ExitStack() as stack:
         log = stack.enter_context(MetricsLog(out / "metrics.jsonl"))
         progress = stack.enter_context(training_progress(total, budget_bytes, first_step=trainer.steps))
-        while trainer.steps < total:
+        stop = stack.enter_context(StopRequest())
+        saved = trainer.steps
+        while trainer.steps < total and not stop.number:
             step = trainer.steps
-            batches = [data.batch(step, micro) for micro in range(run.optimization.accumulation)]
-            started = time.perf_counter()
-            lr, matrices = lr_at(run.optimization, step), run.optimization.matrices
-            matrix_lr = None if matrices is None else lr_at(run.optimization, step, matrices.lr)
-            loss = trainer.step(batches, lr=lr, matrix_lr=matrix_lr)
+            try:
+                batches = [data.batch(step, micro) for micro in range(run.optimization.accumulation)]
+                started = time.perf_counter()
+                loss, lr = _step(trainer, run, batches)
+            except LadingError as error:
+                if run.checkpoint.saves and trainer.steps > saved and not trainer.unfinished:
+                    _save_after(error, save)
+                raise
             step_s = time.perf_counter() - started
             rate = tokens / step_s
             record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "program": trainer.program.fingerprint}
             losses = {"losses": dict(trainer.losses)} if trainer.losses else {}
-            log.log({**record, **losses, "tokens_per_s": rate, "memory_bytes": trainer.peak_bytes})
+            memory_bytes = trainer.peak_bytes
+            log.log({**record, **losses, "tokens_per_s": rate, "memory_bytes": memory_bytes})
             if step % run.logging.every_steps == 0 or step + 1 == total:
                 figures = {"loss": loss, "lr": lr, "step_s": step_s, "tokens_per_s": rate}
                 figures |= {f"loss/{name}": value for name, value in trainer.losses.items()}
                 for logger in loggers:
-                    logger.log(step, {**figures, "memory_bytes": trainer.peak_bytes})
-            memory_bytes = trainer.peak_bytes
+                    logger.log(step, {**figures, "memory_bytes": memory_bytes})
             progress.update(
                 step=step + 1, loss=loss, losses=trainer.losses, tokens_per_s=rate, memory_bytes=memory_bytes
             )
-            if every and (trainer.steps % every == 0 or trainer.steps == total):
-                trainer.save(out / "checkpoints", meta=_meta(run, data), keep=run.checkpoint.keep)
+            if _is_due(run.checkpoint, step + 1):
+                save()
+                saved = step + 1
+        if run.checkpoint.at_end and saved < trainer.steps:
+            save()
+    return stop
+
+
+def _step(trainer: Trainer, run: RunConfig, batches: list[Any]) -> tuple[float, float]:
+    """One step at the rates of the schedule; returns the loss and AdamW's rate."""
+    lr, matrices = lr_at(run.optimization, trainer.steps), run.optimization.matrices
+    matrix_lr = None if matrices is None else lr_at(run.optimization, trainer.steps, matrices.lr)
+    return trainer.step(batches, lr=lr, matrix_lr=matrix_lr), lr
+
+
+def _is_due(checkpoint: CheckpointConfig, steps: int) -> bool:
+    return checkpoint.every_steps > 0 and steps % checkpoint.every_steps == 0
+
+
+def _save_after(error: LadingError, save: Callable[[], Path]) -> None:
+    """Keep what a run had reached when a step failed that has not happened."""
+    try:
+        error.add_note(f"saved in {save()}; go on with --resume when the cause is mended")
+    except LadingError as other:
+        error.add_note(f"what the run had reached could not be saved: {other}")
 
 
 def train_plain(run: RunConfig, out: Path) -> RunResult:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from lading.config import (
     AdamW,
+    CheckpointConfig,
     DataConfig,
     MemoryConfig,
     ModelConfig,
@@ -132,6 +133,7 @@ def _run(out: Path, budget: str, optimizer: str) -> RunConfig:
             warmup_steps=10,
         ),
         memory=MemoryConfig(budget=budget),
+        checkpoint=CheckpointConfig(at_end=False),
         machine=str(out / "machine.toml"),
         out=str(out),
     )

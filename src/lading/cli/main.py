@@ -175,7 +175,8 @@ def _help() -> str:
 
 
 def _say_error(error: Exception | str) -> None:
-    print(fitted(f"error: {error}"), file=sys.stderr)
+    for text in (f"error: {error}", *getattr(error, "__notes__", ())):
+        print(fitted(text), file=sys.stderr)
 
 
 def exit_code(error: LadingError) -> int:

@@ -1,7 +1,8 @@
-"""Interrupts: what the handlers of SIGINT and SIGTERM raise waits for the end of what must not be cut in two."""
+"""Interrupts: what SIGINT and SIGTERM ask for waits for the end of what must not be cut in two."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ class HeldInterrupts:
     thread nothing is to be done, nor for a signal without a handler of Python's. Blocks may lie in each other.
 
     Args:
-        stop: Called with the exception of a second signal, which wants the block to end soon; None waits all the same.
+        stop: Called with what the handler of a second signal raises: the block is to end soon. None waits all the same.
     """
 
     def __init__(self, stop: Callable[[BaseException], object] | None = None) -> None:
@@ -27,6 +28,7 @@ class HeldInterrupts:
         self._open = False
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._raised: list[BaseException] = []
+        self._count = 0
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -42,11 +44,12 @@ class HeldInterrupts:
         if not self._open:  # the block has ended, or never began: there is nothing to wait for
             self._handlers[number](number, frame)
             return
+        self._count += 1
         try:
             self._handlers[number](number, frame)
         except BaseException as error:
             self._raised.append(error)
-            if self._stop is not None and len(self._raised) > 1:
+            if self._stop is not None and self._count > 1:
                 self._stop(error)
 
     def __exit__(
@@ -59,3 +62,46 @@ class HeldInterrupts:
         raised, self._raised = self._raised, []
         if raised and error not in raised:
             raise raised[0]
+
+
+class StopRequest:
+    """A block that takes note of the first SIGINT or SIGTERM; a second one does what it would have done without.
+
+    Attributes:
+        number: Of the signal; 0 while none came.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                if handler not in (signal.SIG_IGN, None):  # None: not Python's to replace
+                    self._handlers[number] = handler
+                    signal.signal(number, self._handle)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.number:
+            self.number = number
+            os.write(2, b"\nstopping when this step has ended and is saved; once more stops at once\n")
+        elif callable(self._handlers[number]):
+            self._handlers[number](number, frame)
+        else:
+            signal.signal(number, self._handlers[number])
+            signal.raise_signal(number)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, handler)
+
+    def deliver(self) -> None:
+        """Behind the block, let the signal do what it would have done."""
+        if self.number:
+            signal.raise_signal(self.number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_model
 
-from lading.checkpoint.store import latest_checkpoint, open_checkpoint
+from lading.checkpoint.state import tensor_source
+from lading.checkpoint.store import latest_checkpoint, open_checkpoint, save_checkpoint
 from lading.cli.main import main
-from lading.config import load_run
-from lading.export import export_run
+from lading.config import load_run, run_to_dict
 from lading.models.registry import build_model
 from lading.prepare import plan_run
 from lading.train import train_plain, train_run
+from tests.ir.test_plan import some_plan
 from tests.models.test_hugging_face import saved
 from tests.runs import write_run
 
@@ -72,16 +74,58 @@ def run_of_exported(root: Path, name: str) -> Any:
     return plan_run(run_of(other, name, "data.sequence_length=8", f"data.source={other}/digits"))
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "dit"])
-def test_a_reference_model_is_its_name_and_sizes(name: str, tmp_path: Path) -> None:
+#: Sizes of reference models that transformers has under another name, and the name.
+TWINS: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt", {}, "GPT2LMHeadModel"),
+    ("gpt", {"tied": False, "hidden_dim": 48, "dropout": 0.3}, "GPT2LMHeadModel"),
+    ("llama", {}, "LlamaForCausalLM"),
+    ("llama", {"num_kv_heads": 2, "tied": True, "rope_theta": 500.0, "norm_eps": 1e-3, "head_size": 16},
+     "LlamaForCausalLM"),
+    ("llama", {"qk_norm": True, "num_kv_heads": 2}, "Qwen3ForCausalLM"),
+    ("moe", {"num_experts": 3, "num_active": 2}, "MixtralForCausalLM"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "sizes", "twin"), TWINS)
+def test_a_reference_model_is_loaded_as_the_one_of_transformers(
+    name: str, sizes: dict[str, Any], twin: str, tmp_path: Path
+) -> None:
+    """The same logits, but for rounding: rotations and norms are written in other operations there."""
+    run = run_of(tmp_path, name, "model.sizes.dim=32", "model.sizes.num_heads=4", "model.sizes.num_layers=2")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, sizes=run.model.sizes | sizes))
+    model = build_model(name, **run.model.sizes).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    out = Path(run.out)
+    out.mkdir()
+    some_plan(run=run_to_dict(run)).save(out / "plan.json")
+    first = {id(tensor): tensor_source(key, tensor) for key, tensor in reversed(list(model.named_parameters()))}
+    save_checkpoint(out / "checkpoints", 1, list(first.values()), {}, keep=1)
+    assert main(["export", run.out, "--to", str(tmp_path / "after"), "--shard", "8KB"]) == 0
+    loaded, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "after", output_loading_info=True)
+    assert type(loaded).__name__ == twin
+    assert not any(info.values())
+    tokens = torch.randint(0, 256, (2, 16))
+    with torch.no_grad():
+        expected, found = model(tokens), loaded.eval()(tokens).logits
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dit"])
+def test_a_model_that_transformers_lacks_is_its_name_and_sizes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = ["model.sizes.dim=32", "model.sizes.num_heads=2", "model.sizes.num_layers=1"]
-    if name == "dit":
-        settings += ["model.sizes.image_size=8", "data.sequence_length=16", "data.source=synthetic"]
+    settings += ["model.sizes.image_size=8", "data.sequence_length=16", "data.source=synthetic"]
     run = run_of(tmp_path, name, *settings)
     planned = train_run(run)
     assert planned.losses == train_plain(run, tmp_path).losses
-    folder = export_run(Path(run.out), tmp_path / "after")
-    facts = json.loads((folder / "config.json").read_text())
+    folder = tmp_path / "after"
+    assert main(["export", run.out, "--to", str(folder)]) == 0
+    assert "from_pretrained cannot load it, as transformers has no such model" in capsys.readouterr().out
+    assert not (folder / "config.json").exists()
+    facts = json.loads((folder / "lading.json").read_text())
     model = build_model(facts["model"], **facts["sizes"])
     missing, unexpected = load_model(model, folder / "model.safetensors")
     assert (missing, unexpected) == (set(), [])

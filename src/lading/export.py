@@ -1,8 +1,9 @@
 """Export: the trained model of a run as a folder of safetensors that other tools load.
 
-A Hugging Face model's folder is what ``from_pretrained`` takes: config.json, one file or shards with their index, and
-the tokenizer's files. That of a reference model has its name and sizes as config.json. Tensors go from the checkpoint
-to the files a few MiB at a time.
+The folder is what ``from_pretrained`` takes: config.json, one file or shards with their index, and the tokenizer's
+files. A reference model is written as the model of transformers that computes the same (``models/as_transformers.py``).
+Where transformers has none, the folder has the model's name and sizes as lading.json instead, and no config.json.
+Tensors go from the checkpoint to the files a few MiB at a time; those that transformers keeps turned, one at a time.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ import torch
 
 from lading import __version__
 from lading.capture.initial import defer
-from lading.checkpoint.state import TensorSource, checked_sources, source_bytes, write_state
+from lading.checkpoint.state import TensorSource, checked_sources, source_bytes, tensor_source, write_state
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import RunConfig, run_from_dict
 from lading.errors import ConfigError, StorageError
 from lading.files import write_text
 from lading.ir.plan import Plan
 from lading.models import hugging_face
+from lading.models.as_transformers import Twin, twin_of
 from lading.models.hugging_face import INDEX, SINGLE, tied_names
 from lading.prepare import build, tokenizer_of
 
+#: Instead of config.json where transformers has no such model.
+OWN_CONFIG = "lading.json"
 #: Files beside a model's weights that its users look for; of a sentence encoder also how it pools.
 _BESIDE = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt",
@@ -54,12 +58,13 @@ def export_run(folder: Path, target: Path, *, shard_bytes: int = 5_000_000_000) 
         )
     run, checkpoint = _run_and_checkpoint(folder)
     module = defer(lambda: build(run.model, run.optimization.precision)).model
-    sources = list(_sources(module, checkpoint))
+    twin = None if run.model.is_hugging_face else twin_of(module)
+    sources = list(_sources(module, checkpoint, twin))
     aside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     try:
         aside.mkdir(parents=True)
         _write_files(aside, sources, shard_bytes, checkpoint.step)
-        _write_config(aside, run, module)
+        _write_config(aside, run, module, twin)
         os.rename(aside, target)
     except StorageError:
         raise
@@ -84,7 +89,7 @@ def _run_and_checkpoint(folder: Path) -> tuple[RunConfig, Checkpoint]:
     return run_from_dict(plan.run, "the plan's run"), open_checkpoint(path)
 
 
-def _sources(module: torch.nn.Module, checkpoint: Checkpoint) -> Iterator[TensorSource]:
+def _sources(module: torch.nn.Module, checkpoint: Checkpoint, twin: Twin | None) -> Iterator[TensorSource]:
     """What the model saves, each once: of tied names the one that ``from_pretrained`` ties the others to."""
     groups, done = tied_names(module), set[str]()
     tied = getattr(module, "all_tied_weights_keys", {})
@@ -98,7 +103,17 @@ def _sources(module: torch.nn.Module, checkpoint: Checkpoint) -> Iterator[Tensor
         saved = checkpoint.tensors.get(first)
         if saved is None or (saved.dtype, saved.shape) != (dtype, tuple(tensor.shape)):
             raise ConfigError(f"{checkpoint.path}: expected {first!r} as {dtype} {tuple(tensor.shape)}, found {saved}")
-        yield kept, dtype, saved.shape, checkpoint.chunks(first)
+        if twin is None:
+            yield kept, dtype, saved.shape, checkpoint.chunks(first)
+        elif kept in twin.turned:
+            yield twin.names[kept], dtype, saved.shape[::-1], _turned(checkpoint, first)
+        else:
+            yield twin.names[kept], dtype, saved.shape, checkpoint.chunks(first)
+
+
+def _turned(checkpoint: Checkpoint, name: str) -> Iterator[memoryview]:
+    """The bytes of a matrix's transpose; it is read when they are asked for."""
+    yield from tensor_source(name, checkpoint.read(name).t())[3]
 
 
 def _write_files(folder: Path, sources: list[TensorSource], shard_bytes: int, step: int) -> None:
@@ -123,18 +138,28 @@ def _write_files(folder: Path, sources: list[TensorSource], shard_bytes: int, st
     write_text(folder / INDEX, json.dumps({"metadata": sizes, "weight_map": where}, indent=2))
 
 
-def _write_config(folder: Path, run: RunConfig, module: torch.nn.Module) -> None:
-    """config.json, and what lay beside the model and its tokenizer."""
-    if not run.model.is_hugging_face:
-        facts = {"lading_version": __version__, "model": run.model.name, "sizes": run.model.sizes}
-        write_text(folder / "config.json", json.dumps(facts, indent=2) + "\n")
-        return
-    config: Any = hugging_face.read_config(run.model)
-    config.architectures = [type(module).__name__]
-    config.dtype = next(module.parameters()).dtype
-    config.save_pretrained(folder)
+def _write_config(folder: Path, run: RunConfig, module: torch.nn.Module, twin: Twin | None) -> None:
+    """config.json, or lading.json; and what lay beside the model and its tokenizer."""
+    origins: list[Path] = []
+    if run.model.is_hugging_face:
+        config: Any = hugging_face.read_config(run.model)
+        config.architectures = [type(module).__name__]
+        config.dtype = next(module.parameters()).dtype
+        config.save_pretrained(folder)
+        origins.append(Path(run.model.weights or Path(run.model.name).parent))
+    else:
+        dtype = str(next(module.parameters()).dtype).removeprefix("torch.")
+        facts: dict[str, Any] = {"lading_version": __version__, "dtype": dtype}
+        if twin is None:
+            write_text(
+                folder / OWN_CONFIG,
+                json.dumps({**facts, "model": run.model.name, "sizes": run.model.sizes}, indent=2) + "\n",
+            )
+        else:
+            write_text(folder / "config.json", json.dumps({**twin.config, **facts}, indent=2) + "\n")
     tokenizer = tokenizer_of(run)
-    origins = [Path(run.model.weights or Path(run.model.name).parent), *([tokenizer.parent] if tokenizer else [])]
+    if tokenizer is not None:
+        origins.append(tokenizer if tokenizer.is_dir() else tokenizer.parent)
     for origin in origins:
         for name in _BESIDE:
             if (origin / name).is_file():

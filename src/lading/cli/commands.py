@@ -440,9 +440,15 @@ class Export:
     def run(self) -> None:
         """Export the newest checkpoint."""
         shard_bytes = parse_bytes(self.shard)
-        from lading.export import export_run
+        from lading.export import OWN_CONFIG, export_run
 
-        print(f"wrote {export_run(self.folder, self.to, shard_bytes=shard_bytes)}")
+        folder = export_run(self.folder, self.to, shard_bytes=shard_bytes)
+        print(f"wrote {folder}")
+        if (folder / OWN_CONFIG).is_file():
+            print(
+                f"from_pretrained cannot load it, as transformers has no such model: {OWN_CONFIG} has its name and "
+                "sizes, model.safetensors its weights"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

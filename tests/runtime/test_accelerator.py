@@ -17,6 +17,7 @@ from tests.runtime.cases import (
     assert_equals_eager,
     at_random,
     batches_of,
+    differing,
     eager_run,
     graph_of,
     host_always,
@@ -30,7 +31,7 @@ from tests.runtime.fake_accelerator import FakeApi, FakeMeter, fake_device
 from lading.capture.trace import capture
 from lading.errors import ProgramError
 from lading.grouping import Matrices
-from lading.ir.action import Action
+from lading.ir.action import Action, ActionKind
 from lading.ir.defer import defer, updates
 from lading.ir.machine import Machine
 from lading.ir.program import PAGE_BYTES, Program
@@ -64,6 +65,34 @@ def test_equals_plain_pytorch(
         storage = program.graph.storage_of(program.graph.parameters[0].tensor)
         whole = b"".join(bytes(chunk) for chunk in executor.chunks(storage))
         assert whole == executor.read_storage(storage).numpy().tobytes()
+
+
+def test_a_step_that_stops_leaves_its_values(tmp_path: Path, api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was issued by then runs to its end; the values come home through the host."""
+    program, batches = program_of(graph_of(model_of("gpt")), at_random(0), TIERED), batches_of(1, 1)
+    reference = model_of("gpt")
+    eager_run(reference, batches, RATES[:1], 0.0)
+    with executor_of(program, tmp_path, api) as executor:
+        entries = {entry.action: entry for queue in executor._bound.entries for entry in queue}
+        updates = [a.id for a in program.actions if a.kind is ActionKind.STEP]
+        for at in (updates[0] - 1, updates[-1]):
+            load(executor, model_of("gpt"))
+            issue = entries[at].run
+
+            def stopped(issue: Any = issue) -> None:
+                executor.stop(KeyboardInterrupt())
+                issue()
+
+            with monkeypatch.context() as patch:
+                patch.setattr(entries[at], "run", stopped)
+                with pytest.raises(KeyboardInterrupt):
+                    executor.step(batches[0], lr=RATES[0])
+            assert executor.lost == frozenset()
+            if executor.is_whole:
+                assert differing(executor, model_of("gpt")) == []
+        moved = {p.names[0] for p in program.graph.parameters if program.graph.storage_of(p.tensor) in executor.changed}
+        assert moved
+        assert moved & set(differing(executor, reference)) == set()
 
 
 def test_the_host_runs_ahead_of_the_device(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.action import Action, ActionKind
 from lading.ir.defer import defer, updates
 from lading.ir.graph import StepGraph
+from lading.ir.hosting import hosted, light_groups
 from lading.runtime.executor import Executor
 from lading.runtime.values import named_tensors
 
@@ -58,17 +59,24 @@ def small(deferred: float = 0.0, clip: float = 0.0) -> StepGraph:
     return defer(graph, int(deferred * len(updates(graph))))[0]
 
 
+def on_host(graph: StepGraph) -> StepGraph:
+    """Every other update runs on the host."""
+    return hosted(graph, (i for group in light_groups(graph)[::2] for i in group))
+
+
 CASES = {  # graph, what leaves the device, machine, what there can be
     "kept": (small, None, MACHINE, {"whole", "partial"}),
     "disk": (small, disk_always, MACHINE, {"whole", "partial"}),
     "clipped": (lambda: small(clip=1.0), at_random(1), MACHINE, {"whole", "partial"}),
     "deferred": (lambda: small(deferred=1.0), disk_always, MACHINE, {"whole"}),
     "tiered": (lambda: small(deferred=0.5), at_random(2), TIERED, {"whole", "partial"}),
+    "hosted": (lambda: on_host(small(deferred=0.5)), at_random(3), TIERED, {"whole", "partial"}),
 }
+QUICK = [(case, 6) for case in ("disk", "deferred", "hosted")]
+SLOW = [pytest.param(case, 10_000, marks=pytest.mark.slow) for case in CASES]
 
 
-@pytest.mark.parametrize("positions", [6, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "positions"), [*QUICK, *SLOW])
 def test_every_value_is_of_the_step_it_is_said_to_be(tmp_path: Path, case: str, positions: int) -> None:
     make, pick, machine, wanted = CASES[case]
     program, fault, batches = program_of(make(), pick, machine), Fault(), batches_of(2, 1)

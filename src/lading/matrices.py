@@ -32,14 +32,15 @@ from lading.rules import SOAP as SOAPSettings
 from lading.rules import MatrixRule
 from lading.rules import Muon as MuonSettings
 from lading.rules import Shampoo as ShampooSettings
-from lading.runtime.boxes import box_of, gradient, piece, process_group
+from lading.runtime.boxes import box_of, gradient, piece, process_group, ranks_of, shared_mesh
 from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree_done, all_finite
 from lading.runtime.flights import Early, Late, Moving, run
 from lading.runtime.gangs import shares
 from lading.runtime.held import Pieces, check_states, take_over
 from lading.runtime.hooks import before_reading, when_final
+from lading.runtime.live import LiveSettings, Setting, digest
 from lading.runtime.matrices import MatrixRoute
-from lading.runtime.members import How, Member, groups_of, maths_of, members_of, split
+from lading.runtime.members import How, Member, facts_of, groups_of, maths_of, members_of, split
 from lading.runtime.replicas import ReplicaRoute
 
 
@@ -80,7 +81,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.skipped = 0
         numbered = enumerate(zip(self.param_groups, rules, strict=True))
         self._members = [m for number, (group, r) in numbered for m in members_of(number, group, r)]
-        self._team = Team.of(process_group(mesh, [m.param for m in self._members]))
+        mesh = shared_mesh(mesh, [m.param for m in self._members])
+        self._call = f"lading.optim.{type(self).__name__}"
+        self._live = LiveSettings(self.param_groups, rules, reduces=how.reduces)
+        told = facts_of(self._members, how)
+        self._live.current = self._live.agree(self._call, ranks_of(mesh), told, how.timeout_s)
+        self._team = Team.of(process_group(mesh))
         self._wholes = [whole for number, m in enumerate(self._members) for whole in self._wholes_of(number, m)]
         self._check_names()
         self._rules = self._rules_of_wholes()
@@ -137,25 +143,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         ]
 
     def _holdings(self) -> list[list[Box]]:
-        """What every rank has of every parameter; the same list on all of them.
-
-        Raises:
-            ConfigError: ranks differ in their parameters, or in how these are to move.
-        """
-        mine = [box_of(m.param) for m in self._members]
-        told = [
-            (m.name, tuple(m.param.shape), m.param.requires_grad, m.settings, tuple(m.group["parts"]), self.how)
-            for m in self._members
-        ]
-        everyone = self._team.gather((told, mine))
-        for rank, (other, _) in enumerate(everyone):
-            pairs = [(a, b) for a, b in zip(told, other, strict=False) if a != b]
-            if pairs or len(told) != len(other):
-                expected, got = pairs[0] if pairs else (f"{len(told)} parameters", len(other))
-                raise ConfigError(
-                    f"ranks differ: expected {expected} as on rank {self._team.rank}, rank {rank} has {got}"
-                )
-        return [[boxes[number] for _, boxes in everyone] for number in range(len(mine))]
+        """What every rank has of every parameter; the same list on all of them."""
+        everyone = self._team.gather([box_of(m.param) for m in self._members])
+        return [[boxes[number] for boxes in everyone] for number in range(len(self._members))]
 
     def _planned(self) -> Owners | None:
         if not self._wholes:
@@ -245,6 +235,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: a parameter has a gradient on some ranks only, or one that was changed after it had been sent,
                 or none has one; on every rank, and nothing has moved.
+            ConfigError: ``param_groups`` has a key that is not read, a value that cannot be or cannot change, or others
+                on some rank; on every rank, and nothing has moved.
             RuntimeError: an owner could not compute a direction.
         """
         self.finish()
@@ -254,23 +246,41 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 loss = closure()
         found = {number: gradient(m.param, self._boxes[number]) for number, m in enumerate(self._members)}
         gradients = {number: grad for number, grad in found.items() if grad is not None}
-        verdict = self._agreed(gradients)
-        if verdict.error or not verdict.finite:
+        settings = self._live.read_or_error(begun=bool(self._early.moving))
+        verdict = self._agreed(gradients, settings)
+        if verdict.error or not verdict.finite or not verdict.settled:
             self._early.drop(verdict.sent)
         if verdict.error:
             raise ValueError(verdict.error)
+        if isinstance(settings, ConfigError) or not verdict.settled:  # all know that something is wrong: now, what
+            settings = self._live.agree(f"{self._call}.step", self._team.members, {}, self.how.timeout_s, settings)
+        self._follow(settings)
         if not verdict.finite:
             self.skipped += 1
             return loss
         self._move(gradients)
         return loss
 
-    def _agreed(self, gradients: Mapping[int, torch.Tensor], *, steps: bool = True) -> Verdict:
+    def _follow(self, settings: list[Setting]) -> None:
+        """Compute with these from now on; what is still to land lands with those of before."""
+        if settings == self._live.current:
+            return
+        self.finish()
+        self._live.current = settings
+        for member in self._members:
+            cast(Any, member.rule).settings = settings[member.number].rule
+        for whole, rule in zip(self._wholes, self._rules, strict=True):
+            cast(Any, rule).settings = settings[self._members[whole.parameter].number].rule
+
+    def _agreed(
+        self, gradients: Mapping[int, torch.Tensor], settings: list[Setting] | ConfigError, *, steps: bool = True
+    ) -> Verdict:
         has = {m.name: number in gradients for number, m in enumerate(self._members)}
         other = self._early.changed(gradients)
         changed = {m.name: number in other for number, m in enumerate(self._members)}
         finite = not self.how.skip_nonfinite or all_finite(list(gradients.values()))
-        report = Report(has, changed, finite, self._early.groups, steps)
+        told = None if isinstance(settings, ConfigError) else digest(settings)
+        report = Report(has, changed, finite, self._early.groups, steps, told)
         return agree(report, len(self._route.groups), self._team, self._device)
 
     def _move(self, gradients: Mapping[int, torch.Tensor]) -> None:
@@ -288,7 +298,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         ahead = len(flights) if self.how.overlap == "both" else min(1, len(flights))
         for flight in flights[sent:ahead]:
             flight.send()
-        rates = {number: float(self._members[number].group["lr"]) for number in gradients}
+        rates = {number: self._live.current[self._members[number].number].lr for number in gradients}
         for number in sorted(gradients.keys() - elsewhere):
             self._move_here(number, gradients[number], rates[number])
         for number in gradients:
@@ -327,6 +337,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _prepared(self, number: int) -> Moving:
         """The same under backward: states move once the step is taken."""
+        settings = None if self._early.moving else self._live.read_or_error(begun=False)
+        if isinstance(settings, list):  # what is wrong is told to all by the step
+            self._follow(settings)
         grad = gradient(self._members[number].param, self._boxes[number])
         assert grad is not None
         return self._moving(number, grad, {key: value.clone() for key, value in self._held(number).items()})
@@ -373,7 +386,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _give_up(self) -> None:
         if self._early.stirred:
-            verdict = self._agreed({}, steps=False)
+            verdict = self._agreed({}, self._live.current, steps=False)
             self._early.drop(verdict.sent)
             if verdict.apart:
                 raise ValueError(verdict.error)
@@ -419,8 +432,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for (parameter, key), parts in owned.items():
             member = self._members[parameter]
             elementwise[member.name][key] = Pieces(member.param.shape, parts)
-        rates = {m.name: float(m.group["lr"]) for m in self._members}
-        return {"elementwise": elementwise, "whole": whole, "rates": rates}
+        return {
+            "elementwise": elementwise,
+            "whole": whole,
+            **self._live.saved([(m.name, m.number) for m in self._members]),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -428,26 +444,22 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: a parameter, a matrix that this rank owns, or one of its states is missing, or parameters of
-                one group had unlike learning rates; nothing has been taken over.
+                one group had unlike settings; nothing has been taken over.
         """
         own = self.state_dict()
         given = {kind: state_dict.get(kind, {}) for kind in own}
         for kind in ("elementwise", "whole"):
             for name, states in own[kind].items():
                 check_states(name, states, given[kind].get(name))
-        rates = [
-            {given["rates"].get(m.name, m.group["lr"]) for m in self._members if m.group is g}
-            for g in self.param_groups
-        ]
-        if any(len(found) > 1 for found in rates):
-            raise ConfigError(f"expected one learning rate in each group, found {rates}; group parameters as they were")
+        names = [[m.name for m in self._members if m.group is group] for group in self.param_groups]
+        settings = self._live.loadable(names, given["rates"], given["settings"])
         self._give_up()  # it was made with the states of before
         for kind in ("elementwise", "whole"):
             for name, states in own[kind].items():
                 for key, value in states.items():
                     take_over(value, given[kind][name][key])
-        for group, found in zip(self.param_groups, rates, strict=True):
-            group["lr"] = found.pop()
+        for group, loaded in zip(self.param_groups, settings, strict=True):
+            group.update(loaded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch calls it while an optimizer is made.

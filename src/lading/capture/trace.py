@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lading.capture.alone import check_alone, check_whole, refusing_wrappers
 from lading.capture.attributes import Left, check_steady
 from lading.capture.batches import input_leaves, map_batch
 from lading.capture.frozen import freeze
@@ -81,6 +82,7 @@ def _once(
         left_as_it_was(model, before, seen, loss) as left,
         branches_of_eager(),
         uncompiled(),
+        refusing_wrappers(),
         mode,
         tracer,
         module_paths(model, tracer),
@@ -176,6 +178,7 @@ def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode | None:
 
 def fake_copies(model: torch.nn.Module, *, tied: bool = True) -> dict[str, torch.Tensor]:
     """Fresh fake CPU tensors for every parameter and buffer by every name; tied ones are shared if ``tied``."""
+    check_alone(model)
     made: dict[int | str, torch.Tensor] = {}
     fakes: dict[str, torch.Tensor] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -188,9 +191,9 @@ def fake_copies(model: torch.nn.Module, *, tied: bool = True) -> dict[str, torch
 
 
 def _fake_like(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout is not torch.strided or tensor.is_quantized or type(tensor).__name__ == "DTensor":
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         kind = f"{type(tensor).__name__} ({tensor.layout})"
-        raise CaptureError(f"{name}: expected a dense tensor, got {kind}; capture before sharding")
+        raise CaptureError(f"{name}: expected a dense tensor, got {kind}; make it dense")
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
@@ -202,6 +205,7 @@ def fake_batch(batch: Any) -> tuple[list[tuple[str, torch.Tensor]], Any]:
     inputs: list[tuple[str, torch.Tensor]] = []
 
     def visit(name: str, leaf: torch.Tensor) -> torch.Tensor:
+        check_whole(name, leaf)
         inputs.append((name, _fake_leaf(leaf)))
         return inputs[-1][1]
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lading.capture.alone import ADVICE, is_of_ranks
 from lading.capture.effects import draws, moves_view, out_of_place, written
 from lading.capture.fakes import FakeRunner, flat_tensors
 from lading.capture.flops import op_flops
@@ -122,6 +123,8 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        if is_of_ranks(func):
+            raise CaptureError(self._refusal(func, ADVICE))
         kwargs = kwargs or {}
         if any(t.__name__ == "DTensor" for t in types):
             return NotImplemented

@@ -137,16 +137,27 @@ def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) 
     ask = found.ask
     request = dataclasses.replace(ask.request, layout=found.winner.layout)
     if reason := unfit(request):
-        if asked.tree:
-            say(console, f"no tree: {reason}; pin zero=3 and pp=1 for one")
+        if asked.unshard != "residency":
+            raise ConfigError(
+                f"--unshard {asked.unshard}: no plan written, as no groups of parameters are chosen: {reason}; pin "
+                "zero=3 and pp=1, with offload=none or parameters, or leave --unshard out"
+            )
+        if asked.tree or request.layout.zero == 3:
+            what = "tree" if asked.tree else "groups of parameters, which lading.apply needs"
+            say(console, f"no {what}: {reason}; pin zero=3 and pp=1")
         return plan
     moments = found.winner.peaks
     grown = max(0, moments["longest"]["device"] - moments["step"]["device"])
+    room = room_of(ask).device_bytes - grown
     try:
-        chosen = choose_groups(request, ask.table, room_of(ask).device_bytes - grown, asked.unshard)
+        chosen = choose_groups(request, ask.table, room, asked.unshard)
     except PlanInfeasible as error:  # its peak is counted buffer by buffer, that of the search by its largest
-        say(console, f"no groups of parameters chosen: {error}", "bold red")
-        return plan
+        raise PlanInfeasible(
+            f"no plan written, as no groups of its parameters fit beside what {found.winner.layout} needs: {error}; "
+            f"{_instead(asked, error, room)}",
+            missing_bytes=error.missing_bytes,
+            smallest_budget_bytes=error.smallest_budget_bytes,
+        ) from error
     console.print(unshard_table(chosen.rows, chosen.policy, chosen.bound_s, chosen.budget_bytes))
     if chosen.why:
         say(console, f"budget: {chosen.why}")
@@ -160,6 +171,14 @@ def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) 
     longest = {**plan.peaks["longest"], "device": steady + grown}
     peaks = {**plan.peaks, "step": {**plan.peaks["step"], **own.peaks["step"]}, "longest": longest}
     return dataclasses.replace(own, peaks=peaks, assumptions=plan.assumptions)
+
+
+def _instead(asked: Plan, error: PlanInfeasible, room: int) -> str:
+    """Options with which there may be a plan, the surest first."""
+    if error.smallest_budget_bytes <= room and asked.unshard != "residency":
+        return "leave --unshard out, which finds groups that fit"
+    changes = ["--pin recompute=full", "--pin mb=1", "more --devices"]
+    return f"try {', '.join(changes)}, or give each device {format_bytes(error.missing_bytes)} more with --budget"
 
 
 def ask_of(asked: Plan) -> Ask:

@@ -43,12 +43,13 @@ class State:
 
 
 class Rule(Protocol):
-    """How a matrix moves. ``update`` counts the matrix's own updates from 1."""
+    """How a matrix moves. ``update`` counts the matrix's own updates from 1.
 
-    @property
-    def settings(self) -> Any:
-        """Of ``lading.rules``."""
-        ...
+    Attributes:
+        settings: Of ``lading.rules``; those that no state's shape follows from may be exchanged between updates.
+    """
+
+    settings: Any
 
     @property
     def travels(self) -> torch.dtype | None:

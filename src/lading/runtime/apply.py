@@ -9,14 +9,15 @@ as torchtitan does): what ``apply`` sets then lies around what is compiled.
 A group that stays gathered over the micro-batches of a step must be released behind the last one, or the next step
 would read what was before the optimizer's update. Forwards with gradients are counted: flags are set as each begins,
 and an optimizer that steps when not as many micro-batches as planned have run is stopped. The hooks that do this are
-the model's and one of all optimizers; ``stop_counting`` takes both away.
+the model's and one of all optimizers; ``stop_counting`` takes both away. Micro-batches larger than planned are
+refused as they arrive (``lading.runtime.arriving``).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,25 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lading import __version__
 from lading.errors import ConfigError
 from lading.ir.clusterplan import ClusterPlan, GatherGroup
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout, parse_layout
+from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, flattened, structure
+from lading.runtime.arriving import MicroBatch
 
-#: Name under which a model has its counter of micro-batches.
-_COUNTING = "_lading_micro_batches"
+#: Name under which a model has what takes the hooks of ``apply`` away.
+_REMOVERS = "_lading_removers"
 
 
 def apply(
-    plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh, *, names: Mapping[str, str] | None = None
+    plan: ClusterPlan | Path | str,
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    names: Mapping[str, str] | None = None,
+    timeout_s: float = ARRIVAL_S,
 ) -> nn.Module:
     """Cut a model over data-parallel ranks as a plan says; in place.
 
@@ -56,16 +65,35 @@ def apply(
         mesh: Of the data-parallel ranks: one dim, or two (replicas, shards) where the layout has ``shard``.
         names: What the model calls what the plan calls otherwise, such as ``{"tokens": "tok_embeddings"}``: of single
             modules, wherever they stand in a path.
+        timeout_s: Seconds within which all ranks of the mesh are to call it, from when one does.
     Returns:
         The model, for a line such as ``model = lading.apply(plan, model, mesh)``.
     Raises:
         ConfigError: a module is not known, the mesh has another size, the plan is for another model, or the model is
-            cut already or has blocks that are recomputed already.
+            cut already or has blocks that are recomputed already; ranks were given unlike plans or models, or one did
+            not call. Nothing has been done to the model then.
     """
+    ranks = mesh.mesh.flatten().tolist()
+    plan = agree_on("lading.apply", ranks, lambda: _facts(plan, model, mesh, names or {}), timeout_s=timeout_s)
+    return _applied(plan, model, mesh)
+
+
+def _facts(
+    plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh, names: Mapping[str, str]
+) -> tuple[ClusterPlan, Facts]:
+    """The plan once it is checked, and what all ranks must have alike."""
+    plan = _checked(plan, model, mesh, names)
+    versions = {"lading": __version__, "torch": torch.__version__}
+    return plan, {"plan": flattened(asdict(plan)), "model": structure(model), "versions": versions}
+
+
+def _checked(
+    plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh, names: Mapping[str, str]
+) -> ClusterPlan:
+    """The plan in the model's own words, if it can be set on this model."""
     plan = plan if isinstance(plan, ClusterPlan) else ClusterPlan.load(Path(plan))
-    plan = _renamed(plan, names or {})
-    layout = parse_layout(plan.layout)
-    _check(plan, layout, mesh)
+    plan = _renamed(plan, names)
+    _check(plan, parse_layout(plan.layout), mesh)
     _check_plain(model)
     modules = dict(model.named_modules())
     groups = [_members(group, modules) for group in plan.groups]
@@ -73,6 +101,13 @@ def apply(
     _check_parameters(plan, model, groups)
     for path in plan.recomputed:
         _known(path, modules)
+    return plan
+
+
+def _applied(plan: ClusterPlan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    layout = parse_layout(plan.layout)
+    modules = dict(model.named_modules())
+    groups = [_members(group, modules) for group in plan.groups]
     modules.update({path: _recompute(model, path) for path in plan.recomputed})
     policy = MixedPrecisionPolicy(param_dtype=_dtype(plan.gather_dtype), reduce_dtype=_dtype(plan.reduce_dtype))
     sharded: dict[int, FSDPModule] = {}
@@ -90,21 +125,34 @@ def apply(
     if not isinstance(model, FSDPModule):  # has no parameters of its own left
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     _prefetch(plan.groups, sharded)
+    removers: list[Callable[[], None]] = []
     if layout.micro_batches > 1:
         kept = [sharded[n] for n, group in enumerate(plan.groups) if group.keep.until_forward]
-        model.__dict__[_COUNTING] = _MicroBatches(_as_sharded(model), kept, layout.micro_batches)
+        removers.append(_MicroBatches(_as_sharded(model), kept, layout.micro_batches).remove)
+    removers.append(_watch_sizes(model, MicroBatch(layout.micro_batch, plan.seq_len)))
+    model.__dict__[_REMOVERS] = removers
     return model
+
+
+def _watch_sizes(model: nn.Module, planned: MicroBatch) -> Callable[[], None]:
+    """Have each forward with gradients compare its micro-batch with the plan's, before anything else; gives what stops
+    that."""
+
+    def check(module: nn.Module, args: Any, options: Any) -> None:
+        if torch.is_grad_enabled():
+            planned.check(args, options)
+
+    return model.register_forward_pre_hook(check, prepend=True, with_kwargs=True).remove
 
 
 def stop_counting(model: nn.Module) -> None:
     """Take what ``apply`` hung into a model and into optimizers away: for another loop over the same model.
 
-    From then on it is the loop that calls ``set_is_last_backward`` and, of groups that stay gathered,
-    ``set_reshard_after_backward``.
+    From then on it is the loop that sees to the size of micro-batches, and that calls ``set_is_last_backward`` and, of
+    groups that stay gathered, ``set_reshard_after_backward``.
     """
-    counting = model.__dict__.pop(_COUNTING, None)
-    if counting is not None:
-        counting.remove()
+    for remove in model.__dict__.pop(_REMOVERS, ()):
+        remove()
 
 
 def _renamed(plan: ClusterPlan, names: Mapping[str, str]) -> ClusterPlan:

@@ -14,8 +14,8 @@ from lading.errors import ConfigError
 from lading.ir.routes import Box
 
 
-def process_group(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> dist.ProcessGroup | None:
-    """Of a mesh, flattened where it has several dims; None for all ranks.
+def shared_mesh(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> DeviceMesh | None:
+    """The mesh of all ranks that hold parameters; None where they have none, so that it is all ranks.
 
     Args:
         mesh: None for the largest of the parameters'.
@@ -36,11 +36,23 @@ def process_group(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> di
                 if given is not None
                 else "the parameters' meshes do not lie in one of them; give mesh=, the ranks that share the work"
             )
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.mesh_dim_names is None:
+    if mesh.ndim > 1 and mesh.mesh_dim_names is None:
         raise ConfigError("expected a mesh whose dims have names; give init_device_mesh mesh_dim_names")
-    return mesh._flatten().get_group()
+    return mesh
+
+
+def ranks_of(mesh: DeviceMesh | None) -> list[int]:
+    """The job's numbers of a mesh's ranks; of all without, which is this process where there are no groups."""
+    if mesh is not None:
+        return mesh.mesh.flatten().tolist()
+    return list(range(dist.get_world_size())) if dist.is_initialized() else [0]
+
+
+def process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Of a mesh, flattened where it has several dims; None for all ranks."""
+    if mesh is None:
+        return None
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
 def box_of(param: torch.Tensor) -> Box:

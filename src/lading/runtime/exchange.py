@@ -21,6 +21,8 @@ _APART = (
     "{steps} of {ranks} ranks are in step() and the others in zero_grad() after a backward without a step; run "
     "backward, step and zero_grad as often on all ranks, on a loss times 0 where one has no batch"
 )
+#: Integers in which ranks tell each other 64 bits that are to be the same.
+_TOLD = 16
 #: The tensor that has a piece, and the box that it is, by matrix.
 Place = Callable[[int], tuple[torch.Tensor, Box]]
 
@@ -183,6 +185,7 @@ class Report:
         finite: Whether all its gradients are.
         sent: Groups that it has sent under backward.
         steps: Whether it is to take the step, not to give up what it has sent.
+        settings: 64 bits that stand for the settings of its groups; None where these are wrong.
     """
 
     has: Mapping[str, bool]
@@ -190,6 +193,7 @@ class Report:
     finite: bool
     sent: int
     steps: bool
+    settings: int | None
 
 
 @dataclass(frozen=True)
@@ -201,12 +205,14 @@ class Verdict:
         finite: Whether all gradients of all ranks are.
         sent: Groups that some rank has sent.
         apart: Whether some ranks take the step and others give it up.
+        settled: Whether all have the same settings, and none has wrong ones.
     """
 
     error: str
     finite: bool
     sent: int
     apart: bool
+    settled: bool
 
 
 def agree(report: Report, groups: int, team: Team, device: torch.device) -> Verdict:
@@ -217,13 +223,27 @@ def agree(report: Report, groups: int, team: Team, device: torch.device) -> Verd
     """
     told = [int(one) for one in (*report.has.values(), *report.changed.values(), not report.finite)]
     told += [int(number == report.sent) for number in range(groups + 1)]
-    *counted, steps = _summed([*told, int(report.steps)], team, device)
+    told += [int(report.steps), int(report.settings is None), *_equal_told(report.settings or 0)]
+    counted = _summed(told, team, device)
+    counted, (steps, wrong_settings), equal = counted[: -_TOLD - 2], counted[-_TOLD - 2 : -_TOLD], counted[-_TOLD:]
+    settled = not wrong_settings and _is_equal(equal, team.ranks)
     names, parameters = list(report.has), len(report.has)
     has, changed = dict(zip(names, counted, strict=False)), dict(zip(names, counted[parameters:], strict=False))
     sent = max(number for number, ranks in enumerate(counted[2 * parameters + 1 :]) if ranks)
     apart = 0 < steps < team.ranks
     wrong = _APART.format(steps=steps, ranks=team.ranks) if apart else _wrong(has, changed, team.ranks)
-    return Verdict(wrong, not counted[2 * parameters], sent, apart)
+    return Verdict(wrong, not counted[2 * parameters], sent, apart, settled)
+
+
+def _equal_told(number: int) -> list[int]:
+    """Integers whose sums over ranks say whether 64 bits are the same on all: each byte, and its square."""
+    parts = list(number.to_bytes(8, "big"))
+    return [*parts, *(part * part for part in parts)]
+
+
+def _is_equal(summed: Sequence[int], ranks: int) -> bool:
+    """Whether sums of ``_equal_told`` are of equal numbers: only then is the mean of squares the square of the mean."""
+    return all(ranks * square == part * part for part, square in zip(summed[:8], summed[8:], strict=True))
 
 
 def _wrong(has: Mapping[str, int], changed: Mapping[str, int], ranks: int) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 
+from lading import __version__
 from lading.config import AdamW
 from lading.errors import ConfigError
 from lading.optim.adam import AdamWRule
@@ -17,6 +18,7 @@ from lading.optim.rule import Rule
 from lading.optim.shampoo import ShampooRule
 from lading.optim.soap import SOAPRule
 from lading.rules import MatrixRule, Muon, Shampoo
+from lading.runtime.agreement import ARRIVAL_S, Facts
 
 #: Of a group of parameters; the last is what torch's schedules keep there.
 _KEYS = frozenset(("params", "rule", "lr", "parts", "initial_lr"))
@@ -45,6 +47,7 @@ class How:
             travel as soon as they are final, which clipping and unscaling would be too late for. "forward": ``step``
             returns once directions travel, and whoever gathers or runs a module waits for those of its parameters;
             whoever reads parameters in another way calls ``finish`` first. "both": both.
+        timeout_s: Seconds within which all ranks are to come where they compare what they were given.
     """
 
     groups: int = 4
@@ -55,6 +58,7 @@ class How:
     share: bool = False
     state_cap_bytes: int | None = None
     machine: str = ""
+    timeout_s: float = ARRIVAL_S
 
     def __post_init__(self) -> None:
         if self.groups < 1:
@@ -75,11 +79,12 @@ class How:
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter, the group that has its learning rate, and what moves it."""
+    """A parameter, the group that has its learning rate, that group's number, and what moves it."""
 
     name: str
     param: torch.Tensor
     group: dict[str, Any]
+    number: int
     settings: MatrixRule | AdamW
     rule: Rule | AdamWRule
 
@@ -116,7 +121,22 @@ def groups_of(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[
 def members_of(number: int, group: dict[str, Any], rule: MatrixRule | AdamW) -> list[Member]:
     names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
     maths = maths_of(rule)
-    return [Member(name, p, group, rule, maths) for name, p in zip(names, group["params"], strict=True)]
+    return [Member(name, p, group, number, rule, maths) for name, p in zip(names, group["params"], strict=True)]
+
+
+def facts_of(members: Sequence[Member], how: How) -> Facts:
+    """What all ranks must have alike, but for the settings of groups."""
+    parameters = {
+        m.name: f"{str(m.param.dtype).removeprefix('torch.')} {tuple(m.param.shape)} of group {m.number}"
+        + (f", parts {tuple(m.group['parts'])}" if m.group["parts"] else "")
+        + ("" if m.param.requires_grad else ", frozen")
+        for m in members
+    }
+    return {
+        "parameters": {"": f"{len(parameters)} parameters", **parameters},
+        "step": dataclasses.asdict(how),
+        "versions": {"lading": __version__, "torch": torch.__version__},
+    }
 
 
 def split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, How]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
+from lading import __version__
 from lading.errors import ConfigError
 from lading.ir.placedplan import PlacedPlan, Stage
+from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, flattened, structure
 
 #: From the last part's output and its targets to a scalar, the mean over a micro-batch.
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -186,6 +189,7 @@ def place(
     *,
     device: torch.device | str = "cpu",
     group: dist.ProcessGroup | None = None,
+    timeout_s: float = ARRIVAL_S,
 ) -> Placed:
     """This process's part of a model, as a placement says.
 
@@ -197,11 +201,32 @@ def place(
         loss: ``loss(output, target)``, the mean over a micro-batch; None for passes only.
         device: Of this process.
         group: Of as many ranks as the plan has parts; None for all.
+        timeout_s: Seconds within which all ranks are to call it, from when one does.
     Raises:
-        ConfigError: parts are no pipeline, ranks are too few or too many, or a module of the plan is not in the model.
+        ConfigError: parts are no pipeline, ranks are too few or too many, or a module of the plan is not in the model;
+            ranks were given unlike plans, models or inputs, or one did not call.
     """
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    plan = agree_on("lading.place", ranks, lambda: _facts(plan, model, inputs, loss, len(ranks)), timeout_s=timeout_s)
+    return _placed(plan, model, inputs, loss, torch.device(device), group)
+
+
+def _facts(
+    plan: PlacedPlan | Path | str, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, ranks: int
+) -> tuple[PlacedPlan, Facts]:
+    """The plan once it is checked, and what all ranks must have alike."""
+    plan = _checked(plan, model, inputs, loss, ranks)
+    given = {f"input {number}": f"{tensor.dtype} {tuple(tensor.shape)}" for number, tensor in enumerate(inputs)}
+    settings = {**given, "has a loss": loss is not None, "lading": __version__, "torch": torch.__version__}
+    return plan, {"plan": flattened(asdict(plan)), "model": structure(model), "settings": settings}
+
+
+def _checked(
+    plan: PlacedPlan | Path | str, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, ranks: int
+) -> PlacedPlan:
+    """The plan, if it can be set on this model and as many ranks."""
     plan = plan if isinstance(plan, PlacedPlan) else PlacedPlan.load(Path(plan))
-    stages, rank, ranks = plan.stages, dist.get_rank(group), dist.get_world_size(group)
+    stages = plan.stages
     if ranks != len(stages):
         names = ", ".join(stage.device for stage in stages)
         raise ConfigError(f"place: expected a rank for each part, {len(stages)} in order on {names}; got {ranks} ranks")
@@ -209,6 +234,16 @@ def place(
         raise ConfigError("place: expected a loss, as the placement is of a training step; give loss(output, target)")
     if len(inputs[0]) != plan.batch:
         raise ConfigError(f"place: expected inputs of one micro-batch, {plan.batch} rows, got {len(inputs[0])}")
+    for stage in stages[1:]:
+        _path(stage, model)
+    return plan
+
+
+def _placed(
+    plan: PlacedPlan, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, place_on: torch.device,
+    group: dist.ProcessGroup | None,
+) -> Placed:  # fmt: skip
+    stages, rank = plan.stages, dist.get_rank(group)
     split = {_path(s, model): SplitPoint.END if s.behind else SplitPoint.BEGINNING for s in stages[1:]}
     aliases = _aliases(model)
     with warnings.catch_warnings():
@@ -218,7 +253,6 @@ def place(
         raise ConfigError(
             f"place: expected {len(stages)} parts, got {pipe.num_stages}; a part's first module runs twice"
         )
-    place_on = torch.device(device)
     stage: Any = pipe.build_stage(rank, torch.device("meta") if _is_meta(model) else place_on, group)
     stage.device = place_on
     _drop_unread(stage.submod, aliases)

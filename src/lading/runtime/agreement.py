@@ -1,0 +1,245 @@
+"""Agreement: ranks compare what they were given before they do anything together.
+
+Ranks that follow unlike plans, or cut unlike models, hang in a collective, abort, or train something that nobody asked
+for. So each writes facts of what it was given where the others read them, and all go on or none does.
+
+[Note: meeting] Facts pass through the process group's store, not through a collective: a store has a deadline of its
+own, says who has not come, and is the same for gloo and NCCL. The first of the ranks compares and writes a verdict; the
+first verdict that is written stands, so that every rank does the same, whoever is late. A rank whose own checks fail
+writes a verdict too, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+
+from lading.errors import ConfigError
+
+#: Seconds within which all ranks are to come, from when one does.
+ARRIVAL_S = 120.0
+#: By section, such as "plan", what was given, by name; values are compared by how they print.
+Facts = Mapping[str, Mapping[str, object]]
+
+T = TypeVar("T")
+_AGREED = "agreed"
+#: Seconds between two looks at the store: short at first, as ranks mostly come together.
+_SHORTEST_S, _LONGEST_S = 0.002, 0.2
+#: Ranks that are named in a message.
+_NAMED = 8
+
+
+def agree_on(
+    call: str, ranks: Sequence[int], prepare: Callable[[], tuple[T, Facts]], *, timeout_s: float = ARRIVAL_S
+) -> T:
+    """Go on only if all ranks were given the same ([Note: meeting]); no collective.
+
+    Args:
+        call: What the user called, for messages; it is compared too.
+        ranks: The job's numbers of the ranks that are to agree, this one among them; one alone agrees.
+        prepare: Checks what this rank was given, and gives the result with its facts; what it raises is told to the
+            others.
+        timeout_s: Seconds within which all are to come.
+    Returns:
+        The result of ``prepare``.
+    Raises:
+        ConfigError: ranks differ, one has failed, or one has not come; the same message on every rank but the failing.
+    """
+    if not timeout_s > 0:
+        raise ConfigError(f"{call}: expected timeout_s above 0, got {timeout_s}")
+    if len(ranks) < 2:
+        return prepare()[0]
+    return Meeting.of(call, ranks, timeout_s).agree(prepare)
+
+
+def structure(model: nn.Module) -> dict[str, str]:
+    """Facts of a model: its modules with their settings, and its tensors; values and devices are none."""
+    modules = {
+        f"module {path or 'the model'}": f"{type(module).__qualname__}({_settled(module.extra_repr())})"
+        + (" in training" if module.training else " in evaluation")
+        for path, module in model.named_modules()
+    }
+    first: dict[int, str] = {}
+    tensors: dict[str, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        shared = first.setdefault(id(tensor), name)
+        tied = f", the same as {shared}" if shared != name else ""
+        frozen = ", frozen" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        cut = f", placed {tensor.placements}" if isinstance(tensor, DTensor) else ""
+        tensors[f"tensor {name}"] = (
+            f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{cut}{frozen}{tied}"
+        )
+    return modules | tensors
+
+
+def flattened(value: object, name: str = "") -> dict[str, str]:
+    """Facts of nested data, as ``dataclasses.asdict`` gives it: one for each number and word, by its path."""
+    pairs: list[tuple[object, object]] = []
+    if isinstance(value, Mapping):
+        pairs = list(cast("Mapping[object, object]", value).items())
+    elif isinstance(value, list | tuple):
+        pairs = list(enumerate(cast("Sequence[object]", value)))
+    else:
+        return {name: repr(value)}
+    facts = {name: f"{len(pairs)} entries"}
+    for key, item in pairs:
+        facts |= flattened(item, f"{name}.{key}" if name else str(key))
+    return facts
+
+
+def _settled(text: str) -> str:
+    """What a module prints of itself, without what differs between processes for no reason of the user's."""
+    return re.sub(r"\b(cuda|xpu|hpu|npu|mtia):\d+", r"\1", re.sub(r"0x[0-9a-fA-F]+", "0x", text))
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One comparison between ranks ([Note: meeting]).
+
+    Attributes:
+        call: What the user called.
+        ranks: That are to agree, in order; the first compares.
+        rank: This one.
+        store: ``torch.distributed``'s, with keys of this comparison alone.
+        timeout_s: Seconds within which all are to come.
+    """
+
+    call: str
+    ranks: tuple[int, ...]
+    rank: int
+    store: Any
+    timeout_s: float
+
+    @staticmethod
+    def of(call: str, ranks: Sequence[int], timeout_s: float) -> Meeting:
+        """The next one of these ranks, in the store of the job's process group."""
+        rank, everyone = dist.get_rank(), tuple(sorted(ranks))
+        named = hashlib.sha256(repr(everyone).encode()).hexdigest()[:16]
+        store = distributed_c10d.PrefixStore(f"lading/{named}", distributed_c10d._get_default_store())
+        number = store.add(f"meetings of {rank}", 1)
+        return Meeting(call, everyone, rank, distributed_c10d.PrefixStore(str(number), store), timeout_s)
+
+    def agree(self, prepare: Callable[[], tuple[T, Facts]]) -> T:
+        """As ``agree_on``."""
+        try:
+            result, facts = prepare()
+        except Exception as error:
+            self.conclude(f"{self.call}: failed on rank {self.rank}: {error}")
+            raise
+        verdict = self._verdict({"call": {"": self.call}, **facts})
+        if verdict != _AGREED:
+            raise ConfigError(verdict)
+        return result
+
+    def _verdict(self, mine: Facts) -> str:
+        """What stands in the end, ``_AGREED`` or why not."""
+        plain = {section: {key: str(value) for key, value in given.items()} for section, given in mine.items()}
+        written = json.dumps(plain).encode()
+        try:
+            self.store.set(f"facts {self.rank}", zlib.compress(written, 1))
+            self.store.set(f"digest {self.rank}", hashlib.sha256(written).hexdigest())
+            verdict = self._lead() if self.rank == self.ranks[0] else self._follow()
+            if verdict == _AGREED:
+                self.store.delete_key(f"facts {self.rank}")  # the first rank has read what it needs
+            return verdict
+        except dist.DistNetworkError as error:
+            raise ConfigError(
+                f"{self.call}: lost the process group's store while ranks compared what they were given: the process "
+                "that keeps it, mostly that of rank 0, has ended; look at its output"
+            ) from error
+
+    def conclude(self, verdict: str) -> str:
+        """Write a verdict; gives the one that stands, which is another's where that was written before."""
+        return bytes(self.store.compare_set("verdict", "", verdict)).decode()
+
+    def _lead(self) -> str:
+        """Compare, once all have come."""
+        if self._wait([f"digest {rank}" for rank in self.ranks], self.timeout_s):
+            return self.conclude(self._compared())
+        return self.conclude(self._absent())
+
+    def _follow(self) -> str:
+        """Wait for the verdict: twice as long where all have come and only the first is late to compare."""
+        for _ in range(2):
+            if self._wait(["verdict"], self.timeout_s):
+                return bytes(self.store.get("verdict")).decode()
+            if self._missing():
+                break
+        return self.conclude(self._absent())
+
+    def _wait(self, keys: list[str], timeout_s: float) -> bool:
+        """Until all keys are there, or a verdict, or the time is over; whether the keys are."""
+        deadline, pause_s = time.monotonic() + timeout_s, _SHORTEST_S
+        while not self.store.check(keys):
+            if time.monotonic() > deadline or self.store.check(["verdict"]):
+                return self.store.check(keys)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_S)
+        return True
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in self.ranks if not self.store.check([f"digest {rank}"])]
+
+    def _absent(self) -> str:
+        missing = self._missing() or [self.ranks[0]]
+        return (
+            f"{self.call}: expected {len(self.ranks)} ranks to call it, {_listed(missing)} did not within "
+            f"{self.timeout_s:g} s; call it on every rank alike, and see whether that process lives; timeout_s= waits "
+            "longer"
+        )
+
+    def _compared(self) -> str:
+        digests = dict(
+            zip(self.ranks, map(bytes, self.store.multi_get([f"digest {r}" for r in self.ranks])), strict=True)
+        )
+        if len(set(digests.values())) == 1:
+            return _AGREED
+        most = Counter(digests.values()).most_common(1)[0][0]  # of equally many, the first rank's
+        sides: dict[bytes, list[int]] = {}
+        for rank, digest in digests.items():
+            sides.setdefault(digest, []).append(rank)
+        usual = sides.pop(most)
+        expected = self._facts(usual[0])
+        said = [_difference(expected, usual[0], self._facts(ranks[0]), ranks) for ranks in list(sides.values())[:3]]
+        return (
+            f"{self.call}: ranks differ: {'; '.join(said)}; give every rank the same plan, model and settings, built "
+            "by the same versions"
+        )
+
+    def _facts(self, rank: int) -> dict[str, dict[str, str]]:
+        return json.loads(zlib.decompress(bytes(self.store.get(f"facts {rank}"))))
+
+
+def _difference(
+    expected: Mapping[str, Mapping[str, str]], usual: int, got: Mapping[str, Mapping[str, str]], ranks: Sequence[int]
+) -> str:
+    """In words, the first fact in which ranks differ from the usual one, and in how many more."""
+    different: list[str] = []
+    for section in dict.fromkeys((*expected, *got)):
+        here, there = expected.get(section, {}), got.get(section, {})
+        for key in dict.fromkeys((*here, *there)):
+            if here.get(key) != there.get(key):
+                name = f"the {section}" + (f", {key}" if key else "")
+                different.append(
+                    f"{name}: expected {here.get(key, 'nothing')} as on rank {usual}, got {there.get(key, 'nothing')}"
+                )
+    more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+    return f"{_listed(ranks)} in {different[0]}{more}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_NAMED])) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}"

@@ -1,0 +1,222 @@
+"""Ranks that were given unlike plans, models or settings are told so at once, and which; nobody waits for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import lading
+from lading.errors import ConfigError
+from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
+from lading.ir.placedplan import PlacedDevice, PlacedGroup, PlacedPlan
+from lading.matrices import Muon
+from lading.runtime.agreement import Meeting, flattened, structure
+
+Given = dict[str, dict[str, object]]
+
+
+def _meet(each: list[Callable[[], tuple[str, Given]] | None], timeout_s: float = 30.0) -> list[str]:
+    """What threads that stand for ranks are told; None never comes."""
+    store, ranks = HashStore(), tuple(range(len(each)))
+
+    def come(rank: int, prepare: Callable[[], tuple[str, Given]]) -> str:
+        try:
+            return Meeting("place", ranks, rank, store, timeout_s).agree(prepare)
+        except ConfigError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(each)) as pool:
+        running = [pool.submit(come, rank, prepare) for rank, prepare in enumerate(each) if prepare]
+        return [one.result() for one in running]
+
+
+def _gives(**plan: object) -> Callable[[], tuple[str, Given]]:
+    return lambda: ("done", {"plan": plan})
+
+
+def _fails() -> tuple[str, Given]:
+    raise ConfigError("no module called 'layers.9'")
+
+
+def test_all_agree_or_none() -> None:
+    same, other, more = _gives(step=1, groups=3), _gives(step=2, groups=3), _gives(step=1, groups=4, extra=True)
+    assert _meet([same] * 4) == ["done"] * 4
+    told = _meet([same, other, same, other])
+    assert len(set(told)) == 1
+    assert "ranks differ: ranks 1, 3 in the plan, step: expected 1 as on rank 0, got 2; give every rank" in told[0]
+    told = _meet([other, same, same, more])  # most are right
+    assert len(set(told)) == 1
+    assert "rank 0 in the plan, step: expected 1 as on rank 1, got 2; rank 3 in the plan, groups: exp" in told[0]
+    assert "got 4 (and 1 more)" in told[0]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_fails_by_itself_is_told_to_all(rank: int) -> None:
+    each: list[Any] = [_gives(step=1)] * 3
+    each[rank] = _fails
+    told = _meet(each)
+    assert told.pop(rank) == "no module called 'layers.9'"
+    assert told == [f"place: failed on rank {rank}: no module called 'layers.9'"] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_comes_is_waited_for_so_long(rank: int) -> None:
+    each: list[Any] = [_gives(step=1)] * 3
+    each[rank] = None
+    told = _meet(each, timeout_s=0.05)
+    assert len(set(told)) == 1
+    assert f"expected 3 ranks to call it, rank {rank} did not within 0.05 s; call it on every rank alike" in told[0]
+
+
+def test_who_comes_too_late_is_told_what_was_decided() -> None:
+    store = HashStore()
+    for rank in (1, 2, 0):
+        with pytest.raises(ConfigError, match="ranks 0, 2 did not within"):
+            Meeting("place", (0, 1, 2), rank, store, 0.01).agree(_gives(step=1))
+
+
+def test_facts_of_models() -> None:
+    def model(**changes: Any) -> dict[str, str]:
+        made = nn.Sequential(nn.Linear(2, 3), nn.Dropout(changes.get("p", 0.1)), nn.Linear(3, 2))
+        made.get_parameter("2.weight").requires_grad_(changes.get("trained", True))
+        if changes.get("tied"):
+            made.register_parameter("again", made.get_parameter("2.bias"))
+        return structure(made.train(changes.get("training", True)))
+
+    assert model() == model()
+    for change in ({"p": 0.2}, {"trained": False}, {"tied": True}, {"training": False}):
+        assert model(**change) != model(), change
+    assert flattened({"a": [1, {"b": None}], "c": ()}) == {
+        "": "2 entries", "a": "2 entries", "a.0": "1", "a.1": "1 entries", "a.1.b": "None", "c": "0 entries",
+    }  # fmt: skip
+
+
+def _model(layers: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(8, 4), *(nn.Linear(4, 4, bias=False) for _ in range(layers)))
+
+
+def _placed() -> PlacedPlan:
+    devices = tuple(PlacedDevice(name=name, under_way=2, peak_bytes=1, memory_bytes=2) for name in "ab")
+    groups = tuple(PlacedGroup(name=str(n), device="a" if n < 2 else "b") for n in range(4))
+    return PlacedPlan(
+        version="test", model="m", machine="two", machine_fingerprint="", seq_len=3, batch=2, micro_batches=2,
+        training=True, units=4, captured=True, precision="fp32", stack="default", devices=devices, groups=groups,
+        step_s=1.0, bound_s=1.0, policy="chain",
+    )  # fmt: skip
+
+
+def _cluster() -> ClusterPlan:
+    groups = (GatherGroup(modules=("0", "1")), GatherGroup(modules=("2",)), GatherGroup(modules=("3",)))
+    return ClusterPlan(
+        version="test", model="m", machine="h100", machine_fingerprint="", stack="s", devices=2, seq_len=3,
+        layout="dp2,zero3,mb2,gb4", groups=groups, step_s=1.0, bound_s=1.0, budget_bytes=1,
+    )  # fmt: skip
+
+
+def _refused(said: str, call: Callable[[], Any]) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=said):
+        call()
+    assert time.monotonic() - begun < 30
+
+
+def _unlike(rank: int) -> None:
+    plan, tokens = _placed(), torch.zeros(2, 3, dtype=torch.int64)
+    later = dataclasses.replace(
+        plan, groups=(*plan.groups[:2], dataclasses.replace(plan.groups[2], device="a"), *plan.groups[3:])
+    )
+
+    def place(mine: PlacedPlan, model: nn.Module) -> None:
+        lading.place(mine, model, (tokens,), lambda out, target: out.sum())
+
+    _refused(r"place: ranks differ: rank 1 in the plan, groups\.2\.device: expected 'b' .* got 'a'",
+             lambda: place(later if rank else plan, _model()))  # fmt: skip
+    _refused("place: ranks differ: rank 1 in the model, module 4: expected nothing as on rank 0, got Linear",
+             lambda: place(plan, _model(3 + rank)))  # fmt: skip
+
+    mesh, cluster = init_device_mesh("cpu", (2,)), _cluster()
+    kept = dataclasses.replace(cluster, groups=(*cluster.groups[:2], GatherGroup(modules=("3",), keep=Keep.STEP)))
+    fewer = dataclasses.replace(cluster, groups=(*cluster.groups[:1], GatherGroup(modules=("2", "3"))))
+    unknown = dataclasses.replace(cluster, groups=(*cluster.groups[:2], GatherGroup(modules=("7",))))
+    for other, said in (
+        (kept, r"apply: ranks differ: rank 1 in the plan, groups\.2\.keep: expected .* got <Keep.STEP"),
+        (fewer, r"apply: ranks differ: rank 1 in the plan, groups: expected 3 entries .* got 2 entries"),
+        (unknown, "failed on rank 1: apply: .* none called '7'" if rank == 0 else "none called '7'"),
+    ):
+        _refused(said, lambda other=other: lading.apply(other if rank else cluster, _model(), mesh))
+    if rank == 0:
+        _refused("expected 2 ranks to call it, rank 1 did not within 0.5 s",
+                 lambda: lading.apply(cluster, _model(), mesh, timeout_s=0.5))  # fmt: skip
+    dist.barrier()
+    if rank == 1:  # it is told what was decided without it
+        _refused("rank 1 did not within 0.5 s", lambda: lading.apply(cluster, _model(), mesh))
+    _sizes(lading.apply(cluster, _model(), mesh))
+
+
+def _sizes(model: nn.Module) -> None:
+    """Micro-batches of at most two sequences of three tokens."""
+    model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
+    model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()  # the last of the data
+    for shape, got in (((8, 3), "8 of 3"), ((2, 4), "2 of 4"), ((7,), "7 tokens in a row")):
+        _refused(f"at most 2 sequences of 3 tokens, as planned, got {got}; give smaller ones, or plan",
+                 lambda shape=shape: model(torch.zeros(*shape, dtype=torch.int64)))  # fmt: skip
+    with torch.no_grad():
+        model(torch.zeros(8, 3, dtype=torch.int64))  # nothing is saved for backward
+
+
+def _settings(rank: int) -> None:
+    param = nn.Parameter(torch.ones(4, 4))
+    _refused(r"Muon: ranks differ: rank 1 in the settings, param_groups\[0\], lr: expected 0\.1 .* got 0\.2",
+             lambda: Muon([("w", param)], lr=0.1 + 0.1 * rank))  # fmt: skip
+    optimizer = Muon([("w", param)], lr=0.1)
+    group, before = optimizer.param_groups[0], param.detach().clone()
+    for key, value, said in (
+        (
+            "lr",
+            0.2,
+            r"Muon\.step: ranks differ: rank 1 in the settings, param_groups\[0\], lr: expected 0\.1 .* got 0\.2",
+        ),
+        ("momentum", 0.5, r"momentum: expected 0\.95 as on rank 0, got 0\.5"),
+        ("lr", -0.1, r"expected lr of 0 or more, got -0\.1"),
+    ):
+        made, param.grad = group[key], torch.ones(4, 4)
+        group[key] = value if rank else made
+        _refused(said, optimizer.step)
+        assert torch.equal(param, before)
+        group[key] = made
+    group["lr"] = 0.3  # on both
+    optimizer.step()
+    assert not torch.equal(param, before)
+    model = nn.Linear(4, 4, bias=False)
+    wrapped = DistributedDataParallel(model)
+    _refused("own under reduces=True, found parameters in a DistributedDataParallel, which reduces them already",
+             lambda: Muon([("w", model.weight)], reduces=True))  # fmt: skip
+    later = nn.Linear(4, 4, bias=False)
+    optimizer = Muon([("w", later.weight)], reduces=True)
+    rewrapped = DistributedDataParallel(later)
+    rewrapped(torch.ones(2, 4)).sum().backward()
+    _refused("found parameters in a DistributedDataParallel", optimizer.step)
+    del wrapped, rewrapped
+
+
+def _on_each(rank: int) -> None:
+    """In one pair of processes, as these take longest to start."""
+    _unlike(rank)
+    _settings(rank)
+
+
+def test_what_ranks_have_unlike_is_refused_on_every_one() -> None:
+    run_ranks(_on_each, 2)

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lading
 from lading.errors import ConfigError
@@ -175,6 +178,18 @@ def _sizes(model: nn.Module) -> None:
                  lambda shape=shape: model(torch.zeros(*shape, dtype=torch.int64)))  # fmt: skip
     with torch.no_grad():
         model(torch.zeros(8, 3, dtype=torch.int64))  # nothing is saved for backward
+
+
+def test_a_job_that_is_only_tried_out() -> None:
+    """On a fake process group, and fake tensors, nobody answers."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = lading.apply(_cluster(), _model(), mesh)
+        assert isinstance(model, FSDPModule)
+    finally:
+        dist.destroy_process_group()
 
 
 def _settings(rank: int) -> None:

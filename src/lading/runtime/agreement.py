@@ -59,7 +59,7 @@ def agree_on(
     """
     if not timeout_s > 0:
         raise ConfigError(f"{call}: expected timeout_s above 0, got {timeout_s}")
-    if len(ranks) < 2:
+    if len(ranks) < 2 or "fake" in dist.get_backend():  # nobody else is there, as where a job is only tried out
         return prepare()[0]
     return Meeting.of(call, ranks, timeout_s).agree(prepare)
 

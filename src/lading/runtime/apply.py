@@ -44,6 +44,7 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout, parse_layout
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, flattened, structure
 from lading.runtime.arriving import MicroBatch
+from lading.runtime.boxes import ranks_of
 
 #: Name under which a model has what takes the hooks of ``apply`` away.
 _REMOVERS = "_lading_removers"
@@ -73,8 +74,7 @@ def apply(
             cut already or has blocks that are recomputed already; ranks were given unlike plans or models, or one did
             not call. Nothing has been done to the model then.
     """
-    ranks = mesh.mesh.flatten().tolist()
-    plan = agree_on("lading.apply", ranks, lambda: _facts(plan, model, mesh, names or {}), timeout_s=timeout_s)
+    plan = agree_on("lading.apply", ranks_of(mesh), lambda: _facts(plan, model, mesh, names or {}), timeout_s=timeout_s)
     return _applied(plan, model, mesh)
 
 

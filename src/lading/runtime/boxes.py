@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -44,7 +45,8 @@ def shared_mesh(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> Devi
 def ranks_of(mesh: DeviceMesh | None) -> list[int]:
     """The job's numbers of a mesh's ranks; of all without, which is this process where there are no groups."""
     if mesh is not None:
-        return mesh.mesh.flatten().tolist()
+        with unset_fake_temporarily():  # a model may be cut on fake tensors, its mesh is real
+            return mesh.mesh.flatten().tolist()
     return list(range(dist.get_world_size())) if dist.is_initialized() else [0]
 
 

@@ -418,6 +418,16 @@ class Stopwatch:
         end.synchronize()
         return max(start.elapsed_time(end) / 1e3, _TICK_S)
 
+    def begin_again(self) -> list[list[float]]:
+        """Forget the samples but for the first of each case; returns all that there were."""
+        samples = self._samples
+        self._samples = [mine[:1] for mine in samples]
+        return samples
+
+    def resume_from(self, samples: list[list[float]]) -> None:
+        """Go on with samples that ``begin_again`` returned."""
+        self._samples = samples
+
     def run(self, seconds: float, max_rounds: int = 31) -> int:
         """Time rounds until ``seconds`` are over; returns the most samples that a case has."""
         end = time.monotonic() + seconds

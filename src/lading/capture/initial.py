@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lading.capture.interpret import Interpreter
+from lading.capture.slow import told_if_slow
 from lading.capture.tracer import Tracer
 from lading.ir.graph import Op, Storage, Tensor
 
@@ -145,7 +146,8 @@ def defer(build: Callable[[], torch.nn.Module]) -> Deferred:
         CaptureError: the constructor needs tensor values or an operation that has no fake rule.
     """
     tracer = Tracer("the model's constructor")
-    with _whole_trunc_normal(), FakeTensorMode(allow_non_fake_inputs=True), tracer:
+    slow = told_if_slow("building the model", lambda: len(tracer.ops))
+    with slow, _whole_trunc_normal(), FakeTensorMode(allow_non_fake_inputs=True), tracer:
         model = build()
     named = {n: tracer.tensor_id(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     return Deferred(model, named, tuple(tracer.storages), tuple(tracer.tensors), tuple(tracer.ops))

@@ -21,6 +21,7 @@ from lading.capture.batches import input_leaves, map_batch
 from lading.capture.frozen import freeze
 from lading.capture.hooks import carry_hooks, check_hooks
 from lading.capture.losses import TOTAL, named_losses, total_of
+from lading.capture.slow import told_if_slow
 from lading.capture.state import as_written, branches_of_eager, left_as_it_was, uncompiled
 from lading.capture.tracer import Tracer
 from lading.errors import CaptureError, LadingError
@@ -79,6 +80,7 @@ def _once(
     tracer.declare(fakes, inputs, dict(input_leaves(batch)))
     carry_hooks(model, fakes)
     with (
+        told_if_slow("capture", lambda: len(tracer.ops)),
         left_as_it_was(model, before, seen, loss) as left,
         branches_of_eager(),
         uncompiled(),

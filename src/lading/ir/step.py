@@ -18,7 +18,7 @@ between matrices only.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from lading.errors import ConfigError
@@ -133,15 +133,27 @@ class _Builder:
         self.ops.extend(rename_op(op, names) for op in self.graph.ops)
         self.inputs.append(tuple((name, names[t]) for name, t in self.graph.inputs[0]))
         self.losses.extend(names[t] for t in self.graph.losses)
-        if self.graph.accumulation == 1:
-            return
+        if self.graph.accumulation > 1:
+            self._add_up(micro, names)
+
+    def _add_up(self, micro: int, names: Mapping[int, int]) -> None:
+        """Put behind the last write of each gradient what adds it to those of the micro-batches before."""
+        start = self.starts[-1]
+        written = ((i, t) for i in range(start, len(self.ops)) for t in (*self.ops[i].outputs, *self.ops[i].mutates))
+        last = {self.tensors[t].storage: i for i, t in written}
+        after: dict[int, list[Op]] = {}
         for parameter in self.graph.parameters:
             if parameter.gradient is None:
                 continue
-            if micro:
-                self._accumulate(parameter, names[parameter.gradient])
-            elif self.has_master(parameter):
-                self._widen(parameter)
+            fresh = names[parameter.gradient]
+            op = self._accumulate(parameter, fresh) if micro else self._widen(parameter)
+            if op is not None:
+                after.setdefault(last[self.tensors[fresh].storage], []).insert(0, op)
+        self._insert(after)
+
+    def _insert(self, after: Mapping[int, Sequence[Op]]) -> None:
+        """Insert operations behind others, by the positions of those."""
+        self.ops = [new for index, op in enumerate(self.ops) for new in (op, *after.get(index, ()))]
 
     def _tensor_map(self, micro: int) -> dict[int, int]:
         """Old tensor id -> id in this micro-batch; persistent storages are shared, the others copied."""
@@ -170,21 +182,20 @@ class _Builder:
     def _scalar(self, name: str, role: Role, dtype: str = "float32") -> int:
         return self._fresh(name, dtype, (), role)
 
-    def _accumulate(self, parameter: Parameter, fresh: int) -> None:
-        """``grad += fresh`` right after ``fresh`` gets its last write."""
+    def _accumulate(self, parameter: Parameter, fresh: int) -> Op:
+        """``grad += fresh``."""
         total = self.gradients[parameter.tensor]
-        after = self._last_write(fresh, self.starts[-1])
         args: tuple[Arg, ...] = (Ref(total), Ref(fresh))
         op = self._op("aten.add_.Tensor", args, parameter, (total, fresh), mutates=(total,))
-        self.ops.insert(after + 1, dataclasses.replace(op, phase=Phase.BACKWARD))
+        return dataclasses.replace(op, phase=Phase.BACKWARD)
 
-    def _widen(self, parameter: Parameter) -> None:
-        """The first micro-batch's gradient in float32, to which the others are added."""
-        first = self.gradients[parameter.tensor]
-        after = self._last_write(first, 0)
+    def _widen(self, parameter: Parameter) -> Op | None:
+        """The first micro-batch's gradient in float32, to which the others are added, where there is a master."""
+        if not self.has_master(parameter):
+            return None
         total, op = self._in_float32(parameter, f"{parameter.names[0]}.main_grad", Role.GRADIENT)
         self.gradients[parameter.tensor] = total
-        self.ops.insert(after + 1, dataclasses.replace(op, phase=Phase.BACKWARD))
+        return dataclasses.replace(op, phase=Phase.BACKWARD)
 
     def _in_float32(self, parameter: Parameter, name: str, role: Role) -> tuple[int, Op]:
         """A new float32 tensor as the parameter's gradient lies, and the operation that fills it."""
@@ -197,15 +208,6 @@ class _Builder:
         kwargs = (("dtype", Literal("dtype", "float32")),)
         op = dataclasses.replace(op, kwargs=kwargs, outputs=(made,), results=(made,), bytes_written=size)
         return made, dataclasses.replace(op, kind=OpKind.COPY)
-
-    def _last_write(self, tensor: int, start: int) -> int:
-        storage = self.tensors[tensor].storage
-        writes = (
-            i
-            for i in range(start, len(self.ops))
-            if any(self.tensors[t].storage == storage for t in (*self.ops[i].outputs, *self.ops[i].mutates))
-        )
-        return max(writes)
 
     def add_clipping(self, trained: Sequence[Parameter], clip_norm: float) -> int:
         """Add the operations of clip_grad_norm_ up to the coefficient; returns its tensor.
@@ -225,7 +227,7 @@ class _Builder:
             norms.append(self._scalar(f"{parameter.names[0]}.grad_norm", Role.WORKSPACE, dtype))
             args: tuple[Arg, ...] = (Ref(gradient), 2.0)
             ops.append(self._making("aten.linalg_vector_norm.default", args, parameter, (gradient,), norms[-1]))
-        self.ops = [new for index, op in enumerate(self.ops) for new in (op, *after.get(index, ()))]
+        self._insert(after)
         clip = Parameter(("clip.grad_norm",), -1, None)
         stacked = self._storage("clip.norms", DTYPE_BYTES[dtype] * len(norms), Role.WORKSPACE)
         last = self._tensor(Tensor(stacked, dtype, (len(norms),), (1,)))

@@ -1,0 +1,37 @@
+"""A line on standard error, now and then, while something takes long."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+
+#: Seconds before the first line, and between two.
+_EVERY_S = 5.0
+
+
+@contextmanager
+def told_if_slow(what: str, count: Callable[[], int], *, every_s: float = _EVERY_S) -> Iterator[None]:
+    """Say how far something is, as long as it takes.
+
+    Args:
+        what: What is done, such as "capture".
+        count: Operations so far; called from another thread.
+        every_s: Seconds before the first line, and between two.
+    """
+    done, start = Event(), time.monotonic()
+
+    def tell() -> None:
+        while not done.wait(every_s):
+            seconds = time.monotonic() - start
+            print(f"lading: {what}: {count():,} operations after {seconds:.0f} s", file=sys.stderr, flush=True)
+
+    teller = Thread(target=tell, name="lading-slow", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        done.set()
+        teller.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,38 @@ def test_help_shows_arguments_and_a_docstring(name: str) -> None:
 def test_an_unknown_setting_of_a_plan_is_refused(graph: StepGraph) -> None:
     with pytest.raises(TypeError, match="clipnorm"):
         lading.plan(graph, small_machine(), budget="100%", clipnorm=1.0)  # type: ignore[call-arg]
+
+
+def test_arguments_of_another_kind_are_refused_by_name(graph: StepGraph) -> None:
+    model, machine = torch.nn.Linear(64, 256), small_machine()
+    plan = lading.plan(graph, machine, budget="100%")
+    torch_optimizer = torch.optim.AdamW(model.parameters())
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (lambda: lading.capture(torch.zeros(2), model, mean_square), "model: expected a torch.nn.Module, got Tensor"),
+        (lambda: lading.capture(model, torch.zeros(2, 64), None), r"loss: expected a function loss\(model, batch\)"),
+        (lambda: lading.capture(model, torch.zeros(2, 64), mean_square, accumulation=0), "accumulation: .* got 0"),
+        (lambda: lading.plan(model, machine, budget="50%"), "graph: expected what lading.capture returns, got Linear"),
+        (lambda: lading.plan(graph, machine, budget=50), "budget: expected a unit: 50 may mean"),
+        (lambda: lading.plan(graph, machine, budget=0.9, disk_budget="50%"), "disk_budget: expected a size such as"),
+        (lambda: lading.plan(graph, machine, budget=0.9, clip_norm="1"), "clip_norm: expected a finite number >= 0"),
+        (lambda: lading.plan(graph, machine, budget=0.9, matrices="muon"), "matrices: expected lading.Matrices"),
+        (lambda: lading.Trainer(graph, plan, model), "plan: expected what lading.plan returns, .* got StepGraph"),
+        (lambda: lading.Trainer(plan, graph, model, optimizer=torch_optimizer), "optimizer: expected a lading.AdamW"),
+        (lambda: lading.simulate(plan, machine), "program: expected a lading.Program, .* got Plan"),
+    ]
+    for call, words in wrong:
+        with pytest.raises(lading.ConfigError, match=words):
+            call()
+
+
+@pytest.mark.parametrize("lr", ["1e-3", -1.0, float("nan"), float("inf")])
+def test_a_rate_that_is_none_changes_nothing(graph: StepGraph, lr: Any, tmp_path: Path) -> None:
+    model, batch = torch.nn.Linear(64, 256), torch.randn(32, 64)
+    lading.plan(graph, small_machine(), budget="100%").save(tmp_path / "plan.json")
+    with lading.Trainer(tmp_path / "plan.json", graph, model) as trainer:
+        before = trainer.value("weight")
+        with pytest.raises(lading.ConfigError, match="lr: expected a finite number >= 0, got"):
+            trainer.step(batch, lr=lr)
+        assert torch.equal(trainer.value("weight"), before)
+        trainer.step(batch, lr=1e-3)
+        assert not torch.equal(trainer.value("weight"), before)

@@ -71,3 +71,26 @@ class StorageError(LadingError, OSError):
     def __init__(self, message: str, *, errno: int | None = None) -> None:
         super().__init__(message)
         self.errno = errno
+
+
+def check_type(name: str, value: object, kind: type, expected: str) -> None:
+    """Refuse an argument of another type.
+
+    Args:
+        name: Of the argument.
+        expected: What to give, in words.
+    Raises:
+        ConfigError: it is of another type.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name}: expected {expected}, got {type(value).__name__}")
+
+
+def check_rate(name: str, value: object) -> None:
+    """Refuse what is no finite number of 0 or more.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
+        raise ConfigError(f"{name}: expected a finite number >= 0, got {value!r}")

@@ -17,7 +17,7 @@ from lading.catalog.load import as_machine, machine_from_dict
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict, run_to_dict
-from lading.errors import ConfigError
+from lading.errors import ConfigError, check_type
 from lading.grouping import Matrices, matrices_from
 from lading.hosts import machine_of
 from lading.ir.graph import StepGraph
@@ -45,6 +45,7 @@ from lading.runtime.host import host_id
 from lading.runtime.kernels import workspace_of
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
 from lading.runtime.workspace import measured_workspace
+from lading.units import parse_bytes, share_or_bytes
 
 #: Setting of a plan for a GPU.
 _SCRATCH = "workspace_bytes"
@@ -116,6 +117,10 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         ConfigError: an argument means nothing.
     """
     machine = as_machine(machine)
+    check_type("graph", graph, StepGraph, "what lading.capture returns")
+    if matrices is not None:
+        check_type("matrices", matrices, Matrices, 'lading.Matrices(rule="muon", lr=0.02) or None')
+    _check_budgets(budget, disk_budget)
     step = step_of(graph, machine, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)
     scratch = _scratch(step, machine)
     with planning_progress(after_s=_QUICK_S) as progress:
@@ -137,6 +142,18 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             workspace_bytes=scratch,
         )
     return _with_matrices(planned.plan, graph, matrices)
+
+
+def _check_budgets(budget: str | float, disk_budget: str | float | None) -> None:
+    """Refuse, before anything is planned, what is no size."""
+    try:
+        share_or_bytes(budget, 1)
+    except ConfigError as error:
+        raise ConfigError(f"budget: {error}") from error
+    try:
+        parse_bytes(0 if disk_budget is None else disk_budget)
+    except ConfigError as error:
+        raise ConfigError(f"disk_budget: {error}") from error
 
 
 def step_of(

@@ -24,7 +24,7 @@ from lading.capture.state import as_written
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import AdamW
-from lading.errors import ConfigError, StorageError
+from lading.errors import ConfigError, StorageError, check_rate, check_type
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.ir.program import Program
@@ -56,7 +56,7 @@ class Trainer:
     failed and others of the one before, the error says so, ``unfinished`` which, and only ``load`` helps.
 
     Args:
-        plan: From ``lading.plan``, for this ``graph``.
+        plan: From ``lading.plan``, for this ``graph``; or the path of one that was saved.
         graph: From ``lading.capture``.
         model: Its values are taken over now and written back by ``close``; None starts from zeros (see ``load``).
         optimizer: AdamW's numbers.
@@ -74,7 +74,7 @@ class Trainer:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | Path | str,
         graph: StepGraph,
         model: torch.nn.Module | None,
         *,
@@ -84,6 +84,13 @@ class Trainer:
         device: Device | None = None,
         program: Program | None = None,
     ) -> None:
+        if isinstance(plan, (str, Path)):
+            plan = Plan.load(plan)
+        check_type("plan", plan, Plan, "what lading.plan returns, or the path of a saved plan")
+        check_type("graph", graph, StepGraph, "what lading.capture returns")
+        check_type(
+            "optimizer", optimizer or AdamW(), AdamW, "a lading.AdamW; what moves matrices is told to lading.plan"
+        )
         _check_host(plan)
         self.plan, self.optimizer = plan, optimizer or AdamW()
         self.program = program or lowered(plan, graph)
@@ -186,6 +193,9 @@ class Trainer:
 
     def _rates(self, lr: float | None, matrix_lr: float | None) -> tuple[float, float]:
         """Learning rates of AdamW and of the rule for matrices."""
+        for name, rate in (("lr", lr), ("matrix_lr", matrix_lr)):
+            if rate is not None:
+                check_rate(name, rate)
         own = self.plan.matrices
         usual = self.optimizer.lr if lr is None else lr
         if own is None:

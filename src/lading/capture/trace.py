@@ -24,7 +24,7 @@ from lading.capture.losses import TOTAL, named_losses, total_of
 from lading.capture.slow import told_if_slow
 from lading.capture.state import as_written, branches_of_eager, left_as_it_was, uncompiled
 from lading.capture.tracer import Tracer
-from lading.errors import CaptureError, LadingError
+from lading.errors import CaptureError, ConfigError, LadingError, check_type
 from lading.ir.fold import fold
 from lading.ir.graph import Phase, StepGraph
 
@@ -52,7 +52,13 @@ def capture(
 
     Raises:
         CaptureError: an operation cannot be captured; says which, in which module, and what to do.
+        ConfigError: an argument is of another type.
     """
+    check_type("model", model, torch.nn.Module, "a torch.nn.Module")
+    if not callable(loss):
+        raise ConfigError(f"loss: expected a function loss(model, batch), got {type(loss).__name__}")
+    if type(accumulation) is not int or accumulation < 1:
+        raise ConfigError(f"accumulation: expected an integer >= 1, got {accumulation!r}")
     model = as_written(model)
     frozen = freeze(model, batch, loss)
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from lading.errors import ConfigError
+from lading.errors import ConfigError, check_rate
 from lading.grouping import Matrices
 from lading.ir.graph import (
     DTYPE_BYTES,
@@ -88,8 +88,7 @@ def expand(
         ConfigError: negative clip_norm, no parameter has a gradient, gradients of several dtypes to clip, or a
             parameter that the rule cannot move.
     """
-    if clip_norm < 0:
-        raise ConfigError(f"expected clip_norm >= 0 (0 = off), got {clip_norm}")
+    check_rate("clip_norm", clip_norm)  # 0 is off
     trained = [p for p in graph.parameters if p.gradient is not None]
     if not trained:
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")

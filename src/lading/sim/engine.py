@@ -21,7 +21,7 @@ from pathlib import Path
 from lading.catalog.load import as_machine
 from lading.cost.compute import placed_costs
 from lading.cost.transfer import caller_seconds
-from lading.errors import SimulationError
+from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.machine import Machine, Tier
 from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program
@@ -43,10 +43,11 @@ def simulate(program: Program, machine: Machine | str | Path, *, op_seconds: Seq
         A "predicted" timeline with an event for every action (of no length for a FREE), one memory sample for each
         change of the device's bytes, by role, and one for each lower tier, whose slots are taken throughout.
     Raises:
-        ConfigError: no such machine.
+        ConfigError: no such machine, or no Program.
         SimulationError: an action has no cost, no tier or can never start.
     Ignores: scratch of an operation in the samples (``peak_bytes`` has it).
     """
+    check_type("program", program, Program, "a lading.Program, such as trainer.program")
     engine = _Engine(program, _Costs(program, as_machine(machine), op_seconds))
     engine.run()
     return engine.timeline()

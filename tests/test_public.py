@@ -13,8 +13,9 @@ import torch
 
 import lading
 from lading.catalog.load import save_machine
+from lading.config import ModelConfig
 from lading.ir.graph import StepGraph
-from lading.prepare import lowered
+from lading.prepare import build, lowered
 from tests.machines import small_machine
 
 
@@ -133,3 +134,16 @@ def test_a_rate_that_is_none_changes_nothing(graph: StepGraph, lr: Any, tmp_path
         assert torch.equal(trainer.value("weight"), before)
         trainer.step(batch, lr=1e-3)
         assert not torch.equal(trainer.value("weight"), before)
+
+
+def broken() -> torch.nn.Module:
+    raise ValueError("no such width")
+
+
+def test_a_function_that_makes_no_model_is_told_with_its_line() -> None:
+    with pytest.raises(lading.ConfigError, match=r"ValueError: no such width \(.*test_public.py, line \d+\)"):
+        build(ModelConfig(name="tests.test_public:broken"))
+    with pytest.raises(lading.ConfigError, match=r"it fails: TypeError: .* unexpected keyword argument 'width'$"):
+        build(ModelConfig(name="tests.test_public:broken", sizes={"width": 3}))
+    with pytest.raises(lading.ConfigError, match=r"it fails: ModuleNotFoundError: No module named 'nowhere'$"):
+        build(ModelConfig(name="nowhere:broken"))

@@ -34,8 +34,8 @@ def test_what_a_size_means(size: str | float, size_bytes: int) -> None:
 def test_a_number_that_may_mean_several_things_is_refused(size: str | float) -> None:
     with pytest.raises(ConfigError, match=r"expected a unit: .* may mean .*'\S+MB' or '\S+GB'; write the one"):
         share_or_bytes(size, WHOLE)
-    with pytest.raises(ConfigError, match="expected a unit"):
-        parse_bytes(size)
+    with pytest.raises(ConfigError, match=r"--host: expected a unit: [^%]*; write"):
+        parse_bytes(size, "--host")
 
 
 @pytest.mark.parametrize("size", [None, True, -1, -0.5, float("nan"), float("inf"), "", "much", "-5%", [1], 1 << 64])

@@ -74,13 +74,6 @@ def _choice(name: str, value: object, choices: Sequence[str]) -> None:
         raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {value!r}{hint}")
 
 
-def _size(name: str, value: object) -> None:
-    try:
-        share_or_bytes(cast("str | float", value), 1)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-
-
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
     """AdamW with decoupled weight decay; the meaning of every number is ``torch.optim.AdamW``'s."""
@@ -269,10 +262,9 @@ class MemoryConfig:
     folder: str = ""
 
     def __post_init__(self) -> None:
-        _size("budget", self.budget)
-        _size("disk_budget", self.disk_budget)
+        share_or_bytes(self.disk_budget, 1, "disk_budget")
         _text("policy", self.policy)
-        if share_or_bytes(self.budget, 1 << 40) == 0:
+        if share_or_bytes(self.budget, 1 << 40, "budget") == 0:
             raise ConfigError(f"budget: expected a size above 0, got {self.budget!r}")
 
     def budget_bytes(self, keep_all_bytes: int) -> int:

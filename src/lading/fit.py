@@ -215,7 +215,7 @@ def _machine(run: RunConfig, hardware: Hardware) -> tuple[Machine, Bytes]:
     """The machine with its sizes replaced, and what of them is reserved."""
     machine = machine_of(dataclasses.replace(run, machine=hardware.machine))
     if hardware.device is not None:
-        device = dataclasses.replace(machine.device, memory_bytes=parse_bytes(hardware.device))
+        device = dataclasses.replace(machine.device, memory_bytes=parse_bytes(hardware.device, "--device"))
         machine = dataclasses.replace(machine, device=device)
     reserved: Bytes = {}
     for name, size in (("host", hardware.host), ("disk", hardware.disk)):
@@ -224,7 +224,7 @@ def _machine(run: RunConfig, hardware: Hardware) -> tuple[Machine, Bytes]:
         if machine.tier(name) is None:
             there = ", ".join(("device", *(tier.name for tier in machine.tiers)))
             raise ConfigError(f"--{name}: {machine.name} has no such tier (it has {there}); leave the option out")
-        capacity = parse_bytes(size)
+        capacity = parse_bytes(size, f"--{name}")
         if name == "host":
             reserved[name] = _HOST_RESERVE_BYTES
             capacity -= _HOST_RESERVE_BYTES

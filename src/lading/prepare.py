@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_type("graph", graph, StepGraph, "what lading.capture returns")
     if matrices is not None:
         check_type("matrices", matrices, Matrices, 'lading.Matrices(rule="muon", lr=0.02) or None')
-    _check_budgets(budget, disk_budget)
+    share_or_bytes(budget, 1, "budget")  # refused before anything is planned
+    parse_bytes(0 if disk_budget is None else disk_budget, "disk_budget")
     step = step_of(graph, machine, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)
     scratch = _scratch(step, machine)
     with planning_progress(after_s=_QUICK_S) as progress:
@@ -142,18 +144,6 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             workspace_bytes=scratch,
         )
     return _with_matrices(planned.plan, graph, matrices)
-
-
-def _check_budgets(budget: str | float, disk_budget: str | float | None) -> None:
-    """Refuse, before anything is planned, what is no size."""
-    try:
-        share_or_bytes(budget, 1)
-    except ConfigError as error:
-        raise ConfigError(f"budget: {error}") from error
-    try:
-        parse_bytes(0 if disk_budget is None else disk_budget)
-    except ConfigError as error:
-        raise ConfigError(f"disk_budget: {error}") from error
 
 
 def step_of(
@@ -369,11 +359,20 @@ def _built(model: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
     module, _, function = model.name.partition(":")
     try:
         made = getattr(importlib.import_module(module), function)(**model.sizes)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ConfigError(f"model.name {model.name!r}: expected a function that returns a module: {error}") from error
+    except Exception as error:  # code of the user's: whatever it raises is told as theirs
+        raise ConfigError(
+            f"model.name {model.name!r}: expected a function that returns a module, it fails: "
+            f"{type(error).__name__}: {error}{_where(error, __file__)}"
+        ) from error
     if not isinstance(made, torch.nn.Module):
         raise ConfigError(f"model.name {model.name!r}: expected a torch.nn.Module, got {type(made).__name__}")
     return made
+
+
+def _where(error: Exception, here: str) -> str:
+    """The line of the user's code in which an error was raised, in words; "" where it was raised by the call itself."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return "" if last.filename == here or last.filename.startswith("<") else f" ({last.filename}, line {last.lineno})"
 
 
 def task_of(model: ModelConfig) -> str:

@@ -17,25 +17,29 @@ _BYTE_UNITS = {
 _CAPACITY_UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 #: Plain numbers below are not taken as bytes.
 _LEAST_PLAIN_BYTES = 1024
-_EXPECTED_SIZE = "expected a size such as '256MB' or '24GiB'"
 #: Units of long times, the seconds of one, and from how many seconds on they are used.
 _LONG_TIMES = (("days", 86400, 3 * 86400), ("h", 3600, 3 * 3600), ("min", 60, 1000))
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*\Z")
 _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)\s*\Z")
 
 
-def parse_bytes(size: str | float) -> int:
+def parse_bytes(size: str | float, name: str = "") -> int:
     """Bytes from ``"256MB"``, ``"24GiB"``, or a number of bytes.
 
-    A number below 1024 without a unit is refused: it may be meant as percent, megabytes or gigabytes. 0 is none.
+    A number below 1024 without a unit is refused: it may be meant as megabytes or gigabytes. 0 is none.
 
+    Args:
+        name: What the size is of, for errors.
     Raises:
         ConfigError: not a number with a known unit, negative, or a number that could mean several things.
     """
-    return _read_bytes(size, f"{_EXPECTED_SIZE} or a number of bytes")
+    return _read_bytes(size, name, is_share=False)
 
 
-def _read_bytes(size: object, expected: str) -> int:
+def _read_bytes(size: object, name: str, *, is_share: bool) -> int:
+    where = f"{name}: " if name else ""
+    share = ", a share such as '50%'," if is_share else ""
+    expected = f"{where}expected a size such as '256MB' or '24GiB'{share} or a number of bytes"
     if isinstance(size, bool) or not isinstance(size, (str, int, float)):
         raise ConfigError(f"{expected}, got {size!r}")
     match = _NUMBER.match(size if isinstance(size, str) else str(size))
@@ -43,11 +47,10 @@ def _read_bytes(size: object, expected: str) -> int:
         raise ConfigError(f"{expected}, got {_shown(size)}")
     size_bytes = size if isinstance(size, int) else float(match[1]) * _BYTE_UNITS[match[2].upper()]
     if size_bytes >= 2**63:
-        raise ConfigError(f"expected a size below 2**63 bytes, got {_shown(size)}")
+        raise ConfigError(f"{where}expected a size below 2**63 bytes, got {_shown(size)}")
     if not match[2] and 0 < size_bytes < _LEAST_PLAIN_BYTES:
-        raise ConfigError(
-            f"expected a unit: {_shown(size)} may mean {_meanings(match[1])}; write the one that is meant"
-        )
+        meanings = _meanings(float(match[1]), is_share=is_share)
+        raise ConfigError(f"{where}expected a unit: {size!r} may mean {meanings}; write the one that is meant")
     return round(size_bytes)
 
 
@@ -55,12 +58,11 @@ def _shown(size: str | float) -> str:
     return "a larger integer" if isinstance(size, int) and abs(size) >= 2**63 else repr(size)
 
 
-def _meanings(number: str) -> str:
+def _meanings(number: float, *, is_share: bool) -> str:
     """What a small number without a unit may mean."""
-    value = float(number)
-    percent = 100 * value if value <= 1 else value
-    shares = [f"{percent:g}%"] if percent <= 100 else []
-    return " or ".join(repr(text) for text in (*shares, *(f"{value:g}{unit}" for unit in ("B", "MB", "GB"))))
+    percent = 100 * number if number <= 1 else number
+    shares = [f"{percent:g}%"] if is_share and percent <= 100 else []
+    return " or ".join(repr(text) for text in (*shares, *(f"{number:g}{unit}" for unit in ("B", "MB", "GB"))))
 
 
 def format_bytes(size_bytes: float) -> str:
@@ -116,21 +118,21 @@ def format_flops(flops: float) -> str:
     return f"{flops:.0f} FLOP"
 
 
-def share_or_bytes(size: str | float, whole_bytes: int) -> int:
+def share_or_bytes(size: str | float, whole_bytes: int, name: str = "") -> int:
     """Bytes of ``"256MB"``, of a number of bytes, or of a share of ``whole_bytes``: ``"50%"`` or ``0.5``.
 
     A number between 0 and 1 is a share. 1 is refused, as it may be all of it or one byte; so are those below 1024.
 
+    Args:
+        name: What the size is of, for errors.
     Raises:
         ConfigError: neither a size nor a share above 0% and up to 100%, or a number that could mean several things.
     """
-    share = share_of(size)
-    if share is not None:
-        return int(whole_bytes * share)
-    return _read_bytes(size, f"{_EXPECTED_SIZE}, a share such as '50%', or a number of bytes")
+    share = share_of(size, name)
+    return _read_bytes(size, name, is_share=True) if share is None else int(whole_bytes * share)
 
 
-def share_of(size: str | float) -> float | None:
+def share_of(size: str | float, name: str = "") -> float | None:
     """The share that ``"50%"`` or ``0.5`` says, above 0 and up to 1; None where it is a number of bytes.
 
     Raises:
@@ -142,7 +144,8 @@ def share_of(size: str | float) -> float | None:
         return None
     if match := _PERCENT.match(size):
         if not 0 < float(match[1]) <= 100:
-            raise ConfigError(f"expected a share above 0% and up to 100%, got {size!r}")
+            where = f"{name}: " if name else ""
+            raise ConfigError(f"{where}expected a share above 0% and up to 100%, got {size!r}")
         return float(match[1]) / 100
     number = _NUMBER.match(size)
     return float(number[1]) if number and not number[2] and 0 < float(number[1]) < 1 else None

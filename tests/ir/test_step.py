@@ -171,7 +171,7 @@ def test_frozen_parameters_have_no_state() -> None:
 
 def test_refusals() -> None:
     graph = capture(own("gpt"), tokens(), next_byte_loss)
-    with pytest.raises(ConfigError, match="clip_norm >= 0"):
+    with pytest.raises(ConfigError, match="clip_norm: expected a finite number >= 0"):
         expand(graph, clip_norm=-1.0)
     frozen = tuple(dataclasses.replace(p, gradient=None) for p in graph.parameters)
     with pytest.raises(ConfigError, match="no parameter has a gradient"):

@@ -439,7 +439,7 @@ class Export:
 
     def run(self) -> None:
         """Export the newest checkpoint."""
-        shard_bytes = parse_bytes(self.shard)
+        shard_bytes = parse_bytes(self.shard, "--shard")
         from lading.export import OWN_CONFIG, export_run
 
         folder = export_run(self.folder, self.to, shard_bytes=shard_bytes)

@@ -200,7 +200,7 @@ def ask_of(asked: Plan) -> Ask:
         raise ConfigError(f"--top: expected at least 1 layout to show, got {asked.top}")
     if asked.price is not None and asked.price < 0:
         raise ConfigError(f"--price: expected a price of a device for an hour, 0 or more, got {asked.price:g}")
-    if asked.budget is not None and parse_bytes(asked.budget) < 1:
+    if asked.budget is not None and parse_bytes(asked.budget, "--budget") < 1:
         raise ConfigError(f"--budget: expected memory of a device, such as 40GB, got {asked.budget!r}")
     pins = parse_pins(asked.pin)
     question = Question(
@@ -220,7 +220,7 @@ def ask_of(asked: Plan) -> Ask:
         longest=asked.longest or 0,
         save=asked.save,
         top=max(Ask.top, asked.top),
-        budget_bytes=parse_bytes(asked.budget) if asked.budget else 0,
+        budget_bytes=parse_bytes(asked.budget, "--budget") if asked.budget else 0,
     )
 
 

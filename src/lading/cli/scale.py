@@ -178,7 +178,7 @@ def _long_run(simulated: Simulated, asked: Simulate, step_s: float) -> tuple[dic
         simulated,
         device_mtbf_hours=asked.mtbf,
         restart_s=restart_s,
-        storage_bytes_per_s=parse_bytes(asked.storage),
+        storage_bytes_per_s=parse_bytes(asked.storage, "--storage"),
     )
     steps = best_interval_steps(failures, step_s)
     found = goodput(failures, steps * step_s, run_s=_RUN_S)

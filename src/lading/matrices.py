@@ -40,7 +40,7 @@ from lading.runtime.held import Pieces, check_states, take_over
 from lading.runtime.hooks import before_reading, when_final
 from lading.runtime.live import LiveSettings, Setting, digest
 from lading.runtime.matrices import MatrixRoute
-from lading.runtime.members import How, Member, facts_of, groups_of, maths_of, members_of, split
+from lading.runtime.members import How, Member, facts_of, groups_of, members_of, rules_of, split
 from lading.runtime.replicas import ReplicaRoute
 
 
@@ -89,7 +89,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._team = Team.of(process_group(mesh))
         self._wholes = [whole for number, m in enumerate(self._members) for whole in self._wholes_of(number, m)]
         self._check_names()
-        self._rules = self._rules_of_wholes()
+        self._rules = rules_of(self._wholes, self._members, how)
         holdings = self._holdings()
         self._boxes = [row[self._team.rank] for row in holdings]
         self._costs = Costs.of(how.machine)
@@ -128,19 +128,6 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for names in ([m.name for m in self._members], [whole.name for whole in self._wholes]):
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ConfigError(f"expected parameters of different names, found {twice[0]!r} more than once")
-
-    def _rules_of_wholes(self) -> list[Rule | AdamWRule]:
-        """Of each matrix; staggered, matrices of one shape take turns in the order of their names."""
-        turns: dict[tuple[int, ...], int] = {}
-        shifts: dict[str, int] = {}
-        for whole in sorted(self._wholes, key=lambda w: w.name):
-            shifts[whole.name] = turns.get(whole.box.shape, 0)
-            turns[whole.box.shape] = shifts[whole.name] + 1
-        settings = [self._members[whole.parameter].settings for whole in self._wholes]
-        return [
-            maths_of(s, shifts[w.name] * self.how.stagger, shared=self.how.share)
-            for s, w in zip(settings, self._wholes, strict=True)
-        ]
 
     def _holdings(self) -> list[list[Box]]:
         """What every rank has of every parameter; the same list on all of them."""

@@ -12,6 +12,7 @@ import torch
 from lading import __version__
 from lading.config import AdamW
 from lading.errors import ConfigError
+from lading.ir.routes import Whole
 from lading.optim.adam import AdamWRule
 from lading.optim.muon import MuonRule
 from lading.optim.rule import Rule
@@ -155,3 +156,14 @@ def maths_of(rule: MatrixRule | AdamW, shift: int = 0, *, shared: bool = False) 
     if isinstance(rule, Muon):
         return MuonRule(rule, shared=shared)
     return ShampooRule(rule, shift) if isinstance(rule, Shampoo) else SOAPRule(rule, shift)
+
+
+def rules_of(wholes: Sequence[Whole], members: Sequence[Member], how: How) -> list[Rule | AdamWRule]:
+    """The rule of each matrix; staggered, matrices of one shape take turns in the order of their names."""
+    turns: dict[tuple[int, ...], int] = {}
+    shifts: dict[str, int] = {}
+    for whole in sorted(wholes, key=lambda w: w.name):
+        shifts[whole.name] = turns.get(whole.box.shape, 0)
+        turns[whole.box.shape] = shifts[whole.name] + 1
+    settings = [members[whole.parameter].settings for whole in wholes]
+    return [maths_of(s, shifts[w.name] * how.stagger, shared=how.share) for s, w in zip(settings, wholes, strict=True)]

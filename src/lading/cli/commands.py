@@ -445,8 +445,8 @@ class Export:
         folder = export_run(self.folder, self.to, shard_bytes=shard_bytes)
         print(f"wrote {folder}")
         if (folder / OWN_CONFIG).is_file():
-            said = f"from_pretrained cannot load it, as transformers has no such model: {OWN_CONFIG} has its name and sizes"
-            print(fitted(f"{said}, model.safetensors its weights"))
+            said = f"from_pretrained cannot load it, as transformers has no such model: {OWN_CONFIG} has its name"
+            print(fitted(f"{said} and sizes, model.safetensors its weights"))
 
 
 @dataclass(frozen=True, kw_only=True)

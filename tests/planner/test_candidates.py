@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.planner.steps import captured, within
+from tests.planner.steps import captured, tiny, within
 
 from lading.ir.plan import Option
 from lading.memory.verify import verify
 from lading.planner.greedy import evicting
 from lading.planner.orders import best_order
+from lading.planner.residency import Relaxations
 from lading.planner.streaming import moving
 
 
@@ -20,3 +21,10 @@ def test_the_search_is_never_slower_than_a_plain_rule() -> None:
         verify(one.program)
         assert one.program.peak_bytes <= step.budgets["device"]
     assert best_order(step, ()).found.step_s <= min(one.step_s for one in found)
+
+
+def test_the_same_choices_are_lowered_once() -> None:
+    step = tiny(0)
+    relaxations = Relaxations(step)
+    first = relaxations.lowered({})
+    assert relaxations.lowered({}) is first

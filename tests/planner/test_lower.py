@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -10,14 +11,19 @@ from tests.interpreter import run_random
 from tests.planner.steps import NO_LIMIT, captured, needs, options_of, random_choices, tiny, within
 
 from lading.ir.action import ActionKind, parse_action
-from lading.ir.graph import Role
+from lading.ir.graph import Role, StepGraph
+from lading.ir.machine import Machine
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program, slot_bytes
+from lading.memory.arena import Item, Packing
 from lading.memory.lifetime import gaps, is_movable
 from lading.memory.verify import verify
+from lading.planner import lower
+from lading.planner.emit import Emission
 from lading.planner.lower import fixed_bytes, overhead_bytes
 from lading.planner.policies import checkpoint_every_block, keep_all
 from lading.planner.residency import Step
+from lading.planner.schedule import Stretched
 from lading.units import MiB
 
 Choices = dict[tuple[int, int], Option]
@@ -144,3 +150,43 @@ def test_code_compiled_for_16_bit_products_is_memory_of_the_process() -> None:
     plain = overhead_bytes(machine, step.costs)
     grown = [overhead_bytes(machine, replace(step.costs, compiled=count)) - plain for count in (1, 2, 12)]
     assert grown == [9000, 10_000, 20_000]  # the library's own code first
+
+
+def test_choices_that_cannot_be_packed_are_given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = captured("gpt", num_layers=1)
+    choices = everything_on_disk(step)
+    wide = within(step, 2 * needs(step, choices))
+    attempts: list[int] = []
+    pack = lower.pack
+
+    def packed(items: Sequence[Item], limit_bytes: int) -> Packing:
+        attempts.append(limit_bytes)
+        return replace(pack(items, limit_bytes), size_bytes=limit_bytes + 1)
+
+    monkeypatch.setattr(lower, "pack", packed)
+    lowered = wide.lower(choices)
+    assert lowered.program is None
+    assert lowered.excess_bytes == 1
+    assert len(attempts) == 2  # with all the room for transfers, and with none
+
+
+def test_what_leaves_room_enough_is_found_in_a_few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = captured("gpt", num_layers=1)
+    choices = everything_on_disk(step)
+    wide = within(step, 2 * needs(step, choices))
+    given: list[int] = []
+    stretch, pack = lower.stretch, lower.pack
+
+    def stretched(graph: StepGraph, machine: Machine, emission: Emission, seconds: list[float], soft: int) -> Stretched:
+        given.append(soft)
+        return stretch(graph, machine, emission, seconds, soft)
+
+    def packed(items: Sequence[Item], limit_bytes: int) -> Packing:
+        made = pack(items, limit_bytes)
+        return made if given[-1] < 0.6 * limit_bytes else replace(made, size_bytes=limit_bytes + 1)
+
+    monkeypatch.setattr(lower, "stretch", stretched)
+    monkeypatch.setattr(lower, "pack", packed)
+    assert wide.lower(choices).program is not None
+    assert len(given) <= 10
+    assert given[0] == wide.arena_bytes

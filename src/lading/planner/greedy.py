@@ -35,7 +35,7 @@ class Greedy:
 
     Attributes:
         choices: RECOMPUTE for every gap over which something was evicted.
-        step_s: Operations and what was made again; None where it ran out of victims, or made the same again and again.
+        step_s: Operations and what was made again; None where it was given up.
     """
 
     choices: Choices = field(default_factory=lambda: {})
@@ -52,8 +52,8 @@ def evicting(step: Step, best_s: Callable[[], float]) -> Iterator[Found]:
         return
     for away in persistent_away(step):
         for share in _ROOMS:
-            greedy = run(step, away, int(share * step.arena_bytes))
-            if greedy.step_s is None or greedy.step_s >= best_s():
+            greedy = run(step, away, int(share * step.arena_bytes), best_s())
+            if greedy.step_s is None:
                 break
             choices = {**greedy.choices, **away}
             program = step.lower(choices).program
@@ -61,22 +61,28 @@ def evicting(step: Step, best_s: Callable[[], float]) -> Iterator[Found]:
                 yield step.retimed(Found(choices, program, step), MOST_RETIMED)
 
 
-def run(step: Step, away: Choices, room_bytes: int) -> Greedy:
-    """The step within ``room_bytes``; persistent storages whose gaps are in ``away`` are there only when used."""
-    return _Run(step, away, room_bytes).run()
+def run(step: Step, away: Choices, room_bytes: int, below_s: float = float("inf")) -> Greedy:
+    """The step within ``room_bytes``; persistent storages whose gaps are in ``away`` are there only when used.
+
+    Args:
+        below_s: It is given up as soon as it cannot take less than this.
+    """
+    return _Run(step, away, room_bytes, below_s).run()
 
 
-class _NoVictim(Exception):
+class _GivenUp(Exception):
     pass
 
 
 class _Run:
     """State of one run. ``live`` holds what is resident, ``gone`` what was evicted or freed and can be made again."""
 
-    def __init__(self, step: Step, away: Choices, room_bytes: int) -> None:
+    def __init__(self, step: Step, away: Choices, room_bytes: int, below_s: float) -> None:
         self.graph, self.lives, self.seconds = step.graph, step.lives, step.costs.op_seconds
         self.away, self.room, self.result = away, room_bytes, Greedy()
         self.whole_s = sum(self.seconds)
+        self.spare_s = below_s - self.whole_s  # what may be made again in all
+        self.again_s = 0.0
         self.sizes = [s.size_bytes for s in self.graph.storages]
         self.live: set[int] = set()
         self.gone: set[int] = set()
@@ -96,7 +102,7 @@ class _Run:
         try:
             for position in range(len(self.graph.ops)):
                 self._step(position)
-        except _NoVictim:
+        except _GivenUp:
             return self.result
         self.result.step_s = self.clock
         return self.result
@@ -143,6 +149,9 @@ class _Run:
             for made in self.graph.op_writes[producer]:
                 self._allocate(made, locked)
             self.clock += self.seconds[producer]
+            self.again_s += self.seconds[producer]
+            if self.again_s >= self.spare_s:
+                raise _GivenUp
             for touched in (*sources, *self.graph.op_writes[producer]):
                 self.touched[touched] = self.clock
             for made in self.graph.op_writes[producer]:
@@ -174,10 +183,10 @@ class _Run:
 
     def _evict(self, locked: set[int]) -> None:
         if self.clock > _THRASHING * self.whole_s:
-            raise _NoVictim
+            raise _GivenUp
         victims = [s for s in self.live - locked - self.steady if self._can_go(s)]
         if not victims:
-            raise _NoVictim
+            raise _GivenUp
         victim = min(victims, key=lambda s: (self._h(s), s))
         uses, following = self.lives.uses[victim], self.next_use[victim]
         if following < len(uses):

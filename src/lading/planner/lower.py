@@ -61,8 +61,8 @@ class Lowered:
     arena_bytes: int
 
 
-#: Residencies that are many, and the parts of the arena by one of which the room of a stretch shrinks at least.
-_MANY, _STEPS, _STEPS_OF_MANY = 4000, 200, 64
+#: The room of a stretch first shrinks by one of so many parts of the arena at least, then by twice as much each time.
+_STEPS = 200
 #: More bytes than any device has.
 _NO_LIMIT = 1 << 60
 #: Lower tiers, nearest first.
@@ -125,7 +125,8 @@ def lower(
         item_seconds: How long each item is expected to take, waiting for the next one to start included; None takes
             what it computes.
 
-    The stretch is given less and less room until the packed arena fits; with none left, what is missing is reported.
+    The stretch is given all the arena, and less and less of it until what it leads to can be packed; what cannot even
+    be packed without room for transfers is reported at once.
     """
     emission = emit(graph, lives, _one_tier(choices))
     seconds = item_seconds or [_item_seconds(graph, machine, costs, item) for item in emission.items]
@@ -135,17 +136,36 @@ def lower(
     peak_item = int(base.argmax())
     if peak > arena:
         return Lowered(None, emission, peak - arena, peak_item, peak)
-    soft, few = arena, len(emission.residencies) < _MANY
-    while True:
-        cut, stretched = wrapped(emission, stretch(graph, machine, emission, seconds, soft))
-        packed = _pack(graph, cut, stretched, arena)
-        packing = packed[0]
-        if packing.size_bytes <= arena:
-            program = _program(graph, cut, stretched, packed, budgets, machine, costs)
-            return Lowered(program, emission, 0, peak_item, packing.size_bytes)
-        if soft <= peak:
-            return Lowered(None, emission, packing.size_bytes - arena, peak_item, packing.size_bytes)
-        soft = max(peak, soft - max(packing.size_bytes - arena, arena // (_STEPS if few else _STEPS_OF_MANY)))
+
+    def placed(soft_bytes: int) -> _Placed:
+        cut, stretched = wrapped(emission, stretch(graph, machine, emission, seconds, soft_bytes))
+        return _Placed(cut, stretched, _pack(graph, cut, stretched, arena))
+
+    attempt, soft, step = placed(arena), arena, max(1, arena // _STEPS)
+    if attempt.size_bytes > arena > peak:
+        tightest = placed(peak)
+        while attempt.size_bytes > arena and attempt is not tightest:
+            soft -= max(attempt.size_bytes - arena, step)
+            step *= 2
+            attempt = placed(soft) if soft > peak and tightest.size_bytes <= arena else tightest
+    if attempt.size_bytes > arena:
+        return Lowered(None, emission, attempt.size_bytes - arena, peak_item, attempt.size_bytes)
+    program = _program(graph, attempt.emission, attempt.stretched, attempt.packed, budgets, machine, costs)
+    return Lowered(program, emission, 0, peak_item, attempt.size_bytes)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """Stays with some room for their transfers, and their addresses."""
+
+    emission: Emission
+    stretched: Stretched
+    packed: tuple[Packing, list[int]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the arena."""
+        return self.packed[0].size_bytes
 
 
 def unlimited_bytes(graph: StepGraph, machine: Machine, costs: Costs, emission: Emission) -> int:

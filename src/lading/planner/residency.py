@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -35,7 +35,7 @@ from lading.planner.linear import Relaxation, solve
 from lading.planner.lower import Costs, Lowered, fixed_bytes, lower, unlimited_bytes
 from lading.planner.relaxation import Problem, Relaxed, build
 from lading.planner.schedule import base_profile, item_seconds
-from lading.sim.engine import simulate, step_seconds
+from lading.sim.engine import simulate, step_times
 from lading.units import format_bytes, format_seconds
 
 _FLOW_WINDOWS = 4
@@ -86,13 +86,13 @@ class Step:
                 return dataclasses.replace(lowered, program=None)
             if program is None or retimed == 0:
                 return lowered
-            seconds, retimed = item_seconds(program, self.simulate(program)), retimed - 1
+            seconds, retimed = item_seconds(program, *self.times(program)), retimed - 1
 
     def retimed(self, found: Found, most: int) -> Found:
         """The fastest that scheduling the transfers again, up to ``most`` times in all, makes of it where it waits."""
         best = last = found
         while last.waits and last.retimed < most and len(self.graph.ops) <= _RETIMED_OPS:
-            seconds = item_seconds(last.program, last.timeline)
+            seconds = item_seconds(last.program, *last.times)
             again = lower(
                 self.graph, self.lives, self.machine, self.costs, found.choices, self.budgets, item_seconds=seconds
             ).program
@@ -114,9 +114,13 @@ class Step:
         """Predict the program's timeline."""
         return simulate(program, self.machine, op_seconds=self.costs.op_seconds)
 
+    def times(self, program: Program) -> tuple[float, Sequence[float]]:
+        """Predict the program's seconds and when each action starts, which is quicker."""
+        return step_times(program, self.machine, op_seconds=self.costs.op_seconds)
+
     def seconds(self, program: Program) -> float:
-        """Predict the program's time, which is quicker."""
-        return step_seconds(program, self.machine, op_seconds=self.costs.op_seconds)
+        """Predict the program's seconds."""
+        return self.times(program)[0]
 
 
 @dataclass(frozen=True)
@@ -133,9 +137,14 @@ class Found:
     device_s: float = 0.0
 
     @cached_property
+    def times(self) -> tuple[float, Sequence[float]]:
+        """Seconds of the step and when each action starts."""
+        return self.step.times(self.program)
+
+    @property
     def step_s(self) -> float:
         """Seconds of the step."""
-        return self.step.seconds(self.program)
+        return self.times[0]
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -323,12 +332,13 @@ _Beliefs = tuple[tuple[bool, bool], tuple[tuple[str, float], ...]]
 
 
 class Relaxations:
-    """The linear programs of a step's aims, each built once."""
+    """The linear programs of a step's aims, each built once, and what their choices lead to, each lowered once."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._problems: dict[_Beliefs, Problem] = {}
         self._solved: dict[tuple[_Beliefs, int], Relaxation] = {}
+        self._lowered: dict[frozenset[tuple[tuple[int, int], Option]], Found | np.ndarray] = {}
 
     def of(self, aim: Aim) -> Relaxation:
         """The program of an aim."""
@@ -339,6 +349,17 @@ class Relaxations:
         if (what, aim.windows) not in self._solved:
             self._solved[what, aim.windows] = Relaxation(self._problems[what], aim.windows)
         return self._solved[what, aim.windows]
+
+    def lowered(self, choices: dict[tuple[int, int], Option]) -> Found | np.ndarray:
+        """The plan of the choices; where they do not fit, the bytes to reserve at each position next time."""
+        key = frozenset(choices.items())
+        if key not in self._lowered:
+            step, made = self._step, self._step.lower(choices)
+            if made.program is None:
+                self._lowered[key] = _missing(step, made)
+            else:
+                self._lowered[key] = step.retimed(Found(choices, made.program, step), 1)
+        return self._lowered[key]
 
 
 def _repaired(step: Step, every: Relaxations, aim: Aim) -> tuple[Found | None, int]:
@@ -354,10 +375,10 @@ def _repaired(step: Step, every: Relaxations, aim: Aim) -> tuple[Found | None, i
         if relaxed is None:
             return None, tried
         choices = rounded(problem, relaxation.settled(relaxed) if aim.settled else relaxed)
-        lowered = step.lower(choices)
-        if lowered.program is not None:
-            return step.retimed(Found(choices, lowered.program, step), 1), tried + 1
-        extra += _missing(step, problem, lowered)
+        made = every.lowered(choices)
+        if isinstance(made, Found):
+            return made, tried + 1
+        extra += made
     return None, _REPAIRS
 
 
@@ -432,9 +453,9 @@ def _at_seat(shares: Counter[Option], seat: int, count: int) -> Option:
     return next(iter(shares))
 
 
-def _missing(step: Step, problem: Problem, lowered: Lowered) -> np.ndarray:
+def _missing(step: Step, lowered: Lowered) -> np.ndarray:
     """Bytes to reserve at each position so that the next solution fits: the lowering's excess around its items."""
-    extra = np.zeros(problem.num_ops, dtype=np.int64)
+    extra = np.zeros(len(step.graph.ops), dtype=np.int64)
     over = base_profile(step.graph, lowered.emission) - step.arena_bytes
     if over.max() <= 0:  # alive bytes fit, their addresses do not
         return extra + lowered.excess_bytes

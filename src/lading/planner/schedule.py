@@ -24,7 +24,6 @@ from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program, slot_sizes
-from lading.ir.timeline import Timeline
 from lading.planner.emit import Emission, Residency
 
 #: Fetches are planned to take this much longer than predicted, so that noise does not stall compute.
@@ -85,18 +84,20 @@ def wrapped(emission: Emission, stretched: Stretched) -> tuple[Emission, Stretch
     return dataclasses.replace(emission, residencies=list(stays)), Stretched(firsts, lasts)
 
 
-def item_seconds(program: Program, timeline: Timeline) -> list[float]:
-    """From the start of each item to that of the next; items are what the compute stream does but FREE."""
-    starts = [0.0] * len(program.actions)
-    for event in timeline.events:
-        starts[event.action] = event.start_s
+def item_seconds(program: Program, duration_s: float, starts: Sequence[float]) -> list[float]:
+    """From the start of each item to that of the next; items are what the compute stream does but FREE.
+
+    Args:
+        duration_s: Seconds of the step.
+        starts: When each action starts.
+    """
     items = [a for a in program.actions if a.stream in (COMPUTE_STREAM, HOST_STREAM) and a.kind is not ActionKind.FREE]
-    begin, following = [0.0] * len(items), timeline.duration_s
+    begin, following = [0.0] * len(items), duration_s
     for index in range(len(items) - 1, -1, -1):  # what the host does takes no time of the others
         if items[index].stream == COMPUTE_STREAM:
             following = starts[items[index].id]
         begin[index] = following
-    return [after - start for start, after in zip(begin, [*begin[1:], timeline.duration_s], strict=True)]
+    return [after - start for start, after in zip(begin, [*begin[1:], duration_s], strict=True)]
 
 
 class _Stretcher:

@@ -53,13 +53,16 @@ def simulate(program: Program, machine: Machine | str | Path, *, op_seconds: Seq
     return engine.timeline()
 
 
-def step_seconds(program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None) -> float:
-    """``duration_s`` of what ``simulate`` says, without the timeline.
+def step_times(
+    program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None
+) -> tuple[float, Sequence[float]]:
+    """``duration_s`` of what ``simulate`` says and when each action starts, without the timeline.
 
     Raises:
         SimulationError: as ``simulate``.
     """
-    return _Engine(program, _Costs(program, machine, op_seconds)).run()
+    engine = _Engine(program, _Costs(program, machine, op_seconds))
+    return engine.run(), engine.starts
 
 
 def critical_path_s(program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None) -> float:
@@ -212,7 +215,7 @@ class _Engine:
         self._tickets = 0
         self._now_s = 0.0
         self._started: list[int] = []
-        self._starts = [0.0] * len(self._actions)
+        self.starts = [0.0] * len(self._actions)
         self._ends: list[float | None] = [None] * len(self._actions)
         self._latency: set[int] = set()
         self._transfers: dict[tuple[str, bool], _Transfer] = {}
@@ -235,20 +238,25 @@ class _Engine:
     def _start_all(self) -> None:
         """Start what can start now; an action of no length ends at once and may let others start."""
         ends, busy, following, actions = self._ends, self._busy, self._next, self._actions
+        count = len(ends)
         progress = True
         while progress:
             progress = False
             for stream, queue in enumerate(self._queues):
                 while not busy[stream] and following[stream] < len(queue):
                     action = actions[queue[following[stream]]]
-                    if action.waits and not all(0 <= w < len(ends) and ends[w] is not None for w in action.waits):
-                        break
-                    self._start(action, stream)
-                    progress = True
+                    for wait in action.waits:
+                        if not 0 <= wait < count or ends[wait] is None:
+                            break
+                    else:
+                        self._start(action, stream)
+                        progress = True
+                        continue
+                    break
 
     def _start(self, action: Action, stream: int) -> None:
         self._next[stream] += 1
-        self._starts[action.id] = self._now_s
+        self.starts[action.id] = self._now_s
         self._started.append(action.id)
         if action.kind is ActionKind.FREE:
             self._ends[action.id] = self._now_s
@@ -351,7 +359,7 @@ class _Engine:
         for index in self._started:
             end_s = self._ends[index]
             assert end_s is not None
-            events.append(Event(0, self._actions[index].stream, index, self._starts[index], end_s))
+            events.append(Event(0, self._actions[index].stream, index, self.starts[index], end_s))
         by_id = sorted(events, key=lambda event: event.action)
         return Timeline(
             source="predicted",

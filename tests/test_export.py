@@ -15,12 +15,15 @@ from lading.checkpoint.state import tensor_source
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint, save_checkpoint
 from lading.cli.main import main
 from lading.config import load_run, run_to_dict
+from lading.errors import StorageError
+from lading.export import export_run
 from lading.models.registry import build_model
 from lading.prepare import plan_run
 from lading.train import train_plain, train_run
 from tests.ir.test_plan import some_plan
 from tests.models.test_hugging_face import saved
 from tests.runs import write_run
+from tests.test_files import nothing_fits
 
 hf = pytest.importorskip("transformers")
 
@@ -91,16 +94,7 @@ def test_a_reference_model_is_loaded_as_the_one_of_transformers(
     name: str, sizes: dict[str, Any], twin: str, tmp_path: Path
 ) -> None:
     """The same logits, but for rounding: rotations and norms are written in other operations there."""
-    run = run_of(tmp_path, name, "model.sizes.dim=32", "model.sizes.num_heads=4", "model.sizes.num_layers=2")
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, sizes=run.model.sizes | sizes))
-    model = build_model(name, **run.model.sizes).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    out = Path(run.out)
-    out.mkdir()
-    some_plan(run=run_to_dict(run)).save(out / "plan.json")
-    first = {id(tensor): tensor_source(key, tensor) for key, tensor in reversed(list(model.named_parameters()))}
-    save_checkpoint(out / "checkpoints", 1, list(first.values()), {}, keep=1)
+    run, model = saved_reference(tmp_path, name, sizes)
     assert main(["export", run.out, "--to", str(tmp_path / "after"), "--shard", "8KB"]) == 0
     loaded, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "after", output_loading_info=True)
     assert type(loaded).__name__ == twin
@@ -110,6 +104,34 @@ def test_a_reference_model_is_loaded_as_the_one_of_transformers(
         expected, found = model(tokens), loaded.eval()(tokens).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """Nothing is left where the export was to be, and the next one works."""
+    run, _ = saved_reference(tmp_path, "gpt", {})
+    before = sorted(tmp_path.iterdir())
+    with (
+        nothing_fits(),
+        pytest.raises(StorageError, match=r"cannot export to .*after: .*File too large; free"),
+    ):
+        export_run(Path(run.out), tmp_path / "after")
+    assert sorted(tmp_path.iterdir()) == before
+    assert (export_run(Path(run.out), tmp_path / "after") / "config.json").is_file()
+
+
+def saved_reference(root: Path, name: str, sizes: dict[str, Any]) -> tuple[Any, torch.nn.Module]:
+    """A run of a reference model with a checkpoint of random weights, and the model that has them."""
+    run = run_of(root, name, "model.sizes.dim=32", "model.sizes.num_heads=4", "model.sizes.num_layers=2")
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, sizes=run.model.sizes | sizes))
+    model = build_model(name, **run.model.sizes).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    out = Path(run.out)
+    out.mkdir()
+    some_plan(run=run_to_dict(run)).save(out / "plan.json")
+    first = {id(tensor): tensor_source(key, tensor) for key, tensor in reversed(list(model.named_parameters()))}
+    save_checkpoint(out / "checkpoints", 1, list(first.values()), {}, keep=1)
+    return run, model
 
 
 @pytest.mark.parametrize("name", ["dit"])

@@ -121,6 +121,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_type("graph", graph, StepGraph, "what lading.capture returns")
     if matrices is not None:
         check_type("matrices", matrices, Matrices, 'lading.Matrices(rule="muon", lr=0.02) or None')
+    check_type("master_weights", master_weights, bool, "True or False")
+    check_type("compile", compile, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     parse_bytes(0 if disk_budget is None else disk_budget, "disk_budget")
     step = step_of(graph, machine, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)

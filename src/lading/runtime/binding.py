@@ -346,4 +346,7 @@ def checked_batches(
                     f"micro-batch {micro}: expected {name!r} of {t.dtype} {t.shape}, got {found[0]} {found[1]}; "
                     "pad or cut the batch, or plan for this shape"
                 )
+            if given.layout is not torch.strided or given.is_meta:
+                kind = "a tensor without values (meta)" if given.is_meta else str(given.layout)
+                raise ConfigError(f"micro-batch {micro}: expected {name!r} dense, with values, got {kind}")
     return batches

@@ -7,7 +7,7 @@ compute waits, as Lading's are. A rival that has a knob is tried at several sett
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +85,9 @@ def stripped(machine: Machine) -> Machine:
     return dataclasses.replace(machine, device=device)
 
 
-def step_within(graph: StepGraph, machine: Machine, budgets: dict[str, int], save_bytes: float = 0.0) -> Step:
-    """What the planner works on, for rivals; ``save_bytes`` is that of Lading's plan."""
-    costs = step_costs(graph, machine, workspace_of(graph, machine.device.kind), save_bytes)
+def step_within(graph: StepGraph, machine: Machine, budgets: dict[str, int], settings: Mapping[str, float]) -> Step:
+    """What the planner works on, for rivals; ``settings`` are those of Lading's plan."""
+    costs = step_costs(graph, machine, workspace_of(graph, machine.device.kind), settings)
     return Step(graph, lifetimes(graph), machine, costs, budgets)
 
 

@@ -31,7 +31,6 @@ from lading.ir.machine import Machine
 from lading.ir.plan import Option, Plan, plan_from_dict
 from lading.ir.program import Program
 from lading.memory.verify import verify
-from lading.planner.api import SAVE_BYTES
 from lading.planner.residency import Step
 from lading.prepare import lowered, plan, step_of
 from lading.runtime.resident import trim
@@ -44,7 +43,7 @@ _OURS = "Lading"
 def _step(graph: StepGraph, machine: Machine, made: Plan) -> Step:
     """What the rivals decide about: the same step, budgets and memory besides tensors as Lading's plan."""
     step = step_of(graph, machine, clip_norm=0.0, master_weights=False)
-    return step_within(step, machine, made.budgets, made.settings[SAVE_BYTES])
+    return step_within(step, machine, made.budgets, made.settings)
 
 
 def planned(case: Case, machine_file: Path, budget: str, limit_s: float) -> dict[str, Any]:

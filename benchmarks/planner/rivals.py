@@ -42,7 +42,7 @@ def rows(case: Case, machine: Machine, budgets: list[str], limit_s: float) -> It
             yield row
             continue
         row |= {"step_s": plan.step_s, "bound_s": plan.lower_bound_s, "plan_s": time.process_time() - begin}
-        step = step_within(graph, machine, plan.budgets)
+        step = step_within(graph, machine, plan.budgets, plan.settings)
         for name, rival in RIVALS.items():
             begin = time.process_time()
             found = best_of(step, rival(step, limit_s))

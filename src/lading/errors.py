@@ -57,6 +57,10 @@ class SimulationError(LadingError):
     """An action has no cost or no stream to run on."""
 
 
+class BudgetWarning(UserWarning):
+    """A step took more memory than its plan promised; says how much, and the step after it says what took it."""
+
+
 class BudgetExceeded(LadingError):
     """Measured memory went above the promised budget."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from lading.models.dit import DitConfig
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model, model_class
 from lading.models.tasks import LOSSES
-from lading.planner.api import SAVE_BYTES, Sketch, make_program, predict, sketch_plan
+from lading.planner.api import KEPT_BYTES, SAVE_BYTES, Sketch, make_program, predict, sketch_plan
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
 from lading.report.progress import SILENT, PlanProgress, planning_progress
@@ -43,15 +44,17 @@ from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_u
 from lading.runtime.cuda import Cuda
 from lading.runtime.data import Dataset, LatentDataset, TextDataset
 from lading.runtime.host import host_id
+from lading.runtime.kernel_memory import kernel_memory
 from lading.runtime.kernels import workspace_of
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
 from lading.runtime.workspace import measured_workspace
 from lading.units import parse_bytes, share_or_bytes
 
-#: Setting of a plan for a GPU.
+#: Setting of a plan whose scratch was measured, or is that of a GPU: the largest of its operations.
 _SCRATCH = "workspace_bytes"
-#: Manifest, checksums and code of saving. Measured: 0.7 MiB for a Llama of 6 layers, torch 2.13.
-_SAVE_OBJECTS = 1 << 20
+#: Manifest, checksums and code of saving: once, and for each tensor. Measured: 0.1 MiB for a mixture of experts of two
+#: layers, 0.7 for a Llama of 6 that gave no freed scratch back before, torch 2.13.
+_SAVE_ONCE_BYTES, _SAVE_BYTES_PER_TENSOR = 256 << 10, 1 << 10
 
 #: A search for a plan shorter than this shows nothing.
 _QUICK_S = 2.0
@@ -126,7 +129,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     parse_bytes(0 if disk_budget is None else disk_budget, "disk_budget")
     step = step_of(graph, machine, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)
-    scratch = _scratch(step, machine)
+    memory = _kernel_memory(step, machine)
     with planning_progress(after_s=_QUICK_S) as progress:
         planned = cached_plan(
             step,
@@ -139,13 +142,13 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             expansion={
                 "clip_norm": clip_norm,
                 "master_weights": float(master_weights),
-                **_recorded(scratch, machine),
+                **memory.settings,
                 "compile": float(compile),
                 SAVE_BYTES: float(_save_bytes(step, machine)),
             },
-            workspace_bytes=scratch,
+            workspace_bytes=memory.scratch_bytes,
         )
-    return _with_matrices(planned.plan, graph, matrices)
+    return _with_matrices(memory.told(planned.plan), graph, matrices)
 
 
 def step_of(
@@ -170,27 +173,57 @@ def lowered(plan: Plan, graph: StepGraph) -> Program:
     masters = bool(plan.settings.get("master_weights", 0.0))
     matrices = matrices_from(plan.matrices) if plan.matrices is not None else None
     step = step_of(graph, machine, clip_norm=plan.settings["clip_norm"], master_weights=masters, matrices=matrices)
-    return make_program(plan, step, machine, workspace_bytes=_planned_scratch(plan, step, machine))
+    return make_program(plan, step, machine, workspace_bytes=_planned_scratch(plan, step))
 
 
-def _scratch(graph: StepGraph, machine: Machine) -> Sequence[int]:
-    """Scratch bytes of each operation: measured on a GPU that is here, else worked out from its binding."""
-    kind = machine.device.kind
-    if kind == "cuda" and machine.host_id == host_id() and torch.cuda.is_available():
-        return measured_workspace(graph, Cuda())
-    return workspace_of(graph, kind)
+@dataclass(frozen=True)
+class _KernelMemory:
+    """What a step's kernels take beside its tensors.
+
+    Attributes:
+        scratch_bytes: Of each operation, while it runs.
+        settings: What a plan remembers of it: the largest scratch, which is all that lowering it again asks for, and
+            what stays in the process.
+        assumption: What was not measured, in words.
+    """
+
+    scratch_bytes: Sequence[int]
+    settings: Mapping[str, float] = field(default_factory=lambda: {})
+    assumption: str = ""
+
+    def told(self, plan: Plan) -> Plan:
+        """The plan with what was not measured among its assumptions."""
+        said = (self.assumption,) if self.assumption else ()
+        return dataclasses.replace(plan, assumptions=(*plan.assumptions, *said))
 
 
-def _planned_scratch(plan: Plan, graph: StepGraph, machine: Machine) -> Sequence[int]:
-    """Scratch for lowering a plan again; where it was measured, what was measured then."""
-    if machine.device.kind == "cpu":
+def _kernel_memory(graph: StepGraph, machine: Machine) -> _KernelMemory:
+    """Measured where the machine is this host, else worked out from the bindings of the operations."""
+    kind, here = machine.device.kind, machine.host_id == host_id()
+    if kind == "cuda" and here and torch.cuda.is_available():
+        return _recorded(measured_workspace(graph, Cuda()))
+    if kind != "cpu":
+        return _recorded(workspace_of(graph, kind))
+    if not here:
+        return _KernelMemory(workspace_of(graph))
+    measured = kernel_memory(graph, machine.device.num_threads, cache=cache_folder().with_name("kernels"))
+    names = ", ".join(measured.unmeasured)
+    said = (
+        f"scratch of {names} is worked out from shapes: too large to run, or not registered by torch" if names else ""
+    )
+    scratch = [max(measured.heap_bytes, measured.scratch_bytes[0]), *measured.scratch_bytes[1:]]
+    return dataclasses.replace(_recorded(scratch, {KEPT_BYTES: float(measured.kept_bytes)}), assumption=said)
+
+
+def _recorded(scratch: Sequence[int], kept: Mapping[str, float] = MappingProxyType({})) -> _KernelMemory:
+    return _KernelMemory(scratch, {_SCRATCH: float(max(scratch, default=0)), **kept})
+
+
+def _planned_scratch(plan: Plan, graph: StepGraph) -> Sequence[int]:
+    """Scratch for lowering a plan again: what was measured when it was made, if anything was."""
+    if _SCRATCH not in plan.settings:
         return workspace_of(graph)
     return (int(plan.settings[_SCRATCH]), *(0 for _ in graph.ops[1:]))
-
-
-def _recorded(scratch: Sequence[int], machine: Machine) -> dict[str, float]:
-    """What a plan must remember of the scratch: on a GPU the largest, which is all that the lowering asks for."""
-    return {} if machine.device.kind == "cpu" else {_SCRATCH: float(max(scratch, default=0))}
 
 
 def _save_bytes(graph: StepGraph, machine: Machine) -> int:
@@ -200,9 +233,10 @@ def _save_bytes(graph: StepGraph, machine: Machine) -> int:
     """
     if machine.device.kind != "cpu":
         return 0
-    sized = ((view, graph.storages[storage].size_bytes) for storage, view in named_tensors(graph).items())
+    sized = [(view, graph.storages[storage].size_bytes) for storage, view in named_tensors(graph).items()]
     loose = [size for view, size in sized if not (view.is_row_major and view.spans(size))]
-    return _SAVE_OBJECTS + CHUNK_BYTES + max(BOUNCE_BYTES, 2 * max(loose, default=0))
+    objects = _SAVE_ONCE_BYTES + _SAVE_BYTES_PER_TENSOR * len(sized)
+    return objects + CHUNK_BYTES + max(BOUNCE_BYTES, 2 * max(loose, default=0))
 
 
 def _run_save_bytes(run: RunConfig, graph: StepGraph, machine: Machine) -> int:
@@ -245,7 +279,7 @@ def plan_run(
     step = step or capture_run(run, machine)
     initial, captured, graph = step.initial, step.captured, step.graph
     free = _free_bytes(Path(run.memory.folder or run.out))
-    scratch = _scratch(graph, machine)
+    memory = _kernel_memory(graph, machine)
     planned = cached_plan(
         graph,
         machine,
@@ -258,25 +292,26 @@ def plan_run(
             "clip_norm": run.optimization.clip_norm,
             "master_weights": float(_has_masters(run)),
             "compile": float(run.optimization.compile),
-            **_recorded(scratch, machine),
+            **memory.settings,
             SAVE_BYTES: float(_run_save_bytes(run, graph, machine)),
         },
-        workspace_bytes=scratch,
+        workspace_bytes=memory.scratch_bytes,
     )
-    made = _with_matrices(planned.plan, captured, run.optimization.matrices)
+    made = _with_matrices(memory.told(planned.plan), captured, run.optimization.matrices)
     made = dataclasses.replace(made, run=run_to_dict(run))
     return Prepared(run, initial, captured, planned.graph, machine, made, planned.program, planned.predicted)
 
 
 def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Sketch:
     """A plan of a captured run for ``machine`` without a search; budgets are the run's, its disk budget in bytes."""
+    memory = _kernel_memory(step.graph, machine)
     return sketch_plan(
         step.graph,
         machine,
         budget=run.memory.budget,
         disk_budget=run.memory.disk_budget_bytes(0),
-        workspace_bytes=_scratch(step.graph, machine),
-        save_bytes=_run_save_bytes(run, step.graph, machine),
+        workspace_bytes=memory.scratch_bytes,
+        settings={**memory.settings, SAVE_BYTES: float(_run_save_bytes(run, step.graph, machine))},
     )
 
 
@@ -304,7 +339,7 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
             "and checkpoint.at_end to false there"
         )
     step = capture_run(run, machine)
-    program = make_program(plan, step.graph, machine, workspace_bytes=_planned_scratch(plan, step.graph, machine))
+    program = make_program(plan, step.graph, machine, workspace_bytes=_planned_scratch(plan, step.graph))
     predicted = predict(plan, program, machine)
     return Prepared(run, step.initial, step.captured, program.graph, machine, plan, program, predicted)
 

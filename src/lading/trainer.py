@@ -24,7 +24,7 @@ from lading.capture.state import as_written
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import AdamW
-from lading.errors import ConfigError, StorageError, check_rate, check_type
+from lading.errors import BudgetWarning, ConfigError, StorageError, check_rate, check_type
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.ir.program import Program
@@ -37,7 +37,8 @@ from lading.runtime.executor import Executor
 from lading.runtime.host import host_id
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.named import StateDict, Value, first_few, read_value, state_keys, tensors_of, values_of
-from lading.runtime.resident import trim
+from lading.runtime.resident import give_back, trim
+from lading.units import format_bytes
 
 _RNG = "torch.rng_state"
 #: A state that only this rule for matrices has.
@@ -66,6 +67,7 @@ class Trainer:
 
     Attributes:
         losses: Of the last step, where the loss is several: the value of each by name, averaged over micro-batches.
+        excess: What of the memory was not predicted, a sentence a step; empty while the budget is kept.
 
     Raises:
         ConfigError: the plan was made for another graph, or ``model`` is not the one that was captured.
@@ -102,6 +104,7 @@ class Trainer:
         self._random = any(op.random for op in step_graph.ops)
         self._half_loaded = ""  # what a load that ended half-way was to say
         self._saved = ""  # the newest checkpoint
+        self.excess: list[str] = []
         self._closed = False
         if model is not None:
             model = as_written(model)
@@ -172,9 +175,23 @@ class Trainer:
                 raise
             finally:
                 self.steps += self._executor.completed - before
+        self._tell_excess()
         names = self.program.graph.loss_names
         self.losses = {name: sum(losses[index :: len(names)]) / len(micro) for index, name in enumerate(names) if index}
         return sum(losses[:: len(names)])
+
+    def _tell_excess(self) -> None:
+        """Warn of a broken budget at the step that broke it, and at the next one of what had not been predicted."""
+        budget, peak = self.plan.budgets["device"], self.peak_bytes
+        if peak <= budget or len(self.excess) > 1:
+            return
+        cause = self._executor.excess_cause()
+        text = (
+            f"step {self.steps} took {format_bytes(peak)} of memory, above the budget of {format_bytes(budget)} "
+            f"(predicted {format_bytes(self.program.peak_bytes)})"
+        )
+        self.excess.append(f"what was not predicted: {cause}" if self.excess else text)
+        warnings.warn(self.excess[-1], BudgetWarning, stacklevel=3)
 
     def _undo(self, error: BaseException, generator: torch.Tensor | None) -> None:
         """Say what a failed step has left; where that is nothing, random numbers go on from where it began."""
@@ -298,6 +315,7 @@ class Trainer:
         """
         self._check_whole()
         state = generator_state(self._kind)
+        give_back()  # what steps freed leaves its room to the buffers of saving
         sources: list[TensorSource] = [
             (name, found.dtype, found.shape, chain.from_iterable(map(self._executor.chunks, found.storages)))
             for name, found in self._values.items()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lading import __version__
 from lading.cost.compute import (
@@ -51,6 +52,8 @@ _POLICIES: dict[str, Policy] = {
 POLICIES = (*_POLICIES, "residency")
 #: Setting of a plan: what saving takes of the device beside arena and overhead.
 SAVE_BYTES = "save_bytes"
+#: Setting of a plan: what the kernels of its step were measured to leave behind in a process, once.
+KEPT_BYTES = "kept_bytes"
 _NO_LIMIT = 1 << 60
 
 
@@ -101,7 +104,7 @@ def make_plan(
         budget: Device bytes ("256MB"), or a share ("50%" or 0.5) of what keep-all needs.
         disk_budget: Bytes allowed on disk; None allows the tier's capacity.
         policy: One of POLICIES, or a function of your own, which is compared with them under its name.
-        expansion: Settings that ``graph`` was expanded with, and SAVE_BYTES, what saving takes; recorded.
+        expansion: Settings that ``graph`` was expanded with, SAVE_BYTES and, where measured, KEPT_BYTES; recorded.
         workspace_bytes: Scratch of each operation outside its tensors; () where unknown, which becomes an assumption.
         progress: Is told what is being done.
 
@@ -112,8 +115,7 @@ def make_plan(
     policy, policies = _named(policy)
     lives = lifetimes(graph)
     given = expansion or {}
-    saves, fused = given.get(SAVE_BYTES, 0.0), bool(given.get("compile", 0.0))
-    costs = step_costs(graph, machine, workspace_bytes, saves, fused=fused)
+    costs = step_costs(graph, machine, workspace_bytes, given)
     limits = _budgets(machine, _NO_LIMIT, disk_budget)
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
     free = Step(graph, lives, usable, costs, limits)
@@ -130,7 +132,7 @@ def make_plan(
     found = chosen.found
     verify(found.program)
     settings = {"keep_all_bytes": float(keep_all_bytes), **given}
-    assumptions = _assumptions(graph, machine, workspace_bytes, fused=fused)
+    assumptions = _assumptions(graph, machine, workspace_bytes, given)
     asked = _Asked(graph, machine, policy, budgets)
     plan = _plan(asked, chosen, tuple(rows), settings, assumptions)
     return Planned(plan, chosen.step.graph, found.program, found.timeline, keep_all_bytes)
@@ -208,21 +210,22 @@ def sketch_plan(
     budget: str | float,
     disk_budget: str | float | None = None,
     workspace_bytes: Sequence[int] = (),
-    save_bytes: int = 0,
+    settings: Mapping[str, float] | None = None,
 ) -> Sketch:
-    """A plan by ``lading.planner.streaming``; the arguments are those of ``make_plan``, ``save_bytes`` its setting.
+    """A plan by ``lading.planner.streaming``; the arguments are those of ``make_plan``, ``settings`` its expansion.
 
     Raises:
         PlanInfeasible: it does not fit; ``make_plan`` may find one that does.
         ConfigError: unknown budget or dtype.
     """
-    costs = step_costs(graph, machine, workspace_bytes, save_bytes)
+    given = settings or {}
+    costs = step_costs(graph, machine, workspace_bytes, given)
     free = Step(graph, lifetimes(graph), machine, costs, _budgets(machine, _NO_LIMIT, disk_budget))
     whole_bytes = 0 if share_of(budget) is None else free.needs({})
     budgets = _budgets(machine, share_or_bytes(budget, whole_bytes), disk_budget)
     _check_device(machine, budgets["device"])
     found = streaming(dataclasses.replace(free, budgets=budgets))
-    return Sketch(found.program, found.timeline, _assumptions(graph, machine, workspace_bytes), _saved_s(found))
+    return Sketch(found.program, found.timeline, _assumptions(graph, machine, workspace_bytes, given), _saved_s(found))
 
 
 @_collector_paused()
@@ -235,8 +238,7 @@ def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_by
     """
     check_made_for(plan, graph, machine)
     lives = lifetimes(graph)
-    saves = plan.settings.get(SAVE_BYTES, 0.0)
-    costs = step_costs(graph, machine, workspace_bytes, saves, fused=plan.compiled)
+    costs = step_costs(graph, machine, workspace_bytes, plan.settings)
     step = deferred_step(Step(graph, lives, machine, costs, plan.budgets), _deferred(plan, graph))
     step = hosted_step(step, plan.hosted)
     _check_choices(plan.choices, step, "the plan")
@@ -262,22 +264,22 @@ def step_costs(
     graph: StepGraph,
     machine: Machine,
     workspace_bytes: Sequence[int] = (),
-    save_bytes: float = 0.0,
-    *,
-    fused: bool = False,
+    settings: Mapping[str, float] = MappingProxyType({}),
 ) -> Costs:
-    """What a plan of a step is made from; the arguments are those of ``make_plan``.
+    """What a plan of a step is made from; the arguments are those of ``make_plan``, ``settings`` its expansion.
 
     Raises:
         ConfigError: a dtype without a peak on this device.
     """
+    fused, kept = bool(settings.get("compile", 0.0)), settings.get(KEPT_BYTES)
     return Costs(
         op_seconds=tuple((fused_costs if fused else op_costs)(graph, machine.device)),
         workspace_bytes=tuple(workspace_bytes) or (0,) * len(graph.ops),
         columns=packed_columns(graph),
         compiled=compiled_products(graph),
         decomposes=decomposes(graph),
-        save_bytes=max(0, int(save_bytes)),
+        save_bytes=max(0, int(settings.get(SAVE_BYTES, 0.0))),
+        kept_bytes=None if kept is None else max(0, int(kept)),
     )
 
 
@@ -427,10 +429,10 @@ def _bytes_at_peak(found: Found) -> dict[str, int]:
 
 
 def _assumptions(
-    graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int], *, fused: bool = False
+    graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int], settings: Mapping[str, float]
 ) -> tuple[str, ...]:
     found = list(missing_rates(graph, machine.device))
-    if fused:
+    if settings.get("compile", 0.0):
         found.append("compiled regions take the share of their operations' time that their own reads and writes are")
     own = {key: text for key, text in machine.sources.items() if not key.startswith("links")}  # of one device's step
     found += [f"{key}: {text}" for key, text in own.items() if text.startswith("assumption")]
@@ -439,7 +441,8 @@ def _assumptions(
         for tier in machine.tiers
         if not (machine.host_id or tier.read_slowdown or tier.write_slowdown)
     ]
-    if machine.device.kind == "cpu" and KERNEL_BYTES not in machine.sources and compiled_products(graph):
+    worked_out = machine.device.kind == "cpu" and KEPT_BYTES not in settings
+    if worked_out and KERNEL_BYTES not in machine.sources and compiled_products(graph):
         found.append(
             f"{KERNEL_BYTES} is not known: code compiled for 16-bit products is taken as "
             f"{format_bytes(machine.device.kernel_bytes)} for each; measure it with: lading probe"

@@ -33,6 +33,8 @@ class Costs:
         compiled: Products that a CPU's library compiles code for (``lading.cost.compute.compiled_products``).
         decomposes: Whether matrices are decomposed (``lading.cost.compute.decomposes``).
         save_bytes: What saving between two steps takes of the device beside what lies there.
+        kept_bytes: What the step's kernels were measured to leave behind in the process; None where they were not, and
+            it is worked out from the three before.
     """
 
     op_seconds: tuple[float, ...]
@@ -41,6 +43,7 @@ class Costs:
     compiled: int = 0
     decomposes: bool = False
     save_bytes: int = 0
+    kept_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ def overhead_bytes(machine: Machine, costs: Costs) -> int:
     if device.kind != "cpu":
         return device.overhead_bytes
     calls = _BYTES_PER_OP * len(costs.op_seconds)
+    if costs.kept_bytes is not None:
+        return costs.kept_bytes + calls
     packing = device.packing_bytes * costs.columns // PACKED_COLUMNS
     others = set(costs.workspace_bytes) - {max(costs.workspace_bytes, default=0)}  # the largest is the workspace
     allocator = min(_KEPT_BYTES, sum(size for size in others if size < _LARGEST_KEPT_BYTES))
@@ -105,6 +110,8 @@ def fixed_bytes(machine: Machine, costs: Costs) -> int:
 
 def _saving_bytes(costs: Costs) -> int:
     """What is beside arena and overhead while saving: its buffers, and the step's largest scratch if that is kept."""
+    if costs.kept_bytes is not None:  # saving then begins with giving freed scratch back
+        return costs.save_bytes
     scratch = max(costs.workspace_bytes, default=0)
     return costs.save_bytes + (scratch if scratch < _LARGEST_KEPT_BYTES else 0) if costs.save_bytes else 0
 

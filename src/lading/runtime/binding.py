@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,13 +16,15 @@ from lading.ir.program import Program, slot_bytes
 from lading.runtime.arena import view_of
 from lading.runtime.device import Call, Device, Lane, Memory
 from lading.runtime.fuse import Fused
-from lading.runtime.kernels import AdamWSettings, Rate, bind
+from lading.runtime.kernels import AdamWSettings, Kernel, Rate, bind
 from lading.runtime.regions import Region, Site
 from lading.runtime.streams import Entry, Jitter
 from lading.runtime.tiers import MemoryTier, Tier
 
 DEVICE, HOST = "device", "host"
 _POISON = 0xFF  # NaN in every float format, -1 in every integer
+#: An operation on so many bytes takes some 100 us; to read the resident set takes 3.
+_LARGE_BYTES = 1 << 20
 _OPERATIONS = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
 
 
@@ -81,6 +83,14 @@ class Bound:
         ]
         return dataclasses.replace(self, entries=entries)
 
+    def watched(self, stream: str, watch: Callable[[Entry], Call]) -> Bound:
+        """The same queues, in which every action of a stream is run as ``watch`` says."""
+        queues = [
+            [dataclasses.replace(entry, run=watch(entry)) for entry in queue] if name == stream else queue
+            for name, queue in zip(self.streams, self.entries, strict=True)
+        ]
+        return dataclasses.replace(self, entries=queues)
+
 
 class Binder:
     """Walks a Program in order and knows where each storage lies at every action.
@@ -89,6 +99,7 @@ class Binder:
         poison: Overwrite what is freed, so that a use after FREE shows in the results.
         jitter: Called before each action, on its stream's thread.
         fused: Regions that run as one call, at the first of their actions.
+        make_room: Called with the scratch of each large operation on the device before it runs.
     """
 
     def __init__(
@@ -101,8 +112,10 @@ class Binder:
         poison: bool = False,
         jitter: Jitter | None = None,
         fused: Sequence[Fused] = (),
+        make_room: Callable[[int], None] | None = None,
     ) -> None:
         self.program, self.graph = program, program.graph
+        self.make_room = make_room
         self.device, self.arena = place.device, place.arena
         self.tiers, self.caller = place.tiers, place.caller
         self.optimizer, self.rates = optimizer, rates
@@ -185,7 +198,9 @@ class Binder:
                 self.graph.ops[action.op], self.view, kind=self.device.kind, optimizer=self.optimizer, rate=rate
             )
             self.scratch[action.id] = kernel.scratch_bytes
-            return kernel.run
+            if self.make_room is None or not self._is_large(action.op, kernel):
+                return kernel.run
+            return _after(partial(self.make_room, min(kernel.scratch_bytes, self.program.workspace_bytes)), kernel.run)
         if action.storage is None or action.kind not in (ActionKind.MOVE, ActionKind.FREE):
             raise ProgramError(
                 f"expected COMPUTE, RECOMPUTE, STEP, or MOVE or FREE of a storage, found {action.kind.value}"
@@ -197,6 +212,11 @@ class Binder:
                 return self._spoil_on_host(action.storage)
             return partial(self._storage_bytes(action.storage, self.where[action.storage]).fill_, _POISON)
         return self._move(action.storage, action.source, action.target)
+
+    def _is_large(self, op: int, kernel: Kernel) -> bool:
+        """Whether an operation takes so long that looking at the process before it costs nothing beside it."""
+        touched = self.graph.ops[op].bytes_read + self.graph.ops[op].bytes_written
+        return max(touched, kernel.scratch_bytes) >= _LARGE_BYTES
 
     def _spoil_on_host(self, storage: int) -> Call | None:
         tier, size_bytes = self.tiers[HOST], self.graph.storages[storage].size_bytes

@@ -24,11 +24,12 @@ from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.runtime.binding import Binder, CallerData, Place, Rates, checked_batches
 from lading.runtime.device import CpuDevice, Device
+from lading.runtime.excess import OperationPeaks
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.kernels import AdamWSettings
 from lading.runtime.measure import measured_timeline, spread
-from lading.runtime.resident import reuse_pages, trim
+from lading.runtime.resident import Ceiling, reuse_pages, trim
 from lading.runtime.salvage import Location, bring_home, salvage
 from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, Workers, run_stream
 from lading.runtime.tiers import Tier
@@ -92,6 +93,7 @@ class Executor:
         #: Deferred operations that neither the next step nor flush will run: they have been run, or never were due.
         self._caught_up = frozenset(program.graph.deferred)
         self._timeline: Timeline | None = None
+        self._peaks: OperationPeaks | None = None  # of a step that looks at its operations
         with ExitStack() as stack:
             stack.callback(self._device.close)
             _set_threads(stack, threads)
@@ -104,8 +106,9 @@ class Executor:
                 self._poison_arena()
             place = Place(self._device, self._arena, self.tiers, self._caller)
             binder = Binder(
-                program, place, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter, fused=fused
-            )
+                program, place, optimizer=optimizer, rates=self._rates, poison=poison, jitter=jitter, fused=fused,
+                make_room=self._ceiling and self._ceiling.make_room,
+            )  # fmt: skip
             self._bound = self._running = binder.bind()
             count = len(program.actions)
             self._times = Clocking([0.0] * count, [0.0] * count, sample=self._meter.sample)
@@ -120,6 +123,9 @@ class Executor:
         self._meter = self._device.meter()
         stack.callback(self._meter.close)
         self._baseline = self._meter.now_bytes()
+        own = self.program.arena_bytes + self.program.overhead_bytes + self.program.workspace_bytes
+        is_predicted = self._device.kind == "cpu" and self.program.overhead_bytes > 0
+        self._ceiling = Ceiling(self._meter.now_bytes, self._baseline + own) if is_predicted else None
         self._arena = self._device.arena(self.program.arena_bytes)
         stack.callback(self._arena.close)
         self._open_losses(stack)
@@ -336,13 +342,26 @@ class Executor:
 
         Called after each step; call it also after work between steps that should count.
         """
-        peak = max(0, self._meter.peak_bytes() - self._baseline)
+        highest = max(self._meter.peak_bytes(), self._peaks.peak_bytes if self._peaks is not None else 0)
+        peak = max(0, highest - self._baseline)
         self._highest = max(self._highest, peak)
         return peak
+
+    def excess_cause(self) -> str:
+        """What took more memory than the plan allows for, found by the step before; "" if that did not look.
+
+        The next step then looks, where the device is the CPU: ``step`` and this are called in turn.
+        """
+        cause = "" if self._peaks is None else self._peaks.cause(self.program, self._baseline)
+        looks = self._peaks is None and self._device.kind == "cpu"
+        self._peaks = OperationPeaks(self._meter) if looks else None
+        return cause
 
     def given_back(self, size_bytes: int) -> None:
         """Say that the caller freed memory it had before this executor: measured memory counts from less."""
         self._baseline -= size_bytes
+        if self._ceiling is not None:
+            self._ceiling.limit_bytes -= size_bytes
 
     @property
     def beside_bytes(self) -> int:
@@ -375,6 +394,8 @@ class Executor:
         """Every stream once, and ``end`` if all came to their end; whatever happens, none runs on behind this."""
         self._state = _State.RUNNING
         self._running = self._bound.without(skipped) if skipped else self._bound
+        if self._peaks is not None:
+            self._running = self._running.watched(COMPUTE_STREAM, self._peaks.watched)
         self._gate.reset()
         others = [s for s in self._running.streams if s != COMPUTE_STREAM]
         interrupt: BaseException | None = None

@@ -21,7 +21,7 @@ from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
 from lading.ir.updates import PREFIX
 from lading.optim.adamw import AdamWSettings, adamw_step
 from lading.runtime.pieces import in_pieces
-from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes
+from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes, wide_bytes
 from lading.runtime.updates import matrix_kernel
 
 Call = Callable[[], object]
@@ -102,7 +102,8 @@ def bind(
         return Kernel(run, bytes_of([t for t in inputs if not t.is_contiguous()]) if op.name in _FLATTENING else 0)
     if placed and (name := out_overload(op.name, kind)) is not None:
         dropped = bytes_of(call.outs) if len(call.outs) > 1 else 0  # where it is recomputed for one of its results
-        return Kernel(_into(call, name), out_bytes(label, inputs) + dropped)
+        wide = wide_bytes(label, inputs, call.outs) if kind == "cpu" else 0
+        return Kernel(_into(call, name), out_bytes(label, inputs) + dropped + wide)
     if kind == "cpu" and not op.mutates:
         parts = in_pieces(label, call.overload._op, call.args, call.kwargs, call.outs)
         if parts is not None:

@@ -10,8 +10,12 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
+#: Temporaries up to this size stay with the process when they are freed.
+LARGEST_KEPT_BYTES = 4 << 20
+#: Freed memory below this is not worth a walk through the heap.
+_WORTH_GIVING = 128 << 10
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_KEPT, _LARGEST_INT = 4 << 20, (1 << 31) - 1
+_LARGEST_INT = (1 << 31) - 1
 
 
 def resident_bytes() -> int:
@@ -28,7 +32,9 @@ def reuse_pages() -> bool:
     """
     try:
         libc = ctypes.CDLL(None)
-        return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT) and libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
+        return bool(
+            libc.mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES) and libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
+        )
     except (AttributeError, OSError):
         return False
 
@@ -71,6 +77,30 @@ class ResidentSet:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
+
+
+class Ceiling:
+    """Gives freed memory back to the kernel where it would take the room that a plan has for something else.
+
+    glibc's heap keeps what is freed in it, and pieces of different sizes leave holes. To give them back costs as much
+    as to touch their pages again, so it is done when there is need, not each time.
+
+    Args:
+        now_bytes: The resident set.
+        limit_bytes: Its limit.
+    """
+
+    def __init__(self, now_bytes: Callable[[], int], limit_bytes: int) -> None:
+        self._now_bytes = now_bytes
+        self._smallest = 0
+        self.limit_bytes = limit_bytes
+
+    def make_room(self, size_bytes: int) -> None:
+        """See that so much can be taken below the limit, unless nothing was there to give back the last time."""
+        now = self._now_bytes()
+        if now + size_bytes > self.limit_bytes and now > self._smallest:
+            give_back()
+            self._smallest = self._now_bytes() + _WORTH_GIVING
 
 
 class PeakMeter:

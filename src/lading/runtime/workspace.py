@@ -47,20 +47,25 @@ def measured_workspace(graph: StepGraph, api: Api) -> list[int]:
         return max(0, meter.peak_bytes() - before)
 
     def scratch(op: Op) -> int:
-        view, step = _zeros(graph, api), step_of(op)
-        kernel = bind(always_due(op), view, kind=api.kind, optimizer=_Update(), rate=Rate(0.0))
-        counted = None if step is None else view(step)
-        if counted is None:
-            return taken(kernel.run)
-
-        def run(update: int) -> None:
-            counted.fill_(update - (step in op.mutates))
-            kernel.run()
-
-        return max(taken(partial(run, update)) for update in (1, 2))
+        return max(map(taken, runs_of(op, _zeros(graph, api), api.kind)))
 
     with torch.inference_mode():
         return by_signature(graph, scratch)
+
+
+def runs_of(op: Op, view: View, kind: str) -> list[Callable[[], object]]:
+    """Calls that show all an operation takes: an update whose decompositions are due now and then runs in both ways."""
+    step = step_of(op)
+    kernel = bind(always_due(op), view, kind=kind, optimizer=_Update(), rate=Rate(0.0))
+    counted = None if step is None else view(step)
+    if counted is None:
+        return [kernel.run]
+
+    def run(update: int) -> None:
+        counted.fill_(update - (step in op.mutates))
+        kernel.run()
+
+    return [partial(run, update) for update in (1, 2)]
 
 
 def _zeros(graph: StepGraph, api: Api) -> View:

@@ -1,0 +1,253 @@
+"""Kernel memory: what a CPU's libraries take beside a step's tensors, found by running its kernels in a fresh process.
+
+How much a library packs, compiles or copies for a kernel depends on the processor, the threads and the shapes, and no
+library says it beforehand. So each distinct operation of a step runs once, in program order, in a process that has run
+nothing else, on memory that is there. Two things are told apart:
+
+    scratch   what an operation takes while it runs and gives back
+    kept      what stays: code pages, thread pools, packing buffers, code compiled for a shape
+
+A fresh process needs seconds to start, so what was measured is remembered in a file of the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from lading.errors import ProgramError, StorageError
+from lading.ir.graph import Op, StepGraph
+from lading.runtime.arena import view_of
+from lading.runtime.host import host_id
+from lading.runtime.kernels import View, workspace_of
+from lading.runtime.resident import LARGEST_KEPT_BYTES, PeakMeter, give_back, resident_bytes, reuse_pages, trim
+from lading.runtime.scratch import by_signature, extent, signature
+from lading.runtime.workspace import runs_of
+
+#: An operation with more bytes of tensors, or a product of more FLOP, is not run to measure it.
+_LARGEST_BYTES, _LARGEST_FLOP = 2 << 30, 1e12
+#: Bounds of ``KernelMemory.heap_bytes``: below them it would be given back over and over.
+_SMALLEST_HEAP_BYTES, _LARGEST_HEAP_BYTES = 1 << 20, 5 << 20
+_TIMEOUT_S = 600.0
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class KernelMemory:
+    """What the kernels of a step take of the host beside its tensors.
+
+    Attributes:
+        scratch_bytes: Of each operation, while it runs.
+        kept_bytes: What they leave behind together, once.
+        unmeasured: Names of operations that were not run; their scratch is worked out from their shapes.
+    """
+
+    scratch_bytes: tuple[int, ...]
+    kept_bytes: int
+    unmeasured: tuple[str, ...] = ()
+
+    @property
+    def heap_bytes(self) -> int:
+        """Room for freed scratch that stays with the allocator, where pieces of different sizes lie side by side.
+
+        Where one operation's scratch is more, it has that room, and the executor gives freed scratch back before it
+        (``lading.runtime.resident.Ceiling``).
+        """
+        sizes = {size for size in self.scratch_bytes if size < LARGEST_KEPT_BYTES} - {
+            max(self.scratch_bytes, default=0)
+        }
+        return min(_LARGEST_HEAP_BYTES, max(_SMALLEST_HEAP_BYTES, sum(sizes)))
+
+
+def kernel_memory(graph: StepGraph, threads: int, *, cache: Path) -> KernelMemory:
+    """Measure the kernels of a step on this host, or recall what was measured.
+
+    Args:
+        graph: The whole step.
+        threads: Compute threads of the run.
+        cache: Folder of what was measured before.
+
+    Raises:
+        StorageError: the process that measures failed; its last words are in the message.
+    """
+    path = cache / f"{_key(graph, threads)}.json"
+    if (recalled := _recalled(path, graph)) is not None:
+        return recalled
+    measured = _measured_apart(graph, threads)
+    _remember(path, measured)
+    return measured
+
+
+def _key(graph: StepGraph, threads: int) -> str:
+    """Names the host, the libraries, and the distinct operations in their order."""
+    seen = dict.fromkeys(signature(graph, op) for op in graph.ops)
+    config = (host_id(), torch.__version__, torch.__config__.show(), threads, list(seen), len(graph.ops))
+    return hashlib.sha256(repr(config).encode()).hexdigest()[:24]
+
+
+def _recalled(path: Path, graph: StepGraph) -> KernelMemory | None:
+    """What a file says; None where there is none, or it is not whole."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        measured = KernelMemory(tuple(said["scratch_bytes"]), said["kept_bytes"], tuple(said["unmeasured"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    numbers = (*measured.scratch_bytes, measured.kept_bytes)
+    whole = len(measured.scratch_bytes) == len(graph.ops) and all(type(n) is int and n >= 0 for n in numbers)
+    return measured if whole else None
+
+
+def _remember(path: Path, measured: KernelMemory) -> None:
+    """Write the file whole or not at all; without a cache folder the next plan measures again."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}.tmp")
+        aside.write_text(json.dumps(asdict(measured)), encoding="utf-8")
+        aside.replace(path)
+
+
+def _measured_apart(graph: StepGraph, threads: int) -> KernelMemory:
+    command = [sys.executable, "-m", "lading.runtime.kernel_memory", str(threads)]
+    try:
+        done = subprocess.run(
+            command, input=pickle.dumps(graph), capture_output=True, timeout=_TIMEOUT_S, check=True, env=_environment()
+        )
+    except (subprocess.SubprocessError, OSError) as error:
+        words = (getattr(error, "stderr", None) or b"").decode(errors="replace")[-500:]
+        raise StorageError(
+            f"cannot measure the memory of this step's kernels with {' '.join(command)}: {error} {words}"
+        ) from error
+    said = json.loads(done.stdout.splitlines()[-1])
+    return KernelMemory(tuple(said["scratch_bytes"]), said["kept_bytes"], tuple(said["unmeasured"]))
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the folders that it imports from: a library of operations may lie in any of them."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+
+
+def measure_here(graph: StepGraph) -> KernelMemory:
+    """Run each distinct operation of a step once in this process, which should have run nothing else.
+
+    Raises:
+        StorageError: the kernel does not let its memory mark be reset.
+    """
+    places = _Operands(graph)
+    _start_autograd()
+    trim()
+    reuse_pages()
+    before, meter = resident_bytes(), PeakMeter()
+    if not meter.exact:
+        raise StorageError("expected /proc/self/clear_refs to be writable, to reset the kernel's memory mark")
+    worked_out = dict(zip(map(id, graph.ops), workspace_of(graph), strict=True))
+    unmeasured: dict[str, None] = {}
+
+    def scratch(op: Op) -> int:
+        if not places.small_enough(op):
+            unmeasured[op.name] = None
+            return worked_out[id(op)]
+        try:
+            runs = runs_of(op, places.of(op), "cpu")
+        except ProgramError:  # an operation that only the planning process has registered
+            unmeasured[op.name] = None
+            return worked_out[id(op)]
+        return max(_taken(run, meter) for run in runs)
+
+    with torch.inference_mode():
+        scratches = by_signature(graph, scratch)
+    trim()
+    meter.close()
+    return KernelMemory(tuple(scratches), max(0, resident_bytes() - before), tuple(unmeasured))
+
+
+def _start_autograd() -> None:
+    """Load the code that capturing a step loads before a run begins, but no kernel's: 6 MiB, in milliseconds."""
+    x = torch.zeros(2, 2, requires_grad=True)
+    turned = x.view(1, 2, 2).transpose(1, 2).flatten(1)
+    spread = turned[:, :2].unsqueeze(0).expand(2, 1, 2).reshape(2, 2).t().contiguous()
+    (spread * spread + turned).sum().backward()
+    torch.cat([torch.empty_like(x).copy_(x), x]).detach()
+    torch.stack([x, x]).chunk(2)
+
+
+def _taken(run: Callable[[], object], meter: PeakMeter) -> int:
+    """Bytes that one call takes for its own time: its peak above what stays."""
+    give_back()
+    meter.reset()
+    run()
+    peak = meter.peak_bytes()
+    give_back()
+    return max(0, peak - meter.now_bytes())
+
+
+class _Operands:
+    """Memory for the tensors of one operation at a time.
+
+    What is only read lies in pages that were never written, which the kernel backs with one page of zeros; what is
+    written lies in pages touched beforehand. So neither shows in what an operation is seen to take.
+    """
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        small = [op for op in graph.ops if self.small_enough(op)]
+        self._read = _pages(max((self._bytes([tensor]) for op in small for tensor in op.inputs), default=0))
+        self._written = _pages(max((self._bytes(_written(op)) for op in small), default=0))
+        self._written.zero_()
+
+    def small_enough(self, op: Op) -> bool:
+        """Whether an operation can be run for its measure alone."""
+        return op.flops <= _LARGEST_FLOP and self._bytes({*op.inputs, *_written(op)}) <= _LARGEST_BYTES
+
+    def of(self, op: Op) -> View:
+        """Tensors of an operation, by id."""
+        start, places = 0, dict[int, torch.Tensor]()
+        for tensor in _written(op):
+            size = self._bytes([tensor])
+            places[tensor] = view_of(self._written[start : start + size], self.graph.tensors[tensor])
+            start += size
+
+        def view(tensor: int) -> torch.Tensor:
+            if tensor not in places:
+                places[tensor] = view_of(self._read[: self._bytes([tensor])], self.graph.tensors[tensor])
+            return places[tensor]
+
+        return view
+
+    def _bytes(self, tensors: Iterable[int]) -> int:
+        """Bytes that tensors take one after another, each from an aligned place."""
+        sized = (self.graph.tensors[tensor] for tensor in tensors)
+        sizes = ((t.offset + max(1, extent(t))) * getattr(torch, t.dtype).itemsize for t in sized)
+        return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+
+
+def _written(op: Op) -> list[int]:
+    """Tensors that an operation writes, each once."""
+    return list(dict.fromkeys((*op.mutates, *(r for r in op.results if r is not None))))
+
+
+def _pages(size_bytes: int) -> torch.Tensor:
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # of a shared mapping a page that is read is one that is there
+    return torch.frombuffer(mmap.mmap(-1, size_bytes + mmap.PAGESIZE, flags=private), dtype=torch.uint8)
+
+
+def main() -> None:
+    """``python -m lading.runtime.kernel_memory THREADS``: reads a pickled StepGraph, prints KernelMemory as JSON."""
+    torch.set_num_threads(int(sys.argv[1]))
+    graph = cast("StepGraph", pickle.load(sys.stdin.buffer))
+    print(json.dumps(asdict(measure_here(graph))))
+
+
+if __name__ == "__main__":
+    main()

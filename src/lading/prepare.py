@@ -129,8 +129,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     parse_bytes(0 if disk_budget is None else disk_budget, "disk_budget")
     step = step_of(graph, machine, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)
-    memory = _kernel_memory(step, machine)
     with planning_progress(after_s=_QUICK_S) as progress:
+        memory = _kernel_memory(step, machine, progress)
         planned = cached_plan(
             step,
             machine,
@@ -197,7 +197,7 @@ class _KernelMemory:
         return dataclasses.replace(plan, assumptions=(*plan.assumptions, *said))
 
 
-def _kernel_memory(graph: StepGraph, machine: Machine) -> _KernelMemory:
+def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = SILENT) -> _KernelMemory:
     """Measured where the machine is this host, else worked out from the bindings of the operations."""
     kind, here = machine.device.kind, machine.host_id == host_id()
     if kind == "cuda" and here and torch.cuda.is_available():
@@ -206,6 +206,7 @@ def _kernel_memory(graph: StepGraph, machine: Machine) -> _KernelMemory:
         return _recorded(workspace_of(graph, kind))
     if not here:
         return _KernelMemory(workspace_of(graph))
+    progress.update(0.0, "what its kernels take of this host")
     measured = kernel_memory(graph, machine.device.num_threads, cache=cache_folder().with_name("kernels"))
     names = ", ".join(measured.unmeasured)
     said = (
@@ -279,7 +280,7 @@ def plan_run(
     step = step or capture_run(run, machine)
     initial, captured, graph = step.initial, step.captured, step.graph
     free = _free_bytes(Path(run.memory.folder or run.out))
-    memory = _kernel_memory(graph, machine)
+    memory = _kernel_memory(graph, machine, progress)
     planned = cached_plan(
         graph,
         machine,

@@ -28,6 +28,7 @@ from typing import cast
 import torch
 
 from lading.errors import ProgramError, StorageError
+from lading.files import make_folder, write_aside
 from lading.ir.graph import Op, StepGraph
 from lading.runtime.arena import view_of
 from lading.runtime.host import host_id
@@ -111,11 +112,10 @@ def _recalled(path: Path, graph: StepGraph) -> KernelMemory | None:
 
 def _remember(path: Path, measured: KernelMemory) -> None:
     """Write the file whole or not at all; without a cache folder the next plan measures again."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
-        aside.write_text(json.dumps(asdict(measured)), encoding="utf-8")
-        aside.replace(path)
+    with suppress(StorageError):
+        make_folder(path.parent)
+        with write_aside(path) as file:
+            file.write(json.dumps(asdict(measured)).encode())
 
 
 def _measured_apart(graph: StepGraph, threads: int) -> KernelMemory:
@@ -177,7 +177,7 @@ def _start_autograd() -> None:
     x = torch.zeros(2, 2, requires_grad=True)
     turned = x.view(1, 2, 2).transpose(1, 2).flatten(1)
     spread = turned[:, :2].unsqueeze(0).expand(2, 1, 2).reshape(2, 2).t().contiguous()
-    (spread * spread + turned).sum().backward()
+    (spread * spread + spread).sum().backward()
     torch.cat([torch.empty_like(x).copy_(x), x]).detach()
     torch.stack([x, x]).chunk(2)
 

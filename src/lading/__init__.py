@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lading.config import AdamW
     from lading.errors import (
         BudgetExceeded,
+        BudgetWarning,
         CaptureError,
         ConfigError,
         LadingError,
@@ -46,6 +47,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdamW",
     "BudgetExceeded",
+    "BudgetWarning",
     "CaptureError",
     "ConfigError",
     "LadingError",
@@ -75,6 +77,7 @@ _DEFINED_IN = MappingProxyType(
     {
         "AdamW": "lading.config",
         "BudgetExceeded": "lading.errors",
+        "BudgetWarning": "lading.errors",
         "CaptureError": "lading.errors",
         "ConfigError": "lading.errors",
         "LadingError": "lading.errors",

@@ -9,6 +9,8 @@
     |-- BudgetExceeded               a run used more memory than its plan promised
     |-- StorageError (OSError)       a file, a tier or a checkpoint is full, corrupt or missing; or memory is
 
+``BudgetWarning`` is a warning: the run goes on.
+
 A message says what was expected, what was found and what to change.
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import CheckpointConfig, Optimization, RunConfig, lr_at, run_to_dict
-from lading.errors import BudgetExceeded, ConfigError, LadingError
+from lading.errors import BudgetExceeded, BudgetWarning, ConfigError, LadingError
 from lading.files import remove_file, rename_file
 from lading.hosts import machine_of
 from lading.ir.plan import Plan
@@ -313,7 +314,9 @@ def _loop(
         log = stack.enter_context(MetricsLog(out / "metrics.jsonl"))
         progress = stack.enter_context(training_progress(total, budget_bytes, first_step=trainer.steps))
         stop = stack.enter_context(StopRequest())
-        saved = trainer.steps
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", BudgetWarning)  # said by progress
+        saved, told = trainer.steps, 0
         while trainer.steps < total and not stop.number:
             step = trainer.steps
             try:
@@ -338,9 +341,15 @@ def _loop(
             progress.update(
                 step=step + 1, loss=loss, losses=trainer.losses, tokens_per_s=rate, memory_bytes=memory_bytes
             )
-            if _is_due(run.checkpoint, step + 1):
-                save()
+            is_broken = len(trainer.excess) > told == 0
+            for sentence in trainer.excess[told:]:
+                progress.note(sentence)
+            told = len(trainer.excess)
+            if _is_due(run.checkpoint, step + 1) or (is_broken and run.checkpoint.saves):
+                path = save()
                 saved = step + 1
+                if is_broken:
+                    progress.note(f"saved in {path}; the run goes on")
         if run.checkpoint.at_end and saved < trainer.steps:
             save()
     return stop

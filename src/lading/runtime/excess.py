@@ -58,4 +58,4 @@ class OperationPeaks:
                 f"before {name} the process held {format_bytes(beside)} beside the tensors, where "
                 f"{format_bytes(program.overhead_bytes)} were planned"
             )
-        return " and ".join(parts) or "no operation did: memory of another thread, or of the caller between two steps"
+        return " and ".join(parts) or "no operation took it: another thread did, or the caller between two steps"

@@ -125,9 +125,9 @@ def _measured_apart(graph: StepGraph, threads: int) -> KernelMemory:
             command, input=pickle.dumps(graph), capture_output=True, timeout=_TIMEOUT_S, check=True, env=_environment()
         )
     except (subprocess.SubprocessError, OSError) as error:
-        words = (getattr(error, "stderr", None) or b"").decode(errors="replace")[-500:]
+        words = (getattr(error, "stderr", None) or str(error).encode()).decode(errors="replace").strip()
         raise StorageError(
-            f"cannot measure the memory of this step's kernels with {' '.join(command)}: {error} {words}"
+            f"cannot measure the memory of this step's kernels with {' '.join(command)}: {words.rpartition(chr(10))[2]}"
         ) from error
     said = json.loads(done.stdout.splitlines()[-1])
     return KernelMemory(tuple(said["scratch_bytes"]), said["kept_bytes"], tuple(said["unmeasured"]))

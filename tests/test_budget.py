@@ -1,0 +1,163 @@
+"""The budget as a promise: kernels measured where they run, freed scratch given back, and what to say if it breaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from lading.capture.trace import capture
+from lading.errors import BudgetWarning, StorageError
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Machine
+from lading.ir.step import expand
+from lading.prepare import lowered, plan
+from lading.runtime import kernel_memory as measuring
+from lading.runtime import resident
+from lading.runtime.host import host_id
+from lading.runtime.kernel_memory import KernelMemory, kernel_memory
+from lading.trainer import Trainer
+from lading.units import MiB
+from tests.machines import small_machine
+
+_WIDTH = 256
+
+
+class Net(torch.nn.Module):
+    """A convolution, whose kernel has no form for a given result, and products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = torch.nn.Conv1d(_WIDTH, _WIDTH, 3, padding=1)
+        self.out = torch.nn.Linear(512, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.mix(x))
+
+
+def _batch(step: int = 0) -> torch.Tensor:
+    return torch.rand(4, _WIDTH, 512, generator=torch.Generator().manual_seed(step))
+
+
+@pytest.fixture(scope="module")
+def graph() -> StepGraph:
+    return capture(Net(), _batch(), lambda model, x: model(x).square().mean())
+
+
+def _here(overhead_bytes: int = 0) -> Machine:
+    return dataclasses.replace(small_machine(overhead_bytes=overhead_bytes), host_id=host_id())
+
+
+def test_kernels_are_run_once_in_a_process_of_their_own(graph: StepGraph, tmp_path: Path) -> None:
+    step = expand(graph)
+    measured = kernel_memory(step, 1, cache=tmp_path)
+    scratch = dict(zip((op.name for op in step.ops), measured.scratch_bytes, strict=True))
+    result_bytes = 4 * _batch().numel()
+    # The kernel makes its own result, and the executor copies it; the libraries may lay tensors out anew besides.
+    assert result_bytes <= scratch["aten.convolution.default"] <= 8 * result_bytes
+    assert scratch["lading.adamw"] < MiB / 4
+    assert MiB < measured.kept_bytes < 64 * MiB
+    assert not measured.unmeasured
+    (file,) = tmp_path.iterdir()
+    assert kernel_memory(step, 1, cache=tmp_path) == measured
+    said = json.loads(file.read_text())
+    file.write_text(json.dumps({**said, "kept_bytes": 7}))
+    assert kernel_memory(step, 1, cache=tmp_path).kept_bytes == 7  # recalled, not measured again
+
+
+@pytest.mark.parametrize("damage", ["", "{}", "[1]", '{"scratch_bytes": [1], "kept_bytes": 1, "unmeasured": []}'])
+def test_a_damaged_file_of_measurements_is_measured_again(
+    graph: StepGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    measured = KernelMemory((1,) * len(graph.ops), 2)
+    monkeypatch.setattr(measuring, "_measured_apart", lambda *_: measured)
+    kernel_memory(graph, 1, cache=tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(damage)
+    assert kernel_memory(graph, 1, cache=tmp_path) == measured
+    assert json.loads(file.read_text())["kept_bytes"] == 2
+
+
+def test_a_process_that_cannot_measure_says_why(graph: StepGraph, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"cannot measure the memory of this step's kernels.* a positive integer"):
+        kernel_memory(graph, -1, cache=tmp_path)
+
+
+def test_a_plan_for_this_host_counts_what_was_measured_and_is_lowered_without_measuring(
+    graph: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = [3 * MiB] * (len(expand(graph).ops) - 1)
+    measured = KernelMemory((9 * MiB, *scratch), 21 * MiB, ("some.operation",))
+    monkeypatch.setattr("lading.prepare.kernel_memory", lambda *_, **__: measured)
+    made = plan(graph, _here(), budget="100%", cache=False)
+    assert any("some.operation" in said for said in made.assumptions)
+    monkeypatch.setattr("lading.prepare.kernel_memory", None)
+    program = lowered(made, graph)
+    assert program.workspace_bytes == 9 * MiB
+    assert 21 * MiB < program.overhead_bytes < 22 * MiB  # and the executor's calls
+    elsewhere = lowered(plan(graph, small_machine(), budget="100%", cache=False), graph)
+    assert elsewhere.overhead_bytes < 9 * MiB
+
+
+def test_scratch_of_several_sizes_has_room_in_the_heap() -> None:
+    assert KernelMemory((2 * MiB, 2 * MiB), 0).heap_bytes == MiB  # at least
+    assert KernelMemory((3 * MiB, 2 * MiB, MiB, MiB), 0).heap_bytes == 3 * MiB
+    assert KernelMemory((3 * MiB, 2 * MiB, 2 * MiB + 1, 2 * MiB + 2), 0).heap_bytes == 5 * MiB  # at most
+    assert KernelMemory((3 * MiB, 9 * MiB, 8 * MiB), 0).heap_bytes == 3 * MiB  # larger ones go back at once
+
+
+def test_freed_memory_is_given_back_where_its_room_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, times = [100 * MiB], list[int]()
+
+    def give_back() -> None:
+        times.append(now[0])
+        now[0] = 90 * MiB
+
+    monkeypatch.setattr(resident, "give_back", give_back)
+    ceiling = resident.Ceiling(lambda: now[0], 105 * MiB)
+    ceiling.make_room(5 * MiB)
+    assert not times
+    ceiling.make_room(6 * MiB)
+    assert times == [100 * MiB]
+    ceiling.make_room(20 * MiB)
+    assert len(times) == 1  # nothing is there that could be given back
+    now[0] = 104 * MiB
+    ceiling.make_room(20 * MiB)
+    assert times[1:] == [104 * MiB]
+
+
+def test_the_executor_makes_room_before_large_operations(
+    graph: StepGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(resident.Ceiling, "make_room", lambda self, size: asked.append(size))
+    made = plan(graph, small_machine(overhead_bytes=64 * MiB), budget="100%", cache=False)
+    with Trainer(made, graph, Net(), folder=tmp_path, threads=1) as trainer:
+        trainer.step(_batch())
+        assert max(asked) == trainer.program.workspace_bytes > 0
+
+
+def test_a_broken_budget_is_told_at_its_step_and_its_cause_at_the_next(graph: StepGraph, tmp_path: Path) -> None:
+    made = plan(graph, small_machine(), budget="100%", cache=False)  # of a machine on which processes take nothing
+    promised = dataclasses.replace(made, budgets={**made.budgets, "device": MiB})
+    with Trainer(promised, graph, Net(), folder=tmp_path, threads=1, program=lowered(made, graph)) as trainer:
+        with pytest.warns(BudgetWarning, match=r"step 1 took .* above the budget of .* \(predicted"):
+            trainer.step(_batch())
+        with pytest.warns(BudgetWarning, match=r"what was not predicted: before .* held .* beside the tensors"):
+            trainer.step(_batch(1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trainer.step(_batch(2))  # said once
+        assert len(trainer.excess) == 2
+
+
+def test_a_kept_budget_warns_of_nothing(graph: StepGraph, tmp_path: Path) -> None:
+    made = plan(graph, small_machine(overhead_bytes=256 * MiB), budget="100%", cache=False)
+    with warnings.catch_warnings(), Trainer(made, graph, Net(), folder=tmp_path, threads=1) as trainer:
+        warnings.simplefilter("error")
+        trainer.step(_batch())
+        assert trainer.excess == []

@@ -69,7 +69,9 @@ def test_kernels_are_run_once_in_a_process_of_their_own(graph: StepGraph, tmp_pa
     assert kernel_memory(step, 1, cache=tmp_path).kept_bytes == 7  # recalled, not measured again
 
 
-@pytest.mark.parametrize("damage", ["", "{}", "[1]", '{"scratch_bytes": [1], "kept_bytes": 1, "unmeasured": []}'])
+@pytest.mark.parametrize(
+    "damage", ["", "{}", "[1]", '{"scratch_bytes": [1], "kept_bytes": 1, "unmeasured": [], "threads": 1}']
+)
 def test_a_damaged_file_of_measurements_is_measured_again(
     graph: StepGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
@@ -97,7 +99,7 @@ def test_a_plan_for_this_host_counts_what_was_measured_and_is_lowered_without_me
     assert any("some.operation" in said for said in made.assumptions)
     monkeypatch.setattr("lading.prepare.kernel_memory", None)
     program = lowered(made, graph)
-    assert program.workspace_bytes == 9 * MiB
+    assert program.workspace_bytes == measured.workspace_bytes > 9 * MiB
     assert 21 * MiB < program.overhead_bytes < 22 * MiB  # and the executor's calls
     elsewhere = lowered(plan(graph, small_machine(), budget="100%", cache=False), graph)
     assert elsewhere.overhead_bytes < 9 * MiB
@@ -108,6 +110,10 @@ def test_scratch_of_several_sizes_has_room_in_the_heap() -> None:
     assert KernelMemory((3 * MiB, 2 * MiB, MiB, MiB), 0).heap_bytes == 3 * MiB
     assert KernelMemory((3 * MiB, 2 * MiB, 2 * MiB + 1, 2 * MiB + 2), 0).heap_bytes == 5 * MiB  # at most
     assert KernelMemory((3 * MiB, 9 * MiB, 8 * MiB), 0).heap_bytes == 3 * MiB  # larger ones go back at once
+    assert KernelMemory((MiB, MiB), 0).workspace_bytes < 2 * MiB
+    assert KernelMemory((20 * MiB, MiB), 0).workspace_bytes >= 22 * MiB
+    two = KernelMemory((MiB, MiB), 0, threads=2)
+    assert two.workspace_bytes > KernelMemory((MiB, MiB), 0).workspace_bytes
 
 
 def test_freed_memory_is_given_back_where_its_room_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,11 +129,8 @@ def test_freed_memory_is_given_back_where_its_room_is_needed(monkeypatch: pytest
     assert not times
     ceiling.make_room(6 * MiB)
     assert times == [100 * MiB]
-    ceiling.make_room(20 * MiB)
-    assert len(times) == 1  # nothing is there that could be given back
-    now[0] = 104 * MiB
-    ceiling.make_room(20 * MiB)
-    assert times[1:] == [104 * MiB]
+    ceiling.make_room(15 * MiB)
+    assert len(times) == 1
 
 
 def test_the_executor_makes_room_before_large_operations(

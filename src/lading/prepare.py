@@ -212,7 +212,7 @@ def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = 
     said = (
         f"scratch of {names} is worked out from shapes: too large to run, or not registered by torch" if names else ""
     )
-    scratch = [max(measured.heap_bytes, measured.scratch_bytes[0]), *measured.scratch_bytes[1:]]
+    scratch = (measured.workspace_bytes, *measured.scratch_bytes[1:])  # of which plans ask for the largest
     return dataclasses.replace(_recorded(scratch, {KEPT_BYTES: float(measured.kept_bytes)}), assumption=said)
 
 

@@ -12,8 +12,6 @@ from pathlib import Path
 
 #: Temporaries up to this size stay with the process when they are freed.
 LARGEST_KEPT_BYTES = 4 << 20
-#: Freed memory below this is not worth a walk through the heap.
-_WORTH_GIVING = 128 << 10
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_INT = (1 << 31) - 1
 
@@ -92,15 +90,12 @@ class Ceiling:
 
     def __init__(self, now_bytes: Callable[[], int], limit_bytes: int) -> None:
         self._now_bytes = now_bytes
-        self._smallest = 0
         self.limit_bytes = limit_bytes
 
     def make_room(self, size_bytes: int) -> None:
-        """See that so much can be taken below the limit, unless nothing was there to give back the last time."""
-        now = self._now_bytes()
-        if now + size_bytes > self.limit_bytes and now > self._smallest:
+        """See that so much can be taken below the limit, as far as giving freed memory back helps."""
+        if self._now_bytes() + size_bytes > self.limit_bytes:
             give_back()
-            self._smallest = self._now_bytes() + _WORTH_GIVING
 
 
 class PeakMeter:

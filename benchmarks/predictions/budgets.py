@@ -1,8 +1,7 @@
 """Is the budget kept, and the peak predicted, as another process sees it? Models of 10 M to 400 M parameters.
 
-Each case plans, trains, saves, and goes on from what it saved in a second Trainer, in a process of its own; the parent
-reads that process's resident set and its high-water mark every 5 ms, from the moment before the first byte of the
-model. Memory does not depend on other load, so cases may run side by side.
+Each case plans, trains and saves in a process of its own, and goes on from what it saved in another; the parent reads
+their resident sets and high-water marks every 5 ms, from the moment before the first byte of the model. Memory does not depend on other load, so cases may run side by side.
 
     python benchmarks/predictions/budgets.py --json benchmarks/predictions/results/NAME.json
 """
@@ -31,6 +30,7 @@ from torch.nn import functional as F
 from lading.capture.initial import defer
 from lading.capture.trace import capture
 from lading.catalog.load import load_machine, save_machine
+from lading.checkpoint.store import latest_checkpoint
 from lading.config import ModelConfig
 from lading.grouping import Matrices
 from lading.models.registry import model_class
@@ -160,29 +160,26 @@ CASES = (
 
 
 def child(name: str, share: float, threads: int, machine: Path, folder: Path) -> None:
-    """Plan, train, save and go on; says when it begins, and what it saw itself."""
+    """Plan, train and save, or go on from what was saved; says when it begins, and what it saw itself."""
     torch.set_num_threads(threads)
     model = MODELS[name]()
     initial = defer(model.make)
     graph = capture(initial.model, model.batch(0), model.loss)
-    made = plan(graph, load_machine(machine), budget=share, disk_budget=40 * GiB, **model.settings)
+    made = plan(graph, load_machine(machine), budget=f"{share:.0%}", disk_budget=40 * GiB, **model.settings)
     program = lowered(made, graph)
     trim()
     print("ready", flush=True)
     sys.stdin.readline()
     with Trainer(made, graph, None, folder=folder, threads=threads, program=program) as trainer:
-        initial.materialize(0, trainer.set_value)
-        for step in range(_STEPS):
-            trainer.step(model.batch(step))
-        path = trainer.save(folder / "saved", keep=1)
-        seen, excess = trainer.peak_bytes, list(trainer.excess)
-    trim()
-    with Trainer(made, graph, None, folder=folder, threads=threads, program=program) as trainer:
-        trainer.load(path)
-        for step in range(_STEPS, _STEPS + _STEPS_AFTER):
+        saved = latest_checkpoint(folder / "saved")
+        if saved is None:
+            initial.materialize(0, trainer.set_value)
+        else:
+            trainer.load(saved)
+        for step in range(_STEPS if saved is None else _STEPS_AFTER):
             trainer.step(model.batch(step))
         trainer.save(folder / "saved", keep=1)
-        seen, excess = max(seen, trainer.peak_bytes), excess + trainer.excess
+        seen, excess = trainer.peak_bytes, list(trainer.excess)
     result = {
         "parameters": sum(p.numel() for p in initial.model.parameters()),
         "budget_bytes": made.budgets["device"],
@@ -203,39 +200,50 @@ def _status(pid: int, key: str) -> int:
 
 
 def watch(case: tuple[str, float, int], machine: Path) -> dict[str, Any]:
-    """Run a case in a process of its own and look at it from here."""
-    name, share, threads = case
+    """Run a case, in a process that starts and one that goes on, and look at them from here."""
     with tempfile.TemporaryDirectory(prefix="lading-budgets-") as folder:
-        command = [sys.executable, __file__, "--child", name, str(share), str(threads), str(machine), folder]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            assert process.stderr is not None
-            if process.stdout.readline().strip() != "ready":
-                return {"case": case, "failed": process.stderr.read()[-800:]}
-            before, highest, ended = _status(process.pid, "VmRSS:"), 0, threading.Event()
+        first = _watched(case, machine, folder)
+        row = first if "failed" in first else _watched(case, machine, folder)
+    if "failed" in row:
+        return {"case": case, **row}
+    keys = ("measured_bytes", "seen_inside_bytes")
+    return {
+        "case": case,
+        **row,
+        **{key: max(first[key], row[key]) for key in keys},
+        "said": first["said"] + row["said"],
+    }
 
-            def look() -> None:
-                nonlocal highest
-                while not ended.wait(0.005):
-                    highest = max(
-                        highest, _status(process.pid, "VmHWM:") if highest else 0, _status(process.pid, "VmRSS:")
-                    )
 
-            Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # planning's own peak
-            watcher = threading.Thread(target=look)
-            watcher.start()
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            said = process.stdout.readline()
-            ended.set()
-            watcher.join()
-            if not said:
-                return {"case": case, "failed": process.stderr.read()[-800:]}
-    return {"case": case, **json.loads(said), "measured_bytes": highest - before}
+def _watched(case: tuple[str, float, int], machine: Path, folder: str) -> dict[str, Any]:
+    name, share, threads = case
+    command = [sys.executable, __file__, "--child", name, str(share), str(threads), str(machine), folder]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if process.stdout.readline().strip() != "ready":
+            return {"failed": process.stderr.read()[-800:]}
+        before, highest, ended = _status(process.pid, "VmRSS:"), [0], threading.Event()
+
+        def look() -> None:
+            while not ended.wait(0.005):
+                highest[0] = max(highest[0], _status(process.pid, "VmHWM:"))
+
+        Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # planning had a peak of its own
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        said = process.stdout.readline()
+        ended.set()
+        watcher.join()
+        if not said:
+            return {"failed": process.stderr.read()[-800:]}
+    return {**json.loads(said), "measured_bytes": highest[0] - before}
 
 
 def main() -> None:

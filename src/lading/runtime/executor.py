@@ -27,9 +27,10 @@ from lading.runtime.device import CpuDevice, Device
 from lading.runtime.excess import OperationPeaks
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.interrupts import HeldInterrupts
+from lading.runtime.kernel_memory import largest_product
 from lading.runtime.kernels import AdamWSettings
 from lading.runtime.measure import measured_timeline, spread
-from lading.runtime.resident import Ceiling, reuse_pages, trim
+from lading.runtime.resident import Ceiling, give_back, reuse_pages, trim
 from lading.runtime.salvage import Location, bring_home, salvage
 from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, Workers, run_stream
 from lading.runtime.tiers import Tier
@@ -116,6 +117,8 @@ class Executor:
             others = [s for s in self._bound.streams if s != COMPUTE_STREAM]
             self._workers = Workers(others, self._run_stream)
             stack.callback(self._workers.close)
+            if self._ceiling is not None and not (poison or jitter):
+                self._pack_largest()
             self._values.write_constants(self.homes)
             self._cleanup = stack.pop_all()
 
@@ -139,6 +142,15 @@ class Executor:
             warnings.warn(
                 "the kernel does not let its memory mark be reset: peaks are sampled every 2 ms", stacklevel=4
             )
+
+    def _pack_largest(self) -> None:
+        """Run the product with the largest operand, on the zeros that are there: its buffers then serve all others."""
+        product, compute = largest_product(self.program.graph), self._bound.streams.index(COMPUTE_STREAM)
+        action = next((a.id for a in self.program.actions if product is not None and a.op == product), None)
+        with torch.inference_mode():
+            for entry in self._bound.entries[compute]:
+                if entry.action == action:
+                    entry.run()
 
     def _open_losses(self, stack: ExitStack) -> None:
         """A place in host memory for each loss, which the device fills without the host waiting."""
@@ -189,6 +201,8 @@ class Executor:
         self._times.samples.clear()
         self._timeline, self._has_run = None, False
         self._values.discard()
+        if not self.completed:
+            give_back()  # what setting the values has freed
         self._meter.reset()
         self._run_streams(self._skipped(), self._end_step)
         self._last_peak = self.observe_peak()

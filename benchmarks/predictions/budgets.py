@@ -1,7 +1,8 @@
 """Is the budget kept, and the peak predicted, as another process sees it? Models of 10 M to 400 M parameters.
 
 Each case plans, trains and saves in a process of its own, and goes on from what it saved in another; the parent reads
-their resident sets and high-water marks every 5 ms, from the moment before the first byte of the model. Memory does not depend on other load, so cases may run side by side.
+their high-water marks every 5 ms, from the moment before the first byte of the model. Memory does not depend on other
+load, so cases may run side by side.
 
     python benchmarks/predictions/budgets.py --json benchmarks/predictions/results/NAME.json
 """

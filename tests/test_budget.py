@@ -164,3 +164,14 @@ def test_a_kept_budget_warns_of_nothing(graph: StepGraph, tmp_path: Path) -> Non
         warnings.simplefilter("error")
         trainer.step(_batch())
         assert trainer.excess == []
+
+
+def test_values_are_set_within_the_budget(graph: StepGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making initial values leaves freed memory behind, before any step has begun."""
+    made = plan(graph, small_machine(overhead_bytes=64 * MiB), budget="100%", cache=False)
+    with Trainer(made, graph, None, folder=tmp_path, threads=1) as trainer:
+        asked: list[int] = []
+        monkeypatch.setattr(resident.Ceiling, "make_room", lambda self, size: asked.append(size))
+        weight = torch.zeros(64, 512)
+        trainer.set_value("out.weight", weight)
+        assert asked == [weight.nbytes]

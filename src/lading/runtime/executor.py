@@ -294,6 +294,8 @@ class Executor:
             ConfigError: not persistent, or of another shape or dtype.
         """
         self.flush()
+        if self._ceiling is not None:
+            self._ceiling.make_room(self.program.graph.storages[storage].size_bytes)
         self._values.write(storage, tensor)
 
     def read_storage(self, storage: int) -> torch.Tensor:

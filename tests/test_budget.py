@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lading.capture.trace import capture
-from lading.errors import BudgetWarning, StorageError
+from lading.errors import BudgetWarning
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.step import expand
@@ -84,9 +84,57 @@ def test_a_damaged_file_of_measurements_is_measured_again(
     assert json.loads(file.read_text())["kept_bytes"] == 2
 
 
-def test_a_process_that_cannot_measure_says_why(graph: StepGraph, tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"cannot measure the memory of this step's kernels.* a positive integer"):
-        kernel_memory(graph, -1, cache=tmp_path)
+def test_where_nothing_can_be_measured_a_plan_says_so(graph: StepGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process can be started: the plan is made from what is worked out, and that is among its assumptions."""
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    made = plan(graph, _here(), budget="100%", cache=False)
+    elsewhere = plan(graph, small_machine(), budget="100%", cache=False)
+    assert lowered(made, graph).overhead_bytes == lowered(elsewhere, graph).overhead_bytes
+    assert any("not measured: cannot measure" in said for said in made.assumptions)
+
+
+def test_operations_that_cannot_run_alone_are_named(tmp_path: Path) -> None:
+    """Zeros are no divisors, and only this process knows an operation of its own."""
+
+    @torch.library.custom_op("lading_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @twice.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    twice.register_autograd(lambda _, grad: 2 * grad)
+
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+            self.register_buffer("period", torch.full((8,), 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return twice(self.linear(x)) * (torch.arange(8) % self.period)
+
+    batch = torch.rand(4, 8)
+    captured = capture(Odd(), batch, lambda model, x: model(x).sum())
+    measured = kernel_memory(expand(captured), 1, cache=tmp_path)
+    assert {"lading_tests.twice.default", "aten.remainder.Tensor"} <= set(measured.unmeasured)
+    assert all(size >= 0 for size in measured.scratch_bytes)
+    assert not list(tmp_path.iterdir())  # may be measured another time
+
+
+def test_memory_that_the_caller_takes_between_steps_is_the_callers(graph: StepGraph, tmp_path: Path) -> None:
+    made = plan(graph, small_machine(overhead_bytes=64 * MiB), budget="100%", cache=False)
+    with warnings.catch_warnings(), Trainer(made, graph, Net(), folder=tmp_path, threads=1) as trainer:
+        warnings.simplefilter("error", BudgetWarning)
+        trainer.step(_batch())
+        theirs = torch.ones(96 * MiB, dtype=torch.uint8)
+        trainer.step(_batch(1))
+        assert trainer.excess == []
+        del theirs
+        trainer.save(tmp_path / "saved")
+        trainer.step(_batch(2))
+        assert trainer.peak_bytes < made.budgets["device"]
 
 
 def test_a_plan_for_this_host_counts_what_was_measured_and_is_lowered_without_measuring(

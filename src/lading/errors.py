@@ -62,6 +62,9 @@ class SimulationError(LadingError):
 class BudgetWarning(UserWarning):
     """A step took more memory than its plan promised; says how much, and the step after it says what took it."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+
 
 class BudgetExceeded(LadingError):
     """Measured memory went above the promised budget."""

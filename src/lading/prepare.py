@@ -19,7 +19,7 @@ from lading.catalog.load import as_machine, machine_from_dict
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
 from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict, run_to_dict
-from lading.errors import ConfigError, check_type
+from lading.errors import ConfigError, StorageError, check_type
 from lading.grouping import Matrices, matrices_from
 from lading.hosts import machine_of
 from lading.ir.graph import StepGraph
@@ -207,11 +207,16 @@ def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = 
     if not here:
         return _KernelMemory(workspace_of(graph))
     progress.update(0.0, "what its kernels take of this host")
-    measured = kernel_memory(graph, machine.device.num_threads, cache=cache_folder().with_name("kernels"))
+    plans = cache_folder()
+    try:
+        measured = kernel_memory(
+            graph, machine.device.num_threads or torch.get_num_threads(), cache=plans and plans.with_name("kernels")
+        )
+    except StorageError as error:
+        said = f"memory of kernels beside tensors is worked out by cause, not measured: {error}"
+        return _KernelMemory(workspace_of(graph), assumption=said)
     names = ", ".join(measured.unmeasured)
-    said = (
-        f"scratch of {names} is worked out from shapes: too large to run, or not registered by torch" if names else ""
-    )
+    said = f"scratch of {names} is worked out from shapes, as they could not be run by themselves" if names else ""
     scratch = (measured.workspace_bytes, *measured.scratch_bytes[1:])  # of which plans ask for the largest
     return dataclasses.replace(_recorded(scratch, {KEPT_BYTES: float(measured.kept_bytes)}), assumption=said)
 

@@ -41,6 +41,8 @@ from lading.runtime.resident import give_back, trim
 from lading.units import format_bytes
 
 _RNG = "torch.rng_state"
+#: Tensors from this size on go back to the kernel when they are freed, so that it can be seen.
+_MEASURED_BYTES = 8 << 20
 #: A state that only this rule for matrices has.
 _STATES = MappingProxyType({"muon": "momentum", "shampoo": "left_root", "soap": "left_basis"})
 
@@ -182,8 +184,8 @@ class Trainer:
 
     def _tell_excess(self) -> None:
         """Warn of a broken budget at the step that broke it, and at the next one of what had not been predicted."""
-        budget, peak = self.plan.budgets["device"], self.peak_bytes
-        if peak <= budget or len(self.excess) > 1:
+        budget, peak = self.plan.budgets["device"], self._executor.step_peak_bytes + self._executor.beside_bytes
+        if len(self.excess) > 1 or (peak <= budget and not self.excess):
             return
         cause = self._executor.excess_cause()
         text = (
@@ -316,6 +318,7 @@ class Trainer:
         self._check_whole()
         state = generator_state(self._kind)
         give_back()  # what steps freed leaves its room to the buffers of saving
+        self._executor.reset_peak()
         sources: list[TensorSource] = [
             (name, found.dtype, found.shape, chain.from_iterable(map(self._executor.chunks, found.storages)))
             for name, found in self._values.items()
@@ -422,8 +425,12 @@ class Trainer:
         given_back = 0
         for name, tensor in tensors_of(model) if model is not None else ():
             self.set_value(name, tensor)
-            given_back += self._values[name].size_bytes if tensor.device.type == self._kind else 0
+            is_here, size_bytes = tensor.device.type == self._kind, self._values[name].size_bytes
+            before = self._executor.now_bytes() if is_here else 0
             self._custody.take(name, tensor)
+            if is_here and size_bytes >= _MEASURED_BYTES:  # somebody may still hold it, or it lies in a file
+                size_bytes = min(size_bytes, max(0, before - self._executor.now_bytes()))
+            given_back += size_bytes if is_here else 0
         self._executor.observe_peak()
         trim()
         self._executor.given_back(given_back)

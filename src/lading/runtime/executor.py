@@ -95,6 +95,8 @@ class Executor:
         self._caught_up = frozenset(program.graph.deferred)
         self._timeline: Timeline | None = None
         self._peaks: OperationPeaks | None = None  # of a step that looks at its operations
+        self._left_bytes: int | None = None  # in use at the end of the last step, until anything is done between
+        self._caller_bytes = 0  # taken by the caller between steps
         with ExitStack() as stack:
             stack.callback(self._device.close)
             _set_threads(stack, threads)
@@ -203,11 +205,22 @@ class Executor:
         self._values.discard()
         if not self.completed:
             give_back()  # what setting the values has freed
+        self._leave_to_caller()
         self._meter.reset()
         self._run_streams(self._skipped(), self._end_step)
         self._last_peak = self.observe_peak()
+        self._left_bytes = self._meter.now_bytes()
         self._has_run = self._times.enabled
         return [float(loss) for loss in self._caller.losses]
+
+    def _leave_to_caller(self) -> None:
+        """Count from more, or less again, where the caller took memory since the last step and nothing ran here."""
+        if self._left_bytes is None:
+            return
+        change = max(self._meter.now_bytes() - self._left_bytes, -self._caller_bytes)
+        self._caller_bytes += change
+        self._left_bytes = None
+        self.given_back(-change)
 
     def _end_step(self) -> None:
         """Take note that a step came to its end."""
@@ -230,6 +243,7 @@ class Executor:
             return
         if self._has_run:
             self.timeline()  # of the step; what follows uses the same clocks
+        self._left_bytes = None
         self._run_streams(self._skipped() | _actions_of(self.program, updates=False), self._end_flush)
 
     def _end_flush(self) -> None:
@@ -294,6 +308,7 @@ class Executor:
             ConfigError: not persistent, or of another shape or dtype.
         """
         self.flush()
+        self._left_bytes = None
         if self._ceiling is not None:
             self._ceiling.make_room(self.program.graph.storages[storage].size_bytes)
         self._values.write(storage, tensor)
@@ -362,6 +377,19 @@ class Executor:
         peak = max(0, highest - self._baseline)
         self._highest = max(self._highest, peak)
         return peak
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """Highest memory while the last step ran, as ``observe_peak`` says."""
+        return self._last_peak
+
+    def reset_peak(self) -> None:
+        """Forget what was highest since the last step began: part of it was the caller's."""
+        self._meter.reset()
+
+    def now_bytes(self) -> int:
+        """Memory of the device in use."""
+        return self._meter.now_bytes()
 
     def excess_cause(self) -> str:
         """What took more memory than the plan allows for, found by the step before; "" if that did not look.

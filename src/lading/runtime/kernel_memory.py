@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from lading.errors import ProgramError, StorageError
+from lading import __version__
+from lading.errors import StorageError
 from lading.files import make_folder, write_aside
 from lading.ir.graph import Op, OpKind, StepGraph
 from lading.runtime.arena import view_of
@@ -39,7 +40,7 @@ from lading.runtime.workspace import runs_of
 
 #: An operation with more bytes of tensors, or a product of more FLOP, is not run to measure it.
 _LARGEST_BYTES, _LARGEST_FLOP = 2 << 30, 1e12
-#: Operations up to this are run so many times more where threads share them.
+#: Operations up to this run so many times more where threads share them: which packs into whose buffer is chance.
 _LIGHT_FLOP, _ROUNDS = 2e9, 3
 #: Bounds of ``KernelMemory.heap_bytes``: below them it would be given back over and over.
 _SMALLEST_HEAP_BYTES, _LARGEST_HEAP_BYTES = 1 << 20, 5 << 20
@@ -47,6 +48,12 @@ _SMALLEST_HEAP_BYTES, _LARGEST_HEAP_BYTES = 1 << 20, 5 << 20
 #: the pieces of a kernel did not fit the holes of the heap.
 #: Whose buffer a thread packs into is chance: two threads kept up to 2.7 MiB more than the process that measured.
 _SCRATCH_VARIES, _VARIES_BYTES, _VARIES_BYTES_PER_THREAD = 0.1, 1 << 19, 5 << 19
+#: Variables of the environment that choose kernels, or an allocator.
+_SETTINGS = ("ATEN_", "DNNL_", "GLIBC_TUNABLES", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
+#: How the measuring process begins: with the folders that this one imports from, and no other.
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from lading.runtime.kernel_memory import main; main()"
+)
 _TIMEOUT_S = 600.0
 _ALIGNMENT = 64
 
@@ -87,31 +94,36 @@ class KernelMemory:
         return max(self.heap_bytes, largest + int(_SCRATCH_VARIES * largest)) + varies
 
 
-def kernel_memory(graph: StepGraph, threads: int, *, cache: Path) -> KernelMemory:
+def kernel_memory(graph: StepGraph, threads: int, *, cache: Path | None) -> KernelMemory:
     """Measure the kernels of a step on this host, or recall what was measured.
 
     Args:
         graph: The whole step.
         threads: Compute threads of the run.
-        cache: Folder of what was measured before.
+        cache: Folder of what was measured before; None measures now and remembers nothing.
 
     Raises:
         StorageError: the process that measures failed; its last words are in the message.
     """
+    if cache is None:
+        return _measured_apart(graph, threads)
     path = cache / f"{_key(graph, threads)}.json"
     if (recalled := _recalled(path, graph)) is not None:
         return recalled
     measured = _measured_apart(graph, threads)
-    _remember(path, measured)
+    if not measured.unmeasured:  # what is not measured now may be later
+        _remember(path, measured)
     return measured
 
 
 def _key(graph: StepGraph, threads: int) -> str:
-    """Names the host, the libraries, and the distinct operations in their order."""
-    seen = dict.fromkeys(signature(graph, op) for op in graph.ops)
-    source = Path(__file__).read_bytes()  # what another version of this file measured is another thing
-    config = (source, host_id(), torch.__version__, torch.__config__.show(), threads, list(seen), len(graph.ops))
-    return hashlib.sha256(repr(config).encode()).hexdigest()[:24]
+    """Names what decides the numbers: host, libraries and their settings, Lading's kernels, operations in order."""
+    seen: dict[object, int] = {}
+    order = [seen.setdefault(signature(graph, op), len(seen)) for op in graph.ops]
+    source = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    settings = sorted((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
+    config = (__version__, source, settings, host_id(), torch.__version__, torch.__config__.show(), threads)
+    return hashlib.sha256(repr((config, list(seen), order)).encode()).hexdigest()[:24]
 
 
 def _recalled(path: Path, graph: StepGraph) -> KernelMemory | None:
@@ -137,27 +149,28 @@ def _remember(path: Path, measured: KernelMemory) -> None:
 
 
 def _measured_apart(graph: StepGraph, threads: int) -> KernelMemory:
-    command = [sys.executable, "-m", "lading.runtime.kernel_memory", str(threads)]
+    folders = json.dumps([folder for folder in sys.path if isinstance(folder, str)])  # pyright: ignore[reportUnnecessaryIsInstance]
+    command = [sys.executable, "-P", "-c", _START, str(threads), folders]
     try:
-        done = subprocess.run(
-            command, input=pickle.dumps(graph), capture_output=True, timeout=_TIMEOUT_S, check=True, env=_environment()
-        )
-    except (subprocess.SubprocessError, OSError) as error:
+        done = subprocess.run(command, input=pickle.dumps(graph), capture_output=True, timeout=_TIMEOUT_S, check=True)
+        said = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
         words = (getattr(error, "stderr", None) or str(error).encode()).decode(errors="replace").strip()
         raise StorageError(
-            f"cannot measure the memory of this step's kernels with {' '.join(command)}: {words.rpartition(chr(10))[2]}"
+            f"cannot measure the memory of this step's kernels in another process: {words.rpartition(chr(10))[2]}"
         ) from error
-    said = json.loads(done.stdout.splitlines()[-1])
-    return KernelMemory(tuple(said["scratch_bytes"]), said["kept_bytes"], tuple(said["unmeasured"]), said["threads"])
+    worked_out = workspace_of(graph) if said["unmeasured"] else said["scratch_bytes"]
+    pairs = zip(said["scratch_bytes"], worked_out, strict=True)
+    scratch = tuple(other if measured is None else measured for measured, other in pairs)
+    return KernelMemory(scratch, said["kept_bytes"], tuple(said["unmeasured"]), said["threads"])
 
 
-def _environment() -> dict[str, str]:
-    """This process's, with the folders that it imports from: a library of operations may lie in any of them."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-
-
-def measure_here(graph: StepGraph) -> KernelMemory:
+def measure_here(graph: StepGraph) -> dict[str, Any]:
     """Run each distinct operation of a step once in this process, which should have run nothing else.
+
+    Returns:
+        The fields of KernelMemory; scratch of what cannot be run alone (too large, registered by the planning process
+        only, or failing on zeros) is None.
 
     Raises:
         StorageError: the kernel does not let its memory mark be reset.
@@ -169,29 +182,35 @@ def measure_here(graph: StepGraph) -> KernelMemory:
     before, meter = resident_bytes(), PeakMeter()
     if not meter.exact:
         raise StorageError("expected /proc/self/clear_refs to be writable, to reset the kernel's memory mark")
-    worked_out = dict(zip(map(id, graph.ops), workspace_of(graph), strict=True))
-    unmeasured: dict[str, None] = {}
+    light, unmeasured = list[Op](), dict[str, None]()
 
-    def scratch(op: Op) -> int:
+    def scratch(op: Op) -> int | None:
         if not places.small_enough(op):
             unmeasured[op.name] = None
-            return worked_out[id(op)]
+            return None
         try:
-            runs = runs_of(op, places.of(op), "cpu")
-        except ProgramError:  # an operation that only the planning process has registered
+            taken = max(_taken(run, meter) for run in runs_of(op, places.of(op), "cpu"))
+        except Exception:  # an operation may raise anything; the caller says which were not measured
             unmeasured[op.name] = None
-            return worked_out[id(op)]
-        return max(_taken(run, meter) for run in runs)
+            return None
+        if 0 < op.flops <= _LIGHT_FLOP:
+            light.append(op)
+        return taken
 
     with torch.inference_mode():
         if (first := largest_product(graph)) is not None and places.small_enough(graph.ops[first]):
             runs_of(graph.ops[first], places.of(graph.ops[first]), "cpu")[0]()
         scratches = by_signature(graph, scratch)
-        if torch.get_num_threads() > 1:
-            _repeat(graph, places)
+        for op in light * (_ROUNDS if torch.get_num_threads() > 1 else 0):
+            runs_of(op, places.of(op), "cpu")[0]()
     trim()
     meter.close()
-    return KernelMemory(tuple(scratches), max(0, resident_bytes() - before), tuple(unmeasured), torch.get_num_threads())
+    return {
+        "scratch_bytes": scratches,
+        "kept_bytes": max(0, resident_bytes() - before),
+        "unmeasured": list(unmeasured),
+        "threads": torch.get_num_threads(),
+    }
 
 
 def largest_product(graph: StepGraph) -> int | None:
@@ -212,18 +231,6 @@ def _packed_elements(graph: StepGraph, op: Op) -> int:
         return 0
     rows, columns = operands[-1].shape[-2:]
     return min(rows, 768) * min(columns, 16384)
-
-
-def _repeat(graph: StepGraph, places: _Operands) -> None:
-    """Run the lighter operations again, in which threads pack for themselves: who takes which buffer is chance."""
-    light: dict[object, Op] = {}
-    for op in graph.ops:
-        if 0 < op.flops <= _LIGHT_FLOP and places.small_enough(op):
-            light.setdefault(signature(graph, op), op)
-    for _ in range(_ROUNDS):
-        for op in light.values():
-            with suppress(ProgramError):  # told by the first round
-                runs_of(op, places.of(op), "cpu")[0]()
 
 
 def _start_autograd() -> None:
@@ -297,11 +304,7 @@ def _pages(size_bytes: int) -> torch.Tensor:
 
 
 def main() -> None:
-    """``python -m lading.runtime.kernel_memory THREADS``: reads a pickled StepGraph, prints KernelMemory as JSON."""
+    """Read a pickled StepGraph from standard input, measure with the threads asked for, and print JSON."""
     torch.set_num_threads(int(sys.argv[1]))
     graph = cast("StepGraph", pickle.load(sys.stdin.buffer))
-    print(json.dumps(asdict(measure_here(graph))))
-
-
-if __name__ == "__main__":
-    main()
+    print(json.dumps(measure_here(graph)))

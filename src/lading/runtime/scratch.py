@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import TypeVar
 
 import torch
 
 from lading.ir.graph import Arg, Op, Ref, StepGraph, Tensor
 
+_T = TypeVar("_T")
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"})
 #: Elementwise kernels that compute in the type their inputs have in common.
@@ -136,10 +138,10 @@ def _blocked_bytes(t: torch.Tensor) -> int:
     return t.element_size() * prod(t.shape) // max(1, t.shape[1] if t.dim() > 1 else 1) * channels
 
 
-def by_signature(graph: StepGraph, scratch: Callable[[Op], int]) -> list[int]:
+def by_signature(graph: StepGraph, scratch: Callable[[Op], _T]) -> list[_T]:
     """Scratch of each operation, found once for those that differ in nothing but the tensors they work on."""
-    known: dict[object, int] = {}
-    found: list[int] = []
+    known: dict[object, _T] = {}
+    found: list[_T] = []
     for op in graph.ops:
         key = signature(graph, op)
         if key not in known:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -170,6 +171,91 @@ class Losses:
 
     def inner(self, value: torch.Tensor) -> torch.Tensor:
         return value.square().mean() * self.gain
+
+
+class Counting(nn.Module):
+    """Counts its calls, and has a list that no code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(F, F)
+        self.child.history = []  # type: ignore[assignment]
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        self.calls += 1
+        return SimpleNamespace(moved=self.child(x).square().mean())
+
+
+moved: float | None = None
+LOG = logging.getLogger("tests.frozen")
+
+
+def _moved(model: nn.Module, given: Any) -> torch.Tensor:
+    return model(given["x"]).moved
+
+
+def _logged(log: logging.Logger, model: nn.Module, given: Any) -> torch.Tensor:
+    log.debug("a step")
+    LOG.debug("a step")
+    return _moved(model, given)
+
+
+def test_an_attribute_is_no_variable_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(capture(Counting(), batch(), _moved).frozen, None)
+    monkeypatch.setitem(globals(), "moved", 0.5)
+    watch.check([batch()], ["x"])
+
+
+def test_a_list_that_no_code_names_may_grow() -> None:
+    model: Any = Counting()
+    watch = Watch(capture(model, batch(), _moved).frozen, model)
+    model.child.history.append(0.5)
+    watch.check([batch()], ["x"])
+
+
+def test_what_a_logger_shows_is_no_part_of_a_step() -> None:
+    own = logging.Logger("own")
+    watch = Watch(capture(Counting(), batch(), partial(_logged, own)).frozen, None)
+    own.setLevel(logging.DEBUG)
+    handler = logging.NullHandler()
+    LOG.addHandler(handler)
+    watch.check([batch()], ["x"])
+    LOG.removeHandler(handler)
+
+
+def test_a_counter_that_makes_no_other_step_may_move_on() -> None:
+    model = Counting()
+    frozen = capture(model, batch(), _moved).frozen
+    model(torch.ones(B, F))
+    Watch(frozen, model).check([batch()], ["x"])
+
+
+def test_settings_that_no_forward_reads_may_change() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    model = transformers.GPT2LMHeadModel(config)
+    ids = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4, dtype=torch.long)}
+
+    def scaled(model: Any, given: Any) -> torch.Tensor:
+        return model(**given).loss * model.config.hidden_size
+
+    frozen = capture(model, ids, scaled).frozen
+    model.config.architectures = ["GPT2LMHeadModel"]
+    model.config.dtype = "float32"  # both as saving does
+    model.generation_config.use_cache = False
+    Watch(frozen, model)
+    model.config.n_embd = 4  # read as hidden_size
+    with pytest.raises(ConfigError, match=r"config\.n_embd = 8, as captured, got 4"):
+        Watch(frozen, model)
+
+
+def test_a_number_that_became_a_list_is_called_so() -> None:
+    model: Any = Net()
+    frozen = capture(model, batch(), loss_fn).frozen
+    model.options.gain = [1.0]
+    with pytest.raises(ConfigError, match=r"options\.gain = 3\.0, as captured, got a list"):
+        Watch(frozen, model)
 
 
 def _with_global(model: nn.Module, given: Any) -> torch.Tensor:

@@ -33,10 +33,13 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 OF_TORCH = frozenset(vars(torch.nn.Module()))
 #: Items of a list that are compared; its length always is.
 _COMPARED = 64
-_LENGTH = "length"
+#: Name of a list's length among its items.
+LENGTH = "length"
 #: How far containers and objects inside one another are followed.
 _DEEPEST = 3
 GONE = object()
+#: Packages whose objects are no part of a step: what a logger is told to show changes no number.
+_APART = frozenset({"logging"})
 _ADVICE = (
     "keep it in a buffer (register_buffer) and compute with it as a tensor, or leave it as it is while training "
     "(and capture again when it changes)"
@@ -55,12 +58,14 @@ class Table:
         held: The table itself.
         before: A copy of it.
         owner: Class of the module or object; None for a container.
+        attribute: Name of the attribute that leads to a container; empty where a variable or an argument does.
     """
 
     label: str
     held: Any
     before: Any
     owner: type | None = None
+    attribute: str = ""
 
     def restore(self) -> None:
         """Make the table what it was; one that was not touched, which others may share, stays untouched."""
@@ -135,15 +140,20 @@ def _add_modules(found: dict[int, Table], prefix: str, root: torch.nn.Module) ->
         _add(found, name, vars(module)["_modules"])
         for key, value in list(vars(module).items()):
             if key not in OF_TORCH:
-                _walk(found, f"{name}.{key}".lstrip("."), value, _DEEPEST)
-        parameters = ((f"{name}.{key}".lstrip("."), p) for key, p in module._parameters.items() if p is not None)
+                _walk(found, joined(name, key), value, _DEEPEST, key)
+        parameters = ((joined(name, key), p) for key, p in module._parameters.items() if p is not None)
         for label, hooked in ((name, module), *parameters):
             for kind, hook in hooks_of(hooked):
                 _walk(found, f"{label} {kind}".lstrip(), hook, _DEEPEST)
 
 
-def _walk(found: dict[int, Table], label: str, value: Any, depth: int) -> None:
-    """The tables that a value is or holds."""
+def joined(*parts: object) -> str:
+    """A dotted path of parts, of which some may be empty."""
+    return ".".join(part for part in map(str, parts) if part)
+
+
+def _walk(found: dict[int, Table], label: str, value: Any, depth: int, attribute: str = "") -> None:
+    """The tables that a value is or holds; the attribute is the one that leads there."""
     if isinstance(value, MethodType):
         value = value.__self__
     elif isinstance(value, partial):
@@ -159,16 +169,17 @@ def _walk(found: dict[int, Table], label: str, value: Any, depth: int) -> None:
     if held is not None:
         if id(held) in found:
             return
-        _add(found, label, held, owner)
+        _add(found, label, held, owner, attribute)
     elif type(value) is not tuple:
         return
     if depth:
         for key, inner in list(items_of(value if held is None else held)):
-            _walk(found, f"{label}.{key}", inner, depth - 1)
+            name = str(key) if owner is not None else attribute
+            _walk(found, joined(label, key), inner, depth - 1, name)
 
 
-def _add(found: dict[int, Table], label: str, held: Any, owner: type | None = None) -> None:
-    found.setdefault(id(held), Table(label, held, copied(held), owner))
+def _add(found: dict[int, Table], label: str, held: Any, owner: type | None = None, attribute: str = "") -> None:
+    found.setdefault(id(held), Table(label, held, copied(held), owner, attribute))
 
 
 def copied(held: Any) -> Any:
@@ -181,6 +192,8 @@ def copied(held: Any) -> Any:
 def _is_plain_object(value: Any) -> bool:
     """An object of the user's, or a function, that is no module, tensor or class."""
     if isinstance(value, (torch.nn.Module, torch.Tensor, ModuleType, type)):
+        return False
+    if any(kind.__module__.partition(".")[0] in _APART for kind in type(value).__mro__):
         return False
     return type(getattr(value, "__dict__", None)) is dict and not type(value).__module__.startswith("torch")
 
@@ -231,7 +244,7 @@ def left_in(tables: list[Table]) -> Left:
                 left.plain[place] = value
             else:
                 continue
-            left.labels[place] = f"{table.label}.{key}".strip(".")
+            left.labels[place] = joined(table.label, key)
     return left
 
 
@@ -241,7 +254,7 @@ def carried(tables: list[Table]) -> Iterator[str]:
         before = dict(items_of(table.before))
         for key, value in items_of(table.held):
             if isinstance(value, FakeTensor) and isinstance(before.get(key), torch.Tensor) and value is not before[key]:
-                yield f"{table.label}.{key}".strip(".")
+                yield joined(table.label, key)
 
 
 def _is_other(value: Any, old: Any) -> bool:
@@ -265,7 +278,7 @@ def items_of(held: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(held, np.ndarray):
         yield from enumerate(held.flat[:_COMPARED].tolist())
     else:
-        yield _LENGTH, len(held)
+        yield LENGTH, len(held)
         yield from enumerate(islice(held, _COMPARED))
 
 
@@ -295,7 +308,7 @@ def _set(held: Any, key: Any, value: Any) -> None:
             held[key] = value
     elif isinstance(held, set):
         (held.discard if value is GONE else held.add)(key)
-    elif key == _LENGTH:
+    elif key == LENGTH:
         while len(held) > int.__index__(value):
             held.pop()
         while _COMPARED <= len(held) < int.__index__(value):

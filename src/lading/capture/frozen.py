@@ -9,6 +9,7 @@ the object whose method the loss is may move on.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lading.capture.attributes import GONE, OF_TORCH, tables_of
+from lading.capture.attributes import GONE, LENGTH, OF_TORCH, tables_of
 from lading.capture.batches import input_leaves, plain_leaves
 from lading.capture.hooks import described, described_global
 from lading.capture.reach import Entry, Reach, values_of
@@ -37,6 +38,15 @@ def freeze(model: torch.nn.Module, batch: Any, loss: Any) -> Frozen:
         loss=values_of(of_loss),
         model=weakref.ref(model),
         loss_function=loss,
+    )
+
+
+def without(frozen: Frozen, labels: Collection[str]) -> Frozen:
+    """Leave out what the step itself changes, where that was shown to make no other step."""
+    passed_by = {*labels, *(label.replace("loss.", "loss: ", 1) for label in labels if label.startswith("loss."))}
+    parts = {name: getattr(frozen, name) for name in ("modules", "others", "loss")}
+    return dataclasses.replace(
+        frozen, **{name: {k: v for k, v in part.items() if k not in passed_by} for name, part in parts.items()}
     )
 
 
@@ -118,7 +128,8 @@ def _checked(wanted: Mapping[str, object], entries: Iterable[Entry]) -> Iterator
     for label, expected in wanted.items():
         got = there[label][2] if label in there else GONE
         if not _same(got, expected):
-            raise ConfigError(f"expected {label} = {_said(expected)}, as captured, got {_said(got)}; {_ADVICE}")
+            got_said = "a list" if f"{label}.{LENGTH}" in there else _said(got)
+            raise ConfigError(f"expected {label} = {_said(expected)}, as captured, got {got_said}; {_ADVICE}")
         yield there[label]
 
 

@@ -36,7 +36,9 @@ def left_as_it_was(
     refused = ""
     if before is not None:
         carry(tables, before, set() if seen is None else seen)
-    started = tables if before is None else [Table(t.label, t.held, copied(t.held), t.owner) for t in tables]
+    started = (
+        tables if before is None else [Table(t.label, t.held, copied(t.held), t.owner, t.attribute) for t in tables]
+    )
     for name, module in model.named_modules():
         vars(module)["_apply"] = partial(_unconverted, name, module)
     try:

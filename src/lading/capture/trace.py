@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from lading.capture.alone import check_alone, check_whole, refusing_wrappers
 from lading.capture.attributes import Left, check_steady
 from lading.capture.batches import input_leaves, map_batch
-from lading.capture.frozen import freeze
+from lading.capture.frozen import freeze, without
 from lading.capture.hooks import carry_hooks, check_hooks
 from lading.capture.losses import TOTAL, named_losses, total_of
 from lading.capture.slow import told_if_slow
@@ -66,6 +66,7 @@ def capture(
     graph, left = once()
     if left.labels:
         check_steady(graph, left, lambda seen: once(left, seen))
+        frozen = without(frozen, left.labels.values())
     return dataclasses.replace(graph, accumulation=accumulation, blocks=fold(graph), frozen=frozen)
 
 

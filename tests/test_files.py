@@ -252,6 +252,16 @@ def test_what_is_no_file_is_written_as_it_is(folder: Path) -> None:
     assert Path("/dev/full").is_char_device()
 
 
+def test_two_threads_write_one_file(folder: Path) -> None:
+    """Each has a file aside of its own: the one that ends last is there, whole, and open to whom the umask lets in."""
+    with write_aside(folder / "new") as first, write_aside(folder / "new") as second:  # as two threads may interleave
+        first.write(b"first" * 9)
+        second.write(b"second")
+    assert files(folder) == {"new": b"first" * 9}
+    (folder / "plain").touch()
+    assert (folder / "new").stat().st_mode == (folder / "plain").stat().st_mode
+
+
 def test_errors_about_other_files_pass(folder: Path) -> None:
     write_text(folder / "new", "old")
     with pytest.raises(FileNotFoundError), write_aside(folder / "new") as file:

@@ -255,6 +255,33 @@ def test_held_interrupts_lie_in_each_other() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGUSR1, signal.SIGRTMIN])
+def test_what_any_handler_raises_waits(number: signal.Signals) -> None:
+    """A timeout, or a job that is to make room; and they do not make the first Ctrl-C a second one."""
+    stopped: list[BaseException] = []
+
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    def block() -> None:
+        with HeldInterrupts(stopped.append):
+            signal.raise_signal(number)
+            signal.raise_signal(number)
+            interrupt(1)
+            ended.append(True)
+
+    ended: list[bool] = []
+    before = signal.signal(number, late)
+    try:
+        with pytest.raises(TimeoutError):
+            block()
+        assert signal.getsignal(number) is late
+    finally:
+        signal.signal(number, before)
+    assert ended
+    assert not stopped
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, ZeroDivisionError])
 def test_any_exception_of_the_loop(planned: tuple[Plan, StepGraph], tmp_path: Path, error: type[BaseException]) -> None:
     model = net()

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import tomllib
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -91,9 +92,9 @@ def write_aside(path: Path) -> Generator[BinaryIO]:
             with target.open("wb") as file:
                 yield file
             return
-        aside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+        aside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(6)}")  # of this call: threads share a process
         try:
-            with aside.open("wb") as file:
+            with aside.open("xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

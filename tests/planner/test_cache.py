@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,31 @@ def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path
     for other in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", other)
         assert cache_folder() == Path.home() / ".cache" / "lading" / "plans"
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # as containers give, in no list of users
+    assert cache_folder() is None
+
+
+def test_a_cache_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, _ = ask(tmp_path)
+
+    def denied(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "utime", denied)
+        again, (said,) = ask(tmp_path)
+    assert "from the cache" in said
+    assert bytes_of(again) == bytes_of(made)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_file", denied)
+        again, said = ask(tmp_path)
+    assert "planning anew: [Errno 13] Permission denied" in said[0]
+    assert bytes_of(again) == bytes_of(made)
+    monkeypatch.setattr(Path, "iterdir", denied)
+    _, (said,) = ask(tmp_path, budget="3MB")
+    assert "not kept in the cache: [Errno 13] Permission denied" in said

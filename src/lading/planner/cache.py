@@ -42,10 +42,19 @@ class Asked(TypedDict, total=False):
     workspace_bytes: Sequence[int]
 
 
-def cache_folder() -> Path:
-    """Where plans are kept: ``lading/plans`` in $XDG_CACHE_HOME, or in ~/.cache where that is no absolute path."""
+def cache_folder() -> Path | None:
+    """Where plans are kept: ``lading/plans`` in $XDG_CACHE_HOME, or in ~/.cache where that is no absolute path.
+
+    Returns:
+        None for a user without a home directory, as in a container: nothing is kept.
+    """
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "lading" / "plans"
+    if not base.is_absolute():
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return base / "lading" / "plans"
 
 
 def cached_plan(
@@ -69,19 +78,18 @@ def cached_plan(
     if folder is None or not isinstance(asked.get("policy", ""), str):
         return make_plan(graph, machine, **asked, progress=progress)
     path = folder / f"{_key(graph, machine, asked)}.json"
-    if path.is_file():
-        progress.update(0.0, "a plan of the cache")
-        try:
+    try:
+        if path.is_file():
+            progress.update(0.0, "a plan of the cache")
             planned = _planned(_read(path), graph, machine, asked)
-        except LadingError as error:
-            progress.note(f"the plan in the cache cannot be used, planning anew: {error}")
-        else:
             progress.note(f"plan of an equal run before, from the cache: {path}")
             return planned
+    except (LadingError, OSError) as error:
+        progress.note(f"the plan in the cache cannot be used, planning anew: {error}")
     planned = make_plan(graph, machine, **asked, progress=progress)
     try:
         _write(path, planned.plan)
-    except StorageError as error:
+    except (StorageError, OSError) as error:
         progress.note(f"the plan is not kept in the cache: {error}")
     return planned
 
@@ -125,7 +133,7 @@ def _read(path: Path) -> Plan:
     checksum, _, text = read_bytes(path).partition(b"\n")
     if hashlib.sha256(text).hexdigest().encode() != checksum:
         raise LadingError(f"expected a plan and its checksum in {path}, found a damaged file; it will be replaced")
-    with suppress(FileNotFoundError):  # another process let go of it
+    with suppress(OSError):  # another process let go of it, or it may be read and not touched
         os.utime(path)  # used now
     return plan_from_dict(json.loads(text), str(path))
 
@@ -135,6 +143,7 @@ def _write(path: Path, plan: Plan) -> None:
 
     Raises:
         StorageError: the folder cannot be written.
+        OSError: it cannot be listed.
     """
     make_folder(path.parent)
     text = json.dumps(asdict(plan)).encode()

@@ -1,7 +1,8 @@
-"""Interrupts: what SIGINT and SIGTERM ask for waits for the end of what must not be cut in two."""
+"""Interrupts: what handlers of signals raise waits for the end of what must not be cut in two."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
@@ -11,6 +12,10 @@ from typing import Any, Self
 
 #: Signals that ask a program to end.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: All that may have a handler, such as SIGALRM of a timeout or SIGUSR1 of a job that is to make room.
+_HANDLED = tuple(sorted(signal.valid_signals()))
+#: ``signal.getsignal`` before it looks up a name for what it returns, which takes 20 times as long.
+_handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal
 
 
 class HeldInterrupts:
@@ -20,7 +25,8 @@ class HeldInterrupts:
     thread nothing is to be done, nor for a signal without a handler of Python's. Blocks may lie in each other.
 
     Args:
-        stop: Called with what the handler of a second signal raises: the block is to end soon. None waits all the same.
+        stop: Called with what the handler of a second SIGINT or SIGTERM raises: the block is to end soon. None waits
+            all the same.
     """
 
     def __init__(self, stop: Callable[[BaseException], object] | None = None) -> None:
@@ -33,8 +39,8 @@ class HeldInterrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             self._open = True
-            for number in _SIGNALS:
-                handler = signal.getsignal(number)
+            for number in _HANDLED:
+                handler = _handler_of(number)
                 if callable(handler):
                     self._handlers[number] = handler
                     signal.signal(number, self._handle)
@@ -44,12 +50,13 @@ class HeldInterrupts:
         if not self._open:  # the block has ended, or never began: there is nothing to wait for
             self._handlers[number](number, frame)
             return
-        self._count += 1
+        asks_to_end = number in _SIGNALS
+        self._count += asks_to_end
         try:
             self._handlers[number](number, frame)
         except BaseException as error:
             self._raised.append(error)
-            if self._stop is not None and self._count > 1:
+            if self._stop is not None and asks_to_end and self._count > 1:
                 self._stop(error)
 
     def __exit__(

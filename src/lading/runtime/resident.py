@@ -10,8 +10,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import torch
-
 #: Temporaries up to this size stay with the process when they are freed.
 LARGEST_KEPT_BYTES = 4 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -61,19 +59,6 @@ def give_back() -> None:
         give(0)
 
 
-@cache
-def _free_packing_buffers() -> Callable[[], object] | None:
-    """MKL's function that gives the buffers back in which it packs products; None where products are another's.
-
-    It is ``mkl_free_buffers`` of MKL's manual, under the name that PyTorch's library exports; torch has no call for it.
-    """
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    except OSError:
-        return None
-    return getattr(library, "mkl_serv_free_buffers", None)
-
-
 class ResidentSet:
     """The resident set read often: its file stays open, for opening it takes five times as long as reading it."""
 
@@ -111,9 +96,6 @@ class Ceiling:
         """See that so much can be taken below the limit, as far as giving freed memory back helps."""
         if self._now_bytes() + size_bytes > self.limit_bytes:
             give_back()
-            if self._now_bytes() > self.limit_bytes and (free := _free_packing_buffers()) is not None:
-                free()  # which thread packs into which buffer is chance, and more may be kept than was measured
-                give_back()
 
 
 class PeakMeter:

@@ -13,10 +13,11 @@ import torch
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.program import Program, slot_bytes
+from lading.ir.updates import PREFIX
 from lading.runtime.arena import view_of
 from lading.runtime.device import Call, Device, Lane, Memory
 from lading.runtime.fuse import Fused
-from lading.runtime.kernels import AdamWSettings, Kernel, Rate, bind
+from lading.runtime.kernels import ADAMW, AdamWSettings, Kernel, Rate, bind
 from lading.runtime.regions import Region, Site
 from lading.runtime.streams import Entry, Jitter
 from lading.runtime.tiers import MemoryTier, Tier
@@ -200,7 +201,7 @@ class Binder:
             self.scratch[action.id] = kernel.scratch_bytes
             if self.make_room is None or not self._is_large(action.op, kernel):
                 return kernel.run
-            return _after(partial(self.make_room, min(kernel.scratch_bytes, self.program.workspace_bytes)), kernel.run)
+            return _after(partial(self.make_room, self._room_bytes(action.op, kernel)), kernel.run)
         if action.storage is None or action.kind not in (ActionKind.MOVE, ActionKind.FREE):
             raise ProgramError(
                 f"expected COMPUTE, RECOMPUTE, STEP, or MOVE or FREE of a storage, found {action.kind.value}"
@@ -217,6 +218,16 @@ class Binder:
         """Whether an operation takes so long that looking at the process before it costs nothing beside it."""
         touched = self.graph.ops[op].bytes_read + self.graph.ops[op].bytes_written
         return max(touched, kernel.scratch_bytes) >= _LARGE_BYTES
+
+    def _room_bytes(self, op: int, kernel: Kernel) -> int:
+        """What an operation may take while it runs: no more than the largest of the step, which was measured.
+
+        What an update of matrices takes inside its products is known from that measure alone.
+        """
+        largest = self.program.workspace_bytes
+        name = self.graph.ops[op].name
+        is_matrix_update = name.startswith(PREFIX) and name != ADAMW
+        return largest if is_matrix_update else min(kernel.scratch_bytes, largest)
 
     def _spoil_on_host(self, storage: int) -> Call | None:
         tier, size_bytes = self.tiers[HOST], self.graph.storages[storage].size_bytes

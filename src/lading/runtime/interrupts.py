@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import threading
@@ -14,8 +13,6 @@ from typing import Any, Self
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 #: All that may have a handler, such as SIGALRM of a timeout or SIGUSR1 of a job that is to make room.
 _HANDLED = tuple(sorted(signal.valid_signals()))
-#: ``signal.getsignal`` before it looks up a name for what it returns, which takes 20 times as long.
-_handler_of: Callable[[int], Any] = importlib.import_module("_signal").getsignal
 
 
 class HeldInterrupts:
@@ -40,7 +37,7 @@ class HeldInterrupts:
         if threading.current_thread() is threading.main_thread():
             self._open = True
             for number in _HANDLED:
-                handler = _handler_of(number)
+                handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
                     signal.signal(number, self._handle)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import Any
 
+from lading.program.schedules import Schedule
 from lading.sim.pipeline import Entries, PipelineSeconds, entries_of, simulate_pipeline
-from lading.sim.schedules import Schedule
 
 
 def lading_s(plan: Schedule, seconds: PipelineSeconds) -> float:

@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 
 from lading.clusters import Question, request_of
+from lading.program.schedules import Work, schedule
 from lading.report.perfetto import write_trace
 from lading.sim.cluster import Job, Stretches, simulate_cluster
 from lading.sim.noise import Noise
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.schedules import Work, schedule
 from lading.sim.simulate import simulate
 from lading.sim.traces import pipeline_timeline
 

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 import pytest
 from benchmarks.simulator.engines import heap_s, lading_s, simpy_s
 
+from lading.program.schedules import schedule
 from lading.sim.pipeline import PipelineSeconds
-from lading.sim.schedules import schedule
 
 SECONDS = PipelineSeconds(
     forward=1, backward=2.25, backward_input=1.25, backward_weight=1, send_forward=0.25, send_backward=0.5

@@ -11,9 +11,9 @@ import pytest
 from tests.report.test_html import Page
 
 from lading.ir.timeline import Event, MemorySample, Timeline
+from lading.program.schedules import schedule
 from lading.report.cluster import ClusterPage, growth_figure, ranks_figure, write_cluster_page
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.schedules import schedule
 from lading.sim.traces import pipeline_timeline
 
 RUN = simulate_pipeline(schedule("1f1b", 4, 1, 8), PipelineSeconds(forward=1, backward=2, send_forward=0.1))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from lading.errors import ConfigError, SimulationError
+from lading.program.schedules import Work, schedule
 from lading.sim.cluster import Job, Stretches, simulate_cluster
 from lading.sim.noise import Jitter, Noise, largest_factor, largest_of, stalled_share
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.schedules import Work, schedule
 from lading.sim.traces import COLLECTIVE, COMPUTE, cluster_timeline
 
 CALM = Noise()

@@ -18,8 +18,8 @@ from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, Request
 from lading.ir.table import ModelTable
 from lading.models.registry import build_model, model_class
+from lading.program.schedules import schedule_of
 from lading.sim.eager import eager_memory
-from lading.sim.schedules import schedule_of
 from lading.sim.simulate import runs_of, segments_of
 from lading.testing.batches import random_batch
 

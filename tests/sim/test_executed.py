@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.sim.sleepers import CHUNKS, FORWARD_S, INPUT_S, MICRO_BATCHES, NAMES, RANKS, WEIGHT_S
 
+from lading.program.schedules import schedule
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.schedules import schedule
 
 SEND_S = 0.0005  # a few bytes over gloo, with torch's bookkeeping
 

@@ -13,11 +13,11 @@ from torch.distributed.pipelining.schedules import (
 from lading.catalog.stacks import stack_by_name
 from lading.clusters import Question, request_of
 from lading.ir.graph import Role
+from lading.program.schedules import schedule
 from lading.sim.jobs import job_of
 from lading.sim.occupancy import occupancy
 from lading.sim.piped import gathering, held_up_s, most_gathered
 from lading.sim.prices import MachinePrices
-from lading.sim.schedules import schedule
 from lading.sim.sequence import sequence_of
 from lading.sim.simulate import Simulated, simulate
 from lading.sim.step import DATA_PARALLEL

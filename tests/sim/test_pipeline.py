@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lading.errors import SimulationError
+from lading.program.schedules import KINDS, V_SHAPED, Schedule, Work, alive_peaks, schedule
 from lading.sim.bounds import closed_form_s, lower_bound_s, pipeline_bound_s
 from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
-from lading.sim.schedules import KINDS, V_SHAPED, Schedule, Work, alive_peaks, schedule
 
 TINY = 1e-9
 

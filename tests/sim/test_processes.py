@@ -16,9 +16,9 @@ from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
 from lading.ir.machine import Curve, Machine, Processes
 from lading.ir.request import Architecture, Request
+from lading.program.schedules import schedule
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 from lading.sim.processes import shared_pipeline
-from lading.sim.schedules import schedule
 from lading.sim.simulate import Simulated, simulate
 
 SHARED = Processes(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lading.program.schedules import alive_peaks, schedule
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.schedules import alive_peaks, schedule
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "validation" / "measurements.jsonl"
 KINDS = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zero-bubble"}

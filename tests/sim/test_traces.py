@@ -11,9 +11,9 @@ from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
 from lading.errors import ConfigError
 from lading.ir.timeline import Timeline
+from lading.program.schedules import schedule
 from lading.report.perfetto import write_trace
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.schedules import schedule
 from lading.sim.traces import COMPUTE, SEND_DOWN, SEND_UP, pipeline_timeline
 
 SECONDS = PipelineSeconds(forward=1, backward=2, send_forward=0.25, send_backward=0.125)

@@ -13,7 +13,7 @@ from lading.ir.machine import Machine
 from lading.memory.moments import Held, Room, moments_of
 from lading.memory.ranks import kept_state_bytes, parameter_width, shards, state_bytes
 from lading.planner.space import Ask
-from lading.sim.schedules import schedule_of
+from lading.program.schedules import schedule_of
 from lading.sim.simulate import MEMORY_SPREAD, Simulated, runs_of, simulate
 
 

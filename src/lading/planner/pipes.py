@@ -25,7 +25,7 @@ import numpy.typing as npt
 from lading.ir.stack import Stack
 from lading.planner.space import Pipe
 from lading.planner.stages import Floats, Ints, StageCosts, StageRows
-from lading.sim.schedules import V_SHAPED
+from lading.program.schedules import V_SHAPED
 
 Bools = npt.NDArray[np.bool_]
 #: Ranks whose memory and exchanges are bounded: the first two and the last.
@@ -272,7 +272,7 @@ def _groups(table: PipeTable, micro_batches: Floats, stack: Stack) -> Floats:
 
 
 def valid(table: PipeTable, replicas: Floats, micro_batches: Floats, stack: Stack) -> Bools:
-    """Which pipes can be, by the rules of ``lading.sim.schedules``.
+    """Which pipes can be, by the rules of ``lading.program.schedules``.
 
     Args:
         replicas, micro_batches: Of each pipe; not whole where it cannot be.

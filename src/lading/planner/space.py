@@ -22,7 +22,7 @@ from lading.ir.request import Request
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.planner.least import Least
-from lading.sim.schedules import V_SHAPED
+from lading.program.schedules import V_SHAPED
 from lading.sim.updates import segment_directions_s
 
 _SHORT = {"mb": "micro_batch"}

@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lading.errors import SimulationError
+from lading.program.schedules import Schedule
 from lading.sim.pipeline import Floats, PipelineSeconds
-from lading.sim.schedules import Schedule
 
 _SPLIT = ("zero-bubble", "zbv", "dualpipe-v")
 

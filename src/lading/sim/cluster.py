@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lading.errors import SimulationError
+from lading.program.schedules import Schedule, Work
 from lading.sim.noise import Jitter, Noise
 from lading.sim.pipeline import Entries, PipelineSeconds, entries_of, time_entries
-from lading.sim.schedules import Schedule, Work
 
 Floats = npt.NDArray[np.float64]
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: any odd number with mixed bits would do

@@ -34,8 +34,8 @@ from lading.ir.work import RankSegment, Stage
 from lading.memory.ranks import adapter_bytes, shards, state_bytes
 from lading.parallel.memory import alive_bytes
 from lading.parallel.recompute import recomputed
+from lading.program.schedules import Schedule, Work
 from lading.sim.phases import groups_apart, less
-from lading.sim.schedules import Schedule, Work
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ import numpy as np
 from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.memory.ranks import replicas, state_bytes
+from lading.program.schedules import Schedule, Work, schedule
 from lading.sim.cluster import Job, Stretches
 from lading.sim.goodput import Failures
 from lading.sim.parts import Span
 from lading.sim.piped import held_up_s, tied_s
 from lading.sim.prices import MachinePrices
-from lading.sim.schedules import Schedule, Work, schedule
 from lading.sim.simulate import Simulated
 from lading.sim.step import DATA_PARALLEL, Stage
 

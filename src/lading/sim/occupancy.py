@@ -23,10 +23,10 @@ from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.request import Request
 from lading.ir.timeline import Held, MemorySample
+from lading.program.schedules import Schedule, Work, schedule
 from lading.sim.gathered import UnitBytes, gathered_passes, own_gradients
 from lading.sim.parts import Part
 from lading.sim.phases import Phases
-from lading.sim.schedules import Schedule, Work, schedule
 from lading.sim.simulate import WAITING, Simulated
 from lading.sim.step import Stage
 from lading.sim.storage import on_device, units_of

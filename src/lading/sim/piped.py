@@ -31,8 +31,8 @@ import numpy as np
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
+from lading.program.schedules import Schedule, Work, schedule_of
 from lading.sim.pipeline import Floats, PipelineRun, PipelineSeconds, simulate_pipeline
-from lading.sim.schedules import Schedule, Work, schedule_of
 from lading.sim.step import (
     COPIES,
     DATA_PARALLEL,

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lading.errors import SimulationError
-from lading.sim.schedules import Schedule, Work
+from lading.program.schedules import Schedule, Work
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -158,7 +158,7 @@ def simulate_pipeline(plan: Schedule, seconds: PipelineSeconds, *, overlap: bool
     """Events of a pipeline.
 
     Args:
-        plan: Of ``lading.sim.schedules``.
+        plan: Of ``lading.program.schedules``.
         overlap: Whether ranks compute while they send.
     Raises:
         SimulationError: seconds that the schedule needs are missing or negative, or its orders wait for each other.

@@ -25,11 +25,11 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Machine, Processes
 from lading.ir.request import Request
 from lading.memory.ranks import shards
+from lading.program.schedules import Schedule, Work, schedule_of
 from lading.sim.parts import MEMORY
 from lading.sim.phases import Phases
 from lading.sim.pipeline import PipelineRun
 from lading.sim.prices import MachinePrices
-from lading.sim.schedules import Schedule, Work, schedule_of
 from lading.sim.step import Run, Stage, Step, shares_of, stage_of, trained_of
 
 _ADD, _TO_BUCKET, _GATHERED, _REDUCED = 12, 8, 8, 8

@@ -32,9 +32,9 @@ from lading.ir.work import Collective, Kernel, RankSegment, Stage
 from lading.memory.ranks import gathered_width, gradient_width, replicas
 from lading.parallel.ranks import EXPERTS
 from lading.parallel.recompute import Recomputed, recomputed
+from lading.program.schedules import Work, schedule_of
 from lading.sim.gathered import bounds, groups_of
 from lading.sim.phases import groups_apart, less
-from lading.sim.schedules import Work, schedule_of
 from lading.sim.simulate import runs_of, segments_of, table_of
 
 

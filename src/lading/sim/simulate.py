@@ -31,6 +31,7 @@ from lading.ir.work import RankSegment
 from lading.parallel.adapters import adapted, adapters_of, packed
 from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
+from lading.program.schedules import schedule_of
 from lading.sim.eager import eager_memory
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
@@ -38,7 +39,6 @@ from lading.sim.piped import pipeline_step
 from lading.sim.pipeline import PipelineRun
 from lading.sim.prices import MachinePrices
 from lading.sim.processes import processes_step
-from lading.sim.schedules import schedule_of
 from lading.sim.step import DATA_PARALLEL, Stage, Step, replicas_step, stage_of
 from lading.sim.storage import device_roles, stored
 from lading.sim.updates import Updated, updated

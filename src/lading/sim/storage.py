@@ -12,10 +12,10 @@ from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.request import Request
 from lading.memory.ranks import adapter_bytes, behind, gathered_bytes, shards, state_bytes
+from lading.program.schedules import alive_peaks
 from lading.sim.gathered import Peak, Stretch, UnitBytes, gathered_passes, unit_bytes
 from lading.sim.phases import Phases
 from lading.sim.piped import most_gathered
-from lading.sim.schedules import alive_peaks
 from lading.sim.step import Stage, Step, elements_of, trained_of
 
 #: Bytes by role on the device, and behind it.

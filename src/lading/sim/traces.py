@@ -10,12 +10,12 @@ import numpy as np
 
 from lading.errors import ConfigError
 from lading.ir.timeline import Event, Timeline
+from lading.program.schedules import Work
 from lading.sim.cluster import ClusterRun, Job, simulate_cluster
 from lading.sim.jobs import job_of
 from lading.sim.noise import Noise
 from lading.sim.occupancy import occupancy
 from lading.sim.pipeline import Floats, PipelineRun
-from lading.sim.schedules import Work
 from lading.sim.simulate import WAITING, Simulated
 
 COMPUTE, COLLECTIVE, NETWORK = "compute", "collective", "data-parallel network"

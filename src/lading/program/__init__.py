@@ -1,0 +1,1 @@
+"""Program: what each class of ranks does in a step, as lists of actions; emitters, passes and schedules."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import errno
 import gc
 import io
 import os
@@ -187,6 +188,92 @@ def test_what_is_lost_is_refused_not_made_up(trainer: Trainer, monkeypatch: pyte
         model.state_dict()
     whole = {name: p for name, p in model.named_parameters() if name != lost}
     assert all(torch.equal(p, reference(1)[name]) for name, p in whole.items())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_values_that_there_is_no_memory_for_are_not_lost(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    read, number = trainer._executor.read_storage, [0]
+
+    def short(storage: int) -> torch.Tensor:
+        number[0] += 1
+        if number[0] > 2:
+            raise error
+        return read(storage)
+
+    model = trainer.model
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer._executor, "read_storage", short)
+        with pytest.raises(StorageError, match=r"nothing is lost: free memory and close the trainer again"):
+            trainer.close()
+    assert all(p.untyped_storage().nbytes() <= 8 for p in vars_of(model))  # what was written back makes room again
+    for use in (model.state_dict, lambda: loss_fn(model, batch(0))):
+        with pytest.raises(ConfigError, match=r"are with a lading\.Trainer"):
+            use()
+    trainer.save(tmp_path / "saved")
+    trainer.step(batch(1))
+    trainer.close()
+    assert same(values(model), reference(2))
+
+
+def vars_of(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, without the class that refuses to be asked."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [t.data for t in (*model.parameters(), *model.buffers())]
+
+
+def test_a_model_whose_weights_are_no_longer_tied_is_refused(planned: tuple[Plan, StepGraph], tmp_path: Path) -> None:
+    model = net()
+    model.head.weight = torch.nn.Parameter(model.tokens.weight.detach().clone())
+    with pytest.raises(ConfigError, match=r"expected tokens\.weight and head\.weight as one parameter"):
+        Trainer(*planned, model, folder=tmp_path)
+    loss_fn(model, batch(0))
+
+
+@pytest.mark.parametrize("still_there", [False, True])
+def test_weights_in_mapped_files_count_as_freed_when_the_files_are_unmapped(
+    planned: tuple[Plan, StepGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, still_there: bool
+) -> None:
+    """Another tensor of the file keeps all of its pages in memory."""
+    weights, pages = {**net().state_dict(), "other": torch.zeros(4096, 512)}, 4096 * 512 * 4
+    torch.save(weights, tmp_path / "weights.pt")
+    mapped = torch.load(tmp_path / "weights.pt", mmap=True)
+    other = mapped.pop("other")
+    assert other.sum() == 0  # now its pages are in memory
+    model = net()
+    model.load_state_dict(mapped, assign=True)
+    model.head.weight = model.tokens.weight
+    mapped.clear()
+    if not still_there:
+        del other
+    freed: list[int] = []
+    monkeypatch.setattr(Executor, "given_back", lambda _, size: freed.append(size))
+    with Trainer(*planned, model, folder=tmp_path):
+        assert (freed[0] <= 0) if still_there else (abs(freed[0] - pages) < 64 << 10)
+
+
+def test_small_tensors_that_somebody_else_has_too_are_not_freed(
+    planned: tuple[Plan, StepGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[int] = []
+    monkeypatch.setattr(Executor, "given_back", lambda _, size: freed.append(size))
+    model = net()
+    size = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    with Trainer(*planned, model, folder=tmp_path):
+        assert freed == [size]
+    also = model.middle.weight.data
+    with Trainer(*planned, model, folder=tmp_path):
+        assert freed[1] == size - also.nbytes
 
 
 def interrupt(times: int) -> None:

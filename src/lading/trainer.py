@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import threading
 import warnings
@@ -31,7 +32,7 @@ from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.prepare import lowered
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
-from lading.runtime.custody import Custody, is_held
+from lading.runtime.custody import Custody, FreedBytes, is_held
 from lading.runtime.device import Device
 from lading.runtime.executor import Executor
 from lading.runtime.host import host_id
@@ -41,8 +42,6 @@ from lading.runtime.resident import give_back, trim
 from lading.units import format_bytes
 
 _RNG = "torch.rng_state"
-#: Tensors from this size on go back to the kernel when they are freed, so that it can be seen.
-_MEASURED_BYTES = 8 << 20
 #: A state that only this rule for matrices has.
 _STATES = MappingProxyType({"muon": "momentum", "shampoo": "left_root", "soap": "left_basis"})
 
@@ -101,16 +100,13 @@ class Trainer:
         self.steps = 0
         self.losses: dict[str, float] = {}
         step_graph = self.program.graph
-        self._values = values_of(step_graph)
+        self._values, self._random = values_of(step_graph), any(op.random for op in step_graph.ops)
         self._first_name = {alias: p.names[0] for p in step_graph.parameters for alias in p.names}
-        self._random = any(op.random for op in step_graph.ops)
         self._half_loaded = ""  # what a load that ended half-way was to say
         self._saved = ""  # the newest checkpoint
         self.excess: list[str] = []
         self._closed = False
-        if model is not None:
-            model = as_written(model)
-            self._check_model(model)
+        model = None if model is None else self._checked(as_written(model))
         self._keys = state_keys(model, [name for name, _ in step_graph.buffers], self._first_name)
         self._watch = Watch(graph.frozen, model)
         self._kind: str = plan.machine["device"]["kind"]
@@ -123,9 +119,7 @@ class Trainer:
             fuse=plan.compiled,
         )
         self._custody, self._lock = Custody(), threading.RLock()
-        self._give_back = partial(_give_back, self._executor, self._custody, self._values, self._lock, pid=os.getpid())
-        self._finalizer = weakref.finalize(self, self._give_back)
-        atexit.register(self._finalizer)  # before what was registered earlier, which may look at the model
+        self._give_back_at_the_end()
         try:
             self._take_over(model)
         except BaseException:
@@ -362,7 +356,8 @@ class Trainer:
         Warns where they are of two steps (``unfinished``).
 
         Raises:
-            StorageError: values that could not be read are lost; their tensors refuse to be used.
+            StorageError: there is no memory for the values, and nothing has changed: free some and close again; or
+                values could not be read and are lost, and their tensors refuse to be used.
             ConfigError: called inside of a step, by a handler of a signal.
         """
         mixed = self._custody and (self._half_loaded or not self._executor.is_whole) and self._state()
@@ -406,8 +401,8 @@ class Trainer:
             f"parameters now {', '.join(parts)}; trainer.unfinished names all values; {newest}"
         )
 
-    def _check_model(self, model: torch.nn.Module) -> None:
-        """Refuse a model that is not the captured one."""
+    def _checked(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model, which is the captured one; any other is refused."""
         if held := [name for name, tensor in tensors_of(model) if is_held(tensor)]:
             raise ConfigError(
                 f"expected a model with its values, found that another Trainer has them ({first_few(held)}); close "
@@ -419,21 +414,35 @@ class Trainer:
         found = {name: (_dtype_of(t), tuple(t.shape)) for name, t in tensors_of(model, tied=True)}
         if differing := _differing(found, {name: (t.dtype, t.shape) for name, t in wanted.items()}):
             raise ConfigError(f"expected the model that was captured, these parameters or buffers differ: {differing}")
+        tensors = dict(tensors_of(model, tied=True))
+        for parameter in graph.parameters:
+            if len({id(tensors[name]) for name in parameter.names}) > 1:
+                raise ConfigError(
+                    f"expected {' and '.join(parameter.names)} as one parameter, as in the model that was captured, "
+                    "found several; tie them again, or capture this model"
+                )
+        return model
+
+    def _give_back_at_the_end(self) -> None:
+        """Let the end of this trainer, or of the process, write the values back if nobody has closed it by then."""
+        self._give_back = partial(_give_back, self._executor, self._custody, self._values, self._lock, pid=os.getpid())
+        self._finalizer = weakref.finalize(self, self._give_back)
+        atexit.register(self._finalizer)  # before what was registered earlier, which may look at the model
 
     def _take_over(self, model: torch.nn.Module | None) -> None:
         """Copy the model's values and free its own memory, one tensor after the other."""
-        given_back = 0
-        for name, tensor in tensors_of(model) if model is not None else ():
+        tensors = tensors_of(model) if model is not None else []
+        freed = FreedBytes([t for _, t in tensors if t.device.type == self._kind], self._executor.now_bytes)
+        for name, tensor in tensors:
             self.set_value(name, tensor)
-            is_here, size_bytes = tensor.device.type == self._kind, self._values[name].size_bytes
-            before = self._executor.now_bytes() if is_here else 0
-            self._custody.take(name, tensor)
-            if is_here and size_bytes >= _MEASURED_BYTES:  # somebody may still hold it, or it lies in a file
-                size_bytes = min(size_bytes, max(0, before - self._executor.now_bytes()))
-            given_back += size_bytes if is_here else 0
+            take = partial(self._custody.take, name, tensor)
+            if tensor.device.type == self._kind:
+                freed.drop(tensor, take)
+            else:
+                take()
         self._executor.observe_peak()
         trim()
-        self._executor.given_back(given_back)
+        self._executor.given_back(freed.total())
 
 
 def _give_back(
@@ -448,11 +457,26 @@ def _give_back(
                 "expected no step under way, found one; raise an exception instead of closing inside of it"
             )
         lost = custody.give_back(lambda name: read_value(executor, values[name]))
-        executor.close()
-        custody.release(name for name, _ in lost)
+        later = [(name, e) for name, e in lost if not (_is_gone(e) or executor.lost & {*values[name].storages})]
+        if later:
+            custody.take_again()
+            raise StorageError(
+                f"{len(later)} values could not be written back ({first_few([name for name, _ in later])}): "
+                f"{later[0][1]}; nothing is lost: free memory and close the trainer again, or save a checkpoint, which "
+                "needs less"
+            ) from later[0][1]
+        try:
+            executor.close()
+        finally:
+            custody.release(name for name, _ in lost)
     if lost:
         names = first_few([name for name, _ in lost])
         raise StorageError(f"{len(lost)} values could not be read and are lost ({names}): {lost[0][1]}") from lost[0][1]
+
+
+def _is_gone(error: Exception) -> bool:
+    """Whether what failed to read a value will fail again: a tier or a device did, and not for lack of memory."""
+    return isinstance(error, (OSError, torch.AcceleratorError)) and getattr(error, "errno", None) != errno.ENOMEM
 
 
 def _optimizers(names: Iterable[str]) -> str:

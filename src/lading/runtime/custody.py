@@ -12,10 +12,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lading.errors import ConfigError
+from lading.runtime.resident import files_at, mapped_bytes
 
 _NAME, _REASON = "_lading_name", "_lading_reason"
+#: Storages from this size on go back to the system when they are freed, so that it can be seen.
+_MEASURED_BYTES = 8 << 20
 _PROPERTIES = [
     "shape",
     "dtype",
@@ -113,15 +117,23 @@ class Custody:
         kind = type(tensor)
         self._taken.append((name, tensor, kind, tensor.device))
         with torch.inference_mode(False):
-            tensor.data = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+            tensor.data = _without_memory(tensor, tensor.device)
         vars(tensor).update({_NAME: name, _REASON: _HELD})
         tensor.__class__ = _held_class(kind)
+
+    def take_again(self) -> None:
+        """Free all memory that ``give_back`` gave, as if it had not been called: ``read`` still has the values."""
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            for _, tensor, _, device in self._taken:
+                tensor.data = _without_memory(tensor, device)
+                vars(tensor)[_REASON] = _HELD
 
     def give_back(self, read: Callable[[str], torch.Tensor]) -> list[tuple[str, Exception]]:
         """Give every tensor its value, on the CPU.
 
         Returns:
-            (name, why) of each that ``read`` could not give; such a tensor goes on refusing to be used.
+            (name, why) of each that ``read`` could not give. Such a tensor goes on refusing to be used; ``release``
+            ends custody of the others, ``take_again`` of none.
         """
         lost: list[tuple[str, Exception]] = []
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
@@ -150,6 +162,50 @@ class Custody:
                     failures.append(error)
         if failures:
             raise failures[0]
+
+
+def _without_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """One element that stands for all of ``tensor``."""
+    return torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+class FreedBytes:
+    """Counts what goes back to the system as tensors on one device are dropped, one after the other.
+
+    A tensor's memory may outlive it: another tensor or array may have it too, or it lies in a file, which stays mapped
+    as long as anything of it is there.
+
+    Args:
+        tensors: All that will be dropped, still there.
+        now_bytes: Memory of the device in use.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], now_bytes: Callable[[], int]) -> None:
+        self._now_bytes, self._dropped_bytes = now_bytes, 0
+        on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        files = zip(on_host, files_at([t.data_ptr() for t in on_host]), strict=True) if on_host else ()
+        self._files = {id(tensor): file for tensor, file in files if file is not None}
+        self._mapped_bytes = mapped_bytes({*self._files.values()})
+        self._small: dict[StorageWeakRef, int] = {}
+
+    def drop(self, tensor: torch.Tensor, drop: Callable[[], None]) -> None:
+        """Call ``drop``, which frees the tensor's memory, and count it."""
+        storage = tensor.untyped_storage()
+        size_bytes, small = storage.nbytes(), StorageWeakRef(storage)
+        del storage
+        before = self._now_bytes()
+        drop()
+        if id(tensor) in self._files:
+            return
+        if size_bytes >= _MEASURED_BYTES:
+            self._dropped_bytes += min(size_bytes, max(0, before - self._now_bytes()))
+        else:
+            self._small[small] = size_bytes
+
+    def total(self) -> int:
+        """Bytes that went back; negative where more of a file lies in memory than before, and it is still mapped."""
+        small = sum(size for storage, size in self._small.items() if storage.expired())
+        return self._dropped_bytes + small + self._mapped_bytes - mapped_bytes({*self._files.values()})
 
 
 def _tried_twice(read: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import threading
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from pathlib import Path
 LARGEST_KEPT_BYTES = 4 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_INT = (1 << 31) - 1
+#: First line of a mapping in /proc/self/maps and smaps: its addresses, and the device and inode of its file.
+_MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+ \d+)")
 
 
 def resident_bytes() -> int:
@@ -57,6 +61,34 @@ def give_back() -> None:
     """Return freed memory to the kernel without collecting garbage: for kernels with many temporaries of many sizes."""
     if (give := _malloc_trim()) is not None:
         give(0)
+
+
+def files_at(addresses: Iterable[int]) -> list[str | None]:
+    """The file that is mapped at each address, as its device and inode; None where memory is the process's own."""
+    mappings = [match for line in _lines("maps") if (match := _MAPPING.match(line))]
+    starts = [int(mapping[1], 16) for mapping in mappings]
+
+    def at(address: int) -> str | None:
+        mapping = mappings[max(0, bisect_right(starts, address) - 1)]
+        inside = int(mapping[1], 16) <= address < int(mapping[2], 16)
+        return mapping[3] if inside and not mapping[3].endswith(" 0") else None
+
+    return [at(address) for address in addresses]
+
+
+def mapped_bytes(files: Collection[str]) -> int:
+    """Bytes of the resident set that are pages of mapped files, each named as by ``files_at``."""
+    size_bytes, counts = 0, False
+    for line in _lines("smaps") if files else ():
+        if match := _MAPPING.match(line):
+            counts = match[3] in files
+        elif counts and line.startswith("Rss:"):
+            size_bytes += 1024 * int(line.split()[1])
+    return size_bytes
+
+
+def _lines(name: str) -> list[str]:
+    return Path("/proc/self", name).read_text().splitlines()
 
 
 class ResidentSet:

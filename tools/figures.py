@@ -11,7 +11,7 @@ import argparse
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +86,7 @@ def imports_of(module: Module, modules: dict[str, Module]) -> set[str]:
     return {name for name in targets if name in modules and name not in {module.name, PACKAGE}}
 
 
-def reached_from(roots: set[str], edges: dict[str, set[str]]) -> set[str]:
+def reached_from(roots: Set[str], edges: dict[str, set[str]]) -> set[str]:
     """Modules that ``roots`` import, directly or not, and the roots."""
     reached: set[str] = set()
     waiting = list(roots)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tools.validate.rows import read_rows
 
 from lading.catalog.fleets import FLEETS, load_fleet
 from lading.catalog.load import load_machine, machine_to_toml
@@ -28,7 +29,6 @@ from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.planner.placement.plain import read_problem
 from lading.report.metrics import read_metrics, read_steps
-from lading.validate.rows import read_rows
 from tests.fuzz import damaged_bytes, damaged_document
 from tests.ir.test_clusterplan import PLAN
 from tests.ir.test_plan import some_plan

@@ -19,12 +19,12 @@ import statistics
 from pathlib import Path
 
 import numpy as np
+from tools.validate.requests import request_of
+from tools.validate.rows import read_rows
 
 from lading.ir.request import Request
 from lading.parallel import adapters
 from lading.sim.simulate import simulate
-from lading.validate.requests import request_of
-from lading.validate.rows import read_rows
 
 #: Seconds of a step with 256 tokens: QwenLM/Qwen README.md @2df8e8ac, "Profiling of Memory and Speed", by the stack and
 #: layers of the model; one decimal is printed.

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 from scipy.optimize import least_squares
+from tools.validate.requests import request_of
+from tools.validate.rows import Row, read_rows
 
 from lading.ir.request import Request
 from lading.sim.simulate import Priced, priced, simulate
-from lading.validate.requests import request_of
-from lading.validate.rows import Row, read_rows
 
 FOLDER = Path(__file__).parents[1] / "validation"
 STACKS = Path(__file__).parents[2] / "src" / "lading" / "catalog" / "stacks"

@@ -16,14 +16,14 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from tools.validate.requests import request_of
+from tools.validate.rows import read_rows
 
 from lading.errors import LadingError
 from lading.ir.request import Request
 from lading.sim.noise import largest_of
 from lading.sim.simulate import WAITING, simulate
 from lading.sim.step import DATA_PARALLEL
-from lading.validate.requests import request_of
-from lading.validate.rows import read_rows
 
 ENDS, BLOCKS = "meet at the end of a step", "meet in every block"
 

@@ -5,7 +5,7 @@
 
 Everything else is fitted on micro-measurements; this is the only fit on whole steps. For each stack and architecture
 there are four factors, of products in 16 bits and below, attention and memory-bound kernels, held to their common
-factor by a ridge, and that by another to what all other stacks let expect (``lading.validate.shrinkage``): a stack
+factor by a ridge, and that by another to what all other stacks let expect (``tools.validate.shrinkage``): a stack
 with few rows keeps to that. What is to be expected of a stack never seen goes into the default, whose factors hold
 wherever a stack has none. Rows of tier A, newest of equal configurations; a row counts less the more rows its source
 has. Beside the factors stands how wide errors spread.
@@ -22,6 +22,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from tools.validate import rows as validated
+from tools.validate.requests import request_of
+from tools.validate.rows import read_rows
+from tools.validate.scoring import Outcome, newest
+from tools.validate.shrinkage import Cell, expected
 
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import DEFAULT
@@ -29,11 +34,6 @@ from lading.errors import LadingError
 from lading.ir.request import Request
 from lading.sim.parts import ATTENTION, LOW, MEMORY, PRODUCTS
 from lading.sim.simulate import Priced, priced, simulate
-from lading.validate import rows as validated
-from lading.validate.requests import request_of
-from lading.validate.rows import read_rows
-from lading.validate.scoring import Outcome, newest
-from lading.validate.shrinkage import Cell, expected
 
 CAUSES = (PRODUCTS, LOW, ATTENTION, MEMORY)
 STACKS = Path(__file__).parents[2] / "src" / "lading" / "catalog" / "stacks"

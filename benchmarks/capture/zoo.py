@@ -31,11 +31,11 @@ from benchmarks.capture.family import Family
 from benchmarks.capture.own import OWN
 from benchmarks.capture.signals import SIGNALS
 from benchmarks.capture.text import TEXT
+from tools.replay import Replay
 
 from lading.capture.batches import input_leaves
 from lading.capture.trace import capture
 from lading.errors import CaptureError
-from lading.testing.replay import Replay
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (*OWN, *TEXT, *SIGNALS, *DIFFUSION)}
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.batches import random_batch
 from torch.utils.checkpoint import checkpoint
 
 from lading.config import SYNTHETIC, AdamW, DataConfig, MemoryConfig, ModelConfig, Optimization, RunConfig
@@ -25,7 +26,6 @@ from lading.ir.plan import Plan
 from lading.models.registry import build_model, model_class
 from lading.prepare import initial_values, plan_run, prepare_plan
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
-from lading.testing.batches import random_batch
 from lading.trainer import Trainer
 
 LR, SEED = 1e-3, 0

@@ -7,7 +7,7 @@ overlap. Beside it:
 
   redundant     every rank gathers the pieces of its tensor-parallel group and computes every matrix
   by layer, dp  layers belong to data-parallel ranks, whose tensor-parallel ranks gather their pieces and all compute
-  policies      owners among all ranks by other rules (``lading.planner.owner_policies``), moved as ours are
+  policies      owners among all ranks by other rules (``benchmarks.optimizers.owner_policies``), moved as ours are
   shared        several ranks to a matrix where that is shorter, what they tell each other included
 
 Iterations are those of the simulated step; all but the optimizer is the same. Nothing here was measured on a cluster.
@@ -18,13 +18,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from benchmarks.optimizers.owner_policies import POLICIES
+
 from lading.clusters import Question, request_of
 from lading.cost.collective import collective_s
 from lading.cost.owned import GROUPS, Update
 from lading.cost.topology import group_of
 from lading.cost.updates import direction_s, shared_s
 from lading.parallel.matrices import projections
-from lading.planner.owner_policies import POLICIES
 from lading.planner.owners import Matrix, Owners, assign
 from lading.rules import Muon
 from lading.sim.simulate import Simulated, simulate

@@ -13,10 +13,11 @@ import argparse
 import statistics
 import time
 
+from benchmarks.optimizers.owner_policies import POLICIES
+
 from lading.catalog.tables import model_table
 from lading.parallel.matrices import projections
 from lading.planner.owner_costs import Costs
-from lading.planner.owner_policies import POLICIES
 from lading.planner.owners import Matrix, assign
 from lading.rules import Muon
 

@@ -14,6 +14,7 @@ from typing import Any
 import sac
 import torch
 from hand import Choices, everything_moved, states_away
+from tools.batches import random_batch
 
 from lading.capture.initial import Deferred, defer
 from lading.capture.trace import capture
@@ -28,7 +29,6 @@ from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, Step
 from lading.planner.streaming import streaming
 from lading.runtime.kernels import workspace_of
-from lading.testing.batches import random_batch
 
 _SMALL = {"vocab_size": 256, "dim": 256, "num_heads": 4, "num_layers": 8}
 _LLAMA_1B = {"dim": 2048, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 128256}

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tools.batches import random_batch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -48,7 +49,6 @@ from lading.models.registry import build_model, model_class
 from lading.planner.peaks import peaks_of
 from lading.planner.space import Ask
 from lading.sim.simulate import simulate
-from lading.testing.batches import random_batch
 from lading.units import MiB
 
 SIZES: dict[str, Any] = {

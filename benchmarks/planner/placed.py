@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tools.recorder import Recorder
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
@@ -45,7 +46,6 @@ from lading.models.registry import build_model
 from lading.placing import Placing, saved
 from lading.planner.placement.api import place
 from lading.planner.placement.build import Grain, problem_of
-from lading.testing.recorder import Recorder
 from lading.units import MiB
 
 SIZES: dict[str, Any] = {"vocab_size": 1024, "max_seq_len": 128, "dim": 192, "num_heads": 4, "num_layers": 6}

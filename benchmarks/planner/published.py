@@ -21,14 +21,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tools.validate.requests import request_of
+from tools.validate.rows import read_rows
+
 from lading.errors import LadingError, PlanInfeasible
 from lading.ir.request import Request
 from lading.planner.layouts import find_layouts
 from lading.planner.peaks import budget_for, peaks_of
 from lading.planner.space import Ask
 from lading.sim.simulate import Simulated, machine_of, simulate
-from lading.validate.requests import request_of
-from lading.validate.rows import read_rows
 
 #: By which equal steps may differ.
 _EQUAL = 1e-9

@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from tools.batches import random_batch
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,7 +39,6 @@ from lading.models.registry import model_class
 from lading.prepare import build, lowered, plan
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
-from lading.testing.batches import random_batch
 from lading.trainer import Trainer
 from lading.units import GiB, MiB
 

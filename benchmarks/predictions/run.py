@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any, cast
 
 import torch
+from tools.batches import random_batch
 
 from lading.capture.initial import defer
 from lading.capture.trace import capture
@@ -32,7 +33,6 @@ from lading.prepare import build, lowered, plan
 from lading.rules import RuleName
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
-from lading.testing.batches import random_batch
 from lading.trainer import Trainer
 from lading.units import GiB, MiB
 

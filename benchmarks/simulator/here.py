@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from tools.batches import random_batch
 
 from lading.capture.table import module_table
 from lading.catalog.load import load_machine
@@ -32,7 +33,6 @@ from lading.ir.work import Product
 from lading.models.registry import build_model, model_class
 from lading.runtime.probe_sharing import PRODUCT
 from lading.sim.simulate import Simulated, simulate
-from lading.testing.batches import random_batch
 from lading.units import MiB
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tools.batches import random_batch
+from tools.recorder import Recorder
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -44,8 +46,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lading.ir.layout import Layout, parse_layout
 from lading.models.registry import build_model, model_class
 from lading.runtime.probe_sharing import kernels_s
-from lading.testing.batches import random_batch
-from lading.testing.recorder import Recorder
 
 
 @dataclass(frozen=True, kw_only=True)

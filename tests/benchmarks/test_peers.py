@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from tests.validate.test_rows import FILES
+from tools.validate.requests import request_of
+from tools.validate.rows import read_rows
 
 from lading.errors import ConfigError
-from lading.validate.requests import request_of
-from lading.validate.rows import read_rows
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "simulator" / "peers"
 ROWS = {row.id: row for row in read_rows(FILES[:1])[0]}

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tools.replay import Replay
 from torch import nn
 
 from lading.capture.batches import input_leaves
 from lading.capture.trace import capture
 from lading.ir.graph import Op, Phase, StepGraph
 from lading.models.registry import build_model
-from lading.testing.replay import Replay
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 SMALL = {"vocab_size": 32, "max_seq_len": 16, "dim": 16, "num_heads": 2}

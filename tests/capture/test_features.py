@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.capture.parity import assert_equals_eager, squares, values
+from tools.replay import Replay
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,7 +20,6 @@ from lading.capture.batches import input_leaves
 from lading.capture.trace import capture
 from lading.errors import CaptureError
 from lading.ir.graph import Phase, StepGraph
-from lading.testing.replay import Replay
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 

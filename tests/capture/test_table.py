@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tools.families import FAMILIES, build_at, sizes_of
 from torch import nn
 
 from lading.capture.segments import table_at_sizes
@@ -19,7 +20,6 @@ from lading.ir.sizes import Size
 from lading.ir.table import ModelTable, Segment, TableOp
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
-from lading.testing.families import FAMILIES, build_at, sizes_of
 
 #: Captured in every run of the tests; the others in slow ones.
 _FAST = ("gpt", "gpt-dropout", "llama", "moe-shared", "mla-moe")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.validate.architecture import architecture_of
 
 from lading.catalog.architectures import architecture_table, table_parameters
 from lading.catalog.tables import family_table
@@ -15,7 +16,6 @@ from lading.errors import ConfigError
 from lading.ir.graph import OpKind
 from lading.ir.request import Architecture
 from lading.ir.table import ModelTable
-from lading.validate.architecture import architecture_of
 
 _ROWS = Path(__file__).parents[2] / "benchmarks" / "validation" / "measurements.jsonl"
 #: Whose printed size is rounded to one digit, or which have blocks of another kind than any table.

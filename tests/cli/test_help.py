@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-COMMANDS = ("", "fit", "plan", "simulate", "place", "validate", "train", "report", "export", "probe", "doctor", "demo")
+COMMANDS = ("", "fit", "plan", "simulate", "place", "train", "report", "export", "probe", "doctor", "demo")
 GOLDEN = Path(__file__).parent / "help.txt"
 FRAMES = re.compile("[╭─╮│╰╯]|-----+")
 CODE = """

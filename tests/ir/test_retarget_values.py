@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.ir.test_retarget import Attends
+from tools.replay import Replay
 
 import lading.capture.interpret
 from lading.capture.trace import capture
@@ -15,7 +16,6 @@ from lading.ir.graph import StepGraph
 from lading.ir.retarget import retarget
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
-from lading.testing.replay import Replay
 
 ATEN = torch.ops.aten
 CPU = ATEN._scaled_dot_product_flash_attention_for_cpu.default

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tools.models.decoder import DispatchedExperts, PartsConfig, PartsDecoder
 
 from lading.errors import ConfigError
-from lading.models.decoder import DispatchedExperts, PartsConfig, PartsDecoder
 from lading.models.llama import Llama, LlamaConfig
 from lading.models.moe import MoE, MoeConfig
 

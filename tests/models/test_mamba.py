@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tools.models.mamba import CHUNK, Mamba, MambaConfig
 
 from lading.errors import ConfigError
-from lading.models.mamba import CHUNK, Mamba, MambaConfig
 
 
 def test_chunks_are_the_recurrence() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tools.models.patches import PatchConfig, PatchDiT, patch_loss
 
 from lading.errors import ConfigError
-from lading.models.patches import PatchConfig, PatchDiT, patch_loss
 
 _SIZES = {
     "patch_dim": 4,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tools.models.unfused import UnfusedConfig, UnfusedGPT
 
 from lading.models.gpt import GPT, GptConfig
-from lading.models.unfused import UnfusedConfig, UnfusedGPT
 
 
 def _of_parts(qkv: torch.Tensor, heads: int) -> torch.Tensor:

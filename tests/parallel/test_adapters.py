@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tools.validate.requests import request_of
+from tools.validate.rows import read_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lading.catalog.stacks import stack_by_name
@@ -22,8 +24,6 @@ from lading.ir.work import Attention, Kernel, LocalTensor, Product, RankSegment,
 from lading.parallel.adapters import Adapters, adapted, adapters_of, packed
 from lading.parallel.ranks import rank_segment
 from lading.sim.simulate import simulate
-from lading.validate.requests import request_of
-from lading.validate.rows import read_rows
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "validation" / "measurements.jsonl"
 TOKENS, IN, OUT, RANK = 24, 40, 56, 8

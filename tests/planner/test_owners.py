@@ -6,11 +6,11 @@ import itertools
 import random
 
 import pytest
+from benchmarks.optimizers.owner_policies import POLICIES
 
 from lading.catalog.tables import model_table
 from lading.errors import ConfigError
 from lading.parallel.matrices import projections
-from lading.planner.owner_policies import POLICIES
 from lading.planner.owners import Matrix, Owners, OwnersInfeasible, assign, bound_s, spread_turns
 from lading.rules import Muon
 

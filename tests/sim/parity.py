@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from tools.recorder import Recorder
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,7 +40,6 @@ from lading.ir.work import Product
 from lading.models.registry import build_model, model_class
 from lading.sim.sequence import Issued
 from lading.sim.simulate import simulate
-from lading.testing.recorder import Recorder
 
 B, S, H, N, K, F, V, LAYERS = 2, 64, 64, 8, 4, 192, 256, 3
 SIZES: dict[str, dict[str, int]] = {

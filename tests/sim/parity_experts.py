@@ -11,13 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tests.sim.parity import POLICY, SIZES, H, N, S, V
+from tools.models.decoder import DispatchedExperts, PartsConfig, PartsDecoder, activated
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
-
-from lading.models.decoder import DispatchedExperts, PartsConfig, PartsDecoder, activated
 
 EXPERTS, ACTIVE, WIDTH = 8, 2, 96
 SIZES["moe"] = {"h": H, "n": N, "v": V, "k": 4, "d": H // N, "e": EXPERTS, "a": ACTIVE, "g": WIDTH}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tools.batches import random_batch
 
 from lading.capture.table import module_table
 from lading.catalog.stacks import stack_by_name
@@ -21,7 +22,6 @@ from lading.models.registry import build_model, model_class
 from lading.program.schedules import schedule_of
 from lading.sim.eager import eager_memory
 from lading.sim.simulate import runs_of, segments_of
-from lading.testing.batches import random_batch
 
 GPT = {"num_layers": 4, "dim": 512, "num_heads": 8, "vocab_size": 4096, "max_seq_len": 256, "tied": False}
 LLAMA = {

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sim.pipeline_bounds import closed_form_s, lower_bound_s
 
 from lading.errors import SimulationError
 from lading.program.schedules import KINDS, V_SHAPED, Schedule, Work, alive_peaks, schedule
-from lading.sim.bounds import closed_form_s, lower_bound_s, pipeline_bound_s
 from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
 
 TINY = 1e-9
@@ -227,15 +227,3 @@ def test_a_large_pipeline_is_quick() -> None:
     took_s = time.process_time() - began
     assert sum(len(end) for end in run.end_s) == 2 * 16 * 8 * 128
     assert took_s < 0.5
-
-
-def test_bounds_of_many_layouts_are_those_of_each() -> None:
-    forward = np.array([[1.0, 1.5, 1.0, 2.0], [3.0, 2.0, 0.0, 0.0]])
-    counts, send = np.array([16, 4]), np.array([0.1, 0.2])
-    found = pipeline_bound_s(forward, 2 * forward, send, counts)
-    for row, stages in enumerate((4, 2)):
-        plan = schedule("1f1b", stages, 1, int(counts[row]))
-        used = forward[row, :stages]
-        seconds = PipelineSeconds(forward=used, backward=2 * used, send_forward=send[row], send_backward=send[row])
-        assert found[row] == pytest.approx(lower_bound_s(plan, seconds))
-        assert found[row] <= simulate_pipeline(plan, seconds).makespan_s * (1 + TINY)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.validate.requests import request_of
+from tools.validate.rows import read_rows
+from tools.validate.words import machine_of, stack_rule_of
 
 from lading.errors import ConfigError
 from lading.ir.request import Request
-from lading.validate.requests import request_of
-from lading.validate.rows import read_rows
-from lading.validate.words import machine_of, stack_rule_of
 from tests.validate.test_rows import FILES, changed
 
 ROWS = {row.id: row for row in read_rows(FILES)[0]}

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.validate.requests import request_of
+from tools.validate.rows import read_rows
 
 from lading.errors import ConfigError
-from lading.validate.requests import request_of
-from lading.validate.rows import read_rows
 from tests.validate.test_rows import FILES
 
 LINES = [line for line in FILES[0].read_text().splitlines() if line]

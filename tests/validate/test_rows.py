@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.validate.rows import Row, read_rows
 
 from lading.errors import ConfigError
-from lading.validate.rows import Row, read_rows
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "validation"
 FILES = [FOLDER / "measurements.jsonl", FOLDER / "measurements_vtrain_single_node.jsonl"]

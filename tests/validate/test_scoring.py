@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.validate.__main__ import main
+from tools.validate.constant import ConstantEfficiency, forward_flop_of_token
+from tools.validate.document import document_of, predictions_of
+from tools.validate.order import kendall_tau, noise, order, regret
+from tools.validate.protocols import anchor_of, anchored, left_out
+from tools.validate.rows import Row, read_rows
+from tools.validate.scoring import Pair, memory_pairs, outcomes_of, step_pairs, summary, worst
+from tools.validate.shrinkage import Cell, expected
 
-from lading.cli.main import main
 from lading.errors import ConfigError
 from lading.ir.request import Prediction, Request
 from lading.units import GiB
-from lading.validate.constant import ConstantEfficiency, forward_flop_of_token
-from lading.validate.document import document_of, predictions_of
-from lading.validate.order import kendall_tau, noise, order, regret
-from lading.validate.protocols import anchor_of, anchored, left_out
-from lading.validate.rows import Row, read_rows
-from lading.validate.scoring import Pair, memory_pairs, outcomes_of, step_pairs, summary, worst
-from lading.validate.shrinkage import Cell, expected
 from tests.validate.test_rows import FILES, changed
 
 ROWS = {row.id: row for row in read_rows(FILES[:1])[0]}
@@ -232,7 +232,7 @@ def test_worst_rows_come_first(tmp_path: Path) -> None:
 def test_the_command_writes_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, rows = tmp_path / "scores.json", tmp_path / "rows.jsonl"
     files = [str(path) for path in FILES[:1]]
-    assert main(["validate", *files, "--predictor", "constant", "--json", str(out), "--rows", str(rows)]) == 0
+    assert main([*files, "--predictor", "constant", "--json", str(out), "--rows", str(rows)]) == 0
     document = json.loads(out.read_text())
     keys = {"macro_abs_error", "median", "p90", "bias", "coverage", "families"}
     assert keys <= document["step_time"].keys()
@@ -248,5 +248,5 @@ def test_the_command_writes_what_was_asked(tmp_path: Path, capsys: pytest.Captur
 def test_a_corrupt_file_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(timed("a", 1.0) + "\n{broken\n")
-    assert main(["validate", str(file)]) == 2
+    assert main([str(file)]) == 2
     assert "rows.jsonl:2: expected a JSON object" in capsys.readouterr().err

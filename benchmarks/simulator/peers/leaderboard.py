@@ -14,10 +14,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tools.validate.rows import Row, read_rows
+from tools.validate.scoring import Pair, grouped, outcomes_of, step_pairs
+
 from lading.errors import ConfigError
 from lading.ir.request import Prediction, Request
-from lading.validate.rows import Row, read_rows
-from lading.validate.scoring import Pair, grouped, outcomes_of, step_pairs
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = Path(__file__).parents[2] / "validation"

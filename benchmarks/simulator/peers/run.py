@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from drive_calculon import Calculon
 from drive_llm_analysis import LlmAnalysis
 from drive_simumax import SimuMax
+from tools.validate.constant import ConstantEfficiency
+from tools.validate.document import document_of
+from tools.validate.rows import read_rows
+from tools.validate.scoring import outcomes_of
+from tools.validate.show import show
 
 from lading.ir.request import Predictor
 from lading.sim.simulate import Simulator
-from lading.validate.constant import ConstantEfficiency
-from lading.validate.document import document_of
-from lading.validate.rows import read_rows
-from lading.validate.scoring import outcomes_of
-from lading.validate.show import show
 
 ROWS = Path(__file__).parents[2] / "validation"
 FILES = [ROWS / "measurements.jsonl", ROWS / "measurements_vtrain_single_node.jsonl"]

@@ -1,6 +1,6 @@
 """Model tables of families, stored as data in tables/, and the table of a model by its name or its sizes.
 
-A file holds one family's segments with its sizes as symbols, as ``lading.testing.families`` captured them. Tensors are
+A file holds one family's segments with its sizes as symbols, as ``tools.families`` captured them. Tensors are
 rows ``[storage, dtype, dims, role, name, repeats]``, operations ``[name, kind, phase, module, inputs, outputs,
 settings, mutates, random]``; dims are written ``"b,s,3*d*n"``.
 """

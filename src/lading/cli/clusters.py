@@ -1,13 +1,9 @@
-"""Commands on clusters: ``lading validate`` scores predictions against published measurements."""
+"""``lading simulate --model``: predict one step of a model on a cluster."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from typing import TYPE_CHECKING, Any
 
 from lading.errors import ConfigError
 from lading.files import write_text
@@ -16,61 +12,6 @@ from lading.report.lines import line_columns, say
 if TYPE_CHECKING:
     from lading.cli.commands import Simulate
     from lading.sim.simulate import Simulated
-
-
-@dataclass(frozen=True, kw_only=True)
-class Validate:
-    """Score predicted step times and memory against published measurements."""
-
-    files: Annotated[
-        Positional[tuple[Path, ...]],
-        arg(
-            metavar="ROWS.jsonl [ROWS.jsonl ...]",
-            help="Measurements, one a line; benchmarks/validation/README.md says the fields.",
-        ),
-    ]
-    json: Annotated[
-        Path | None, arg(metavar="OUT.json", help="Also write the scores as JSON.", help_behavior_hint="")
-    ] = None
-    rows: Annotated[
-        Path | None,
-        arg(
-            metavar="OUT.jsonl", help="Also write the prediction of every row as a line of JSON.", help_behavior_hint=""
-        ),
-    ] = None
-    left_out: Annotated[
-        FlagCreatePairsOff[bool],
-        arg(
-            help="Also score each source with nothing fitted on its own steps. Takes twice as long.",
-            help_behavior_hint="",
-        ),
-    ] = False
-    predictor: Annotated[
-        Literal["lading", "constant"],
-        arg(help="Who predicts: Lading, or a reference that takes one share of the peak for all."),
-    ] = "lading"
-
-    def run(self) -> None:
-        """Score; the exit code is 0 whatever the scores are."""
-        from rich.console import Console
-
-        from lading.sim.simulate import Simulator
-        from lading.validate.constant import ConstantEfficiency
-        from lading.validate.document import document_of, predictions_of
-        from lading.validate.rows import read_rows
-        from lading.validate.scoring import outcomes_of
-        from lading.validate.show import show
-
-        rows, notes = read_rows(self.files)
-        predictor = Simulator() if self.predictor == "lading" else ConstantEfficiency()
-        outcomes = outcomes_of(rows, predictor)
-        document = document_of(outcomes, outcomes_of(rows, predictor, fitted=False) if self.left_out else ())
-        console = Console(width=line_columns(), highlight=False)
-        show(document, notes, console)
-        if self.json is not None:
-            write_text(self.json, json.dumps(document, indent=1) + "\n")
-        if self.rows is not None:
-            write_text(self.rows, "".join(json.dumps(line) + "\n" for line in predictions_of(outcomes)))
 
 
 def simulate_cluster(asked: Simulate) -> None:

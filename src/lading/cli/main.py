@@ -20,7 +20,6 @@ from typing import TextIO
 import tyro
 
 from lading import __version__
-from lading.cli.clusters import Validate
 from lading.cli.commands import Command, Demo, Doctor, Export, Fit, Plan, Probe, Report, Simulate, Train
 from lading.cli.placement import Place
 from lading.errors import BudgetExceeded, CaptureError, ConfigError, LadingError, PlanInfeasible, StorageError
@@ -45,7 +44,6 @@ _COMMANDS: dict[str, type[Command]] = {
     "plan": Plan,
     "simulate": Simulate,
     "place": Place,
-    "validate": Validate,
     "train": Train,
     "report": Report,
     "export": Export,

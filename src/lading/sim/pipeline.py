@@ -5,8 +5,6 @@ from the stage after it. A send leaves when its action ends; sends of one rank i
 ``overlap`` they run beside computing (torch's schedules of several chunks, Megatron's ``overlap_p2p_comm``), without it
 the sender computes nothing meanwhile (torch's and Megatron's plain 1F1B). Chunks that are neighbors on one rank hand
 over without a send.
-
-``lading.sim.bounds`` has lower bounds and closed forms on the same seconds.
 """
 
 from __future__ import annotations

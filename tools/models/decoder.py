@@ -22,7 +22,7 @@ from lading.errors import ConfigError
 from lading.models.common import check_tokens, init_normal
 from lading.models.llama import LlamaConfig, RMSNorm, Rope
 from lading.models.loss import next_byte_loss
-from lading.models.mamba import Mamba, MambaConfig
+from tools.models.mamba import Mamba, MambaConfig
 
 #: What a block may have, in this order.
 PARTS = ("attention", "mamba", "mlp", "experts")

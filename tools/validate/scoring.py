@@ -13,8 +13,8 @@ import numpy as np
 from lading.errors import LadingError
 from lading.ir.request import Prediction, Predictor, Request
 from lading.units import GiB
-from lading.validate.requests import request_of
-from lading.validate.rows import Row
+from tools.validate.requests import request_of
+from tools.validate.rows import Row
 
 #: What nvidia-smi counts beside what the allocator reserved: the context and the libraries' kernels (README, "Traps").
 CONTEXT_BYTES = 1.3e9

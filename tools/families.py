@@ -1,6 +1,6 @@
 """Families of models whose tables lie in ``catalog/tables``: how each is built small, at several sizes, to be captured.
 
-``python -m lading.testing.families [name ...]`` captures and writes them again.
+``python -m tools.families [name ...]`` captures and writes them again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from lading.capture.table import table_over
 from lading.catalog.tables import TABLES, StoredTable, write_table
 from lading.errors import CaptureError
 from lading.ir.sizes import Size
-from lading.models.decoder import PartsConfig, PartsDecoder
 from lading.models.gpt import GPT, GptConfig
 from lading.models.llama import Llama, LlamaConfig
-from lading.models.mamba import MambaConfig
-from lading.models.patches import PatchConfig, PatchDiT, patch_loss
-from lading.models.unfused import UnfusedConfig, UnfusedGPT
+from tools.models.decoder import PartsConfig, PartsDecoder
+from tools.models.mamba import MambaConfig
+from tools.models.patches import PatchConfig, PatchDiT, patch_loss
+from tools.models.unfused import UnfusedConfig, UnfusedGPT
 
 Sizes = Mapping[str, int]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lading.units import GiB
-from lading.validate.order import noise, order
-from lading.validate.protocols import anchored, left_out
-from lading.validate.scoring import (
+from tools.validate.order import noise, order
+from tools.validate.protocols import anchored, left_out
+from tools.validate.scoring import (
     MEMORY_KINDS,
     Outcome,
     Pair,

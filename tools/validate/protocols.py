@@ -2,7 +2,7 @@
 
 A prediction may contain a factor for its software stack that was fitted on rows (``Prediction.residual``). Both
 protocols take it out first, so that nothing of the scored rows is in what they are scored against. What the rows that
-are known say of the others is shrunk (``lading.validate.shrinkage``): a single row is off by more than what its stack
+are known say of the others is shrunk (``tools.validate.shrinkage``): a single row is off by more than what its stack
 has in common.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lading.catalog.load import load_machine
-from lading.validate.scoring import Pair, grouped
-from lading.validate.shrinkage import Cell, expected
+from tools.validate.scoring import Pair, grouped
+from tools.validate.shrinkage import Cell, expected
 
 
 def anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, tuple[str, float]]]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lading.validate.rows import Row
-from lading.validate.scoring import Pair
+from tools.validate.rows import Row
+from tools.validate.scoring import Pair
 
 #: A group of fewer layouts has no order to speak of.
 SMALLEST_GROUP = 3

@@ -1,13 +1,12 @@
-"""Bounds: what a pipeline takes without events: a lower bound for many layouts at once, and a closed form."""
+"""References of a simulated pipeline: a lower bound of its seconds, and the published bubbles as closed forms."""
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from lading.errors import SimulationError
 from lading.program.schedules import Schedule
-from lading.sim.pipeline import Floats, PipelineSeconds
+from lading.sim.pipeline import PipelineSeconds
 
 _SPLIT = ("zero-bubble", "zbv", "dualpipe-v")
 
@@ -72,26 +71,3 @@ def closed_form_s(plan: Schedule, seconds: PipelineSeconds) -> float:
         return work + hops * forward + hops * send
     joint = seconds.joint * (forward + backward)
     return work + hops * (joint + backward - 3 * weights) + hops * send
-
-
-def pipeline_bound_s(
-    forward: npt.ArrayLike, backward: npt.ArrayLike, send: npt.ArrayLike, micro_batches: npt.ArrayLike
-) -> Floats:
-    """Lower bound of many layouts at once: arrays of (..., stages) for stages in a row, one chunk a rank.
-
-    Args:
-        forward, backward: Seconds of a micro-batch on each stage; unused stages of a shorter pipeline are 0.
-        send: Seconds of a send, (...) or a number.
-        micro_batches: Of a step, (...) or a number.
-    Returns:
-        Seconds, (...).
-    """
-    first, second = np.asarray(forward, np.float64), np.asarray(backward, np.float64)
-    both = first + second
-    used = np.maximum(np.sum(both > 0, axis=-1) - 1, 0)
-    before = np.cumsum(both, axis=-1) - both
-    sends, counts = np.asarray(send, np.float64), np.asarray(micro_batches, np.float64)
-    hops = 2.0 * np.expand_dims(sends, -1) * np.arange(int(both.shape[-1]))
-    paced = before + hops * (both > 0) + np.expand_dims(counts, -1) * both
-    path = np.sum(both, axis=-1) + 2.0 * sends * used
-    return np.maximum(path, np.max(np.where(both > 0, paced, 0.0), axis=-1))

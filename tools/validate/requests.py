@@ -12,10 +12,10 @@ from lading.errors import ConfigError
 from lading.ir.layout import PRECISIONS, Layout
 from lading.ir.request import Request
 from lading.ir.stack import Stack
-from lading.validate.architecture import architecture_of
-from lading.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
-from lading.validate.rows import Row
-from lading.validate.words import machine_of, stack_rule_of
+from tools.validate.architecture import architecture_of
+from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
+from tools.validate.rows import Row
+from tools.validate.words import machine_of, stack_rule_of
 
 #: Megatron pads a vocabulary to a multiple of this times the tensor-parallel ways (--make-vocab-size-divisible-by).
 _MEGATRON_PADDING = 128

@@ -1,1 +1,0 @@
-"""For tests and benchmarks: a captured step played by torch, random batches."""

@@ -1,0 +1,1 @@
+"""Models whose tables the catalog has, built small to be captured."""

@@ -1,0 +1,1 @@
+"""Validation: published runs as requests, and how far predictions are from what was measured."""

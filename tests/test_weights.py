@@ -259,7 +259,8 @@ def test_weights_in_mapped_files_count_as_freed_when_the_files_are_unmapped(
     freed: list[int] = []
     monkeypatch.setattr(Executor, "given_back", lambda _, size: freed.append(size))
     with Trainer(*planned, model, folder=tmp_path):
-        assert (freed[0] <= 0) if still_there else (abs(freed[0] - pages) < 64 << 10)
+        # Only the scale is not in the file: a state dict does not have it.
+        assert (freed[0] <= model.scale.nbytes) if still_there else (abs(freed[0] - pages) < 64 << 10)
 
 
 def test_small_tensors_that_somebody_else_has_too_are_not_freed(

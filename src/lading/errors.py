@@ -16,12 +16,22 @@ A message says what was expected, what was found and what to change.
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
+from typing import Any
+
 
 class LadingError(Exception):
-    """Base of every deliberate error."""
+    """Base of every deliberate error; any can be copied, pickled, and raised again in another process."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make it again from its message and its keyword arguments, each of which is an attribute of the same name."""
+        parameters = inspect.signature(type(self)).parameters.values()
+        named = {p.name: getattr(self, p.name) for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return partial(type(self), *self.args, **named), (), vars(self)
 
 
 class ConfigError(LadingError, ValueError):

@@ -206,7 +206,7 @@ def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = 
         return _recorded(workspace_of(graph, kind))
     if not here:
         return _KernelMemory(workspace_of(graph))
-    progress.update(0.0, "what its kernels take of this host")
+    progress.update(0.0, "measuring what kernels take beside tensors")
     plans = cache_folder()
     try:
         measured = kernel_memory(

@@ -249,6 +249,13 @@ def test_every_guess_is_said_once() -> None:
     assert any("run at peak" in line for line in missing_rates(mm(8, 8, 8), FLAT))
 
 
+@pytest.mark.parametrize("name", ["aten.empty.memory_format", "aten.new_empty_strided.default"])
+def test_an_allocation_costs_its_launch_and_nothing_is_guessed(name: str) -> None:
+    g = graph(name, [], [tensor(1000)])
+    assert seconds(g, FLAT) == FLAT.op_overhead_s
+    assert missing_rates(g, FLAT) == ()
+
+
 def test_sixteen_bits_take_their_own_rates_or_say_what_they_take() -> None:
     peaks = {"float32": 1e10, "bfloat16": 4e10}
     own = {"mm": Curve(size=(1.0,), rate=(5e9,)), "elementwise": Curve(size=(1.0,), rate=(1e9,))}

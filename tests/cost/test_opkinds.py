@@ -25,6 +25,8 @@ from lading.ir.opkinds import kind_of
         ("aten.embedding.default", OpKind.GATHER),
         ("aten.embedding_dense_backward.default", OpKind.SCATTER),
         ("aten._to_copy.default", OpKind.COPY),
+        ("aten.empty.memory_format", OpKind.COPY),
+        ("aten.new_empty_strided.default", OpKind.COPY),
         ("aten.topk.default", OpKind.SORT),
         ("aten.native_dropout.default", OpKind.RANDOM),
         ("lading.adamw", OpKind.STEP),

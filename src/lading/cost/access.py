@@ -9,7 +9,8 @@ from lading.ir.graph import Op, OpKind, StepGraph, Tensor
 
 #: Classes that take each element once, wherever it lies.
 _POINTWISE = frozenset({OpKind.ELEMENTWISE, OpKind.TRANSCENDENTAL})
-_NOTHING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+#: Operations that give a tensor memory and touch none of it.
+ALLOCATIONS = frozenset(("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted", "new_empty_strided"))
 _FILLS = ("new_", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 
 
@@ -38,7 +39,7 @@ def op_bytes(graph: StepGraph, op: Op) -> int:
 
     written = sum(map(touched, op.outputs))
     base = base_name(op.name)
-    if base in _NOTHING:
+    if base in ALLOCATIONS:
         return 0
     if base.startswith(_FILLS):
         return written

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
-from lading.cost.access import base_name, op_bytes, walk
+from lading.cost.access import ALLOCATIONS, base_name, op_bytes, walk
 from lading.cost.updates import eigen_s, eigen_share, elementwise_bytes
 from lading.errors import ConfigError
 from lading.ir import fusing
@@ -194,6 +194,8 @@ def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
     """What the costs of this graph assume for want of a measurement, one sentence each, in order of first use."""
     said: dict[str, None] = {}
     for op in graph.ops:
+        if base_name(op.name) in ALLOCATIONS:
+            continue
         if kind_of(op.name) is None and op.kind is not OpKind.STEP:
             said[f"{op.name} is not a known operation: timed as {op.kind.value} on {device.name}"] = None
         for sentence in _assumed(graph, op, device):

@@ -67,6 +67,7 @@ _NAMES = {
         masked_scatter index_reduce select_scatter slice_scatter diagonal_scatter as_strided_scatter
         masked_scatter_backward gather_backward""",
     OpKind.COPY: """
+        empty empty_like empty_strided empty_permuted new_empty new_empty_strided
         clone contiguous _to_copy to copy lift_fresh_copy cat stack hstack vstack fill zero full full_like ones
         ones_like zeros zeros_like new_full new_ones new_zeros scalar_tensor arange linspace eye repeat
         repeat_interleave roll flip constant_pad_nd _pad_circular reflection_pad1d replication_pad1d tile

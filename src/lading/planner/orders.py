@@ -106,12 +106,12 @@ def best_order(step: Step, others: Iterable[Found], progress: PlanProgress = SIL
             deferred_step(step, count),
             _within(progress, index / len(counts) / 3, 1 / len(counts) / 3, count),
         )
-        tell(0.0, "what no plan can do better than")
+        tell(0.0, "a time that no plan can beat")
         bound_s = min(bound_s, lower_bound_s(ordered))
         search = Search(ordered, () if count else others)
         tell(0.3, "a first plan")
         search.advance()
-        tell(0.6, "plans that move or evict only")
+        tell(0.6, "plans that only move, or only evict")
         evicted = () if count else evicting(ordered, search.best_s)
         for found in chain([search.best], moving(ordered), evicted):
             search.offer(found)
@@ -119,10 +119,10 @@ def best_order(step: Step, others: Iterable[Found], progress: PlanProgress = SIL
                 return Ordered(count, ordered, search.best, bound_s)
         searches.append((count, search))
     count, found = _finished(searches, bound_s, progress)
-    progress.update(0.9, "single changes of the fastest plan")
+    progress.update(0.9, "the fastest plan with single choices changed")
     found = polished(found, bound_s)
     if not good_enough(found, bound_s):
-        progress.update(0.95, "a sharper bound")
+        progress.update(0.95, "a sharper time that no plan can beat")
         bound_s = _sharper(step, bound_s)
     return Ordered(count, found.step, found, bound_s)
 
@@ -149,10 +149,10 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
 
 def _within(progress: PlanProgress, start: float, length: float, deferred: int) -> Tell:
     """Tells of one part of the whole search, the order in which so many updates are deferred."""
-    order = f"{deferred} updates deferred" if deferred else "updates at once"
+    order = f"{deferred} updates deferred to the next step" if deferred else "no update deferred"
 
     def tell(share: float, doing: str) -> None:
-        progress.update(start + length * share, f"{order}: {doing}")
+        progress.update(start + length * share, f"{doing} ({order})")
 
     return tell
 

@@ -26,7 +26,7 @@ def _kinds(base: type[LadingError]) -> Iterator[type[LadingError]]:
 def _errors() -> list[type[Exception]]:
     root = Path(lading.__file__).parent
     for path in sorted(root.rglob("*.py")):
-        if re.search(r"^class \w+\(LadingError", path.read_text(), re.MULTILINE):
+        if re.search(r"^class \w+\((LadingError|ConfigError)", path.read_text(), re.MULTILINE):
             importlib.import_module(".".join(("lading", *path.relative_to(root).with_suffix("").parts)))
     return [*dict.fromkeys(_kinds(LadingError)), BudgetWarning]
 

@@ -173,6 +173,18 @@ def test_the_budget_of_the_file_is_kept(run_file: Path, capsys: pytest.CaptureFi
     assert main(["fit", str(run_file), *SMALL, "memory.budget=2MB", "--budget", "100%"]) == 0
 
 
+def test_the_disk_budget_of_the_file_is_kept(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tight = ["fit", str(run_file), *SMALL, "memory.budget=69MiB"]
+    assert main(tight) == 0
+    assert "planned within a swap file of 50% (memory.disk_budget)" in capsys.readouterr().out
+    assert main([*tight, "memory.disk_budget=0"]) == 3
+    assert "no plan fits a device budget of 69.00 MiB" in capsys.readouterr().err
+    assert main([*tight, "memory.disk_budget=100KB"]) == 2  # and no plan of another budget is shown for it
+    shown = capsys.readouterr()
+    assert "bytes on disk, its budget is 100000; raise the disk" in shown.err
+    assert "FITS" not in shown.out
+
+
 def test_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--model", "gpt2", "--seq", "64", "--batch", "2", "--machine", "rtx4090"]) == 0
     shown = capsys.readouterr().out

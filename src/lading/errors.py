@@ -2,6 +2,7 @@
 
     LadingError
     |-- ConfigError (ValueError)     a setting, a file or an argument is wrong
+    |   |-- BudgetAboveDevice        a device budget is more than the device has
     |-- CaptureError                 the model cannot be turned into a StepGraph
     |-- PlanInfeasible               no plan fits the budget; says what binds and by how much
     |-- ProgramError                 the verifier rejects a Program; names the action
@@ -36,6 +37,10 @@ class LadingError(Exception):
 
 class ConfigError(LadingError, ValueError):
     """A setting, file or argument does not mean anything."""
+
+
+class BudgetAboveDevice(ConfigError):
+    """A device budget is more than the device has."""
 
 
 class CaptureError(LadingError):

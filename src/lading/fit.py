@@ -28,7 +28,7 @@ from lading.config import (
     Optimization,
     RunConfig,
 )
-from lading.errors import ConfigError, PlanInfeasible
+from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.hosts import machine_of
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.machine import Machine
@@ -60,6 +60,7 @@ class Hardware:
         machine: A name in the catalog, the path of a machine file, or "probe" for this host.
         host: All the memory of the host; some is left to the system.
         budget: Device memory that the plan may use: a size, or a share of what keeping everything needs.
+        disk_budget: Swap file that the plan may use: a size or a share of the disk; None is what checkpoints leave.
     """
 
     machine: str
@@ -67,6 +68,7 @@ class Hardware:
     host: str | None = None
     disk: str | None = None
     budget: str | float | None = None
+    disk_budget: str | float | None = None
 
 
 def run_of_model(model: str, seq: int | None = None) -> RunConfig:
@@ -148,8 +150,8 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
     """Plan a run for all the memory of a machine.
 
     Args:
-        run: Its own machine, budgets and folder play no part (``lading fit RUN.toml`` hands its memory budget on as
-            that of ``hardware``).
+        run: Its own machine, budgets and folder play no part (``lading fit RUN.toml`` hands its budgets on as those
+            of ``hardware``).
         name: What to call the model; "" for the name that the run gives it.
 
     Raises:
@@ -157,7 +159,7 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
         CaptureError: the model cannot be captured.
     """
     name, run = name or run.model.name, resolved(run)
-    case = _Case(run, *_machine(run, hardware), hardware.budget)
+    case = _Case(run, *_machine(run, hardware), hardware.budget, hardware.disk_budget)
     captured = capture_run(run, case.machine)
     tried = _nearest(case, captured)
     needs, allowed = tried.needs, case.allowed
@@ -184,6 +186,13 @@ class _Case:
     machine: Machine
     reserved: Bytes
     budget: str | float | None
+    disk_budget: str | float | None
+
+    def swap_bytes(self, disk_bytes: int) -> int:
+        """Bytes of the disk that the swap file may take, of those that the disk has."""
+        if self.disk_budget is None:
+            return disk_bytes
+        return min(disk_bytes, MemoryConfig(budget="100%", disk_budget=self.disk_budget).disk_budget_bytes(disk_bytes))
 
     @property
     def allowed(self) -> Bytes:
@@ -196,9 +205,15 @@ class _Case:
             f"{format_bytes(size)} of the {tier}'s memory are left to the system and the process"
             for tier, size in self.reserved.items()
         )
-        if self.budget is None:
-            return tuple(left)
-        return (*left, f"planned within a device budget of {_budget_text(self.budget)} (memory.budget, or --budget)")
+        within = (
+            f"planned within a {name} of {_budget_text(budget)} ({settings})"
+            for name, budget, settings in (
+                ("device budget", self.budget, "memory.budget, or --budget"),
+                ("swap file", self.disk_budget if self.machine.tier("disk") else None, "memory.disk_budget"),
+            )
+            if budget is not None
+        )
+        return (*left, *within)
 
 
 @dataclass(frozen=True)
@@ -277,6 +292,7 @@ def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bo
     """
     disk, host = machine.tier("disk"), machine.tier("host")
     left = max(0, disk.capacity_bytes - _saved_bytes(case.run, captured.graph)) if disk else 0
+    left = min(left, case.swap_bytes(disk.capacity_bytes)) if disk else 0
     if host is not None:  # a tensor of a checkpoint passes through it
         machine = _resized(machine, {"host": host.capacity_bytes - _largest_bytes(captured.graph)})
     memory = dataclasses.replace(case.run.memory, disk_budget=left)
@@ -284,7 +300,7 @@ def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bo
     size = machine.device.memory_bytes
     try:
         tried = _for_budget(run, case, captured, machine, size if case.budget is None else case.budget, search)
-    except ConfigError:  # a budget of more than the device has: then all of it; what else is wrong is said again
+    except BudgetAboveDevice:  # then all that it has
         tried = _for_budget(run, case, captured, machine, size, search)
     over = tried.needs.total[DEVICE] - size
     if case.budget is None and 0 < over < size:  # a tensor of a checkpoint passes through a CPU's own memory

@@ -84,6 +84,17 @@ def test_every_live_setting_counts(kind: str, changes: dict[str, float], options
         assert not torch.equal(after({key: value}), plain), key
 
 
+def test_groups_may_have_names_as_with_torch() -> None:
+    matrix, vector = _parameters()
+    groups = [{"params": [matrix], "name": "matrices"}, {"params": [vector], "rule": AdamW(lr=1e-2), "name": "rest"}]
+    optimizer = KINDS["muon"](groups, lr=0.02)
+    _give((matrix, vector), 0)
+    optimizer.param_groups[1]["name"] = "vectors"
+    optimizer.step()
+    assert [group["name"] for group in optimizer.param_groups] == ["matrices", "vectors"]
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 @pytest.mark.parametrize(
     ("number", "key", "value", "said"),
     [

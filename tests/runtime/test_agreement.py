@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from lading.errors import ConfigError
 from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
 from lading.ir.placedplan import PlacedDevice, PlacedGroup, PlacedPlan
 from lading.matrices import Muon
-from lading.runtime.agreement import Meeting, flattened, structure
+from lading.runtime.agreement import Meeting, digests, flattened, structure
 
 Given = dict[str, dict[str, object]]
 
@@ -106,6 +107,43 @@ def test_facts_of_models() -> None:
     }  # fmt: skip
 
 
+def test_sets_agree_in_whatever_order_they_print() -> None:
+    printed = [
+        ("{'a', 'b'}", "{'b', 'a'}"),
+        ("frozenset({(1, 2), (3, 4)})", "frozenset({(3, 4), (1, 2)})"),
+        ("kinds={<Kind.A: 1>, <Kind.B: 2>}, p=0.1", "kinds={<Kind.B: 2>, <Kind.A: 1>}, p=0.1"),
+        ("""{'a, {', "it's"}""", """{"it's", 'a, {'}"""),
+        ("{frozenset({1, 2}), frozenset({3})}", "{frozenset({3}), frozenset({2, 1})}"),
+    ]
+    for one, other in printed:
+        assert _meet([_gives(kept=one), _gives(kept=other)]) == ["done"] * 2
+    for one, other in (
+        ("[1, 2]", "[2, 1]"),
+        ("{(1, 2)}", "{(2, 1)}"),
+        ("{1, 2}", "{1, 3}"),
+        ("}{a, b", "}{b, a"),
+    ):
+        assert "ranks differ" in _meet([_gives(kept=one), _gives(kept=other)])[0]
+
+
+def test_a_digest_is_of_every_value_and_of_their_order() -> None:
+    model = nn.ModuleList([nn.Linear(129, 65), nn.Linear(3, 1, bias=False).bfloat16(), nn.Conv2d(3, 4, 3)])
+    before = digests(model)
+    assert digests(copy.deepcopy(model).to(memory_format=torch.channels_last)) == before
+    for name, parameter in model.named_parameters():
+        for index in (0, parameter.numel() // 2 + 1, -1):
+            flat = parameter.data.view(-1)
+            value = flat[index].clone()
+            flat[index] = value + 1
+            after = digests(model)
+            assert {key for key in before if after[key] != before[key]} == {name}
+            flat[index] = value
+    weight = cast(Any, model[0]).weight
+    weight.data = weight.data.flip(0)
+    assert digests(model)["0.weight"] != before["0.weight"]
+    assert set(digests(model.to("meta")).values()) == {"no values"}
+
+
 def _model(layers: int = 3) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(8, 4), *(nn.Linear(4, 4, bias=False) for _ in range(layers)))
@@ -160,6 +198,11 @@ def _unlike(rank: int) -> None:
         (unknown, "failed on rank 1: apply: .* none called '7'" if rank == 0 else "none called '7'"),
     ):
         _refused(said, lambda other=other: lading.apply(other if rank else cluster, _model(), mesh))
+    trained = _model()
+    with torch.no_grad():
+        trained.get_parameter("2.weight")[1, 2] += rank
+    for call in (lambda: place(plan, trained), lambda: lading.apply(cluster, trained, mesh)):
+        _refused(r"ranks differ: rank 1 in the values, 2\.weight: expected \w{16} as on rank 0, got \w{16}; give", call)
     if rank == 0:
         _refused("expected 2 ranks to call it, rank 1 did not within 0.5 s",
                  lambda: lading.apply(cluster, _model(), mesh, timeout_s=0.5))  # fmt: skip
@@ -174,7 +217,7 @@ def _sizes(model: nn.Module) -> None:
     model(torch.zeros(2, 3, dtype=torch.int64)).sum().backward()
     model(torch.zeros(1, 3, dtype=torch.int64)).sum().backward()  # the last of the data
     for shape, got in (((8, 3), "8 of 3"), ((2, 4), "2 of 4"), ((7,), "7 tokens in a row")):
-        _refused(f"at most 2 sequences of 3 tokens, as planned, got {got}; give smaller ones, or plan",
+        _refused(f"at most 2 sequences of 3 tokens, as planned, got {got} in argument 0; give smaller ones, or plan",
                  lambda shape=shape: model(torch.zeros(*shape, dtype=torch.int64)))  # fmt: skip
     with torch.no_grad():
         model(torch.zeros(8, 3, dtype=torch.int64))  # nothing is saved for backward

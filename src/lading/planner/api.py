@@ -25,7 +25,7 @@ from lading.cost.compute import (
     packed_columns,
     placed_costs,
 )
-from lading.errors import ConfigError, PlanInfeasible, ProgramError
+from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible, ProgramError
 from lading.ir.action import ActionKind
 from lading.ir.defer import updates
 from lading.ir.graph import StepGraph
@@ -331,7 +331,7 @@ def _check_device(machine: Machine, budget_bytes: int) -> None:
     if budget_bytes < 1:
         raise ConfigError("expected a device budget above 0 bytes, got 0")
     if budget_bytes > machine.device.memory_bytes:
-        raise ConfigError(
+        raise BudgetAboveDevice(
             f"expected a device budget of at most {machine.device.memory_bytes} bytes, all that {machine.name} has, "
             f"got {budget_bytes}"
         )

@@ -21,8 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
@@ -39,6 +41,11 @@ _AGREED = "agreed"
 _SHORTEST_S, _LONGEST_S = 0.002, 0.2
 #: Ranks that are named in a message.
 _NAMED = 8
+#: Elements of a parameter that are hashed one by one, at least.
+_SAMPLED = 4096
+#: Parts of a printed value: a text, a bracket or a comma, or what lies between.
+_PRINTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[{}()\[\],]|[^{}()\[\],'"]+|.""", re.DOTALL)
+_CLOSES = {"{": "}", "(": ")", "[": "]"}
 
 
 def agree_on(
@@ -85,6 +92,28 @@ def structure(model: nn.Module) -> dict[str, str]:
     return modules | tensors
 
 
+def digests(model: nn.Module) -> dict[str, str]:
+    """Facts of the values of a model's parameters, each a hash of 64 bits: equal values give equal ones on any device.
+
+    Of a DTensor the piece that lies here counts. Every byte is added up, as integers, whose sum no order changes; some
+    thousand elements are hashed besides, as the sum of rows that changed places stays. A parameter without values
+    (on the meta device, or fake) says that it has none.
+    """
+    return {name: _digest(parameter) for name, parameter in model.named_parameters()}
+
+
+def _digest(parameter: torch.Tensor) -> str:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if local.is_meta or isinstance(local, FakeTensor):
+        return "no values"
+    elements = local.detach().contiguous().reshape(-1)
+    raw, sampled = elements.view(torch.uint8), elements[:: max(1, len(elements) // _SAMPLED)].contiguous()
+    words = len(raw) // 8 * 8
+    total = raw[:words].view(torch.int64).sum().item() if words else 0
+    rest = torch.cat([raw[words:], sampled.view(torch.uint8)]).cpu().numpy().tobytes()
+    return hashlib.sha256(f"{total} ".encode() + rest).hexdigest()[:16]
+
+
 def flattened(value: object, name: str = "") -> dict[str, str]:
     """Facts of nested data, as ``dataclasses.asdict`` gives it: one for each number and word, by its path."""
     pairs: list[tuple[object, object]] = []
@@ -98,6 +127,31 @@ def flattened(value: object, name: str = "") -> dict[str, str]:
     for key, item in pairs:
         facts |= flattened(item, f"{name}.{key}" if name else str(key))
     return facts
+
+
+def ordered(text: str) -> str:
+    """A printed value with what stands in braces sorted: a set prints in another order in each process."""
+    parts = _PRINTED.findall(text)
+    told, end = _sorted(parts, 0, "")
+    return told if end == len(parts) else text
+
+
+def _sorted(parts: Sequence[str], start: int, closing: str) -> tuple[str, int]:
+    """The parts up to a closing bracket as text, and where they end; -1 where brackets do not match."""
+    items, at = [""], start
+    while at < len(parts) and parts[at] != closing:
+        part = parts[at]
+        if part in _CLOSES:
+            inside, at = _sorted(parts, at + 1, _CLOSES[part])
+            if not 0 < at < len(parts):
+                return "", -1
+            items[-1] += part + inside + parts[at]
+        elif part == "," and closing == "}":
+            items.append("")
+        else:
+            items[-1] += part
+        at += 1
+    return (", ".join(sorted(map(str.strip, items))) if closing == "}" else items[0]), at
 
 
 def _settled(text: str) -> str:
@@ -146,7 +200,7 @@ class Meeting:
 
     def _verdict(self, mine: Facts) -> str:
         """What stands in the end, ``_AGREED`` or why not."""
-        plain = {section: {key: str(value) for key, value in given.items()} for section, given in mine.items()}
+        plain = {section: {key: ordered(str(value)) for key, value in given.items()} for section, given in mine.items()}
         written = json.dumps(plain).encode()
         try:
             self.store.set(f"facts {self.rank}", zlib.compress(written, 1))
@@ -215,8 +269,8 @@ class Meeting:
         expected = self._facts(usual[0])
         said = [_difference(expected, usual[0], self._facts(ranks[0]), ranks) for ranks in list(sides.values())[:3]]
         return (
-            f"{self.call}: ranks differ: {'; '.join(said)}; give every rank the same plan, model and settings, built "
-            "by the same versions"
+            f"{self.call}: ranks differ: {'; '.join(said)}; give every rank the same plan, model (its values, too) and "
+            "settings, built by the same versions"
         )
 
     def _facts(self, rank: int) -> dict[str, dict[str, str]]:

@@ -42,7 +42,7 @@ from lading.errors import ConfigError
 from lading.ir.clusterplan import ClusterPlan, GatherGroup
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout, parse_layout
-from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, flattened, structure
+from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
 from lading.runtime.arriving import MicroBatch
 from lading.runtime.boxes import ranks_of
 
@@ -62,7 +62,8 @@ def apply(
 
     Args:
         plan: From ``lading plan --model``, or the path of its file.
-        model: As it is on one rank (tensor parallel may be applied), with the modules that the plan names.
+        model: As it is on one rank (tensor parallel may be applied), with the modules that the plan names. All ranks
+            have the same values, or all have it on the meta device, to be filled after.
         mesh: Of the data-parallel ranks: one dim, or two (replicas, shards) where the layout has ``shard``.
         names: What the model calls what the plan calls otherwise, such as ``{"tokens": "tok_embeddings"}``: of single
             modules, wherever they stand in a path.
@@ -84,7 +85,12 @@ def _facts(
     """The plan once it is checked, and what all ranks must have alike."""
     plan = _checked(plan, model, mesh, names)
     versions = {"lading": __version__, "torch": torch.__version__}
-    return plan, {"plan": flattened(asdict(plan)), "model": structure(model), "versions": versions}
+    return plan, {
+        "plan": flattened(asdict(plan)),
+        "model": structure(model),
+        "values": digests(model),
+        "versions": versions,
+    }
 
 
 def _checked(

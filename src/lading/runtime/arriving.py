@@ -6,7 +6,8 @@ planned, so they are refused before the forward begins; fewer, as at the end of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from lading.errors import ConfigError
 
-#: What models of transformers call what is looked at, first of what they are called with by name.
+#: What models of transformers call their input, first of what they are called with by name.
 _NAMES = ("input_ids", "tokens", "inputs_embeds", "x", "input")
 
 
@@ -26,32 +27,54 @@ class MicroBatch:
     tokens: int
 
     def check(self, args: Sequence[Any], options: Mapping[str, Any]) -> None:
-        """Compare the first tensor that a model is called with; shapes alone, so that no device is waited for.
+        """Compare every tensor that a model is called with; shapes alone, so that no device is waited for.
 
-        Tokens are whole numbers (sequences, tokens), or embeddings (sequences, tokens, hidden); of anything else the
-        first dim counts sequences.
+        Whole numbers of two dims are (sequences, tokens), of one dim sequences packed one behind the other. Of the
+        input, which is the first tensor that is no mask, three dims are (sequences, tokens, hidden). Of all others the
+        first dim counts sequences, unless it may count positions or heads: a mask, a table of positions, a bias.
 
         Raises:
-            ConfigError: there are more sequences, or longer ones, than planned.
+            ConfigError: there are more sequences, or longer ones, than planned; names the tensor.
         """
-        given = _first_tensor(args, options)
-        if given is None:
-            return
-        is_tokens = not given.dtype.is_floating_point and not given.dtype.is_complex
-        if is_tokens and given.ndim == 1:  # sequences packed one behind the other
-            fits, got = len(given) <= self.sequences * self.tokens, f"{len(given)} tokens in a row"
-        elif given.ndim == (2 if is_tokens else 3):  # tokens, or their embeddings
-            fits = given.shape[0] <= self.sequences and given.shape[1] <= self.tokens
-            got = f"{given.shape[0]} of {given.shape[1]}"
-        else:
-            fits, got = given.shape[0] <= self.sequences, f"{given.shape[0]}"
-        if not fits:
-            raise ConfigError(
-                f"expected a micro-batch of at most {self.sequences} sequences of {self.tokens} tokens, as planned, "
-                f"got {got}; give smaller ones, or plan for these with lading plan --pin mb=N and --seq"
-            )
+        ordered = {name: options[name] for name in _NAMES if name in options} | dict(options)
+        is_input = True
+        for name, tensor in (*_tensors("argument", args), *_tensors("", ordered)):
+            if got := self._excess(tensor, is_input=is_input):
+                raise ConfigError(
+                    f"expected a micro-batch of at most {self.sequences} sequences of {self.tokens} tokens, as "
+                    f"planned, got {got} in {name}; give smaller ones, or plan for these with lading plan --pin mb=N "
+                    "and --seq"
+                )
+            is_input = is_input and tensor.dtype is torch.bool
+
+    def _excess(self, tensor: torch.Tensor, *, is_input: bool) -> str:
+        """What a tensor has, in words, if that is more than planned; else ""."""
+        shape, is_mask = tensor.shape, tensor.dtype is torch.bool
+        is_whole = not (is_mask or tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        if is_whole and len(shape) == 1:
+            return f"{shape[0]} tokens in a row" if shape[0] > self.sequences * self.tokens else ""
+        if (len(shape) == 2 and is_whole) or (len(shape) == 3 and is_input and not is_mask):
+            fits = shape[0] <= self.sequences and shape[1] <= self.tokens
+            return "" if fits else f"{shape[0]} of {shape[1]}"
+        if is_mask or not is_input:
+            if len(shape) < 3 and shape[0] <= self.tokens:  # by position
+                return ""
+            if len(shape) == 3 and shape[1] == shape[2]:  # by head and two positions
+                return ""
+        return f"{shape[0]}" if shape[0] > self.sequences else ""
 
 
-def _first_tensor(args: Sequence[Any], options: Mapping[str, Any]) -> torch.Tensor | None:
-    ordered = [*args, *(options[name] for name in _NAMES if name in options), *options.values()]
-    return next((each for each in ordered if isinstance(each, torch.Tensor) and each.ndim), None)
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of at least one dim in an argument, with where they are in it."""
+    items: Iterator[tuple[object, Any]] = iter(())
+    if isinstance(value, torch.Tensor):
+        if value.ndim:
+            yield name, value
+    elif isinstance(value, Mapping):
+        items = iter(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = iter(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    for key, item in items:
+        yield from _tensors(f"{name} {key}" if name == "argument" else f"{name}.{key}".lstrip("."), item)

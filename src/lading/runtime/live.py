@@ -25,8 +25,8 @@ from lading.runtime.wrappers import reducing_wrapper
 
 #: Settings that may change between steps.
 LIVE = frozenset(("momentum", "nesterov", "weight_decay", "eps", "beta1", "beta2", "factor_beta", "grafting_eps"))
-#: What an optimizer itself, and torch's schedules, keep in a group.
-_KEPT = frozenset(("params", "param_names", "lr", "parts", "initial_lr", "max_lr", "min_lr", "swa_lr"))
+#: What an optimizer itself, its user and torch's schedules keep in a group.
+_KEPT = frozenset(("params", "param_names", "name", "lr", "parts", "initial_lr", "max_lr", "min_lr", "swa_lr"))
 
 
 @dataclass(frozen=True)

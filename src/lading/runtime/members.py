@@ -21,8 +21,8 @@ from lading.optim.soap import SOAPRule
 from lading.rules import MatrixRule, Muon, Shampoo
 from lading.runtime.agreement import ARRIVAL_S, Facts
 
-#: Of a group of parameters; the last is what torch's schedules keep there.
-_KEYS = frozenset(("params", "rule", "lr", "parts", "initial_lr"))
+#: Of a group of parameters; the last two are what users call it, and what torch's schedules keep there.
+_KEYS = frozenset(("params", "rule", "lr", "parts", "name", "initial_lr"))
 
 
 @dataclass(frozen=True, kw_only=True)

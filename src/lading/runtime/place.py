@@ -28,7 +28,7 @@ from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 from lading import __version__
 from lading.errors import ConfigError
 from lading.ir.placedplan import PlacedPlan, Stage
-from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, flattened, structure
+from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
 
 #: From the last part's output and its targets to a scalar, the mean over a micro-batch.
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -195,8 +195,9 @@ def place(
 
     Args:
         plan: From ``lading place --out``, or the path of its file.
-        model: Whole, the same in every process, as ``torch.export`` takes it; it may lie on the meta device, whose part
-            (``Placed.module``) is then to be filled. It is taken apart: what other parts have is freed here.
+        model: Whole, the same in every process, its values too, as ``torch.export`` takes it; in all of them it may lie
+            on the meta device, and the part (``Placed.module``) is then to be filled. It is taken apart: what other
+            parts have is freed here.
         inputs: Positional inputs of one micro-batch, as an example of their shapes.
         loss: ``loss(output, target)``, the mean over a micro-batch; None for passes only.
         device: Of this process.
@@ -218,7 +219,12 @@ def _facts(
     plan = _checked(plan, model, inputs, loss, ranks)
     given = {f"input {number}": f"{tensor.dtype} {tuple(tensor.shape)}" for number, tensor in enumerate(inputs)}
     settings = {**given, "has a loss": loss is not None, "lading": __version__, "torch": torch.__version__}
-    return plan, {"plan": flattened(asdict(plan)), "model": structure(model), "settings": settings}
+    return plan, {
+        "plan": flattened(asdict(plan)),
+        "model": structure(model),
+        "values": digests(model),
+        "settings": settings,
+    }
 
 
 def _checked(

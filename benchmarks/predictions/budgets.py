@@ -155,7 +155,7 @@ CASES = (
     ("llama", 0.6, 2), ("llama", 0.4, 1), ("llama-bf16", 0.6, 1), ("llama-bf16", 0.35, 2),
     ("llama-long", 1.0, 1), ("llama-long", 0.35, 2), ("moe", 0.6, 1), ("moe", 0.35, 2),
     ("dit", 1.0, 2), ("dit", 0.25, 1), ("residual", 1.0, 2), ("residual", 0.6, 1), ("residual", 0.35, 2),
-    ("tables", 0.6, 1), ("tables", 0.25, 2), ("transformers", 0.6, 1), ("transformers", 0.35, 2),
+    ("tables", 0.6, 1), ("tables", 0.35, 2), ("transformers", 0.6, 1), ("transformers", 0.35, 2),
     ("gpt2", 0.6, 2), ("gpt2", 0.25, 1), ("llama-large", 0.6, 2), ("llama-large", 0.25, 1),
 )  # fmt: skip
 

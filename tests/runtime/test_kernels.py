@@ -306,6 +306,9 @@ def layouts() -> Iterator[tuple[str, tuple[Any, ...], torch.Tensor]]:
     yield "aten.embedding.default", (torch.randn(9, 4), torch.tensor([[1, 8], [3, 1]]).t()), torch.empty(2, 2, 4)
     grad, cut = torch.randn(2, 3, 4), torch.tensor([[1, 8, 3, 0], [3, 1, 1, 0]])[:, :-1]
     yield "aten.embedding_dense_backward.default", (grad, cut, 9, -1, False), torch.empty(9, 4)
+    part = torch.randn(2, 3, 8)[..., 4:]  # what a concatenation gives back
+    yield "aten.embedding_dense_backward.default", (part, cut, 9, 3, False), torch.empty(9, 4)
+    yield "aten.embedding_dense_backward.default", (grad.transpose(0, 1), cut.t(), 9, -1, False), torch.empty(9, 4)
     yield "aten.slice_backward.default", (wide, (4, 9, 3), 1, 2, 8, 2), torch.empty(4, 9, 3)
     yield "aten.index_put.default", (wide, (None, torch.tensor([2, 0])), wide[:, :2], True), torch.empty(4, 3, 3)
     yield "aten.mul.Tensor", (wide.bfloat16(), 0.3), torch.empty(4, 3, 3, dtype=torch.bfloat16)
@@ -344,6 +347,14 @@ def test_cut_indices_of_an_embedding_take_no_table_of_scratch() -> None:
     values = (torch.randn(2, 4, 8), indices, 100, -1, False)
     op, tensors = op_of("aten.embedding_dense_backward.default", values, (torch.empty(100, 8),))
     assert bind(op, tensors.__getitem__).scratch_bytes == 8 * 8
+
+
+def test_cut_gradients_of_an_embedding_take_no_table_of_scratch() -> None:
+    """One half of a row, as a concatenation of two embeddings gives back."""
+    grad = torch.randn(8, 16)[:, 8:]
+    values = (grad, torch.zeros(8, dtype=torch.int64), 100, -1, False)
+    op, tensors = op_of("aten.embedding_dense_backward.default", values, (torch.empty(100, 8),))
+    assert bind(op, tensors.__getitem__).scratch_bytes <= grad.nbytes
 
 
 def test_literals_reach_the_kernel() -> None:

@@ -355,14 +355,16 @@ def _embedding_backward(call: _Call) -> Call | None:
     grad, indices, out = call.get("grad_output"), call.get("indices"), call.out
     if call.get("scale_grad_by_freq") or out.dtype not in (torch.float32, torch.float64):
         return None
-    if not (grad.is_contiguous() and out.is_contiguous()):
+    if not out.is_contiguous():
         return None
-    added = grad.view(-1, out.shape[1])
-    add = partial(out.index_add_, 0, indices.view(-1), added) if indices.is_contiguous() else None
-    calls = [out.zero_, add or (lambda: out.index_add_(0, indices.reshape(-1), added))]
+    calls = [out.zero_, partial(_add_rows, out, indices, grad)]
     if (padding := call.get("padding_idx")) >= 0:
         calls.append(out[padding].zero_)
     return _sequence(*calls)
+
+
+def _add_rows(out: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor) -> None:
+    out.index_add_(0, indices.reshape(-1), grad.reshape(-1, out.shape[1]))
 
 
 def _clone_then(call: _Call) -> Call | None:

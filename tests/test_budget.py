@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lading.capture.trace import capture
-from lading.errors import BudgetWarning
+from lading.errors import BudgetWarning, ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.step import expand
@@ -223,3 +223,45 @@ def test_values_are_set_within_the_budget(graph: StepGraph, tmp_path: Path, monk
         weight = torch.zeros(64, 512)
         trainer.set_value("out.weight", weight)
         assert asked == [weight.nbytes]
+
+
+def test_a_checkpoint_is_loaded_in_small_pieces(tmp_path: Path) -> None:
+    """Beside values that are all there, the largest must not come in whole once more."""
+    rows, width = 6144, 512
+
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(rows, width)
+            self.turned = torch.nn.Parameter(torch.rand(8, width).t())  # lies otherwise than a checkpoint has it
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table(x) @ self.turned
+
+    batch = torch.arange(8)
+    captured = capture(Table(), batch, lambda model, x: model(x).square().mean())
+    made = plan(captured, small_machine(overhead_bytes=64 * MiB), budget="100%", cache=False)
+    with Trainer(made, captured, Table(), folder=tmp_path, threads=1) as trainer:
+        trainer.step(batch)
+        values = {name: trainer.value(name) for name in ("table.weight", "table.weight.exp_avg", "turned")}
+        saved = trainer.save(tmp_path / "saved")
+        trainer.step(batch)
+        resident.give_back()
+        meter = resident.PeakMeter()
+        before = meter.now_bytes()
+        trainer.load(saved)
+        assert meter.peak_bytes() - before < values["table.weight"].nbytes / 2
+        meter.close()
+        assert all(torch.equal(trainer.value(name), value) for name, value in values.items())
+
+
+def test_bytes_of_a_value_are_written_as_they_come(graph: StepGraph, tmp_path: Path) -> None:
+    made = plan(graph, small_machine(overhead_bytes=64 * MiB), budget="100%", cache=False)
+    with Trainer(made, graph, None, folder=tmp_path, threads=1) as trainer:
+        storage, weight = trainer._values["out.weight"].storages[0], torch.rand(64, 512)
+        data = weight.view(torch.uint8).numpy().data.cast("B")
+        trainer._executor.write_chunks([storage], [data[:3], data[3:70_001], data[70_001:]])
+        assert torch.equal(trainer.value("out.weight"), weight)
+        for wrong in ([data[:-1]], [data, data[:1]]):
+            with pytest.raises(ConfigError, match=r"expected (1 more bytes|the bytes of a value to end)"):
+                trainer._executor.write_chunks([storage], wrong)

@@ -341,8 +341,11 @@ class Trainer:
             raise StorageError(f"{path}: expected a checkpoint of this model, these tensors differ: {differing}")
         generator = checkpoint.read(_RNG)
         self._half_loaded = f"loading {path} failed half-way: some values are its, the others those from before"
-        for name in self._values:  # masters come after their parameters
-            self.set_value(name, checkpoint.read(name))
+        for name, value in self._values.items():  # masters come after their parameters
+            if all(map(self._executor.takes_chunks, value.storages)):
+                self._executor.write_chunks(value.storages, checkpoint.chunks(name))
+            else:
+                self.set_value(name, checkpoint.read(name))
         self._half_loaded, self._saved = "", str(path)
         set_generator_state(self._kind, generator)
         self.steps = checkpoint.step

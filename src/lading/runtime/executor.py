@@ -8,7 +8,7 @@ differs between devices is behind ``lading.runtime.device``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from enum import Enum, auto
 from pathlib import Path
@@ -312,6 +312,23 @@ class Executor:
         if self._ceiling is not None:
             self._ceiling.make_room(self.program.graph.storages[storage].size_bytes)
         self._values.write(storage, tensor)
+
+    def takes_chunks(self, storage: int) -> bool:
+        """Whether its bytes lie in the order of its elements, so that ``write_chunks`` can set it."""
+        return self._values.takes_chunks(storage)
+
+    def write_chunks(self, storages: Sequence[int], chunks: Iterable[memoryview]) -> None:
+        """Set persistent storages between steps from bytes in the order of their elements, 1 MiB at a time.
+
+        Args:
+            storages: Filled one after the other; each one ``takes_chunks``.
+            chunks: All their bytes.
+        Raises:
+            ConfigError: not persistent, or not as many bytes; some may have been written.
+        """
+        self.flush()
+        self._left_bytes = None
+        self._values.write_chunks(storages, chunks)
 
     def read_storage(self, storage: int) -> torch.Tensor:
         """A copy of a persistent storage between steps: in the shape of its parameter, buffer or state, else its bytes.

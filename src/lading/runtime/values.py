@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -57,6 +57,28 @@ class Values:
             self.changed.pop(storage, None)
             self.lost -= {storage}
 
+    def takes_chunks(self, storage: int) -> bool:
+        """Whether its bytes lie in the order of its elements, so that ``write_chunks`` can set it."""
+        view = self._views.get(storage)
+        return view is None or (view.is_row_major and view.spans(self._graph.storages[storage].size_bytes))
+
+    def write_chunks(self, storages: Sequence[int], chunks: Iterable[memoryview]) -> None:
+        """See ``Executor.write_chunks``."""
+        source = _Stream(chunks)
+        for storage in storages:
+            home, size = self._home(storage), self._graph.storages[storage].size_bytes
+            with HeldInterrupts():
+                for start in range(0, size, BOUNCE_BYTES):
+                    room = self._bounce.bytes_at(0, min(BOUNCE_BYTES, size - start))
+                    source.fill(room.numpy().data)
+                    if home.tier == DEVICE:
+                        self._arena.bytes_at(home.offset + start, room.numel()).copy_(room)
+                    else:
+                        self._tiers[home.tier].write(home.offset + start, room)
+                self.changed.pop(storage, None)
+                self.lost -= {storage}
+        source.end()
+
     def read(self, storage: int) -> torch.Tensor:
         """See ``Executor.read_storage``."""
         home = self._present(storage)
@@ -68,8 +90,7 @@ class Values:
     def chunks(self, storage: int) -> Iterator[memoryview]:
         """See ``Executor.chunks``."""
         home, size = self._present(storage), self._graph.storages[storage].size_bytes
-        view = self._views.get(storage)
-        if view is not None and not (view.is_row_major and view.spans(size)):
+        if not self.takes_chunks(storage):
             whole = self.read(storage).contiguous().flatten().view(torch.uint8)
             yield whole.numpy().data
             return
@@ -146,6 +167,28 @@ class Values:
         copy = torch.zeros(item.size_bytes, dtype=torch.uint8, device="cpu")
         view_of(copy, wanted).copy_(tensor)
         return copy
+
+
+class _Stream:
+    """Chunks of bytes read on as if they were one."""
+
+    def __init__(self, chunks: Iterable[memoryview]) -> None:
+        self._chunks, self._left = iter(chunks), memoryview(b"")
+
+    def fill(self, room: memoryview) -> None:
+        """The next bytes, as many as there is room for."""
+        while room:
+            self._left = self._left or next(self._chunks, memoryview(b""))
+            if not self._left:
+                raise ConfigError(f"expected {len(room)} more bytes of a value, found none")
+            count = min(len(room), len(self._left))
+            room[:count] = self._left[:count]
+            room, self._left = room[count:], self._left[count:]
+
+    def end(self) -> None:
+        """See that nothing is left; a source that checks its bytes does so here."""
+        if self._left or next(self._chunks, None) is not None:
+            raise ConfigError("expected the bytes of a value to end, found more")
 
 
 def _pieces(home: Location, size_bytes: int) -> Iterator[tuple[int, int]]:

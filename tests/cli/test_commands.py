@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from lading.cli.commands import Train, timeline_text
+from lading.cli import demo_command
 from lading.cli.main import main, parse
+from lading.cli.simulate_command import timeline_text
+from lading.cli.train_command import TrainCommand
 from lading.config import RunConfig, load_run, run_to_dict
 from lading.errors import (
     BudgetExceeded,
@@ -46,7 +48,7 @@ TIMELINE = Timeline(
 
 
 #: The modules that commands import when they run.
-WORKERS = ("lading.train", "lading.prepare", "lading.hosts", "lading.summary", "lading.cli.demo")
+WORKERS = ("lading.train", "lading.prepare", "lading.hosts", "lading.summary")
 
 
 class FakeTrain(types.ModuleType):
@@ -56,6 +58,7 @@ class FakeTrain(types.ModuleType):
         super().__init__("lading.train")
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.error: BaseException | None = None
+        self.demo: Callable[..., object]
         graph = StepGraph((), (), (), (), (), (), ())
         prepared = types.SimpleNamespace(plan=plan, graph=graph, predicted=TIMELINE)
         for name, result in {
@@ -89,6 +92,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
     fake = FakeTrain(plan)
     for name in WORKERS:
         monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(demo_command, "demo", fake.demo)
     return fake
 
 
@@ -214,7 +218,7 @@ def test_an_unknown_flag_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_arguments_of_train_in_any_order() -> None:
-    expected = Train(run_file=Path("a.toml"), overrides=("x=1", "y=2"), resume=True)
+    expected = TrainCommand(run_file=Path("a.toml"), overrides=("x=1", "y=2"), resume=True)
     assert parse(["train", "a.toml", "x=1", "y=2", "--resume"]) == expected
     assert parse(["train", "--resume", "a.toml", "x=1", "y=2"]) == expected
 

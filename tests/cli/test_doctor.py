@@ -14,8 +14,8 @@ import torch
 from tests.machines import small_machine
 
 from lading.catalog.load import save_machine
-from lading.cli import doctor
-from lading.cli.doctor import Finding
+from lading.cli import doctor_command as doctor
+from lading.cli.doctor_command import Finding
 from lading.cli.main import main
 from lading.runtime.host import host_id
 

@@ -129,7 +129,7 @@ def test_a_placement_is_saved_and_simulated_again(tmp_path: Path, capsys: pytest
         (["--graph", "{graph}", "--out", "{plan}"], "--out: expected nothing of the kind next to --graph"),
         (
             ["--plan", "{plan}", "--trace", "{graph}", "--json", "{graph}"],
-            "--trace, --json and --out: expected different",
+            "--trace and --json: expected different files",
         ),
         (["--plan", "{graph}"], "expected a placement of format 1"),
         (["--plan", "nowhere.json"], "expected a placement at nowhere.json, found no file"),

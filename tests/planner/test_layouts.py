@@ -16,8 +16,8 @@ import pytest
 
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
-from lading.cli.layouts import like_text, shown
 from lading.cli.main import main
+from lading.cli.plan_command import like_text, shown
 from lading.clusters import Question, request_of
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import ClusterPlan

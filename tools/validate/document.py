@@ -1,4 +1,4 @@
-"""The scores as one document: what ``lading validate --json`` writes and the terminal shows."""
+"""The scores as one document: what ``python -m tools.validate --json`` writes and the terminal shows."""
 
 from __future__ import annotations
 

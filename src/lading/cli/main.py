@@ -20,8 +20,17 @@ from typing import TextIO
 import tyro
 
 from lading import __version__
-from lading.cli.commands import Command, Demo, Doctor, Export, Fit, Plan, Probe, Report, Simulate, Train
-from lading.cli.placement import Place
+from lading.cli.demo_command import DemoCommand
+from lading.cli.doctor_command import DoctorCommand
+from lading.cli.export_command import ExportCommand
+from lading.cli.fit_command import FitCommand
+from lading.cli.options import Command
+from lading.cli.place_command import PlaceCommand
+from lading.cli.plan_command import PlanCommand
+from lading.cli.probe_command import ProbeCommand
+from lading.cli.report_command import ReportCommand
+from lading.cli.simulate_command import SimulateCommand
+from lading.cli.train_command import TrainCommand
 from lading.errors import BudgetExceeded, CaptureError, ConfigError, LadingError, PlanInfeasible, StorageError
 from lading.report.lines import fitted
 
@@ -40,16 +49,16 @@ exit codes: 0 done, 1 an error inside Lading, 2 what was asked is wrong,
 #: Columns of a command's name in the help.
 _NAMED = 10
 _COMMANDS: dict[str, type[Command]] = {
-    "fit": Fit,
-    "plan": Plan,
-    "simulate": Simulate,
-    "place": Place,
-    "train": Train,
-    "report": Report,
-    "export": Export,
-    "probe": Probe,
-    "doctor": Doctor,
-    "demo": Demo,
+    "fit": FitCommand,
+    "plan": PlanCommand,
+    "simulate": SimulateCommand,
+    "place": PlaceCommand,
+    "train": TrainCommand,
+    "report": ReportCommand,
+    "export": ExportCommand,
+    "probe": ProbeCommand,
+    "doctor": DoctorCommand,
+    "demo": DemoCommand,
 }
 
 

@@ -1,4 +1,4 @@
-"""The demonstration: probe this host, plan, train inside the budget, and hold the run against plain PyTorch."""
+"""``lading demo``: probe this host, plan, train inside the budget, and hold the run against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from tyro.conf import arg
 
 from lading.config import (
     AdamW,
@@ -23,24 +25,48 @@ from lading.config import (
     run_from_dict,
     run_to_dict,
 )
-from lading.errors import BudgetExceeded, LadingError
+from lading.errors import BudgetExceeded, ConfigError, LadingError
 from lading.files import make_folder, remove_file
 from lading.grouping import Matrices
-from lading.hosts import probe_to
 from lading.ir.plan import Plan
-from lading.prepare import Prepared, plan_run
-from lading.report.lines import line_columns
+from lading.report.lines import fitted, line_columns
 from lading.report.summary import relative_error
-from lading.report.table import print_plan
 from lading.rules import RuleName
-from lading.summary import write_run_report
-from lading.train import RunResult, train_plain, train_run
 from lading.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lading.prepare import Prepared
+    from lading.train import RunResult
 
 _PROBE_SECONDS = 20.0
 #: Peak learning rates of the rules for matrices.
 _RATES = MappingProxyType({"muon": 0.02, "shampoo": 1e-3, "soap": 3e-3})
 _FEWEST_STEPS, _MOST_STEPS = 12, 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoCommand:
+    """Measure this host, plan, train and compare a small model, with no download."""
+
+    out: Annotated[Path, arg(metavar="FOLDER", help="Folder that everything is written to.")] = Path("out/demo")
+    budget: Annotated[
+        str,
+        arg(
+            metavar="SIZE",
+            help="Memory to train in: a size such as 256MB, or a share of what keeping everything needs.",
+        ),
+    ] = "50%"
+    seconds: Annotated[float, arg(metavar="SECONDS", help="Train for about so long.")] = 60.0
+    optimizer: Annotated[
+        Literal["adamw", "muon", "shampoo", "soap"], arg(help="Optimizer of the weight matrices; AdamW moves the rest.")
+    ] = "adamw"
+
+    def run(self) -> None:
+        """Run the demonstration and print its verdict."""
+        MemoryConfig(budget=self.budget)
+        if not 0 < self.seconds < 1e6:
+            raise ConfigError(f"--seconds: expected a time above 0, got {self.seconds}")
+        print(fitted(str(demo(self.out, self.budget, self.seconds, self.optimizer))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +113,9 @@ def demo(out: Path, budget: str, seconds: float, optimizer: str = "adamw") -> De
         BudgetExceeded: the memory promise broke.
         LadingError: the losses differ from plain PyTorch's.
     """
+    from lading.hosts import probe_to
+    from lading.summary import write_run_report
+
     make_folder(out)
     for name in ("metrics.jsonl", "plain.jsonl", "measured.json", "report.html"):
         remove_file(out / name)
@@ -141,6 +170,8 @@ def _run(out: Path, budget: str, optimizer: str) -> RunConfig:
 
 def _planned(run: RunConfig, seconds: float) -> Prepared:
     """Plan the run, with as many steps as fit the time; saves the plan."""
+    from lading.prepare import Prepared, plan_run
+
     prepared = plan_run(run)
     step_s = 2 * prepared.plan.step_s
     steps = max(_FEWEST_STEPS, min(_MOST_STEPS, int(seconds / step_s)))
@@ -153,6 +184,8 @@ def _planned(run: RunConfig, seconds: float) -> Prepared:
 def _show(prepared: Prepared) -> None:
     from rich.console import Console
 
+    from lading.report.table import print_plan
+
     print_plan(prepared.plan, prepared.graph, Console(width=line_columns()))
 
 
@@ -163,11 +196,15 @@ def _in_a_process(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _plain(run: dict[str, Any]) -> RunResult:
+    from lading.train import train_plain
+
     config = run_from_dict(run, "the demo's run")
     return train_plain(config, Path(config.out))
 
 
 def _train(plan: str) -> RunResult | str:
+    from lading.train import train_run
+
     try:
         return train_run(Plan.load(Path(plan)))
     except BudgetExceeded as error:

@@ -1,7 +1,8 @@
-"""What this host has for Lading, what it lacks, and what that costs."""
+"""``lading doctor``: what this host has for Lading, what it lacks, and what that costs."""
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import platform
@@ -13,10 +14,14 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from tyro.conf import FlagCreatePairsOff, arg
 
 from lading import __version__
+from lading.cli.options import flag
 from lading.errors import LadingError
+from lading.report.lines import fitted
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
 from lading.units import GiB, format_bytes
 
@@ -39,6 +44,21 @@ _OPTIONAL = {
 }
 _OLDEST_TORCH = (2, 11)
 _OLD_PROBE_DAYS = 90
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorCommand:
+    """Check this host: what Lading needs, what is missing, and what that costs."""
+
+    folder: Annotated[Path, arg(metavar="FOLDER", help="Folder on the disk that a run would use.")] = Path()
+    json: Annotated[FlagCreatePairsOff[bool], flag("Print JSON.")] = False
+
+    def run(self) -> None:
+        """Print every finding."""
+        findings = doctor(self.folder)
+        said = "\n".join(fitted(str(finding), hang=24) for finding in findings)
+        print(json.dumps(as_json(findings), indent=2) if self.json else said, flush=True)
+        check(findings)
 
 
 @dataclass(frozen=True, kw_only=True)

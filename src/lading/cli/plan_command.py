@@ -1,4 +1,4 @@
-"""``lading plan --model``: find the layout of a model on a cluster, and say why the others lose."""
+"""``lading plan``: a run inside its memory budget, or the layout of a model on a cluster and why the others lose."""
 
 from __future__ import annotations
 
@@ -7,16 +7,34 @@ import json
 import time
 from collections.abc import Generator, Hashable, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, UseAppendAction, arg
+
+from lading.cli.options import (
+    ModelOptions,
+    Overrides,
+    RunFile,
+    RunOptions,
+    check_asked,
+    check_targets,
+    first_given,
+    flag,
+    optional,
+    refuse_beside,
+    refuse_run_options,
+)
+from lading.config import load_run
 from lading.errors import ConfigError, PlanInfeasible
-from lading.report.lines import line_columns, say
+from lading.files import write_text
+from lading.report.lines import fitted, line_columns, say
 from lading.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lading.cli.commands import Plan
     from lading.ir.clusterplan import ClusterPlan
     from lading.planner.layouts import Layouts
     from lading.planner.refine import Refined
@@ -24,30 +42,110 @@ if TYPE_CHECKING:
     from lading.planner.space import Ask
     from lading.report.layouts import LayoutRow
 
-#: Options of ``lading plan`` that belong to ``--model``.
-OPTIONS = (
-    "machine", "devices", "global_batch", "seq", "stack", "network", "precision", "pin", "optimizer", "price", "top",
-    "longest", "save", "budget", "unshard", "tree", "json",
-)  # fmt: skip
-
-
 #: By what layouts have rows of their own in the table, coarse to fine.
 _MESH = ("dp", "tp", "cp", "pp", "ep", "etp")
 _WAYS = (*_MESH, "zero", "recompute", "offload", "micro_batch", "precision")
 _FINE = (*_WAYS, "vpp", "schedule", "sp", "cp_comm", "recompute_layers")
 _LEVELS = (_MESH, _WAYS, _FINE, (*_FINE, "shard"))
+#: Options that mean something where a machine lists unlike devices.
+_OF_FLEETS = ("model", "machine", "global_batch", "seq", "stack", "json")
 
 
-def plan_cluster(asked: Plan) -> None:
-    """Print the layouts found, and save the winner; a machine that lists unlike devices gets a placement instead."""
-    if asked.machine is not None:
+@dataclass(frozen=True, kw_only=True)
+class SearchOptions:
+    """With --model, which layouts are searched, and what is said of them:"""
+
+    precision: Annotated[
+        str | None,
+        optional(
+            "NAMES",
+            "Number format of matrix products: bf16 (if not given), fp32, fp16, fp8, mxfp8 or nvfp4. Several "
+            "(bf16,fp8) or any lets the search choose.",
+        ),
+    ] = None
+    pin: Annotated[
+        UseAppendAction[tuple[str, ...]],
+        optional(
+            "KEY=VALUE",
+            "Fix one choice of the layout, such as tp=8. Can be repeated. Keys: dp, tp, cp, pp, ep, etp, vpp, "
+            "micro_batch (or mb), sp (yes, no), zero (0 to 3), shard, cp_comm, schedule, recompute (none, selective, "
+            "full), recompute_layers, recompute_modules, precision, offload (none, optimizer, parameters), "
+            "offload_to (host, disk).",
+        ),
+    ] = ()
+    budget: Annotated[
+        str | None, optional("SIZE", "Memory of each device that may be used, such as 40GB. If not given, all of it.")
+    ] = None
+    longest: Annotated[int | None, optional("N", "Tokens of the longest sequence; a batch of it must fit too.")] = None
+    save: Annotated[
+        Literal["sharded", "async", "gathered"],
+        arg(
+            help="How checkpoints are written: every rank its own part, the same while training goes on, or all by "
+            "one rank."
+        ),
+    ] = "sharded"
+    unshard: Annotated[
+        Literal["residency", "reverse-greedy", "zero2", "zero3"],
+        arg(help="Where each rank has a part of the parameters (zero 3): how to choose those that stay whole."),
+    ] = "residency"
+    tree: Annotated[
+        FlagCreatePairsOff[bool], flag("Show the memory of every module at the peak, for layouts with zero 3.")
+    ] = False
+    top: Annotated[int, arg(metavar="N", help="Number of layouts to show.")] = 10
+    json: Annotated[Path | None, optional("FILE.json", "Also write the figures as JSON (docs/plan-json.md).")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Plan a run inside its memory budget, or spread a model over many devices.
+
+    With a run file: keep, recompute or move every tensor between two uses.
+
+    With --model: rank the ways to spread it (layouts).
+    """
+
+    run_file: RunFile = None
+    overrides: Overrides = ()
+    out: Annotated[Path, arg(metavar="FILE", help="File to write the plan to.")] = Path("plan.json")
+    with_run: Annotated[RunOptions, OmitArgPrefixes, arg(name="run")] = field(default_factory=RunOptions)
+    with_model: Annotated[ModelOptions, OmitArgPrefixes, arg(name="model")] = field(default_factory=ModelOptions)
+    search: Annotated[SearchOptions, OmitArgPrefixes, arg(name="search")] = field(default_factory=SearchOptions)
+
+    def run(self) -> None:
+        """Print the plan and save it."""
+        check_targets(out=self.out, json=self.search.json)
+        check_asked(self.run_file, "RUN.toml", self.with_model)
+        if self.run_file is None:
+            refuse_run_options(self.with_run, self.overrides, "--model")
+            return _plan_model(self)
+        refuse_beside(self.run_file, self.with_model, self.search)
+        run = load_run(self.run_file, self.overrides)
+        from rich.console import Console
+
+        from lading.prepare import plan_run
+        from lading.report.progress import planning_progress
+        from lading.report.table import print_plan
+
+        with planning_progress() as progress:
+            prepared = plan_run(run, cache=not self.with_run.no_cache, progress=progress)
+        print_plan(prepared.plan, prepared.graph, Console(width=line_columns()))
+        prepared.plan.save(self.out)
+        print(f"wrote {self.out}")
+
+
+def _plan_model(asked: PlanCommand) -> None:
+    """Plan a model by name: its layout on alike devices, its placement where the machine lists unlike ones."""
+    if (machine := asked.with_model.machine) is not None:
         from lading.catalog.fleets import lists_devices, load_fleet
 
-        load_fleet(asked.machine)
-        if lists_devices(asked.machine):
-            from lading.cli.placement import plan_fleet
+        load_fleet(machine)
+        if lists_devices(machine):
+            return _plan_fleet(asked)
+    _plan_cluster(asked)
 
-            return plan_fleet(asked)
+
+def _plan_cluster(asked: PlanCommand) -> None:
+    """Print the layouts found, and save the winner."""
     from rich.console import Console
 
     from lading import __version__
@@ -61,9 +159,9 @@ def plan_cluster(asked: Plan) -> None:
     with _progress() as tell:
         found = find_layouts(ask, tell)
     seconds = time.perf_counter() - begun
-    alike = shown(found.best, asked.top)
-    rows = [dataclasses.replace(_row(each[0], asked.price), like=like_text(*each)) for each in alike]
-    over = [_row(one, asked.price) for one in found.over]
+    alike = shown(found.best, asked.search.top)
+    rows = [dataclasses.replace(_row(each[0], asked.with_model.price), like=like_text(*each)) for each in alike]
+    over = [_row(one, asked.with_model.price) for one in found.over]
     device = ask.machine.device.name
     say(console, f"{ask.request.name} on {ask.devices:,} x {device}, {ask.global_batch:,} sequences of "
         f"{ask.request.seq_len:,} tokens a step; software stack {ask.request.stack.name}", "bold")  # fmt: skip
@@ -73,10 +171,8 @@ def plan_cluster(asked: Plan) -> None:
     update = [update_sentence(ask.request.optimizer, updated.update)] if updated is not None else []
     for line in (*table, "", *update, *_said(found, seconds), *_moments(found.winner)):
         say(console, line)
-    if asked.json is not None:
-        from lading.files import write_text
-
-        write_text(asked.json, json.dumps(_document(found, rows, over, asked.price), indent=1) + "\n")
+    if asked.search.json is not None:
+        write_text(asked.search.json, json.dumps(_document(found, rows, over, asked.with_model.price), indent=1) + "\n")
     plan = unsharded(asked, found, cluster_plan(found, __version__), console)
     plan.save(asked.out)
     say(console, f"wrote {asked.out}")
@@ -125,7 +221,7 @@ def _buckets(found: Layouts) -> dict[str, Any] | None:
     }
 
 
-def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) -> ClusterPlan:
+def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Console) -> ClusterPlan:
     """The plan with what stays gathered where parameters are cut; prints how that was chosen."""
     from lading.planner.moment import tree_of
     from lading.planner.peaks import room_of
@@ -137,20 +233,20 @@ def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) 
     ask = found.ask
     request = dataclasses.replace(ask.request, layout=found.winner.layout)
     if reason := unfit(request):
-        if asked.unshard != "residency":
+        if asked.search.unshard != "residency":
             raise ConfigError(
-                f"--unshard {asked.unshard}: no plan written, as no groups of parameters are chosen: {reason}; pin "
-                "zero=3 and pp=1, with offload=none or parameters, or leave --unshard out"
+                f"--unshard {asked.search.unshard}: no plan written, as no groups of parameters are chosen: {reason}; "
+                "pin zero=3 and pp=1, with offload=none or parameters, or leave --unshard out"
             )
-        if asked.tree or request.layout.zero == 3:
-            what = "tree" if asked.tree else "groups of parameters, which lading.apply needs"
+        if asked.search.tree or request.layout.zero == 3:
+            what = "tree" if asked.search.tree else "groups of parameters, which lading.apply needs"
             say(console, f"no {what}: {reason}; pin zero=3 and pp=1")
         return plan
     moments = found.winner.peaks
     grown = max(0, moments["longest"]["device"] - moments["step"]["device"])
     room = room_of(ask).device_bytes - grown
     try:
-        chosen = choose_groups(request, ask.table, room, asked.unshard)
+        chosen = choose_groups(request, ask.table, room, asked.search.unshard)
     except PlanInfeasible as error:  # its peak is counted buffer by buffer, that of the search by its largest
         raise PlanInfeasible(
             f"no plan written, as no groups of its parameters fit beside what {found.winner.layout} needs: {error}; "
@@ -161,7 +257,7 @@ def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) 
     console.print(unshard_table(chosen.rows, chosen.policy, chosen.bound_s, chosen.budget_bytes))
     if chosen.why:
         say(console, f"budget: {chosen.why}")
-    if asked.tree:
+    if asked.search.tree:
         print_tree(tree_of(chosen, ask.table), console)
     own = plan_of(chosen, plan.version)
     forward, backward = own.gathers
@@ -173,54 +269,47 @@ def unsharded(asked: Plan, found: Layouts, plan: ClusterPlan, console: Console) 
     return dataclasses.replace(own, peaks=peaks, assumptions=plan.assumptions)
 
 
-def _instead(asked: Plan, error: PlanInfeasible, room: int) -> str:
+def _instead(asked: PlanCommand, error: PlanInfeasible, room: int) -> str:
     """Options with which there may be a plan, the surest first."""
-    if error.smallest_budget_bytes <= room and asked.unshard != "residency":
+    if error.smallest_budget_bytes <= room and asked.search.unshard != "residency":
         return "leave --unshard out, which finds groups that fit"
     changes = ["--pin recompute=full", "--pin mb=1", "more --devices"]
     return f"try {', '.join(changes)}, or give each device {format_bytes(error.missing_bytes)} more with --budget"
 
 
-def ask_of(asked: Plan) -> Ask:
+def ask_of(asked: PlanCommand) -> Ask:
     """What the options ask for.
 
     Raises:
         ConfigError: one that is needed is missing, or a name is not known.
     """
-    from lading.clusters import Question, request_of
+    from lading.clusters import request_of
     from lading.planner.space import Ask, parse_pins, precisions_of
     from lading.sim.simulate import machine_of
 
-    if asked.model is None or asked.machine is None or asked.devices is None or asked.global_batch is None:
-        missing = [name for name in ("machine", "devices", "global_batch") if getattr(asked, name) is None]
+    model, search = asked.with_model, asked.search
+    if model.machine is None or model.devices is None or model.global_batch is None:
+        missing = [name for name in ("machine", "devices", "global_batch") if getattr(model, name) is None]
         raise ConfigError(f"expected --{' and --'.join(missing).replace('_', '-')} next to --model")
-    if asked.overrides:
-        raise ConfigError(f"settings replace those of a RUN.toml, got {asked.overrides[0]!r} next to --model")
-    if asked.top < 1:
-        raise ConfigError(f"--top: expected at least 1 layout to show, got {asked.top}")
-    if asked.price is not None and asked.price < 0:
-        raise ConfigError(f"--price: expected a price of a device for an hour, 0 or more, got {asked.price:g}")
-    if asked.budget is not None and parse_bytes(asked.budget, "--budget") < 1:
-        raise ConfigError(f"--budget: expected memory of a device, such as 40GB, got {asked.budget!r}")
-    pins = parse_pins(asked.pin)
-    question = Question(
-        model=asked.model, machine=asked.machine, seq_len=asked.seq or 0, stack=asked.stack or "default",
-        network=asked.network or "", optimizer=asked.optimizer or "adamw",
-    )  # fmt: skip
-    request, table = request_of(question)
+    if search.top < 1:
+        raise ConfigError(f"--top: expected at least 1 layout to show, got {search.top}")
+    if search.budget is not None and parse_bytes(search.budget, "--budget") < 1:
+        raise ConfigError(f"--budget: expected memory of a device, such as 40GB, got {search.budget!r}")
+    pins = parse_pins(search.pin)
+    request, table = request_of(model.question())
     machine = machine_of(request)
     return Ask(
         request=request,
         table=table,
         machine=machine,
-        precisions=precisions_of(asked.precision, machine, request.stack) if asked.precision else (),
-        devices=asked.devices,
-        global_batch=asked.global_batch,
+        precisions=precisions_of(search.precision, machine, request.stack) if search.precision else (),
+        devices=model.devices,
+        global_batch=model.global_batch,
         pins=pins,
-        longest=asked.longest or 0,
-        save=asked.save,
-        top=max(Ask.top, asked.top),
-        budget_bytes=parse_bytes(asked.budget, "--budget") if asked.budget else 0,
+        longest=search.longest or 0,
+        save=search.save,
+        top=max(Ask.top, search.top),
+        budget_bytes=parse_bytes(search.budget, "--budget") if search.budget else 0,
     )
 
 
@@ -326,3 +415,45 @@ def _moments(winner: Refined) -> list[str]:
         for name, tiers in winner.peaks.items()
     ]
     return [f"memory: {', '.join(each)}", f"binding: {tier} at moment {moment!r}, {share:.0%} of what there is"]
+
+
+def _plan_fleet(asked: PlanCommand) -> None:
+    """Place a step on unlike devices, in as many micro-batches as are fastest.
+
+    Raises:
+        ConfigError: an option that belongs to a cluster of alike devices.
+        PlanInfeasible: no number of micro-batches gives one that fits.
+    """
+    model, search = asked.with_model, asked.search
+    reset = dict.fromkeys(_OF_FLEETS)
+    groups = [
+        dataclasses.replace(group, **{name: None for name in reset if hasattr(group, name)})
+        for group in (model, search)
+    ]
+    if given := first_given(*groups):
+        raise ConfigError(
+            f"{given} belongs to a cluster of alike devices, got it next to --machine {model.machine}, which lists "
+            "unlike ones; leave it out"
+        )
+    assert model.model is not None
+    assert model.machine is not None
+    from lading import __version__
+    from lading.catalog.fleets import load_fleet
+    from lading.cli.place_command import print_contest
+    from lading.placing import Placing, best_of, saved
+    from lading.report.placement import summary
+
+    fleet = load_fleet(model.machine)
+    placing = Placing(model=model.model, seq_len=model.seq or 0, stack=model.stack or "default")
+    chosen, contest, tried = best_of(placing, fleet, 1 if model.global_batch is None else model.global_batch)
+    print_contest(contest, latency=False)
+    if len(tried) > 1:
+        steps = ", ".join(f"{count}: {format_seconds(s) if s else 'does not fit'}" for count, s in tried.items())
+        print(fitted(f"micro-batches of a step, searched briefly: {steps}"))
+    saved(chosen, fleet, model.machine, contest.problem, contest.best).save(asked.out)
+    print(f"wrote {asked.out}")
+    if search.json is not None:
+        figures = summary(contest.problem, contest.placements, contest.failed, fleet)
+        figures["version"] = __version__
+        write_text(search.json, json.dumps(figures, indent=1) + "\n")
+        print(f"wrote {search.json}")

@@ -10,33 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, arg
 
+from lading.cli.options import MODEL_HELP, JsonFile, TraceFile, check_targets, first_given, optional
 from lading.errors import ConfigError
 from lading.files import write_text
-from lading.report.lines import fitted, line_columns, say, say_list
+from lading.report.lines import line_columns, say, say_list
 from lading.units import format_seconds
 
 if TYPE_CHECKING:
-    from lading.cli.commands import Plan
     from lading.ir.fleet import Fleet
     from lading.ir.placement import Problem
     from lading.placing import Placing
     from lading.planner.placement.api import Contest
 
 
-#: Options of ``lading plan --model`` that mean nothing for a list of devices.
-_OF_CLUSTERS = (
-    "overrides", "devices", "network", "precision", "pin", "price", "longest", "budget", "tree", "unshard", "top",
-    "save",
-)  # fmt: skip
-
-
-def _optional(metavar: str, text: str) -> object:
-    """An option that changes nothing when it is left out."""
-    return arg(metavar=metavar, help=text, help_behavior_hint="")
-
-
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PlaceCommand:
     """Put parts of a model on unlike devices: a GPU, a laptop, a server on Wi-Fi.
 
     Says what runs where, how far that is from the best, and what limits it.
@@ -44,62 +32,50 @@ class Place:
 
     machine: Annotated[
         str | None,
-        _optional("NAME|FILE", "Devices: a list of the catalog (laptop-and-server, two-desktops, ...), or a file."),
+        optional("NAME|FILE", "Devices: a list of the catalog (laptop-and-server, two-desktops, ...), or a file."),
     ] = None
-    model: Annotated[
-        str | None,
-        _optional(
-            "NAME",
-            "Model: a name of the catalog (llama3-8b, gpt2, ...), module:function of your own, or a Hugging Face "
-            "config.json.",
-        ),
-    ] = None
+    model: Annotated[str | None, optional("NAME", MODEL_HELP.format("llama3-8b, gpt2"))] = None
     graph: Annotated[
-        Path | None, _optional("FILE.json", "Instead of both: tasks, flows and devices as plain numbers.")
+        Path | None, optional("FILE.json", "Instead of both: tasks, flows and devices as plain numbers.")
     ] = None
     latency: Annotated[
         FlagCreatePairsOff[bool], arg(help="Place one forward pass instead of a training step.", help_behavior_hint="")
     ] = False
-    seq: Annotated[int | None, _optional("N", "Tokens of a sequence.")] = None
+    seq: Annotated[int | None, optional("N", "Tokens of a sequence.")] = None
     batch: Annotated[int, arg(metavar="N", help="Sequences that are computed at once: a micro-batch.")] = 1
     micro_batches: Annotated[
         int, arg(metavar="N", help="Micro-batches of one step, which follow one another from device to device.")
     ] = 1
     units: Annotated[
-        int | None, _optional("N", "Capture the model and place at most N modules of it. 0 places single operations.")
+        int | None, optional("N", "Capture the model and place at most N modules of it. 0 places single operations.")
     ] = None
     precision: Annotated[
         Literal["fp32", "bf16"], arg(metavar="fp32|bf16", help="Number format of a captured model.")
     ] = "fp32"
     policy: Annotated[
-        str | None, _optional("NAME", "Use only this: chain, lp, branch, m-etf, m-sct, m-topo, heft, even or single.")
+        str | None, optional("NAME", "Use only this: chain, lp, branch, m-etf, m-sct, m-topo, heft, even or single.")
     ] = None
     effort: Annotated[int, arg(metavar="N", help="Effort of the local search. Twice as much takes twice as long.")] = 6
-    trace: Annotated[Path | None, _optional("FILE.pftrace", "Also write a timeline that ui.perfetto.dev opens.")] = None
-    json: Annotated[Path | None, _optional("FILE.json", "Also write the figures as JSON.")] = None
+    trace: TraceFile = None
+    json: JsonFile = None
     out: Annotated[
-        Path | None, _optional("FILE.json", "Also write the placement, which lading.place and --plan read.")
+        Path | None, optional("FILE.json", "Also write the placement, which lading.place and --plan read.")
     ] = None
     plan: Annotated[
         Path | None,
-        _optional("FILE.json", "Simulate a placement that was written before, on its devices or on --machine's."),
+        optional("FILE.json", "Simulate a placement that was written before, on its devices or on --machine's."),
     ] = None
 
     def run(self) -> None:
         """Print the placement, what limits it, and every policy beside it."""
-        for path in (self.trace, self.json, self.out):
-            if path is not None and (path.is_dir() or not path.parent.is_dir()):
-                raise ConfigError(f"expected a file in a folder that exists, got {str(path)!r}; make its folder first")
-        written = [path for path in (self.trace, self.json, self.out) if path is not None]
-        if len(set(written)) < len(written):
-            raise ConfigError(f"--trace, --json and --out: expected different files, got {str(written[-1])!r} twice")
+        check_targets(trace=self.trace, json=self.json, out=self.out)
         if self.effort < 0:
             raise ConfigError(f"--effort: expected 0 or more, got {self.effort}")
         if self.plan is not None:
             return self._simulate(self.plan)
         problem, fleet = self._problem()
         found = _contest(problem, self.policy, self.effort)
-        _print(found, latency=self.latency)
+        print_contest(found, latency=self.latency)
         self._write(found, fleet)
 
     def _simulate(self, path: Path) -> None:
@@ -117,7 +93,7 @@ class Place:
         relaxed = relax(problem)
         placement = dataclasses.replace(placement, bound_s=relaxed.bound_s if relaxed else 0.0)
         found = Contest(problem, (placement,), (), placement.bound_s)
-        _print(found, latency=not plan.training)
+        print_contest(found, latency=not plan.training)
         print(f"predicted when it was made: {format_seconds(plan.step_s)}", end="")
         print("" if fleet.fingerprint == plan.machine_fingerprint else f", for other devices than {fleet.name} has now")
         if not placement.fits:
@@ -126,12 +102,8 @@ class Place:
 
     def _refuse(self, option: str, but: tuple[str, ...]) -> None:
         """Options that would mean nothing beside ``--option``."""
-        for field in dataclasses.fields(self):
-            if field.name not in but and getattr(self, field.name) != field.default:
-                name = field.name.replace("_", "-")
-                raise ConfigError(
-                    f"--{name}: expected nothing of the kind next to --{option}, which says it; leave it out"
-                )
+        if given := first_given(self, but=but):
+            raise ConfigError(f"{given}: expected nothing of the kind next to --{option}, which says it; leave it out")
 
     def _write(self, found: Contest, fleet: Fleet | None) -> None:
         """The files that were asked for."""
@@ -188,43 +160,6 @@ class Place:
         return problem_on(self._asked(), fleet), fleet
 
 
-def plan_fleet(asked: Plan) -> None:
-    """``lading plan --model X --machine LIST``: the placement of a step, in as many micro-batches as are fastest.
-
-    Raises:
-        ConfigError: an option that belongs to a cluster of alike devices.
-        PlanInfeasible: no number of micro-batches gives one that fits.
-    """
-    defaults = {option.name: option.default for option in dataclasses.fields(asked)}
-    for name in _OF_CLUSTERS:
-        if getattr(asked, name) != defaults[name]:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} belongs to a cluster of alike devices, got it next to {asked.machine}, "
-                "which lists unlike ones; leave it out"
-            )
-    if asked.model is None or asked.machine is None or asked.json == asked.out:
-        raise ConfigError("expected --model and --machine, and --json and --out of different files")
-    from lading import __version__
-    from lading.catalog.fleets import load_fleet
-    from lading.placing import Placing, best_of, saved
-    from lading.report.placement import summary
-
-    fleet = load_fleet(asked.machine)
-    placing = Placing(model=asked.model, seq_len=asked.seq or 0, stack=asked.stack or "default")
-    chosen, found, tried = best_of(placing, fleet, 1 if asked.global_batch is None else asked.global_batch)
-    _print(found, latency=False)
-    if len(tried) > 1:
-        steps = ", ".join(f"{count}: {format_seconds(s) if s else 'does not fit'}" for count, s in tried.items())
-        print(fitted(f"micro-batches of a step, searched briefly: {steps}"))
-    saved(chosen, fleet, asked.machine, found.problem, found.best).save(asked.out)
-    print(f"wrote {asked.out}")
-    if asked.json is not None:
-        figures = summary(found.problem, found.placements, found.failed, fleet)
-        figures["version"] = __version__
-        write_text(asked.json, json.dumps(figures, indent=1) + "\n")
-        print(f"wrote {asked.json}")
-
-
 def _contest(problem: Problem, policy: str | None, effort: int) -> Contest:
     from lading.planner.placement.api import Contest, contest, place
 
@@ -234,7 +169,8 @@ def _contest(problem: Problem, policy: str | None, effort: int) -> Contest:
     return Contest(problem, (found,), (), found.bound_s)
 
 
-def _print(found: Contest, *, latency: bool) -> None:
+def print_contest(found: Contest, *, latency: bool) -> None:
+    """Print the best placement, what limits it, and the other policies beside it."""
     from rich.console import Console
 
     from lading.report.placement import devices_table, limit, parts_table, policies_table

@@ -1,0 +1,213 @@
+"""Options that several commands share: what is asked (a run, or a model on devices), and files to write.
+
+A command is a frozen dataclass whose fields are its arguments and whose ``run`` does the work. Options that go together
+are a dataclass of their own, which the help shows as a group. Whatever is slow to import is imported inside ``run``, so
+that ``--help`` answers at once and without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from tyro.conf import FlagCreatePairsOff, Positional, arg
+
+from lading.errors import ConfigError
+from lading.ir.plan import Plan
+from lading.ir.reading import plan_kind
+
+if TYPE_CHECKING:
+    from lading.clusters import Question
+
+
+class Command(Protocol):
+    """What every command is."""
+
+    def run(self) -> None:
+        """Do it, printing the result."""
+        ...
+
+
+def optional(metavar: str, text: str) -> object:
+    """An option that changes nothing when it is left out."""
+    return arg(metavar=metavar, help=text, help_behavior_hint="")
+
+
+def flag(text: str) -> object:
+    """An option without a value."""
+    return arg(help=text, help_behavior_hint="")
+
+
+MODEL_HELP = "Model: a name of the catalog ({}, ...), module:function of your own, or a Hugging Face config.json."
+RunFile = Annotated[
+    Positional[Path | None], optional("[RUN.toml]", "Run file, such as examples/llama.toml; or give --model.")
+]
+Overrides = Annotated[
+    Positional[tuple[str, ...]],
+    optional("[KEY=VALUE ...]", "Settings that replace those of the run file, such as optimization.steps=20."),
+]
+TraceFile = Annotated[Path | None, optional("FILE.pftrace", "Also write a timeline that ui.perfetto.dev opens.")]
+JsonFile = Annotated[Path | None, optional("FILE.json", "Also write the figures as JSON.")]
+SeqLen = Annotated[
+    int | None, optional("N", "Tokens of a sequence. If not given, the model's longest, but at most 8192.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """With a run file:"""
+
+    no_cache: Annotated[FlagCreatePairsOff[bool], flag("Plan anew, and do not use the cache of plans.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Instead of a run file, a model on many devices:"""
+
+    model: Annotated[str | None, optional("NAME", MODEL_HELP.format("llama3-70b, gpt3-175b"))] = None
+    machine: Annotated[
+        str | None,
+        optional(
+            "NAME|FILE",
+            "What each device is: a name of the catalog (h100, rtx4090, ...) or a machine file. To plan, also a list "
+            "of unlike devices (laptop-and-server, ...).",
+        ),
+    ] = None
+    devices: Annotated[int | None, optional("N", "Number of devices.")] = None
+    global_batch: Annotated[int | None, optional("N", "Sequences of one step, on all devices together.")] = None
+    seq: SeqLen = None
+    stack: Annotated[
+        str | None, optional("NAME|FILE", "Software that trains: megatron-core, torchtitan-compile, ...")
+    ] = None
+    network: Annotated[
+        str | None, optional("WORDS", 'Network between nodes, if not the machine\'s: "4x 200 Gb/s HDR", ...')
+    ] = None
+    optimizer: Annotated[
+        Literal["adamw", "muon", "shampoo", "soap"] | None,
+        optional("NAME", "Optimizer of the weight matrices: adamw (the default), muon, shampoo or soap."),
+    ] = None
+    price: Annotated[float | None, optional("PRICE", "Price of one device for an hour, in any currency.")] = None
+
+    def question(self, **more: Any) -> Question:
+        """What these options ask of ``lading.clusters``; those left out keep its defaults.
+
+        Args:
+            more: Further fields of the question; None for those left out.
+        Raises:
+            ConfigError: no model or machine, or a price below 0.
+        """
+        from lading.clusters import Question
+
+        if self.model is None or self.machine is None:
+            raise ConfigError("expected --machine NAME next to --model, such as --machine h100")
+        if self.price is not None and self.price < 0:
+            raise ConfigError(f"--price: expected a price of a device for an hour, 0 or more, got {self.price:g}")
+        asked = {"seq_len": self.seq, "stack": self.stack, "network": self.network, "optimizer": self.optimizer, **more}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        return Question(model=self.model, machine=self.machine, **asked)
+
+
+def check_asked(source: Path | None, expected: str, model: ModelOptions) -> None:
+    """Refuse to be asked for nothing, or for a run and a model at once.
+
+    Args:
+        source: The file that was given.
+        expected: Kinds of files that may be given.
+    Raises:
+        ConfigError: neither a file nor --model, or both.
+    """
+    if (source is None) == (model.model is None):
+        if source is not None:
+            raise ConfigError(f"expected {expected} or --model NAME, got both {source} and --model {model.model}")
+        given = first_given(model)
+        beside = f" next to {given}" if given else ""
+        raise ConfigError(f"expected {expected} or --model NAME{beside}, got neither")
+
+
+def first_given(*groups: Any, but: tuple[str, ...] = ()) -> str | None:
+    """Name the first option whose value is not its default; None if there is none.
+
+    Args:
+        groups: Dataclasses whose fields are options.
+        but: Fields that are not looked at.
+    """
+    for group in groups:
+        for option in dataclasses.fields(group):
+            if option.name not in but and getattr(group, option.name) != option.default:
+                return f"--{option.name.replace('_', '-')}"
+    return None
+
+
+def refuse_beside(source: Path, *groups: Any) -> None:
+    """Refuse options that mean something with --model only.
+
+    Raises:
+        ConfigError: one of them is given next to ``source``.
+    """
+    if given := first_given(*groups):
+        raise ConfigError(f"{given} belongs to --model, got it next to {source}; leave it out, or give --model NAME "
+                          f"instead of {source}")  # fmt: skip
+
+
+def refuse_run_options(options: RunOptions, overrides: tuple[str, ...], beside: str) -> None:
+    """Refuse what means something with a run file only.
+
+    Raises:
+        ConfigError: settings or ``--no-cache`` are given next to something else.
+    """
+    if overrides:
+        raise ConfigError(f"settings replace those of a RUN.toml, got {overrides[0]!r} next to {beside}; leave it out")
+    if options.no_cache:
+        raise ConfigError(
+            f"--no-cache belongs to RUN.toml, whose plan may be one of the cache; got it next to {beside}"
+        )
+
+
+def check_targets(**targets: Path | None) -> None:
+    """Refuse files that cannot be written, before any work is done for them.
+
+    Args:
+        targets: File of each option by the option's name; None where it is not given.
+    Raises:
+        ConfigError: a folder does not exist, or two options name one file.
+    """
+    seen: dict[Path, str] = {}
+    for name, path in targets.items():
+        if path is None:
+            continue
+        if path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(f"expected a file in a folder that exists, got {str(path)!r}; make its folder first")
+        if path in seen:
+            raise ConfigError(f"--{seen[path]} and --{name}: expected different files, got {str(path)!r} twice")
+        seen[path] = name
+
+
+def load_plan(path: Path, overrides: tuple[str, ...]) -> Plan:
+    """Read the saved plan of a run.
+
+    Raises:
+        ConfigError: settings stand next to it, or it is the plan of something else.
+        StorageError: the file is damaged.
+    """
+    if overrides:
+        raise ConfigError(
+            f"a plan fixes its run: expected no settings next to {path}, got {overrides[0]!r}; plan again"
+        )
+    try:
+        data: Any = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):  # loading it as a plan says what is wrong
+        data = None
+    kind = plan_kind(data)
+    if kind == "cluster plan":
+        raise ConfigError(
+            f"{path}: expected the plan of a run, got that of a cluster; give its layout to lading simulate --model: "
+            f"--layout {data['layout']}"
+        )
+    if kind == "placement":
+        raise ConfigError(
+            f"{path}: expected the plan of a run, got a placement; simulate it with: lading place --plan {path}"
+        )
+    return Plan.load(path)

@@ -1,0 +1,43 @@
+"""``lading train``: train a run inside its memory budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, OmitArgPrefixes, Positional, arg
+
+from lading.cli.options import Overrides, RunOptions, flag, load_plan, optional, refuse_run_options
+from lading.config import load_run
+from lading.errors import ConfigError
+from lading.report.lines import fitted
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
+    """Train a run: plan it first, or follow a plan that was made before."""
+
+    run_file: Annotated[
+        Positional[Path | None], optional("[RUN.toml]", "Run file, such as examples/llama.toml; or give --plan.")
+    ] = None
+    overrides: Overrides = ()
+    plan: Annotated[Path | None, optional("FILE", "Train as this plan of lading plan says.")] = None
+    resume: Annotated[FlagCreatePairsOff[bool], flag("Go on from the newest checkpoint in the run's out folder.")] = (
+        False
+    )
+    with_run: Annotated[RunOptions, OmitArgPrefixes, arg(name="run")] = field(default_factory=RunOptions)
+
+    def run(self) -> None:
+        """Train and print what happened."""
+        if self.plan is not None and self.run_file is None:
+            refuse_run_options(self.with_run, (), "--plan")
+            what = load_plan(self.plan, self.overrides)
+        elif self.run_file is not None and self.plan is None:
+            what = load_run(self.run_file, self.overrides)
+        else:
+            given = "neither" if self.plan is None else "both"
+            raise ConfigError(f"expected RUN.toml or --plan PLAN.json, got {given}")
+        from lading.train import train_run
+
+        print(fitted(str(train_run(what, resume=self.resume, cache=not self.with_run.no_cache))))

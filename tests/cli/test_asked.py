@@ -1,0 +1,74 @@
+"""``plan`` and ``simulate`` are asked in one way: a run file, or the same options of a model on devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from tests.cli.test_help import help_of, words
+
+from lading.cli.main import main, parse
+from lading.cli.options import ModelOptions
+from lading.cli.plan_command import PlanCommand
+from lading.cli.simulate_command import SimulateCommand
+
+ASKED = ("--model", "llama3-8b", "--machine", "h100", "--devices", "8", "--global-batch", "16", "--seq", "4096")
+
+
+def group(command: str, title: str) -> str:
+    """What the help of a command says under a title, on one line."""
+    text = " ".join(words(help_of(command).stdout).split())
+    return text.partition(title)[2].partition(" options With --model,")[0].rpartition(" ")[0]
+
+
+def test_the_same_words_ask_both() -> None:
+    plan, simulate = parse(["plan", *ASKED]), parse(["simulate", *ASKED])
+    assert isinstance(plan, PlanCommand)
+    assert isinstance(simulate, SimulateCommand)
+    assert plan.with_model == simulate.with_model
+    assert simulate.with_model == ModelOptions(model="llama3-8b", machine="h100", devices=8, global_batch=16, seq=4096)
+
+
+def test_their_help_says_the_same() -> None:
+    said = group("plan", "Instead of a run file, a model on many devices:")
+    assert said == group("simulate", "Instead of a run file, a model on many devices:")
+    assert all(f"--{option.name.replace('_', '-')} " in said for option in dataclasses.fields(ModelOptions))
+
+
+def test_sequences_of_a_step_are_said_in_either_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = [tmp_path / "option.json", tmp_path / "layout.json"]
+    rest = [*ASKED[:6], "--seq", "512"]
+    assert main(["simulate", *rest, "--global-batch", "32", "--layout", "tp2", "--json", str(figures[0])]) == 0
+    assert main(["simulate", *rest, "--layout", "tp2,gb32", "--json", str(figures[1])]) == 0
+    first, second = (json.loads(path.read_text()) for path in figures)
+    assert first == second
+    assert main(["simulate", *rest, "--global-batch", "32", "--layout", "tp2,gb16"]) == 2
+    assert "both say how many sequences a step has; leave one out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("plan run.toml --devices 8", "--devices belongs to --model, got it next to run.toml; leave it out, or give"),
+        ("plan run.toml --top 3", "--top belongs to --model, got it next to run.toml; leave it out, or give --model"),
+        ("simulate plan.json --jitter 0.1", "--jitter belongs to --model, got it next to plan.json; leave it out"),
+        ("simulate run.toml --stack default", "--stack belongs to --model, got it next to run.toml; leave it out"),
+        ("simulate run.toml --model gpt2", "expected RUN.toml, PLAN.json or --model NAME, got both run.toml and --mod"),
+        ("plan --devices 8", "expected RUN.toml or --model NAME next to --devices, got neither"),
+        ("simulate", "expected RUN.toml, PLAN.json or --model NAME, got neither"),
+        ("simulate --model gpt2 --no-cache", "--no-cache belongs to RUN.toml"),
+        ("simulate --model gpt2", "expected --machine NAME next to --model"),
+        ("plan --model gpt2 --machine h100", "expected --devices and --global-batch next to --model"),
+        ("simulate --model gpt2 --machine h100 --price -1", "--price: expected a price of a device for an hour"),
+        ("plan --model gpt2 --out a.json --json a.json", "--out and --json: expected different files, got 'a.json' tw"),
+        ("plan --model gpt2 --machine two-desktops --top 3", "--top belongs to a cluster of alike devices"),
+    ],
+)
+def test_wrong_mixes_are_refused_with_what_to_change(
+    argv: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(argv.split()) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

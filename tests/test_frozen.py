@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -140,7 +143,7 @@ def test_a_model_that_changed_between_capture_and_trainer(change: Callable[[Any]
         Watch(frozen, model)
 
 
-@pytest.mark.parametrize(("change", "message"), CHANGES[:-1])
+@pytest.mark.parametrize(("change", "message"), [*CHANGES[:-1], (_another, r"drop to stay the Dropout that it was")])
 def test_a_model_that_changes_between_two_steps(change: Callable[[Any], Any], message: str) -> None:
     model = Net()
     watch = Watch(capture(model, batch(), loss_fn).frozen, model)
@@ -351,3 +354,164 @@ def test_a_graph_through_pickle_still_knows_its_batch_and_its_modules() -> None:
         Watch(graph.frozen, Net().eval())
     with pytest.raises(ConfigError, match="'w' = 1"):
         Watch(graph.frozen, Net()).check([batch(w=2.0)], ["x"])
+
+
+class Sizes(NamedTuple):
+    gain: float
+    parts: tuple[int, ...] = (1, 2)
+
+
+class Mode(Enum):
+    PLAIN = 1
+    SCALED = 2
+
+
+@dataclass(slots=True)
+class Slots:
+    gain: float = 2.0
+
+
+def _named(scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x * scale
+
+
+class Leading(nn.Module):
+    """Has one attribute of each kind that leads to something."""
+
+    kinds: ClassVar[list[int]] = [1, 2]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(F, F)])
+        self.register_buffer("shift", torch.ones(F))
+        self.act: Any = torch.relu
+        self.scaled = _named(2.0)
+        self.dtype = torch.float32
+        self.mode = Mode.PLAIN
+        self.sizes = Sizes(1.0)
+        self.slots = Slots()
+        self.values = [1.0, 2.0]
+        self.table = {"gain": 1.0, "shape": SimpleNamespace(width=F)}
+        self.seen = {"a", "b"}
+        self.array = np.ones(3)
+        self.mask = torch.ones(F)
+        self.late = SimpleNamespace(step=0)  # which nothing reads
+
+    def helper(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = self.act(block(x)) + self.shift
+        x = self.scaled(x).to(self.dtype) * self.sizes.gain * self.slots.gain * self.values[0] * self.table["gain"]
+        if self.mode is Mode.SCALED or "c" in self.seen:
+            x = x * 2.0
+        return self.helper(x) * float(self.array[0]) * self.table["shape"].width * self.mask * len(self.kinds)
+
+
+def _leading(model: nn.Module, given: Any) -> torch.Tensor:
+    return squared(model(given["x"]))
+
+
+def squared(x: torch.Tensor, *, gain: float = 1.0, gains: tuple[Any, ...] = (1.0,)) -> torch.Tensor:
+    return x.square().mean() * gain
+
+
+def _attribute(name: str, value: Callable[[], Any]) -> Callable[[Any, Any], None]:
+    return lambda model, patch: setattr(model, name, value())
+
+
+REPLACED: list[tuple[str, Callable[[Any, Any], Any], str]] = [
+    ("list", _attribute("values", lambda: [0.5, 2.0]), r"values\.0 = 1\.0, as captured, got 0\.5"),
+    ("longer", _attribute("values", lambda: [1.0, 2.0, 3.0]), r"values\.length = 2, as captured, got 3"),
+    ("dict", _attribute("table", lambda: {"gain": 0.5}),
+     r"table\.gain = 1\.0, as captured, got 0\.5|len\(table\) = 2"),
+    ("entry", lambda model, patch: model.table.update(more=1.0), r"len\(table\) = 2, as captured, got 3"),
+    ("inner", lambda model, patch: model.table.update(shape=SimpleNamespace(width=2)),
+     r"width = 8, as captured, got 2"),
+    ("kind", _attribute("values", lambda: (1.0, 2.0)), r"values = a list, as captured, got \(1\.0, 2\.0\)"),
+    ("set", _attribute("seen", lambda: {"a", "c"}), r"seen\.b = True, as captured, got nothing"),
+    ("member", lambda model, patch: model.seen.add("c"), r"len\(seen\) = 2, as captured, got 3"),
+    ("array", _attribute("array", lambda: np.zeros(3)), r"array\.0 = 1\.0, as captured, got 0\.0"),
+    ("function", _attribute("act", lambda: torch.tanh), r"act = function relu, as captured, got function tanh"),
+    ("closure", _attribute("scaled", lambda: _named(3.0)), r"scaled\.scale = 2\.0, as captured, got 3\.0"),
+    ("dtype", _attribute("dtype", lambda: torch.float64), r"dtype = torch\.float32, as captured, got torch\.float64"),
+    ("enum", _attribute("mode", lambda: Mode.SCALED), r"mode = Mode\.PLAIN, as captured, got Mode\.SCALED"),
+    ("named tuple", _attribute("sizes", lambda: Sizes(0.5)), r"sizes = Sizes\(gain=1\.0.*got Sizes\(gain=0\.5"),
+    ("its kind", _attribute("sizes", lambda: Sizes(1.0, (1, True))),
+     r"sizes = Sizes\(.*got Sizes\(gain=1\.0, parts=\(1, True"),
+    ("slots", _attribute("slots", lambda: Slots(3.0)), r"slots to stay a Slots, as captured, got another"),
+    ("tensor", _attribute("mask", lambda: torch.zeros(F)),
+     r"mask to stay a tensor of float32 \(8,\), as captured, got an"),
+    ("module", lambda model, patch: model.blocks.__setitem__(0, nn.Linear(F, F)), r"blocks\.0 to stay the Linear that"),
+    ("more", lambda model, patch: model.blocks.append(nn.Linear(F, F)), r"blocks\.1 to stay nothing, got a Linear"),
+    ("parameter", lambda model, patch: setattr(model.blocks[0], "weight", nn.Parameter(torch.ones(F, F))),
+     r"blocks\.0\.weight to stay the Parameter that it was, got another"),
+    ("buffer", _attribute("shift", lambda: torch.zeros(F)),
+     r"shift to stay the Tensor that it was, got another Tensor"),
+    ("method", lambda model, patch: patch.setattr(Leading, "helper", _another_helper),
+     r"Leading\.helper = function Leading\.helper .*, as captured, got function _another_helper"),
+    ("class", lambda model, patch: patch.setattr(Leading, "kinds", [1]),
+     r"Leading\.kinds\.length = 2, as captured, got 1"),
+    ("keyword default", lambda model, patch: patch.setitem(squared.__kwdefaults__, "gain", 2.0),
+     r"kwdefaults of .*squared = \(\('gain', 1\.0\), .*got \(\('gain', 2\.0\)"),
+    ("variable", lambda model, patch: patch.setitem(globals(), "squared", _another_helper),
+     r"test_frozen\.squared = function squared .*, as captured, got function _another_helper"),
+]  # fmt: skip
+
+
+def _another_helper(self: Any, x: Any = None) -> Any:
+    return x
+
+
+@pytest.mark.parametrize(("change", "message"), [case[1:] for case in REPLACED], ids=[case[0] for case in REPLACED])
+def test_what_is_replaced_between_two_steps(
+    change: Callable[[Any, Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Leading()
+    watch = Watch(capture(model, batch(), _leading).frozen, model)
+    model.late = SimpleNamespace(step=1)
+    watch.check([batch()], ["x"])
+    change(model, monkeypatch)
+    with pytest.raises(ConfigError, match=f"expected .*{message}"):
+        watch.check([batch()], ["x"])
+
+
+def test_what_is_replaced_by_its_equal_makes_the_same_step() -> None:
+    """And what is in it is compared from then on."""
+    model: Any = Leading()
+    watch = Watch(capture(model, batch(), _leading).frozen, model)
+    model.values, model.table, model.seen = list(model.values), dict(model.table), set(model.seen)
+    model.array, model.scaled, model.slots, model.sizes = np.ones(3), _named(2.0), Slots(), Sizes(1.0)
+    model.table["shape"] = SimpleNamespace(width=F)
+    watch.check([batch()], ["x"])
+    model.values[0] = 0.5
+    with pytest.raises(ConfigError, match=r"values\.0 = 1\.0, as captured, got 0\.5"):
+        watch.check([batch()], ["x"])
+
+
+@pytest.mark.parametrize("name", ["function", "dtype", "enum"])
+def test_another_instance_has_the_same_functions_and_dtypes(name: str) -> None:
+    frozen = capture(Leading(), batch(), _leading).frozen
+    change, message = next(case[1:] for case in REPLACED if case[0] == name)
+    other = Leading()
+    Watch(frozen, other)
+    change(other, None)
+    for graph_of in (frozen, pickle.loads(pickle.dumps(frozen))):
+        with pytest.raises(ConfigError, match=f"expected {message}"):
+            Watch(graph_of, other)
+
+
+def test_of_a_long_dict_or_set_the_first_items_are_compared() -> None:
+    model: Any = Leading()
+    model.table.update({str(n): float(n) for n in range(1000)})
+    model.seen.update(map(str, range(1000)))
+    frozen = capture(model, batch(), _leading).frozen
+    assert frozen is not None
+    assert sum(name.startswith(("table.", "seen.")) for name in frozen.others) <= 2 * 64 + 1
+    watch = Watch(frozen, model)
+    model.table["999"] = 0.0  # not among the first
+    watch.check([batch()], ["x"])
+    del model.table["999"]
+    with pytest.raises(ConfigError, match=r"len\(table\) = 1002, as captured, got 1001"):
+        watch.check([batch()], ["x"])

@@ -31,8 +31,10 @@ _PLAIN = (int, float, bool, str, complex, bytes, np.generic, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 #: What ``torch.nn.Module`` keeps for itself.
 OF_TORCH = frozenset(vars(torch.nn.Module()))
-#: Items of a list that are compared; its length always is.
-_COMPARED = 64
+#: Items of a list, dict, set or array that are compared; the length of all but arrays always is.
+COMPARED = 64
+#: Items of a dict or set that are looked into.
+_LOOKED_INTO = 4096
 #: Name of a list's length among its items.
 LENGTH = "length"
 #: How far containers and objects inside one another are followed.
@@ -137,7 +139,7 @@ def tables_at(label: str, value: Any) -> list[Table]:
 def _add_modules(found: dict[int, Table], prefix: str, root: torch.nn.Module) -> None:
     for name, module in root.named_modules(prefix=prefix):
         _add(found, name, vars(module), type(module))
-        _add(found, name, vars(module)["_modules"])
+        _add(found, name, vars(module)["_modules"], attribute="_modules")
         for key, value in list(vars(module).items()):
             if key not in OF_TORCH:
                 _walk(found, joined(name, key), value, _DEEPEST, key)
@@ -170,10 +172,11 @@ def _walk(found: dict[int, Table], label: str, value: Any, depth: int, attribute
         if id(held) in found:
             return
         _add(found, label, held, owner, attribute)
-    elif type(value) is not tuple:
+    elif not isinstance(value, tuple):
         return
     if depth:
-        for key, inner in list(items_of(value if held is None else held)):
+        items = items_of(value if held is None else held)
+        for key, inner in list(items if owner is not None else islice(items, _LOOKED_INTO)):
             name = str(key) if owner is not None else attribute
             _walk(found, joined(label, key), inner, depth - 1, name)
 
@@ -189,11 +192,21 @@ def copied(held: Any) -> Any:
     return copy.copy(held)
 
 
+def is_apart(value: Any) -> bool:
+    """An object that is no part of a step."""
+    return any(kind.__module__.partition(".")[0] in _APART for kind in type(value).__mro__)
+
+
+def is_looked_into(value: Any) -> bool:
+    """A container, array, object or variable whose items and attributes are known by their paths."""
+    return type(value) in (*_CONTAINERS, CellType) or _is_array(value) or _is_plain_object(value)
+
+
 def _is_plain_object(value: Any) -> bool:
     """An object of the user's, or a function, that is no module, tensor or class."""
     if isinstance(value, (torch.nn.Module, torch.Tensor, ModuleType, type)):
         return False
-    if any(kind.__module__.partition(".")[0] in _APART for kind in type(value).__mro__):
+    if is_apart(value):
         return False
     return type(getattr(value, "__dict__", None)) is dict and not type(value).__module__.startswith("torch")
 
@@ -218,11 +231,18 @@ def fakes_in(value: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
             yield from fakes_in(inner, depth - 1)
 
 
+def is_leaf(value: Any, depth: int = _DEEPEST) -> bool:
+    """A number, a text or a flag, or what holds nothing else and cannot change."""
+    if isinstance(value, _PLAIN):
+        return True
+    return isinstance(value, (tuple, frozenset)) and depth > 0 and all(is_leaf(inner, depth - 1) for inner in value)
+
+
 def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
     """A number, a text or a flag, or a container of nothing else."""
     if isinstance(value, _PLAIN) or (depth == _DEEPEST and _is_array(value)):
         return True
-    if not depth or type(value) not in (tuple, *_CONTAINERS):
+    if not depth or not (isinstance(value, (tuple, frozenset)) or type(value) in _CONTAINERS):
         return False
     return all(is_plain(inner, depth - 1) for inner in (value.values() if isinstance(value, dict) else value))
 
@@ -276,10 +296,25 @@ def items_of(held: Any) -> Iterator[tuple[Any, Any]]:
         with suppress(ValueError):  # a variable that has no value yet
             yield "", held.cell_contents
     elif isinstance(held, np.ndarray):
-        yield from enumerate(held.flat[:_COMPARED].tolist())
+        yield from enumerate(held.flat[:COMPARED].tolist())
     else:
         yield LENGTH, len(held)
-        yield from enumerate(islice(held, _COMPARED))
+        yield from enumerate(islice(held, COMPARED))
+
+
+def read_item(held: Any, key: Any) -> object:
+    """What is in a table under a name that ``items_of`` gave; GONE for nothing."""
+    if isinstance(held, dict):
+        return held.get(key, GONE)
+    if isinstance(held, set):
+        return True if key in held else GONE
+    if isinstance(held, CellType):
+        return next((value for _, value in items_of(held)), GONE)
+    if key == LENGTH:
+        return len(held)
+    if isinstance(held, np.ndarray):
+        return held.flat[key].item() if key < held.size else GONE
+    return held[key] if key < len(held) else GONE
 
 
 def carry(tables: list[Table], left: Left, seen: set[str]) -> None:
@@ -311,7 +346,7 @@ def _set(held: Any, key: Any, value: Any) -> None:
     elif key == LENGTH:
         while len(held) > int.__index__(value):
             held.pop()
-        while _COMPARED <= len(held) < int.__index__(value):
+        while COMPARED <= len(held) < int.__index__(value):
             held.append(held[-1])
     elif key < len(held):
         held[key] = value

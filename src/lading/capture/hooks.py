@@ -35,23 +35,22 @@ def hooks_of(held: torch.nn.Module | torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 def described(held: torch.nn.Module | torch.Tensor) -> tuple[str, ...]:
     """Each hook in words, such as ``"forward_hook scaled (net.py:12)"``."""
-    return tuple(f"{kind} {_named(hook)}" for kind, hook in hooks_of(held))
+    return tuple(f"{kind} {named(hook)}" for kind, hook in hooks_of(held))
 
 
 def described_global() -> tuple[str, ...]:
     """Hooks of all modules, in words."""
     scope = vars(torch.nn.modules.module)
-    return tuple(
-        f"{kind} {_named(h)}" for table, kind in _OF_MODULES.items() for h in scope[f"_global{table}"].values()
-    )
+    return tuple(f"{kind} {named(h)}" for table, kind in _OF_MODULES.items() for h in scope[f"_global{table}"].values())
 
 
-def _named(hook: Any) -> str:
+def named(hook: Any) -> str:
+    """A function by name and line, such as ``"scaled (net.py:12)"``."""
     while isinstance(hook, partial):
         hook = hook.func
     code = getattr(hook, "__code__", None)
     if code is None:
-        return getattr(hook, "__qualname__", type(hook).__qualname__)
+        return getattr(hook, "__name__", type(hook).__qualname__)
     return f"{hook.__qualname__} ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})"
 
 
@@ -66,7 +65,7 @@ def carry_hooks(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor]) -> No
         for kind, hook in hooks_of(parameter):
             if kind != "hook":
                 raise CaptureError(
-                    f"parameter {name!r} has a {kind}, {_named(hook)}, which runs once its gradient is added up: "
+                    f"parameter {name!r} has a {kind}, {named(hook)}, which runs once its gradient is added up: "
                     "where and when that is, the plan decides. Change gradients in register_hook, leave updates to "
                     "the plan, and remove this hook before capture"
                 )
@@ -92,6 +91,6 @@ def check_hooks(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor]) -> No
         if before != after:
             changed = next((h for h in reversed([*after, *before]) if (h in before) != (h in after)), after[-1])
             raise CaptureError(
-                f"the step changes the hooks of parameter {name!r} ({changed[0]} {_named(changed[1])}), so every step "
+                f"the step changes the hooks of parameter {name!r} ({changed[0]} {named(changed[1])}), so every step "
                 "would run with others than the last; register or remove hooks before capture"
             )

@@ -8,14 +8,30 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from functools import cached_property, partial
-from types import CodeType, FunctionType, MethodType
+from itertools import islice
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
-from lading.capture.attributes import GONE, Table, is_plain, items_of, joined, tables_at
-from lading.capture.hooks import hooks_of
+from lading.capture.attributes import (
+    COMPARED,
+    GONE,
+    OF_TORCH,
+    Table,
+    is_apart,
+    is_leaf,
+    is_plain,
+    items_of,
+    joined,
+    read_item,
+    tables_at,
+)
+from lading.capture.hooks import hooks_of, named
+from lading.ir.frozen import Kind
 
 #: Packages whose code is followed by names only: what they keep in variables is no number of a step.
 _LIBRARIES = frozenset({"torch", "transformers", "diffusers", "numpy", "lading", "logging"})
@@ -29,6 +45,12 @@ _OF_FILES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 _SETTINGS = frozenset({"PreTrainedConfig", "PretrainedConfig", "GenerationConfig"})
 #: Settings that saving writes.
 _WRITTEN_AS_SAVED = frozenset({"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"})
+
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, np.ufunc)
+#: What says by itself which one it is.
+_NAMED = (*_FUNCTIONS, type, Enum, torch.dtype, torch.device, torch.layout, torch.memory_format, ModuleType)
+#: Items that are followed of a container.
+_FOLLOWED = 4096
 
 #: Path of a value, how to read it, and what it is.
 Entry = tuple[str, Callable[[], object], object]
@@ -55,7 +77,7 @@ class Reach:
         self._follow(loss)
         for table in tables:
             self._own(table.owner)
-            for _, value in items_of(table.held):
+            for _, value in islice(items_of(table.held), None if table.owner is not None else _FOLLOWED):
                 self._follow(value)
         for held in (*model.modules(), *model.parameters()) if model is not None else ():
             for _, hook in hooks_of(held):
@@ -65,44 +87,54 @@ class Reach:
             self._visit(self._todo.pop())
 
     def variables(self) -> Iterator[Entry]:
-        """Plain values that the code reads from variables of its files, from classes and as defaults."""
+        """Values that the code reads from variables of its files, from classes and as defaults."""
         for function in self._functions:
             if _is_of_library(function.__module__):
                 continue
             label = f"{function.__module__}.{function.__qualname__}"
-            if function.__defaults__ and is_plain(function.__defaults__):
-                yield f"defaults of {label}", partial(getattr, function, "__defaults__"), function.__defaults__
+            for name in ("__defaults__", "__kwdefaults__"):
+                read = partial(_defaults_of, function, name)
+                if defaults := read():
+                    yield f"{name.strip('_')} of {label}", read, defaults
             scope = function.__globals__
             for name in _variables_in(function.__code__):
                 if name in scope and not name.startswith("__"):
                     yield from self._variable(f"{function.__module__}.{name}", scope, name)
         for owner in self._owners:
-            for name, value in vars(owner).items():
-                plain = name in self.names and not name.startswith("__") and is_plain(value)
-                if plain and not _is_of_library(owner.__module__):
-                    yield f"{owner.__module__}.{owner.__qualname__}.{name}", partial(getattr, owner, name, GONE), value
+            for name in vars(owner):
+                is_read = name in self.names and not name.startswith("__")
+                if is_read and not _is_of_library(owner.__module__):
+                    yield from self._variable(f"{owner.__module__}.{owner.__qualname__}.{name}", vars(owner), name)
 
-    def _variable(self, label: str, scope: dict[str, Any], name: str) -> Iterator[Entry]:
+    def _variable(self, label: str, scope: Mapping[str, Any], name: str) -> Iterator[Entry]:
         value = scope[name]
-        if isinstance(value, (list, dict, set)) or not is_plain(value):
-            for table in tables_at(label, value) if not isinstance(value, FunctionType) else ():
-                yield from self.plain_in(table)
-        else:
-            yield label, partial(scope.get, name, GONE), value
+        if isinstance(value, ModuleType) or is_apart(value):
+            return
+        yield label, partial(scope.get, name, GONE), value
+        if not is_leaf(value) and not isinstance(value, FunctionType):
+            for table in tables_at(label, value):
+                yield from self.entries_in(table)
 
-    def plain_in(self, table: Table) -> Iterator[Entry]:
-        """Plain values of a table that the code may read: attributes that it names, and items of what it names."""
+    def entries_in(self, table: Table) -> Iterator[Entry]:
+        """Values of a table that the code may read: attributes that it names, and items of what it names.
+
+        Of a container the first items count, and how many there are.
+        """
         held, label = table.held, table.label
+        if table.attribute == "_modules":
+            return
         inside = table.owner is None and (not table.attribute or table.attribute in self.names)
+        of_torch = OF_TORCH if table.owner is not None and issubclass(table.owner, torch.nn.Module) else ()
+        is_counted = inside and isinstance(held, (dict, set))
+        if is_counted:
+            yield length_of(label), partial(len, held), len(held)
         settings = _holds_settings(table.owner)
         if settings and any(kind.__name__ == "GenerationConfig" for kind in _mro(table.owner)):
             return  # how to generate is read by generate() alone
-        for key, value in items_of(held):
-            if settings and key in _WRITTEN_AS_SAVED:
+        for key, value in islice(items_of(held), COMPARED if is_counted else None):
+            if (settings and key in _WRITTEN_AS_SAVED) or (key in of_torch and not is_leaf(value)):
                 continue
-            if isinstance(value, (list, dict, set)) or not is_plain(value):
-                continue
-            if inside or key in self.names:
+            if (inside or key in self.names) and not is_apart(value):
                 yield joined(label, key), partial(read_item, held, key), value
 
     def _follow(self, value: Any) -> None:
@@ -156,9 +188,42 @@ class Reach:
                 self._own(value)
 
 
-def read_item(held: Any, key: Any) -> object:
-    """What is in a table under a name now."""
-    return held.get(key, GONE) if isinstance(held, dict) else dict(items_of(held)).get(key, GONE)
+def length_of(label: str) -> str:
+    """Path of the number of entries of a dict or set."""
+    return f"len({label})"
+
+
+def recorded(value: Any) -> object:
+    """What a capture keeps of a value: itself, or its kind in words."""
+    if is_leaf(value) or value is GONE:
+        return value
+    if isinstance(value, _FUNCTIONS):
+        return Kind(f"function {named(value)}")
+    if isinstance(value, type):
+        return Kind(f"class {value.__module__}.{value.__qualname__}")
+    if isinstance(value, torch.Tensor):
+        return Kind(f"a tensor of {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}")
+    if isinstance(value, _NAMED):
+        return Kind(value)
+    name = type(value).__name__
+    return Kind(f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}")
+
+
+def is_named(value: Any) -> bool:
+    """Whether a value says by itself which one it is, in every process alike: a function, a class, a dtype."""
+    return isinstance(value, _NAMED)
+
+
+def _defaults_of(function: FunctionType, name: str) -> object:
+    """Defaults of a function's arguments, or of those that are given by keyword only, as ``recorded``."""
+    defaults = getattr(function, name) or ()
+    if isinstance(defaults, dict):
+        return tuple((key, _default(value)) for key, value in defaults.items())
+    return tuple(map(_default, defaults))
+
+
+def _default(value: Any) -> object:
+    return Kind(repr(value)) if is_plain(value) and not is_leaf(value) else recorded(value)
 
 
 def _functions_in(value: Any) -> list[FunctionType]:
@@ -222,5 +287,5 @@ def _is_of_library(module: str | None) -> bool:
 
 
 def values_of(entries: Iterable[Entry]) -> Mapping[str, object]:
-    """What was read, by path."""
-    return {label: value for label, _, value in entries}
+    """What was read, by path, as it is recorded."""
+    return {label: recorded(value) for label, _, value in entries}

@@ -7,15 +7,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class Kind(str):
+    """What an attribute leads to, in words, where that is no number, text or flag: "function relu", "a list"."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
     """Numbers, texts and flags that a step was captured with.
 
     Attributes:
         batch: Those of the batch, by key path (``"w"``, ``"sizes.0"``).
-        modules: Of each module its type, training flag, hooks and numbers, and of each parameter whether it is trained
-            and its hooks: what another instance of the model must have too.
-        others: Everything else in reach of the model: texts, containers, objects, variables of its code.
+        modules: Of each module its type, training flag, hooks, numbers, functions and dtypes, and of each parameter
+            whether it is trained and its hooks: what another instance of the model must have too.
+        others: Everything else in reach of the model: texts, containers, objects, variables of its code; of what is no
+            number or text its ``Kind``.
         loss: The same of the loss.
         model, loss_function: The objects themselves (the model weakly); a copy through pickle has none.
     """

@@ -26,6 +26,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan
 from lading.ir.program import Program
+from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.retarget import retarget
 from lading.ir.step import expand
 from lading.ir.timeline import Timeline
@@ -38,7 +39,7 @@ from lading.models.tasks import LOSSES
 from lading.planner.api import KEPT_BYTES, SAVE_BYTES, Sketch, make_program, predict, sketch_plan
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
-from lading.report.progress import SILENT, PlanProgress, planning_progress
+from lading.report.progress import planning_progress
 from lading.runtime import data
 from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
 from lading.runtime.cuda import Cuda

@@ -15,10 +15,10 @@ from tests.planner.steps import bytes_machine, tiny
 
 from lading.errors import LadingError
 from lading.ir.machine import Machine
+from lading.ir.reporting import Silent
 from lading.planner import cache
 from lading.planner.api import Planned, make_plan
 from lading.planner.cache import cache_folder, cached_plan
-from lading.report.progress import Silent
 
 
 class Notes(Silent):

@@ -10,9 +10,10 @@ from rich.console import Console
 from lading.cli.main import main
 from lading.clusters import Question, request_of
 from lading.ir.clusterplan import ClusterPlan
+from lading.ir.reporting import Branch
 from lading.planner.moment import tree_of
 from lading.planner.unshard import choose_groups, neighbor_peaks
-from lading.report.tree import Branch, print_tree
+from lading.report.tree import print_tree
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from lading.placing import Placing, saved
 from lading.planner.placement.api import place
 from lading.planner.placement.build import Grain, problem_of
 from lading.planner.placement.trial import Trial
-from lading.runtime.place import _path
+from lading.runtime.place import _path, _set_private
 
 MICRO_BATCHES, ROWS, TOKENS = 4, 2, 32
 
@@ -90,6 +90,11 @@ def test_a_device_with_little_room_has_fewer_micro_batches_under_way() -> None:
     first = plan.stages[0].device
     tight = tuple(dataclasses.replace(d, under_way=1 if d.name == first else 3) for d in plan.devices)
     assert dataclasses.replace(plan, devices=tight).windows == (1, 1)  # a stage gets no more than the one before
+
+
+def test_a_torch_without_the_fields_that_are_set_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"expected Linear\._num_stages in torch.*, which torch"):
+        _set_private(nn.Linear(1, 1), "_num_stages", 2)
 
 
 def test_blocks_of_a_table_are_found_in_the_model() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.planner.steps import bytes_machine, tiny
 
+from lading.ir.reporting import Silent
 from lading.planner.api import make_plan
-from lading.report.progress import Silent
 
 
 class Heard(Silent):

@@ -226,8 +226,8 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Co
     from lading.planner.moment import tree_of
     from lading.planner.peaks import room_of
     from lading.planner.unshard import choose_groups, plan_of
+    from lading.report.table import unshard_table
     from lading.report.tree import print_tree
-    from lading.report.unshard import unshard_table
     from lading.sim.modules import unfit
 
     ask = found.ask

@@ -32,6 +32,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Option, Plan, PolicyRow
 from lading.ir.program import PAGE_BYTES, Program
+from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.verify import verify
@@ -41,7 +42,6 @@ from lading.planner.orders import Ordered, best_order, deferred_step, ordered_wi
 from lading.planner.policies import Policy, checkpoint_every_block, keep_all
 from lading.planner.residency import MOST_RETIMED, Found, Step, lower_bound_s
 from lading.planner.streaming import streaming
-from lading.report.progress import SILENT, PlanProgress
 from lading.sim.engine import simulate, stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
 

@@ -24,9 +24,9 @@ from lading.files import make_folder, read_bytes, remove_file, write_aside
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Plan, plan_from_dict
+from lading.ir.reporting import SILENT, PlanProgress
 from lading.planner.api import Planned, make_plan, make_program, predict
 from lading.planner.policies import Policy
-from lading.report.progress import SILENT, PlanProgress
 
 #: Most bytes of plans that stay.
 FOLDER_BYTES = 64 << 20

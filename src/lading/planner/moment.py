@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lading.ir.graph import DTYPE_BYTES
+from lading.ir.reporting import Branch
 from lading.ir.table import ModelTable
 from lading.ir.work import Kernel, RankSegment, Stage
 from lading.parallel.memory import kept_sizes
 from lading.parallel.recompute import recomputed
 from lading.planner.unshard import Chosen
-from lading.report.tree import Branch
 from lading.sim.modules import is_in
 from lading.sim.simulate import segments_of
 

@@ -22,6 +22,7 @@ from itertools import chain
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.defer import defer, updates
 from lading.ir.graph import Phase
+from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.lifetime import beside_host, gaps, lifetimes
 from lading.planner.greedy import evicting
 from lading.planner.hosting import with_host
@@ -37,7 +38,6 @@ from lading.planner.residency import (
     smallest_budget_bytes,
 )
 from lading.planner.streaming import moving
-from lading.report.progress import SILENT, PlanProgress
 
 #: Where updates come during the backward, this share of them, the last ones, is what may be left without cover.
 _LAST_SHARE = 1 / 3

@@ -31,11 +31,11 @@ from itertools import accumulate
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
+from lading.ir.reporting import UnshardRow
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
 from lading.planner.bucketing import borders, children, halves, keeping, neighbors, partition, runs
 from lading.planner.unshardbound import lower_bound
-from lading.report.unshard import UnshardRow
 from lading.sim.buckets import Bucket, Costs, names_of
 from lading.sim.gathers import Gathered, gathered_step
 from lading.sim.modules import Modules, modules_of

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 from lading.errors import ConfigError
+from lading.ir.reporting import PlanProgress
 from lading.units import GiB, KiB, MiB, format_bytes
 
 if TYPE_CHECKING:
@@ -34,31 +35,6 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Print a line without disturbing the bar."""
         ...
-
-
-class PlanProgress(Protocol):
-    """What the search for a plan tells about itself."""
-
-    def update(self, share: float, doing: str) -> None:
-        """Show that ``share`` of the search, in [0, 1], is done at most, and what is being done."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Print a line without disturbing the bar."""
-        ...
-
-
-class Silent:
-    """A PlanProgress that shows nothing."""
-
-    def update(self, share: float, doing: str) -> None:
-        """Show nothing."""
-
-    def note(self, text: str) -> None:
-        """Print nothing."""
-
-
-SILENT: PlanProgress = Silent()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Option, Plan, PolicyRow
+from lading.ir.reporting import UnshardRow
 from lading.report.figures import placement, role_names, role_title
 from lading.report.lines import say_list
 from lading.units import format_bytes, format_seconds
@@ -103,3 +104,23 @@ def print_plan(plan: Plan, graph: StepGraph, console: Console) -> None:
     console.print(policy_table(plan))
     console.print(placement_table(plan, graph))
     say_list(console, "Assumed", plan.assumptions)
+
+
+def unshard_table(rows: Sequence[UnshardRow], chosen: str, bound_s: float, budget_bytes: int) -> Table:
+    """Policies side by side, the chosen one marked."""
+    title = f"What stays gathered in {format_bytes(budget_bytes)}; no choice is faster than {format_seconds(bound_s)}"
+    table = figures_table(title, "policy", "step", "waits", "peak", "of budget", "groups", "gathers", "above bound")
+    for row in rows:
+        above = f"{row.gap:.1%}" if row.gap is not None else "does not fit"
+        table.add_row(
+            f"{row.policy} *" if row.policy == chosen else row.policy,
+            format_seconds(row.step_s),
+            format_seconds(row.exposed_s),
+            format_bytes(row.peak_bytes),
+            f"{row.fill:.1%}",
+            str(row.buckets),
+            f"{row.gathers[0]} + {row.gathers[1]}",
+            above,
+            style="bold" if row.policy == chosen else None,
+        )
+    return table

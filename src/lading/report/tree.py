@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from lading.ir.reporting import Branch
 from lading.units import format_bytes
 
 if TYPE_CHECKING:
@@ -16,34 +16,6 @@ if TYPE_CHECKING:
 #: what lies in host memory, activations.
 STATES = ("sharded", "gathered", "coming", "gradients", "in reduction", "moved", "kept")
 _STYLES = {"module": "bold", "operation": "", "tensor": "dim"}
-
-
-@dataclass(frozen=True)
-class Branch:
-    """A module, an operation or a tensor.
-
-    Attributes:
-        kind: "module", "operation" or "tensor".
-        note: Said behind the name: a shape, how long a group stays.
-        states: Bytes of its own by state; those of branches below it come on top.
-        alike: How many there are; it stands for all, and its bytes are those of one.
-    """
-
-    name: str
-    kind: str
-    note: str = ""
-    states: Mapping[str, int] = field(default_factory=lambda: {})
-    below: tuple[Branch, ...] = ()
-    alike: int = 1
-
-    @property
-    def total(self) -> dict[str, int]:
-        """Bytes by state with all below, of all that are alike."""
-        found = {state: size * self.alike for state, size in self.states.items()}
-        for branch in self.below:
-            for state, size in branch.total.items():
-                found[state] = found.get(state, 0) + size * self.alike
-        return found
 
 
 def print_tree(root: Branch, console: Console, *, depth: int = 99) -> None:

@@ -9,6 +9,16 @@ begins, and gives this process its part; ranks go by the order of parts. Parts r
 - Torch sets buffers aside for what comes in of every micro-batch; here as many as are under way take turns (``_Ring``).
 - Where the memory of a device has no room for as many micro-batches as the schedule keeps under way, it keeps fewer
   (``PlacedPlan.windows``).
+
+[Note: private fields of torch]
+Two of these are set on fields of torch's that have no public setting (torch 2.11 to 2.13). ``_set_private`` refuses a
+torch that lacks one, since nothing would be set then.
+
+- ``PipelineStage._create_act_recv_info`` and ``_create_grad_recv_info`` make a buffer for every micro-batch of a step;
+  as many as are under way would do: https://github.com/pytorch/pytorch/issues/136380.
+- ``Schedule1F1B`` takes its micro-batches under way from ``_num_stages``; its constructor refuses fewer than stages, to
+  guard a bug of its own: https://github.com/pytorch/pytorch/pull/144702, to be lifted by
+  https://github.com/pytorch/pytorch/issues/144701.
 """
 
 from __future__ import annotations
@@ -119,19 +129,35 @@ class Placed:
 class _OneForwardOneBackward(Schedule1F1B):
     """Torch's schedule with a given number of micro-batches under way on a stage, where its own is that of stages left.
 
-    Also of fewer micro-batches than stages, which torch's constructor refuses though its steps do it.
+    Also of fewer micro-batches than stages, which torch's constructor refuses though its steps do it ([Note: private
+    fields of torch]).
     """
 
     def __init__(self, stage: Any, micro_batches: int, window: int, loss: Loss | None) -> None:
         super().__init__(stage, max(micro_batches, stage.num_stages), loss_fn=loss, scale_grads=False)
-        self._n_microbatches = micro_batches
-        self._num_stages = stage.stage_index + window  # what a step takes the number under way from, and nothing else
+        _set_private(self, "_n_microbatches", micro_batches)
+        # What a step takes the number under way from, and nothing else.
+        _set_private(self, "_num_stages", stage.stage_index + window)
+
+
+def _set_private(owner: object, name: str, value: object) -> None:
+    """Set a field of torch's that has no public setting ([Note: private fields of torch]).
+
+    Raises:
+        ConfigError: this torch has no such field, so that setting it would change nothing.
+    """
+    if not hasattr(owner, name):
+        raise ConfigError(
+            f"place: expected {type(owner).__name__}.{name} in torch.distributed.pipelining, which torch "
+            f"{torch.__version__} does not have; take a torch that this Lading was tested with, such as 2.13"
+        )
+    setattr(owner, name, value)
 
 
 class _Ring:
     """Makes what is received into for the first micro-batches of a run; later ones use it again."""
 
-    def __init__(self, make: Callable[..., Any], size: int, micro_batches: int) -> None:
+    def __init__(self, make: Any, size: int, micro_batches: int) -> None:
         self._make, self._size, self._micro_batches = make, size, micro_batches
         self._made: dict[int, Any] = {}
         self._calls = 0
@@ -262,8 +288,8 @@ def _placed(
     stage: Any = pipe.build_stage(rank, torch.device("meta") if _is_meta(model) else place_on, group)
     stage.device = place_on
     _drop_unread(stage.submod, aliases)
-    stage._create_act_recv_info = _Ring(stage._create_act_recv_info, plan.windows[rank], plan.micro_batches)
-    stage._create_grad_recv_info = _Ring(stage._create_grad_recv_info, 1, plan.micro_batches)
+    for name, size in (("_create_act_recv_info", plan.windows[rank]), ("_create_grad_recv_info", 1)):
+        _set_private(stage, name, _Ring(getattr(stage, name, None), size, plan.micro_batches))
     others = [pipe.get_stage_module(number) for number in range(len(stages)) if number != rank]
     _release([model, *others], stage.submod)
     return Placed(plan, rank, stage, loss, _tied(pipe.replicated_params, stage.submod, rank, group))

@@ -1,4 +1,4 @@
-"""Placement policies side by side on published shapes of graphs, on the catalog's fleets of unlike devices.
+"""Placement policies, and those of others, on published shapes of graphs, on the catalog's fleets of unlike devices.
 
     python benchmarks/planner/placement.py --out benchmarks/planner/results/placement_catalog_YYYYMM
     python benchmarks/planner/placement.py --shapes gnmt randwire --fleets two-desktops --cases tight
@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.planner import listing
 from benchmarks.planner.graphs import SHAPES, Shape
 
 from lading import __version__
@@ -80,6 +81,7 @@ def row(made: Problem, fleet: str, case: str, effort: int) -> dict[str, Any]:
     except PlanInfeasible as error:
         return {"graph": made.name, "fleet": fleet, "case": case, "infeasible": str(error)}
     best = found.best
+    others = {name: placement.step_s for name, placement in listing.placed(made).items() if placement.fits}
     return {
         "graph": made.name,
         "fleet": fleet,
@@ -88,8 +90,8 @@ def row(made: Problem, fleet: str, case: str, effort: int) -> dict[str, Any]:
         "groups": len(made.groups),
         "flows": len(made.flows),
         "bound_s": found.bound_s,
-        "steps_s": {p.policy: p.step_s for p in found.placements},
-        "failed": dict(found.failed),
+        "steps_s": {p.policy: p.step_s for p in found.placements} | others,
+        "failed": dict(found.failed) | {n: "finds none that fits" for n in listing.POLICIES if n not in others},
         "best_from": best.note,
         "devices_used": len(set(best.devices)),
         "parts": len(best.parts),
@@ -117,7 +119,7 @@ def captured(shape: Shape) -> StepGraph:
 
 def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Markdown: each policy's step over the best one's."""
-    names = [*POLICIES]
+    names = [*POLICIES, *listing.POLICIES]
     yield "| graph | devices | case | groups | best | above bound | devices used | from | " + " | ".join(names) + " |"
     yield "|---" * (8 + len(names)) + "|"
     for one in rows:
@@ -144,7 +146,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     done = [one for one in rows if "infeasible" not in one]
     yield "| policy | finds a placement | step over the best, geometric mean | fastest or equal |"
     yield "|---|---|---|---|"
-    for name in POLICIES:
+    for name in (*POLICIES, *listing.POLICIES):
         ratios = [one["steps_s"][name] / one["steps_s"]["best"] for one in done if name in one["steps_s"]]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
         first = sum(ratio <= 1 + 1e-9 for ratio in ratios)

@@ -46,7 +46,7 @@ def test_a_model_of_the_catalog_on_unlike_devices(tmp_path: Path, capsys: pytest
     assert "the memory of gpu is full" in said
     assert "NVIDIA T4 computes in float16" in said
     found = json.loads(figures.read_text())
-    assert {p["policy"] for p in found["policies"]} >= {"chain", "lp", "m-etf", "m-sct", "m-topo", "heft", "best"}
+    assert {p["policy"] for p in found["policies"]} >= {"chain", "lp", "best"}
     assert 0 <= found["gap"] < 0.2
     assert found["machine"] == "laptop-and-server"
     assert found["machine_fingerprint"] == load_fleet("laptop-and-server").fingerprint

@@ -8,14 +8,14 @@ from math import inf
 from random import Random
 
 import pytest
+from benchmarks.planner.listing import favorites, placed
 from tests.planner.placements import chain, graph, tied, training
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.fleet import Join, network_of
 from lading.ir.placement import Flow, Placement, Problem, Task
-from lading.planner.placement.api import POLICIES, contest, place
+from lading.planner.placement.api import contest, place
 from lading.planner.placement.chain import best_cut, crossings, place_chain
-from lading.planner.placement.listing import favorites
 from lading.planner.placement.relaxed import relax, repaired
 from lading.planner.placement.trial import Trial
 
@@ -233,15 +233,16 @@ def test_named_policies_do_what_their_papers_say() -> None:
     loved = favorites(problem)
     assert loved[1] == 3  # its bytes are the many
     assert loved[0] in (1, 2)
-    placed = {name: POLICIES[name](Trial(problem), None, 0) for name in ("m-topo", "m-etf", "m-sct", "heft")}
-    assert all(p is not None and p.fits for p in placed.values())
+    made = placed(problem)
+    assert set(made) == {"m-topo", "m-etf", "m-sct", "heft"}
+    assert all(placement.fits for placement in made.values())
     for name in ("m-etf", "m-sct", "heft"):
-        devices = placed[name].devices
+        devices = made[name].devices
         assert devices[1] != devices[2]  # both branches at once
-        assert placed[name].step_s < 6.0
+        assert made[name].step_s < 6.0
     for name in ("m-sct", "heft"):
-        assert placed[name].devices[3] == placed[name].devices[1]
-    assert placed["m-topo"].devices == (0, 0, 0, 1)  # 40 bytes on two devices: 20 and one task's more
+        assert made[name].devices[3] == made[name].devices[1]
+    assert made["m-topo"].devices == (0, 0, 0, 1)  # 40 bytes on two devices: 20 and one task's more
 
 
 def test_repair_moves_what_costs_least_a_byte() -> None:

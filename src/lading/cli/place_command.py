@@ -52,9 +52,7 @@ class PlaceCommand:
     precision: Annotated[
         Literal["fp32", "bf16"], arg(metavar="fp32|bf16", help="Number format of a captured model.")
     ] = "fp32"
-    policy: Annotated[
-        str | None, optional("NAME", "Use only this: chain, lp, branch, m-etf, m-sct, m-topo, heft, even or single.")
-    ] = None
+    policy: Annotated[str | None, optional("NAME", "Use only this: chain, lp, branch, even or single.")] = None
     effort: Annotated[int, arg(metavar="N", help="Effort of the local search. Twice as much takes twice as long.")] = 6
     trace: TraceFile = None
     json: JsonFile = None

@@ -3,7 +3,6 @@
 ``chain``    contiguous parts, exact (``lading.planner.placement.chain``)
 ``lp``       any placement: relaxation, rounding, local search (``lading.planner.placement.relaxed``)
 ``branch``   as ``lp``, branching where the program is small: the sharpest bound
-``m-topo``, ``m-etf``, ``m-sct``, ``heft``    for comparison (``lading.planner.placement.listing``)
 ``single``   everything on the one device where that is fastest
 ``even``     contiguous parts of equal work on all devices in their order, as one would cut by hand
 ``best``     the fastest of all these, improved once more
@@ -12,13 +11,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.placement import Placement, Problem
 from lading.planner.placement.chain import MOST_DEVICES, place_chain
-from lading.planner.placement.listing import etf, heft, sct, topo
 from lading.planner.placement.relaxed import Relaxed, place_branch, place_lp, relax
 from lading.planner.placement.search import improve
 from lading.planner.placement.trial import Trial, key_of
@@ -166,19 +164,10 @@ def _even(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | Non
     return found if found is not None and found.fits else None
 
 
-def _lists(plan: Callable[[Problem, Sequence[int]], list[int] | None]) -> Policy:
-    """A policy that knows neither relaxation nor effort."""
-    return lambda trial, relaxed, effort: trial.fitting(lambda memory: plan(trial.problem, memory), "")
-
-
 #: By name.
 POLICIES: dict[str, Policy] = {
     "single": _single,
     "even": _even,
-    "m-topo": _lists(topo),
-    "m-etf": _lists(etf),
-    "m-sct": _lists(sct),
-    "heft": _lists(heft),
     "chain": lambda trial, relaxed, effort: place_chain(trial, effort / 2),
     "lp": place_lp,
     "branch": place_branch,

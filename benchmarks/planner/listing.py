@@ -1,4 +1,4 @@
-"""Policies that place one task after another as time goes by, for comparison.
+"""Policies of others that place one task after another as time goes by, to compare with ``lading.planner.placement``.
 
 ``m-topo``, ``m-etf`` and ``m-sct`` are those of Baechi (Jeon et al., "Baechi: Fast Device Placement of Machine Learning
 Graphs", SoCC 2020): in topological order up to an even share of memory; earliest start first; and with each task's
@@ -26,8 +26,9 @@ from math import inf, isfinite
 
 import numpy as np
 
-from lading.ir.placement import Problem
+from lading.ir.placement import Placement, Problem
 from lading.planner.placement.program import LinearProgram
+from lading.planner.placement.trial import Trial
 
 _FAVORITE = 0.5
 
@@ -246,3 +247,21 @@ def _favorites(problem: Problem, edges: list[tuple[int, int, int]]) -> np.ndarra
         if task not in out:
             program.row([(whole, 1.0), (start[task], -1.0)], low=seconds[task])
     return program.solve().values[share]
+
+
+#: By name: from a problem and bytes of each device, the device of each group.
+POLICIES: dict[str, Callable[[Problem, Sequence[int]], list[int] | None]] = {
+    "m-topo": topo,
+    "m-etf": etf,
+    "m-sct": sct,
+    "heft": heft,
+}
+
+
+def placed(problem: Problem) -> dict[str, Placement]:
+    """Placement by each of ``POLICIES`` that finds one, simulated as Lading's are; it may not fit."""
+    trial = Trial(problem)
+    made = {
+        name: trial.fitting(lambda memory, plan=plan: plan(problem, memory), name) for name, plan in POLICIES.items()
+    }
+    return {name: placement for name, placement in made.items() if placement is not None}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import multiprocessing
 import os
@@ -58,12 +57,12 @@ def budget_for(everything: Program, share: float) -> int:
 
 def saved_plan(made: Plan, out: Path, **changes: Any) -> Path:
     """The plan for the run in ``out``, as a file; ``changes`` are of its optimization or, by name, its checkpoint."""
-    run = json.loads(json.dumps(made.run))
+    run = json.loads(json.dumps(made.request.run))
     run["out"] = str(out)
     for key, value in changes.items():
         run["checkpoint" if key in run["checkpoint"] else "optimization"][key] = value
     path = out.parent / f"{out.name}.json"
-    dataclasses.replace(made, run=run).save(path)
+    made.of_run(run).save(path)
     return path
 
 

@@ -14,8 +14,8 @@ from lading.config import ModelConfig, RunConfig, load_run
 from lading.errors import ConfigError
 from lading.fit import Hardware, fit_run
 from lading.hosts import machine_of
-from lading.prepare import capture_run, loss_of, task_of
 from lading.report.metrics import read_metrics
+from lading.run import capture_run, loss_of, task_of
 from lading.train import train_plain, train_run
 from tests.runs import write_run
 
@@ -76,7 +76,7 @@ def test_a_forward_without_a_loss_is_refused(vit: RunConfig) -> None:
 
 
 def _bare(run: RunConfig) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    from lading.prepare import build
+    from lading.run import build
 
     return build(run.model), {"pixel_values": torch.zeros(1, 3, 16, 16)}
 

@@ -15,7 +15,8 @@ from lading.errors import BudgetWarning, ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.step import expand
-from lading.prepare import lowered, plan
+from lading.memory.restore import program_of
+from lading.prepare import plan
 from lading.runtime import kernel_memory as measuring
 from lading.runtime import resident
 from lading.runtime.host import host_id
@@ -89,7 +90,7 @@ def test_where_nothing_can_be_measured_a_plan_says_so(graph: StepGraph, monkeypa
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     made = plan(graph, _here(), budget="100%", cache=False)
     elsewhere = plan(graph, small_machine(), budget="100%", cache=False)
-    assert lowered(made, graph).overhead_bytes == lowered(elsewhere, graph).overhead_bytes
+    assert program_of(made, graph).overhead_bytes == program_of(elsewhere, graph).overhead_bytes
     assert any("not measured: cannot measure" in said for said in made.assumptions)
 
 
@@ -146,10 +147,10 @@ def test_a_plan_for_this_host_counts_what_was_measured_and_is_lowered_without_me
     made = plan(graph, _here(), budget="100%", cache=False)
     assert any("some.operation" in said for said in made.assumptions)
     monkeypatch.setattr("lading.prepare.kernel_memory", None)
-    program = lowered(made, graph)
+    program = program_of(made, graph)
     assert program.workspace_bytes == measured.workspace_bytes > 9 * MiB
     assert 21 * MiB < program.overhead_bytes < 22 * MiB  # and the executor's calls
-    elsewhere = lowered(plan(graph, small_machine(), budget="100%", cache=False), graph)
+    elsewhere = program_of(plan(graph, small_machine(), budget="100%", cache=False), graph)
     assert elsewhere.overhead_bytes < 9 * MiB
 
 
@@ -195,7 +196,7 @@ def test_the_executor_makes_room_before_large_operations(
 def test_a_broken_budget_is_told_at_its_step_and_its_cause_at_the_next(graph: StepGraph, tmp_path: Path) -> None:
     made = plan(graph, small_machine(), budget="100%", cache=False)  # of a machine on which processes take nothing
     promised = dataclasses.replace(made, budgets={**made.budgets, "device": MiB})
-    with Trainer(promised, graph, Net(), folder=tmp_path, threads=1, program=lowered(made, graph)) as trainer:
+    with Trainer(promised, graph, Net(), folder=tmp_path, threads=1, program=program_of(made, graph)) as trainer:
         with pytest.warns(BudgetWarning, match=r"step 1 took .* above the budget of .* \(predicted"):
             trainer.step(_batch())
         with pytest.warns(BudgetWarning, match=r"what was not predicted: .+"):

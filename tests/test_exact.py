@@ -12,10 +12,12 @@ import torch
 from lading.capture.trace import capture
 from lading.checkpoint.store import open_checkpoint
 from lading.config import AdamW, ModelConfig
+from lading.memory.restore import program_of
 from lading.models.dit import noise_loss
 from lading.models.loss import next_byte_loss
 from lading.optim.master import MasterWeights
-from lading.prepare import build, lowered, plan
+from lading.prepare import plan
+from lading.run import build
 from lading.trainer import Trainer
 from tests.machines import small_machine
 
@@ -107,7 +109,7 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
     settings: dict[str, Any] = {"clip_norm": case.clip_norm, "master_weights": case.precision == "bf16"}
     made = plan(graph, small_machine(), budget="100%", **settings)
     if share < 1:
-        arena = lowered(made, graph).arena_bytes
+        arena = program_of(made, graph).arena_bytes
         budget = made.peak_bytes["device"] - int((1 - share) * arena)
         made = plan(graph, small_machine(), budget=budget, **settings)
     with Trainer(made, graph, model, optimizer=AdamW(lr=1e-3), folder=folder) as trainer:
@@ -155,7 +157,7 @@ def test_a_checkpoint_holds_masters_and_states_in_parts_whole(tmp_path: Path) ->
     case = Case("wide", clip_norm=0.5, precision="bf16", num_layers=1)
     graph = capture(_model(case), _batches(case, 0)[0], next_byte_loss)
     made = plan(graph, small_machine(), budget="60%", clip_norm=0.5, master_weights=True)
-    state = next(s for s in lowered(made, graph).graph.states if s.name == "tokens.weight.master")
+    state = next(s for s in program_of(made, graph).graph.states if s.name == "tokens.weight.master")
     assert len(state.parts) == 3
     with Trainer(made, graph, _model(case), folder=tmp_path) as trainer:
         assert torch.equal(trainer.value("tokens.weight.master"), _model(case).get_parameter("tokens.weight").float())

@@ -20,8 +20,8 @@ from lading.export import export_run
 from lading.models.registry import build_model
 from lading.prepare import plan_run
 from lading.train import train_plain, train_run
-from tests.ir.test_plan import some_plan
 from tests.models.test_hugging_face import saved
+from tests.plans import some_plan
 from tests.runs import write_run
 from tests.test_files import nothing_fits
 

@@ -29,11 +29,10 @@ from lading.config import DataConfig, load_run, run_from_dict, run_to_dict
 from lading.errors import ConfigError, LadingError
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
-from lading.planner.api import make_program
-from lading.prepare import Prepared, prepare_plan
+from lading.memory.restore import program_of
 from lading.report.metrics import read_metrics, truncate_after
+from lading.run import Prepared, prepare_plan
 from lading.runtime.arrays import ArrayDataset
-from lading.runtime.kernels import workspace_of
 from lading.summary import finish_run
 from tests.fuzz import damaged_bytes, damaged_document
 from tests.runs import write_run
@@ -185,14 +184,14 @@ def prepared(out: Path) -> Prepared:
 def test_plan(out: Path, prepared: Prepared, data: st.DataObject) -> None:
     """A plan whose numbers were changed is refused, or lowers to the program that it names."""
     known = json.loads((out / "plan.json").read_text())
-    changed = damaged_document(data, {key: known[key] for key in known.keys() - {"machine", "run"}})
+    changed = damaged_document(data, {key: known[key] for key in known.keys() - {"request"}})
     (out / "other.json").write_text(json.dumps({**known, **changed}))
     plan = refused("other.json", lambda: Plan.load(out / "other.json"))
     if plan is None:
         return
     with suppress(LadingError):
-        program = make_program(plan, prepared.graph, prepared.machine, workspace_bytes=workspace_of(prepared.graph))
-        assert program.fingerprint == prepared.plan.program_fingerprint
+        program = program_of(plan, prepared.step.captured)
+        assert program.fingerprint == prepared.program.fingerprint
 
 
 @FUZZ

@@ -31,8 +31,8 @@ from lading.planner.placement.plain import read_problem
 from lading.report.metrics import read_metrics, read_steps
 from tests.fuzz import damaged_bytes, damaged_document
 from tests.ir.test_clusterplan import PLAN
-from tests.ir.test_plan import some_plan
 from tests.machines import small_machine
+from tests.plans import some_plan
 from tests.report.synthetic import run as synthetic_run
 from tests.runs import RUN
 from tests.test_files import PLACED

@@ -22,6 +22,7 @@ from lading.errors import ConfigError, StorageError
 from lading.grouping import Matrices
 from lading.ir.graph import OpKind, Role
 from lading.ir.plan import Plan
+from lading.memory.restore import program_of
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.optim.master import MasterWeights
@@ -29,7 +30,7 @@ from lading.optim.muon import MuonRule
 from lading.optim.rule import fresh, update_matrix
 from lading.optim.shampoo import ShampooRule
 from lading.optim.soap import SOAPRule
-from lading.prepare import lowered, plan, plan_run
+from lading.prepare import plan, plan_run
 from lading.report.metrics import read_metrics
 from lading.rules import Muon, Shampoo
 from lading.train import train_plain, train_run
@@ -207,7 +208,7 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
     settings["matrices"] = case.matrices
     made = plan(graph, small_machine(), budget="100%", **settings)
     if share < 1:
-        budget = made.peak_bytes["device"] - int((1 - share) * lowered(made, graph).arena_bytes)
+        budget = made.peak_bytes["device"] - int((1 - share) * program_of(made, graph).arena_bytes)
         made = plan(graph, small_machine(), budget=budget, **settings)
     with Trainer(made, graph, model, optimizer=AdamW(lr=1e-3), folder=folder) as trainer:
         losses = [trainer.step(_batches(case, step)) for step in range(case.steps)]
@@ -231,7 +232,7 @@ def test_states_are_those_of_the_rule(case: Case) -> None:
     graph = capture(_model(case), _batches(case, 0)[0], next_byte_loss)
     masters = case.precision == "bf16"
     made = plan(graph, small_machine(), budget="100%", matrices=case.matrices, master_weights=masters)
-    step = lowered(made, graph).graph
+    step = program_of(made, graph).graph
     moved = {n: p for n, p in _model(case).named_parameters() if _is_matrix(n, p, case)}
     wanted = 0
     for name, param in moved.items():
@@ -269,7 +270,7 @@ def test_saved_and_resumed_under_another_budget(tmp_path: Path) -> None:
             trainer.step(_batches(case, step), lr=1e-3, matrix_lr=0.01)
         saved = trainer.save(tmp_path / "saved")
         wanted = [trainer.step(_batches(case, step), lr=1e-3, matrix_lr=0.01) for step in (2, 3)]
-    small = made.peak_bytes["device"] - lowered(made, graph).arena_bytes // 5
+    small = made.peak_bytes["device"] - program_of(made, graph).arena_bytes // 5
     tight = plan(graph, small_machine(), budget=small, matrices=MUON)
     with Trainer(tight, graph, None, folder=tmp_path) as trainer:
         trainer.load(saved)

@@ -15,8 +15,9 @@ from lading.cli.main import main
 from lading.config import MemoryConfig, RunConfig, load_run
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
-from lading.prepare import Prepared, plan_run
+from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
+from lading.run import Prepared
 from lading.train import RunResult, train_plain, train_run
 from tests.runs import budget_for, write_run
 
@@ -49,7 +50,7 @@ def results(quarter: RunConfig) -> tuple[RunResult, RunResult]:
 
 @pytest.fixture(scope="module")
 def prepared(quarter: RunConfig, results: tuple[RunResult, RunResult]) -> Prepared:
-    from lading.prepare import prepare_plan
+    from lading.run import prepare_plan
 
     return prepare_plan(Plan.load(Path(quarter.out) / "plan.json"))
 

@@ -15,7 +15,8 @@ import lading
 from lading.catalog.load import save_machine
 from lading.config import ModelConfig
 from lading.ir.graph import StepGraph
-from lading.prepare import build, lowered
+from lading.memory.restore import program_of
+from lading.run import build
 from tests.machines import small_machine
 
 
@@ -33,9 +34,9 @@ def test_a_machine_is_given_by_name_or_path(graph: StepGraph, tmp_path: Path) ->
     save_machine(small_machine(), path)
     expected = lading.plan(graph, small_machine(), budget="100%")
     assert lading.plan(graph, path, budget="100%") == lading.plan(graph, str(path), budget="100%") == expected
-    program = lowered(expected, graph)
+    program = program_of(expected, graph)
     assert lading.simulate(program, path) == lading.simulate(program, small_machine())
-    assert lading.plan(graph, "cpu", budget="100%").machine["name"] == "cpu"
+    assert lading.plan(graph, "cpu", budget="100%").request.machine["name"] == "cpu"
 
 
 def test_what_is_no_machine_is_refused(graph: StepGraph) -> None:
@@ -60,7 +61,7 @@ def test_a_budget_is_given_as_a_share_or_in_bytes(graph: StepGraph) -> None:
 def test_objects_say_what_they_are_in_a_line(graph: StepGraph) -> None:
     model = torch.nn.Linear(64, 256)
     plan = lading.plan(graph, small_machine(), budget="100%")
-    program = lowered(plan, graph)
+    program = program_of(plan, graph)
     with lading.Trainer(plan, graph, model) as trainer:
         objects = (graph, small_machine(), plan, program, lading.simulate(program, small_machine()), trainer)
         for one in objects:
@@ -76,8 +77,8 @@ def test_objects_say_what_they_are_in_a_line(graph: StepGraph) -> None:
 def test_plans_and_timelines_are_saved_to_a_path_given_as_text(graph: StepGraph, tmp_path: Path) -> None:
     plan = lading.plan(graph, small_machine(), budget="100%")
     plan.save(str(tmp_path / "plan.json"))
-    assert lading.Plan.load(str(tmp_path / "plan.json")).program_fingerprint == plan.program_fingerprint
-    timeline = lading.simulate(lowered(plan, graph), small_machine())
+    assert lading.Plan.load(str(tmp_path / "plan.json")).fingerprint == plan.fingerprint
+    timeline = lading.simulate(program_of(plan, graph), small_machine())
     timeline.save(str(tmp_path / "timeline.json"))
     assert lading.Timeline.load(str(tmp_path / "timeline.json")) == timeline
 

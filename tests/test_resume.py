@@ -135,7 +135,7 @@ def test_killed_while_updates_wait_for_the_next_step(
     threads = torch.get_num_threads()
     prepared = plan_run(load_run(run))
     torch.set_num_threads(threads)
-    assert prepared.plan.settings["deferred"] == len(prepared.captured.parameters)
+    assert prepared.plan.choices.deferred == len(prepared.step.captured.parameters)
     out, log = tmp_path / "out", tmp_path / "log"
     assert killed_between_saves(log, out, saved_plan(prepared.plan, out)) > 0
     command_line(log, "--plan", str(out / "plan.json"), "--resume")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -238,38 +239,52 @@ def test_a_plan_is_run_as_it_is(
         return executor(program, **kwargs)
 
     monkeypatch.setattr(lading.trainer, "Executor", recording)
-    assert plan_made.choices
+    assert plan_made.choices.gaps
+    text = "\n".join(plan_made.program) + "\n"
     file = saved_plan(plan_made, tmp_path / "out", steps=4)
     assert main(["train", "--plan", str(file)]) == 0
-    assert run_at == [plan_made.program_fingerprint]
+    assert run_at == [hashlib.sha256(text.encode()).hexdigest()[:16]]
     assert Plan.load(tmp_path / "out" / "plan.json") == Plan.load(file)
 
-    data = json.loads(file.read_text())
-    edits: dict[str, Callable[[dict[str, Any]], object]] = {
-        "the plan was made for the host 'another'": lambda d: d.update(host_id="another"),
-        "the plan was made for another model": lambda d: d["run"]["model"]["sizes"].update(dim=96),
-        "the plan was made for another machine": lambda d: d["machine"]["device"].update(memory_bytes=1 << 30),
+    edits: dict[str, Callable[[Plan], Plan]] = {
+        "the plan was made for the host 'another'": lambda plan: of_request(plan, host_id="another"),
+        "the plan was made for another model": another_model,
+        "the plan was made for another machine": another_machine,
         "expected a cuda device, found none: this PyTorch is built without CUDA": cuda,
-        "the plan records no run": lambda d: d.update(run=None),
+        "the plan records no run": lambda plan: of_request(plan, run=None),
+        "is not safe to run": lambda plan: dataclasses.replace(plan, program=plan.program[:-1]),
     }
     capsys.readouterr()
     for expected, edit in edits.items():
-        edited = json.loads(json.dumps(data))
-        edit(edited)
-        (tmp_path / "edited.json").write_text(json.dumps(edited))
+        edit(Plan.load(file)).save(tmp_path / "edited.json")
         code, message = failure(capsys, "train", "--plan", str(tmp_path / "edited.json"))
-        assert code == 2
+        assert code == 2, message
         assert expected in message
     assert len(run_at) == 1
 
 
-def cuda(data: dict[str, Any]) -> None:
-    """Replace a plan by one for a GPU."""
-    run = {**data["run"], "machine": "rtx4090", "out": data["run"]["out"] + "-gpu"}
-    made = plan_run(load_run_dict(run)).plan
-    made.save(Path(run["out"] + ".json"))
-    data.clear()
-    data.update(json.loads(Path(run["out"] + ".json").read_text()))
+def of_request(plan: Plan, **changes: Any) -> Plan:
+    return dataclasses.replace(plan, request=dataclasses.replace(plan.request, **changes))
+
+
+def another_model(plan: Plan) -> Plan:
+    run = json.loads(json.dumps(plan.request.run))
+    run["model"]["sizes"]["dim"] = 96
+    return of_request(plan, run=run)
+
+
+def another_machine(plan: Plan) -> Plan:
+    machine = json.loads(json.dumps(plan.request.machine))
+    machine["device"]["memory_bytes"] = 1 << 30
+    return of_request(plan, machine=machine)
+
+
+def cuda(plan: Plan) -> Plan:
+    """A plan for a GPU, of the same run."""
+    assert plan.request.run is not None
+    return plan_run(
+        load_run_dict({**plan.request.run, "machine": "rtx4090", "out": plan.request.run["out"] + "-gpu"})
+    ).plan
 
 
 def load_run_dict(run: dict[str, Any]) -> Any:

@@ -18,7 +18,8 @@ from lading.errors import ConfigError, StorageError
 from lading.ir.defer import updates
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
-from lading.prepare import lowered, plan
+from lading.memory.restore import program_of
+from lading.prepare import plan
 from lading.trainer import Trainer
 from tests.machines import small_machine
 from tests.runs import budget_for, failing
@@ -67,7 +68,7 @@ def batch(step: int, size: int = B) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def planned() -> tuple[Plan, StepGraph]:
     graph = capture(net(), batch(0), loss_fn)
-    everything = lowered(plan(graph, small_machine(), budget="100%"), graph)
+    everything = program_of(plan(graph, small_machine(), budget="100%"), graph)
     return plan(graph, small_machine(), budget=budget_for(everything, 0.6)), graph
 
 

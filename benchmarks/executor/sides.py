@@ -20,11 +20,13 @@ import torch
 from tools.batches import random_batch
 from torch.utils.checkpoint import checkpoint
 
+from lading.catalog.load import machine_from_dict
 from lading.config import SYNTHETIC, AdamW, DataConfig, MemoryConfig, ModelConfig, Optimization, RunConfig
 from lading.ir.graph import PERSISTENT
 from lading.ir.plan import Plan
 from lading.models.registry import build_model, model_class
-from lading.prepare import initial_values, plan_run, prepare_plan
+from lading.prepare import plan_run
+from lading.run import initial_values, prepare_plan
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
 from lading.trainer import Trainer
 
@@ -141,22 +143,24 @@ def _planned(side: Side) -> tuple[Step, dict[str, Any], Callable[[], dict[str, A
     else:
         prepared = plan_run(run)
         prepared.plan.save(Path(side.plan))
-    graph, machine, plan = prepared.graph, prepared.machine, prepared.plan
+    plan, graph = prepared.plan, prepared.program.graph
+    machine = machine_from_dict(plan.request.machine, "the plan's machine")
     trim()
     limit = plan.budgets["device"] if side.limit_bytes else 0
     cage = None if plan.compiled else Cage(limit)
     trainer = Trainer(
-        plan, prepared.captured, None, optimizer=AdamW(lr=LR), folder=side.folder, threads=side.threads,
+        plan, prepared.step.captured, None, optimizer=AdamW(lr=LR), folder=side.folder, threads=side.threads,
         program=prepared.program,
     )  # fmt: skip
     cage = cage or Cage(limit)  # what the compiler takes belongs to the start of the process
-    trainer.initialize(partial(initial_values, run, prepared.initial))
+    trainer.initialize(partial(initial_values, run, prepared.step.initial))
     held = sum(s.size_bytes for s in graph.storages if s.role in PERSISTENT)
     disk = next(t for t in machine.tiers if t.name == "disk")
     facts = {
         "predicted_s": plan.step_s, "bound_s": plan.lower_bound_s, "flops": graph.flops,
         "peak_flops_per_s": machine.device.peak_flops_per_s["float32"], "disk": asdict(disk),
-        "persistent_bytes": held, "budget_bytes": plan.budgets["device"], "keep_all_bytes": prepared.keep_all_bytes,
+        "persistent_bytes": held, "budget_bytes": plan.budgets["device"],
+        "keep_all_bytes": plan.predictions.keep_all_bytes,
         "confined": cage.holds, "predicted_peak_bytes": plan.peak_bytes["device"],
         "num_regions": trainer.compiled[0], "num_compiled": trainer.compiled[1],
     }  # fmt: skip

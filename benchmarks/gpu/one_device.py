@@ -38,10 +38,10 @@ from lading.catalog.load import save_machine
 from lading.config import AdamW
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
+from lading.memory.restore import program_of, step_of
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.optim.master import MasterWeights
-from lading.prepare import lowered, step_of
 from lading.runtime.kernels import workspace_of
 from lading.runtime.probe import probe
 from lading.sim.engine import simulate
@@ -256,14 +256,14 @@ def planned_run(bench: Bench, sizes: Sizes, dtype: torch.dtype, budget: str, mac
     started = time.monotonic()
     masters = dtype is torch.bfloat16
     plan = lading.plan(bench.graph, machine, budget=budget, master_weights=masters)
-    program = lowered(plan, bench.graph)
+    program = program_of(plan, bench.graph)
     predicted = simulate(program, machine)
     found: dict[str, Any] = {
         "plan_s": round(time.monotonic() - started, 1), "predicted_step_s": plan.step_s, "bound_s": plan.lower_bound_s,
         "arena_bytes": program.arena_bytes, "workspace_bytes": program.workspace_bytes,
         "overhead_bytes": program.overhead_bytes, "budget_bytes": plan.budgets["device"],
         "lower_tier_bytes": {tier: program.tier_bytes(tier) for tier in program.slots},
-        "choices": len(plan.choices), "predicted_busy_s": {s: predicted.busy_s(s) for s in program.streams},
+        "choices": len(plan.choices.gaps), "predicted_busy_s": {s: predicted.busy_s(s) for s in program.streams},
     }  # fmt: skip
     batches = batches_of(sizes, sizes.steps)
     model = llama_of(sizes, dtype)

@@ -14,10 +14,10 @@ import lading
 from lading.config import AdamW
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
+from lading.memory.restore import step_of
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.optim.master import MasterWeights
-from lading.prepare import step_of
 from lading.runtime.kernels import Rate, bind
 from lading.runtime.scratch import by_signature, extent
 
@@ -154,7 +154,7 @@ def planned(
         moved = sorted(trainer.program.slots)
     trained = {name: p.detach().cpu() for name, p in model.named_parameters()}
     return {
-        "moves_to": moved, "recomputes": sum(c.option.value == "recompute" for c in plan.choices),
+        "moves_to": moved, "recomputes": sum(c.option.value == "recompute" for c in plan.choices.gaps),
         "losses_equal": got == losses, "largest_loss_difference": max(map(lambda a, b: abs(a - b), got, losses)),
         "weights_that_differ": len(differing(trained, weights)), "weights": len(weights),
         "largest_weight_difference": max((trained[n] - w).abs().max().item() for n, w in weights.items()),

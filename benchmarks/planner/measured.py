@@ -30,9 +30,10 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option, Plan, plan_from_dict
 from lading.ir.program import Program
+from lading.memory.restore import program_of, step_of
 from lading.memory.verify import verify
 from lading.planner.residency import Step
-from lading.prepare import lowered, plan, step_of
+from lading.prepare import plan
 from lading.runtime.resident import trim
 from lading.trainer import Trainer
 
@@ -69,7 +70,7 @@ def programs(case: Case, row: dict[str, Any]) -> tuple[Plan, dict[str, Program]]
     made = plan_from_dict(json.loads(json.dumps(row["plan"])), "decisions")
     machine = load_machine(Path(row["machine"]))
     step = _step(case.graph, machine, made)
-    sides = {_OURS: lowered(made, case.graph)}
+    sides = {_OURS: program_of(made, case.graph)}
     for name, rival in row["rivals"].items():
         choices = {(storage, start): Option(option) for storage, start, option in rival["choices"]}
         program = step.lower(choices, rival["retimed"]).program

@@ -20,8 +20,8 @@ from lading import __version__
 from lading.catalog.load import load_machine
 from lading.errors import PlanInfeasible
 from lading.ir.machine import Machine
+from lading.memory.restore import step_of
 from lading.planner.api import make_plan
-from lading.prepare import step_of
 from lading.runtime.kernels import workspace_of
 from lading.units import format_seconds
 
@@ -42,7 +42,7 @@ def rows(case: Case, machine: Machine, budgets: list[str], limit_s: float) -> It
             yield row
             continue
         row |= {"step_s": plan.step_s, "bound_s": plan.lower_bound_s, "plan_s": time.process_time() - begin}
-        step = step_within(graph, machine, plan.budgets, plan.settings)
+        step = step_within(graph, machine, plan.budgets, plan.request.settings)
         for name, rival in RIVALS.items():
             begin = time.process_time()
             found = best_of(step, rival(step, limit_s))

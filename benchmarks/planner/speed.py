@@ -67,7 +67,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         wall, cpu = time.perf_counter(), time.process_time()
         made = make_plan(graph, machine, budget=machine.device.memory_bytes if budget == "all" else budget)
-        runs.append((time.perf_counter() - wall, time.process_time() - cpu, made.plan.program_fingerprint))
+        runs.append((time.perf_counter() - wall, time.process_time() - cpu, made.plan.fingerprint))
     assert len({fingerprint for _, _, fingerprint in runs}) == 1, "same input, same plan"
     return {
         "case": name,

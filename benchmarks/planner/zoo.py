@@ -46,13 +46,13 @@ def rows(name: str, graph: StepGraph, machine: Machine, budgets: list[str], clip
             continue
         others = [
             f"{row.policy} {format_seconds(row.step_s) if row.step_s else 'does not fit'}"
-            for row in plan.policies
-            if row.policy != plan.policy
+            for row in plan.predictions.policies
+            if row.policy != plan.request.policy
         ]
         bound, gap = (format_seconds(plan.lower_bound_s), f"{plan.gap:.1%}") if plan.lower_bound_s else ("none", "-")
         seconds = time.process_time() - begin
         yield (
-            f"{start}| {format_seconds(plan.step_s)} | {bound} | {gap} | {plan.settings['deferred']:.0f} | "
+            f"{start}| {format_seconds(plan.step_s)} | {bound} | {gap} | {plan.choices.deferred} | "
             f"{_busiest(planned)} | {_waits(planned)} | {', '.join(others)} | {seconds:.1f} s |"
         )
 

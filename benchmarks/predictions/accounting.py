@@ -24,7 +24,7 @@ from lading.config import ModelConfig
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.memory.lifetime import lifetimes
 from lading.models.registry import model_class
-from lading.prepare import build
+from lading.run import build
 from lading.runtime.scratch import inner_bytes
 from lading.units import MiB
 

@@ -35,8 +35,10 @@ from lading.catalog.load import load_machine, save_machine
 from lading.checkpoint.store import latest_checkpoint
 from lading.config import ModelConfig
 from lading.grouping import Matrices
+from lading.memory.restore import program_of
 from lading.models.registry import model_class
-from lading.prepare import build, lowered, plan
+from lading.prepare import plan
+from lading.run import build
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
 from lading.trainer import Trainer
@@ -167,7 +169,7 @@ def child(name: str, share: float, threads: int, machine: Path, folder: Path) ->
     initial = defer(model.make)
     graph = capture(initial.model, model.batch(0), model.loss)
     made = plan(graph, load_machine(machine), budget=f"{share:.0%}", disk_budget=40 * GiB, **model.settings)
-    program = lowered(made, graph)
+    program = program_of(made, graph)
     trim()
     print("ready", flush=True)
     sys.stdin.readline()

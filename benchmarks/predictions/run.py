@@ -28,9 +28,11 @@ from lading.capture.trace import capture
 from lading.catalog.load import load_machine, save_machine
 from lading.config import AdamW, ModelConfig
 from lading.grouping import Matrices
+from lading.memory.restore import program_of
 from lading.models.registry import model_class
-from lading.prepare import build, lowered, plan
+from lading.prepare import plan
 from lading.rules import RuleName
+from lading.run import build
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
 from lading.trainer import Trainer
@@ -116,7 +118,7 @@ def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: f
         matrices=_matrices(run.matrices),
     )
     planned_s = time.perf_counter() - started
-    program = lowered(made, graph)
+    program = program_of(made, graph)
     times: list[float] = []
     with Trainer(made, graph, None, optimizer=AdamW(), folder=folder, threads=threads, program=program) as trainer:
         initial.materialize(0, trainer.set_value)

@@ -98,7 +98,7 @@ def _captured(question: Question) -> tuple[ModelTable, int]:
     from lading.capture.initial import defer
     from lading.capture.table import module_table
     from lading.fit import run_of_model
-    from lading.prepare import build, example_batch, loss_of
+    from lading.run import build, example_batch, loss_of
 
     run = run_of_model(question.model, question.seq_len or None)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=3))

@@ -29,7 +29,7 @@ from lading.ir.plan import Plan
 from lading.models import hugging_face
 from lading.models.as_transformers import Twin, twin_of
 from lading.models.hugging_face import INDEX, SINGLE, tied_names
-from lading.prepare import build, tokenizer_of
+from lading.run import build, tokenizer_of
 
 #: Instead of config.json where transformers has no such model.
 OWN_CONFIG = "lading.json"
@@ -79,14 +79,14 @@ def _run_and_checkpoint(folder: Path) -> tuple[RunConfig, Checkpoint]:
     if not (folder / "plan.json").is_file():
         raise ConfigError(f"expected the out folder of a run, found no plan.json in {str(folder)!r}")
     plan = Plan.load(folder / "plan.json")
-    if plan.run is None:
+    if plan.request.run is None:
         raise ConfigError(f"{folder / 'plan.json'} records no run; expected one that lading train wrote")
     path = latest_checkpoint(folder / "checkpoints")
     if path is None:
         raise ConfigError(
             f"expected a checkpoint in {folder / 'checkpoints'}, found none; train with checkpoint.at_end true"
         )
-    return run_from_dict(plan.run, "the plan's run"), open_checkpoint(path)
+    return run_from_dict(plan.request.run, "the plan's run"), open_checkpoint(path)
 
 
 def _sources(module: torch.nn.Module, checkpoint: Checkpoint, twin: Twin | None) -> Iterator[TensorSource]:

@@ -34,9 +34,10 @@ from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.machine import Machine
 from lading.ir.program import Program, slot_bytes
 from lading.memory.layout import DEVICE, home_tiers
-from lading.planner.api import Sketch
-from lading.prepare import CapturedRun, capture_run, plan_run, sketch_run
+from lading.planner.api import Planned
+from lading.prepare import plan_run, sketch_run
 from lading.report.needs import WORKSPACE, Bytes, Change, FitResult, Needs, StepTime, step_needs, step_time
+from lading.run import CapturedRun, capture_run
 from lading.units import format_bytes, format_capacity, format_capacity_above, format_count, parse_bytes
 
 #: Tokens of a sequence where neither the run nor the catalog says how many.
@@ -171,8 +172,8 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
         needs=needs,
         allowed=allowed,
         time=tried.time,
-        host_saves_s=tried.sketch.host_saves_s,
-        assumptions=(*case.assumptions, *_not_searched(captured.graph), *tried.sketch.assumptions),
+        host_saves_s=tried.planned.plan.predictions.host_saves_s,
+        assumptions=(*case.assumptions, *_not_searched(captured.graph), *tried.planned.plan.assumptions),
         error=error,
         changes=() if error is None else tuple(_changes(case, captured, tried, over)),
     )
@@ -220,7 +221,7 @@ class _Case:
 class _Tried:
     """A plan, what it needs and takes, and the device's error where the plan is not for the machine as it is."""
 
-    sketch: Sketch
+    planned: Planned
     needs: Needs
     time: StepTime
     error: PlanInfeasible | None = None
@@ -315,11 +316,10 @@ def _for_budget(
     run = dataclasses.replace(run, memory=dataclasses.replace(run.memory, budget=budget))
     if search and _is_searched(captured.graph):
         prepared = plan_run(run, machine, captured)
-        plan = prepared.plan
-        sketch = Sketch(prepared.program, prepared.predicted, plan.assumptions, plan.settings["host_saves_s"])
+        planned = Planned(prepared.plan, prepared.program)
     else:
-        sketch = sketch_run(run, machine, captured)
-    return _Tried(sketch, _with_checkpoints(sketch, case), step_time(sketch.program, sketch.predicted))
+        planned = sketch_run(run, machine, captured)
+    return _Tried(planned, _with_checkpoints(planned, case), step_time(planned.program, planned.predicted))
 
 
 def _not_searched(graph: StepGraph) -> tuple[str, ...]:
@@ -359,14 +359,14 @@ def _saved_bytes(run: RunConfig, graph: StepGraph) -> int:
     return (run.checkpoint.keep + 1) * _state_bytes(graph) if run.checkpoint.saves else 0
 
 
-def _with_checkpoints(sketch: Sketch, case: _Case) -> Needs:
+def _with_checkpoints(planned: Planned, case: _Case) -> Needs:
     """What the step needs, with what saving and resuming need.
 
     A checkpoint is written in a stream beside those that stay, and read back one tensor at a time. A new run draws its
     initial values one tensor at a time too.
     """
-    program, run, tiers = sketch.program, case.run, [tier.name for tier in case.machine.tiers]
-    needs = step_needs(program, sketch.predicted, tiers)
+    program, run, tiers = planned.program, case.run, [tier.name for tier in case.machine.tiers]
+    needs = step_needs(program, planned.predicted, tiers)
     for tier, size in case.reserved.items():
         needs.rows[WORKSPACE][tier] += size
         needs.step[tier] += size
@@ -414,7 +414,7 @@ def _too_small(tried: _Tried, over: Bytes, allowed: Bytes) -> PlanInfeasible:
         )
     missing = max(size - allowed[tier] for tier, size in over.items())
     return PlanInfeasible(
-        "; ".join(texts), missing_bytes=missing, smallest_budget_bytes=tried.sketch.program.budgets[DEVICE]
+        "; ".join(texts), missing_bytes=missing, smallest_budget_bytes=tried.planned.program.budgets[DEVICE]
     )
 
 

@@ -206,7 +206,7 @@ def _captured(asked: Placing, fleet: Fleet) -> Problem:
     from lading.catalog.models import resolved
     from lading.fit import run_of_model
     from lading.planner.placement.build import Grain, problem_of
-    from lading.prepare import build, example_batch, loss_of
+    from lading.run import build, example_batch, loss_of
 
     run = resolved(run_of_model(asked.model, asked.seq_len or None))
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=asked.batch))

@@ -14,12 +14,12 @@ from typing import Any
 from lading import __version__
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
-from lading.prepare import Prepared, prepare_plan
 from lading.report.html import write_report
 from lading.report.metrics import read_steps
 from lading.report.perfetto import write_trace
 from lading.report.snapshot import write_snapshot
 from lading.report.summary import RunSummary
+from lading.run import Prepared, prepare_plan
 from lading.units import format_count
 
 
@@ -74,7 +74,7 @@ def _write(prepared: Prepared, measured: Timeline | None, out: Path) -> None:
 
 def of_plan(plan: Plan, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The records of steps that ran under this plan; all of them where none says (an older file)."""
-    own = [record for record in records if record.get("program") == plan.program_fingerprint]
+    own = [record for record in records if record.get("plan") == plan.fingerprint]
     return own or list(records)
 
 
@@ -82,7 +82,7 @@ def run_summary(
     prepared: Prepared, measured: Timeline | None, metrics: list[dict[str, Any]], plain: list[dict[str, Any]]
 ) -> RunSummary:
     """The numbers at the top of the report."""
-    run, graph = prepared.run, prepared.graph
+    run, graph = prepared.run, prepared.program.graph
     own = of_plan(prepared.plan, metrics)
     seconds = [r["step_s"] for r in own[2:] or own]
     parameters = sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
@@ -91,10 +91,10 @@ def run_summary(
         title=Path(run.out).name,
         model=f"{run.model.name}, {format_count(parameters)} parameters, "
         f"{run.optimization.accumulation} x {run.data} a step",
-        machine=prepared.machine.name,
+        machine=prepared.plan.request.machine["name"],
         date=datetime.now().isoformat(sep=" ", timespec="minutes"),
         budget_bytes=prepared.plan.budgets["device"],
-        keep_all_bytes=prepared.keep_all_bytes,
+        keep_all_bytes=prepared.plan.predictions.keep_all_bytes,
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=prepared.program.peak_bytes,
         plain_peak_bytes=max((r["memory_bytes"] for r in plain), default=None),

@@ -33,7 +33,10 @@ from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.ir.updates import grouped
 from lading.optim.master import MasterWeights
-from lading.prepare import (
+from lading.report.lines import fitted
+from lading.report.metrics import MetricsLog, read_steps, truncate_after
+from lading.report.progress import planning_progress, training_progress
+from lading.run import (
     Prepared,
     build,
     built_whole,
@@ -41,12 +44,8 @@ from lading.prepare import (
     dataset_of,
     initial_values,
     loss_of,
-    plan_run,
     prepare_plan,
 )
-from lading.report.lines import fitted
-from lading.report.metrics import MetricsLog, read_steps, truncate_after
-from lading.report.progress import planning_progress, training_progress
 from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset
 from lading.runtime.interrupts import StopRequest
@@ -122,9 +121,9 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
         _newest(what, Path(what.out), None, resume=resume)  # refuses before it plans; asked again below
     prepared = _planned(what, cache=cache) if isinstance(what, RunConfig) else prepare_plan(what, to_run=True)
     run, out = prepared.run, Path(prepared.run.out)
-    check_available(prepared.machine.device.kind)
+    check_available(prepared.plan.request.machine["device"]["kind"])
     with run_lock(out):
-        data = dataset_of(run, prepared.initial.model)
+        data = dataset_of(run, prepared.step.initial.model)
         if (note := _short_of_peak(run.optimization)) is not None:
             print(note, flush=True)
         if run.data.kind == "random":
@@ -143,6 +142,8 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
 
 
 def _planned(run: RunConfig, *, cache: bool) -> Prepared:
+    from lading.prepare import plan_run  # a saved plan needs no planner
+
     with planning_progress() as progress:
         return plan_run(run, cache=cache, progress=progress)
 
@@ -165,7 +166,7 @@ def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tu
     # Loggers first: what they import does not count as memory of the run.
     with _loggers(run, newest.step if newest else 0) as loggers, _trainer(prepared) as trainer:
         if newest is None:
-            for note in trainer.initialize(partial(initial_values, run, prepared.initial)):
+            for note in trainer.initialize(partial(initial_values, run, prepared.step.initial)):
                 print(note, flush=True)
             if (out / "metrics.jsonl").is_file():  # a run that saved nothing to go on from
                 rename_file(out / "metrics.jsonl", out / "metrics.before.jsonl")
@@ -198,7 +199,7 @@ def _trainer(prepared: Prepared) -> Trainer:
     run = prepared.run
     return Trainer(
         prepared.plan,
-        prepared.captured,
+        prepared.step.captured,
         None,
         optimizer=run.optimization.optimizer,
         folder=run.memory.folder or run.out,
@@ -329,7 +330,7 @@ def _loop(
                 raise
             step_s = time.perf_counter() - started
             rate = tokens / step_s
-            record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "program": trainer.program.fingerprint}
+            record = {"step": step, "loss": loss, "lr": lr, "step_s": step_s, "plan": trainer.plan.fingerprint}
             losses = {"losses": dict(trainer.losses)} if trainer.losses else {}
             memory_bytes = trainer.peak_bytes
             log.log({**record, **losses, "tokens_per_s": rate, "memory_bytes": memory_bytes})

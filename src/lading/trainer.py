@@ -30,12 +30,12 @@ from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
-from lading.prepare import lowered
+from lading.memory.restore import program_of
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
 from lading.runtime.custody import Custody, FreedBytes, is_held
 from lading.runtime.device import Device
 from lading.runtime.executor import Executor
-from lading.runtime.host import host_id
+from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.named import StateDict, Value, first_few, read_value, state_keys, tensors_of, values_of
 from lading.runtime.resident import give_back, trim
@@ -71,7 +71,8 @@ class Trainer:
         excess: What of the memory was not predicted, a sentence a step; empty while the budget is kept.
 
     Raises:
-        ConfigError: the plan was made for another graph, or ``model`` is not the one that was captured.
+        ConfigError: the plan was made for another graph, its Program is not safe to run, or ``model`` is not the one
+            that was captured.
         StorageError: no room in ``folder``.
     """
 
@@ -94,9 +95,10 @@ class Trainer:
         check_type(
             "optimizer", optimizer or AdamW(), AdamW, "a lading.AdamW; what moves matrices is told to lading.plan"
         )
-        _check_host(plan)
+        check_available(plan.request.machine["device"]["kind"])
+        check_host(plan.request.host_id)
         self.plan, self.optimizer = plan, optimizer or AdamW()
-        self.program = program or lowered(plan, graph)
+        self.program = program or program_of(plan, graph)
         self.steps = 0
         self.losses: dict[str, float] = {}
         step_graph = self.program.graph
@@ -109,7 +111,7 @@ class Trainer:
         model = None if model is None else self._checked(as_written(model))
         self._keys = state_keys(model, [name for name, _ in step_graph.buffers], self._first_name)
         self._watch = Watch(graph.frozen, model)
-        self._kind: str = plan.machine["device"]["kind"]
+        self._kind: str = plan.request.machine["device"]["kind"]
         self._executor = Executor(
             self.program,
             optimizer=self.optimizer,
@@ -209,7 +211,7 @@ class Trainer:
         for name, rate in (("lr", lr), ("matrix_lr", matrix_lr)):
             if rate is not None:
                 check_rate(name, rate)
-        own = self.plan.matrices
+        own = self.plan.request.matrices
         usual = self.optimizer.lr if lr is None else lr
         if own is None:
             if matrix_lr is not None:
@@ -489,15 +491,6 @@ def _optimizers(names: Iterable[str]) -> str:
     adamw = {name.rpartition(".")[0] for name in names if name.endswith(".exp_avg")}
     bases = {name.rpartition(".")[0] for name in names if name.endswith(".left_basis")}
     return " and ".join([*found, *(["adamw"] if adamw - bases else [])]) or "no optimizer"
-
-
-def _check_host(plan: Plan) -> None:
-    """Refuse a plan for another machine than this host, or for a device that it has not."""
-    check_available(plan.machine["device"]["kind"])
-    if plan.host_id and plan.host_id != host_id():
-        raise ConfigError(
-            f"the plan was made for the host {plan.host_id!r}, this one is {host_id()!r}; plan again here"
-        )
 
 
 def _dtype_of(tensor: torch.Tensor) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.plans import some_plan
 
 from lading.cli import demo_command
 from lading.cli.main import main, parse
@@ -48,7 +49,7 @@ TIMELINE = Timeline(
 
 
 #: The modules that commands import when they run.
-WORKERS = ("lading.train", "lading.prepare", "lading.hosts", "lading.summary")
+WORKERS = ("lading.train", "lading.prepare", "lading.run", "lading.hosts", "lading.summary")
 
 
 class FakeTrain(types.ModuleType):
@@ -60,7 +61,8 @@ class FakeTrain(types.ModuleType):
         self.error: BaseException | None = None
         self.demo: Callable[..., object]
         graph = StepGraph((), (), (), (), (), (), ())
-        prepared = types.SimpleNamespace(plan=plan, graph=graph, predicted=TIMELINE)
+        program = types.SimpleNamespace(graph=graph)
+        prepared = types.SimpleNamespace(plan=plan, program=program, predicted=TIMELINE)
         for name, result in {
             "plan_run": prepared, "prepare_plan": prepared, "train_run": "trained",
             "write_run_report": Path("x/report.html"), "demo": "demonstrated", "probe_to": None,
@@ -81,12 +83,10 @@ class FakeTrain(types.ModuleType):
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(RUN)
-    plan = Plan(
-        version="0", graph_fingerprint="g", machine_fingerprint="m", host_id="", program_fingerprint="p",
-        policy="residency", budgets={"device": 1 << 20}, choices=(), settings={}, step_s=1.0, lower_bound_s=0.5,
-        peak_bytes={"device": 1 << 19}, bytes_by_role={"parameter": 1 << 19},
+    plan = some_plan(
+        budgets={"device": 1 << 20}, step_s=1.0, lower_bound_s=0.5, peak_bytes={"device": 1 << 19},
+        bytes_by_role={"parameter": 1 << 19}, run=run_to_dict(load_run("run.toml")),
         policies=(PolicyRow(policy="residency", fits=True, peak_bytes=1 << 19, step_s=1.0),), assumptions=(),
-        machine={}, run=run_to_dict(load_run("run.toml")),
     )  # fmt: skip
     plan.save(Path("saved.json"))
     fake = FakeTrain(plan)

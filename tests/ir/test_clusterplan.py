@@ -10,7 +10,7 @@ import pytest
 from lading.errors import ConfigError
 from lading.ir.clusterplan import CLUSTER_PLAN_FORMAT, ClusterPlan, GatherGroup, Keep
 from lading.ir.placedplan import PLACED_PLAN_FORMAT, PlacedDevice, PlacedGroup, PlacedPlan
-from lading.ir.plan import PLAN_FORMAT, Choice, Plan, PolicyRow
+from lading.ir.plan import PLAN_FORMAT, Choice, Choices, Plan, PlanRequest, PolicyRow, Predictions
 
 PLAN = ClusterPlan(
     version="0.1",
@@ -48,7 +48,7 @@ def test_another_file_is_refused(tmp_path: Path, change: dict[str, object]):
 
 def test_plans_of_one_device_and_of_a_cluster_are_told_apart(tmp_path: Path):
     PLAN.save(tmp_path / "plan.json")
-    with pytest.raises(ConfigError, match="expected a plan of a run of format 2, found a cluster plan; plan again"):
+    with pytest.raises(ConfigError, match="expected a plan of a run of format 3, found a cluster plan; plan again"):
         Plan.load(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match="expected a placement of format 1, found a cluster plan; make one"):
         PlacedPlan.load(tmp_path / "plan.json")
@@ -69,7 +69,7 @@ def test_a_plan_of_an_earlier_version_is_refused_by_its_format(tmp_path: Path):
 _FIELDS = {
     (ClusterPlan, GatherGroup): (CLUSTER_PLAN_FORMAT, 2, "4fd62b38"),
     (PlacedPlan, PlacedDevice, PlacedGroup): (PLACED_PLAN_FORMAT, 1, "abdc1c46"),
-    (Plan, Choice, PolicyRow): (PLAN_FORMAT, 2, "928be19a"),
+    (Plan, PlanRequest, Choices, Choice, Predictions, PolicyRow): (PLAN_FORMAT, 3, "78d68f90"),
 }
 
 

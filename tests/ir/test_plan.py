@@ -10,37 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.plans import some_plan
 
 from lading.errors import ConfigError
-from lading.ir.plan import Choice, Option, Plan, PolicyRow, plan_from_dict
-
-
-def some_plan(**changes: Any) -> Plan:
-    """A plan with something in every field."""
-    rows = (
-        PolicyRow(policy="keep-all", fits=False, peak_bytes=9, note="does not fit"),
-        PolicyRow(policy="residency", fits=True, peak_bytes=5, step_s=0.5, moved_bytes={"disk_read": 7}),
-    )
-    fields: dict[str, Any] = {
-        "version": "0.1",
-        "graph_fingerprint": "aa",
-        "machine_fingerprint": "bb",
-        "host_id": "",
-        "program_fingerprint": "cc",
-        "policy": "residency",
-        "budgets": {"device": 10, "disk": 20},
-        "choices": (Choice(1, 2, 3, Option.DISK), Choice(4, 6, 5, Option.RECOMPUTE)),
-        "settings": {"keep_all_bytes": 9.0, "clip_norm": 0.0},
-        "step_s": 0.5,
-        "lower_bound_s": 0.4,
-        "peak_bytes": {"device": 5},
-        "bytes_by_role": {"parameter": 3},
-        "policies": rows,
-        "assumptions": ("the disk is idle",),
-        "machine": {"name": "test", "tiers": [{"name": "disk"}]},
-        "run": {"model": {"name": "llama"}},
-    }
-    return Plan(**fields | changes)
+from lading.ir.plan import Plan, plan_from_dict
 
 
 def as_json(plan: Plan, folder: Path) -> dict[str, Any]:
@@ -54,7 +27,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return as_json(some_plan(), tmp_path_factory.mktemp("plan"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"run": None}, {"choices": (), "policies": (), "assumptions": ()}])
+@pytest.mark.parametrize("changes", [{}, {"run": None}, {"gaps": (), "policies": (), "assumptions": ()}])
 def test_round_trip(tmp_path: Path, changes: dict[str, Any]) -> None:
     plan = some_plan(**changes)
     plan.save(tmp_path / "plan.json")
@@ -73,23 +46,27 @@ def test_gap() -> None:
     ("path", "value", "named"),
     [
         (("choices",), 3, "choices"),
-        (("choices",), {"storage": 1}, "choices"),
-        (("choices", 1), "recompute", "choices[1]"),
-        (("choices", 1, "storage"), "4", "choices[1].storage"),
-        (("choices", 1, "start"), 1.0, "choices[1].start"),
-        (("choices", 0, "option"), "attic", "choices[0].option"),
-        (("choices", 0, "option"), ["disk"], "choices[0].option"),
-        (("budgets", "device"), "10", "budgets.device"),
-        (("budgets", "device"), True, "budgets.device"),
-        (("budgets",), [1], "budgets"),
-        (("settings", "clip_norm"), None, "settings.clip_norm"),
-        (("step_s",), "fast", "step_s"),
-        (("policies", 0, "fits"), 1, "policies[0].fits"),
-        (("policies", 0), {}, "policies[0]"),
+        (("choices", "gaps"), {"storage": 1}, "choices.gaps"),
+        (("choices", "gaps", 1), "recompute", "choices.gaps[1]"),
+        (("choices", "gaps", 1, "storage"), "4", "choices.gaps[1].storage"),
+        (("choices", "gaps", 1, "start"), 1.0, "choices.gaps[1].start"),
+        (("choices", "gaps", 0, "option"), "attic", "choices.gaps[0].option"),
+        (("choices", "gaps", 0, "option"), ["disk"], "choices.gaps[0].option"),
+        (("choices", "deferred"), None, "choices.deferred"),
+        (("request", "budgets", "device"), "10", "request.budgets.device"),
+        (("request", "budgets", "device"), True, "request.budgets.device"),
+        (("request", "budgets"), [1], "request.budgets"),
+        (("request", "settings", "clip_norm"), None, "request.settings.clip_norm"),
+        (("request", "machine"), None, "request.machine"),
+        (("request", "run"), [], "request.run"),
+        (("predictions", "step_s"), "fast", "predictions.step_s"),
+        (("predictions", "policies", 0, "fits"), 1, "predictions.policies[0].fits"),
+        (("predictions", "policies", 0), {}, "predictions.policies[0]"),
+        (("predictions", "actions", 0), 1.5, "predictions.actions[0]"),
+        (("program",), "0 COMPUTE compute op=0", "program"),
+        (("program", 1), None, "program[1]"),
         (("assumptions",), "none", "assumptions"),
         (("assumptions", 0), 7, "assumptions[0]"),
-        (("machine",), None, "machine"),
-        (("run",), [], "run"),
         (("version",), 1, "version"),
         (("format",), 99, "format"),
         (("format",), True, "format"),
@@ -109,10 +86,42 @@ def test_a_wrong_field_is_named(data: dict[str, Any], path: tuple[Any, ...], val
     assert str(error.value).startswith("plan.json")
 
 
-@pytest.mark.parametrize("name", ["step_s", "run", "choices", "format"])
+@pytest.mark.parametrize("name", ["request", "program", "choices", "predictions", "format"])
 def test_a_missing_field_is_named(data: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         plan_from_dict({key: value for key, value in data.items() if key != name}, "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("program", 1), "0 COMPUTE compute op=1"),
+        (("choices", "gaps"), []),
+        (("choices", "deferred"), 0),
+        (("choices", "hosted"), []),
+        (("request", "budgets", "device"), 11),
+        (("request", "settings", "clip_norm"), 1.0),
+        (("predictions", "step_s"), 0.25),
+        (("fingerprint",), "0" * 16),
+    ],
+)
+def test_a_plan_that_was_changed_is_refused(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+    changed = json.loads(json.dumps(data))
+    place = changed
+    for key in path[:-1]:
+        place = place[key]
+    assert place[path[-1]] != value
+    place[path[-1]] = value
+    with pytest.raises(ConfigError, match=r"plan\.json: expected a plan as it was saved, .* plan again"):
+        plan_from_dict(changed, "plan.json")
+
+
+def test_the_run_of_a_plan_may_be_changed(data: dict[str, Any]) -> None:
+    changed = json.loads(json.dumps(data))
+    changed["request"]["run"]["optimization"] = {"steps": 20}
+    loaded = plan_from_dict(changed, "plan.json")
+    assert loaded.request.run == changed["request"]["run"]
+    assert loaded.fingerprint == plan_from_dict(data, "plan.json").fingerprint
 
 
 json_values = st.recursive(
@@ -141,7 +150,7 @@ def test_any_other_value_anywhere_is_a_plan_or_a_config_error(
     place[path[-1]] = value
     with suppress(ConfigError):
         plan = plan_from_dict(broken[""], "plan.json")
-        assert isinstance(hash(plan.choices), int)
+        assert isinstance(hash(plan.choices.gaps), int)
         assert isinstance(plan.gap, float)
 
 

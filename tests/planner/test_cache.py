@@ -55,12 +55,12 @@ def test_a_hit_equals_the_plan_that_would_be_made_and_is_said(tmp_path: Path, mo
     again, said = ask(tmp_path, **searched)
     assert len(said) == 1
     assert "from the cache" in said[0]
-    assert made.plan.choices
+    assert made.plan.choices.gaps
     assert bytes_of(again) == bytes_of(made)
     assert again.program.text() == made.program.text()
     assert again.predicted == made.predicted
-    assert again.graph == made.graph
-    assert again.keep_all_bytes == made.keep_all_bytes
+    assert again.program.graph == made.program.graph
+    assert again.plan.predictions.keep_all_bytes == made.plan.predictions.keep_all_bytes
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
@@ -96,27 +96,26 @@ def test_a_damaged_file_is_said_and_replaced(tmp_path: Path, damage: str) -> Non
     path.write_bytes({"cut": whole[:-100], "changed": changed, "empty": b""}[damage])
     again, said = ask(tmp_path)
     assert len(said) == 1
-    assert "damaged" in said[0]
+    assert "planning anew" in said[0]
+    assert {"cut": "in JSON", "changed": "changed or damaged", "empty": "in JSON"}[damage] in said[0]
     assert path.read_bytes() == whole
     assert again.plan == first.plan
 
 
-def test_a_plan_that_cannot_be_lowered_again_is_said_and_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_whose_program_is_refused_is_said_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(tmp_path)
 
     def refused(*_: object, **__: object) -> None:
         raise LadingError("another program")
 
-    monkeypatch.setattr(cache, "make_program", refused)
+    monkeypatch.setattr(cache, "restore_program", refused)
     assert "another program" in ask(tmp_path)[1][0]
 
 
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     made, said = ask(tmp_path / "file" / "plans")
-    assert made.plan.choices
+    assert made.plan.choices.gaps
     assert "not kept" in said[0]
 
 
@@ -139,7 +138,7 @@ def test_the_plan_of_a_function_is_not_kept(tmp_path: Path) -> None:
 
     made, said = ask(tmp_path, policy=mine, budget="100%")
     assert not said
-    assert made.plan.policy == "mine"
+    assert made.plan.request.policy == "mine"
     assert not list(tmp_path.iterdir())
     assert bytes_of(made) == bytes_of(
         make_plan(captured_step("gpt", num_layers=1), small_machine(), policy=mine, budget="100%")

@@ -13,8 +13,9 @@ from lading.errors import ConfigError
 from lading.ir.hosting import light_groups
 from lading.ir.plan import Plan
 from lading.ir.program import HOST_STREAM
+from lading.memory.restore import restore_program
 from lading.memory.verify import verify
-from lading.planner.api import make_plan, make_program
+from lading.planner.api import make_plan
 from lading.planner.hosting import hosted_step, with_host
 from lading.planner.residency import Step
 from lading.planner.streaming import streaming
@@ -80,12 +81,12 @@ def test_a_plan_remembers_what_is_hosted(tmp_path: object) -> None:
     fast = step(host_bytes_per_s=2e10)
     machine = fast.machine
     planned = make_plan(fast.graph, machine, budget=fast.budgets["device"])
-    assert planned.plan.hosted == planned.graph.hosted != ()
-    assert planned.plan.settings["host_saves_s"] > 0
-    assert "saves" in planned.plan.policies[-1].note
+    assert planned.plan.choices.hosted == planned.program.graph.hosted != ()
+    assert planned.plan.predictions.host_saves_s > 0
+    assert "saves" in planned.plan.predictions.policies[-1].note
     planned.plan.save(tmp_path / "plan.json")  # type: ignore[operator]
     plan = Plan.load(tmp_path / "plan.json")  # type: ignore[operator]
-    assert make_program(plan, fast.graph, machine).fingerprint == planned.program.fingerprint
-    bad = dataclasses.replace(plan, hosted=(0,))
+    assert restore_program(plan, fast.graph, machine).fingerprint == planned.program.fingerprint
+    bad = dataclasses.replace(plan, choices=dataclasses.replace(plan.choices, hosted=(0,)))
     with pytest.raises(ConfigError, match="got operation 0"):
-        make_program(bad, fast.graph, machine)
+        restore_program(bad, fast.graph, machine)

@@ -1,4 +1,4 @@
-"""make_plan and make_program: budgets are kept, plans are made again to the bit, and errors say what binds."""
+"""make_plan and restore_program: budgets are kept, plans are made again to the bit, and errors say what binds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tests.captured import captured_step
 from tests.machines import small_machine
 from tests.planner.steps import step_of
 
-from lading.errors import ConfigError, PlanInfeasible, ProgramError
+from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.graph import StepGraph
-from lading.ir.plan import Choice, Option, Plan
+from lading.ir.plan import Option, Plan
 from lading.memory.lifetime import Lifetimes, gaps
+from lading.memory.restore import predicted_timeline, restore_program
 from lading.memory.verify import verify
 from lading.planner import orders
-from lading.planner.api import POLICIES, Planned, make_plan, make_program, predict
+from lading.planner.api import POLICIES, Planned, make_plan
 from lading.planner.residency import smallest_budget_bytes
 from lading.units import parse_bytes
 
@@ -53,22 +54,22 @@ CASES = [("gpt", "100%"), ("gpt", "80%"), ("gpt", "65%"), ("llama", "75%"), ("gp
 def test_the_budget_is_kept(name: str, budget: str) -> None:
     made = planned(name, budget)
     verify(made.program)
-    allowed = int(made.keep_all_bytes * float(budget.rstrip("%")) / 100)
+    allowed = int(made.plan.predictions.keep_all_bytes * float(budget.rstrip("%")) / 100)
     assert made.plan.budgets["device"] == allowed == made.program.budgets["device"]
     assert made.program.arena_bytes + made.program.workspace_bytes + made.program.overhead_bytes <= allowed
     assert made.program.overhead_bytes >= OVERHEAD
     assert made.plan.peak_bytes["device"] == made.program.peak_bytes
     assert made.plan.peak_bytes.get("disk", 0) == made.program.tier_bytes("disk")
-    assert made.predicted.peak_of_tier("device") == sum(made.plan.bytes_by_role.values()) <= allowed
-    assert bool(made.plan.choices) == (budget != "100%")
+    assert made.predicted.peak_of_tier("device") == sum(made.plan.predictions.bytes_by_role.values()) <= allowed
+    assert bool(made.plan.choices.gaps) == (budget != "100%")
 
 
 @pytest.mark.parametrize(("name", "budget"), CASES)
 def test_no_plain_policy_that_fits_is_faster_and_the_bound_is_below_all(name: str, budget: str) -> None:
     plan = planned(name, budget).plan
-    assert [row.policy for row in plan.policies] == list(POLICIES)
-    assert plan.policies[-1].step_s == plan.step_s
-    for row in plan.policies:
+    assert [row.policy for row in plan.predictions.policies] == list(POLICIES)
+    assert plan.predictions.policies[-1].step_s == plan.step_s
+    for row in plan.predictions.policies:
         assert row.fits == (row.step_s is not None)
         if row.step_s is not None:
             assert plan.lower_bound_s <= plan.step_s <= row.step_s * (1 + 1e-9), row
@@ -86,7 +87,7 @@ def test_scratch_is_part_of_the_budget() -> None:
     made = make_plan(graph, small_machine(), budget="100%", workspace_bytes=workspace)
     bare = make_plan(graph, small_machine(), budget="100%")
     assert made.program.workspace_bytes == scratch
-    assert made.keep_all_bytes >= bare.keep_all_bytes + scratch
+    assert made.plan.predictions.keep_all_bytes >= bare.plan.predictions.keep_all_bytes + scratch
     assert made.program.peak_bytes <= made.plan.budgets["device"]
     assert any("scratch" in text for text in bare.plan.assumptions)
     assert not any("scratch" in text for text in made.plan.assumptions)
@@ -99,44 +100,63 @@ def test_planning_is_deterministic_and_plans_are_made_again(name: str, budget: s
     first.plan.save(tmp_path / "first.json")
     second.plan.save(tmp_path / "second.json")
     assert (tmp_path / "first.json").read_bytes() == (tmp_path / "second.json").read_bytes()
-    assert first.program.fingerprint == second.program.fingerprint == first.plan.program_fingerprint
-    program = make_program(Plan.load(tmp_path / "first.json"), graph_of(name), machine)
-    assert program.actions == first.program.actions
-    assert program.resident == first.program.resident
-    assert program.slots == first.program.slots
-    assert program.fingerprint == first.program.fingerprint
+    assert first.program.fingerprint == second.program.fingerprint
+    assert first.plan.fingerprint == second.plan.fingerprint
+    program = restore_program(Plan.load(tmp_path / "first.json"), graph_of(name), machine)
+    assert program == first.program
+    assert predicted_timeline(first.plan, program) == first.predicted
 
 
 def test_a_plan_is_refused_for_anything_else() -> None:
     plan, machine = planned("gpt", "65%").plan, small_machine(overhead_bytes=OVERHEAD)
     with pytest.raises(ConfigError, match="another model, batch or optimizer"):
-        make_program(plan, graph_of("llama"), machine)
+        restore_program(plan, graph_of("llama"), machine)
     with pytest.raises(ConfigError, match="another model, batch or optimizer"):
-        make_program(plan, graph_of("gpt+"), machine)
+        restore_program(plan, graph_of("gpt+"), machine)
     with pytest.raises(ConfigError, match="another machine"):
-        make_program(plan, graph_of("gpt"), small_machine(overhead_bytes=OVERHEAD + 1))
-    older = dataclasses.replace(plan, program_fingerprint="0" * 16, version="0.0.1")
-    with pytest.raises(ProgramError, match=r"Lading 0\.0\.1 and does not give the same program"):
-        make_program(older, graph_of("gpt"), machine)
+        restore_program(plan, graph_of("gpt"), small_machine(overhead_bytes=OVERHEAD + 1))
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        Choice(0, 0, 1, Option.RECOMPUTE),
-        Choice(0, 0, 1, Option.HOST),
-        Choice(1 << 40, 0, 1, Option.DISK),
-        Choice(-1, -1, -1, Option.DISK),
-    ],
-)
-def test_a_plan_with_an_impossible_choice_is_refused(choice: Choice) -> None:
+def _swapped(lines: list[str]) -> list[str]:
+    """The first two operations in the other order."""
+    first, second = (i for i, line in enumerate(lines) if line[:2] in ("0 ", "1 "))
+    return [*lines[:first], f"0{lines[second][1:]}", f"1{lines[first][1:]}", *lines[second + 1 :]]
+
+
+DAMAGES = {
+    "order": _swapped,
+    "address": lambda lines: [line.replace("@0", "@64", 1) if line.startswith("resident") else line for line in lines],
+    "cut": lambda lines: lines[:-1],
+    "arena": lambda lines: ["arena 64", *lines[1:]],
+    "budget": lambda lines: [line.replace("budget device ", "budget device 9") for line in lines],
+    "no head": lambda lines: lines[1:],
+    "not an action": lambda lines: [*lines, "9999 DANCE compute"],
+    "a wait forward": lambda lines: [*lines[:-1], f"{lines[-1].split(' waits=')[0]} waits=99999"],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_program_that_was_changed_is_refused(damage: str) -> None:
     plan, machine = planned("gpt", "65%").plan, small_machine(overhead_bytes=OVERHEAD)
-    graph = graph_of("gpt")
-    if choice.storage == 0:  # a parameter: it cannot be computed, and there is no host tier
-        start = max(step_of(graph, machine).lives.uses[0])
-        choice = dataclasses.replace(choice, start=start)
-    with pytest.raises((ProgramError, ConfigError), match=r"plan again|does not offer"):
-        make_program(dataclasses.replace(plan, choices=(*plan.choices, choice)), graph, machine)
+    changed = dataclasses.replace(plan, program=tuple(DAMAGES[damage](list(plan.program))))
+    assert changed != plan
+    with pytest.raises(ConfigError, match=r"the Program in the plan .* is not safe to run: .*; plan again"):
+        restore_program(changed, graph_of("gpt"), machine)
+
+
+def test_choices_that_the_step_lacks_are_refused() -> None:
+    plan, machine = planned("gpt", "65%").plan, small_machine(overhead_bytes=OVERHEAD)
+    many = dataclasses.replace(plan, choices=dataclasses.replace(plan.choices, deferred=1000))
+    with pytest.raises(ConfigError, match="defers 1000 updates, expected 0 to"):
+        restore_program(many, graph_of("gpt"), machine)
+
+
+def test_a_timeline_of_another_program_is_refused() -> None:
+    made = planned("gpt", "65%")
+    actions = made.plan.predictions.actions[1:]
+    plan = dataclasses.replace(made.plan, predictions=dataclasses.replace(made.plan.predictions, actions=actions))
+    with pytest.raises(ConfigError, match=f"of {len(actions) + 1} actions .* found {len(actions)} in"):
+        predicted_timeline(plan, made.program)
 
 
 @pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow), "gpt+"])
@@ -144,7 +164,7 @@ def test_the_smallest_budget_is_one_that_does(name: str) -> None:
     made = make_plan(graph_of(name), small_machine(), budget=smallest(name))
     verify(made.program)
     assert made.program.peak_bytes <= smallest(name)
-    assert smallest(name) < 0.75 * made.keep_all_bytes
+    assert smallest(name) < 0.75 * made.plan.predictions.keep_all_bytes
 
 
 def test_what_is_missing_is_said_in_bytes_and_names() -> None:
@@ -170,8 +190,8 @@ def test_what_is_missing_is_said_in_bytes_and_names() -> None:
 @pytest.mark.parametrize("policy", ["keep-all", "checkpoint-every-block"])
 def test_a_plain_policy_that_does_not_fit(policy: str) -> None:
     fits = planned("gpt-2-layers", "100%", policy)
-    assert fits.plan.policy == policy
-    assert fits.plan.step_s == next(r.step_s for r in fits.plan.policies if r.policy == policy)
+    assert fits.plan.request.policy == policy
+    assert fits.plan.step_s == next(r.step_s for r in fits.plan.predictions.policies if r.policy == policy)
     with pytest.raises(PlanInfeasible, match=f"policy '{policy}' needs") as error:
         make_plan(graph_of("gpt"), small_machine(), budget="60%", policy=policy)
     assert "residency" in str(error.value)
@@ -184,7 +204,7 @@ def test_without_a_disk_only_recomputing_is_left() -> None:
     machine = small_machine(disk=False)
     needs = smallest_budget_bytes(step_of(graph, machine))[0]
     made = make_plan(graph, machine, budget=needs)
-    assert {c.option for c in made.plan.choices} == {Option.RECOMPUTE}
+    assert {c.option for c in made.plan.choices.gaps} == {Option.RECOMPUTE}
     assert set(made.plan.budgets) == {"device"}
     with pytest.raises(PlanInfeasible):
         make_plan(graph, machine, budget=needs // 2)
@@ -224,10 +244,10 @@ def test_a_policy_of_ones_own() -> None:
         return dict.fromkeys(states_on_disk(graph, lives), Option.HOST)
 
     made = make_plan(graph_of("gpt"), small_machine(), budget="100%", policy=states_on_disk)
-    rows = {row.policy: row for row in made.plan.policies}
-    assert made.plan.policy == "states_on_disk"
+    rows = {row.policy: row for row in made.plan.predictions.policies}
+    assert made.plan.request.policy == "states_on_disk"
     assert rows["states_on_disk"].moved_bytes["disk_read"] > 0
-    assert {choice.option for choice in made.plan.choices} == {Option.DISK}
+    assert {choice.option for choice in made.plan.choices.gaps} == {Option.DISK}
     with pytest.raises(ConfigError, match="policy 'on_a_host' has a choice that this step does not offer"):
         make_plan(graph_of("gpt"), small_machine(), budget="100%", policy=on_a_host)
 
@@ -240,8 +260,8 @@ def test_a_compiled_step_is_predicted_to_be_faster_and_planned_again() -> None:
     assert not plain.plan.compiled
     assert whole.plan.step_s < plain.plan.step_s
     assert whole.plan.lower_bound_s <= whole.plan.step_s
-    program = make_program(whole.plan, graph, machine)
-    assert predict(whole.plan, program, machine).duration_s == pytest.approx(whole.plan.step_s)
+    assert restore_program(whole.plan, graph, machine) == whole.program
+    assert whole.predicted.duration_s == pytest.approx(whole.plan.step_s)
 
 
 @pytest.mark.parametrize("name", ["gpt", "gpt+"])
@@ -250,5 +270,5 @@ def test_where_everything_fits_nothing_is_searched(name: str, monkeypatch: pytes
     machine = small_machine(overhead_bytes=OVERHEAD)
     slow = dataclasses.replace(machine.device, op_overhead_s=1e-3)  # taking the batch counts
     plan = make_plan(graph_of(name), dataclasses.replace(machine, device=slow), budget="100%").plan
-    assert not plan.choices
-    assert plan.lower_bound_s == plan.step_s == plan.policies[0].step_s
+    assert not plan.choices.gaps
+    assert plan.lower_bound_s == plan.step_s == plan.predictions.policies[0].step_s

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from tests.plans import some_plan
+
 from lading.ir.action import Action, ActionKind
 from lading.ir.graph import Op, OpKind, Phase, Role, StepGraph, Storage, Tensor
 from lading.ir.plan import Choice, Option, Plan, PolicyRow
@@ -256,11 +258,10 @@ def plan_of(program: Program, choices: tuple[Choice, ...], predicted: Timeline) 
         PolicyRow(policy="residency", fits=True, peak_bytes=program.peak_bytes, step_s=step, stall_s=0.082,
                   recompute_s=0.104, moved_bytes=moved, note="LP relaxation, rounded"),
     )  # fmt: skip
-    return Plan(
-        version="0.1.0", graph_fingerprint=program.graph.fingerprint, machine_fingerprint="7b3f0c1d22aa9e45",
-        host_id="", program_fingerprint=program.fingerprint, policy="residency",
-        budgets={"device": BUDGET, "disk": 8 << 30}, choices=choices, settings={"prefetch_depth": 3.0},
-        step_s=step, lower_bound_s=step * 0.93, peak_bytes={"device": program.peak_bytes, "disk": 512 * MiB},
+    return some_plan(
+        graph_fingerprint=program.graph.fingerprint, program=tuple(program.text().splitlines()),
+        budgets={"device": BUDGET, "disk": 8 << 30}, gaps=choices, settings={"clip_norm": 1.0}, step_s=step,
+        lower_bound_s=step * 0.93, peak_bytes={"device": program.peak_bytes, "disk": 512 * MiB},
         bytes_by_role=peak.bytes_by_role, policies=rows,
         assumptions=("reads and writes overlap at the mixed rates that were probed",
                      "a page fault of a fresh arena costs nothing after the first step",

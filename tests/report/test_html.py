@@ -99,14 +99,14 @@ def test_numbers_shown_are_the_inputs(report: tuple[str, Page], run: dict[str, A
         for kind, seconds in seconds_by_kind(run["program"], run[name]).items():
             assert rows["optimizer step" if kind == "step" else kind][column] == format_seconds(seconds)
         assert rows["whole step"][column] == format_seconds(run[name].duration_s)
-    for policy in plan.policies:
+    for policy in plan.predictions.policies:
         assert rows[policy.policy][2] == ("-" if policy.step_s is None else format_seconds(policy.step_s))
         assert format_bytes(policy.peak_bytes) in rows[policy.policy]
     assert f"{plan.gap:.1%} above" in page.text
     assert rows["activation"] == ["activation", "192", "720.00 MiB", "240.00 MiB", "240.00 MiB", "-", "240.00 MiB"]
     for assumption in plan.assumptions:
         assert assumption in page.text
-    for shown in (plan.graph_fingerprint, run["program"].fingerprint, summary.command, "torch 2.13.0"):
+    for shown in (plan.request.graph_fingerprint, run["program"].fingerprint, summary.command, "torch 2.13.0"):
         assert shown in page.text
 
 
@@ -131,8 +131,10 @@ def test_tooltips_know_every_slice(report: tuple[str, Page], run: dict[str, Any]
 def test_names_are_escaped(run: dict[str, Any], tmp_path: Path) -> None:
     evil = '<script>alert("x")</script>&'
     labels = dict.fromkeys(run["predicted"].labels, "</script><script>alert(2)</script>")
+    predictions = run["plan"].predictions
+    rows = (dataclasses.replace(predictions.policies[0], note=evil),)
     plan = dataclasses.replace(
-        run["plan"], assumptions=(evil,), policies=(dataclasses.replace(run["plan"].policies[0], note=evil),)
+        run["plan"], assumptions=(evil,), predictions=dataclasses.replace(predictions, policies=rows)
     )
     graph = run["program"].graph
     storages = tuple(dataclasses.replace(s, name=evil) for s in graph.storages)

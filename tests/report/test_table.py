@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lading.ir.graph import Role
-from lading.ir.plan import Choice, Option
+from lading.ir.plan import Choice, Choices, Option
 from lading.ir.timeline import Timeline
 from lading.report.figures import coarse, peak_storages, placement, seconds_by_kind
 from lading.report.table import fit_table, policy_table, print_plan
@@ -35,16 +35,20 @@ def test_policies_keep_their_figures_whole_at_80_columns(run: dict[str, Any]) ->
         shown = printed(policy_table(plan), width=width)
         assert "…" not in shown
         assert all(len(line) <= width for line in shown.splitlines())
-        assert [line.split()[1] for line in shown.splitlines() if line.lstrip().startswith(">")] == [plan.policy]
-        for row in plan.policies:
+        assert [line.split()[1] for line in shown.splitlines() if line.lstrip().startswith(">")] == [
+            plan.request.policy
+        ]
+        for row in plan.predictions.policies:
             line = next(text for text in shown.splitlines() if row.policy in text)
             assert format_bytes(row.peak_bytes) in line
     assert f"{plan.gap:.1%} above" in " ".join(shown.split())
 
 
 def test_text_is_not_taken_for_markup(run: dict[str, Any]) -> None:
-    row = dataclasses.replace(run["plan"].policies[0], policy="[bold]literal[/bold]")
-    shown = printed(policy_table(dataclasses.replace(run["plan"], policies=(row,))), width=200)
+    predictions = run["plan"].predictions
+    row = dataclasses.replace(predictions.policies[0], policy="[bold]literal[/bold]")
+    plan = dataclasses.replace(run["plan"], predictions=dataclasses.replace(predictions, policies=(row,)))
+    shown = printed(policy_table(plan), width=200)
     assert "[bold]literal[/bold]" in shown
 
 
@@ -69,8 +73,8 @@ def test_placement_counts_each_storage_under_its_options(run: dict[str, Any]) ->
     table = placement(plan, graph)
     for role, options in table.items():
         assert sum(p.size_bytes for p in options.values()) == graph.bytes_of_role(Role(role))
-    storage = next(c.storage for c in plan.choices if c.option is Option.DISK)
-    mixed = dataclasses.replace(plan, choices=(*plan.choices, Choice(storage, 0, 1, Option.HOST)))
+    storage = next(c.storage for c in plan.choices.gaps if c.option is Option.DISK)
+    mixed = dataclasses.replace(plan, choices=Choices(gaps=(*plan.choices.gaps, Choice(storage, 0, 1, Option.HOST))))
     role = graph.storages[storage].role
     after = placement(mixed, graph)[role]
     assert after[Option.HOST].size_bytes == graph.storages[storage].size_bytes

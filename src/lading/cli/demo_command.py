@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -35,7 +34,7 @@ from lading.rules import RuleName
 from lading.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lading.prepare import Prepared
+    from lading.run import Prepared
     from lading.train import RunResult
 
 _PROBE_SECONDS = 20.0
@@ -134,7 +133,11 @@ def demo(out: Path, budget: str, seconds: float, optimizer: str = "adamw") -> De
     write_run_report(out)
     identical = planned.losses == plain.losses
     result = DemoResult(
-        out=str(out), keep_all_bytes=prepared.keep_all_bytes, planned=planned, plain=plain, identical=identical
+        out=str(out),
+        keep_all_bytes=prepared.plan.predictions.keep_all_bytes,
+        planned=planned,
+        plain=plain,
+        identical=identical,
     )
     if not identical:
         raise LadingError(f"the planned run's losses differ from plain PyTorch's\n{result}")
@@ -170,15 +173,15 @@ def _run(out: Path, budget: str, optimizer: str) -> RunConfig:
 
 def _planned(run: RunConfig, seconds: float) -> Prepared:
     """Plan the run, with as many steps as fit the time; saves the plan."""
-    from lading.prepare import Prepared, plan_run
+    from lading.run import Prepared, plan_run
 
     prepared = plan_run(run)
     step_s = 2 * prepared.plan.step_s
     steps = max(_FEWEST_STEPS, min(_MOST_STEPS, int(seconds / step_s)))
     run = dataclasses.replace(run, optimization=dataclasses.replace(run.optimization, steps=steps))
-    plan = Plan(**{**prepared.plan.__dict__, "run": json.loads(json.dumps(run_to_dict(run)))})
+    plan = prepared.plan.of_run(run_to_dict(run))
     plan.save(Path(run.out) / "plan.json")
-    return Prepared(**{**prepared.__dict__, "run": run, "plan": plan})
+    return dataclasses.replace(prepared, run=run, plan=plan)
 
 
 def _show(prepared: Prepared) -> None:
@@ -186,7 +189,7 @@ def _show(prepared: Prepared) -> None:
 
     from lading.report.table import print_plan
 
-    print_plan(prepared.plan, prepared.graph, Console(width=line_columns()))
+    print_plan(prepared.plan, prepared.program.graph, Console(width=line_columns()))
 
 
 def _in_a_process(function: Callable[..., Any], *args: Any) -> Any:

@@ -128,7 +128,7 @@ class PlanCommand:
 
         with planning_progress() as progress:
             prepared = plan_run(run, cache=not self.with_run.no_cache, progress=progress)
-        print_plan(prepared.plan, prepared.graph, Console(width=line_columns()))
+        print_plan(prepared.plan, prepared.program.graph, Console(width=line_columns()))
         prepared.plan.save(self.out)
         print(f"wrote {self.out}")
 

@@ -123,7 +123,7 @@ def _simulate_run(asked: SimulateCommand, source: Path) -> None:
     if source.suffix == ".json":
         plan = load_plan(source, asked.overrides)
         refuse_run_options(asked.with_run, (), "a plan")
-        from lading.prepare import prepare_plan
+        from lading.run import prepare_plan
 
         prepared = prepare_plan(plan)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -61,10 +62,28 @@ class Action:
         if self.target:
             parts.append(f"to={self.target}")
         if self.places:
-            parts.append("at=" + ",".join(f"{s}@{offset}" for s, offset in self.places))
+            parts.append(f"at={pairs_text(self.places)}")
         if self.waits:
             parts.append("waits=" + ",".join(map(str, self.waits)))
         return " ".join(parts)
+
+
+def pairs_text(pairs: Iterable[tuple[int, int]]) -> str:
+    """Storages and the offsets where they lie, as text: ``"3@0,5@4096"``."""
+    return ",".join(f"{storage}@{offset}" for storage, offset in pairs)
+
+
+def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
+    """Inverse of ``pairs_text``.
+
+    Raises:
+        ProgramError: a pair is not two integers with "@" between them.
+    """
+    pairs = [pair.split("@") for pair in text.split(",")] if text else []
+    try:
+        return tuple((int(storage), int(offset)) for storage, offset in pairs)
+    except ValueError as error:
+        raise ProgramError(f"expected integers as STORAGE@OFFSET,..., got {text[:80]!r}: {error}") from error
 
 
 _HEAD = re.compile(r"(\d+) ([A-Z]+) (\w+)((?: \w+=[^ ]+)*)\Z")
@@ -84,7 +103,6 @@ def parse_action(line: str) -> Action:
     if unknown := fields.keys() - _KEYS:
         raise ProgramError(f"expected keys among {sorted(_KEYS)}, got {sorted(unknown)} in {line!r}")
     try:
-        pairs = [pair.split("@") for pair in fields["at"].split(",")] if "at" in fields else []
         return Action(
             id=int(match[1]),
             kind=ActionKind(match[2]),
@@ -93,7 +111,7 @@ def parse_action(line: str) -> Action:
             storage=int(fields["storage"]) if "storage" in fields else None,
             source=fields.get("from", ""),
             target=fields.get("to", ""),
-            places=tuple((int(storage), int(offset)) for storage, offset in pairs),
+            places=parse_pairs(fields.get("at", "")),
             waits=tuple(int(w) for w in fields["waits"].split(",")) if "waits" in fields else (),
         )
     except ValueError as error:

@@ -1,21 +1,29 @@
-"""Plan: the bill of lading. What goes where between two uses, what that should cost, and for whom it was made."""
+"""Plan: the bill of lading. What was asked, what goes where between two uses, the Program that does it, and its cost.
+
+A saved plan is all that training needs beside the captured graph: its Program is in it, as text, and so is what the
+simulator predicted of every action (docs/plan-json.md). What a Program means is known to the graph it was made for;
+``lading.memory.restore`` puts the two together and proves the result again.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from lading.errors import ConfigError
 from lading.files import read_json, write_text
 from lading.ir.reading import check_plan, read_as
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 
 
 class Option(StrEnum):
@@ -65,48 +73,117 @@ class PolicyRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Choices for every gap that is not KEEP, with predictions.
+class Choices:
+    """What a plan decided about the step.
 
     Attributes:
-        graph_fingerprint, machine_fingerprint, host_id: What the plan was made for; it is refused for any other.
-        budgets: Bytes allowed per tier.
-        settings: Knobs of the lowering that reproduce ``program_fingerprint`` exactly; and ``compile``: 1.0 to fuse.
-        lower_bound_s: No plan within the budgets, with the same operations on the host, takes less, as modelled.
-        hosted: Operations that run on the host's processors, as numbered in the step with its updates deferred.
-        bytes_by_role: Bytes of each role at the predicted peak.
-        machine: The whole machine, as its TOML would say it.
-        run: The configuration of the run, when the plan was made from one.
-        matrices: ``lading.grouping.Matrices`` as a table, where a rule moves matrices.
+        gaps: What happens between two uses of a storage; a gap that is not listed is KEEP.
+        deferred: How many updates, the last ones of the step, run in the next step's forward (``lading.ir.defer``).
+        hosted: Operations that the host's processors run, as numbered in the step with its updates deferred.
     """
 
-    version: str
+    gaps: tuple[Choice, ...] = ()
+    deferred: int = 0
+    hosted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What a plan was asked for: a step, a machine, and what may be used of it.
+
+    Attributes:
+        graph_fingerprint: Of the whole step, no update deferred and nothing on the host.
+        machine: The whole machine, as its TOML would say it; ``machine_fingerprint`` is the hash of its costs.
+        host_id: The computer that the machine was measured on; "" for one of the catalog, which may be any.
+        budgets: Bytes allowed per tier.
+        policy: Name of what chose.
+        settings: ``clip_norm``, ``master_weights`` and ``compile`` (1.0 or 0.0), and what was measured of this step's
+            kernels and of saving it, bytes.
+        matrices: ``lading.grouping.Matrices`` as a table, where a rule moves matrices.
+        run: The configuration of the run, when the plan was made from one.
+    """
+
     graph_fingerprint: str
+    machine: dict[str, Any]
     machine_fingerprint: str
     host_id: str
-    program_fingerprint: str
-    policy: str
     budgets: dict[str, int]
-    choices: tuple[Choice, ...]
+    policy: str
     settings: dict[str, float]
+    matrices: dict[str, Any] | None = None
+    run: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """What the simulator said of a plan, and of the policies it was compared with.
+
+    Attributes:
+        lower_bound_s: No plan within the budgets, with the same operations on the host, takes less, as modelled; 0.0
+            where no bound is known.
+        keep_all_bytes: Device bytes that keeping everything needs; 0 where that was not asked.
+        host_saves_s: By how much running operations on the host makes the step shorter.
+        peak_bytes: By tier. ``bytes_by_role`` says what fills the device at its peak.
+        actions: For each action its start and its seconds, both as decimal microseconds: "12.500 3.250".
+    """
+
     step_s: float
     lower_bound_s: float
+    keep_all_bytes: int
+    host_saves_s: float
     peak_bytes: dict[str, int]
     bytes_by_role: dict[str, int]
     policies: tuple[PolicyRow, ...]
+    actions: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What was asked, what was chosen, the Program that does it, and what that should cost.
+
+    Attributes:
+        version: Of Lading.
+        layout: How the step is spread over devices, as ``lading.ir.layout.Layout`` prints; None on one device.
+        program: ``Program.text``, line by line.
+        assumptions: What was taken for granted, a sentence each.
+    """
+
+    version: str
+    request: PlanRequest
+    layout: str | None = None
+    choices: Choices
+    program: tuple[str, ...]
+    predictions: Predictions
     assumptions: tuple[str, ...]
-    machine: dict[str, Any]
-    run: dict[str, Any] | None = None
-    matrices: dict[str, Any] | None = None
-    hosted: tuple[int, ...] = ()
     format: int = PLAN_FORMAT
 
     def __repr__(self) -> str:
-        options = Counter(choice.option for choice in self.choices)
+        options = Counter(choice.option for choice in self.choices.gaps)
         chosen = "".join(f", {options[o]} gaps {_DONE[o]}" for o in _DONE if options[o])
         step = f"step {format_seconds(self.step_s)}, {self.gap:.1%} above the bound"
         memory = f"device {format_bytes(self.peak_bytes['device'])} of {format_bytes(self.budgets['device'])}"
-        return f"Plan({self.policy} on {self.machine.get('name', 'a machine')}: {step}; {memory}{chosen})"
+        machine = self.request.machine.get("name", "a machine")
+        return f"Plan({self.request.policy} on {machine}: {step}; {memory}{chosen})"
+
+    @property
+    def budgets(self) -> dict[str, int]:
+        """Bytes allowed per tier."""
+        return self.request.budgets
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.predictions.step_s
+
+    @property
+    def lower_bound_s(self) -> float:
+        """Seconds of a step that no plan within the budgets takes less than, as modelled; 0.0 where none is known."""
+        return self.predictions.lower_bound_s
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Predicted peak of each tier, bytes."""
+        return self.predictions.peak_bytes
 
     @property
     def gap(self) -> float:
@@ -116,18 +193,31 @@ class Plan:
     @property
     def compiled(self) -> bool:
         """Whether runs of light operations are compiled into one call each."""
-        return bool(self.settings.get("compile", 0.0))
+        return bool(self.request.settings.get("compile", 0.0))
+
+    def of_run(self, run: dict[str, Any]) -> Plan:
+        """The same plan, for a run of this configuration."""
+        return dataclasses.replace(self, request=dataclasses.replace(self.request, run=run))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of all but the run's configuration; a file whose content has another is refused."""
+        table = dataclasses.asdict(self)
+        del table["request"]["run"]
+        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self, path: Path | str) -> None:
         """Write as JSON, whole or not at all; raises as ``lading.files.write_aside``."""
-        write_text(Path(path), json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        table = {**dataclasses.asdict(self), "fingerprint": self.fingerprint}
+        write_text(Path(path), json.dumps(table, indent=1) + "\n")
 
     @staticmethod
     def load(path: Path | str) -> Plan:
         """Read what ``save`` wrote.
 
         Raises:
-            ConfigError: not a plan, of another format, or with a field missing, unknown or of the wrong type.
+            ConfigError: not a plan, of another format, changed by hand or damaged, or with a field missing, unknown or
+                of the wrong type.
         """
         return plan_from_dict(read_json(path, "a plan", "make one with: lading plan RUN.toml"), str(path))
 
@@ -136,7 +226,16 @@ def plan_from_dict(data: Any, origin: str) -> Plan:
     """A Plan from parsed JSON; ``origin`` is named in errors.
 
     Raises:
-        ConfigError: another format, or a field is missing, unknown or of the wrong type.
+        ConfigError: another format, a field is missing, unknown or of the wrong type, or something but the run's
+            configuration was changed since the plan was saved.
     """
     check_plan(data, "plan of a run", PLAN_FORMAT, origin, "plan again")
-    return read_as(Plan, data, origin)
+    table = dict(cast("dict[str, Any]", data))
+    saved = table.pop("fingerprint", None)
+    plan: Plan = read_as(Plan, table, origin)
+    if saved != plan.fingerprint:
+        raise ConfigError(
+            f"{origin}: expected a plan as it was saved, fingerprint {saved!r}, found one that was changed or damaged, "
+            f"fingerprint {plan.fingerprint!r} (request.run may be changed by hand, nothing else); plan again"
+        )
+    return plan

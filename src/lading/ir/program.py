@@ -12,10 +12,14 @@ One step starts when every action of the step before has ended.
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
-from lading.ir.action import Action, ActionKind
+from lading.errors import ProgramError
+from lading.ir.action import Action, ActionKind, pairs_text, parse_action, parse_pairs
 from lading.ir.graph import StepGraph
 from lading.units import format_bytes
 
@@ -91,9 +95,8 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the actions and addresses."""
-        text = "\n".join(map(str, self.actions)) + repr((self.arena_bytes, self.resident, sorted(self.slots.items())))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        """Hash of ``text``."""
+        return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
     def label(self, action: Action) -> str:
         """Text for people: ``'mm layers.0.mlp'``, ``'disk -> device layers.0.attn.wq'``."""
@@ -108,5 +111,54 @@ class Program:
         return f"free {name}"
 
     def text(self) -> str:
-        """One line an action."""
-        return "\n".join(map(str, self.actions)) + "\n"
+        """Sizes in bytes, budgets and addresses, then one line an action; ``parse_program`` reads it back."""
+        sizes = (f"{name} {getattr(self, field)}" for name, field in _SIZES.items())
+        budgets = (f"budget {tier} {size}" for tier, size in self.budgets.items())
+        slots = (f"slots {tier} {pairs_text(pairs)}" for tier, pairs in self.slots.items())
+        lines = (*sizes, *budgets, f"resident {pairs_text(self.resident)}", *slots, *map(str, self.actions))
+        return "\n".join(lines) + "\n"
+
+
+#: Sizes at the head of a Program's text.
+_SIZES = MappingProxyType(
+    {"arena": "arena_bytes", "workspace": "workspace_bytes", "overhead": "overhead_bytes", "save": "save_bytes"}
+)
+_HEAD = re.compile(r"(arena|workspace|overhead|save|budget \w+) (\d{1,18})\Z|(resident|slots \w+) ([\d@,]*)\Z")
+
+
+def parse_program(lines: Iterable[str], graph: StepGraph) -> Program:
+    """Inverse of ``Program.text``, line by line.
+
+    Args:
+        graph: What the operations and storages are numbered in.
+
+    Raises:
+        ProgramError: a line is neither an action nor of the head, or one of the head is missing or there twice.
+    """
+    numbers: dict[str, int] = {}
+    places: dict[str, tuple[tuple[int, int], ...]] = {}
+    actions: list[Action] = []
+    for line in lines:
+        if line[:1].isdecimal():
+            actions.append(parse_action(line))
+            continue
+        match = _HEAD.match(line)
+        key = match and (match[1] or match[3])
+        if match is None or not key or key in numbers or key in places:
+            raise ProgramError(f"expected an action, or a size, budget or list of addresses once, got {line[:80]!r}")
+        if match[1]:
+            numbers[key] = int(match[2])
+        else:
+            places[key] = parse_pairs(match[4])
+    if missing := {*_SIZES, "budget device", "resident"} - numbers.keys() - places.keys():
+        raise ProgramError(
+            f"expected lines {', '.join(map(repr, sorted(missing)))} at the head of a Program, found none"
+        )
+    return Program(
+        graph=graph,
+        actions=tuple(actions),
+        resident=places.pop("resident"),
+        slots={key.split()[1]: pairs for key, pairs in places.items()},
+        budgets={key.split()[1]: size for key, size in numbers.items() if key not in _SIZES},
+        **{field: numbers[name] for name, field in _SIZES.items()},
+    )

@@ -16,7 +16,7 @@ _TOO_LARGE = 1 << 63
 _PLANS = {
     "cluster plan": {"groups", "layout"},
     "placement": {"groups", "units"},
-    "plan of a run": {"choices", "settings"},
+    "plan of a run": {"choices"},
 }
 
 

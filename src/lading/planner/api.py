@@ -1,7 +1,7 @@
-"""From a captured graph and a machine to a Plan, and from a Plan to its Program.
+"""From a captured graph and a machine to a Plan.
 
-``make_plan`` compares the named policies, states a lower bound, and records for whom the plan was made;
-``make_program`` lowers a plan again and refuses any other graph or result.
+``make_plan`` compares the named policies, states a lower bound, and records for whom the plan was made; ``sketch_plan``
+makes one without a search. What either makes is read back as any saved plan is, by ``lading.memory.restore``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from lading import __version__
@@ -23,26 +24,24 @@ from lading.cost.compute import (
     missing_rates,
     op_costs,
     packed_columns,
-    placed_costs,
 )
-from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible, ProgramError
+from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.ir.action import ActionKind
-from lading.ir.defer import updates
 from lading.ir.graph import StepGraph
 from lading.ir.machine import KERNEL_BYTES, Machine
-from lading.ir.plan import Choice, Option, Plan, PolicyRow
+from lading.ir.plan import Choice, Choices, Option, Plan, PlanRequest, PolicyRow, Predictions
 from lading.ir.program import PAGE_BYTES, Program
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
+from lading.memory.restore import action_times, predicted_timeline
 from lading.memory.verify import verify
-from lading.planner.hosting import hosted_step
 from lading.planner.lower import Costs
-from lading.planner.orders import Ordered, best_order, deferred_step, ordered_with_host, smallest_order_bytes
+from lading.planner.orders import Ordered, best_order, ordered_with_host, smallest_order_bytes
 from lading.planner.policies import Policy, checkpoint_every_block, keep_all
-from lading.planner.residency import MOST_RETIMED, Found, Step, lower_bound_s
+from lading.planner.residency import Found, Step, lower_bound_s
 from lading.planner.streaming import streaming
-from lading.sim.engine import simulate, stall_s
+from lading.sim.engine import stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
 
 _POLICIES: dict[str, Policy] = {
@@ -59,18 +58,15 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with the objects it was made from.
-
-    Attributes:
-        graph: The whole step (expanded), with updates deferred where the plan does that.
-        keep_all_bytes: Device bytes that the policy keep-all needs.
-    """
+    """A plan and its Program."""
 
     plan: Plan
-    graph: StepGraph
     program: Program
-    predicted: Timeline
-    keep_all_bytes: int
+
+    @cached_property
+    def predicted(self) -> Timeline:
+        """What one step does, as it was planned."""
+        return predicted_timeline(self.plan, self.program)
 
 
 @contextmanager
@@ -131,75 +127,66 @@ def make_plan(
         rows.append(_row(policy, chosen.found))
     found = chosen.found
     verify(found.program)
-    settings = {"keep_all_bytes": float(keep_all_bytes), **given}
-    assumptions = _assumptions(graph, machine, workspace_bytes, given)
-    asked = _Asked(graph, machine, policy, budgets)
-    plan = _plan(asked, chosen, tuple(rows), settings, assumptions)
-    return Planned(plan, chosen.step.graph, found.program, found.timeline, keep_all_bytes)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """For what a plan is made."""
-
-    graph: StepGraph
-    machine: Machine
-    policy: str
-    budgets: dict[str, int]
-
-
-def _plan(
-    asked: _Asked,
-    chosen: Ordered,
-    policies: tuple[PolicyRow, ...],
-    settings: dict[str, float],
-    assumptions: tuple[str, ...],
-) -> Plan:
-    """The record of what was chosen."""
-    found, program = chosen.found, chosen.found.program
-    lower = {tier: program.tier_bytes(tier) for tier in program.slots}
-    return Plan(
-        version=__version__,
-        graph_fingerprint=asked.graph.fingerprint,
-        machine_fingerprint=asked.machine.fingerprint,
-        host_id=asked.machine.host_id,
-        program_fingerprint=program.fingerprint,
-        policy=asked.policy,
-        budgets=asked.budgets,
-        choices=_choices(chosen.step.lives, found.choices),
-        settings={
-            **settings,
-            "deferred": chosen.deferred,
-            "retimed": found.retimed,
-            "host_saves_s": _saved_s(found),
-        },
-        hosted=chosen.step.graph.hosted,
-        step_s=found.timeline.duration_s,
+    predictions = _predictions(
+        found,
         lower_bound_s=min(chosen.bound_s, found.step_s),  # a plan that reaches its bound does so up to rounding
-        peak_bytes={"device": program.peak_bytes, **lower},
+        keep_all_bytes=keep_all_bytes,
+        policies=tuple(rows),
+    )
+    request = _request(graph, machine, policy, budgets, given)
+    return _planned(
+        found, request, predictions, _assumptions(graph, machine, workspace_bytes, given), deferred=chosen.deferred
+    )
+
+
+def _request(
+    graph: StepGraph, machine: Machine, policy: str, budgets: dict[str, int], settings: Mapping[str, float]
+) -> PlanRequest:
+    return PlanRequest(
+        graph_fingerprint=graph.fingerprint,
+        machine=json.loads(json.dumps(dataclasses.asdict(machine))),  # as it is read back
+        machine_fingerprint=machine.fingerprint,
+        host_id=machine.host_id,
+        budgets=budgets,
+        policy=policy,
+        settings=dict(settings),
+    )
+
+
+def _predictions(
+    found: Found, *, lower_bound_s: float = 0.0, keep_all_bytes: int, policies: tuple[PolicyRow, ...] = ()
+) -> Predictions:
+    program = found.program
+    return Predictions(
+        step_s=found.timeline.duration_s,
+        lower_bound_s=lower_bound_s,
+        keep_all_bytes=keep_all_bytes,
+        host_saves_s=_saved_s(found),
+        peak_bytes={"device": program.peak_bytes, **{tier: program.tier_bytes(tier) for tier in program.slots}},
         bytes_by_role=_bytes_at_peak(found),
         policies=policies,
-        assumptions=assumptions,
-        machine=json.loads(json.dumps(dataclasses.asdict(asked.machine))),  # as it is read back
+        actions=action_times(found.timeline.events),
     )
+
+
+def _planned(
+    found: Found, request: PlanRequest, predictions: Predictions, assumptions: tuple[str, ...], *, deferred: int = 0
+) -> Planned:
+    """Plan of what was chosen, for a step of which so many updates are ``deferred``."""
+    gaps = _gap_choices(found.step.lives, found.choices)
+    plan = Plan(
+        version=__version__,
+        request=request,
+        choices=Choices(gaps=gaps, deferred=deferred, hosted=found.step.graph.hosted),
+        program=tuple(found.program.text().splitlines()),
+        predictions=predictions,
+        assumptions=assumptions,
+    )
+    return Planned(plan, found.program)
 
 
 def _saved_s(found: Found) -> float:
     return max(0.0, found.device_s - found.step_s)
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """A plan made without a search, for a step that a search would take too long for: verified like any other.
-
-    Attributes:
-        host_saves_s: By how much running operations on the host makes the step shorter.
-    """
-
-    program: Program
-    predicted: Timeline
-    assumptions: tuple[str, ...]
-    host_saves_s: float = 0.0
 
 
 @_collector_paused()
@@ -210,54 +197,26 @@ def sketch_plan(
     budget: str | float,
     disk_budget: str | float | None = None,
     workspace_bytes: Sequence[int] = (),
-    settings: Mapping[str, float] | None = None,
-) -> Sketch:
-    """A plan by ``lading.planner.streaming``; the arguments are those of ``make_plan``, ``settings`` its expansion.
+    expansion: Mapping[str, float] | None = None,
+) -> Planned:
+    """A plan by ``lading.planner.streaming``; the arguments are those of ``make_plan``.
+
+    Nothing is compared with it, and no bound is stated.
 
     Raises:
         PlanInfeasible: it does not fit; ``make_plan`` may find one that does.
         ConfigError: unknown budget or dtype.
     """
-    given = settings or {}
+    given = expansion or {}
     costs = step_costs(graph, machine, workspace_bytes, given)
     free = Step(graph, lifetimes(graph), machine, costs, _budgets(machine, _NO_LIMIT, disk_budget))
     whole_bytes = 0 if share_of(budget) is None else free.needs({})
     budgets = _budgets(machine, share_or_bytes(budget, whole_bytes), disk_budget)
     _check_device(machine, budgets["device"])
     found = streaming(dataclasses.replace(free, budgets=budgets))
-    return Sketch(found.program, found.timeline, _assumptions(graph, machine, workspace_bytes, given), _saved_s(found))
-
-
-@_collector_paused()
-def make_program(plan: Plan, graph: StepGraph, machine: Machine, *, workspace_bytes: Sequence[int] = ()) -> Program:
-    """The Program of a plan, made again.
-
-    Raises:
-        ConfigError: the plan was made for another model, batch or machine.
-        ProgramError: this version of Lading lowers the plan differently.
-    """
-    check_made_for(plan, graph, machine)
-    lives = lifetimes(graph)
-    costs = step_costs(graph, machine, workspace_bytes, plan.settings)
-    step = deferred_step(Step(graph, lives, machine, costs, plan.budgets), _deferred(plan, graph))
-    step = hosted_step(step, plan.hosted)
-    _check_choices(plan.choices, step, "the plan")
-    retimed = min(max(0, int(plan.settings.get("retimed", 0))), MOST_RETIMED)
-    lowered = step.lower({(c.storage, c.start): c.option for c in plan.choices}, retimed)
-    if lowered.program is None or lowered.program.fingerprint != plan.program_fingerprint:
-        raise ProgramError(
-            f"the plan was made by Lading {plan.version} and does not give the same program here "
-            f"(Lading {__version__}); plan again"
-        )
-    verify(lowered.program)
-    return lowered.program
-
-
-def _deferred(plan: Plan, graph: StepGraph) -> int:
-    count, known = plan.settings.get("deferred", 0), len(updates(graph))
-    if not 0 <= count <= known or count != int(count):
-        raise ConfigError(f"the plan defers {count} updates, expected a whole number in 0..{known}; plan again")
-    return int(count)
+    request = _request(graph, machine, "streaming", budgets, given)
+    predictions = _predictions(found, keep_all_bytes=whole_bytes)
+    return _planned(found, request, predictions, _assumptions(graph, machine, workspace_bytes, given))
 
 
 def step_costs(
@@ -283,28 +242,8 @@ def step_costs(
     )
 
 
-def predict(plan: Plan, program: Program, machine: Machine) -> Timeline:
-    """What one step of a plan's Program does on the machine, as it was planned."""
-    return simulate(program, machine, op_seconds=placed_costs(program.graph, machine, fused=plan.compiled))
-
-
-def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
-    """Refuse a plan made for something else.
-
-    Raises:
-        ConfigError: naming what differs.
-    """
-    pairs = (
-        ("model, batch or optimizer", plan.graph_fingerprint, graph.fingerprint),
-        ("machine", plan.machine_fingerprint, machine.fingerprint),
-    )
-    for what, wanted, found in pairs:
-        if wanted != found:
-            raise ConfigError(f"the plan was made for another {what} (expected {wanted}, found {found}); plan again")
-
-
 def _check_choices(choices: Sequence[Choice], step: Step, whose: str) -> None:
-    """Refuse what an edited or damaged file, or a policy of the user's, asks for and the step does not offer."""
+    """Refuse what a policy of the user's asks for and the step does not offer."""
     known = {(gap.storage, gap.start, gap.end): gap for gap in gaps(step.graph, step.lives)}
     for choice in choices:
         gap = known.get((choice.storage, choice.start, choice.end))
@@ -358,7 +297,7 @@ def _plain_policies(
     for name, policy in policies.items():
         choices = policy(step.graph, step.lives)
         if name not in _POLICIES:
-            _check_choices(_choices(step.lives, choices), step, f"policy {name!r}")
+            _check_choices(_gap_choices(step.lives, choices), step, f"policy {name!r}")
         lowered = step.lower(choices)
         if lowered.program is not None:
             fitting[name] = Found(choices, lowered.program, step)
@@ -414,7 +353,7 @@ def _hosting(found: Found) -> str:
     return f"{count} operations, updates mostly, on the host's processors{saved}" if count else ""
 
 
-def _choices(lives: Lifetimes, choices: dict[tuple[int, int], Option]) -> tuple[Choice, ...]:
+def _gap_choices(lives: Lifetimes, choices: dict[tuple[int, int], Option]) -> tuple[Choice, ...]:
     rows: list[Choice] = []
     for (storage, start), option in sorted(choices.items()):
         uses = lives.uses[storage]

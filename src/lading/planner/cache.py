@@ -2,30 +2,29 @@
 
 That is the graph, the machine, what was asked (budgets, policy, settings, scratch) and what makes plans: the source of
 Lading, and the versions of the libraries that solve and count. So nothing is ever out of date, and a plan taken from
-here equals the plan that would be made. A file begins with a checksum, is written aside and renamed, and is lowered and
-verified like any saved plan; one that is damaged is said, and planned anew. The files used longest ago go first.
+here equals the plan that would be made. A file is read and verified like any saved plan; one that is damaged is said,
+and planned anew. The files used longest ago go first.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import TypedDict, Unpack
 
 from lading import __version__
 from lading.errors import LadingError, StorageError
-from lading.files import make_folder, read_bytes, remove_file, write_aside
+from lading.files import make_folder, remove_file
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
-from lading.ir.plan import Plan, plan_from_dict
+from lading.ir.plan import Plan
 from lading.ir.reporting import SILENT, PlanProgress
-from lading.planner.api import Planned, make_plan, make_program, predict
+from lading.memory.restore import restore_program
+from lading.planner.api import Planned, make_plan
 from lading.planner.policies import Policy
 
 #: Most bytes of plans that stay.
@@ -81,7 +80,10 @@ def cached_plan(
     try:
         if path.is_file():
             progress.update(0.0, "a plan of the cache")
-            planned = _planned(_read(path), graph, machine, asked)
+            plan = Plan.load(path)
+            planned = Planned(plan, restore_program(plan, graph, machine))
+            with suppress(OSError):  # another process let go of it, or it may be read and not touched
+                os.utime(path)  # used now
             progress.note(f"plan of an equal run before, from the cache: {path}")
             return planned
     except (LadingError, OSError) as error:
@@ -117,27 +119,6 @@ def _source_hash() -> str:
     return digest.hexdigest()
 
 
-def _planned(plan: Plan, graph: StepGraph, machine: Machine, asked: Asked) -> Planned:
-    """A plan with the objects it was made from, made again."""
-    program = make_program(plan, graph, machine, workspace_bytes=asked.get("workspace_bytes", ()))
-    predicted = predict(plan, program, machine)
-    return Planned(plan, program.graph, program, predicted, int(plan.settings["keep_all_bytes"]))
-
-
-def _read(path: Path) -> Plan:
-    """A plan that was written whole.
-
-    Raises:
-        LadingError: it was not, is damaged, or cannot be read.
-    """
-    checksum, _, text = read_bytes(path).partition(b"\n")
-    if hashlib.sha256(text).hexdigest().encode() != checksum:
-        raise LadingError(f"expected a plan and its checksum in {path}, found a damaged file; it will be replaced")
-    with suppress(OSError):  # another process let go of it, or it may be read and not touched
-        os.utime(path)  # used now
-    return plan_from_dict(json.loads(text), str(path))
-
-
 def _write(path: Path, plan: Plan) -> None:
     """Write a plan whole, and let go of what was used longest ago.
 
@@ -146,9 +127,7 @@ def _write(path: Path, plan: Plan) -> None:
         OSError: it cannot be listed.
     """
     make_folder(path.parent)
-    text = json.dumps(asdict(plan)).encode()
-    with write_aside(path) as file:
-        file.write(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+    plan.save(path)
     files: list[tuple[int, int, Path]] = []
     for other in path.parent.iterdir():
         with suppress(FileNotFoundError):  # another process let go of it

@@ -92,7 +92,7 @@ def placement(plan: Plan, graph: StepGraph) -> dict[str, dict[Option, Placed]]:
     a storage with unlike gaps is under several.
     """
     options: dict[int, set[Option]] = defaultdict(set)
-    for choice in plan.choices:
+    for choice in plan.choices.gaps:
         if choice.option is not Option.KEEP:
             options[choice.storage].add(choice.option)
     table: dict[str, dict[Option, Placed]] = {}

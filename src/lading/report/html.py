@@ -202,17 +202,18 @@ def table(
 
 
 def _policies(plan: Plan) -> str:
-    rows = [[row.policy, *policy_cells(row)] for row in plan.policies]
-    chosen = next((i for i, row in enumerate(plan.policies) if row.policy == plan.policy), None)
+    predictions, policy = plan.predictions, plan.request.policy
+    rows = [[row.policy, *policy_cells(row)] for row in predictions.policies]
+    chosen = next((i for i, row in enumerate(predictions.policies) if row.policy == policy), None)
     head = ("policy", "fits", "step", "peak", "recompute", "stall", "moved", "note")
     bound = (
-        f"No plan within the budgets takes less than {format_seconds(plan.lower_bound_s)} (lower bound, as modelled); "
-        f"this one takes {format_seconds(plan.step_s)}, {plan.gap:.1%} above it."
+        f"No plan within the budgets takes less than {format_seconds(predictions.lower_bound_s)} (lower bound, as "
+        f"modelled); this one takes {format_seconds(plan.step_s)}, {plan.gap:.1%} above it."
     )
-    if not plan.lower_bound_s:
+    if not predictions.lower_bound_s:
         bound = f"This plan takes {format_seconds(plan.step_s)}; no lower bound is known."
     body = table(head, rows, chosen=chosen, left=(0, 6, 7))
-    return el("h2", "Policies compared") + body + el("p", text(f"Chosen: {plan.policy}. {bound}"), class_="under")
+    return el("h2", "Policies compared") + body + el("p", text(f"Chosen: {policy}. {bound}"), class_="under")
 
 
 def _placement(plan: Plan, program: Program) -> str:
@@ -234,7 +235,7 @@ def _largest(plan: Plan, program: Program, predicted: Timeline) -> str:
     sizes = [program.graph.storages[s].size_bytes for s in present]
     whole = sum(sizes)
     options: dict[int, list[str]] = {}
-    for choice in plan.choices:
+    for choice in plan.choices.gaps:
         options.setdefault(choice.storage, []).append(choice.option.value)
     rows: list[list[str]] = []
     for storage in present[:NUM_LARGEST]:
@@ -259,13 +260,17 @@ def _assumptions(plan: Plan) -> str:
 
 
 def _reproduction(plan: Plan, program: Program, summary: RunSummary) -> str:
+    request, choices = plan.request, plan.choices
     rows = {
         "Lading": plan.version,
-        "Graph": plan.graph_fingerprint,
-        "Machine": plan.machine_fingerprint,
+        "Graph": request.graph_fingerprint,
+        "Machine": request.machine_fingerprint,
+        "Plan": plan.fingerprint,
         "Program": program.fingerprint,
-        "Host": plan.host_id or "any (catalog entry)",
-        "Settings": ", ".join(f"{k} {v:g}" for k, v in plan.settings.items()) or "default",
+        "Host": request.host_id or "any (catalog entry)",
+        "Settings": ", ".join(f"{k} {v:g}" for k, v in request.settings.items()) or "default",
+        "Chosen": f"{len(choices.gaps)} gaps, {choices.deferred} updates deferred, {len(choices.hosted)} operations "
+        "on the host",
         "Versions": ", ".join(f"{k} {v}" for k, v in summary.versions.items()) or "not recorded",
     }
     items = "".join(el("dt", text(k)) + el("dd", el("code", text(v))) for k, v in rows.items())

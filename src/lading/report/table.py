@@ -40,16 +40,17 @@ def policy_table(plan: Plan) -> Table:
     from rich.markup import escape
 
     table = figures_table("Policies", "policy", "step", "peak", "recompute", "stall", "moved")
-    for row in plan.policies:
-        chosen = row.policy == plan.policy
+    predictions = plan.predictions
+    for row in predictions.policies:
+        chosen = row.policy == plan.request.policy
         _, step, *others = policy_cells(row)[:-2]
         moved = sum(row.moved_bytes.values())
         name = f"{'>' if chosen else ' '} {row.policy}"
         cells = [name, step if row.fits else "does not fit", *others, format_bytes(moved) if moved else "-"]
         table.add_row(*map(escape, cells), style="bold" if chosen else None)
-    lines = [f"{row.policy}: {escape(row.note)}" for row in plan.policies if row.note and row.fits]
-    bound = f"no plan takes less than {format_seconds(plan.lower_bound_s)}; this one is {plan.gap:.1%} above"
-    lines.append(bound if plan.lower_bound_s else "no bound on the step time is known")
+    lines = [f"{row.policy}: {escape(row.note)}" for row in predictions.policies if row.note and row.fits]
+    bound = f"no plan takes less than {format_seconds(predictions.lower_bound_s)}; this one is {plan.gap:.1%} above"
+    lines.append(bound if predictions.lower_bound_s else "no bound on the step time is known")
     return _with_caption(table, "\n".join(lines))
 
 
@@ -100,7 +101,7 @@ def fit_table(peak_bytes: Mapping[str, int], budgets: Mapping[str, int], bytes_b
 
 def print_plan(plan: Plan, graph: StepGraph, console: Console) -> None:
     """The whole bill of lading: fit, policies, placement, assumptions."""
-    console.print(fit_table(plan.peak_bytes, plan.budgets, plan.bytes_by_role))
+    console.print(fit_table(plan.peak_bytes, plan.budgets, plan.predictions.bytes_by_role))
     console.print(policy_table(plan))
     console.print(placement_table(plan, graph))
     say_list(console, "Assumed", plan.assumptions)

@@ -6,12 +6,23 @@ import os
 import platform
 from pathlib import Path
 
+from lading.errors import ConfigError
 from lading.units import GiB
 
 
 def host_id() -> str:
     """``"model name | cores | memory"`` of this host, the same at every call."""
     return f"{_model_name()} | {os.cpu_count()} cores | {memory_bytes() / GiB:.1f} GiB"
+
+
+def check_host(host: str) -> None:
+    """Refuse what was made for another host than this one; "" is any host.
+
+    Raises:
+        ConfigError: it was.
+    """
+    if host and host != host_id():
+        raise ConfigError(f"the plan was made for the host {host!r}, this one is {host_id()!r}; plan again here")
 
 
 def memory_bytes() -> int:

@@ -1,0 +1,141 @@
+"""Restoring: a saved plan and the graph it was made for become the Program that runs, proven again, and its Timeline.
+
+Nothing is planned, timed or simulated here: a Program is read as it was written, and a Timeline is what the simulator
+said when the plan was made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from lading.catalog.load import machine_from_dict
+from lading.errors import ConfigError, ProgramError
+from lading.grouping import Matrices, matrices_from
+from lading.ir.defer import defer, updates
+from lading.ir.graph import StepGraph
+from lading.ir.hosting import hosted
+from lading.ir.machine import Machine
+from lading.ir.plan import Choices, Plan
+from lading.ir.program import Program, parse_program
+from lading.ir.retarget import retarget
+from lading.ir.step import expand
+from lading.ir.timeline import Event, Timeline
+from lading.memory.staircase import memory_samples
+from lading.memory.verify import verify
+
+_ACTION_TIMES = re.compile(r"(\d{1,15}\.\d{3}) (\d{1,15}\.\d{3})\Z")
+
+
+def step_of(
+    captured: StepGraph, machine: Machine, *, clip_norm: float, master_weights: bool, matrices: Matrices | None = None
+) -> StepGraph:
+    """Whole step of a captured micro-batch, with the operations of the machine's device.
+
+    Raises:
+        ConfigError: an operation has no kernel there, or the rule for matrices cannot move what it is told to.
+    """
+    step = expand(captured, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)
+    return retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
+
+
+def program_of(plan: Plan, captured: StepGraph) -> Program:
+    """Program of a plan, for the micro-batch that it was made for; raises as ``restore_program``."""
+    request = plan.request
+    machine = machine_from_dict(request.machine, "the plan's machine")
+    step = step_of(
+        captured,
+        machine,
+        clip_norm=request.settings.get("clip_norm", 0.0),
+        master_weights=bool(request.settings.get("master_weights", 0.0)),
+        matrices=matrices_from(request.matrices) if request.matrices is not None else None,
+    )
+    return restore_program(plan, step, machine)
+
+
+def restore_program(plan: Plan, step: StepGraph, machine: Machine) -> Program:
+    """Program of a plan, proven by the verifier.
+
+    Args:
+        step: The whole step, from ``step_of``; the plan's choices are applied to it here.
+        machine: What the plan was made for.
+
+    Raises:
+        ConfigError: the plan was made for another model, batch, optimizer or machine, or chooses what the step lacks;
+            or its Program cannot be read, breaks a budget, or is not safe in every timing.
+    """
+    check_made_for(plan, step, machine)
+    try:
+        program = parse_program(plan.program, apply_choices(step, plan.choices))
+        if program.budgets != plan.budgets:
+            raise ProgramError(f"expected the plan's budgets {plan.budgets}, found {program.budgets} in its program")
+        verify(program)
+    except ProgramError as error:
+        raise ConfigError(
+            f"the Program in the plan (Lading {plan.version}) is not safe to run: {error}; plan again"
+        ) from error
+    return program
+
+
+def apply_choices(step: StepGraph, choices: Choices) -> StepGraph:
+    """Step with the updates deferred, and the operations on the host, that a plan chose.
+
+    Raises:
+        ConfigError: it has not so many updates, or one of the operations may not run on the host.
+    """
+    known = len(updates(step))
+    if not 0 <= choices.deferred <= known:
+        raise ConfigError(f"the plan defers {choices.deferred} updates, expected 0 to {known}; plan again")
+    ordered = defer(step, choices.deferred)[0] if choices.deferred else step
+    return hosted(ordered, choices.hosted) if choices.hosted else ordered
+
+
+def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
+    """Refuse a plan made for something else.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    pairs = (
+        ("model, batch or optimizer", plan.request.graph_fingerprint, graph.fingerprint),
+        ("machine", plan.request.machine_fingerprint, machine.fingerprint),
+    )
+    for what, wanted, found in pairs:
+        if wanted != found:
+            raise ConfigError(f"the plan was made for another {what} (expected {wanted}, found {found}); plan again")
+
+
+def action_times(events: Sequence[Event]) -> tuple[str, ...]:
+    """When each action starts and how long it takes, as ``Predictions.actions`` has it.
+
+    Args:
+        events: One for each action of a Program, in any order.
+    """
+    by_id = sorted(events, key=lambda event: event.action)
+    return tuple(f"{event.start_s * 1e6:.3f} {(event.end_s - event.start_s) * 1e6:.3f}" for event in by_id)
+
+
+def predicted_timeline(plan: Plan, program: Program) -> Timeline:
+    """Timeline that the simulator predicted when the plan was made, to the nanosecond.
+
+    Raises:
+        ConfigError: the plan does not say when each action of ``program`` runs.
+    """
+    times = plan.predictions.actions
+    matches = [match for line in times if (match := _ACTION_TIMES.match(line)) is not None]
+    if not len(matches) == len(times) == len(program.actions):
+        raise ConfigError(
+            f"expected start and seconds of {len(program.actions)} actions among the plan's predictions, "
+            f"found {len(matches)} in {len(times)} lines; plan again"
+        )
+    events: list[Event] = []
+    for action, match in zip(program.actions, matches, strict=True):
+        start_us, took_us = float(match[1]), float(match[2])
+        events.append(Event(0, action.stream, action.id, start_us / 1e6, (start_us + took_us) / 1e6))
+    return Timeline(
+        source="predicted",
+        events=tuple(sorted(events, key=lambda event: (event.start_s, event.action))),
+        memory=memory_samples(program, events, {}, overhead_bytes=program.overhead_bytes),
+        labels={action.id: program.label(action) for action in program.actions},
+        peak_bytes=program.peak_bytes,
+    )

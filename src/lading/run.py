@@ -1,0 +1,312 @@
+"""A configured run, from its TOML to what the loop needs: model, data, initial values, captured step, Program.
+
+Nothing is planned here: ``prepare_plan`` takes a saved plan as it is. ``lading.prepare`` makes one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lading.capture.initial import Deferred, defer
+from lading.capture.trace import capture
+from lading.catalog.load import machine_from_dict
+from lading.catalog.models import resolved
+from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict
+from lading.errors import ConfigError
+from lading.ir.graph import StepGraph
+from lading.ir.machine import Machine
+from lading.ir.plan import Plan
+from lading.ir.program import Program
+from lading.ir.timeline import Timeline
+from lading.memory.restore import predicted_timeline, restore_program, step_of
+from lading.models import hugging_face
+from lading.models.dit import DitConfig
+from lading.models.loss import next_byte_loss
+from lading.models.registry import build_model, model_class
+from lading.models.tasks import LOSSES
+from lading.runtime import data
+from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
+from lading.runtime.data import Dataset, LatentDataset, TextDataset
+from lading.runtime.host import check_host
+
+Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CapturedRun:
+    """Step of a run, which any number of plans can be made for.
+
+    Attributes:
+        initial: The model on fake tensors, with the recipe of its initial values.
+        captured: One micro-batch. ``graph`` is the whole step.
+    """
+
+    initial: Deferred
+    captured: StepGraph
+    graph: StepGraph
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A planned run: its configuration, its captured step, its plan and its Program."""
+
+    run: RunConfig
+    step: CapturedRun
+    plan: Plan
+    program: Program
+
+    @cached_property
+    def predicted(self) -> Timeline:
+        """What one step does, as it was planned."""
+        return predicted_timeline(self.plan, self.program)
+
+
+def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
+    """Everything of a saved plan, checked against the run it records.
+
+    Args:
+        to_run: Refuse a plan made for another host; to look at one, any host will do.
+
+    Raises:
+        ConfigError: the plan was made without a run, for another model, or for another host; or its Program is not safe
+            to run.
+    """
+    if plan.request.run is None:
+        raise ConfigError("the plan records no run; make it with: lading plan RUN.toml")
+    run = run_from_dict(plan.request.run, "the plan's run")
+    if to_run:
+        check_host(plan.request.host_id)
+    torch.set_num_threads(run.num_threads)
+    machine = machine_from_dict(plan.request.machine, "the plan's machine")
+    step = capture_run(run, machine)
+    program = restore_program(plan, step.graph, machine)
+    if to_run and run.checkpoint.saves and machine.device.kind == "cpu" and not program.save_bytes:
+        raise ConfigError(
+            "the plan counts no memory for saving, and its run saves; plan again, or set checkpoint.every_steps to 0 "
+            "and checkpoint.at_end to false there"
+        )
+    return Prepared(run, step, plan, program)
+
+
+def capture_run(run: RunConfig, machine: Machine) -> CapturedRun:
+    """Build a run's model on fake tensors and capture its step for the machine's kernels; nothing is computed."""
+    run = resolved(run)
+    chosen = run.optimization
+    initial = defer(lambda: build(run.model, chosen.precision))
+    captured = capture(initial.model, example_batch(run), loss_of(run.model), accumulation=chosen.accumulation)
+    step = step_of(
+        captured, machine, clip_norm=chosen.clip_norm, master_weights=has_masters(run), matrices=chosen.matrices
+    )
+    return CapturedRun(initial, captured, step)
+
+
+def has_masters(run: RunConfig) -> bool:
+    """Whether parameters of less than 32 bits have float32 masters."""
+    return run.optimization.precision == "bf16"
+
+
+def build(model: ModelConfig, precision: str = "fp32") -> torch.nn.Module:
+    """The model of a configuration, in training mode, initialised from torch's generator.
+
+    Args:
+        precision: "fp32" or "bf16", the dtype in which it is made.
+
+    Raises:
+        ConfigError: unknown name or size, or a module or file that cannot be used.
+    """
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return _built(model, dtype)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _built(model: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+    if model.name in MODELS:
+        return build_model(model.name, **model.sizes)
+    if model.is_hugging_face:
+        return hugging_face.build_from(model, dtype)
+    module, _, function = model.name.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), function)(**model.sizes)
+    except Exception as error:  # code of the user's: whatever it raises is told as theirs
+        raise ConfigError(
+            f"model.name {model.name!r}: expected a function that returns a module, it fails: "
+            f"{type(error).__name__}: {error}{_where(error, __file__)}"
+        ) from error
+    if not isinstance(made, torch.nn.Module):
+        raise ConfigError(f"model.name {model.name!r}: expected a torch.nn.Module, got {type(made).__name__}")
+    return made
+
+
+def _where(error: Exception, here: str) -> str:
+    """The line of the user's code in which an error was raised, in words; "" where it was raised by the call itself."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return "" if last.filename == here or last.filename.startswith("<") else f" ({last.filename}, line {last.lineno})"
+
+
+def task_of(model: ModelConfig) -> str:
+    """What a model learns: a task of ``lading.config.Task``, or "denoising" for a diffusion model.
+
+    Raises:
+        ConfigError: another task than the model can learn.
+    """
+    if model.is_hugging_face:
+        return hugging_face.task_of(model, hugging_face.read_config(model))
+    task = "denoising" if model.name == "dit" else "causal-lm"
+    if model.task == "own" and model.name not in MODELS:
+        return "own"
+    if model.task not in ("auto", task):
+        raise ConfigError(f"model.task: {model.name!r} learns {task!r}, got {model.task!r}; leave it out")
+    return task
+
+
+def loss_of(model: ModelConfig) -> Loss:
+    """``loss(model, batch)``: a reference model's own, that of the task for one of Hugging Face, else next byte."""
+    if model.name in MODELS:
+        return model_class(model.name).loss
+    task = task_of(model)
+    return LOSSES[task] if model.is_hugging_face or task == "own" else next_byte_loss
+
+
+def tokenizer_of(run: RunConfig) -> Path | None:
+    """The tokenizer file of a run; None for one token a byte."""
+    if run.data.tokenizer == "bytes":
+        return None
+    if run.data.tokenizer != "auto":
+        return Path(run.data.tokenizer)
+    if not run.model.is_hugging_face:
+        return None
+    path = Path(run.model.weights or Path(run.model.name).parent) / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+def example_batch(run: RunConfig) -> dict[str, torch.Tensor]:
+    """A batch of the run's shape; the values mean nothing."""
+    if (task := _task(run)) == "denoising":
+        return _latents(run).batch(0, 0)
+    if task == "own":
+        return made_up(inputs_of(run.data), run.data.batch_size, run.seed, 0, 0)
+    return data.example_batch(task, run.data, tokenizer_of(run))
+
+
+def dataset_of(run: RunConfig, module: torch.nn.Module) -> Dataset:
+    """The batches of a run, for its model, which may be fake.
+
+    Raises:
+        ConfigError: the text cannot be read, is too short, or is not the model's kind of text.
+        StorageError: the run's folder cannot be written.
+    """
+    if (task := _task(run)) == "denoising":
+        return _latents(run)
+    if task == "own":
+        random = run.data.kind == "random"
+        return (
+            RandomDataset(run.data, seed=run.seed) if random else ArrayDataset(run.data, Path(run.out), seed=run.seed)
+        )
+    config = getattr(module, "config", None)
+    embedding = module.get_input_embeddings() if run.model.is_hugging_face else None  # pyright: ignore[reportCallIssue]
+    return TextDataset(
+        run.data,
+        Path(run.out),
+        seed=run.seed,
+        task=task,
+        tokenizer=tokenizer_of(run),
+        vocabulary=getattr(embedding, "num_embeddings", None) or getattr(config, "vocab_size", None),
+        num_labels=getattr(config, "num_labels", None),
+    )
+
+
+def _task(run: RunConfig) -> str:
+    """What a run's model learns.
+
+    Raises:
+        ConfigError: not from data of this kind.
+    """
+    task, kind = task_of(run.model), run.data.kind
+    if (task == "own") == (kind == "text"):
+        if kind == "text":
+            raise ConfigError(
+                f"data.kind: {run.model.name!r} is not made for text; expected 'arrays' (npz, safetensors or Parquet "
+                "files whose columns its forward takes) or 'random' with data.inputs, got 'text'"
+            )
+        raise ConfigError(
+            f"data.kind: {run.model.name!r} learns {task!r} from text, got {kind!r}; set model.task = 'own' for a "
+            "model whose forward takes the columns and gives the loss"
+        )
+    return task
+
+
+def _latents(run: RunConfig) -> LatentDataset:
+    if run.data.source != SYNTHETIC:
+        raise ConfigError(
+            f"data.source: {run.model.name!r} learns latents, expected {SYNTHETIC!r}, got {run.data.source!r}"
+        )
+    sizes = DitConfig(**run.model.sizes)  # pyright: ignore[reportArgumentType]
+    if run.data.sequence_length != sizes.patches_per_side**2:
+        raise ConfigError(
+            f"data.sequence_length: expected the patches of an image, {sizes.patches_per_side**2}, "
+            f"got {run.data.sequence_length}"
+        )
+    shape = (sizes.channels, sizes.image_size, sizes.image_size)
+    return LatentDataset(shape, sizes.num_classes, batch_size=run.data.batch_size, seed=run.seed)
+
+
+def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Callable[[str, torch.Tensor], None]) -> list[str]:
+    """Hand the weights of a model's folder on; says what was done with them.
+
+    Args:
+        module: The model, which may be fake.
+        sink: Called with each name and value; it must copy what it keeps.
+    """
+    drawn = hugging_face.load_weights(model, module, sink)
+    names = ", ".join(drawn[:3]) + (f" and {len(drawn) - 3} more" if len(drawn) > 3 else "")
+    dtypes = hugging_face.weights_dtype(model)
+    return [f"weights from {model.weights} ({dtypes})", *([f"drawn, as the files lack them: {names}"] if drawn else [])]
+
+
+def initial_values(run: RunConfig, initial: Deferred, sink: Callable[[str, torch.Tensor], None]) -> list[str]:
+    """Hand the values on that a run starts from, one after another; says where they come from.
+
+    What a folder holds comes from there, the rest is made as building the model would make it. Random numbers of the
+    steps start from the seed again after weights were loaded, however many it took to build the model.
+    """
+    if not run.model.weights:
+        initial.materialize(run.seed, sink)
+        return []
+    loaded: set[str] = set()
+
+    def take(name: str, value: torch.Tensor) -> None:
+        loaded.add(name)
+        sink(name, value)
+
+    notes = load_weights(run.model, initial.model, take)
+    initial.keeping(initial.named.keys() - loaded).materialize(run.seed, sink)
+    torch.manual_seed(run.seed)
+    return notes
+
+
+def built_whole(run: RunConfig) -> torch.nn.Module:
+    """The model of a run with the values that it starts from, all in memory, as plain PyTorch would have it."""
+    torch.manual_seed(run.seed)
+    module = build(run.model, run.optimization.precision)
+    if run.model.weights:
+        tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+        def copy(name: str, value: torch.Tensor) -> None:
+            with torch.no_grad():
+                tensors[name].copy_(value)
+
+        load_weights(run.model, module, copy)
+        torch.manual_seed(run.seed)
+    return module

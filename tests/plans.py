@@ -25,6 +25,7 @@ def some_plan(**changes: Any) -> Plan:
         "gaps": (Choice(1, 2, 3, Option.DISK), Choice(4, 6, 5, Option.RECOMPUTE)),
         "deferred": 1,
         "hosted": (7,),
+        "retimed": 2,
         "program": ("arena 4096", "0 COMPUTE compute op=0"),
         "step_s": 0.5,
         "lower_bound_s": 0.4,

@@ -67,7 +67,7 @@ def test_from_pretrained_loads_what_was_trained(name: str, tmp_path: Path) -> No
     tied = [getattr(module.config, "tie_word_embeddings", False) for module in (before, after)]
     assert tied[0] == tied[1]
     again = run_of_exported(tmp_path, str(tmp_path / "after"))
-    assert again.initial.model.state_dict().keys() == after.state_dict().keys()  # and it can be trained on
+    assert again.step.initial.model.state_dict().keys() == after.state_dict().keys()  # and it can be trained on
 
 
 def run_of_exported(root: Path, name: str) -> Any:

@@ -119,4 +119,4 @@ def test_simulate_and_fit(quarter: RunConfig, prepared: Prepared, capsys: pytest
     plan = str(Path(quarter.out) / "plan.json")
     assert main(["simulate", plan]) == 0
     assert capsys.readouterr().out.startswith("predicted step ")
-    assert json.loads(Path(plan).read_text())["step_s"] == prepared.predicted.duration_s
+    assert json.loads(Path(plan).read_text())["predictions"]["step_s"] == pytest.approx(prepared.predicted.duration_s)

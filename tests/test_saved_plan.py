@@ -33,12 +33,7 @@ def test_training_from_a_saved_plan_imports_no_planner_no_simulator_and_no_costs
     assert any(choice.option is Option.DISK for choice in loop.choices.gaps)
     loop.save(tmp_path / "loop.json")
     (tmp_path / "files").mkdir()
-    settings = (
-        "optimization.steps=4",
-        "optimization.accumulation=1",
-        "memory.policy=checkpoint-every-block",
-        "checkpoint.every_steps=2",
-    )
+    settings = ("optimization.steps=4", "memory.policy=checkpoint-every-block", "memory.budget=80MB")
     run = plan_run(load_run(write_run(tmp_path / "files"), settings)).plan
     assert run.choices.gaps
     saved_plan(run, tmp_path / "run")

@@ -133,7 +133,7 @@ def test_a_run_that_ended_goes_on_with_more_steps_and_another_rate(
         "steps": 5,
         "every_steps": 0,
         "warmup_steps": 1,
-        "optimizer": {**made[1].run["optimization"]["optimizer"]},
+        "optimizer": {**made[1].request.run["optimization"]["optimizer"]},
     }
     changes["optimizer"]["lr"] = 1e-2
     assert main(["train", "--plan", str(saved_plan(made[1], out, **changes)), "--resume"]) == 0
@@ -143,7 +143,7 @@ def test_a_run_that_ended_goes_on_with_more_steps_and_another_rate(
     ) in words(capsys.readouterr().out)
     records = read_metrics(out / "metrics.jsonl")
     assert [record["step"] for record in records] == list(range(5))
-    run = run_from_dict(made[1].run)
+    run = run_from_dict(made[1].request.run)
     longer = dataclasses.replace(run.optimization, steps=5, warmup_steps=1, optimizer=AdamW(lr=1e-2))
     assert records[3]["lr"] == lr_at(longer, 3)
     newest = latest_checkpoint(out / "checkpoints")
@@ -157,10 +157,12 @@ def test_a_run_that_keeps_nothing_says_so(made: tuple[Path, Plan], tmp_path: Pat
     assert result.checkpoint == ""
     assert "the trained values were not saved: checkpoint.at_end is false" in str(result)
     assert not (tmp_path / "out" / "checkpoints").exists()
-    uncounted = dataclasses.replace(Plan.load(plain), settings={**made[1].settings, "save_bytes": 0.0})
-    uncounted.save(plain)
+    counted = Plan.load(plain)
+    lines = tuple("save 0" if line.startswith("save ") else line for line in counted.program)
+    assert lines != counted.program
+    dataclasses.replace(counted, program=lines).save(plain)
     run = json.loads(plain.read_text())
-    run["run"]["checkpoint"]["at_end"] = True
+    run["request"]["run"]["checkpoint"]["at_end"] = True
     plain.write_text(json.dumps(run))
     with pytest.raises(ConfigError, match="the plan counts no memory for saving, and its run saves"):
         train_run(Plan.load(plain))
@@ -282,9 +284,8 @@ def another_machine(plan: Plan) -> Plan:
 def cuda(plan: Plan) -> Plan:
     """A plan for a GPU, of the same run."""
     assert plan.request.run is not None
-    return plan_run(
-        load_run_dict({**plan.request.run, "machine": "rtx4090", "out": plan.request.run["out"] + "-gpu"})
-    ).plan
+    run = {**plan.request.run, "machine": "rtx4090", "out": plan.request.run["out"] + "-gpu"}
+    return plan_run(load_run_dict(run)).plan
 
 
 def load_run_dict(run: dict[str, Any]) -> Any:

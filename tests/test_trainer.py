@@ -259,7 +259,7 @@ def test_saving_while_updates_wait_for_the_next_step(
     """All updates are deferred: a save runs them first, and what goes on from it does as if nothing was saved."""
     monkeypatch.setattr("lading.planner.orders._counts", lambda step: (len(updates(step.graph)),))
     made = plan(planned[1], small_machine(), budget=planned[0].budgets["device"], cache=False)
-    assert made.settings["deferred"] == len(planned[1].parameters)
+    assert made.choices.deferred == len(planned[1].parameters)
     reference, numbers = net(), AdamW(lr=1e-2)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
     wanted: list[float] = []

@@ -106,10 +106,10 @@ def planned(name: str) -> Planned:
 def planned_text(name: str) -> str:
     """What was chosen for a case, and its Program: of what, where its storages lie, and its actions, one a line."""
     made = planned(name)
-    settings = {key: int(made.plan.settings[key]) for key in ("deferred", "retimed")}
-    lines = [f"{key} {value}" for key, value in settings.items()]
-    lines += [f"hosted {' '.join(map(str, made.plan.hosted))}"]
-    lines += [f"choice {c.storage} {c.start} {c.end} {c.option}" for c in made.plan.choices]
+    choices = made.plan.choices
+    lines = [f"deferred {choices.deferred}", f"retimed {choices.retimed}"]
+    lines += [f"hosted {' '.join(map(str, choices.hosted))}"]
+    lines += [f"choice {c.storage} {c.start} {c.end} {c.option}" for c in choices.gaps]
     return "\n".join(lines) + "\n" + program_text(made.program)
 
 
@@ -122,7 +122,7 @@ def program_text(program: Program) -> str:
     lines += [f"slots {tier} {_pairs(slots)}" for tier, slots in sorted(program.slots.items())]
     lines += [f"storage {n} {s.name} {s.role} {s.size_bytes}" for n, s in enumerate(graph.storages)]
     lines += [f"op {n} {op.name} {op.module or '-'} {op.phase}" for n, op in enumerate(graph.ops)]
-    return "\n".join(lines) + "\n" + program.text()
+    return "\n".join([*lines, *map(str, program.actions)]) + "\n"
 
 
 def _pairs(pairs: tuple[tuple[int, int], ...]) -> str:
@@ -165,5 +165,5 @@ def timeline(name: str, program: Program) -> dict[str, Any]:
 def compared(name: str) -> dict[str, Any]:
     """The policies that a plan was compared with, and its bound."""
     plan = planned(name).plan
-    rows = {row.policy: [row.fits, row.step_s, row.peak_bytes] for row in plan.policies}
+    rows = {row.policy: [row.fits, row.step_s, row.peak_bytes] for row in plan.predictions.policies}
     return {"step_s": plan.step_s, "lower_bound_s": plan.lower_bound_s, "policies": rows}

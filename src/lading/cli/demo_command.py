@@ -173,7 +173,7 @@ def _run(out: Path, budget: str, optimizer: str) -> RunConfig:
 
 def _planned(run: RunConfig, seconds: float) -> Prepared:
     """Plan the run, with as many steps as fit the time; saves the plan."""
-    from lading.run import Prepared, plan_run
+    from lading.prepare import plan_run
 
     prepared = plan_run(run)
     step_s = 2 * prepared.plan.step_s

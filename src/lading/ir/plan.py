@@ -80,10 +80,12 @@ class Choices:
         gaps: What happens between two uses of a storage; a gap that is not listed is KEEP.
         deferred: How many updates, the last ones of the step, run in the next step's forward (``lading.ir.defer``).
         hosted: Operations that the host's processors run, as numbered in the step with its updates deferred.
+        retimed: How often transfers were scheduled again, by the times simulated.
     """
 
     gaps: tuple[Choice, ...] = ()
     deferred: int = 0
+    retimed: int = 0
     hosted: tuple[int, ...] = ()
 
 

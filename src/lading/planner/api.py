@@ -177,7 +177,7 @@ def _planned(
     plan = Plan(
         version=__version__,
         request=request,
-        choices=Choices(gaps=gaps, deferred=deferred, hosted=found.step.graph.hosted),
+        choices=Choices(gaps=gaps, deferred=deferred, retimed=found.retimed, hosted=found.step.graph.hosted),
         program=tuple(found.program.text().splitlines()),
         predictions=predictions,
         assumptions=assumptions,

@@ -69,7 +69,7 @@ def test_a_plan_of_an_earlier_version_is_refused_by_its_format(tmp_path: Path):
 _FIELDS = {
     (ClusterPlan, GatherGroup): (CLUSTER_PLAN_FORMAT, 2, "4fd62b38"),
     (PlacedPlan, PlacedDevice, PlacedGroup): (PLACED_PLAN_FORMAT, 1, "abdc1c46"),
-    (Plan, PlanRequest, Choices, Choice, Predictions, PolicyRow): (PLAN_FORMAT, 3, "78d68f90"),
+    (Plan, PlanRequest, Choices, Choice, Predictions, PolicyRow): (PLAN_FORMAT, 3, "a050d815"),
 }
 
 

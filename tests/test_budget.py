@@ -195,7 +195,8 @@ def test_the_executor_makes_room_before_large_operations(
 
 def test_a_broken_budget_is_told_at_its_step_and_its_cause_at_the_next(graph: StepGraph, tmp_path: Path) -> None:
     made = plan(graph, small_machine(), budget="100%", cache=False)  # of a machine on which processes take nothing
-    promised = dataclasses.replace(made, budgets={**made.budgets, "device": MiB})
+    request = dataclasses.replace(made.request, budgets={**made.budgets, "device": MiB})
+    promised = dataclasses.replace(made, request=request)
     with Trainer(promised, graph, Net(), folder=tmp_path, threads=1, program=program_of(made, graph)) as trainer:
         with pytest.warns(BudgetWarning, match=r"step 1 took .* above the budget of .* \(predicted"):
             trainer.step(_batch())

@@ -150,7 +150,7 @@ def test_planned_equals_plain_to_the_bit(case: Case, tmp_path: Path) -> None:
         assert got == losses, f"{case} at {share}"
         assert values.keys() == weights.keys()
         assert all(torch.equal(values[key], weights[key]) for key in weights), f"{case} at {share}"
-        assert (len(made.choices) > 0) == (share < 1)
+        assert (len(made.choices.gaps) > 0) == (share < 1)
 
 
 def test_a_checkpoint_holds_masters_and_states_in_parts_whole(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_a_loop_of_ones_own(planned: tuple[Plan, StepGraph], tmp_path: Path) -> 
         wanted.append(loss.item())
 
     made, graph = planned
-    assert made.choices
+    assert made.choices.gaps
     model = net()
     with Trainer(made, graph, model, optimizer=AdamW(lr=1e-2), folder=tmp_path) as trainer:
         with pytest.raises(ConfigError, match=r"its values are with a lading\.Trainer"):

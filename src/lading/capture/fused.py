@@ -17,45 +17,71 @@ from torch.overrides import TorchFunctionMode
 
 
 @torch.library.custom_op("lading::_fused_rms_norm", mutates_args=())
-def _rms_norm(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """``aten._fused_rms_norm`` on fake tensors: the result, and the reciprocal root mean squares that backward needs.
-
-    The operation of aten decomposes on the CPU; the epsilon changes nothing here.
-    """
-    raise NotImplementedError("this operation has shapes only")
+def _rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``aten._fused_rms_norm``, which decomposes on the CPU: the result, and the reciprocal root mean squares."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    rstd = (wide.square().mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+    made = (wide * rstd).to(x.dtype)
+    return made if weight is None else made * weight, rstd
 
 
 @_rms_norm.register_fake
-def _(x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     kept = (*x.shape[: x.dim() - len(shape)], *(1 for _ in shape))
-    return torch.empty_like(x), x.new_empty(kept, dtype=torch.float32)
+    return torch.empty_like(x), x.new_empty(kept, dtype=_statistics_of(x))
+
+
+def _statistics_of(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @torch.library.custom_op("lading::_fused_rms_norm_backward", mutates_args=())
 def _rms_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: torch.Tensor, weight: torch.Tensor | None
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    output_mask: Sequence[bool],
 ) -> list[torch.Tensor]:
     """Gradients of the input, and of the weight if there is one."""
-    raise NotImplementedError("this operation has shapes only")
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    normed = x.to(rstd.dtype) * rstd
+    wide = grad.to(rstd.dtype)
+    scaled = wide if weight is None else wide * weight
+    of_input = rstd * (scaled - normed * (scaled * normed).mean(dims, keepdim=True))
+    of_weight = () if weight is None else ((wide * normed).sum(list(range(x.dim() - len(shape)))).to(weight.dtype),)
+    return [of_input.to(x.dtype), *of_weight]
 
 
 @_rms_norm_backward.register_fake
 def _(
-    grad: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: torch.Tensor, weight: torch.Tensor | None
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    output_mask: Sequence[bool],
 ) -> list[torch.Tensor]:
     return [torch.empty_like(x), *(() if weight is None else (torch.empty_like(weight),))]
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    x, ctx.shape, weight = inputs
+    x, ctx.shape, weight, _ = inputs
     ctx.save_for_backward(x, output[1], weight)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
     x, rstd, weight = ctx.saved_tensors
-    grads = torch.ops.lading._fused_rms_norm_backward(grad, x, list(ctx.shape), rstd, weight)
-    return grads[0], None, grads[1] if weight is not None else None
+    mask = [True, weight is not None]
+    grads = torch.ops.lading._fused_rms_norm_backward(grad, x, list(ctx.shape), rstd, weight, mask)
+    return grads[0], None, grads[1] if weight is not None else None, None
 
 
 torch.library.register_autograd("lading::_fused_rms_norm", _backward, setup_context=_keep)
@@ -119,7 +145,7 @@ torch.library.register_autograd(
 
 
 def _whole_rms_norm(x: torch.Tensor, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
-    return torch.ops.lading._fused_rms_norm(x, list(shape), weight)[0]
+    return torch.ops.lading._fused_rms_norm(x, list(shape), weight, eps)[0]
 
 
 def _whole_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:

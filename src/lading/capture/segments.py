@@ -13,9 +13,9 @@ from itertools import groupby
 from lading.capture.settings import settings_of
 from lading.errors import CaptureError
 from lading.ir.fold import block_items
-from lading.ir.graph import Op, OpKind, Parameter, Phase, Role, StepGraph
+from lading.ir.graph import Op, OpKind, Parameter, Phase, Role, StepGraph, rename_op
 from lading.ir.sizes import Size
-from lading.ir.table import ModelTable, Segment, TableOp, TableTensor
+from lading.ir.table import ModelTable, Segment, TableTensor
 
 _PRODUCTS = (OpKind.MATMUL, OpKind.CONVOLUTION)
 _CROSSING = (Role.ACTIVATION, Role.GRADIENT)
@@ -198,18 +198,17 @@ class _Cutter:
             made.update(self.ops[i].outputs)
         return list(saved)
 
-    def _op(self, index: int, ids: _Numbers) -> TableOp:
+    def _op(self, index: int, ids: _Numbers) -> Op:
         op = self.ops[index]
-        return TableOp(
+        return dataclasses.replace(
+            rename_op(op, ids.numbers),
             name=op.name.replace("lading.", "aten.", 1),
-            kind=None if self.is_view[index] else op.kind,
-            phase=op.phase,
+            kind=OpKind.VIEW if self.is_view[index] else op.kind,
             module=_local(op.module, ids.item),
-            inputs=ids.of(op.inputs),
-            outputs=ids.of(op.outputs),
             settings=settings_of(op, self.graph.tensors),
-            mutates=ids.of(op.mutates),
-            random=op.random,
+            flops=0,
+            bytes_read=0,
+            bytes_written=0,
         )
 
 
@@ -218,22 +217,22 @@ class _Numbers:
 
     def __init__(self, cutter: _Cutter, item: str) -> None:
         self.cutter, self.item = cutter, item
-        self._ids: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}  # of each tensor of the graph
         self._storages: dict[int, int] = {}
 
     def add(self, tensors: Iterable[int]) -> None:
         for t in tensors:
-            self._ids.setdefault(t, len(self._ids))
+            self.numbers.setdefault(t, len(self.numbers))
             self._storages.setdefault(self.cutter.graph.storage_of(t), len(self._storages))
 
     def of(self, tensors: Sequence[int]) -> tuple[int, ...]:
-        return tuple(self._ids[t] for t in tensors)
+        return tuple(self.numbers[t] for t in tensors)
 
     def complete(self) -> None:
         """Of each storage a tensor that is all of it."""
         graph = self.cutter.graph
         largest: dict[int, int] = {}
-        for t in self._ids:
+        for t in self.numbers:
             storage = graph.storage_of(t)
             largest[storage] = max(largest.get(storage, 0), graph.tensors[t].touched_bytes)
         for storage, size in largest.items():
@@ -245,7 +244,7 @@ class _Numbers:
         graph = self.cutter.graph
         named = self.cutter.named
         made: list[TableTensor] = []
-        for t in self._ids:
+        for t in self.numbers:
             tensor, role = graph.tensors[t], self.cutter._role(t)
             made.append(
                 TableTensor(

@@ -1,17 +1,19 @@
 """Settings of a table's operations: how each dim of a result comes from the dims of what it was made from.
 
 Views come in four forms: dims regrouped (``groups``), permuted (``dims``), repeated (``expands``), or cut (``dim`` with
-``start`` or ``sizes``). See ``lading.ir.table.TableOp`` for every key.
+``start`` or ``sizes``). See [Note: settings of an operation] in lading.ir.table for every key.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 
-from lading.ir.graph import Op, Tensor
+from lading.ir.graph import Arg, Op, Tensor
 from lading.ir.sizes import Size
 
 Settings = tuple[tuple[str, object], ...]
@@ -181,3 +183,29 @@ def with_numbers(settings: Settings, numbers: list[Size]) -> Settings:
         )
         for key, value in settings
     )
+
+
+def number_args(op: Op) -> list[int | float]:
+    """The numbers among arguments, in order: they may depend on sizes."""
+    return [number for arg in (*op.args, *(arg for _, arg in op.kwargs)) for number in _numbers(arg)]
+
+
+def _numbers(arg: Arg) -> Iterator[int | float]:
+    if isinstance(arg, tuple):
+        for item in arg:
+            yield from _numbers(item)
+    elif isinstance(arg, (int, float)) and not isinstance(arg, bool):
+        yield arg
+
+
+def with_number_args(op: Op, numbers: list[Arg]) -> Op:
+    """The same operation with other numbers among its arguments, in order."""
+    rest = iter(numbers)
+
+    def exchanged(arg: Arg) -> Arg:
+        if isinstance(arg, tuple):
+            return tuple(map(exchanged, arg))
+        return next(rest) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else arg
+
+    args = tuple(map(exchanged, op.args))
+    return dataclasses.replace(op, args=args, kwargs=tuple((key, exchanged(arg)) for key, arg in op.kwargs))

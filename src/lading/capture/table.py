@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import isclose
 from typing import Any
 
 import torch
@@ -19,13 +20,13 @@ from lading.capture.batches import input_leaves, map_batch
 from lading.capture.fused import Whole
 from lading.capture.identify import Identifier
 from lading.capture.segments import table_at_sizes
-from lading.capture.settings import number_settings, with_numbers
+from lading.capture.settings import number_args, number_settings, with_number_args, with_numbers
 from lading.capture.state import branches_of_eager, left_as_it_was
 from lading.capture.trace import call_on, fake_batch, fake_copies, fake_mode_of, forward_backward, module_paths
 from lading.capture.tracer import Tracer
 from lading.errors import CaptureError
-from lading.ir.graph import Op, StepGraph
-from lading.ir.sizes import Size
+from lading.ir.graph import UNKNOWN, Arg, Literal, Op, StepGraph
+from lading.ir.sizes import Power, Size
 from lading.ir.table import ModelTable, Segment
 
 Loss = Callable[[torch.nn.Module, Any], Any]
@@ -228,8 +229,9 @@ def _lengths(tables: Sequence[Sequence[Segment]]) -> Iterator[list[int]]:
                 yield [int(length.at({})) for length in dims]
 
 
-def _no_numbers(op: Any) -> Any:
-    return dataclasses.replace(op, settings=with_numbers(op.settings, [Size(())] * len(number_settings(op.settings))))
+def _no_numbers(op: Op) -> Op:
+    settings = with_numbers(op.settings, [Size(())] * len(number_settings(op.settings)))
+    return dataclasses.replace(with_number_args(op, [None] * len(number_args(op))), settings=settings)
 
 
 def _no_dims(tensor: Any) -> Any:
@@ -257,9 +259,28 @@ def _unified(segments: Sequence[Segment], identifier: Identifier, check: Mapping
         )
         for i, same in enumerate(zip(*(s.tensors for s in segments), strict=True))
     )
-    ops = []
+    ops: list[Op] = []
     for same in zip(*(s.ops for s in segments), strict=True):
         numbers = [number_settings(op.settings) for op in same]
         found = [find(list(column), f"a setting of {same[0].name}") for column in zip(*numbers, strict=True)]
-        ops.append(dataclasses.replace(same[0], settings=with_numbers(same[0].settings, found)))
+        arguments = zip(*map(number_args, same), strict=True)
+        op = with_number_args(same[0], [_argument(column, identifier, check) for column in arguments])
+        ops.append(dataclasses.replace(op, settings=with_numbers(op.settings, found)))
     return dataclasses.replace(segments[0], tensors=tensors, ops=tuple(ops))
+
+
+def _argument(numbers: Sequence[int | float], identifier: Identifier, check: Mapping[str, int]) -> Arg:
+    """An argument that was these numbers at the sizes captured; UNKNOWN where it is no simple polynomial in them."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    if all(float(number).is_integer() for number in numbers):
+        found = identifier.size([int(number) for number in numbers[:-1]])
+        if found is not None and found.at(check) == numbers[-1]:
+            return found
+    for exponent in (-0.5, -1.0, 0.5):
+        bases = [round(number ** (1 / exponent)) if number > 0 else 0 for number in numbers]
+        if all(base > 1 and isclose(base**exponent, n) for base, n in zip(bases, numbers, strict=True)):
+            found = identifier.size(bases[:-1])
+            if found is not None and found.at(check) == bases[-1]:
+                return Power(found, exponent)
+    return Literal(UNKNOWN, ", ".join(map(str, numbers)))

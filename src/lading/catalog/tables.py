@@ -1,8 +1,8 @@
 """Model tables of families, stored as data in tables/, and the table of a model by its name or its sizes.
 
 A file holds one family's segments with its sizes as symbols, as ``tools.families`` captured them. Tensors are
-rows ``[storage, dtype, dims, role, name, repeats]``, operations ``[name, kind, phase, module, inputs, outputs,
-settings, mutates, random]``; dims are written ``"b,s,3*d*n"``.
+rows ``[storage, dtype, dims, role, name, repeats]``, operations ``[name, kind, phase, module, args, results, settings,
+kwargs, mutates, random]``; dims are written ``"b,s,3*d*n"``, an argument that is tensor 5 of the segment ``"#5"``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any, cast
 
 from lading.catalog.models import named_model
 from lading.errors import ConfigError
-from lading.ir.graph import OpKind, Phase, Role
-from lading.ir.sizes import Size
-from lading.ir.table import ModelTable, Segment, TableOp, TableTensor
+from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref, Role, refs
+from lading.ir.sizes import Power, Size
+from lading.ir.table import ModelTable, Segment, TableTensor
 
 TABLES = Path(__file__).parent / "tables"
 _ROLES = {role.value[:3]: role for role in Role}
@@ -226,11 +226,36 @@ def _tensor_row(tensor: TableTensor) -> list[Any]:
     return _trimmed(row)
 
 
-def _op_row(op: TableOp) -> list[Any]:
-    kind = op.kind.value if op.kind is not None else None
+def _op_row(op: Op) -> list[Any]:
+    args, kwargs = [_write_arg(arg) for arg in op.args], {key: _write_arg(arg) for key, arg in op.kwargs}
     settings = {key: _write_setting(value) for key, value in op.settings}
-    row = [op.name, kind, op.phase.value[:3], op.module, list(op.inputs), list(op.outputs)]
-    return _trimmed([*row, settings, list(op.mutates), op.random])
+    row = [op.name, op.kind.value, op.phase.value[:3], op.module, args, list(op.results)]
+    return _trimmed([*row, settings, kwargs, list(op.mutates), op.random])
+
+
+def _write_arg(arg: Arg) -> Any:
+    if isinstance(arg, Ref):
+        return f"#{arg.tensor}"
+    if isinstance(arg, Literal):
+        return {arg.kind: arg.value}
+    if isinstance(arg, Size):
+        return {"size": str(arg)}
+    if isinstance(arg, Power):
+        return {"size": str(arg.size), "exponent": arg.exponent}
+    return [_write_arg(item) for item in arg] if isinstance(arg, tuple) else arg
+
+
+def _read_arg(value: Any) -> Arg:
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        if "size" in fields:
+            size = Size.of(fields["size"])
+            return Power(size, fields["exponent"]) if "exponent" in fields else size
+        ((kind, text),) = fields.items()
+        return Literal(kind, text)
+    if isinstance(value, list):
+        return tuple(map(_read_arg, cast("list[Any]", value)))
+    return Ref(int(value[1:])) if isinstance(value, str) and value.startswith("#") else value
 
 
 def _trimmed(row: list[Any]) -> list[Any]:
@@ -273,16 +298,20 @@ def _read_tensor(row: Sequence[Any]) -> TableTensor:
     return TableTensor(storage, dtype, _dims(dims), _ROLES[role], name, tuple(repeats))
 
 
-def _read_op(row: Sequence[Any]) -> TableOp:
-    defaults: tuple[Any, ...] = ("", [], [], {}, [], False)
-    name, kind, phase, module, inputs, outputs, settings, mutates, random = (*row, *defaults[len(row) - 3 :])
-    return TableOp(
+def _read_op(row: Sequence[Any]) -> Op:
+    defaults: tuple[Any, ...] = ("", [], [], {}, {}, [], False)
+    name, kind, phase, module, arguments, results, settings, named, mutates, random = (*row, *defaults[len(row) - 3 :])
+    args, kwargs = tuple(map(_read_arg, arguments)), tuple((key, _read_arg(value)) for key, value in named.items())
+    return Op(
         name=name,
-        kind=None if kind is None else OpKind(kind),
+        kind=OpKind(kind),
         phase=_PHASES[phase],
         module=module,
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
+        args=args,
+        kwargs=kwargs,
+        inputs=tuple(dict.fromkeys((*refs(args), *refs(tuple(arg for _, arg in kwargs))))),
+        outputs=tuple(dict.fromkeys(t for t in results if t is not None)),
+        results=tuple(results),
         settings=tuple((key, _read_setting(value)) for key, value in settings.items()),
         mutates=tuple(mutates),
         random=random,

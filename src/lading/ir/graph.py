@@ -17,6 +17,7 @@ from math import prod
 
 from lading.errors import ConfigError
 from lading.ir.frozen import Frozen
+from lading.ir.sizes import Power, Size
 from lading.units import format_count, format_flops
 
 DTYPE_BYTES = {
@@ -54,7 +55,7 @@ class Phase(StrEnum):
 
 
 class OpKind(StrEnum):
-    """The cost class of an operation."""
+    """The cost class of an operation; a VIEW moves nothing, and stands in tables only."""
 
     MATMUL = "matmul"
     CONVOLUTION = "convolution"
@@ -70,6 +71,7 @@ class OpKind(StrEnum):
     SORT = "sort"
     RANDOM = "random"
     STEP = "step"
+    VIEW = "view"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,10 @@ class Ref:
     """An argument that is a tensor of the graph."""
 
     tensor: int
+
+
+#: Kind of a Literal that stands for a number whose dependence on sizes was not found: it was one of ``value``.
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,7 @@ class Literal:
     value: str
 
 
-Arg = None | bool | int | float | str | Ref | Literal | tuple["Arg", ...]
+Arg = None | bool | int | float | str | Size | Power | Ref | Literal | tuple["Arg", ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +154,12 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation.
+    """One operation, of a step or of a table, of one device or of one rank.
 
     ``outputs`` are tensors on storages this operation creates; ``mutates`` are the tensors it writes in place.
     ``None`` in ``results`` stands for an output that is not a tensor or is a view of an input.
-    ``flops`` counts a multiply-add as two.
+    ``flops`` counts a multiply-add as two; it and the bytes are 0 where sizes are symbols.
+    ``settings`` say how dims go from inputs to outputs (see ``lading.ir.table``); () in a step.
     """
 
     name: str
@@ -169,6 +176,7 @@ class Op:
     bytes_read: int = 0
     bytes_written: int = 0
     random: bool = False
+    settings: tuple[tuple[str, object], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,18 @@ class Size:
         return " + ".join(_text(monomial, coefficient) + over for monomial, coefficient in self.terms) or "0"
 
 
+@dataclass(frozen=True, slots=True)
+class Power:
+    """A number that is a size to a power that is no whole one, or is negative: ``d**-0.5``, the scale of attention."""
+
+    size: Size
+    exponent: float
+
+    def at(self, values: Mapping[str, Any]) -> float:
+        """The number for these values; errors as ``Size.at``."""
+        return float(self.size.at(values)) ** self.exponent
+
+
 def _sum(terms: Iterable[tuple[Monomial, int]], divisor: int = 1) -> Size:
     found: dict[Monomial, int] = {}
     for monomial, coefficient in terms:

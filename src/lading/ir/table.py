@@ -4,13 +4,23 @@ A model is a list of segments (what is before the blocks, each distinct block wi
 them), and a segment is the operations of its forward, loss and backward in the order of a captured StepGraph, on
 tensors whose dims are ``Size``s. Symbols ``b`` (sequences of a micro-batch) and ``s`` (tokens of a sequence) are in
 every table; a table of the catalog has symbols for the model's own sizes too (width, heads, vocabulary, ...).
+
+[Note: settings of an operation]
+A table's ``Op`` is a step's, with numbers of the segment's tensors, with views among the operations (kind VIEW), and
+with ``settings``: how the dims of its results come from those of its inputs, so that whoever cuts a table need not know
+the signatures of torch. Dims are counted from 0, lengths are Sizes. Of views: ``groups``, pairs of (input dims, output
+dims) that hold the same elements in order (view, squeeze, expand); ``dims``, the input dim of each output dim (permute,
+transpose, t); ``expands``, output dims that are repeated; ``dim`` with ``start`` (slice, select) or ``sizes`` (split,
+unbind). Of others: ``dim`` (cat, stack, softmax, topk, gather, ...), ``reduces`` with ``keepdim`` (sum, mean, ...),
+``normalizes`` (dims of the input that a norm is over), ``indexes`` (dims that index tensors stand for), ``is_causal``,
+``window``, ``p`` (dropout).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lading.ir.graph import OpKind, Phase, Role
+from lading.ir.graph import Op, Role
 from lading.ir.sizes import Size
 
 
@@ -43,34 +53,6 @@ class TableTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TableOp:
-    """An operation; ``inputs`` and ``outputs`` are tensors of the segment. Views are operations too (kind None).
-
-    Attributes:
-        name: Overload, such as ``"aten.mm.default"``.
-        kind: Cost class; None for an operation that moves nothing (a view).
-        settings: Arguments that are not tensors and matter to what it costs or how it can be cut. Dims are counted from
-            0, lengths are Sizes. Of views: ``groups``, pairs of (input dims, output dims) that hold the same elements
-            in order (view, squeeze, expand); ``dims``, the input dim of each output dim (permute, transpose, t);
-            ``expands``, output dims that are repeated; ``dim`` with ``start`` (slice, select) or ``sizes`` (split,
-            unbind). Of others: ``dim`` (cat, stack, softmax, topk, gather, ...), ``reduces`` with ``keepdim`` (sum,
-            mean, ...), ``normalizes`` (dims of the input that a norm is over), ``indexes`` (dims that index tensors
-            stand for), ``is_causal``, ``window``, ``p`` (dropout).
-        mutates: Tensors written in place.
-    """
-
-    name: str
-    kind: OpKind | None
-    phase: Phase
-    module: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    settings: tuple[tuple[str, object], ...] = ()
-    mutates: tuple[int, ...] = ()
-    random: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Segment:
     """One distinct block, or what is before or after the blocks.
 
@@ -87,7 +69,7 @@ class Segment:
 
     name: str
     tensors: tuple[TableTensor, ...]
-    ops: tuple[TableOp, ...]
+    ops: tuple[Op, ...]
     enters: tuple[int, ...]
     leaves: tuple[int, ...]
     enters_back: tuple[int, ...]

@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import cast
 
-from lading.ir.graph import OpKind, Phase, Role
-from lading.ir.table import TableOp
+from lading.ir.graph import Op, OpKind, Phase, Role
 from lading.parallel.contractions import product_operands
 from lading.parallel.frames import Lineage, base_name, setting
 
@@ -79,7 +78,7 @@ def choose(found: Lineage, axes: Axes) -> Choice:
     return choice
 
 
-def _choose_embedding(found: Lineage, op: TableOp, choice: Choice, border: set[int]) -> None:
+def _choose_embedding(found: Lineage, op: Op, choice: Choice, border: set[int]) -> None:
     weight, index = op.inputs[:2]
     words = found.atoms.leaves(found.dims[weight][0])
     given = found.segment.tensors[index].role is Role.INPUT  # tokens, not positions that are counted
@@ -128,7 +127,7 @@ def _ends(found: Lineage, choice: Choice) -> tuple[set[int], set[int]]:
 
 
 def _choose_product(
-    found: Lineage, op: TableOp, axes: Axes, choice: Choice, known: tuple[set[int], set[int], set[int]]
+    found: Lineage, op: Op, axes: Axes, choice: Choice, known: tuple[set[int], set[int], set[int]]
 ) -> None:
     border, ends, parameters = known
     places = product_operands(op, [len(found.dims[t]) for t in op.inputs])

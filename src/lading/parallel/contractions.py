@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lading.ir.table import TableOp
+from lading.ir.graph import Op
 from lading.parallel.frames import Dims, Lineage, base_name
 
 PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm"])
 
 
-def product_operands(op: TableOp, ranks: list[int]) -> tuple[int, int]:
+def product_operands(op: Op, ranks: list[int]) -> tuple[int, int]:
     """Places among the inputs of the two factors; ``ranks`` are of the inputs."""
     base = base_name(op.name)
     if base in ("addmm", "baddbmm"):
@@ -16,7 +16,7 @@ def product_operands(op: TableOp, ranks: list[int]) -> tuple[int, int]:
     return (0, 1) if len(ranks) > 1 else (0, 0)
 
 
-def product(found: Lineage, op: TableOp) -> None:
+def product(found: Lineage, op: Op) -> None:
     """Rows of the first factor and columns of the second run on in the result; what is contracted runs along."""
     base, tensors = base_name(op.name), op.inputs
     first, second = product_operands(op, [len(found.dims[t]) for t in tensors])
@@ -59,7 +59,7 @@ def _grouped(found: Lineage, a: Dims, b: Dims, c: Dims) -> None:
         align(b[-1], c[-1])
 
 
-def attention(found: Lineage, op: TableOp) -> None:
+def attention(found: Lineage, op: Op) -> None:
     """(B, N, S, H) each; queries along the result, keys along values; the head size stays whole."""
     backward = "backward" in op.name
     q, k, v = (found.dims[t] for t in op.inputs[1 if backward else 0 :][:3])

@@ -13,15 +13,15 @@ from functools import cached_property, lru_cache
 from typing import cast
 
 from lading.errors import ConfigError
-from lading.ir.graph import DTYPE_BYTES, OpKind, Phase, Role
-from lading.ir.table import Segment, TableOp
+from lading.ir.graph import DTYPE_BYTES, Op, OpKind, Phase, Role
+from lading.ir.table import Segment
 from lading.ir.work import Stage
 from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, Choice, choose, is_token
 from lading.parallel.contractions import PRODUCTS, product_operands
 from lading.parallel.frames import Lineage, base_name, setting
 from lading.parallel.lineage import lineage
 from lading.parallel.shapes import Lengths
-from lading.parallel.specs import CutKernel, CutParameter, CutSegment, CutTensor, Spec, staged
+from lading.parallel.specs import CutKernel, CutParameter, Cuts, CutSegment, CutTensor, Origin, Spec, staged
 from lading.parallel.structure import elements, leading_to, makers
 from lading.parallel.wide import widened
 
@@ -83,6 +83,7 @@ class _Cutter:
     choice: Choice = field(init=False)
     lengths: Lengths = field(init=False)
     tensors: list[CutTensor] = field(default_factory=lambda: [])
+    origins: list[Origin] = field(default_factory=list[Origin])
     slots: list[list[CutKernel]] = field(default_factory=lambda: [])
     states: dict[int, _State] = field(default_factory=lambda: {})
     summed: set[int] = field(default_factory=set[int])
@@ -112,7 +113,7 @@ class _Cutter:
             self.states[segment.tensors[tensor].storage] = _State(free=True)
         for index, op in enumerate(segment.ops):
             self.slots.append([])
-            if op.kind is not None:
+            if op.kind is not OpKind.VIEW:
                 self._run(index, op)
         self.slots.append([])
         leaves = tuple(self._border(tensor) for tensor in (*segment.leaves, *segment.leaves_back))
@@ -127,7 +128,15 @@ class _Cutter:
             leaves=leaves[: len(segment.leaves)],
             saved=saved,
             parameters=parameters,
+            leaves_back=leaves[len(segment.leaves) :],
+            cuts=self._cuts(),
         )
+
+    def _cuts(self) -> Cuts:
+        roles = {tensor.storage for tensor in self.segment.tensors if tensor.role in _FREE}
+        free = frozenset(roles | {storage for storage, state in self.states.items() if state.free})
+        copies = {storage: (state.tag, state.scattered) for storage, state in self.states.items()}
+        return Cuts(self.segment, self.lengths, self.choice.axis, tuple(self.origins), free, copies)
 
     def _check_known(self) -> None:
         for op in self.segment.ops if self.axes.cp else ():
@@ -211,12 +220,14 @@ class _Cutter:
             repeats = mine.repeats
             self._local[key] = len(self.tensors)
             self.tensors.append(CutTensor(storage, mine.dtype, dims, mine.role, mine.name, repeats))
+            self.origins.append(Origin(tensor, tag, scattered))
         return self._local[key]
 
     def _new(self, dtype: str, dims: tuple[int, ...], role: Role) -> int:
         """A local tensor that the segment does not have: statistics that ranks exchange."""
         key = (-1 - len(self.tensors), "")
         self.tensors.append(CutTensor(self._storages.setdefault(key, len(self._storages)), dtype, dims, role, "", ()))
+        self.origins.append(Origin(-1, "", False))
         return len(self.tensors) - 1
 
     # Collectives.
@@ -256,12 +267,16 @@ class _Cutter:
             self._collect(slot, "all_gather", axis, source, made, made, stage)
         return self._place(tensor, self._copies[key], False)
 
-    def _collect(self, slot: int, op: str, axis: str, source: int, made: int, size: int, stage: Stage) -> None:
+    def _collect(
+        self, slot: int, op: str, axis: str, source: int, made: int, size: int, stage: Stage, statistic: str = ""
+    ) -> None:
         """``size`` is the tensor whose bytes the collective has."""
         module = self.segment.ops[min(slot, len(self.segment.ops) - 1)].module
         spec = Spec("collective", (size,), op=op, axis=axis)
         self.slots[slot].append(
-            CutKernel(op, None, stage, module, self.tensors[size].dtype, (source,), (made,), (), spec)
+            CutKernel(
+                op, None, stage, module, self.tensors[size].dtype, (source,), (made,), (), spec, statistic=statistic
+            )
         )
 
     def _settle(self, tensor: int) -> None:
@@ -278,14 +293,14 @@ class _Cutter:
         stage = self._stage(state.slot, self.segment.ops[state.slot])
         self._collect(state.slot, op, axis, source, made, source, stage)
 
-    def _stage(self, slot: int, op: TableOp) -> Stage:
+    def _stage(self, slot: int, op: Op) -> Stage:
         if op.phase is not Phase.BACKWARD:
             return Stage.FORWARD
         return Stage.BACKWARD_INPUT if slot in self._to_inputs else Stage.BACKWARD_WEIGHT
 
     # Operations.
 
-    def _run(self, slot: int, op: TableOp) -> None:
+    def _run(self, slot: int, op: Op) -> None:
         stage = self._stage(slot, op)
         if self._stays_partial(slot, op):
             return
@@ -300,24 +315,24 @@ class _Cutter:
             self._made(tensor, slot, scattered, away)
             self._state(tensor).free = self._makes_free(op)
         if base_name(op.name) == "_log_softmax" and self._exchanges(op):
-            self._exchange(slot, op, inputs[0], 2)
+            self._exchange(slot, op, inputs[0], "max", "sum")
         if op.kind is OpKind.NORM and self._norms_cut(op):
-            self._exchange(slot, op, inputs[0], 1)
+            self._exchange(slot, op, inputs[0], "norm")
         self._emit(slot, op, stage, inputs)
         if base_name(op.name) == "nll_loss_forward" and cut_op:
-            return self._exchange(slot, op, inputs[0], 1)
+            return self._exchange(slot, op, inputs[0], "target")
         if op.kind is not OpKind.NORM or not self._norms_cut(op):  # statistics were just summed
             for tensor in (*op.outputs, *op.mutates):
                 self._mark(tensor, op, stage, scattered)
         return None
 
-    def _norms_cut(self, op: TableOp) -> bool:
+    def _norms_cut(self, op: Op) -> bool:
         """Whether a norm is over an atom that is cut: ranks exchange the sums of each token."""
         frame = self.found.dims[op.inputs[0]]
         places = cast("tuple[int, ...]", setting(op, "normalizes") or ())
         return any(a in self.choice.axis for place in places for a in self.found.atoms.leaves(frame[place]))
 
-    def _makes_free(self, op: TableOp) -> bool:
+    def _makes_free(self, op: Op) -> bool:
         return all(self._is_free(t) and self.segment.tensors[t].role is not Role.PARAMETER for t in op.inputs)
 
     def _made(self, tensor: int, slot: int, scattered: bool, away: bool) -> None:
@@ -325,7 +340,7 @@ class _Cutter:
             scattered=scattered and self._has_tokens(tensor), away=away, slot=slot, tensor=tensor
         )
 
-    def _mark(self, tensor: int, op: TableOp, stage: Stage, scattered: bool) -> None:
+    def _mark(self, tensor: int, op: Op, stage: Stage, scattered: bool) -> None:
         """Whether a result is each rank's part of a sum."""
         if self._ranks_cut(tensor) or not self.segment.tensors[tensor].dtype.startswith(("float", "bfloat")):
             return
@@ -341,7 +356,7 @@ class _Cutter:
         elif partial:
             self._state(tensor).partial = partial
 
-    def _lost(self, op: TableOp, tensor: int) -> str:
+    def _lost(self, op: Op, tensor: int) -> str:
         """Axis whose cut atoms an input has and the result does not."""
         after = self._atoms_of(tensor)
         for source in op.inputs:
@@ -350,7 +365,7 @@ class _Cutter:
                     return self.choice.axis[atom]
         return ""
 
-    def _goes_scattered(self, op: TableOp) -> bool:
+    def _goes_scattered(self, op: Op) -> bool:
         """With sequence parallel an operation on no cut atom works on cut tokens, unless a value it needs is whole."""
         if not self.axes.sp:
             return False
@@ -361,7 +376,7 @@ class _Cutter:
             return True
         return all(self._is_free(t) for t in tensors)
 
-    def _stays_partial(self, slot: int, op: TableOp) -> bool:
+    def _stays_partial(self, slot: int, op: Op) -> bool:
         """Run a linear operation on partial sums; only where all its inputs are."""
         base = base_name(op.name)
         states = [self._state(t) for t in op.inputs]
@@ -376,21 +391,21 @@ class _Cutter:
         self._emit(slot, op, self._stage(slot, op), inputs)
         return True
 
-    def _exchanges(self, op: TableOp) -> bool:
+    def _exchanges(self, op: Op) -> bool:
         return bool({leaf for leaf in self.choice.words if leaf in self.choice.axis} & self._atoms_of(op.outputs[0]))
 
-    def _exchange(self, slot: int, op: TableOp, source: int, times: int) -> None:
-        """All-reduces of one number a token: maximum and sum of scores, or the target's score."""
+    def _exchange(self, slot: int, op: Op, source: int, *statistics: str) -> None:
+        """All-reduces of one number a token: see ``CutKernel.statistic``."""
         rows = tuple(
             place
             for place, dim in zip(self.tensors[source].dims, self.found.dims[op.inputs[0]], strict=True)
             if not any(leaf in self.choice.axis for leaf in self.found.atoms.leaves(dim))
         )
-        for _ in range(times):
+        for statistic in statistics:
             made = self._new("float32", rows, Role.ACTIVATION)
-            self._collect(slot, "all_reduce", TENSOR, source, made, made, self._stage(slot, op))
+            self._collect(slot, "all_reduce", TENSOR, source, made, made, self._stage(slot, op), statistic)
 
-    def _travel(self, slot: int, op: TableOp, stage: Stage) -> bool:
+    def _travel(self, slot: int, op: Op, stage: Stage) -> bool:
         """Experts on other ranks: rows go there before a grouped product and come back before the tokens' order."""
         rows = self._rows(op)
         if not self.choice.experts or not self.axes.ep:
@@ -407,14 +422,14 @@ class _Cutter:
             self._move(tensor, slot, away, stage)
         return away
 
-    def _widens(self, op: TableOp) -> bool:
+    def _widens(self, op: Op) -> bool:
         """A cast of a gradient to a wider type: it comes back as its value went, before it was cast."""
         if base_name(op.name) != "_to_copy" or op.phase is not Phase.BACKWARD:
             return False
         before, after = (DTYPE_BYTES[self.segment.tensors[t].dtype] for t in (op.inputs[0], op.outputs[0]))
         return after > before
 
-    def _rows(self, op: TableOp) -> set[int]:
+    def _rows(self, op: Op) -> set[int]:
         return self._routed & {atom for t in op.inputs for atom in self._atoms_of(t)}
 
     @cached_property
@@ -434,16 +449,16 @@ class _Cutter:
         made = self._place(whole, state.tag, scattered)
         self._collect(slot, "all_to_all", EXPERT, source, made, source, stage)
 
-    def _emit(self, slot: int, op: TableOp, stage: Stage, inputs: tuple[int, ...]) -> None:
+    def _emit(self, slot: int, op: Op, stage: Stage, inputs: tuple[int, ...]) -> None:
         outputs = tuple(self.local(t) for t in op.outputs)
         mutates = tuple(self.local(t) for t in op.mutates)
         spec = self._spec(op, inputs, outputs)
         made = next((self.tensors[t].dtype for t in (*outputs, *mutates)), "float32")
         dtype = self.tensors[spec.tensors[0]].dtype if spec and spec.form != "collective" else made
-        kernel = CutKernel(op.name, op.kind, stage, op.module, dtype, inputs, outputs, mutates, spec, op.settings)
+        kernel = CutKernel(op.name, op.kind, stage, op.module, dtype, inputs, outputs, mutates, spec, op.settings, op)
         self.slots[slot].append(kernel)
 
-    def _spec(self, op: TableOp, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Spec | None:
+    def _spec(self, op: Op, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Spec | None:
         base = base_name(op.name)
         if op.kind is OpKind.ATTENTION:
             first = 1 if "backward" in op.name else 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lading.ir.graph import Op
 from lading.ir.sizes import Size
-from lading.ir.table import Segment, TableOp
+from lading.ir.table import Segment
 from lading.parallel.atoms import Atoms
 
 Dim = tuple[int, ...]
@@ -24,7 +25,7 @@ class Lineage:
     atoms: Atoms
     dims: list[Dims]
     normed: set[int] = field(default_factory=set[int])
-    unknown: list[TableOp] = field(default_factory=list[TableOp])
+    unknown: list[Op] = field(default_factory=list[Op])
     cuts: set[tuple[Size, Size, Size]] = field(default_factory=set[tuple[Size, Size, Size]])
 
     def leaves(self, tensor: int) -> tuple[int, ...]:
@@ -39,6 +40,6 @@ def base_name(name: str) -> str:
     return base if base.startswith("_") and base.rstrip("_") == "" else base.rstrip("_")
 
 
-def setting(op: TableOp, key: str) -> object:
+def setting(op: Op, key: str) -> object:
     """A setting, None if it has none of this name."""
     return next((value for name, value in op.settings if name == key), None)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import cast
 
 from lading.errors import ConfigError
-from lading.ir.graph import OpKind, Phase
+from lading.ir.graph import Op, OpKind, Phase
 from lading.ir.sizes import Size
-from lading.ir.table import Segment, TableOp
+from lading.ir.table import Segment
 from lading.parallel.atoms import ONE, Atoms
 from lading.parallel.contractions import PRODUCTS, attention, product
 from lading.parallel.frames import Dim, Lineage, base_name, setting
@@ -59,7 +59,7 @@ def lineage(segment: Segment) -> Lineage:
     return found
 
 
-def _relate(found: Lineage, op: TableOp) -> None:
+def _relate(found: Lineage, op: Op) -> None:
     base = base_name(op.name)
     if op.kind is OpKind.ATTENTION:
         return attention(found, op)
@@ -82,7 +82,7 @@ def _same(found: Lineage, left: int, right: int) -> None:
         found.atoms.align(a, b)
 
 
-def _opaque(found: Lineage, op: TableOp) -> None:
+def _opaque(found: Lineage, op: Op) -> None:
     """Nothing is known: every dim but those of tokens stays whole."""
     for tensor in (*op.inputs, *op.outputs):
         for dim in found.dims[tensor]:
@@ -91,7 +91,7 @@ def _opaque(found: Lineage, op: TableOp) -> None:
         found.unknown.append(op)
 
 
-def _pointwise(found: Lineage, op: TableOp) -> None:
+def _pointwise(found: Lineage, op: Op) -> None:
     """Inputs broadcast to the shape of the outputs; a loss is one number."""
     shapes = {found.segment.tensors[t].dims for t in op.outputs if found.segment.tensors[t].dims}
     tensors = (*op.outputs, *op.mutates, *op.inputs)
@@ -118,7 +118,7 @@ def _flat(found: Lineage, tensor: int, places: tuple[int, ...]) -> Dim:
     return tuple(atom for place in places for atom in found.dims[tensor][place])
 
 
-def _regroup(found: Lineage, op: TableOp) -> None:
+def _regroup(found: Lineage, op: Op) -> None:
     groups = cast("tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]", _needed(op, "groups"))
     expands = cast("tuple[int, ...]", setting(op, "expands") or ())
     for before, after in groups:
@@ -126,12 +126,12 @@ def _regroup(found: Lineage, op: TableOp) -> None:
             found.atoms.align(_flat(found, op.inputs[0], before), _flat(found, op.outputs[0], after))
 
 
-def _permute(found: Lineage, op: TableOp) -> None:
+def _permute(found: Lineage, op: Op) -> None:
     for place, source in enumerate(cast("tuple[int, ...]", _needed(op, "dims"))):
         found.atoms.align(found.dims[op.outputs[0]][place], found.dims[op.inputs[0]][source])
 
 
-def _needed(op: TableOp, key: str) -> object:
+def _needed(op: Op, key: str) -> object:
     value = setting(op, key)
     if value is None:
         raise ConfigError(f"expected setting {key!r} of {op.name} in {op.module!r}, got {dict(op.settings)}")
@@ -165,7 +165,7 @@ def _join_slices(found: Lineage) -> None:
             found.cuts.update((at, start, length) for start, length in lengths)
 
 
-def _is_joined(found: Lineage, op: TableOp, dim: int) -> bool:
+def _is_joined(found: Lineage, op: Op, dim: int) -> bool:
     sizes = [found.segment.tensors[t].dims[dim] for t in (op.inputs[0], op.outputs[0])]
     if base_name(op.name).endswith("_backward"):
         sizes.reverse()
@@ -173,7 +173,7 @@ def _is_joined(found: Lineage, op: TableOp, dim: int) -> bool:
     return isinstance(start, Size) and (sizes[0], start, sizes[1]) in found.cuts
 
 
-def _cut(found: Lineage, op: TableOp) -> None:
+def _cut(found: Lineage, op: Op) -> None:
     """Slice, select and their backwards: a dim of another length is another dim, and its source stays whole."""
     dim, (source,), (result,) = cast(int, _needed(op, "dim")), op.inputs[:1], op.outputs[:1]
     ranks = len(found.dims[source]), len(found.dims[result])
@@ -189,7 +189,7 @@ def _cut(found: Lineage, op: TableOp) -> None:
             found.atoms.keep_whole(found.dims[tensor][dim])
 
 
-def _split(found: Lineage, op: TableOp) -> None:
+def _split(found: Lineage, op: Op) -> None:
     dim = cast(int, _needed(op, "dim"))
     whole, dropped = op.inputs[0], len(found.dims[op.outputs[0]]) < len(found.dims[op.inputs[0]])
     for part in op.outputs:
@@ -199,7 +199,7 @@ def _split(found: Lineage, op: TableOp) -> None:
     _one_after_another(found, whole, op.outputs, dim)
 
 
-def _cat(found: Lineage, op: TableOp) -> None:
+def _cat(found: Lineage, op: Op) -> None:
     dim = cast(int, _needed(op, "dim"))
     rank = len(found.segment.tensors[op.outputs[0]].dims)
     parts = tuple(t for t in op.inputs if len(found.segment.tensors[t].dims) == rank)  # torch lets empty ones join
@@ -208,7 +208,7 @@ def _cat(found: Lineage, op: TableOp) -> None:
     _one_after_another(found, op.outputs[0], parts, dim)
 
 
-def _stack(found: Lineage, op: TableOp) -> None:
+def _stack(found: Lineage, op: Op) -> None:
     dim = cast(int, _needed(op, "dim"))
     for part in op.inputs:
         _others_along(found, op.outputs[0], part, dim, dropped=True)
@@ -230,7 +230,7 @@ def _one_after_another(found: Lineage, whole: int, parts: tuple[int, ...], dim: 
         found.atoms.split_unevenly(found.dims[whole][dim], dims)
 
 
-def _reduce(found: Lineage, op: TableOp) -> None:
+def _reduce(found: Lineage, op: Op) -> None:
     """Sums along dims; in forward a dim that is reduced stays whole (normalisation by hand, pooling)."""
     reduces = cast("tuple[int, ...]", _needed(op, "reduces"))
     source = found.dims[op.inputs[0]]
@@ -246,14 +246,14 @@ def _reduce(found: Lineage, op: TableOp) -> None:
             found.atoms.keep_whole(source[place])
 
 
-def _softmax(found: Lineage, op: TableOp) -> None:
+def _softmax(found: Lineage, op: Op) -> None:
     _pointwise(found, op)
     if base_name(op.name).startswith("_log_softmax"):
         return  # over the vocabulary: ranks exchange maxima and sums
     found.atoms.keep_whole(found.dims[op.outputs[0]][cast(int, _needed(op, "dim"))])
 
 
-def _norm(found: Lineage, op: TableOp) -> None:
+def _norm(found: Lineage, op: Op) -> None:
     """Results like the input; statistics have its outer dims, weights its normalised ones."""
     over = cast("tuple[int, ...]", _needed(op, "normalizes"))
     frame = found.dims[op.inputs[0]]
@@ -269,21 +269,21 @@ def _norm(found: Lineage, op: TableOp) -> None:
     found.normed.update(leaf for place in over for leaf in frame[place])
 
 
-def _embedding(found: Lineage, op: TableOp) -> None:
+def _embedding(found: Lineage, op: Op) -> None:
     weight, index = (found.dims[t] for t in op.inputs[:2])
     out = found.dims[op.outputs[0]]
     for a, b in zip((*index, weight[1]), out, strict=True):
         found.atoms.align(a, b)
 
 
-def _embedding_backward(found: Lineage, op: TableOp) -> None:
+def _embedding_backward(found: Lineage, op: Op) -> None:
     grad, index = (found.dims[t] for t in op.inputs[:2])
     made = found.dims[op.outputs[0]]
     for a, b in zip(grad, (*index, made[1]), strict=True):
         found.atoms.align(a, b)
 
 
-def _nll(found: Lineage, op: TableOp) -> None:
+def _nll(found: Lineage, op: Op) -> None:
     """Scores (T, V) and targets (T)."""
     frames = [found.dims[t] for t in (*op.inputs, *op.outputs) if len(found.dims[t]) == 2]
     targets = [found.dims[t] for t in (*op.inputs, *op.outputs) if len(found.dims[t]) == 1]
@@ -295,7 +295,7 @@ def _nll(found: Lineage, op: TableOp) -> None:
             found.atoms.align(frames[0][0], target[0])
 
 
-def _sort(found: Lineage, op: TableOp) -> None:
+def _sort(found: Lineage, op: Op) -> None:
     """Along one dim the order changes, or some are chosen; the other dims run on."""
     dim, source = cast(int, setting(op, "dim") or 0), op.inputs[0]
     for result in op.outputs:
@@ -307,7 +307,7 @@ def _sort(found: Lineage, op: TableOp) -> None:
         _same(found, op.outputs[0], result)
 
 
-def _convolution(found: Lineage, op: TableOp) -> None:
+def _convolution(found: Lineage, op: Op) -> None:
     """Each channel by itself: (B, C, T) by (C, 1, K); channels and sequences run on, tokens meet their neighbours."""
     backward = "backward" in op.name
     weight = op.inputs[2 if backward else 1]
@@ -327,7 +327,7 @@ def _convolution(found: Lineage, op: TableOp) -> None:
     return None
 
 
-def _repeat(found: Lineage, op: TableOp) -> None:
+def _repeat(found: Lineage, op: Op) -> None:
     """The same again and again: dims of one length run on, the others are new."""
     sizes, made = (found.segment.tensors[t].dims for t in (op.inputs[0], op.outputs[0]))
     for place in range(1, min(len(sizes), len(made)) + 1):
@@ -335,23 +335,23 @@ def _repeat(found: Lineage, op: TableOp) -> None:
             found.atoms.align(found.dims[op.inputs[0]][-place], found.dims[op.outputs[0]][-place])
 
 
-def _new(found: Lineage, op: TableOp) -> None:
+def _new(found: Lineage, op: Op) -> None:
     """Only the dtype is that of the input."""
 
 
-def _cumulate(found: Lineage, op: TableOp) -> None:
+def _cumulate(found: Lineage, op: Op) -> None:
     _pointwise(found, op)
     found.atoms.keep_whole(found.dims[op.outputs[0]][cast(int, _needed(op, "dim"))])
 
 
-def _look_up(found: Lineage, op: TableOp) -> None:
+def _look_up(found: Lineage, op: Op) -> None:
     """Rows by number: the dims of the numbers stand in the place of those they look up."""
     source, *numbers = op.inputs
     places = cast("tuple[int, ...]", setting(op, "indexes") or (setting(op, "dim") or 0,))
     _rows(found, source, op.outputs[0], tuple(numbers[: len(places)]), places)
 
 
-def _put(found: Lineage, op: TableOp) -> None:
+def _put(found: Lineage, op: Op) -> None:
     """Rows written or added by number; the result is like the first input."""
     target, *numbers = op.inputs
     _same(found, target, op.outputs[0])
@@ -376,7 +376,7 @@ def _rows(found: Lineage, table: int, rows: int, numbers: tuple[int, ...], place
             found.atoms.align(a, b)
 
 
-def _along(found: Lineage, op: TableOp) -> None:
+def _along(found: Lineage, op: Op) -> None:
     """Gather and scatter along one dim: the others run on where they are as long."""
     dim, source, result = cast(int, _needed(op, "dim")), op.inputs[0], op.outputs[0]
     numbers = op.inputs[1] if len(op.inputs) > 1 else source
@@ -393,7 +393,7 @@ def _along(found: Lineage, op: TableOp) -> None:
     found.atoms.keep_whole(found.dims[source][dim])
 
 
-_RULES: dict[str, Callable[[Lineage, TableOp], None]] = {
+_RULES: dict[str, Callable[[Lineage, Op], None]] = {
     **dict.fromkeys(_VIEWS, _regroup),
     **dict.fromkeys(("expand",), _regroup),
     **dict.fromkeys(("t", "transpose", "permute", "numpy_T", "mT", "movedim", "swapaxes"), _permute),

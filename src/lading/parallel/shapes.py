@@ -29,11 +29,17 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """``size`` by its factors; or, with ``parts``, the sum of those."""
+    """``size`` by its factors; or, with ``parts``, the sum of those.
+
+    Attributes:
+        leaves: Where it has factors: all it is a product of, outermost first, each with its own factors.
+        parts: Of each the places, among all lengths, of what it is a product of.
+    """
 
     size: Size
     factors: tuple[Factor, ...] = ()
     parts: tuple[tuple[int, ...], ...] = ()
+    leaves: tuple[tuple[Size, tuple[Factor, ...]], ...] = ()
 
 
 @dataclass
@@ -73,21 +79,21 @@ class Lengths:
         if len(leaves) == 1 and (parts := self.found.atoms.parts(leaves[0])):
             places = tuple(self._product(self.found.atoms.leaves(part), scattered, tokens) for part in parts)
             return self.place(Length(size, (), places))
-        return self.place(Length(size, self._factors(leaves, scattered, tokens)))
+        cuts = tuple((self.found.atoms.size(leaf), self._factors(leaf, scattered, tokens)) for leaf in leaves)
+        factors = tuple(factor for _, of_leaf in cuts for factor in of_leaf)
+        return self.place(Length(size, factors, (), cuts if factors else ()))
 
     def _product(self, leaves: tuple[int, ...], scattered: bool, tokens: bool) -> tuple[int, ...]:
         return tuple(self._dim(self.found.atoms.size(leaf), (leaf,), scattered, tokens) for leaf in leaves)
 
-    def _factors(self, leaves: tuple[int, ...], scattered: bool, tokens: bool) -> tuple[Factor, ...]:
-        factors: list[Factor] = []
-        for leaf in leaves:
-            atom = self.found.atoms.size(leaf)
-            if (axis := self.choice.axis.get(leaf)) is not None:
-                factors.append(Factor(axis, self._rule(leaf, axis), atom))
-            elif tokens and is_token(self.found, leaf):
-                factors.extend(Factor(CONTEXT, TOKENS, atom) for _ in range(self.cp))
-                factors.extend(Factor(TENSOR, TOKENS, atom) for _ in range(scattered))
-        return tuple(factors)
+    def _factors(self, leaf: int, scattered: bool, tokens: bool) -> tuple[Factor, ...]:
+        atom = self.found.atoms.size(leaf)
+        if (axis := self.choice.axis.get(leaf)) is not None:
+            return (Factor(axis, self._rule(leaf, axis), atom),)
+        if not tokens or not is_token(self.found, leaf):
+            return ()
+        over_ranks = (CONTEXT,) * self.cp + (TENSOR,) * scattered
+        return tuple(Factor(axis, TOKENS, atom) for axis in over_ranks)
 
     def _rule(self, leaf: int, axis: str) -> str:
         if axis == EXPERT:

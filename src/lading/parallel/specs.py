@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lading.ir.graph import OpKind, Role
+from lading.ir.graph import Op, OpKind, Role
+from lading.ir.table import Segment
 from lading.ir.work import Stage
-from lading.parallel.shapes import Length
+from lading.parallel.shapes import Length, Lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,13 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class CutKernel:
-    """As ``lading.ir.work.Kernel``; ``mutates`` are local tensors written in place."""
+    """As ``lading.ir.work.Kernel``; ``mutates`` are local tensors written in place.
+
+    Attributes:
+        op: The segment's operation; None for a collective.
+        statistic: Of a collective of one number a token: "max" or "sum" of scores, "target" for the target's score, or
+            "norm" for sums of squares.
+    """
 
     name: str
     kind: OpKind | None
@@ -53,6 +61,43 @@ class CutKernel:
     mutates: tuple[int, ...] = ()
     spec: Spec | None = None
     settings: tuple[tuple[str, object], ...] = ()
+    op: Op | None = None
+    statistic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The tensor of the segment that a local tensor is a copy of.
+
+    Attributes:
+        tensor: Of the segment; -1 for statistics that ranks exchange.
+        copy: Which collectives it came through; "" for none.
+        scattered: Its tokens are cut over tp ranks.
+    """
+
+    tensor: int
+    copy: str
+    scattered: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """What cutting a segment found out: how the dims of any of its tensors are cut, and what every rank has.
+
+    Attributes:
+        segment: As it was cut, widened where it runs in fp32.
+        axis: Of each atom that is cut.
+        origins: Of each local tensor.
+        free: Storages that every rank can make whole by itself.
+        copies: Of each storage the copy that is there at the end, and whether its tokens are cut over tp ranks.
+    """
+
+    segment: Segment
+    lengths: Lengths
+    axis: Mapping[int, str]
+    origins: tuple[Origin, ...]
+    free: frozenset[int]
+    copies: Mapping[int, tuple[str, bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +129,8 @@ class CutSegment:
     leaves: tuple[int, ...]
     saved: tuple[int, ...]
     parameters: tuple[CutParameter, ...]
+    leaves_back: tuple[int, ...]
+    cuts: Cuts
 
 
 def staged(kernels: list[CutKernel], tensors: list[CutTensor]) -> tuple[CutKernel, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lading.ir.table import Segment, TableOp, TableTensor
+from lading.ir.graph import Op, OpKind
+from lading.ir.table import Segment, TableTensor
 
 _HALF = ("bfloat16", "float16")
 _CAST = "aten._to_copy."
@@ -19,7 +20,7 @@ def widened(segment: Segment) -> Segment:
     tensors = [replace(t, dtype="float32") if t.dtype in _HALF else t for t in segment.tensors]
     written = {tensors[t].storage for op in segment.ops for t in op.mutates}
     moved: dict[int, int] = {}
-    ops: list[TableOp] = []
+    ops: list[Op] = []
     for op in segment.ops:
         if not _is_idle(op, tensors):
             ops.append(op)
@@ -29,14 +30,14 @@ def widened(segment: Segment) -> Segment:
             ops.append(op)
             continue
         moved[made] = source
-        ops.append(replace(op, kind=None))
+        ops.append(replace(op, kind=OpKind.VIEW))
     roles = {t.storage: t.role for t in tensors}
     homes = [_last(moved, t.storage) for t in tensors]
     found = tuple(replace(t, storage=home, role=roles[home]) for t, home in zip(tensors, homes, strict=True))
     return replace(segment, tensors=found, ops=tuple(ops))
 
 
-def _is_idle(op: TableOp, tensors: list[TableTensor]) -> bool:
+def _is_idle(op: Op, tensors: list[TableTensor]) -> bool:
     """Whether a cast has nothing left to cast."""
     if not op.name.startswith(_CAST) or len(op.inputs) != 1 or len(op.outputs) != 1:
         return False

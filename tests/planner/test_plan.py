@@ -13,10 +13,12 @@ from tests.machines import small_machine
 from tests.planner.steps import step_of
 
 from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.defer import updates
 from lading.ir.graph import StepGraph
-from lading.ir.plan import Option, Plan
+from lading.ir.hosting import light_groups
+from lading.ir.plan import Choices, Option, Plan
 from lading.memory.lifetime import Lifetimes, gaps
-from lading.memory.restore import predicted_timeline, restore_program
+from lading.memory.restore import apply_choices, predicted_timeline, restore_program
 from lading.memory.verify import verify
 from lading.planner import orders
 from lading.planner.api import POLICIES, Planned, make_plan
@@ -142,6 +144,21 @@ def test_a_program_that_was_changed_is_refused(damage: str) -> None:
     assert changed != plan
     with pytest.raises(ConfigError, match=r"the Program in the plan .* is not safe to run: .*; plan again"):
         restore_program(changed, graph_of("gpt"), machine)
+
+
+def test_what_a_plan_chooses_is_no_field_of_the_graph() -> None:
+    graph = graph_of("gpt")
+    before = graph.fingerprint
+    group = light_groups(graph)[0]
+    chosen = apply_choices(graph, Choices(deferred=2))
+    assert not {"deferred", "carried", "hosted"} & {field.name for field in dataclasses.fields(StepGraph)}
+    assert (graph.deferred, graph.carried, graph.hosted) == ((), frozenset(), ())
+    moved = [graph.ops[i] for ops in updates(graph)[:2] for i in ops]
+    assert sorted(map(id, moved)) == sorted(id(chosen.ops[i]) for i in chosen.deferred)
+    assert chosen.carried == {s for i in chosen.deferred for s in chosen.op_reads[i]} - graph.persistent
+    assert sorted(map(id, chosen.ops)) == sorted(map(id, graph.ops)), "the same operations in another order"
+    assert apply_choices(graph, Choices(hosted=group)).hosted == group
+    assert graph.fingerprint == before == graph_of("gpt").fingerprint
 
 
 def test_choices_that_the_step_lacks_are_refused() -> None:

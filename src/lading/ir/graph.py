@@ -160,6 +160,8 @@ class Op:
     ``None`` in ``results`` stands for an output that is not a tensor or is a view of an input.
     ``flops`` counts a multiply-add as two; it and the bytes are 0 where sizes are symbols.
     ``settings`` say how dims go from inputs to outputs (see ``lading.ir.table``); () in a step.
+    ``place`` is the tier whose processors run it, "" for the device's own: a plan chooses it (``lading.ir.hosting``),
+    and it is "" in every step as captured.
     """
 
     name: str
@@ -177,6 +179,7 @@ class Op:
     bytes_written: int = 0
     random: bool = False
     settings: tuple[tuple[str, object], ...] = field(default=(), repr=False)
+    place: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +217,10 @@ class StepGraph:
 
     ``losses`` holds the scalars of each micro-batch, one after another: for each of ``loss_names`` one, of which the
     first is what is trained. ``inputs`` holds the batch leaves by path, one tuple per micro-batch. ``accumulation`` is
-    the number of micro-batches of a step; what is trained is already divided by it. ``deferred`` are the operations
-    that end the step before (see ``lading.ir.defer``), and ``carried`` the storages they take from it: an operation of
-    the step creates each anew, later. ``hosted`` are the operations that run on the host's processors, on operands in
-    the host's memory (see ``lading.ir.hosting``). ``frozen`` is what the step was captured with, for whoever runs it.
+    the number of micro-batches of a step; what is trained is already divided by it. ``frozen`` is what the step was
+    captured with, for whoever runs it. What a plan chooses is no field of it: the passes that apply a choice give the
+    operations another order (``lading.ir.defer``) or another place (``lading.ir.hosting``), which the properties below
+    read off.
     """
 
     storages: tuple[Storage, ...]
@@ -231,9 +234,6 @@ class StepGraph:
     blocks: tuple[Block, ...] = ()
     states: tuple[State, ...] = ()
     accumulation: int = 1
-    deferred: tuple[int, ...] = ()
-    carried: tuple[int, ...] = ()
-    hosted: tuple[int, ...] = ()
     frozen: Frozen | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
@@ -254,7 +254,34 @@ class StepGraph:
     @cached_property
     def persistent(self) -> frozenset[int]:
         """Storages that hold a value from one step to the next."""
-        return frozenset(i for i, s in enumerate(self.storages) if s.role in PERSISTENT) | set(self.carried)
+        return frozenset(i for i, s in enumerate(self.storages) if s.role in PERSISTENT) | self.carried
+
+    @cached_property
+    def carried(self) -> frozenset[int]:
+        """Temporary storages whose value comes from the step before: the first that touches one reads it."""
+        known = {i for i, s in enumerate(self.storages) if s.role in PERSISTENT or s.role is Role.INPUT}
+        carried: set[int] = set()
+        for reads, writes in zip(self.op_reads, self.op_writes, strict=True):
+            carried.update(s for s in reads if s not in known)
+            known.update(reads, writes)
+        return frozenset(carried)
+
+    @cached_property
+    def deferred(self) -> tuple[int, ...]:
+        """Operations that end the step before: those that read a carried storage which this step has not made anew."""
+        old, late = set(self.carried), list[int]()
+        for index, op in enumerate(self.ops):
+            if not old:
+                break
+            if not old.isdisjoint(self.op_reads[index]):
+                late.append(index)
+            old.difference_update(self.storage_of(t) for t in op.outputs)
+        return tuple(late)
+
+    @cached_property
+    def hosted(self) -> tuple[int, ...]:
+        """Operations that run on the host's processors, on operands in the host's memory."""
+        return tuple(i for i, op in enumerate(self.ops) if op.place)
 
     @cached_property
     def on_host(self) -> frozenset[int]:
@@ -293,7 +320,7 @@ class StepGraph:
         """Hash of structure (not of weights): equal for two captures of the same model and batch shape."""
         digest = hashlib.sha256()
         parts = (self.storages, self.tensors, self.ops, self.parameters, self.buffers, self.inputs, self.losses)
-        own = (self.accumulation,), self.deferred, self.carried, self.loss_names[1:], self.hosted
+        own = (self.accumulation,), self.loss_names[1:], self.hosted
         for part in (*parts, *own):
             for item in part:
                 digest.update(repr(item).encode())
@@ -302,12 +329,12 @@ class StepGraph:
         return digest.hexdigest()[:16]
 
     def validate(self) -> None:
-        """Check that every index is in range and every storage is written before it is read.
+        """Check that every index is in range and every storage is written before it is read, as in a captured step.
 
         Raises:
             ConfigError: naming the operation.
         """
-        known = {*self.persistent, *(i for i, s in enumerate(self.storages) if s.role is Role.INPUT)}
+        known = {i for i, s in enumerate(self.storages) if s.role in PERSISTENT or s.role is Role.INPUT}
         for index, op in enumerate(self.ops):
             missing = [self.storages[s].name for s in self.reads(op) if s not in known]
             if missing:

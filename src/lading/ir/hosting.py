@@ -5,10 +5,10 @@ host's memory, taking them to the device and back costs more than the update; ru
 down and the new parameter up. The same holds for what else is done to gradients between backward and update: sums over
 micro-batches, casts, norms, clipping.
 
-A hosted operation is one of the graph like any other: ``StepGraph.hosted`` names those that run there. Its operands
-are in their slots of the host tier before it starts, and what it writes is written there; whoever needs the value on
-the device moves it up. It is never run again on the device, whose kernels give other bits. Which operations do run
-there is decided in ``lading.planner.hosting``.
+A hosted operation is one of the graph like any other, with a ``place`` of its own. Its operands are in their slots of
+the host tier before it starts, and what it writes is written there; whoever needs the value on the device moves it up.
+It is never run again on the device, whose kernels give other bits. Which operations do run there is decided in
+``lading.planner.hosting``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from lading.ir.graph import Op, OpKind, Phase, Role, StepGraph
 from lading.ir.program import PAGE_BYTES
 
 _LIGHT = frozenset({OpKind.STEP, OpKind.ELEMENTWISE, OpKind.COPY, OpKind.REDUCTION, OpKind.NORM})
+_HOST = "host"
 _HELD = frozenset({Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.WORKSPACE})
 
 
@@ -83,4 +84,6 @@ def hosted(graph: StepGraph, ops: Iterable[int]) -> StepGraph:
             f"expected operations on gradients, parameters and states to run on the host, got operation {bad[0]}; "
             "plan again"
         )
-    return dataclasses.replace(graph, hosted=chosen)
+    inside = frozenset(chosen)
+    placed = (dataclasses.replace(op, place=_HOST if i in inside else "") for i, op in enumerate(graph.ops))
+    return dataclasses.replace(graph, ops=tuple(placed))

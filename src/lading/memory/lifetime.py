@@ -82,9 +82,8 @@ def _available_until(graph: StepGraph, uses: Sequence[Sequence[int]], mutated: S
 def gaps(graph: StepGraph, lives: Lifetimes) -> list[Gap]:
     """Every gap of every storage that is used, by storage and start."""
     found: list[Gap] = []
-    carried = set(graph.carried)
     for storage, positions in enumerate(lives.uses):
-        made = lives.producer[storage] if storage in carried else None  # before it, the value of the step before
+        made = lives.producer[storage] if storage in graph.carried else None  # before it, the value of the step before
         found.extend(Gap(storage, a, b, False) for a, b in pairwise(positions) if b != made)
         if positions and storage in graph.persistent:
             found.append(Gap(storage, positions[-1], positions[0], True))

@@ -52,7 +52,7 @@ class Salvage:
             caught_up |= blocked
             gone |= {s for op in blocked for s in graph.op_writes[op]}
         wanted = {s for op in graph.deferred if op not in caught_up for s in graph.op_reads[op]}
-        gone -= frozenset(graph.carried) - wanted
+        gone -= graph.carried - wanted
         places = {s: place for s, place in self.places.items() if s not in gone}
         changed = {s: change for s, change in self.changed.items() if s not in gone}
         return Salvage(places, changed, gone, caught_up)

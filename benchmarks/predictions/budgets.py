@@ -186,7 +186,7 @@ def child(name: str, share: float, threads: int, machine: Path, folder: Path) ->
     result = {
         "parameters": sum(p.numel() for p in initial.model.parameters()),
         "budget_bytes": made.budgets["device"],
-        "predicted_bytes": program.peak_bytes,
+        "predicted_bytes": program.predicted_bytes,
         "seen_inside_bytes": seen,
         "said": excess,
     }

@@ -142,7 +142,7 @@ def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: f
         "predicted_s": made.step_s,
         "measured_s": median(steady),
         "spread_s": [steady[len(steady) // 10], steady[-1 - len(steady) // 10]],
-        "predicted_bytes": program.peak_bytes,
+        "predicted_bytes": program.predicted_bytes,
         "arena_bytes": program.arena_bytes,
         "workspace_bytes": program.workspace_bytes,
         "overhead_bytes": program.overhead_bytes,

@@ -27,7 +27,7 @@ from lading.ir.plan import Plan
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.updates import grouped
 from lading.memory.restore import step_of
-from lading.planner.api import KEPT_BYTES, SAVE_BYTES, Planned, sketch_plan
+from lading.planner.api import KEPT_BYTES, SAVE_BYTES, SPARE_BYTES, Planned, sketch_plan
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
 from lading.report.progress import planning_progress
@@ -173,17 +173,21 @@ class _KernelMemory:
     Attributes:
         scratch_bytes: Of each operation, while it runs.
         kept_bytes: What stays in the process once the step has run; None where that was not measured.
+        spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
         assumption: What was not measured, in words; "" where all was.
     """
 
     scratch_bytes: Sequence[int]
     kept_bytes: int | None = None
     assumption: str = ""
+    spare_bytes: int = 0
 
     def settings(self, save_bytes: int) -> dict[str, float]:
         """Settings of a plan that counts what stays, and what saving takes."""
-        kept = {} if self.kept_bytes is None else {KEPT_BYTES: float(self.kept_bytes)}
-        return {**kept, SAVE_BYTES: float(save_bytes)}
+        saving = {SAVE_BYTES: float(save_bytes)}
+        if self.kept_bytes is None:
+            return saving
+        return {KEPT_BYTES: float(self.kept_bytes), SPARE_BYTES: float(self.spare_bytes), **saving}
 
 
 def _told(plan: Plan, memory: _KernelMemory, captured: StepGraph, matrices: Matrices | None) -> Plan:
@@ -214,7 +218,7 @@ def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = 
     names = ", ".join(measured.unmeasured)
     said = f"scratch of {names} is worked out from shapes, as they could not be run by themselves" if names else ""
     scratch = (measured.workspace_bytes, *measured.scratch_bytes[1:])  # of which plans ask for the largest
-    return _KernelMemory(scratch, measured.kept_bytes, said)
+    return _KernelMemory(scratch, measured.kept_bytes, said, measured.spare_bytes)
 
 
 def _save_bytes(graph: StepGraph, machine: Machine) -> int:

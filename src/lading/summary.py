@@ -96,7 +96,7 @@ def run_summary(
         budget_bytes=prepared.plan.budgets["device"],
         keep_all_bytes=prepared.plan.predictions.keep_all_bytes,
         predicted_step_s=prepared.plan.step_s,
-        predicted_peak_bytes=prepared.program.peak_bytes,
+        predicted_peak_bytes=prepared.program.predicted_bytes,
         plain_peak_bytes=max((r["memory_bytes"] for r in plain), default=None),
         measured_step_s=median(seconds) if measured and seconds else None,
         measured_step_spread_s=max(seconds) - min(seconds) if seconds else 0.0,

@@ -244,7 +244,7 @@ def _result(
         peak_bytes=max(peak_bytes, *(record["memory_bytes"] for record in own)),
         budget_bytes=prepared.plan.budgets["device"],
         predicted_step_s=prepared.plan.step_s,
-        predicted_peak_bytes=prepared.program.peak_bytes,
+        predicted_peak_bytes=prepared.program.predicted_bytes,
         checkpoint=str(checkpoint or ""),
     )
 

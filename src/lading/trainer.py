@@ -186,7 +186,7 @@ class Trainer:
         cause = self._executor.excess_cause()
         text = (
             f"step {self.steps} took {format_bytes(peak)} of memory, above the budget of {format_bytes(budget)} "
-            f"(predicted {format_bytes(self.program.peak_bytes)})"
+            f"(predicted {format_bytes(self.program.predicted_bytes)})"
         )
         self.excess.append(f"what was not predicted: {cause}" if self.excess else text)
         warnings.warn(self.excess[-1], BudgetWarning, stacklevel=3)

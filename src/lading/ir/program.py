@@ -56,6 +56,7 @@ class Program:
         budgets: Bytes allowed in each tier; the device's covers arena, workspace and overhead.
         overhead_bytes: What the running process needs besides.
         save_bytes: What saving takes between two steps beside arena and overhead; 0 where nothing is saved.
+        spare_bytes: Part of the workspace that some of equal runs take and others do not.
     """
 
     graph: StepGraph
@@ -67,6 +68,7 @@ class Program:
     budgets: dict[str, int]
     overhead_bytes: int = 0
     save_bytes: int = 0
+    spare_bytes: int = 0
 
     def __repr__(self) -> str:
         lower = "".join(f", {tier} {format_bytes(self.tier_bytes(tier))}" for tier in self.slots)
@@ -75,13 +77,18 @@ class Program:
 
     @property
     def step_bytes(self) -> int:
-        """Predicted device peak of a step: arena, workspace and overhead."""
+        """Highest device peak of a step: arena, workspace and overhead."""
         return self.arena_bytes + self.workspace_bytes + self.overhead_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted device peak, of a step or of saving after it."""
+        """Highest device peak, of a step or of saving after it: what the budget has to cover."""
         return max(self.step_bytes, self.arena_bytes + self.overhead_bytes + self.save_bytes)
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Device peak to be expected: as ``peak_bytes``, with half of what equal runs vary by."""
+        return max(self.step_bytes - self.spare_bytes // 2, self.arena_bytes + self.overhead_bytes + self.save_bytes)
 
     def tier_bytes(self, tier: str) -> int:
         """Bytes of a lower tier's file or arena."""
@@ -112,7 +119,8 @@ class Program:
 
     def text(self) -> str:
         """Sizes in bytes, budgets and addresses, then one line an action; ``parse_program`` reads it back."""
-        sizes = (f"{name} {getattr(self, field)}" for name, field in _SIZES.items())
+        sizes = [f"{name} {getattr(self, field)}" for name, field in _SIZES.items()]
+        sizes += [f"spare {self.spare_bytes}"] if self.spare_bytes else []
         budgets = (f"budget {tier} {size}" for tier, size in self.budgets.items())
         slots = (f"slots {tier} {pairs_text(pairs)}" for tier, pairs in self.slots.items())
         lines = (*sizes, *budgets, f"resident {pairs_text(self.resident)}", *slots, *map(str, self.actions))
@@ -123,7 +131,7 @@ class Program:
 _SIZES = MappingProxyType(
     {"arena": "arena_bytes", "workspace": "workspace_bytes", "overhead": "overhead_bytes", "save": "save_bytes"}
 )
-_HEAD = re.compile(r"(arena|workspace|overhead|save|budget \w+) (\d{1,18})\Z|(resident|slots \w+) ([\d@,]*)\Z")
+_HEAD = re.compile(r"(arena|workspace|overhead|save|spare|budget \w+) (\d{1,18})\Z|(resident|slots \w+) ([\d@,]*)\Z")
 
 
 def parse_program(lines: Iterable[str], graph: StepGraph) -> Program:
@@ -156,6 +164,7 @@ def parse_program(lines: Iterable[str], graph: StepGraph) -> Program:
         )
     return Program(
         graph=graph,
+        spare_bytes=numbers.pop("spare", 0),
         actions=tuple(actions),
         resident=places.pop("resident"),
         slots={key.split()[1]: pairs for key, pairs in places.items()},

@@ -137,5 +137,5 @@ def predicted_timeline(plan: Plan, program: Program) -> Timeline:
         events=tuple(sorted(events, key=lambda event: (event.start_s, event.action))),
         memory=memory_samples(program, events, {}, overhead_bytes=program.overhead_bytes),
         labels={action.id: program.label(action) for action in program.actions},
-        peak_bytes=program.peak_bytes,
+        peak_bytes=program.predicted_bytes,
     )

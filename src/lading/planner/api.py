@@ -53,6 +53,8 @@ POLICIES = (*_POLICIES, "residency")
 SAVE_BYTES = "save_bytes"
 #: Setting of a plan: what the kernels of its step were measured to leave behind in a process, once.
 KEPT_BYTES = "kept_bytes"
+#: Setting of a plan: part of the largest scratch that some of equal runs take and others do not.
+SPARE_BYTES = "spare_bytes"
 _NO_LIMIT = 1 << 60
 
 
@@ -100,7 +102,8 @@ def make_plan(
         budget: Device bytes ("256MB"), or a share ("50%" or 0.5) of what keep-all needs.
         disk_budget: Bytes allowed on disk; None allows the tier's capacity.
         policy: One of POLICIES, or a function of your own, which is compared with them under its name.
-        expansion: Settings that ``graph`` was expanded with, SAVE_BYTES and, where measured, KEPT_BYTES; recorded.
+        expansion: Settings that ``graph`` was expanded with, SAVE_BYTES and, where measured, KEPT_BYTES and
+            SPARE_BYTES; recorded.
         workspace_bytes: Scratch of each operation outside its tensors; () where unknown, which becomes an assumption.
         progress: Is told what is being done.
 
@@ -162,7 +165,7 @@ def _predictions(
         lower_bound_s=lower_bound_s,
         keep_all_bytes=keep_all_bytes,
         host_saves_s=_saved_s(found),
-        peak_bytes={"device": program.peak_bytes, **{tier: program.tier_bytes(tier) for tier in program.slots}},
+        peak_bytes={"device": program.predicted_bytes, **{tier: program.tier_bytes(tier) for tier in program.slots}},
         bytes_by_role=_bytes_at_peak(found),
         policies=policies,
         actions=action_times(found.timeline.events),
@@ -239,6 +242,7 @@ def step_costs(
         decomposes=decomposes(graph),
         save_bytes=max(0, int(settings.get(SAVE_BYTES, 0.0))),
         kept_bytes=None if kept is None else max(0, int(kept)),
+        spare_bytes=max(0, int(settings.get(SPARE_BYTES, 0.0))),
     )
 
 
@@ -337,7 +341,7 @@ def _row(name: str, found: Found) -> PolicyRow:
     return PolicyRow(
         policy=name,
         fits=True,
-        peak_bytes=program.peak_bytes,
+        peak_bytes=program.predicted_bytes,
         step_s=timeline.duration_s,
         recompute_s=recompute,
         stall_s=stall_s(timeline, program),

@@ -35,6 +35,7 @@ class Costs:
         save_bytes: What saving between two steps takes of the device beside what lies there.
         kept_bytes: What the step's kernels were measured to leave behind in the process; None where they were not, and
             it is worked out from the three before.
+        spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
     """
 
     op_seconds: tuple[float, ...]
@@ -44,6 +45,7 @@ class Costs:
     decomposes: bool = False
     save_bytes: int = 0
     kept_bytes: int | None = None
+    spare_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -253,6 +255,7 @@ def _program(
         budgets=budgets,
         overhead_bytes=overhead_bytes(machine, costs),
         save_bytes=_saving_bytes(costs),
+        spare_bytes=costs.spare_bytes,
     )
 
 

@@ -46,8 +46,9 @@ _LIGHT_FLOP, _ROUNDS = 2e9, 3
 _SMALLEST_HEAP_BYTES, _LARGEST_HEAP_BYTES = 1 << 20, 5 << 20
 #: Measured on equal runs of nets with large scratch on two threads, torch 2.13: 24.1 MiB of scratch became 26.7 where
 #: the pieces of a kernel did not fit the holes of the heap.
-#: Whose buffer a thread packs into is chance: two threads kept up to 2.7 MiB more than the process that measured.
-_SCRATCH_VARIES, _VARIES_BYTES, _VARIES_BYTES_PER_THREAD = 0.1, 1 << 19, 5 << 19
+#: Freed scratch may lie beside what the next operation takes: a GPT on one thread took 0.7 MiB for that. Whose buffer a
+#: thread packs into is chance: two threads kept up to 2.7 MiB more than the process that measured.
+_SCRATCH_VARIES, _VARIES_BYTES, _VARIES_BYTES_PER_THREAD = 0.1, 1 << 20, 2 << 20
 #: Variables of the environment that choose kernels, or an allocator.
 _SETTINGS = ("ATEN_", "DNNL_", "GLIBC_TUNABLES", "KMP_", "LD_PRELOAD", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
 #: How the measuring process begins: with the folders that this one imports from, and no other.
@@ -92,6 +93,11 @@ class KernelMemory:
         largest = max(self.scratch_bytes, default=0)
         varies = _VARIES_BYTES + _VARIES_BYTES_PER_THREAD * (self.threads - 1)
         return max(self.heap_bytes, largest + int(_SCRATCH_VARIES * largest)) + varies
+
+    @property
+    def spare_bytes(self) -> int:
+        """Part of the workspace that some of equal runs take and others do not."""
+        return self.workspace_bytes - max(self.heap_bytes, max(self.scratch_bytes, default=0))
 
 
 def kernel_memory(graph: StepGraph, threads: int, *, cache: Path | None) -> KernelMemory:

@@ -366,5 +366,5 @@ class _Engine:
             events=tuple(events),
             memory=memory_samples(self._program, by_id, {}, overhead_bytes=self._program.overhead_bytes),
             labels={action.id: self._program.label(action) for action in self._actions},
-            peak_bytes=self._program.peak_bytes,
+            peak_bytes=self._program.predicted_bytes,
         )

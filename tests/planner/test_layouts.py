@@ -357,9 +357,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert max(map(len, printed.splitlines())) <= 80
     document = json.loads(figures.read_text())
     saved = ClusterPlan.load(plan)
-    assert saved.layout == document["layouts"][0]["layout"]
+    assert saved.layout.partition(",bucket_bytes")[0] == document["layouts"][0]["layout"]
     assert set(saved.peaks) == {"start", "step", "longest", "save", "resume"}
-    assert saved.step_s == document["layouts"][0]["step_s"] >= saved.bound_s
+    assert document["layouts"][0]["step_s"] >= saved.step_s >= saved.bound_s  # less where it has chosen buckets
     assert all(row["loses_because"] for row in document["layouts"])
     assert document["layouts"][0]["loses_because"] == "fastest"
     assert main(["plan", "--model", "gpt2-xl", "--machine", "h100", "--out", str(plan)]) == 2

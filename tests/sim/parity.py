@@ -58,6 +58,7 @@ STACK = Stack(
     early_stop=True,
     regathers=False,
     fp32_rings=True,
+    blocks_ahead=False,
 )
 #: Parameters and gradients in bf16, as a model without FSDP has them here.
 HALF = dataclasses.replace(STACK, parameters_dtype="bfloat16", gradient_dtype="bfloat16")

@@ -13,7 +13,6 @@ from lading.ir.stack import Stack
 from lading.ir.work import Collective, Kernel, Stage
 from lading.sim.parts import Part, part_of, span, total
 from lading.sim.prices import MachinePrices
-from lading.sim.sharded import Unit, fully_sharded
 
 STACK = Stack(name="any", title="any", launch_s=1e-3, block_s=5e-3, hidden={"tp": 1.0})
 PART = Part(busy_s={"products": 0.1}, comm_s={"tp": 0.02}, issued={"kernels": 10, "blocks": 1})
@@ -81,12 +80,6 @@ def test_graphs_need_no_host() -> None:
 def test_a_pass_of_negative_seconds_is_refused() -> None:
     with pytest.raises(ConfigError, match="block_s must be >= 0"):
         Stack(name="any", title="any", block_s=-1.0)
-
-
-def test_parameters_that_a_recomputed_forward_releases_are_gathered_again() -> None:
-    units = [Unit(1.0, 0.0, 0.1, 0.2), Unit(1.0, 0.0, 0.1, 0.2)]
-    twice = [Unit(1.0, 0.0, 0.1, 0.2, backward_gathers=2) for _ in units]
-    assert fully_sharded(twice, 0.0).seconds == pytest.approx(fully_sharded(units, 0.0).seconds + 1.0)
 
 
 def test_flat_rings_take_each_rank_through_its_own_nic() -> None:

@@ -12,15 +12,17 @@ from torch.distributed.pipelining.schedules import (
 
 from lading.catalog.stacks import stack_by_name
 from lading.clusters import Question, request_of
+from lading.ir.action import ActionKind
 from lading.ir.graph import Role
+from lading.program.emit import gathering, most_gathered
 from lading.program.schedules import schedule
 from lading.sim.jobs import job_of
 from lading.sim.occupancy import occupancy
-from lading.sim.piped import gathering, held_up_s, most_gathered
 from lading.sim.prices import MachinePrices
 from lading.sim.sequence import sequence_of
 from lading.sim.simulate import Simulated, simulate
 from lading.sim.step import DATA_PARALLEL
+from lading.sim.traces import step_times
 
 
 def step(layout: str, **others: Any) -> Simulated:
@@ -81,40 +83,34 @@ def test_gradients_are_reduced_once_and_so_are_whole_until_then() -> None:
 
 def test_each_stage_holds_up_the_first_micro_batch_and_the_first_one_reduces_last() -> None:
     """Of 1F1B: one unit's gather on each stage, and the first stage's whole reduction behind its last backward."""
-    cut, whole = step("pp4,gb64,zero3"), step("pp4,gb64,zero0")
-    assert cut.step.pipeline is not None
-    assert whole.step.pipeline is not None
-    prices = MachinePrices(cut.machine, cut.request.layout, cut.request.stack)
-    units = [sum(count for _, count in stage.run) for stage in cut.step.stages]
-    gathers = [prices.gather_s(stage.elements) for stage in cut.step.stages]
-    assert all(gather < stage.forward.seconds for gather, stage in zip(gathers, cut.step.stages, strict=True))
-    late = cut.step.pipeline.makespan_s - whole.step.pipeline.makespan_s
-    assert late == pytest.approx(sum(g / n for g, n in zip(gathers, units, strict=True)), rel=1e-6)
-    reduce_s = prices.reduce_s(cut.step.stages[0].trained)
+    cut = step("pp4,gb64,zero3")
+    times = step_times(cut)
+    program = times.program
+    for base, actions in zip(program.bounds, program.ranks, strict=False):
+        first = actions.kind.index(ActionKind.COMPUTE)
+        gather = actions.kind.index(ActionKind.UNSHARD)
+        sent = times.start_s[base + gather]  # once the input is there
+        assert actions.waits[first] == (*actions.waits[gather], gather)
+        assert times.start_s[base + first] == pytest.approx(times.end_s[base + gather])
+        assert times.end_s[base + gather] - sent > 0
+    reduce_s = MachinePrices(cut.machine, cut.request.layout, cut.request.stack).reduce_s(cut.step.stages[0].trained)
     assert cut.step.shares_s[DATA_PARALLEL] == pytest.approx(reduce_s, rel=0.3)
 
 
 @pytest.mark.parametrize("seq_len", [256, 4096])
 @pytest.mark.parametrize("layout", ["pp4,vpp2,gb64,zero3", "pp4,vpp4,gb64,zero3", "pp4,vpp4,gb64,zero3,zero-bubble"])
 def test_a_rank_waits_for_gathers_where_it_needs_them(layout: str, seq_len: int) -> None:
-    """The latest rank's, walked action by action."""
-    cut = step(layout, seq_len=seq_len)
-    run, stages, stack = cut.step.pipeline, cut.step.stages, cut.request.stack
-    assert run is not None
-    prices = MachinePrices(cut.machine, cut.request.layout, stack)
-    gathers = [prices.gather_s(s.elements) + prices.copies_s(s.elements, stack.gather_copy_bytes) for s in stages]
-    latest = 0.0
-    for rank in range(run.schedule.ranks):
-        held, late, network = run.schedule.stages_of(rank), 0.0, 0.0
-        ready, chunks = dict.fromkeys(held, 0.0), run.schedule.orders[rank][:, 1]
-        for place, (_, comes) in enumerate(gathering(run.schedule, rank)):
-            asked = run.end_s[rank][place - 1] + late if place else 0.0
-            for stage in comes:
-                ready[stage] = network = max(network, asked) + gathers[stage]
-            late = max(late, ready[held[chunks[place]]] - run.start_s[rank][place])
-        latest = max(latest, late)
-    assert latest > 0
-    assert held_up_s(run, stages, stack, prices) == pytest.approx(latest, rel=1e-9)
+    """A stage is computed once its gathers have ended, which begin when the action before them has."""
+    times = step_times(step(layout, seq_len=seq_len))
+    program, waited = times.program, 0
+    for base, actions in zip(program.bounds, program.ranks, strict=False):
+        for number, kind in enumerate(actions.kind):
+            asked = [w for w in actions.waits[number] if actions.kind[w] is ActionKind.UNSHARD]
+            waited += bool(asked) and kind is ActionKind.COMPUTE
+            for wait in asked:
+                assert times.end_s[base + wait] <= times.start_s[base + number]
+                assert all(times.end_s[base + w] <= times.start_s[base + wait] for w in actions.waits[wait])
+    assert waited >= program.plan.stages
 
 
 def test_all_ranks_take_what_the_step_says() -> None:

@@ -226,4 +226,4 @@ def test_a_large_pipeline_is_quick() -> None:
     run = simulate_pipeline(schedule("interleaved", 16, 8, 128), seconds)
     took_s = time.process_time() - began
     assert sum(len(end) for end in run.end_s) == 2 * 16 * 8 * 128
-    assert took_s < 0.5
+    assert took_s < 2.0

@@ -14,17 +14,25 @@ CALLER = "caller"
 
 
 class ActionKind(StrEnum):
-    """What an action does."""
+    """What an action does; words of torch.distributed.pipelining and FSDP2 where these have one.
+
+    UNSHARD gathers sharded parameters from the other ranks, RESHARD drops what was gathered, REDUCE_GRAD reduces their
+    gradients to this rank's shard (or to all of them, where parameters are whole).
+    """
 
     COMPUTE = "COMPUTE"
-    GATHER = "GATHER"
-    RELEASE = "RELEASE"
-    REDUCE = "REDUCE"
-    MOVE = "MOVE"
     RECOMPUTE = "RECOMPUTE"
+    STEP = "STEP"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    REDUCE_GRAD = "REDUCE_GRAD"
+    ALL_REDUCE = "ALL_REDUCE"
+    ALL_GATHER = "ALL_GATHER"
+    REDUCE_SCATTER = "REDUCE_SCATTER"
+    ALL_TO_ALL = "ALL_TO_ALL"
     SEND = "SEND"
     RECV = "RECV"
-    STEP = "STEP"
+    MOVE = "MOVE"
     FREE = "FREE"
 
 
@@ -34,8 +42,12 @@ class Action:
 
     Attributes:
         id: Position in its Program.
-        op: Operation of the graph (COMPUTE, RECOMPUTE, STEP).
-        storage: Storage moved or freed (MOVE, FREE).
+        op: Operation of the graph, or region of it (COMPUTE, RECOMPUTE, STEP).
+        storage: Storage moved, freed, gathered, reduced or handed on (MOVE, FREE, UNSHARD, RESHARD, REDUCE_GRAD, SEND,
+            RECV).
+        micro_batch: Micro-batch it belongs to; None for what belongs to the whole step.
+        group: Axis of the layout whose ranks take part in a collective.
+        peer: Class of ranks that a SEND goes to or a RECV comes from.
         source, target: Tiers of a MOVE; for FREE ``source`` is the tier that is freed.
         places: (storage, byte offset in the device arena) for each storage this action makes resident.
         waits: Ids of earlier actions on other streams that must have ended.
@@ -48,6 +60,9 @@ class Action:
     storage: int | None = None
     source: str = ""
     target: str = ""
+    micro_batch: int | None = None
+    group: str = ""
+    peer: int | None = None
     places: tuple[tuple[int, int], ...] = ()
     waits: tuple[int, ...] = ()
 
@@ -61,6 +76,12 @@ class Action:
             parts.append(f"from={self.source}")
         if self.target:
             parts.append(f"to={self.target}")
+        if self.micro_batch is not None:
+            parts.append(f"mb={self.micro_batch}")
+        if self.group:
+            parts.append(f"group={self.group}")
+        if self.peer is not None:
+            parts.append(f"peer={self.peer}")
         if self.places:
             parts.append(f"at={pairs_text(self.places)}")
         if self.waits:
@@ -86,8 +107,8 @@ def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
         raise ProgramError(f"expected integers as STORAGE@OFFSET,..., got {text[:80]!r}: {error}") from error
 
 
-_HEAD = re.compile(r"(\d+) ([A-Z]+) (\w+)((?: \w+=[^ ]+)*)\Z")
-_KEYS = {"op", "storage", "from", "to", "at", "waits"}
+_HEAD = re.compile(r"(\d+) ([A-Z_]+) (\w+)((?: \w+=[^ ]+)*)\Z")
+_KEYS = {"op", "storage", "from", "to", "mb", "group", "peer", "at", "waits"}
 
 
 def parse_action(line: str) -> Action:
@@ -111,6 +132,9 @@ def parse_action(line: str) -> Action:
             storage=int(fields["storage"]) if "storage" in fields else None,
             source=fields.get("from", ""),
             target=fields.get("to", ""),
+            micro_batch=int(fields["mb"]) if "mb" in fields else None,
+            group=fields.get("group", ""),
+            peer=int(fields["peer"]) if "peer" in fields else None,
             places=parse_pairs(fields.get("at", "")),
             waits=tuple(int(w) for w in fields["waits"].split(",")) if "waits" in fields else (),
         )

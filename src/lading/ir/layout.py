@@ -30,7 +30,7 @@ class Layout:
         vpp: Model chunks of a pipeline rank.
         sp: Sequence parallel: norms and dropouts are cut over tp ranks along the tokens.
         zero: 0 replicas, 1 optimizer states cut, 2 gradients too, 3 parameters too (FSDP). In a pipeline 2 and 3 are
-            the same: gathered once a step, reduced once ([Note: cut in a pipeline] in lading.sim.piped).
+            the same: gathered once a step, reduced once ([Note: sharded in a pipeline] in lading.program.emit).
         shard: Ranks over which ``zero`` cuts; 0 means all of dp * cp. Smaller is hybrid (HSDP).
         cp_comm: How keys and values meet: "ring", "all_gather" or "all_to_all" (over heads).
         micro_batch: Sequences of a micro-batch of one replica.

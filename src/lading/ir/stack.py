@@ -87,6 +87,8 @@ class Stack:
         fp32_rings: With context parallel gradients of keys and values go round the ring in fp32, also where keys met by
             all-gather (torch's ``context_parallel``).
         early_stop: Full recompute stops once all is there that backward reads, as torch's own does.
+        blocks_ahead: Where a block's experts are gathered apart, all that the next block gathers is asked for when a
+            block begins (torchtitan); False leaves it to FSDP2, which asks for experts when their module begins.
         drops_gradients: Gradients come as backward makes them and go after the update (``zero_grad`` of PyTorch); else
             they have buffers that are always there.
         cuts_in_pipeline: Gradients and parameters may be cut in a pipeline (zero 2 and 3), as PyTorch's FSDP2 can.
@@ -139,6 +141,7 @@ class Stack:
     regathers: bool = True
     fp32_rings: bool = False
     early_stop: bool = False
+    blocks_ahead: bool = True
     adapter_dtype: str = ""
     adapter_dropout: bool = False
     adapter_modules: tuple[str, ...] = ()

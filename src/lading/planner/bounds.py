@@ -120,10 +120,9 @@ def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
     if not stack.overlap_grad_reduce:
         return np.where(cut, behind, found.reduce_all_s[rows.number])
     first = table.row[table.first][rows.pipe]
-    blocks, backward = np.maximum(1.0, costs.blocks[first]), costs.backward[first]
-    whole = found.reduce_s[rows.number]
-    exposed = np.maximum(whole / blocks, whole - backward * (1 - 1 / blocks))
-    return np.where(cut, behind, np.where(split, 0.0, np.maximum(exposed, 0.0)))
+    # What backward makes last, the first segment's, is reduced behind it; and no reduction begins before backward does.
+    exposed = np.maximum(found.segment_reduce_s[rows.number][:, 0], found.reduce_s[rows.number] - costs.backward[first])
+    return np.where(cut, behind, np.where(split, 0.0, exposed))
 
 
 def _replicas(rows: Rows, flat: Bools, priced: Priced, stack: Stack) -> Floats:
@@ -138,8 +137,8 @@ def _replicas(rows: Rows, flat: Bools, priced: Priced, stack: Stack) -> Floats:
     cut = _cut(priced, stack, (gathers, reduces), forward + backward, passes)
     alone = reduces[:, 0] if stack.overlap_grad_reduce else found.reduce_all_s[number]  # the last is beside nothing
     reduced = alone * np.where(zero == 2, times, 1.0)
-    whole = found.gather_s[number] * (max(1.0, float(priced.counts.sum())) if stack.overlap_param_gather else 1.0)
-    once = reduced + _gathered(priced, stack, (gathers, whole), forward)
+    whole = gathers @ priced.counts if stack.overlap_param_gather else found.gather_s[number]
+    once = reduced + _gathered(priced, stack, (gathers, whole))
     return times * (forward + backward) + np.where(zero == 3, times * cut, once)
 
 
@@ -160,11 +159,9 @@ def _beside(computed: Floats, network: Floats, alone: Floats, slowdown: float) -
     return np.maximum(network, computed + (network - alone) * (slowdown / (1 + slowdown)) + alone)
 
 
-def _gathered(priced: Priced, stack: Stack, of: tuple[Floats, Floats], forward: Floats) -> Floats:
+def _gathered(priced: Priced, stack: Stack, of: tuple[Floats, Floats]) -> Floats:
     gathers, whole = of
     if not stack.overlap_param_gather:
         return whole
-    slowdown = priced.slowdown
-    slowed = np.minimum(whole * (1 - 1 / (1 + slowdown)), forward * slowdown)
-    # The network goes first here, and computing follows it: computing ends no sooner than either.
-    return np.maximum(whole, gathers[:, 0] + forward) - forward + slowed
+    # The last gather ends before the last unit computes; meanwhile computing waits, or is slower.
+    return gathers[:, 0] + (whole - gathers[:, 0]) * (priced.slowdown / (1 + priced.slowdown))

@@ -22,8 +22,8 @@ from lading.memory.ranks import gathered_width, kept_state_bytes, shards, state_
 from lading.planner.pipes import WATCHED, PipeTable, watched_rows
 from lading.planner.space import Block, Cut, Space
 from lading.planner.stages import Floats, Ints, StageRows
+from lading.program.emit import GATHERED_AT_ONCE
 from lading.sim.phases import Phases
-from lading.sim.piped import GATHERED_AT_ONCE
 from lading.sim.prices import MachinePrices
 from lading.sim.updates import least_stack
 
@@ -221,9 +221,11 @@ def _priced(space: Space, block: Block, shape: Shapes, alone: Floats, known: Kno
     gather, reduce, optimizer, size = _by_cut(space, block, shape, every, known)
     held = (wide, number, WATCHED + 2)
     gathers, reduces = (part[:, : -len(alone)].reshape(held) for part in (gather, reduce))
-    waits = gathers[..., :WATCHED] / (np.maximum(1.0, shape.held[:, :WATCHED, 2]) if overlap else 1.0)
+    # Nothing runs before the first forward of the first stage, which waits for its first unit, or for the whole stage
+    # where units are not gathered one by one. What other stages wait for may be hidden while they wait for the first.
+    first, unit = gathers[..., FIRST], gather[:, -len(alone)][:, None]
     cut = np.array([cut.zero >= 2 for cut in shape.cuts])[:, None] & (np.array(shape.chunks) > 0)
-    whole = np.where(cut, _held_up_s(shape, gathers), waits.max(axis=2))
+    whole = np.where(np.where(cut, np.array(shape.chunks) > 1, not overlap), first, unit)
     updates = optimizer[:, : -len(alone)].reshape(held)[..., :WATCHED] + shape.directions
     of_shapes = [
         whole,
@@ -236,17 +238,6 @@ def _priced(space: Space, block: Block, shape: Shapes, alone: Floats, known: Kno
     ]
     columns = [np.swapaxes(part, 0, 1).reshape(number * wide, *part.shape[2:]) for part in of_shapes]
     return [*columns, *(np.tile(part[:, -len(alone) :], (number, 1)) for part in (gather, reduce))]
-
-
-def _held_up_s(shape: Shapes, gathers: Floats) -> Floats:
-    """(cut, shape): by how much gathering cut parameters makes a pipeline longer, at least.
-
-    Nothing runs before the first forward of the first stage. With one chunk that waits for one unit, with more for the
-    whole stage ([Note: cut in a pipeline] in lading.sim.piped). What other stages wait for may be hidden where the
-    first has most to do.
-    """
-    first, units = gathers[..., FIRST], np.maximum(1.0, shape.held[:, FIRST, 2])
-    return np.where(np.array(shape.chunks) > 1, first, first / units)
 
 
 def _by_cut(

@@ -59,7 +59,7 @@ def best_bucket(found: Simulated) -> Bucket | None:
     if alone or not stack.overlap_grad_reduce or found.machine.processes is not None:
         return None
     width = DTYPE_BYTES[stack.gradient_dtype]
-    priced = Priced(found.machine, found.table, found.segments, found.step.pipeline)
+    priced = Priced(found.machine, found.table, found.segments)
     whole = width * max(sum(stage.trained.values()) for stage in found.step.stages)
     blocks = [each for each in found.segments if each.segment.enters and each.segment.leaves]
     block = width * max(sum(each.trained.values()) for each in blocks or found.segments)

@@ -31,7 +31,6 @@ from lading.planner.space import Ask, Block, Cut, Mesh, Pipe, Space, divisors
 from lading.planner.stages import Floats
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases
-from lading.sim.pipeline import PipelineRun
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced as Segments
 from lading.sim.simulate import Simulated, segments_by_mode
@@ -114,7 +113,7 @@ class Search:
     _segments: dict[Block, dict[str, tuple[Phases, ...]]] = field(default_factory=lambda: {})
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
     _known: Known = field(default_factory=lambda: {})
-    _runs: dict[tuple[Block, str, Pipe], PipelineRun] = field(default_factory=lambda: {})
+    _alone_s: dict[tuple[Block, str, Pipe], float] = field(default_factory=lambda: {})
     _kept: dict[tuple[Block, str, Pipe], tuple[int, ...]] = field(default_factory=lambda: {})
     _out: list[Sifted | Opened] = field(default_factory=lambda: [])
     _families: list[Family] = field(default_factory=lambda: [])
@@ -140,13 +139,12 @@ class Search:
 
     def segments(self, found: Bounded) -> Segments:
         """Of a bounded layout, for ``simulate``."""
-        run = self._runs.get((found.block, found.mode, found.pipe))
-        return Segments(self.ask.machine, self.ask.table, self._segments[found.block][found.mode], run)
+        return Segments(self.ask.machine, self.ask.table, self._segments[found.block][found.mode])
 
     def span_s(self, found: Bounded) -> float | None:
         """Least seconds of a layout's pipeline; None if none was simulated that differs in who keeps states only."""
-        run = self._runs.get((found.block, found.mode, found.pipe))
-        return run.makespan_s * _ROUNDING if run else None
+        alone_s = self._alone_s.get((found.block, found.mode, found.pipe))
+        return alone_s * _ROUNDING if alone_s else None
 
     def peak_bytes(self, found: Bounded) -> float:
         """Least bytes of a layout, with activations as simulated where that was done for the same pipeline."""
@@ -163,8 +161,8 @@ class Search:
         ranks = len(simulated.memory)
         watched = (0, min(1, ranks - 1), ranks - 1)
         self._kept[key] = tuple(simulated.memory[rank].get(Role.ACTIVATION, 0) for rank in watched)
-        if found.cut.zero < 2:  # gathers of cut parameters may hold a pipeline up
-            self._runs[key] = run
+        if key not in self._alone_s and (listed := simulated.step.listed) is not None:
+            self._alone_s[key] = listed.pipeline_s
 
     def families(self, tell: Tell) -> list[Family]:
         """All blocks that can be.

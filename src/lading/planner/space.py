@@ -350,7 +350,7 @@ class Space:
     def cuts(self, data: int, pp: int) -> list[Cut]:
         """Of states over ``data`` replicas."""
         stages = [0, 1, 2, 3]
-        if pp > 1:  # [Note: cut in a pipeline] in lading.sim.piped: 2 and 3 are one there
+        if pp > 1:  # [Note: sharded in a pipeline] in lading.program.emit: 2 and 3 are one there
             stages = [0, 1, 3] if self.ask.request.stack.cuts_in_pipeline else [0, 1]
         found: list[Cut] = []
         for zero in self._pinned("zero", stages if data > 1 else [0]):

@@ -37,6 +37,8 @@ _KINDS = (
     ("weight gradient", "k-read", "weight gradients"),
     ("send", "k-communication", "sends and reductions"),
     ("reduce", "k-communication", "sends and reductions"),
+    ("unshard", "k-communication", "sends and reductions"),
+    ("all reduce", "k-communication", "sends and reductions"),
     ("optimizer", "k-step", "optimizer"),
     ("waiting", "k-free", "waiting"),
 )

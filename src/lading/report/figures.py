@@ -37,7 +37,7 @@ _KINDS = {
     ActionKind.RECOMPUTE: Kind.RECOMPUTE,
     ActionKind.STEP: Kind.STEP,
     ActionKind.FREE: Kind.FREE,
-    ActionKind.RELEASE: Kind.FREE,
+    ActionKind.RESHARD: Kind.FREE,
 }
 _PHASES = {Phase.FORWARD: Kind.FORWARD, Phase.LOSS: Kind.FORWARD, Phase.BACKWARD: Kind.BACKWARD}
 

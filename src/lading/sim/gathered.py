@@ -1,9 +1,9 @@
 """Gathered: the most that is alive on a rank whose parameters are cut (zero 3), as PyTorch's FSDP2 takes and frees it.
 
 [Note: buffers]
-A group of parameters (lading.sim.sequence, [Note: groups]) is gathered into one buffer and copied out of it. In forward
-the buffer stays until the next group has been copied out; in backward it goes at once, but the next one's is there
-already.
+A group of parameters ([Note: order of FSDP2] in lading.program.emit) is gathered into one buffer and copied out of it.
+In forward the buffer stays until the next group has been copied out; in backward it goes at once, but the next one's is
+there already.
 Gradients stay as the products made them until a group's backward ends. They are copied into a buffer in the dtype of
 reductions, which stays until the next group is reduced; what is reduced of it is the gradient of this rank's part
 (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, foreach_reduce). The last
@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from lading.ir.graph import DTYPE_BYTES, Role
+from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
-from lading.ir.work import Collective, Kernel, RankSegment, Stage
-from lading.memory.ranks import gathered_width, gradient_width, replicas, shards
+from lading.ir.work import RankSegment
+from lading.memory.ranks import gathered_width, gradient_width, shards
 from lading.parallel.memory import alive_bytes
-from lading.parallel.ranks import EXPERTS
 from lading.parallel.recompute import Recomputed
+from lading.program.units import bounds, groups_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +62,6 @@ class UnitBytes:
     saved: int
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
-
-
-def groups_of(segment: RankSegment, layout: Layout) -> tuple[tuple[str, int], ...]:
-    """Groups of a unit's parameters: its own, and its experts' if they are spread over other ranks."""
-    elements: dict[str, int] = {}
-    for axes, count in segment.parameter_elements.items():
-        apart = replicas(axes, layout) != replicas("dp", layout)
-        elements["dp"] = elements.get("dp", 0) + (0 if apart else count)
-        if apart:
-            elements[axes] = elements.get(axes, 0) + count
-    return tuple((axes, elements[axes]) for axes in sorted(elements) if elements[axes])
-
-
-def bounds(segment: RankSegment, kernels: Sequence[Kernel], groups: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
-    """Where each group begins and ends: a unit's own with the unit, that of experts with what is done for them.
-
-    What is after the blocks has the loss, which no module's parameters are needed for.
-    """
-    first, last = 0, len(kernels)
-    if not segment.leaves and groups and kernels:
-        uses = [at for at, k in enumerate(kernels) if any(segment.tensors[t].role is Role.PARAMETER for t in k.inputs)]
-        forward = kernels[0].stage is Stage.FORWARD
-        if uses:
-            first, last = (0, uses[-1] + 1) if forward else (uses[0], len(kernels))
-    experts = [at for at, k in enumerate(kernels) if k.is_experts or _travels(k)]
-    return [(experts[0], experts[-1] + 1) if axes == EXPERTS and experts else (first, last) for axes, _ in groups]
-
-
-def _travels(kernel: Kernel) -> bool:
-    return isinstance(kernel.detail, Collective) and kernel.detail.axis == "ep"
 
 
 def unit_bytes(segment: RankSegment, again: Recomputed, layout: Layout, stack: Stack) -> UnitBytes:

@@ -4,25 +4,28 @@ A rank runs its actions in order. A forward waits for the output of the stage be
 from the stage after it. A send leaves when its action ends; sends of one rank in one direction follow each other. With
 ``overlap`` they run beside computing (torch's schedules of several chunks, Megatron's ``overlap_p2p_comm``), without it
 the sender computes nothing meanwhile (torch's and Megatron's plain 1F1B). Chunks that are neighbors on one rank hand
-over without a send.
+over without a send. The lists are those of ``lading.program.emit``, of stages without units.
+
+``lading.sim.bounds`` has lower bounds and closed forms on the same seconds.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from lading.errors import SimulationError
+from lading.ir.action import ActionKind
+from lading.program.emit import ListShape, emit
+from lading.program.lists import Border, RankList
 from lading.program.schedules import Schedule, Work
+from lading.sim.rank_engine import RankTimes, run_ranks
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-_NEVER = -1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,6 +80,7 @@ class PipelineRun:
         start_s, end_s: Of computing.
         sent_s: When what the action sends leaves; nan if it sends nothing.
         arrived_s: When that is there.
+        times: Of the lists that were run.
         overlap: Whether ranks computed while they sent.
     """
 
@@ -85,6 +89,7 @@ class PipelineRun:
     end_s: tuple[Floats, ...]
     sent_s: tuple[Floats, ...]
     arrived_s: tuple[Floats, ...]
+    times: RankTimes
     overlap: bool = True
 
     @property
@@ -153,7 +158,7 @@ class PipelineRun:
 
 
 def simulate_pipeline(plan: Schedule, seconds: PipelineSeconds, *, overlap: bool = True) -> PipelineRun:
-    """Events of a pipeline.
+    """Events of a pipeline of which nothing is known but the seconds of its stages.
 
     Args:
         plan: Of ``lading.program.schedules``.
@@ -161,152 +166,49 @@ def simulate_pipeline(plan: Schedule, seconds: PipelineSeconds, *, overlap: bool
     Raises:
         SimulationError: seconds that the schedule needs are missing or negative, or its orders wait for each other.
     """
-    entries = entries_of(plan, seconds)
-    starts, ends, leaves, arrived = time_entries(entries, overlap)
-    late = np.flatnonzero(np.isnan(ends))
-    if len(late):
-        first = int(late[0])
-        rank = bisect_right(entries.bounds, first) - 1
-        _, chunk, micro_batch, _ = plan.orders[rank][first - entries.bounds[rank]].tolist()
+    program = emit(ListShape(plan, ((),) * plan.stages, overlap_send=overlap, whole_first=False))
+    layers: list[list[list[float]]] = seconds.table(plan.stages, plan.micro_batches).tolist()
+    needed = {Work(work) for order in plan.orders for work in np.unique(order[:, 0]).tolist()}
+    if missing := [work for work in needed if np.isnan(layers[work]).any()]:
         raise SimulationError(
-            f"schedule {plan.kind}: rank {rank} waits forever at chunk {chunk}, micro-batch {micro_batch}; what sends "
-            "its input waits for it: check the orders"
+            f"schedule {plan.kind} needs the seconds of {missing[0].name.lower()}, which are not given"
         )
-    seconds_of_pair = np.flatnonzero(entries.joint) + 1
-    starts[seconds_of_pair] = starts[seconds_of_pair - 1]
-    ends[seconds_of_pair] = ends[seconds_of_pair - 1]
-    leaves[~entries.sending] = np.nan
-    arrivals = np.where(entries.sending, arrived[entries.posts], np.nan)
-    cuts = entries.bounds[1:-1]
-    split = [tuple(np.split(values, cuts)) for values in (starts, ends, leaves, arrivals)]
-    return PipelineRun(plan, split[0], split[1], split[2], split[3], overlap)
+    lasts: list[float] = []
+    for actions in program.ranks:
+        joint = _joint(actions)
+        for number, kind in enumerate(actions.kind):
+            place, micro_batch = actions.storage[number], actions.micro_batch[number]
+            if kind is ActionKind.COMPUTE:
+                region = program.regions[actions.op[number]]
+                factor = seconds.joint if number in joint else 1.0
+                lasts.append(factor * layers[region.work][region.stage][micro_batch])
+            elif kind is ActionKind.SEND and isinstance(border := program.storages[place], Border):
+                sender = border.stage - 1 if border.forward else border.stage + 1
+                lasts.append(layers[4 if border.forward else 5][sender][micro_batch])
+            else:
+                lasts.append(0.0)
+    return pipeline_run(run_ranks(program, lasts), overlap=overlap)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Entries:
-    """Actions of all ranks, rank after rank, as the loop that times them takes them.
-
-    What is handed over has a slot: stage and micro-batch, forward then backward, and one more that is always there.
-
-    Attributes:
-        bounds: Where each rank begins, and the end.
-        lasts: Seconds; of a pair all in its first action, none in its second.
-        needs, also: Slots to wait for; the second for what the other of a pair needs.
-        posts: Slot that it fills, or the last slot.
-        sends: Seconds of the send; 0 where the other chunk is on the same rank.
-        links: Of the sender: down, up, and within it.
-        sending, joint: Whether it sends to another rank; whether it is the first of a pair.
-        wires: ``needs``, ``also``, ``posts`` and ``links`` as lists, where they are known.
-    """
-
-    bounds: list[int]
-    lasts: Floats
-    needs: Ints
-    also: Ints
-    posts: Ints
-    sends: Floats
-    links: Ints
-    sending: Bools
-    joint: Bools
-    wires: tuple[list[int], list[int], list[int], list[int]] | None = None
+def _joint(actions: RankList) -> set[int]:
+    """Regions that run as one with another."""
+    pairs = [(first, last) for first, last in actions.rows if last > first]
+    return {number for first, last in pairs for number in range(first, last + 1)}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wiring:
-    """What of Entries follows from the schedule alone; work, stage and micro-batch are each action's."""
-
-    bounds: list[int]
-    work: Ints
-    stage: Ints
-    micro_batch: Ints
-    needs: Ints
-    also: Ints
-    posts: Ints
-    links: Ints
-    sending: Bools
-    pairs: Bools
-    wires: tuple[list[int], list[int], list[int], list[int]]
-
-
-@lru_cache(maxsize=64)
-def _wiring(plan: Schedule) -> _Wiring:
-    stages, count = plan.stages, plan.micro_batches
-    bounds: Ints = np.cumsum([0, *(len(order) for order in plan.orders)])
-    rank = np.repeat(np.arange(plan.ranks), np.diff(bounds))
-    work, chunk, micro_batch, joint = np.concatenate(plan.orders).astype(np.int64).T
-    stage = np.array([plan.stages_of(r) for r in range(plan.ranks)])[rank, chunk]
-    forward = work == Work.FORWARD
-    backward = (work == Work.BACKWARD) | (work == Work.BACKWARD_INPUT)
-    slot, nothing, half = stage * count + micro_batch, 2 * stages * count, stages * count
-    needs = np.where(forward & (stage > 0), slot, nothing)
-    needs = np.where(backward & (stage < stages - 1), slot + half, needs)
-    posts = np.where(forward & (stage < stages - 1), slot + count, nothing)
-    posts = np.where(backward & (stage > 0), slot + half - count, posts)
-    other = np.array([plan.rank_of(s) for s in range(stages)])[np.clip(stage + np.where(forward, 1, -1), 0, stages - 1)]
-    sending = (posts < nothing) & (other != rank)
-    links = 3 * rank + np.where(other == rank, 2, np.where(forward, 0, 1))
-    pairs = joint == 1
-    also = np.full(len(work), nothing)
-    also[pairs] = np.roll(needs, -1)[pairs]
-    wires = needs.tolist(), also.tolist(), posts.tolist(), links.tolist()
-    return _Wiring(bounds.tolist(), work, stage, micro_batch, needs, also, posts, links, sending, pairs, wires)
-
-
-def entries_of(plan: Schedule, seconds: PipelineSeconds) -> Entries:
-    w = _wiring(plan)
-    layers = seconds.table(plan.stages, plan.micro_batches)
-    lasts = layers[w.work, w.stage, w.micro_batch]
-    if np.any(np.isnan(lasts)):
-        missing = Work(int(w.work[np.isnan(lasts)][0])).name.lower()
-        raise SimulationError(f"schedule {plan.kind} needs the seconds of {missing}, which are not given")
-    sends = np.where(w.sending, layers[np.where(w.work == Work.FORWARD, 4, 5), w.stage, w.micro_batch], 0.0)
-    lasts[w.pairs] = seconds.joint * (lasts + np.roll(lasts, -1))[w.pairs]
-    lasts[np.flatnonzero(w.pairs) + 1] = 0.0
-    return Entries(w.bounds, lasts, w.needs, w.also, w.posts, sends, w.links, w.sending, w.pairs, w.wires)
-
-
-def time_entries(entries: Entries, overlap: bool) -> tuple[Floats, Floats, Floats, Floats]:
-    """Start and end of each entry, when its send leaves, and when each slot is filled; nan for what never happens.
-
-    Every rank runs as far as it can, and again when what it waits for has been sent. About 0.4 us an action.
-    """
-    lasts: list[float] = entries.lasts.tolist()
-    sends: list[float] = entries.sends.tolist()
-    needs, also, posts, links = entries.wires or (
-        entries.needs.tolist(),
-        entries.also.tolist(),
-        entries.posts.tolist(),
-        entries.links.tolist(),
-    )
-    bounds = entries.bounds
-    total, slots = bounds[-1], max(int(entries.posts.max()), int(entries.needs.max())) + 1
-    nothing = slots - 1
-    starts, ends, leaves = [np.nan] * total, [np.nan] * total, [np.nan] * total
-    arrived, waiting = [_NEVER] * nothing + [0.0], [-1] * slots
-    free, link_free, at = [0.0] * len(bounds), [0.0] * (3 * len(bounds)), list(bounds[:-1])
-    todo = list(range(len(at)))[::-1]
-    while todo:
-        rank = todo.pop()
-        now = free[rank]
-        for index in range(at[rank], bounds[rank + 1]):
-            ready, other = arrived[needs[index]], arrived[also[index]]
-            if ready < 0.0 or other < 0.0:
-                waiting[needs[index] if ready < 0.0 else also[index]] = rank
-                at[rank] = index
-                break
-            ready = other if other > ready else ready
-            now = ready if ready > now else now
-            starts[index] = now
-            now += lasts[index]
-            ends[index] = now
-            if (post := posts[index]) == nothing:
-                continue
-            link = links[index]
-            leave = link_free[link] if link_free[link] > now else now
-            leaves[index] = leave
-            there = arrived[post] = link_free[link] = leave + sends[index]
-            now = now if overlap else there
-            if waiting[post] >= 0:
-                todo.append(waiting[post])
-        free[rank] = now
-    return np.array(starts), np.array(ends), np.array(leaves), np.array(arrived)
+def pipeline_run(times: RankTimes, *, overlap: bool) -> PipelineRun:
+    """The actions of a pipeline's schedule, as they ran."""
+    program = times.program
+    columns: list[tuple[list[float], ...]] = []
+    for base, actions in zip(program.bounds, program.ranks, strict=False):
+        sends = [base + send if send >= 0 else -1 for send in actions.sends]
+        columns.append(
+            (
+                [times.start_s[base + a] if a <= b else times.end_s[base + b] for a, b in actions.rows],
+                [times.end_s[base + last] for _, last in actions.rows],
+                [times.start_s[send] if send >= 0 else np.nan for send in sends],
+                [times.end_s[send] if send >= 0 else np.nan for send in sends],
+            )
+        )
+    starts, ends, leaves, arrivals = (tuple(np.array(rank[at]) for rank in columns) for at in range(4))
+    return PipelineRun(program.plan, starts, ends, leaves, arrivals, times, overlap)

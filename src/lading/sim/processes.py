@@ -17,19 +17,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from lading.cost.kernels import adam_bytes, memory_s, step_s
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Machine, Processes
 from lading.ir.request import Request
 from lading.memory.ranks import shards
+from lading.program.emit import ListShape, emit
 from lading.program.schedules import Schedule, Work, schedule_of
 from lading.sim.parts import MEMORY
 from lading.sim.phases import Phases
-from lading.sim.pipeline import PipelineRun
+from lading.sim.pipeline import PipelineRun, pipeline_run
 from lading.sim.prices import MachinePrices
+from lading.sim.rank_engine import RankTimes
 from lading.sim.step import Run, Stage, Step, shares_of, stage_of, trained_of
 
 _ADD, _TO_BUCKET, _GATHERED, _REDUCED = 12, 8, 8, 8
@@ -223,13 +223,17 @@ def shared_pipeline(
 
 
 def _run_of(plan: Schedule, starts: list[list[float]], ends: list[list[float]], send_s: float) -> PipelineRun:
-    sent: list[list[float]] = []
-    for rank, order in enumerate(plan.orders):
-        after = [plan.stage(rank, chunk) + (1 if work == Work.FORWARD else -1) for work, chunk, _, _ in order.tolist()]
-        goes = [0 <= stage < plan.stages and plan.rank_of(stage) != rank for stage in after]
-        sent.append([end if away else float("nan") for end, away in zip(ends[rank], goes, strict=True)])
-    times = [tuple(np.array(row) for row in rows) for rows in (starts, ends, sent)]
-    return PipelineRun(plan, times[0], times[1], times[2], tuple(row + send_s for row in times[2]))
+    """The run of a pipeline whose actions ran at such times, and whose sends left when they ended."""
+    program = emit(ListShape(plan, ((),) * plan.stages, whole_first=False))
+    start_s, end_s = ([0.0] * program.bounds[-1] for _ in range(2))
+    for rank, actions in enumerate(program.ranks):
+        base = program.bounds[rank]
+        for row, ((place, _), send) in enumerate(zip(actions.rows, actions.sends, strict=True)):
+            start_s[base + place], end_s[base + place] = starts[rank][row], ends[rank][row]
+            if send >= 0:
+                start_s[base + send], end_s[base + send] = ends[rank][row], ends[rank][row] + send_s
+    none = [0.0] * plan.ranks
+    return pipeline_run(RankTimes(program, start_s, end_s, none, none, max(end_s)), overlap=True)
 
 
 def _taken(

@@ -1,40 +1,31 @@
-"""Sequence: what one rank issues in a step, in order: kernels, collectives of its blocks, gathers, reductions, sends.
+"""Sequence: a rank's list at the grain of kernels: every kernel and collective it issues in a step, in order.
 
-Times are elsewhere; this is the order that a host asks in, which is also the order in which memory is taken.
-
-[Note: groups]
-Where parameters are cut (zero 3) the parameters of a unit (a block, what is before, what is after) are a group, and
-experts spread over ranks of their own a second one within. As PyTorch's FSDP2 issues them (torch 2.13,
-distributed/fsdp/_fully_shard: _fsdp_state.py, _fsdp_param_group.py): a group is gathered when its forward begins and
-released when it ends. When its backward begins it is gathered if it is not there, and the group whose forward ended
-before its own is asked for; when its backward ends it is released and its gradients are reduced. The last unit's groups
-stay from forward to backward. In a pipeline all groups stay from the first forward on, and gradients are reduced once,
-in the order of forward, when the last backward of a stage has ended (distributed/pipelining/stage.py).
-Where parameters are whole, gradients are reduced a unit at a time in the last micro-batch, or in each where they are
-cut (zero 2: DeepSpeed's runtime/zero/stage_1_and_2.py, reduce_ready_partitions_and_remove_grads), and what an optimizer
-updated in parts is gathered in the first. Sums over tp ([Note: sums] in lading.sim.step) come last.
+The list is the one that is timed (``lading.sim.rank_step``); here each region is the kernels that it stands for, and
+each gather or reduction the collectives that it is.
 
 >>> [issued.collective for issued in sequence_of(request) if issued.collective]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from lading.ir.action import ActionKind
 from lading.ir.clusterplan import Keep
-from lading.ir.graph import DTYPE_BYTES, Role
-from lading.ir.layout import Layout
+from lading.ir.graph import DTYPE_BYTES
 from lading.ir.request import Request
-from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
-from lading.ir.work import Collective, Kernel, RankSegment, Stage
+from lading.ir.work import Collective, Kernel
 from lading.memory.ranks import gathered_width, gradient_width, replicas
-from lading.parallel.ranks import EXPERTS
-from lading.parallel.recompute import Recomputed, recomputed
-from lading.program.schedules import Work, schedule_of
-from lading.sim.gathered import bounds, groups_of
-from lading.sim.phases import groups_apart, less
+from lading.parallel.recompute import recomputed
+from lading.program.emit import emit
+from lading.program.lists import ALL_UNITS, Border, ParameterGroup, RankProgram, Region
+from lading.program.schedules import Work
+from lading.program.units import Unit, groups_of, without_tied
+from lading.sim.phases import groups_apart
+from lading.sim.rank_step import list_shape
 from lading.sim.simulate import runs_of, segments_of, table_of
 
 
@@ -45,7 +36,7 @@ class Issued:
     Attributes:
         unit: Which unit of the model it belongs to, in the order of forward; -1 for what belongs to all.
         micro_batch: Which one of the step; -1 for what belongs to all.
-        kernel: Of a block; a collective inside a block is one too.
+        kernel: A kernel of a block; a collective inside a block is one too.
         collective: Between ranks; None for a kernel that computes.
         peer: Pipeline rank to which a send goes, or from which ("receive") it comes.
         releases: Gathered parameters of a group go; nothing is run.
@@ -59,41 +50,6 @@ class Issued:
     releases: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A block of a rank, or what is before or after the blocks.
-
-    Attributes:
-        again: What of it runs again in backward.
-        lazy: It runs again when backward first reads what was kept, as torch's checkpoint; else before all.
-        ends: It is the last of the model.
-    """
-
-    segment: RankSegment
-    again: Recomputed
-    lazy: bool = True
-    ends: bool = False
-
-    def kernels(self, work: Work) -> list[Kernel]:
-        """What an action of a schedule runs of it, in order."""
-        found = [k for k in self.segment.kernels if (k.stage is Stage.FORWARD) == (work is Work.FORWARD)]
-        if work is Work.BACKWARD_WEIGHT:
-            return [k for k in found if k.stage is Stage.BACKWARD_WEIGHT]
-        if work is Work.BACKWARD_INPUT:
-            found = [k for k in found if k.stage is Stage.BACKWARD_INPUT]
-        if work is Work.FORWARD or not self.again.kernels:
-            return found
-        looks = (at for at, kernel in enumerate(found) if self._looks_back(kernel))
-        first = next(looks, len(found)) if self.lazy else 0
-        return [*found[:first], *(self.segment.kernels[place] for place in self.again.kernels), *found[first:]]
-
-    def _looks_back(self, kernel: Kernel) -> bool:
-        """Whether a kernel of backward reads what forward kept: before it the forward is run again."""
-        kept = {self.segment.tensors[t].storage for t in self.segment.saved}
-        read = [self.segment.tensors[t] for t in kernel.inputs]
-        return any(t.storage in kept or t.role is Role.PARAMETER for t in read)
-
-
 def sequence_of(
     request: Request, table: ModelTable | None = None, *, rank: int = 0, keep: Keep = Keep.RELEASE
 ) -> list[Issued]:
@@ -102,21 +58,11 @@ def sequence_of(
     Args:
         table: Of a model that is in no catalog.
         rank: Of the pipeline; those of other axes do the same.
-        keep: How long gathered parameters stay where they are cut (zero 3); in a pipeline always for the step.
+        keep: How long gathered parameters stay where they are sharded (zero 3); in a pipeline always for the step.
     Raises:
         ConfigError: the layout cannot be.
     """
-    layout = request.layout
-    table = table or table_of(request)
-    units = _units(request, table)
-    if not layout.is_pipeline:
-        (stage,) = units
-        writer = _Writer(stage, layout, request.stack, keep)
-        for micro_batch in range(layout.micro_batches):
-            writer.forward(micro_batch)
-            writer.backward(micro_batch)
-        return [*writer.issued, *writer.sums()]
-    return _in_pipeline(request, units, rank)
+    return list(_Kernels(request, table or table_of(request), keep).of_rank(rank))
 
 
 def collectives_of(request: Request, table: ModelTable | None = None, *, rank: int = 0) -> list[Collective]:
@@ -124,238 +70,140 @@ def collectives_of(request: Request, table: ModelTable | None = None, *, rank: i
     return [issued.collective for issued in sequence_of(request, table, rank=rank) if issued.collective]
 
 
-def _units(request: Request, table: ModelTable) -> list[list[Unit]]:
-    """The units of each stage, in order of forward."""
-    layout, stack = request.layout, request.stack
-    plain: list[Unit] = []
-    again: list[Unit] = []
-    apart = layout.is_pipeline or groups_apart(layout, stack)
-    for own in segments_of(request, table):
-        once = less(own.parameter_elements, 0 if apart else own.tied_elements)  # [Note: tied weights] in sim.phases
-        segment = replace(own, parameter_elements=once)
-        block = bool(segment.enters and segment.leaves)
-        mode = layout.recompute if block else "none"
-        ends = not segment.leaves
-        plain.append(Unit(segment, recomputed(segment, "none"), ends=ends))
-        kept = recomputed(segment, mode, layout.recompute_modules, early_stop=stack.early_stop)
-        again.append(Unit(segment, kept, stack.early_stop, ends))
-    left = layout.recompute_layers if layout.recompute_layers >= 0 else sum(table.counts)
-    stages: list[list[Unit]] = []
-    for run in runs_of(request, table):
-        found: list[Unit] = []
-        first = left
-        for place, count in run:
-            blocks = table.segments[place].enters and table.segments[place].leaves
-            runs_again = min(count, first) if blocks else 0
-            first -= runs_again
-            found += [again[place]] * runs_again + [plain[place]] * (count - runs_again)
-        stages.append(found)
-    return stages
+@dataclass(frozen=True)
+class _Kernels:
+    """The lists of a request, and the units that they name."""
 
-
-def _in_pipeline(request: Request, stages: Sequence[Sequence[Unit]], rank: int) -> list[Issued]:
-    layout, stack = request.layout, request.stack
-    plan = schedule_of(layout, rules="megatron" if stack.megatron_order else "torch")
-    first = [sum(len(s) for s in stages[:stage]) for stage in range(plan.stages)]
-    held = {
-        s: _Writer(stages[s], layout, stack, Keep.STEP, first[s], True, whole_last=not (s or stack.megatron_order))
-        for s in plan.stages_of(rank)
-    }
-    found: list[Issued] = []
-    for work, chunk, micro_batch, _ in plan.orders[rank].tolist():
-        stage = plan.stage(rank, chunk)
-        writer = held[stage]
-        forward = work == Work.FORWARD
-        before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-        border = writer.entering if forward else writer.leaving
-        if work != Work.BACKWARD_WEIGHT and 0 <= before < plan.stages and plan.rank_of(before) != rank:
-            found.append(_between("receive", border, plan.rank_of(before), micro_batch))
-        start = len(writer.issued)
-        writer.run(Work(work), micro_batch)
-        found += writer.issued[start:]
-        border = writer.leaving if forward else writer.entering
-        if work != Work.BACKWARD_WEIGHT and 0 <= after < plan.stages and plan.rank_of(after) != rank:
-            found.append(_between("send", border, plan.rank_of(after), micro_batch))
-        if not (forward or writer.left):
-            start = len(writer.issued)
-            writer.finish()
-            found += writer.issued[start:]
-    return [*found, *(issued for writer in held.values() for issued in writer.sums())]
-
-
-def _between(op: str, size_bytes: int, peer: int, micro_batch: int) -> Issued:
-    return Issued(-1, micro_batch, None, Collective(op, "pp", size_bytes), peer)
-
-
-@dataclass
-class _Group:
-    """Parameters that are gathered together ([Note: groups])."""
-
-    unit: int
-    axes: str
-    elements: int
+    request: Request
+    table: ModelTable
     keep: Keep
-    present: bool = False
-    asked: bool = False
 
+    @cached_property
+    def stages(self) -> list[list[Unit]]:
+        """Units of each stage, in order of forward."""
+        request, layout = self.request, self.request.layout
+        apart = layout.is_pipeline or groups_apart(layout, request.stack)
+        segments = [without_tied(segment, apart=apart) for segment in segments_of(request, self.table)]
+        left = layout.recompute_layers if layout.recompute_layers >= 0 else sum(self.table.counts)
+        stages: list[list[Unit]] = []
+        for run in runs_of(request, self.table):
+            units: list[Unit] = []
+            first = left
+            for place, count in run:
+                segment = segments[place]
+                again = min(count, first) if segment.enters and segment.leaves else 0
+                first -= again
+                mode, modules, stack = layout.recompute, layout.recompute_modules, request.stack
+                kept = recomputed(segment, mode, modules, early_stop=stack.early_stop) if again else None
+                ends = not segment.leaves
+                if kept is not None:
+                    units += [Unit(segment, kept, stack.early_stop, ends)] * again
+                units += [Unit(segment, recomputed(segment, "none"), stack.early_stop, ends)] * (count - again)
+            stages.append(units)
+        return stages
 
-@dataclass
-class _Writer:
-    """The stage of a rank, being written.
+    @cached_property
+    def program(self) -> RankProgram:
+        """The lists of all ranks, with every micro-batch."""
+        shape = list_shape(self.request, [[(unit, 1) for unit in units] for units in self.stages], every=True)
+        return emit(replace(shape, keep=self.keep))
 
-    Attributes:
-        first: Number of its first unit in the model.
-        once: Gradients are reduced once a step.
-        whole_last: Both gradients are computed where those of the weights are due, as torch does for the first stage.
-    """
+    @cached_property
+    def first(self) -> list[int]:
+        """Number in the model of the first unit of each stage."""
+        return [sum(map(len, self.stages[:stage])) for stage in range(len(self.stages))]
 
-    units: Sequence[Unit]
-    layout: Layout
-    stack: Stack
-    keep: Keep
-    first: int = 0
-    once: bool = False
-    whole_last: bool = False
-    issued: list[Issued] = field(default_factory=lambda: [])
+    def of_rank(self, rank: int) -> Iterator[Issued]:
+        """What a rank issues."""
+        actions = self.program.ranks[rank]
+        for number, kind in enumerate(actions.kind):
+            op, storage, micro_batch = actions.op[number], actions.storage[number], actions.micro_batch[number]
+            if op >= 0:
+                yield from self._region(self.program.regions[op], micro_batch)
+            elif storage < 0:
+                yield from self._sums(rank) if kind is ActionKind.ALL_REDUCE and actions.group[number] == "tp" else ()
+            elif isinstance(border := self.program.storages[storage], Border):
+                op = "send" if kind is ActionKind.SEND else "receive"
+                size = self._border_bytes(border)
+                yield Issued(-1, micro_batch, None, Collective(op, "pp", size), actions.peer[number])
+            else:
+                for group in self._groups(border):
+                    yield from self._group(kind, group, actions.group[number], micro_batch)
 
-    def __post_init__(self) -> None:
-        self.groups = [self._groups(number, unit) for number, unit in enumerate(self.units)]
-        self.ended = [group for groups in self.groups for group in reversed(groups)]
-        self.left = self.layout.micro_batches
+    def _groups(self, group: ParameterGroup) -> list[ParameterGroup]:
+        """The groups that stand for all of a stage's, in the order of backward."""
+        if group.unit != ALL_UNITS:
+            return [group]
+        layout, alone = self.request.layout, self._alone
+        groups = [
+            ParameterGroup(group.stage, number, axes)
+            for number, unit in enumerate(self.stages[group.stage])
+            for axes, _ in groups_of(unit.segment, layout)
+            if axes not in alone
+        ]
+        return groups[::-1]
 
-    def _groups(self, number: int, unit: Unit) -> list[_Group]:
-        """The group of a unit, and that of its experts if they are spread over other ranks."""
-        keep = Keep.BACKWARD if unit.ends and self.keep is Keep.RELEASE else self.keep
-        return [_Group(number, axes, elements, keep) for axes, elements in groups_of(unit.segment, self.layout)]
+    @cached_property
+    def _alone(self) -> frozenset[str]:
 
-    @property
-    def entering(self) -> int:
-        """Bytes of what enters the stage."""
-        segment = self.units[0].segment
-        return sum(segment.tensors[t].size_bytes for t in segment.enters)
+        axes = {
+            axes for units in self.stages for unit in units for axes, _ in groups_of(unit.segment, self.request.layout)
+        }
+        return frozenset(name for name in axes if replicas(name, self.request.layout) == 1)
 
-    @property
-    def leaving(self) -> int:
-        """Bytes of what leaves it."""
-        segment = self.units[-1].segment
-        return sum(segment.tensors[t].size_bytes for t in segment.leaves)
-
-    def run(self, work: Work, micro_batch: int) -> None:
-        """One action of a schedule."""
-        if work is Work.FORWARD:
-            self.forward(micro_batch)
-        elif work is Work.BACKWARD or not self.whole_last:
-            self.backward(micro_batch, work)
-        elif work is Work.BACKWARD_WEIGHT:
-            self.backward(micro_batch)
-        self.left -= work in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
-
-    def forward(self, micro_batch: int) -> None:
-        """Forward of all units."""
-        for number, unit in enumerate(self.units):
-            groups = self.groups[number]
-            if self.layout.zero and not self.layout.cuts_parameters and micro_batch == 0:
-                for group in groups:
-                    self._gather(group, micro_batch)
-            self._spans(number, unit.kernels(Work.FORWARD), micro_batch, forward=True)
-
-    def backward(self, micro_batch: int, work: Work = Work.BACKWARD) -> None:
-        """Backward of all units; torch goes through parameters in their own order where their gradients come apart."""
-        forward = work is Work.BACKWARD_WEIGHT and not self.stack.megatron_order
-        for number in range(len(self.units)) if forward else reversed(range(len(self.units))):
-            kernels = self.units[number].kernels(work)
-            if forward and not any(isinstance(kernel.detail, Collective) for kernel in kernels):
-                kernels.reverse()
-            self._spans(number, kernels, micro_batch, forward=False)
-            if not self.layout.cuts_parameters and not self.once and self._reduces(micro_batch):
-                for group in reversed(self.groups[number]):
-                    self._reduce(group, micro_batch)
-
-    def _reduces(self, micro_batch: int) -> bool:
-        return self.layout.zero >= 2 or micro_batch == self.layout.micro_batches - 1
-
-    def _spans(self, number: int, kernels: Sequence[Kernel], micro_batch: int, *, forward: bool) -> None:
-        """Kernels of a unit, with what its groups do when theirs begin and end."""
-        groups = self.groups[number] if self.layout.cuts_parameters else []
-        spans = bounds(self.units[number].segment, kernels, [(group.axes, group.elements) for group in groups])
-        for place in range(len(kernels) + 1):
-            for at, group in enumerate(groups):
-                if spans[at][1] == place:
-                    self._end(group, micro_batch, forward)
-            for at, group in enumerate(groups):
-                if spans[at][0] == place:
-                    self._begin(group, micro_batch, forward)
-            if place < len(kernels):
-                kernel = kernels[place]
+    def _region(self, region: Region, micro_batch: int) -> Iterator[Issued]:
+        """Kernels of a region; backward goes through its units from the last to the first."""
+        stack = self.request.stack
+        units, work = self.stages[region.stage], region.work
+        onward = work is Work.FORWARD or (work is Work.BACKWARD_WEIGHT and not stack.megatron_order)
+        numbers = range(len(units)) if onward else range(len(units) - 1, -1, -1)
+        for number in numbers if region.unit == ALL_UNITS else (region.unit,):
+            kernels = units[number].in_order(work, weights_forward=not stack.megatron_order)
+            for kernel in kernels[region.start : region.stop] if region.stop else kernels:
                 collective = kernel.detail if isinstance(kernel.detail, Collective) else None
-                self.issued.append(Issued(self.first + number, micro_batch, kernel, collective))
+                yield Issued(self.first[region.stage] + number, micro_batch, kernel, collective)
 
-    def _begin(self, group: _Group, micro_batch: int, forward: bool) -> None:
-        self._gather(group, micro_batch)
-        if forward or self.once:
+    def _border_bytes(self, border: Border) -> int:
+        """Bytes that the stage of a border takes: what enters it, or the gradient of what leaves it."""
+        units = self.stages[border.stage]
+        segment = units[0].segment if border.forward else units[-1].segment
+        tensors = segment.enters if border.forward else segment.leaves
+        return sum(segment.tensors[t].size_bytes for t in tensors)
+
+    def _group(self, kind: ActionKind, group: ParameterGroup, axis: str, micro_batch: int) -> Iterator[Issued]:
+        """The collectives of a gather or reduction."""
+        layout, stack = self.request.layout, self.request.stack
+        unit, number = self.stages[group.stage][group.unit], self.first[group.stage] + group.unit
+        elements = dict(groups_of(unit.segment, layout))[group.axes]
+        if kind is ActionKind.RESHARD:
+            yield Issued(number, micro_batch, releases=True)
             return
-        place = self.ended.index(group)
-        if place:
-            self._gather(self.ended[place - 1], micro_batch)
+        found: list[Collective] = []
+        if kind is ActionKind.UNSHARD:
+            found = [Collective("all_gather", self._shard(group.axes), elements * gathered_width(layout, stack))]
+        elif axis == "tp":
+            width = gradient_width(layout, stack)
+            found = [Collective("all_reduce", "tp", count * width) for count in unit.segment.summed_parameters]
+        else:
+            found = self._reductions(group.axes, elements * DTYPE_BYTES[stack.gradient_dtype])
+        for collective in found:
+            yield Issued(number, micro_batch, None, collective)
 
-    def _end(self, group: _Group, micro_batch: int, forward: bool) -> None:
-        more = self.once or micro_batch < self.layout.micro_batches - 1
-        stays = group.keep.until_backward if forward else group.keep.until_forward and more
-        if not stays:
-            group.present = False
-            self.issued.append(Issued(self.first + group.unit, micro_batch, releases=True))
-        if not forward and not self.once:
-            self._reduce(group, micro_batch)
+    def _reductions(self, axes: str, size: int) -> list[Collective]:
+        layout = self.request.layout
+        if layout.zero == 0:
+            return [Collective("all_reduce", axes, size)]
+        shard = self._shard(axes)
+        whole = [Collective("all_reduce", "replicate", size // layout.sharding_ranks)] if shard == "shard" else []
+        return [Collective("reduce_scatter", shard, size), *whole]
 
-    def _gather(self, group: _Group, micro_batch: int) -> None:
-        if group.present or self._ranks(group) == 1:
-            return
-        group.present = True
-        width = gathered_width(self.layout, self.stack)
-        self._collect("all_gather", self._shard_axis(group.axes), group.elements * width, group.unit, micro_batch)
+    def _shard(self, axes: str) -> str:
+        layout = self.request.layout
+        return "shard" if 0 < layout.shard < layout.dp * layout.cp and axes == "dp" else axes
 
-    def _reduce(self, group: _Group, micro_batch: int) -> None:
-        """Sums over tp of what each rank has a part of go first, a parameter at a time, in the gradient's own dtype."""
-        segment = self.units[group.unit].segment
-        if self.layout.cuts_parameters and group.axes != EXPERTS:
-            width = gradient_width(self.layout, self.stack)
-            for elements in segment.summed_parameters:
-                self._collect("all_reduce", "tp", elements * width, group.unit, micro_batch)
-        if self._ranks(group) == 1:
-            return
-        size = group.elements * DTYPE_BYTES[self.stack.gradient_dtype]
-        if self.layout.zero == 0:
-            self._collect("all_reduce", group.axes, size, group.unit, micro_batch)
-            return
-        shard = self._shard_axis(group.axes)
-        self._collect("reduce_scatter", shard, size, group.unit, micro_batch)
-        if shard == "shard":
-            whole = size // self.layout.sharding_ranks
-            self._collect("all_reduce", "replicate", whole, group.unit, micro_batch)
-
-    def finish(self) -> None:
-        """After the last backward of a stage in a pipeline."""
-        last = self.layout.micro_batches - 1
-        for groups in self.groups:
-            for group in groups:
-                if self.layout.cuts_parameters:
-                    group.present = False
-                    self.issued.append(Issued(self.first + group.unit, last, releases=True))
-                self._reduce(group, last)
-
-    def sums(self) -> Iterator[Issued]:
-        """Sums over tp of gradients of what is whole on all ranks, in one, where parameters are not cut."""
-        elements = sum(unit.segment.summed_elements for unit in self.units)
-        if elements and not self.layout.cuts_parameters:
-            size = elements * DTYPE_BYTES[self.stack.gradient_dtype]
+    def _sums(self, rank: int) -> Iterator[Issued]:
+        """The sum over tp of gradients of what is whole on all ranks, in one, where parameters are not sharded."""
+        units = [unit for stage in self.program.plan.stages_of(rank) for unit in self.stages[stage]]
+        size = sum(unit.segment.summed_elements for unit in units) * DTYPE_BYTES[self.request.stack.gradient_dtype]
+        if size:
             yield Issued(-1, -1, None, Collective("all_reduce", "tp", size))
-
-    def _collect(self, op: str, axis: str, size_bytes: int, unit: int, micro_batch: int) -> None:
-        self.issued.append(Issued(self.first + unit, micro_batch, None, Collective(op, axis, size_bytes)))
-
-    def _ranks(self, group: _Group) -> int:
-        return replicas(group.axes, self.layout)
-
-    def _shard_axis(self, axes: str) -> str:
-        hybrid = 0 < self.layout.shard < self.layout.dp * self.layout.cp
-        return "shard" if hybrid and axes == "dp" else axes

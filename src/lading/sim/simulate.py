@@ -35,11 +35,10 @@ from lading.program.schedules import schedule_of
 from lading.sim.eager import eager_memory
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
-from lading.sim.piped import pipeline_step
-from lading.sim.pipeline import PipelineRun
 from lading.sim.prices import MachinePrices
 from lading.sim.processes import processes_step
-from lading.sim.step import DATA_PARALLEL, Stage, Step, replicas_step, stage_of
+from lading.sim.rank_step import rank_step
+from lading.sim.step import DATA_PARALLEL, Stage, Step, stage_of
 from lading.sim.storage import device_roles, stored
 from lading.sim.updates import Updated, updated
 from lading.sim.variants import Parts, moved, parts_of
@@ -171,13 +170,11 @@ class Priced:
 
     Attributes:
         segments: All variants, in the order of ``lading.sim.variants``.
-        run: Of the pipeline, where it is known from a layout with whole parameters that differs in nothing else.
     """
 
     machine: Machine
     table: ModelTable
     segments: tuple[Phases, ...]
-    run: PipelineRun | None = None
 
 
 def priced(request: Request, table: ModelTable | None = None) -> Priced:
@@ -224,15 +221,8 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
     stages = _stages(parts_of_stages, both, request, prices)
     if machine.processes is not None:
         step = processes_step(request, machine, both, parts_of_stages)
-    elif not request.layout.is_pipeline:
-        run = parts_of_stages[0]
-        once = [held.without_tied for held in both]
-        one = {variant: stage_of([(variant, 1)], once, prices, request.stack) for variant, _ in run}
-        units = [one[variant] for variant, count in run for _ in range(count)]
-        step = replicas_step(stages[0], units, request.layout, request.stack, prices)
     else:
-        send_s = prices.send_s(both[0].sent_bytes)
-        step = pipeline_step(stages, request.layout, request.stack, prices, send_s, parts.run)
+        step = rank_step(request, stages, parts_of_stages, both, prices)
     given = _eager(request, table) if request.stack.drops_gradients else device_roles(request, both, stages, step)
     here, there = zip(*stored(request, given, stages, step), strict=True)
     found = None

@@ -1,8 +1,7 @@
 """One training step of a cluster: what a Request asks for, in seconds and bytes by cause.
 
-Segments are summed up ([Note: one stretch of kernels]), stages of them put into the order of the pipeline's schedule,
-and what data-parallel ranks exchange is laid beside or behind computing ([Note: units]); the optimizer follows. A step
-lasts as long as its slowest pipeline rank. ``Step`` keeps all of it, so that a report can say why.
+Segments are summed up ([Note: one stretch of kernels]); the lists of ranks that run them are in
+``lading.sim.rank_step``. ``Step`` keeps all of it, so that a report can say why.
 
 [Note: sums]
 With sequence parallel each tp rank has a part of the gradients of norms, and of what else is whole but works on cut
@@ -13,22 +12,22 @@ _fully_shard/_fsdp_param.py, _get_grad_inner_tensor; tests compare). Computing w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from lading.ir.graph import DTYPE_BYTES, Role
-from lading.ir.layout import Layout
+from lading.ir.graph import Role
 from lading.ir.stack import Stack
 from lading.ir.work import RankSegment
-from lading.sim.parts import MEMORY, Part, Prices, Span, span, total
+from lading.sim.parts import Part, Prices, Span, span, total
 from lading.sim.phases import Phases
 from lading.sim.pipeline import Floats, PipelineRun
-from lading.sim.sharded import Unit, fully_sharded, reduced_beside
 
-_T = TypeVar("_T")
+if TYPE_CHECKING:
+    from lading.sim.rank_step import ListedStep
+
 #: Cause of what a step takes longer because activations go to the host and come back.
 COPIES = "copies to the host and back"
 #: Cause of what data-parallel ranks exchange and computing does not hide.
@@ -44,28 +43,8 @@ class Exchange(Protocol):
         """Reduce the gradients of so many parameters, by the axes over which they are replicated."""
         ...
 
-    def sums_s(self, summed: Mapping[int, int]) -> float:
-        """Sum over tp ranks the gradients of so many parameters of so many elements each ([Note: sums])."""
-        ...
-
-    def gather_s(self, elements: Mapping[str, int]) -> float:
-        """Gather cut parameters; 0 where they are not."""
-        ...
-
-    def copies_sum_s(self, elements: int) -> float:
-        """Sum the gradients of a weight of which two pipeline ranks have a copy."""
-        ...
-
-    def copies_s(self, elements: Mapping[str, int], bytes_each: float) -> float:
-        """Copy parameters or gradients within the device."""
-        ...
-
     def optimizer_s(self, elements: Mapping[str, int]) -> float:
         """Update what a rank keeps of them, clipping included."""
-        ...
-
-    def slowdown(self, memory_bound: float) -> float:
-        """By how much longer computing, of which so much is memory-bound, takes while such an exchange runs beside."""
         ...
 
 
@@ -123,6 +102,7 @@ class Step:
         stages: By number in the order of forward.
         pipeline: When each stage runs; None where the layout has no pipeline.
         flops: Of products and attention of one rank of each stage, without what is recomputed.
+        listed: The lists that were run; None where ranks are processes of one host.
     """
 
     step_s: float
@@ -130,6 +110,7 @@ class Step:
     stages: tuple[Stage, ...]
     pipeline: PipelineRun | None
     flops: float
+    listed: ListedStep | None = None
 
 
 def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -> Stage:
@@ -200,77 +181,7 @@ def _transient_bytes(run: Run, phases: Sequence[Phases], way: int) -> int:
     return peak - kept
 
 
-def replicas_step(stage: Stage, units: Sequence[Stage], layout: Layout, stack: Stack, exchange: Exchange) -> Step:
-    """A step without a pipeline.
-
-    Args:
-        stage: All of the model.
-        units: Its segments, each as often as it stands, in the order of forward.
-    """
-    micro_batches = layout.micro_batches
-    if layout.zero == 3:
-        extra = {DATA_PARALLEL: _cut(stage, units, stack, exchange) * micro_batches}
-    else:
-        # Cut gradients are reduced in every micro-batch: no rank has the room to add them up.
-        times = micro_batches if layout.zero == 2 else 1
-        reduced = times * _reduced(stage, units, layout, stack, exchange)
-        extra = {DATA_PARALLEL: reduced + _gathered(stage, units, stack, exchange)}
-    if stage.summed:
-        extra["tp communication"] = exchange.sums_s(stage.summed) * (micro_batches if layout.zero == 3 else 1)
-    extra["optimizer"] = exchange.optimizer_s(stage.trained)
-    extra["host"] = host_s([stage], stack, exchange)
-    if any(stage.copies_s):
-        extra[COPIES] = sum(stage.copies_s) * micro_batches
-    shares = shares_of(stage, micro_batches, extra)
-    return Step(sum(shares.values()), shares, (stage,), None, flops_of([stage]) * micro_batches)
-
-
-def _each(units: Sequence[Stage], work: Callable[[Stage], _T]) -> list[_T]:
-    """What ``work`` gives for each unit; those that stand many times are one object, which is worked on once."""
-    found: dict[int, _T] = {}
-    for unit in units:
-        if id(unit) not in found:
-            found[id(unit)] = work(unit)
-    return [found[id(unit)] for unit in units]
-
-
-def _unit(stage: Stage, stack: Stack, exchange: Exchange, gathers: int) -> Unit:
-    copied = exchange.copies_s(stage.elements, stack.gather_copy_bytes)
-    return Unit(
-        exchange.gather_s(stage.elements),
-        exchange.reduce_s(stage.trained),
-        stage.forward.seconds + copied,
-        stage.backward_s + (gathers - 1) * copied + exchange.copies_s(stage.trained, stack.reduce_copy_bytes),
-        gathers - 1,
-    )
-
-
-def _cut(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
-    """Seconds by which gathering cut parameters and reducing their gradients makes a micro-batch longer."""
-    gathers = stack.gathers if stage.again.seconds else 2
-    found = _each(units, lambda u: _unit(u, stack, exchange, gathers))
-    if not stack.overlap_param_gather:
-        return sum(gathers * u.gather_s + u.reduce_s for u in found) - found[-1].gather_s
-    return fully_sharded(found, _slowdown(stage, exchange)).seconds - stage.forward.seconds - stage.backward_s
-
-
-def _slowdown(stage: Stage, exchange: Exchange) -> float:
-    seconds = stage.forward.seconds
-    return exchange.slowdown(min(1.0, stage.forward.shares_s.get(MEMORY, 0.0) / seconds) if seconds else 0.0)
-
-
-def _reduced(stage: Stage, units: Sequence[Stage], layout: Layout, stack: Stack, exchange: Exchange) -> float:
-    """Seconds by which reducing gradients makes the step longer."""
-    if not stack.overlap_grad_reduce:
-        return exchange.reduce_s(stage.trained)
-    again = list(reversed(units))
-    backward, reduces = [u.backward_s for u in again], _each(again, lambda u: exchange.reduce_s(u.trained))
-    if layout.bucket_bytes:
-        backward, reduces = _buckets(again, layout.bucket_bytes // DTYPE_BYTES[stack.gradient_dtype], exchange)
-    return reduced_beside(backward, reduces, _slowdown(stage, exchange)).seconds - stage.backward_s
-
-
-def _buckets(again: Sequence[Stage], elements: int, exchange: Exchange) -> tuple[list[float], list[float]]:
+def buckets_s(again: Sequence[Stage], elements: int, exchange: Exchange) -> tuple[list[float], list[float]]:
     """Seconds of backward until each bucket of so many gradients is full, and of its reduction.
 
     Args:
@@ -288,19 +199,6 @@ def _buckets(again: Sequence[Stage], elements: int, exchange: Exchange) -> tuple
     keys = [tuple(round(number) for number in row) for row in zip(*(part.tolist() for part in parts), strict=True)]
     known = {key: exchange.reduce_s(dict(zip(axes, key, strict=True))) for key in dict.fromkeys(keys)}
     return np.diff(full).tolist(), [known[key] for key in keys]
-
-
-def _gathered(stage: Stage, units: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
-    """Seconds by which gathering what the optimizer updated in parts makes the step longer."""
-    whole = exchange.gather_s(stage.trained)
-    if not stack.overlap_param_gather or not whole:
-        return whole
-    gathers = _each(units, lambda u: exchange.gather_s(u.trained))
-    # The network goes first here, and computing follows it.
-    beside = reduced_beside(gathers, [u.forward.seconds for u in units], 0.0)
-    slowdown = _slowdown(stage, exchange)
-    slowed = min(whole * (1 - 1 / (1 + slowdown)), stage.forward.seconds * slowdown)
-    return beside.seconds - stage.forward.seconds + slowed
 
 
 def shares_of(stage: Stage, times: float, extra: Mapping[str, float]) -> dict[str, float]:

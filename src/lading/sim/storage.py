@@ -12,10 +12,10 @@ from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.request import Request
 from lading.memory.ranks import adapter_bytes, behind, gathered_bytes, shards, state_bytes
+from lading.program.emit import most_gathered
 from lading.program.schedules import alive_peaks
 from lading.sim.gathered import Peak, Stretch, UnitBytes, gathered_passes, unit_bytes
 from lading.sim.phases import Phases
-from lading.sim.piped import most_gathered
 from lading.sim.step import Stage, Step, elements_of, trained_of
 
 #: Bytes by role on the device, and behind it.
@@ -63,7 +63,7 @@ def device_roles(
             roles = state_bytes(elements_of(own), layout, stack)
         placeholders = {shape: size for stage in own for shape, size in stage.placeholders.items()}
         roles[Role.WORKSPACE] = sum(placeholders.values())
-        if layout.zero >= 2 and step.pipeline is not None:  # [Note: cut in a pipeline] in lading.sim.piped
+        if layout.zero >= 2 and step.pipeline is not None:  # [Note: sharded in a pipeline] in lading.program.emit
             roles[Role.GRADIENT] = 0
             unreduced = sum(trained_of(own).values()) * DTYPE_BYTES[stack.gradient_dtype]
             whole = [gathered_bytes(stage.elements, layout, stack) for stage in stages]

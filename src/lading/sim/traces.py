@@ -1,184 +1,143 @@
-"""Traces: what a pipeline does, as a Timeline of the ranks that are worth looking at."""
+"""Traces: the lists of ranks as they ran, as a Timeline of the ranks that are worth looking at."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from math import isnan
-
-import numpy as np
 
 from lading.errors import ConfigError
+from lading.ir.action import ActionKind
 from lading.ir.timeline import Event, Timeline
-from lading.program.schedules import Work
-from lading.sim.cluster import ClusterRun, Job, simulate_cluster
-from lading.sim.jobs import job_of
-from lading.sim.noise import Noise
+from lading.program.lists import COMPUTE as COMPUTE_STREAM
+from lading.program.schedules import schedule
+from lading.sim.cluster import ClusterRun
 from lading.sim.occupancy import occupancy
-from lading.sim.pipeline import Floats, PipelineRun
+from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
+from lading.sim.rank_engine import RankTimes
 from lading.sim.simulate import WAITING, Simulated
 
 COMPUTE, COLLECTIVE, NETWORK = "compute", "collective", "data-parallel network"
 SEND_DOWN, SEND_UP = "send to the next stage", "send to the stage before"
+#: Drawn though it takes no time.
+_ALWAYS = (ActionKind.COMPUTE, ActionKind.SEND)
+_NAMES = (COMPUTE, NETWORK, SEND_DOWN, SEND_UP, "receive")
 
 
 def pipeline_timeline(run: PipelineRun, *, ranks: Sequence[int] | None = None) -> Timeline:
-    """Events of some ranks of a pipeline, with a flow from each send to the action that takes what it brings.
+    """Events of some ranks of a pipeline, as ``rank_timeline``."""
+    return rank_timeline(run.times, ranks=ranks)
+
+
+def rank_timeline(times: RankTimes, *, ranks: Sequence[int] | None = None) -> Timeline:
+    """Events of some classes of ranks, with a flow from each send to the action that takes what it brings.
 
     Args:
-        ranks: Pipeline ranks to show; all by default.
+        ranks: Classes of ranks to show; all by default.
     Returns:
-        A "predicted" timeline; ``rank_class`` of an event is its pipeline rank, and action ids are the same whichever
-        ranks are shown.
+        A "predicted" timeline; ``rank_class`` of an event is its class, and action ids are the same whichever classes
+        are shown.
     Raises:
-        ConfigError: a rank that the pipeline has not.
+        ConfigError: a class of ranks that there is not.
     """
-    plan = run.schedule
-    shown = list(range(plan.ranks)) if ranks is None else sorted(set(ranks))
-    if bad := [rank for rank in shown if not 0 <= rank < plan.ranks]:
-        raise ConfigError(f"expected pipeline ranks from 0 to {plan.ranks - 1}, got {bad}")
-    bounds: list[int] = np.cumsum([0, *(len(order) for order in plan.orders)]).tolist()
+    program = times.program
+    last = len(program.ranks) - 1
+    shown = list(range(last + 1)) if ranks is None else sorted(set(ranks))
+    if bad := [rank for rank in shown if not 0 <= rank <= last]:
+        raise ConfigError(f"expected pipeline ranks from 0 to {last}, got {bad}")
     events: list[Event] = []
     labels: dict[int, str] = {}
-    takers: dict[tuple[bool, int, int], int] = {}
-    sends: list[tuple[int, tuple[bool, int, int]]] = []
-    names: dict[tuple[int, int, int, int], tuple[str, str]] = {}
+    sent: dict[tuple[int, int], int] = {}
+    taken: list[tuple[tuple[int, int], int]] = []
     for rank in shown:
-        _Rank(run, rank, bounds, names).write(events, labels, takers, sends)
+        base, actions = program.bounds[rank], program.ranks[rank]
+        received: dict[int, tuple[int, int]] = {}
+        for number, kind in enumerate(actions.kind):
+            key = (actions.storage[number], actions.micro_batch[number])
+            taken += [(received[wait], base + number) for wait in actions.waits[number] if wait in received]
+            if kind is ActionKind.RECV:
+                received[number] = key
+            elif kind is ActionKind.SEND:
+                sent[key] = base + number
+            start_s, end_s = times.start_s[base + number], times.end_s[base + number]
+            if kind in (ActionKind.RECV, ActionKind.RESHARD) or (end_s <= start_s and kind not in _ALWAYS):
+                continue
+            labels[base + number] = program.label(rank, number)
+            events.append(Event(rank, _stream(kind, actions.stream[number], key, times), base + number, start_s, end_s))
     events.sort(key=lambda event: event.start_s)
-    flows = tuple((send, takers[taker]) for send, taker in sends if taker in takers)
+    flows = tuple((sent[key], taker) for key, taker in taken if key in sent and sent[key] in labels)
     return Timeline("predicted", tuple(events), (), labels, flows=flows)
 
 
-class _Rank:
-    """One rank being written: the id of an action is its place among those of all ranks, of its send so much more."""
-
-    def __init__(
-        self,
-        run: PipelineRun,
-        rank: int,
-        bounds: Sequence[int],
-        names: dict[tuple[int, int, int, int], tuple[str, str]],
-    ) -> None:
-        self._run, self._rank, self._bounds, self._names = run, rank, bounds, names
-
-    def write(
-        self,
-        events: list[Event],
-        labels: dict[int, str],
-        takers: dict[tuple[bool, int, int], int],
-        sends: list[tuple[int, tuple[bool, int, int]]],
-    ) -> None:
-        run, rank = self._run, self._rank
-        plan, first, total = run.schedule, self._bounds[rank], self._bounds[-1]
-        stages = plan.stages_of(rank)
-        times = (run.start_s[rank], run.end_s[rank], run.sent_s[rank], run.arrived_s[rank])
-        starts, ends, leaves, arrivals = (column.tolist() for column in times)
-        rows: list[tuple[int, int, int, int]] = list(map(tuple, plan.orders[rank].tolist()))
-        for action, (row, start, end, sent, arrived) in enumerate(
-            zip(rows, starts, ends, leaves, arrivals, strict=True), first
-        ):
-            work, chunk, micro_batch, _ = row
-            if (names := self._names.get(row)) is None:
-                names = self._names[row] = _names(row)
-            labels[action] = names[0]
-            events.append(Event(rank, COMPUTE, action, start, end))
-            if work != Work.BACKWARD_WEIGHT:
-                takers[work == Work.FORWARD, stages[chunk], micro_batch] = action
-            if not isnan(sent):
-                labels[total + action] = names[1]
-                forward = work == Work.FORWARD
-                events.append(Event(rank, SEND_DOWN if forward else SEND_UP, total + action, sent, arrived))
-                sends.append((total + action, (forward, stages[chunk] + (1 if forward else -1), micro_batch)))
-
-
-def _names(row: tuple[int, int, int, int]) -> tuple[str, str]:
-    """What an action and its send are called, on any rank."""
-    work, chunk, micro_batch, joint = row
-    name = f"{_NAMES[work]} of micro-batch {micro_batch}, chunk {chunk}"
-    return f"{name}, with the next" if joint else name, f"send {name}"
+def _stream(kind: ActionKind, stream: int, key: tuple[int, int], times: RankTimes) -> str:
+    """Name of a stream; a send that computing waits for is drawn as a send."""
+    if kind is ActionKind.SEND and stream == COMPUTE_STREAM:
+        return SEND_DOWN if getattr(times.program.storages[key[0]], "forward", True) else SEND_UP
+    return _NAMES[stream]
 
 
 def cluster_timeline(run: ClusterRun) -> Timeline:
     """Events of the watched ranks of a cluster, all steps one after the other.
 
     Returns:
-        A "predicted" timeline; ``rank_class`` of an event is its rank, and labels name its action.
+        A "predicted" timeline; ``rank_class`` of an event is its rank, and labels name its action of the schedule.
     """
-    plan, events, labels = run.job.plan, list[Event](), dict[int, str]()
-    bounds: list[int] = np.cumsum([0, *(len(order) for order in plan.orders)]).tolist()
-    for rank, rows in run.watched.items():
-        place = rank // (run.job.replicas * run.job.group)
-        order: list[list[int]] = plan.orders[place].tolist()
+    program, events, labels = run.job.program, list[Event](), dict[int, str]()
+    rows = [(rank, first) for rank, actions in enumerate(program.ranks) for first, _ in actions.rows]
+    for rank, watched in run.watched.items():
         before = (-1.0, -1.0)
-        found: list[list[float]] = rows.tolist()
-        for start, end, action, stretch in found:
+        logged: list[list[float]] = watched.tolist()
+        for start, end, action, stretch in logged:
             stream = COLLECTIVE if (action, stretch) == before else COMPUTE
             before = (action, stretch)
-            work, chunk, micro_batch, _ = order[int(action) - bounds[place]]
-            labels[int(action)] = _names((work, chunk, micro_batch, 0))[0]
+            labels[int(action)] = program.label(*rows[int(action)])
             events.append(Event(rank, stream, int(action), start, end))
     events.sort(key=lambda event: event.start_s)
     return Timeline("predicted", tuple(events), (), labels)
 
 
 def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -> Timeline:
-    """A simulated step: pipeline ranks with their sends, what they reduce beside computing, and what follows.
+    """A simulated step: the actions of some pipeline ranks, what they hold, and what is waited for at the end.
 
     Args:
-        ranks: Pipeline ranks to show; by default the first two, one in the middle and the last. Without a pipeline,
-            stretches of computing and collectives of one rank are shown.
+        ranks: Pipeline ranks to show; by default the first two, one in the middle and the last.
     Raises:
         ConfigError: a rank that the pipeline has not.
     """
-    job, run = job_of(simulated), simulated.step.pipeline
-    if run is None:
-        shown = [0]
-        drawn = cluster_timeline(simulate_cluster(dataclasses.replace(job, group=1, replicas=1), Noise(), watch=shown))
-    else:
-        last = run.schedule.ranks - 1
-        shown = sorted({0, min(1, last), last // 2, last}) if ranks is None else sorted(set(ranks))
-        drawn = pipeline_timeline(run, ranks=shown)
-    held = [occupancy(simulated, rank, _spans(drawn) if run is None else None) for rank in shown]
-    ready = run.gradients_ready_s if run else np.array([drawn.duration_s])
-    events, labels = list(drawn.events), dict(drawn.labels)
-    number = 2 * sum(len(order) for order in job.plan.orders)
+    times = step_times(simulated)
+    last = len(times.program.ranks) - 1
+    shown = sorted({0, min(1, last), last // 2, last}) if ranks is None else sorted(set(ranks))
+    drawn = rank_timeline(times, ranks=shown)
+    held = [occupancy(simulated, rank, _spans(times, rank)) for rank in shown]
     step_s = simulated.step.step_s
     equal_s = step_s - simulated.step.shares_s[WAITING]
-    for rank in shown:
-        free = 0.0
-        for stage in sorted(job.plan.stages_of(rank), key=lambda s: float(ready[s])):
-            whole, ahead, tail = (float(np.broadcast_to(v, ready.shape)[stage]) for v in _reduction(job))
-            begin = max(free, float(ready[stage]) - ahead)
-            free = max(begin + whole, float(ready[stage]) + tail)
-            if whole:
-                number += 1
-                labels[number] = f"reduce the gradients of stage {stage}"
-                events.append(Event(rank, NETWORK, number, begin, free))
-        for name, start, end in (
-            ("optimizer and gathering of parameters", equal_s - job.end_s, equal_s),
-            (WAITING, equal_s, step_s),
-        ):
-            number += 1
-            labels[number] = name
-            events.append(Event(rank, COMPUTE, number, start, end))
-    events.sort(key=lambda event: event.start_s)
+    events, labels = list(drawn.events), dict(drawn.labels)
+    for place, rank in enumerate(shown):
+        number = times.program.bounds[-1] + place
+        labels[number] = WAITING
+        events.append(Event(rank, COMPUTE, number, equal_s, step_s))
     memory = tuple(sample for one in held for sample in one.samples(f"rank {one.rank}"))
     peak = max(one.peak_bytes for one in held)
     return dataclasses.replace(drawn, events=tuple(events), labels=labels, memory=memory, peak_bytes=peak)
 
 
-def _spans(drawn: Timeline) -> list[tuple[float, float]]:
-    """From the first event of each action to its last."""
-    found: dict[int, tuple[float, float]] = {}
-    for event in drawn.events:
-        start_s, end_s = found.get(event.action, (event.start_s, event.end_s))
-        found[event.action] = min(start_s, event.start_s), max(end_s, event.end_s)
-    return [found[action] for action in sorted(found)]
+def step_times(simulated: Simulated) -> RankTimes:
+    """When every action of a simulated step runs, every micro-batch among them."""
+    step, layout = simulated.step, simulated.request.layout
+    if step.listed is not None:
+        return dataclasses.replace(step.listed, every=True).times()
+    if step.pipeline is not None:
+        return step.pipeline.times
+    # Processes of one host: what they exchange is spread evenly over their micro-batches.
+    after = sum(step.shares_s.get(name, 0.0) for name in ("optimizer", "host", WAITING))
+    each = (step.step_s - after) / layout.micro_batches
+    stage = step.stages[0]
+    forward = each * stage.forward.seconds / (stage.forward.seconds + stage.backward_s)
+    seconds = PipelineSeconds(forward=forward, backward=each - forward)
+    return simulate_pipeline(schedule("1f1b", 1, 1, layout.micro_batches), seconds).times
 
 
-def _reduction(job: Job) -> tuple[Floats, Floats, Floats]:
-    return np.asarray(job.reduce_s, np.float64), np.asarray(job.ahead_s, np.float64), np.asarray(job.tail_s, np.float64)
-
-
-_NAMES = ("forward", "backward", "input gradient", "weight gradient")
+def _spans(times: RankTimes, rank: int) -> list[tuple[float, float]]:
+    """From the start to the end of each action of a rank's schedule."""
+    base, start_s, end_s = times.program.bounds[rank], times.start_s, times.end_s
+    rows = times.program.ranks[rank].rows
+    return [(start_s[base + a] if a <= b else end_s[base + b], end_s[base + b]) for a, b in rows]

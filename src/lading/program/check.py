@@ -1,0 +1,182 @@
+"""Check: what must hold of the lists of all ranks, in every timing.
+
+Streams are in-order queues and only waits order two of them, so what has surely ended before an action is known from
+the list alone: all before it on its stream, what it waits for, and what was before those on theirs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from lading.errors import ProgramError
+from lading.ir.action import ActionKind
+from lading.program.lists import COMPUTE, NETWORK, RECEIVE, STREAMS, Border, RankList, RankProgram
+
+
+def check_ranks(program: RankProgram) -> None:
+    """Prove the lists of all ranks.
+
+    A list waits for earlier actions only. Every SEND has one RECV of the rank that it goes to, and every RECV one SEND.
+    Ranks that meet do so in one order. A region finds the parameters that it uses gathered, nothing is gathered twice
+    or released twice, and all is released at the end. No ranks wait for each other.
+
+    Raises:
+        ProgramError: one of these does not hold; the message names the rank and the action.
+    """
+    for rank, actions in enumerate(program.ranks):
+        _check_waits(rank, actions)
+        _check_gathered(program, rank)
+    _check_sends(program)
+    _check_meetings(program)
+    _check_ends(program)
+
+
+def _fail(program: RankProgram, rank: int, number: int, expected: str) -> ProgramError:
+    actions = program.ranks[rank]
+    return ProgramError(f"rank {rank}, action [{actions.action(number)}], {program.label(rank, number)}: {expected}")
+
+
+def _check_waits(rank: int, actions: RankList) -> None:
+    for number, waits in enumerate(actions.waits):
+        if bad := [wait for wait in waits if not 0 <= wait < number]:
+            raise ProgramError(
+                f"rank {rank}, action [{actions.action(number)}]: expected to wait for earlier actions, got {bad[0]}"
+            )
+
+
+def _check_gathered(program: RankProgram, rank: int) -> None:
+    """Follow one list: which sharded parameters are gathered, and which of that computing has waited for."""
+    actions = program.ranks[rank]
+    there: dict[int, int] = {}  # storage -> its UNSHARD
+    seen = -1  # last action on the network's stream that has surely ended before what computes next
+    sharded = {storage for used in program.uses for storage in used}
+    for number, kind in enumerate(actions.kind):
+        storage = actions.storage[number]
+        if actions.stream[number] == COMPUTE:
+            seen = max([seen, *(w for w in actions.waits[number] if actions.stream[w] == NETWORK)])
+        if kind is ActionKind.COMPUTE and program.uses:
+            for used in sorted(program.uses[actions.op[number]]):
+                if used not in there:
+                    raise _fail(program, rank, number, f"expected storage {used} gathered, got it sharded")
+                asked = there[used]
+                if actions.stream[asked] == NETWORK and asked > seen:
+                    raise _fail(program, rank, number, f"expected to wait for action {asked}, which gathers {used}")
+        elif kind is ActionKind.UNSHARD and storage in sharded:
+            if storage in there:
+                raise _fail(
+                    program, rank, number, f"expected a sharded storage, got one that {there[storage]} gathered"
+                )
+            there[storage] = number
+        elif kind is ActionKind.RESHARD and there.pop(storage, None) is None:
+            raise _fail(program, rank, number, "expected a gathered storage, got a sharded one")
+    if there and program.plan.kind != "1f1b":
+        return  # torch's lists of actions release what is left when the step ends
+    if there:
+        storage, number = next(iter(there.items()))
+        raise _fail(program, rank, number, f"expected storage {storage} released by the end of the step")
+
+
+def _check_sends(program: RankProgram) -> None:
+    """Match sends and receives by what they hand over."""
+    sent: Counter[tuple[int, int, int, int]] = Counter()
+    for rank, actions in enumerate(program.ranks):
+        for number, kind in enumerate(actions.kind):
+            key = (actions.storage[number], actions.micro_batch[number])
+            if kind not in (ActionKind.SEND, ActionKind.RECV):
+                continue
+            if not isinstance(program.storages[key[0]], Border):
+                raise _fail(program, rank, number, "expected what stages hand to each other")
+            ends = (rank, actions.peer[number]) if kind is ActionKind.SEND else (actions.peer[number], rank)
+            sent[(*key, *ends)] += 1 if kind is ActionKind.SEND else -1
+            if abs(sent[(*key, *ends)]) > 1:
+                raise _fail(program, rank, number, "expected it once, got it twice")
+    for (storage, micro_batch, source, target), count in sent.items():
+        if count:
+            what, missing = ("receives", target) if count > 0 else ("sends", source)
+            raise ProgramError(
+                f"rank {source} to rank {target}, storage {storage}, micro-batch {micro_batch}: expected a SEND and a "
+                f"RECV, got one of them; rank {missing} never {what} it"
+            )
+
+
+def _check_meetings(program: RankProgram) -> None:
+    """Compare the order in which ranks come to the collectives that several of them take part in."""
+    orders: dict[int, list[str]] = {
+        rank: [
+            group
+            for kind, group, storage in zip(actions.kind, actions.group, actions.storage, strict=True)
+            if kind is ActionKind.ALL_REDUCE and storage < 0
+        ]
+        for rank, actions in enumerate(program.ranks)
+    }
+    for rank, order in orders.items():
+        for other, theirs in orders.items():
+            both = set(order) & set(theirs)
+            mine, others = [g for g in order if g in both], [g for g in theirs if g in both]
+            if mine != others:
+                raise ProgramError(
+                    f"ranks {rank} and {other}: expected collectives in one order, got {mine} and {others}"
+                )
+
+
+def _check_ends(program: RankProgram) -> None:
+    """Run the lists without times: every action must come to its turn."""
+    sends: set[tuple[int, int]] = set()
+    ended = [[False] * len(actions) for actions in program.ranks]
+    queues = [_queues(actions) for actions in program.ranks]
+    at = [[0] * len(own) for own in queues]
+    meeting = _meetings(program)
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(program.ranks):
+            for stream, queue in enumerate(queues[rank]):
+                while at[rank][stream] < len(queue):
+                    number = queue[at[rank][stream]]
+                    if not all(ended[rank][wait] for wait in actions.waits[number]):
+                        break
+                    if not _may_end(rank, actions, number, sends, meeting):
+                        break
+                    ended[rank][number] = progress = True
+                    at[rank][stream] += 1
+    for rank, done in enumerate(ended):
+        if not all(done):
+            raise _fail(program, rank, done.index(False), "expected to come to its turn, got ranks that wait for it")
+
+
+def _queues(actions: RankList) -> list[list[int]]:
+    """Actions of each stream in order, and every RECV by itself, as it has a buffer of its own."""
+    queues: list[list[int]] = [[] for _ in STREAMS]
+    for number, stream in enumerate(actions.stream):
+        if stream == RECEIVE:
+            queues.append([number])
+        else:
+            queues[stream].append(number)
+    return queues
+
+
+def _meetings(program: RankProgram) -> dict[str, set[int]]:
+    """Ranks that have yet to come to each all-reduce of several classes of ranks."""
+    coming: dict[str, set[int]] = {}
+    for rank, actions in enumerate(program.ranks):
+        for kind, group, storage in zip(actions.kind, actions.group, actions.storage, strict=True):
+            if kind is ActionKind.ALL_REDUCE and storage < 0 and group != "tp":
+                coming.setdefault(group, set()).add(rank)
+    return coming
+
+
+def _may_end(
+    rank: int, actions: RankList, number: int, sends: set[tuple[int, int]], coming: dict[str, set[int]]
+) -> bool:
+    """Whether an action that has come to its turn can end; a SEND can without its RECV, which has a buffer."""
+    key, kind, group = (
+        (actions.storage[number], actions.micro_batch[number]),
+        actions.kind[number],
+        actions.group[number],
+    )
+    if kind is ActionKind.SEND:
+        sends.add(key)
+    if kind is ActionKind.ALL_REDUCE and key[0] < 0 and group in coming:
+        coming[group].discard(rank)
+        return not coming[group]
+    return kind is not ActionKind.RECV or key in sends

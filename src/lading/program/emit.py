@@ -1,0 +1,529 @@
+"""Emit: the lists of all ranks, from the order of a schedule and what units of a model are gathered and reduced.
+
+[Note: order of FSDP2]
+Where parameters are sharded (zero 3) the parameters of a unit (a block, what is before, what is after) are a group, and
+experts spread over ranks of their own a second one within. As PyTorch's FSDP2 issues them (torch 2.13,
+distributed/fsdp/_fully_shard: _fsdp_state.py, _fsdp_param_group.py): a group is gathered when its forward begins and
+resharded when it ends. When its backward begins it is gathered if it is not there, and the group whose forward ended
+before its own is asked for; when its backward ends it is resharded and its gradients are reduced. The last unit's
+groups stay from forward to backward.
+
+[Note: what waits for what]
+The host runs ahead, so a gather begins as soon as the network is free and the region before has begun, since gathered
+parameters are copied out of a buffer that the next gather takes (FSDPParamGroup.wait_for_unshard: the copy-out event);
+that of a forward's first group begins when all before it has ended (FSDPState._root_pre_forward waits for the current
+stream). All-gathers and reduce-scatters share one communicator, which takes them in the order asked. Gradients are
+copied into one buffer before they are reduced, so computing goes on behind a group's backward only when the reduction
+before has ended (FSDPParamGroup.post_backward waits for ``reduce_scatter_state``).
+
+[Note: sharded in a pipeline]
+zero 2 and zero 3 are one program there, PyTorch's: FSDP2 inside torch.distributed.pipelining (torch 2.13). A stage's
+parameters are gathered before its first forward and stay until its last backward is done (stage.py,
+backward_maybe_with_nosync: set_reshard_after_backward(False)). Gradients add up whole and are reduced once, in the
+order of forward, behind the stage's last backward; the rank computes on when that is done (stage.py,
+perform_reduce_grad).
+GPipe and 1F1B gather a unit at a time inside the first forward, once its input is there. Other schedules run from lists
+of actions (schedules.py, _add_unshard_reshard): a stage is gathered whole, and up to three are there at once.
+
+[Note: whole parameters]
+Where parameters are whole, gradients are reduced a unit (or a bucket) at a time in the last micro-batch, or in each
+where gradients are sharded (zero 2: DeepSpeed's runtime/zero/stage_1_and_2.py), and what an optimizer updated in shards
+is gathered in the first forward. Where gradients are sharded the next micro-batch waits for all reductions (DeepSpeed's
+independent_gradient_partition_epilogue synchronizes the device). Software that does not overlap them does the former
+behind the last backward and the latter before the first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from lading.ir.action import ActionKind
+from lading.ir.clusterplan import Keep
+from lading.program.lists import (
+    ALL_UNITS,
+    COMPUTE,
+    NETWORK,
+    RECEIVE,
+    SEND_NEXT,
+    SEND_PREVIOUS,
+    Border,
+    ParameterGroup,
+    RankList,
+    RankProgram,
+    Region,
+    Storage,
+)
+from lading.program.schedules import Schedule, Work
+
+#: What happens in a pass of a unit, in order: a group begins (its number), kernels run (from, to), a group ends.
+BEGIN, RUN, END = range(3)
+Pass = tuple[tuple[int, int, int], ...]
+#: Stages that torch's lists of actions have gathered at once, and schedules that run without such a list.
+GATHERED_AT_ONCE, _DIRECT = 3, ("gpipe", "1f1b")
+#: Group of an all-reduce of all ranks (the norm of gradients), and of those that have a copy of a tied weight.
+WORLD, COPIES = "world", "copies"
+
+
+class UnitShape(NamedTuple):
+    """What a list needs to know of a unit.
+
+    Attributes:
+        axes: Axes over which each of its groups is replicated, in the order of forward.
+        passes: By ``Work``.
+        ends: It is the model's last.
+        sums: Its gradients are summed over tp before they are reduced.
+        gathers: How often backward gathers it: twice where recomputing releases it again.
+    """
+
+    axes: tuple[str, ...]
+    passes: tuple[Pass, Pass, Pass, Pass]
+    ends: bool = False
+    sums: bool = False
+    gathers: int = 1
+
+
+@dataclass(frozen=True)
+class ListShape:
+    """What lists follow from, without a size.
+
+    Attributes:
+        plan: Order of micro-batches on each rank; where there is no pipeline at most three micro-batches.
+        stages: Units of each stage, in order of forward: (unit, how often).
+        shards: What is sharded over data-parallel ranks: "" (nothing), "optimizer", "gradients", "parameters".
+        more: Micro-batches that the second one stands for besides itself.
+        pipelined: Stages are pipelined, on one rank or several.
+        alone: Axes on which there is one rank only: nothing is gathered or reduced over them.
+        blocks_ahead: Where blocks have several groups, all of the next block's are asked for when a block begins.
+        keep: How long gathered parameters stay, where there is no pipeline.
+        overlap_gather, overlap_reduce, overlap_send: Whether these run beside computing.
+        buckets: Buckets of gradients of each stage, 0 for a unit each.
+        weights_forward: Gradients of weights are made in the order of forward, as torch's pipelines do.
+        whole_first: The first stage makes both gradients where those of weights are due, likewise.
+        sums: Gradients are summed over tp behind the last backward.
+        tied: The first and the last stage have a copy each of one weight.
+    """
+
+    plan: Schedule
+    stages: tuple[tuple[tuple[UnitShape, int], ...], ...]
+    shards: str = ""
+    more: int = 0
+    pipelined: bool = False
+    alone: frozenset[str] = frozenset()
+    blocks_ahead: bool = False
+    keep: Keep = Keep.RELEASE
+    overlap_gather: bool = True
+    overlap_reduce: bool = True
+    overlap_send: bool = True
+    buckets: tuple[int, ...] = ()
+    weights_forward: bool = True
+    whole_first: bool = True
+    sums: bool = False
+    tied: bool = False
+
+
+@lru_cache(maxsize=256)
+def emit(shape: ListShape) -> RankProgram:
+    """The lists of all ranks of a step."""
+    numbers = _Numbers({}, {}, {})
+    ranks = tuple(_Rank(shape, rank, numbers).write() for rank in range(shape.plan.ranks))
+    repeat = (1, shape.more) if shape.more else (0, 0)
+    alike = tuple(_alike(runs) for runs in shape.stages)
+    uses = tuple(frozenset(numbers.uses.get(number, ())) for number in range(len(numbers.regions)))
+    return RankProgram(shape.plan, ranks, tuple(numbers.regions), tuple(numbers.storages), uses, alike, repeat)
+
+
+def _alike(runs: Sequence[tuple[UnitShape, int]]) -> tuple[int, ...]:
+    """For each unit of a stage the first one of its run, which is one segment of the model."""
+    starts = [0, *accumulate(count for _, count in runs)]
+    return tuple(start for start, (_, count) in zip(starts, runs, strict=False) for _ in range(count))
+
+
+@dataclass
+class _Numbers:
+    """Numbers of regions and storages, given as they come; and the sharded storages that a region uses."""
+
+    regions: dict[Region, int]
+    storages: dict[Storage, int]
+    uses: dict[int, tuple[int, ...]]
+
+    def region(self, region: Region) -> int:
+        return self.regions.setdefault(region, len(self.regions))
+
+    def storage(self, storage: Storage) -> int:
+        return self.storages.setdefault(storage, len(self.storages))
+
+
+class _Rank:
+    """One rank's list, being written."""
+
+    def __init__(self, shape: ListShape, rank: int, numbers: _Numbers) -> None:
+        self.shape, self.plan, self.rank, self.numbers = shape, shape.plan, rank, numbers
+        self.actions = RankList()
+        self.stages = {stage: _units(shape.stages[stage]) for stage in self.plan.stages_of(rank)}
+        self.left = dict.fromkeys(self.stages, self.plan.micro_batches)
+        self.sharded = shape.shards == "parameters"
+        axes = {axes for units in self.stages.values() for unit in units for axes in unit.axes}
+        self.exchanges = bool(axes - shape.alone)
+        self.blocks_ahead = shape.blocks_ahead and any(len(u.axes) > 1 for us in self.stages.values() for u in us)
+        self.direct = self.plan.kind in _DIRECT and self.plan.chunks == 1
+        self.last = self.before = -1  # last action on the compute stream, and the one before it
+        self.pending: list[int] = []  # what the next region waits for
+        self.asked: dict[ParameterGroup, int] = {}
+        self.present: set[ParameterGroup] = set()
+        self.reducing = -1
+        #: Groups of a rank without a pipeline in the order in which their forward ends.
+        self.ended = [
+            ParameterGroup(stage, number, axes)
+            for stage, units in self.stages.items()
+            for number, unit in enumerate(units)
+            for axes in reversed(unit.axes)
+        ]
+        self.place = {group: at for at, group in enumerate(self.ended)}
+
+    def write(self) -> RankList:
+        """Write the whole step."""
+        rows: list[list[int]] = self.plan.orders[self.rank].tolist()
+        changes = gathering(self.plan, self.rank) if self.sharded and self.shape.pipelined and not self.direct else None
+        if self.shape.shards in ("optimizer", "gradients") and self.exchanges and not self.shape.overlap_gather:
+            for stage in self.stages:
+                self._together(ActionKind.UNSHARD, stage)
+        joint: list[tuple[int, int, int]] = []
+        for place, (work, chunk, micro_batch, pairs) in enumerate(rows):
+            if changes is not None:
+                self._change(*changes[place])
+            joint.append((work, self.plan.stage(self.rank, chunk), micro_batch))
+            if pairs:
+                continue
+            for one in joint:
+                self._receive(*one)
+            first = len(self.actions)
+            for one in joint:
+                self._row(*one)
+            span = (self._first_compute(first), self.last)
+            for one in joint:
+                self.actions.rows.append(span)
+                self.actions.sends.append(self._send(*one))
+                self._finished(one[1], one[0])
+                if one[0] != Work.FORWARD and self.shape.shards == "gradients" and not self.shape.overlap_reduce:
+                    self._reduce_together(one[1])
+            joint.clear()
+        self._end_step()
+        return self.actions
+
+    def _first_compute(self, start: int) -> int:
+        """First region from ``start`` on; the place behind the last one where there is none."""
+        kinds = self.actions.kind
+        return next((at for at in range(start, len(kinds)) if kinds[at] is ActionKind.COMPUTE), self.last + 1)
+
+    def _row(self, work: int, stage: int, micro_batch: int) -> None:
+        """One action of the schedule, as regions."""
+        if self.shape.whole_first and stage == 0:
+            if work == Work.BACKWARD_INPUT:
+                return
+            work = Work.BACKWARD if work == Work.BACKWARD_WEIGHT else work
+        self.left[stage] -= work in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
+        if self._in_units(stage, work, micro_batch):
+            self._units(stage, Work(work), micro_batch)
+        elif self._reduces(stage, work) and self._num_buckets(stage):
+            self._buckets(stage, Work(work), micro_batch)
+        else:
+            self._compute(
+                Region(stage, ALL_UNITS, Work(work)), micro_batch, self._groups(stage) if self.sharded else ()
+            )
+
+    def _num_buckets(self, stage: int) -> int:
+        return self.shape.buckets[stage] if self.shape.buckets else 0
+
+    def _in_units(self, stage: int, work: int, micro_batch: int) -> bool:
+        """Whether something is gathered or reduced between the units of a stage in this pass."""
+        shape = self.shape
+        if self.sharded:
+            return not shape.pipelined or (self.direct and micro_batch == 0 and work == Work.FORWARD)
+        if work == Work.FORWARD:
+            return self.exchanges and bool(shape.shards) and shape.overlap_gather and micro_batch == 0
+        return self._reduces(stage, work) and not self._num_buckets(stage)
+
+    def _reduces(self, stage: int, work: int) -> bool:
+        """Whether whole parameters' gradients are reduced as this backward makes them."""
+        if self.sharded or not (self.exchanges and self.shape.overlap_reduce):
+            return False
+        if work not in (Work.BACKWARD, Work.BACKWARD_WEIGHT):
+            return False
+        return self.shape.shards == "gradients" or not self.left[stage]
+
+    def _units(self, stage: int, work: Work, micro_batch: int) -> None:
+        """A pass through the units of a stage, with what their groups do."""
+        units = self.stages[stage]
+        forward = work is Work.FORWARD
+        onward = forward or (work is Work.BACKWARD_WEIGHT and self.shape.weights_forward)
+        order = range(len(units)) if onward else range(len(units) - 1, -1, -1)
+        for index, number in enumerate(order):
+            unit = units[number]
+            if not self.sharded:
+                self._whole_unit(Region(stage, number, work), unit, micro_batch)
+                continue
+            begun: list[ParameterGroup] = []
+            for what, first, stop in unit.passes[work]:
+                if what == RUN:
+                    self._compute(Region(stage, number, work, first, stop), micro_batch, begun)
+                    continue
+                group = ParameterGroup(stage, number, unit.axes[first])
+                if what == BEGIN:
+                    begun.append(group)
+                    self._begin(group, unit, micro_batch, forward, root=forward and index == 0)
+                else:
+                    begun = [other for other in begun if other != group]
+                    self._end(group, unit, micro_batch, forward)
+
+    def _whole_unit(self, region: Region, unit: UnitShape, micro_batch: int) -> None:
+        groups = [ParameterGroup(region.stage, region.unit, axes) for axes in unit.axes if axes not in self.shape.alone]
+        if region.work is Work.FORWARD:
+            for group in groups:
+                self.pending.append(self._add_group(ActionKind.UNSHARD, NETWORK, group, micro_batch, ()))
+        self._compute(region, micro_batch)
+        if region.work is not Work.FORWARD:
+            for group in reversed(groups):
+                last = self._add_group(ActionKind.REDUCE_GRAD, NETWORK, group, micro_batch, (self.last,))
+                if region.unit == 0 and self.shape.shards == "gradients":
+                    self.pending.append(last)
+
+    def _buckets(self, stage: int, work: Work, micro_batch: int) -> None:
+        number = self._num_buckets(stage)
+        for bucket in range(number):
+            self._compute(Region(stage, ALL_UNITS, work, bucket, number), micro_batch)
+            group = ParameterGroup(stage, ALL_UNITS, "dp", bucket)
+            self._add_group(ActionKind.REDUCE_GRAD, NETWORK, group, micro_batch, (self.last,))
+
+    def _begin(self, group: ParameterGroup, unit: UnitShape, micro_batch: int, forward: bool, *, root: bool) -> None:
+        """A group's forward or backward begins ([Note: order of FSDP2])."""
+        if group not in self.present:
+            after = (*self.pending, self.last) if root else (self.before,) if forward else (self.last,)
+            self._unshard(group, micro_batch, after, 1 if forward else unit.gathers)
+        if group in self.asked:
+            self.pending.append(self.asked.pop(group))
+        if self.shape.pipelined:
+            return
+        if self.blocks_ahead:
+            if group.axes == unit.axes[0]:
+                for step in (0, 1 if forward else -1):
+                    self._ask_block(group, micro_batch, step, forward)
+            return
+        if forward:
+            return
+        if (place := self.place[group]) and (ahead := self.ended[place - 1]) not in self.present:
+            unit = self.stages[ahead.stage][ahead.unit]
+            self._unshard(ahead, micro_batch, (self.last,), unit.gathers)
+
+    def _ask_block(self, group: ParameterGroup, micro_batch: int, step: int, forward: bool) -> None:
+        """Ask for all groups of the unit so many steps on."""
+        units, number = self.stages[group.stage], group.unit + step
+        if not 0 <= number < len(units):
+            return
+        for axes in units[number].axes:
+            ahead = ParameterGroup(group.stage, number, axes)
+            if ahead not in self.present:
+                self._unshard(ahead, micro_batch, (self.last,), 1 if forward else units[number].gathers)
+
+    def _unshard(self, group: ParameterGroup, micro_batch: int, after: Sequence[int], times: int) -> None:
+        self.present.add(group)
+        if group.axes in self.shape.alone:
+            return
+        waits = tuple(action for action in after if action >= 0)
+        for time in range(times):
+            if time:
+                self._add_group(ActionKind.RESHARD, NETWORK, group, micro_batch, ())
+            if not self.shape.overlap_gather:
+                self._blocking(ActionKind.UNSHARD, group, micro_batch, group.axes)
+            else:
+                self.asked[group] = self._add_group(ActionKind.UNSHARD, NETWORK, group, micro_batch, waits)
+
+    def _end(self, group: ParameterGroup, unit: UnitShape, micro_batch: int, forward: bool) -> None:
+        """A group's forward or backward ends."""
+        keep = Keep.BACKWARD if unit.ends and self.shape.keep is Keep.RELEASE else self.shape.keep
+        if self.shape.pipelined:
+            return
+        more = micro_batch < self.plan.micro_batches - 1
+        if not (keep.until_backward if forward else keep.until_forward and more):
+            self._reshard(group, micro_batch)
+        if not forward:
+            self._reduce(group, unit, micro_batch)
+
+    def _reshard(self, group: ParameterGroup, micro_batch: int) -> None:
+        self.present.discard(group)
+        self._add_group(ActionKind.RESHARD, COMPUTE, group, micro_batch, ())
+
+    def _reduce(self, group: ParameterGroup, unit: UnitShape, micro_batch: int) -> None:
+        """Reduce a sharded group's gradients; sums over tp of what each rank has a part of go first."""
+        if unit.sums and group.axes == "dp":
+            self._blocking(ActionKind.ALL_REDUCE, group, micro_batch, "tp")
+        if group.axes in self.shape.alone:
+            return
+        if self.shape.pipelined or not self.shape.overlap_gather:
+            self._blocking(ActionKind.REDUCE_GRAD, group, micro_batch, group.axes)
+            return
+        before = self.reducing
+        self.reducing = self._add_group(ActionKind.REDUCE_GRAD, NETWORK, group, micro_batch, (self.last,))
+        if before >= 0:
+            self.pending.append(before)
+
+    def _finished(self, stage: int, work: int) -> None:
+        """Reduce a stage's gradients behind its last backward ([Note: sharded in a pipeline])."""
+        if not (self.sharded and self.shape.pipelined) or self.left[stage] or work == Work.FORWARD:
+            return
+        last = self.plan.micro_batches - 1
+        for number, unit in enumerate(self.stages[stage]):
+            for axes in unit.axes:
+                group = ParameterGroup(stage, number, axes)
+                if group in self.present:
+                    self._reshard(group, last)
+                self._reduce(group, unit, last)
+
+    def _change(self, gone: Sequence[int], comes: Sequence[int]) -> None:
+        """Whole stages are released and gathered before an action, as torch's lists of actions do."""
+        for stage in gone:
+            for group in self._groups(stage):
+                if group in self.present:
+                    self._reshard(group, -1)
+        for stage in comes:
+            for group in self._groups(stage):
+                self._unshard(group, -1, (self.last,), 1)
+
+    def _groups(self, stage: int) -> list[ParameterGroup]:
+        units = enumerate(self.stages[stage])
+        return [ParameterGroup(stage, number, axes) for number, unit in units for axes in unit.axes]
+
+    def _reduce_together(self, stage: int) -> None:
+        if self.exchanges:
+            self._together(ActionKind.REDUCE_GRAD, stage)
+
+    def _together(self, kind: ActionKind, stage: int) -> None:
+        """Gather or reduce all of a stage while nothing is computed."""
+        self._blocking(kind, ParameterGroup(stage, ALL_UNITS, "dp"), -1, "dp")
+
+    def _end_step(self) -> None:
+        """What follows the last backward: reductions that nothing overlaps, sums, the optimizer."""
+        shape = self.shape
+        if shape.shards in ("", "optimizer") and not shape.overlap_reduce:
+            for stage in self.stages:
+                self._reduce_together(stage)
+        if shape.sums:
+            self._meet("tp")
+        self.pending += [at for at, stream in enumerate(self.actions.stream) if stream == NETWORK][-1:]
+        if shape.tied and self.rank in (self.plan.rank_of(0), self.plan.rank_of(self.plan.stages - 1)):
+            self._meet(COPIES)
+        if self.plan.ranks > 1:
+            self._meet(WORLD)
+        self.last = self.actions.add(ActionKind.STEP, COMPUTE, self._take_pending())
+
+    def _meet(self, group: str) -> None:
+        self.last = self.actions.add(ActionKind.ALL_REDUCE, COMPUTE, self._take_pending(), group=group)
+
+    def _blocking(self, kind: ActionKind, group: ParameterGroup, micro_batch: int, axis: str) -> None:
+        """A collective that computing waits for."""
+        number = self.numbers.storage(group)
+        self.before, self.last = (
+            self.last,
+            self.actions.add(kind, COMPUTE, self._take_pending(), storage=number, micro_batch=micro_batch, group=axis),
+        )
+
+    def _add_group(
+        self, kind: ActionKind, stream: int, group: ParameterGroup, micro_batch: int, waits: tuple[int, ...]
+    ) -> int:
+        number = self.numbers.storage(group)
+        return self.actions.add(kind, stream, waits, storage=number, micro_batch=micro_batch, group=group.axes)
+
+    def _compute(self, region: Region, micro_batch: int, begun: Sequence[ParameterGroup] = ()) -> None:
+        if self.sharded and self.shape.pipelined and not self.direct:
+            for group in [group for group in self.asked if group.stage == region.stage]:
+                self.pending.append(self.asked.pop(group))
+        number = self.numbers.region(region)
+        if begun and number not in self.numbers.uses:
+            used = [group for group in begun if group.axes not in self.shape.alone]
+            self.numbers.uses[number] = tuple(self.numbers.storage(group) for group in used)
+        waits = self._take_pending()
+        self.before = self.last
+        self.last = self.actions.add(ActionKind.COMPUTE, COMPUTE, waits, op=number, micro_batch=micro_batch)
+
+    def _take_pending(self) -> tuple[int, ...]:
+        waits = tuple(self.pending)
+        self.pending.clear()
+        return waits
+
+    def _receive(self, work: int, stage: int, micro_batch: int) -> None:
+        """Ask for what a stage takes from its neighbour, if that is on another rank."""
+        forward = work == Work.FORWARD
+        other = stage - 1 if forward else stage + 1
+        if work == Work.BACKWARD_WEIGHT or not 0 <= other < self.plan.stages or self._peer(other) == self.rank:
+            return
+        number = self.numbers.storage(Border(stage, forward))
+        self.pending.append(
+            self.actions.add(
+                ActionKind.RECV, RECEIVE, storage=number, micro_batch=micro_batch, peer=self._peer(other), group="pp"
+            )
+        )
+
+    def _send(self, work: int, stage: int, micro_batch: int) -> int:
+        """Hand what a stage made to its neighbour, if that is on another rank; gives the SEND, or -1."""
+        forward = work == Work.FORWARD
+        other = stage + 1 if forward else stage - 1
+        if work == Work.BACKWARD_WEIGHT or not 0 <= other < self.plan.stages or self._peer(other) == self.rank:
+            return -1
+        number = self.numbers.storage(Border(other, forward))
+        stream = COMPUTE if not self.shape.overlap_send else SEND_NEXT if forward else SEND_PREVIOUS
+        sent = self.actions.add(
+            ActionKind.SEND,
+            stream,
+            (self.last,) if stream != COMPUTE else (),
+            storage=number,
+            micro_batch=micro_batch,
+            peer=self._peer(other),
+            group="pp",
+        )
+        if stream == COMPUTE:
+            self.last = sent
+        return sent
+
+    def _peer(self, stage: int) -> int:
+        return self.plan.rank_of(stage)
+
+
+def _units(runs: Sequence[tuple[UnitShape, int]]) -> list[UnitShape]:
+    return [unit for unit, count in runs for _ in range(count)]
+
+
+@lru_cache(maxsize=2048)
+def gathering(plan: Schedule, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Stages that are released, and then gathered, before each action of a rank ([Note: sharded in a pipeline])."""
+    mine = plan.stages_of(rank)
+    chunks: list[int] = plan.orders[rank][:, 1].tolist()
+    order = [mine[chunk] for chunk in chunks]
+    coming: list[tuple[int, ...]] = []
+    for stage in reversed(order):
+        behind = coming[-1] if coming else ()
+        coming.append((stage, *[other for other in behind if other != stage])[:GATHERED_AT_ONCE])
+    changes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    there: tuple[int, ...] = ()
+    for wanted in reversed(coming):
+        gone = tuple(stage for stage in there if stage not in wanted)
+        changes.append((gone, tuple(stage for stage in wanted if stage not in there)))
+        there = wanted
+    return tuple(changes)
+
+
+def most_gathered(plan: Schedule, rank: int, size_bytes: Sequence[int]) -> int:
+    """Most bytes of gathered parameters of a rank at once.
+
+    Args:
+        size_bytes: Gathered bytes of each stage.
+    """
+    if plan.kind in _DIRECT and plan.chunks == 1:
+        return sum(size_bytes[stage] for stage in plan.stages_of(rank))
+    now = most = 0
+    for gone, comes in gathering(plan, rank):
+        now += sum(size_bytes[stage] for stage in comes) - sum(size_bytes[stage] for stage in gone)
+        most = max(most, now)
+    return most

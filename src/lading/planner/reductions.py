@@ -8,7 +8,7 @@ x bytes takes, latency included. In n buckets the step is longer by
 as the last bucket waits for the last gradient, or all buckets for the network: few are late, many cost latency. ``E``
 is convex in n but for steps of t and for how full the last bucket is, so sizes a factor of two apart are tried, then
 quarters of that around the best; each is simulated (``best_bucket``), with the units as they are (``lading.sim.step``)
-or the stages (``lading.sim.piped``). A size is taken if it saves a share worth having of the step; else a block is a
+or the stages (``lading.program.emit``). A size is taken if it saves a share worth having of the step; else a block is a
 bucket, as the stacks have it.
 """
 

@@ -65,7 +65,7 @@ def main() -> None:
 
     def build() -> torch.nn.Module:
         torch.manual_seed(1)
-        layers = [(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(8)]
+        layers = [(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(4)]
         return torch.nn.Sequential(*(part for layer in layers for part in layer))
 
     def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

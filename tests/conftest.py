@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -15,12 +16,16 @@ settings.load_profile("lading")
 # A background shell ignores Ctrl-C for the tests and all they start; the tests of Ctrl-C need it back.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Plans are kept for the tests of a process, not in the user's cache.
-_CACHE = tempfile.TemporaryDirectory(prefix="lading-cache-")
-os.environ["XDG_CACHE_HOME"] = _CACHE.name
-
 if "PYTEST_XDIST_WORKER" in os.environ:  # one core each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+else:  # Plans are kept for the tests of all processes, not in the user's cache.
+    _CACHE = tempfile.TemporaryDirectory(prefix="lading-cache-")
+    os.environ["XDG_CACHE_HOME"] = _CACHE.name
+
+# Runs and ranks that tests start are forked from one process, which has imported what they need.
+multiprocessing.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "torch.profiler", "lading.train", "lading.matrices", "highspy"]
+)
 
 
 @pytest.fixture(autouse=True)

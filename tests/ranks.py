@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ def run_ranks(function: Callable[..., None], ranks: int, *args: Any) -> None:
     Args:
         function: Of a module, as the processes import it.
     """
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "lading.matrices"])
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_run, (ranks, folder, function, args), nprocs=ranks, start_method="forkserver")
 

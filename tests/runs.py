@@ -78,7 +78,6 @@ def start_script(log: Path, path: Path) -> BaseProcess:
 
 def _started(log: Path, function: Callable[..., None], argument: object) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "lading.train", "lading.planner.api", "highspy"])
     process = context.Process(target=function, args=(log, argument), daemon=True)
     process.start()
     return process

@@ -120,13 +120,14 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gpt", 2, 0.5, "fp32", 5, 2),
+        Case("gpt", 2, 0.5, "fp32", 5, 1, (1.0, 0.25)),
         Case("gpt", 2, 0.5, "bf16", 4, 1, (0.5,)),
         Case("llama", 1, 0.5, "autocast", 4, 1, (0.5,)),
         Case("wide", 1, 0.5, "bf16", 2, 1, (1.0, 0.45)),
         *(
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
+                Case("gpt", 2, 0.5, "fp32", 5, 2),
                 Case("llama"),
                 Case("gpt", 2, 0.5),
                 Case("llama", 1, 0.5),

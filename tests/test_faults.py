@@ -28,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """The plan of the run."""
     path = write_run(tmp_path_factory.mktemp("run"))
     threads = torch.get_num_threads()
-    result = plan_run(load_run(path, [f"optimization.steps={STEPS}"])).plan
+    result = plan_run(load_run(path, [f"optimization.steps={STEPS}"]), cache=True).plan
     torch.set_num_threads(threads)
     return result
 

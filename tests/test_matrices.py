@@ -280,6 +280,7 @@ def test_dues_are_spread():
     assert sorted(rule.shift % 2 for rule in optimizer._rules) == [0] * 4 + [1] * 4  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 def test_the_example_learns(tmp_path: Path):
     """Run as its docstring says."""
     example = Path(__file__).parent.parent / "examples" / "muon_fsdp2.py"

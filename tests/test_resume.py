@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def made(run: Path) -> Plan:
     """The plan of the run."""
     threads = torch.get_num_threads()
-    result = plan_run(load_run(run)).plan
+    result = plan_run(load_run(run), cache=True).plan
     torch.set_num_threads(threads)
     return result
 

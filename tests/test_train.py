@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
     """(RUN.toml, plan of the short run)."""
     path = write_run(tmp_path_factory.mktemp("short"))
     threads = torch.get_num_threads()
-    result = plan_run(load_run(path, SHORT)).plan
+    result = plan_run(load_run(path, SHORT), cache=True).plan
     torch.set_num_threads(threads)
     return path, result
 

@@ -36,7 +36,7 @@ def test_random_valid_programs_are_accepted(seed: int) -> None:
 
 
 @given(st.integers(0, 1 << 30))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_random_valid_programs_run_right(seed: int) -> None:
     """Checks the generator and the reference themselves."""
     assert not find_fault(random_program(Random(seed)), Random(seed), num_random=20)
@@ -70,9 +70,7 @@ def test_accepted_or_wrong_at_length(seed: int) -> None:
     agree(seed, 200)
 
 
-@given(st.integers(0, 1 << 30))
-@settings(max_examples=25)
-def test_a_wait_is_missed_exactly_when_it_matters(seed: int) -> None:
+def assert_waits_matter(seed: int) -> None:
     """Any one wait left out: rejected if and only if some interleaving goes wrong."""
     rng = Random(seed)
     program = random_program(rng)
@@ -80,6 +78,19 @@ def test_a_wait_is_missed_exactly_when_it_matters(seed: int) -> None:
     for wait in action.waits:
         without = drop_wait(program, action.id, wait)
         assert bool(rejected(without)) == bool(find_fault(without, rng, num_random=50))
+
+
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=10)
+def test_a_wait_is_missed_exactly_when_it_matters(seed: int) -> None:
+    assert_waits_matter(seed)
+
+
+@pytest.mark.slow
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=200)
+def test_a_wait_is_missed_exactly_when_it_matters_at_length(seed: int) -> None:
+    assert_waits_matter(seed)
 
 
 @given(st.integers(0, 1 << 30))

@@ -28,7 +28,7 @@ def ratios(seeds: range) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 16), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 16), marks=pytest.mark.slow)], ids=str)
 def test_the_plan_is_near_the_best(seeds: range) -> None:
     found = ratios(seeds)
     print("planned / best:", [round(r, 3) for r in sorted(found)])
@@ -36,8 +36,14 @@ def test_the_plan_is_near_the_best(seeds: range) -> None:
     assert max(found) <= 1.05
 
 
-@pytest.mark.parametrize("slower", [20.0, 1000.0])
-@pytest.mark.parametrize("seed", [102, 105, 111, 134, 141, 146])
+@pytest.mark.parametrize(
+    ("seed", "slower"),
+    [
+        *((seed, 20.0) for seed in (102, 105, 111, 134, 141, 146)),
+        *((seed, 1000.0) for seed in (102, 134)),
+        *(pytest.param(seed, 1000.0, marks=pytest.mark.slow) for seed in (105, 111, 141, 146)),
+    ],
+)
 def test_recomputing_from_block_to_block_is_planned_and_allowed_for(seed: int, slower: float) -> None:
     """Where the disk is slow, the best plans recompute chains of blocks."""
     step = in_blocks(tiny(seed), slower=slower)

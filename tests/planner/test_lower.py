@@ -60,8 +60,15 @@ def check_tight(step: Step, choices: Choices) -> None:
         check(within(step, int(wide * share)), choices)
 
 
-@pytest.mark.parametrize(("accumulation", "clip_norm"), [(1, 0.0), (2, 1.0)])
-@pytest.mark.parametrize("name", ["llama", "gpt"])
+@pytest.mark.parametrize(
+    ("name", "accumulation", "clip_norm"),
+    [
+        ("llama", 1, 0.0),
+        ("gpt", 2, 1.0),
+        pytest.param("llama", 2, 1.0, marks=pytest.mark.slow),
+        pytest.param("gpt", 1, 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_plain_policies_and_everything_on_disk(name: str, accumulation: int, clip_norm: float) -> None:
     step = captured(name, accumulation=accumulation, clip_norm=clip_norm)
     keep, again = keep_all(step.graph, step.lives), checkpoint_every_block(step.graph, step.lives)

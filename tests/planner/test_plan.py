@@ -49,7 +49,13 @@ def smallest(name: str) -> int:
     return error.value.smallest_budget_bytes
 
 
-CASES = [("gpt", "100%"), ("gpt", "80%"), ("gpt", "65%"), ("llama", "75%"), ("gpt+", "75%")]
+CASES = [
+    ("gpt", "100%"),
+    pytest.param("gpt", "80%", marks=pytest.mark.slow),
+    ("gpt", "65%"),
+    ("llama", "75%"),
+    ("gpt+", "75%"),
+]
 
 
 @pytest.mark.parametrize(("name", "budget"), CASES)
@@ -95,7 +101,7 @@ def test_scratch_is_part_of_the_budget() -> None:
     assert not any("scratch" in text for text in made.plan.assumptions)
 
 
-@pytest.mark.parametrize(("name", "budget"), [("gpt", "65%"), ("gpt+", "75%")])
+@pytest.mark.parametrize(("name", "budget"), [("gpt+", "75%"), pytest.param("gpt", "65%", marks=pytest.mark.slow)])
 def test_planning_is_deterministic_and_plans_are_made_again(name: str, budget: str, tmp_path: Path) -> None:
     machine = small_machine(overhead_bytes=OVERHEAD)
     first, second = planned(name, budget), make_plan(graph_of(name), machine, budget=budget)
@@ -176,7 +182,7 @@ def test_a_timeline_of_another_program_is_refused() -> None:
         predicted_timeline(plan, made.program)
 
 
-@pytest.mark.parametrize("name", ["gpt", pytest.param("llama", marks=pytest.mark.slow), "gpt+"])
+@pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gpt+"))])
 def test_the_smallest_budget_is_one_that_does(name: str) -> None:
     made = make_plan(graph_of(name), small_machine(), budget=smallest(name))
     verify(made.program)

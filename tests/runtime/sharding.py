@@ -1,19 +1,14 @@
 """A small Llama on ranks over gloo, cut as a plan says and as stock FSDP2 does, side by side.
 
-    python -m tests.runtime.sharding RANKS FOLDER
-
-Each FOLDER/NAME.json is a plan; what rank 0 found of it goes to FOLDER/NAME.out.
+Each NAME.json of a folder is a plan; what rank 0 finds of it goes to NAME.out beside it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -274,28 +269,11 @@ def refused(plan: ClusterPlan) -> list[str]:
     return said
 
 
-def run_rank(rank: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", timedelta(seconds=60), rank=rank, world_size=ranks)
+def compare_plans(rank: int, folder: str) -> None:
+    """What one rank finds of each plan in a folder; rank 0 writes it down."""
     for path in sorted(Path(folder).glob("*.json")):
         plan = ClusterPlan.load(path)
         kind, _, case = path.stem.rpartition(".")
         found = refused(plan) if case == "refused" else compare(plan, case.startswith("residency"), kind)
         if rank == 0:
             path.with_suffix(".out").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    ranks, folder = int(sys.argv[1]), sys.argv[2]
-    fork = multiprocessing.get_context("fork")  # torch is imported once; no thread runs yet
-    running = [fork.Process(target=run_rank, args=(rank, ranks, folder)) for rank in range(ranks)]
-    for process in running:
-        process.start()
-    for process in running:
-        process.join()
-    sys.exit(max(abs(process.exitcode or 0) for process in running))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.ranks import run_ranks
+from tests.runtime.sharding import compare_plans
 
 from lading.catalog.architectures import architecture_table
 from lading.catalog.stacks import stack_by_name
@@ -76,13 +75,8 @@ def run(name: str, folder: Path) -> None:
     """All plans of a set on their ranks."""
     for each, plan in cases(name).items():
         plan.save(folder / f"{each}.json")
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root / "src"), str(root)])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ranks = next(iter(cases(name).values())).devices
-    command = [sys.executable, "-m", "tests.runtime.sharding", str(ranks), str(folder)]
-    done = subprocess.run(command, env=environment, timeout=280, cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_ranks(compare_plans, ranks, str(folder))
 
 
 @pytest.mark.parametrize(

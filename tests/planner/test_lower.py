@@ -10,11 +10,11 @@ import pytest
 from tests.interpreter import run_random
 from tests.planner.steps import NO_LIMIT, captured, needs, options_of, random_choices, tiny, within
 
-from lading.ir.action import ActionKind, parse_action
+from lading.ir.action import ActionKind
 from lading.ir.graph import Role, StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
-from lading.ir.program import PAGE_BYTES, Program, slot_bytes
+from lading.ir.program import PAGE_BYTES, Program, parse_program, slot_bytes
 from lading.memory.arena import Item, Packing
 from lading.memory.lifetime import gaps, is_movable
 from lading.memory.verify import verify
@@ -104,7 +104,7 @@ def test_random_choices_of_a_chain_run_right_in_random_orders(seed: int) -> None
     choices = random_choices(step, rng)
     for program in (check(within(step, NO_LIMIT), choices), check(step, choices)):
         if program is not None:
-            assert tuple(map(parse_action, program.text().splitlines())) == program.actions
+            assert parse_program(program.text().splitlines(), program.graph) == program
             run_random(program, rng)
 
 

@@ -11,7 +11,6 @@ live in one process, each with its own arena and swap file; turns rotate, and ra
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import tempfile
@@ -44,7 +43,7 @@ _OURS = "Lading"
 def _step(graph: StepGraph, machine: Machine, made: Plan) -> Step:
     """What the rivals decide about: the same step, budgets and memory besides tensors as Lading's plan."""
     step = step_of(graph, machine, clip_norm=0.0, master_weights=False)
-    return step_within(step, machine, made.budgets, made.settings)
+    return step_within(step, machine, made.budgets, made.request.settings)
 
 
 def planned(case: Case, machine_file: Path, budget: str, limit_s: float) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def planned(case: Case, machine_file: Path, budget: str, limit_s: float) -> dict
     machine = load_machine(machine_file)
     made = plan(case.graph, machine, budget=budget)
     step = _step(case.graph, machine, made)
-    row: dict[str, Any] = {"model": case.name, "budget": budget, "plan": dataclasses.asdict(made), "rivals": {}}
+    row: dict[str, Any] = {"model": case.name, "budget": budget, "plan": made.to_dict(), "rivals": {}}
     row |= {"machine": str(machine_file), "room_bytes": step.arena_bytes}
     for name, rival in RIVALS.items():
         found = best_of(step, rival(step, limit_s))

@@ -46,7 +46,7 @@ def rows(name: str, graph: StepGraph, machine: Machine, budgets: list[str], clip
             continue
         others = [
             f"{row.policy} {format_seconds(row.step_s) if row.step_s else 'does not fit'}"
-            for row in plan.predictions.policies
+            for row in plan.policies
             if row.policy != plan.request.policy
         ]
         bound, gap = (format_seconds(plan.lower_bound_s), f"{plan.gap:.1%}") if plan.lower_bound_s else ("none", "-")

@@ -165,5 +165,5 @@ def timeline(name: str, program: Program) -> dict[str, Any]:
 def compared(name: str) -> dict[str, Any]:
     """The policies that a plan was compared with, and its bound."""
     plan = planned(name).plan
-    rows = {row.policy: [row.fits, row.step_s, row.peak_bytes] for row in plan.predictions.policies}
+    rows = {row.policy: [row.fits, row.step_s, row.peak_bytes] for row in plan.policies}
     return {"step_s": plan.step_s, "lower_bound_s": plan.lower_bound_s, "policies": rows}

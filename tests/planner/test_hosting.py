@@ -83,7 +83,7 @@ def test_a_plan_remembers_what_is_hosted(tmp_path: object) -> None:
     planned = make_plan(fast.graph, machine, budget=fast.budgets["device"])
     assert planned.plan.choices.hosted == planned.program.graph.hosted != ()
     assert planned.plan.predictions.host_saves_s > 0
-    assert "saves" in planned.plan.predictions.policies[-1].note
+    assert "saves" in planned.plan.policies[-1].note
     planned.plan.save(tmp_path / "plan.json")  # type: ignore[operator]
     plan = Plan.load(tmp_path / "plan.json")  # type: ignore[operator]
     assert restore_program(plan, fast.graph, machine).fingerprint == planned.program.fingerprint

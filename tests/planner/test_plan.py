@@ -75,9 +75,9 @@ def test_the_budget_is_kept(name: str, budget: str) -> None:
 @pytest.mark.parametrize(("name", "budget"), CASES)
 def test_no_plain_policy_that_fits_is_faster_and_the_bound_is_below_all(name: str, budget: str) -> None:
     plan = planned(name, budget).plan
-    assert [row.policy for row in plan.predictions.policies] == list(POLICIES)
-    assert plan.predictions.policies[-1].step_s == plan.step_s
-    for row in plan.predictions.policies:
+    assert [row.policy for row in plan.policies] == list(POLICIES)
+    assert plan.policies[-1].step_s == plan.step_s
+    for row in plan.policies:
         assert row.fits == (row.step_s is not None)
         if row.step_s is not None:
             assert plan.lower_bound_s <= plan.step_s <= row.step_s * (1 + 1e-9), row
@@ -214,7 +214,7 @@ def test_what_is_missing_is_said_in_bytes_and_names() -> None:
 def test_a_plain_policy_that_does_not_fit(policy: str) -> None:
     fits = planned("gpt-2-layers", "100%", policy)
     assert fits.plan.request.policy == policy
-    assert fits.plan.step_s == next(r.step_s for r in fits.plan.predictions.policies if r.policy == policy)
+    assert fits.plan.step_s == next(r.step_s for r in fits.plan.policies if r.policy == policy)
     with pytest.raises(PlanInfeasible, match=f"policy '{policy}' needs") as error:
         make_plan(graph_of("gpt"), small_machine(), budget="60%", policy=policy)
     assert "residency" in str(error.value)
@@ -267,7 +267,7 @@ def test_a_policy_of_ones_own() -> None:
         return dict.fromkeys(states_on_disk(graph, lives), Option.HOST)
 
     made = make_plan(graph_of("gpt"), small_machine(), budget="100%", policy=states_on_disk)
-    rows = {row.policy: row for row in made.plan.predictions.policies}
+    rows = {row.policy: row for row in made.plan.policies}
     assert made.plan.request.policy == "states_on_disk"
     assert rows["states_on_disk"].moved_bytes["disk_read"] > 0
     assert {choice.option for choice in made.plan.choices.gaps} == {Option.DISK}
@@ -294,4 +294,4 @@ def test_where_everything_fits_nothing_is_searched(name: str, monkeypatch: pytes
     slow = dataclasses.replace(machine.device, op_overhead_s=1e-3)  # taking the batch counts
     plan = make_plan(graph_of(name), dataclasses.replace(machine, device=slow), budget="100%").plan
     assert not plan.choices.gaps
-    assert plan.lower_bound_s == plan.step_s == plan.predictions.policies[0].step_s
+    assert plan.lower_bound_s == plan.step_s == plan.policies[0].step_s

@@ -99,7 +99,7 @@ def test_numbers_shown_are_the_inputs(report: tuple[str, Page], run: dict[str, A
         for kind, seconds in seconds_by_kind(run["program"], run[name]).items():
             assert rows["optimizer step" if kind == "step" else kind][column] == format_seconds(seconds)
         assert rows["whole step"][column] == format_seconds(run[name].duration_s)
-    for policy in plan.predictions.policies:
+    for policy in plan.policies:
         assert rows[policy.policy][2] == ("-" if policy.step_s is None else format_seconds(policy.step_s))
         assert format_bytes(policy.peak_bytes) in rows[policy.policy]
     assert f"{plan.gap:.1%} above" in page.text

@@ -38,7 +38,7 @@ def test_policies_keep_their_figures_whole_at_80_columns(run: dict[str, Any]) ->
         assert [line.split()[1] for line in shown.splitlines() if line.lstrip().startswith(">")] == [
             plan.request.policy
         ]
-        for row in plan.predictions.policies:
+        for row in plan.policies:
             line = next(text for text in shown.splitlines() if row.policy in text)
             assert format_bytes(row.peak_bytes) in line
     assert f"{plan.gap:.1%} above" in " ".join(shown.split())

@@ -183,6 +183,11 @@ class Plan:
         return self.predictions.lower_bound_s
 
     @property
+    def policies(self) -> tuple[PolicyRow, ...]:
+        """Policies that were compared, a row each."""
+        return self.predictions.policies
+
+    @property
     def peak_bytes(self) -> dict[str, int]:
         """Predicted peak of each tier, bytes."""
         return self.predictions.peak_bytes
@@ -208,10 +213,13 @@ class Plan:
         del table["request"]["run"]
         return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, with the fingerprint; ``plan_from_dict`` reads it back."""
+        return {**dataclasses.asdict(self), "fingerprint": self.fingerprint}
+
     def save(self, path: Path | str) -> None:
         """Write as JSON, whole or not at all; raises as ``lading.files.write_aside``."""
-        table = {**dataclasses.asdict(self), "fingerprint": self.fingerprint}
-        write_text(Path(path), json.dumps(table, indent=1) + "\n")
+        write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
 
     @staticmethod
     def load(path: Path | str) -> Plan:

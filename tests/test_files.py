@@ -31,9 +31,9 @@ from lading.config import DataConfig
 from lading.errors import ConfigError, StorageError
 from lading.files import make_folder, read_json, remove_file, rename_file, write_aside, write_text
 from lading.ir.placedplan import PlacedDevice, PlacedGroup, PlacedPlan
-from lading.report.cluster import write_cluster_page
-from lading.report.held import write_held_snapshot
+from lading.report.cluster_page import write_cluster_page
 from lading.report.html import write_report
+from lading.report.memory_chart import write_held_snapshot
 from lading.report.metrics import MetricsLog, truncate_after
 from lading.report.perfetto import write_trace
 from lading.report.snapshot import write_snapshot

@@ -27,7 +27,7 @@ from lading.ir.clusterplan import ClusterPlan
 from lading.ir.placedplan import PlacedPlan
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
-from lading.planner.placement.plain import read_problem
+from lading.planner.placement.from_file import read_problem
 from lading.report.metrics import read_metrics, read_steps
 from tests.fuzz import damaged_bytes, damaged_document
 from tests.ir.test_clusterplan import PLAN

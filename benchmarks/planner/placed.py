@@ -44,8 +44,8 @@ from lading.ir.placement import Placement, Problem
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.placing import Placing, saved
-from lading.planner.placement.api import place
-from lading.planner.placement.build import Grain, problem_of
+from lading.planner.placement.contest import place
+from lading.planner.placement.from_graph import Grain, problem_of
 from lading.units import MiB
 
 SIZES: dict[str, Any] = {"vocab_size": 1024, "max_seq_len": 128, "dim": 192, "num_heads": 4, "num_layers": 6}

@@ -35,8 +35,8 @@ from lading.errors import PlanInfeasible
 from lading.ir.fleet import Fleet
 from lading.ir.graph import StepGraph
 from lading.ir.placement import Problem
-from lading.planner.placement.api import POLICIES, contest
-from lading.planner.placement.build import Grain, problem_of
+from lading.planner.placement.contest import POLICIES, contest
+from lading.planner.placement.from_graph import Grain, problem_of
 from lading.planner.placement.trial import Trial
 from lading.units import format_seconds
 

@@ -16,7 +16,7 @@ from lading.ir.layout import Layout, parse_layout
 from lading.ir.request import Architecture, Request
 from lading.ir.table import ModelTable
 from lading.report.lines import say, say_list
-from lading.report.table import figures_table
+from lading.report.plan_table import figures_table
 from lading.sim.occupancy import occupancy
 from lading.sim.simulate import Simulated
 from lading.units import format_bytes, format_flops, format_seconds
@@ -247,7 +247,7 @@ def _memory_table(simulated: Simulated) -> Any:
 
 def fullest_chart(simulated: Simulated) -> Any:
     """Memory over the step of the pipeline rank that needs most, for the terminal."""
-    from lading.report.held import memory_chart
+    from lading.report.memory_chart import memory_chart
 
     rank = _ranks_shown(simulated)[1]
     held = occupancy(simulated, rank)
@@ -257,7 +257,7 @@ def fullest_chart(simulated: Simulated) -> Any:
 
 def write_cluster_snapshot(path: Path, simulated: Simulated) -> None:
     """Write what the first, the fullest and the last pipeline rank hold, for pytorch.org/memory_viz."""
-    from lading.report.held import write_held_snapshot
+    from lading.report.memory_chart import write_held_snapshot
 
     ranks = sorted(set(_ranks_shown(simulated)))
     write_held_snapshot(path, {f"pipeline rank {rank}": occupancy(simulated, rank).held for rank in ranks})

@@ -14,7 +14,7 @@ from lading.ir.placedplan import PlacedDevice, PlacedGroup, PlacedPlan
 from lading.ir.placement import Placement, Problem
 
 if TYPE_CHECKING:
-    from lading.planner.placement.api import Contest
+    from lading.planner.placement.contest import Contest
 
 #: Micro-batches of a step that are tried, where they divide it; and one sequence each.
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -78,7 +78,7 @@ def problem_on(asked: Placing, fleet: Fleet) -> Problem:
     if asked.from_table:
         from lading.catalog.stacks import stack_by_name
         from lading.catalog.tables import model_table
-        from lading.planner.placement.tables import chain_of
+        from lading.planner.placement.from_table import chain_of
 
         return chain_of(
             model_table(asked.model),
@@ -107,7 +107,7 @@ def best_of(asked: Placing, fleet: Fleet, batch: int) -> tuple[Placing, Contest,
         ConfigError: the batch is below 1.
         PlanInfeasible: none fits.
     """
-    from lading.planner.placement.api import contest
+    from lading.planner.placement.contest import contest
 
     if batch < 1:
         raise ConfigError(f"expected a batch of 1 sequence or more, got {batch}")
@@ -205,7 +205,7 @@ def _captured(asked: Placing, fleet: Fleet) -> Problem:
     from lading.capture.trace import capture
     from lading.catalog.models import resolved
     from lading.fit import run_of_model
-    from lading.planner.placement.build import Grain, problem_of
+    from lading.planner.placement.from_graph import Grain, problem_of
     from lading.run import build, example_batch, loss_of
 
     run = resolved(run_of_model(asked.model, asked.seq_len or None))

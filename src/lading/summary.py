@@ -17,8 +17,8 @@ from lading.ir.timeline import Timeline
 from lading.report.html import write_report
 from lading.report.metrics import read_steps
 from lading.report.perfetto import write_trace
+from lading.report.promises import RunSummary
 from lading.report.snapshot import write_snapshot
-from lading.report.summary import RunSummary
 from lading.run import Prepared, prepare_plan
 from lading.units import format_count
 

@@ -15,8 +15,8 @@ from lading.catalog.fleets import FLEETS, load_fleet
 from lading.cli.main import main
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.placedplan import PlacedPlan
-from lading.planner.placement.api import place
-from lading.planner.placement.plain import read_problem
+from lading.planner.placement.contest import place
+from lading.planner.placement.from_file import read_problem
 from lading.units import format_seconds
 
 GRAPH = {

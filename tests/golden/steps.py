@@ -27,7 +27,7 @@ from lading.memory.lifetime import lifetimes
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.planner.api import Planned, make_plan, step_costs
-from lading.planner.hosting import hosted_step
+from lading.planner.host_balance import hosted_step
 from lading.planner.orders import deferred_step
 from lading.planner.residency import Step
 from lading.sim.engine import simulate

@@ -16,7 +16,7 @@ from lading.ir.program import HOST_STREAM
 from lading.memory.restore import restore_program
 from lading.memory.verify import verify
 from lading.planner.api import make_plan
-from lading.planner.hosting import hosted_step, with_host
+from lading.planner.host_balance import hosted_step, with_host
 from lading.planner.residency import Step
 from lading.planner.streaming import streaming
 from lading.report.needs import step_needs

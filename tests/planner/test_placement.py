@@ -14,8 +14,8 @@ from tests.planner.placements import chain, graph, tied, training
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.fleet import Join, network_of
 from lading.ir.placement import Flow, Placement, Problem, Task
-from lading.planner.placement.api import contest, place
 from lading.planner.placement.chain import best_cut, crossings, place_chain
+from lading.planner.placement.contest import contest, place
 from lading.planner.placement.relaxed import relax, repaired
 from lading.planner.placement.trial import Trial
 

@@ -21,8 +21,8 @@ from lading.ir.placement import Problem
 from lading.ir.retarget import retarget
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
-from lading.planner.placement.build import Grain, problem_of
-from lading.planner.placement.tables import chain_of
+from lading.planner.placement.from_graph import Grain, problem_of
+from lading.planner.placement.from_table import chain_of
 from lading.planner.placement.trial import Trial
 from lading.sim.simulate import simulate
 

@@ -23,8 +23,8 @@ from lading.ir.placement import Placement, Problem, split_points
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.placing import Placing, saved
-from lading.planner.placement.api import place
-from lading.planner.placement.build import Grain, problem_of
+from lading.planner.placement.contest import place
+from lading.planner.placement.from_graph import Grain, problem_of
 from lading.planner.placement.trial import Trial
 from lading.runtime.place import _path, _set_private
 

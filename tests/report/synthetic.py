@@ -15,7 +15,7 @@ from lading.ir.graph import Op, OpKind, Phase, Role, StepGraph, Storage, Tensor
 from lading.ir.plan import Choice, Option, Plan, PolicyRow
 from lading.ir.program import Program
 from lading.ir.timeline import Event, MemorySample, Timeline
-from lading.report.summary import RunSummary
+from lading.report.promises import RunSummary
 from lading.units import MiB
 
 SHAPES = {

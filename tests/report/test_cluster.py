@@ -12,7 +12,7 @@ from tests.report.test_html import Page
 
 from lading.ir.timeline import Event, MemorySample, Timeline
 from lading.program.schedules import schedule
-from lading.report.cluster import ClusterPage, growth_figure, ranks_figure, write_cluster_page
+from lading.report.cluster_page import ClusterPage, growth_figure, ranks_figure, write_cluster_page
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 from lading.sim.traces import pipeline_timeline
 

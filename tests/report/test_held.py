@@ -14,7 +14,7 @@ from lading.clusters import Question, fullest_chart, request_of, write_cluster_s
 from lading.ir.graph import Role
 from lading.ir.program import slot_bytes
 from lading.ir.timeline import Held, MemorySample
-from lading.report.held import held_snapshot, memory_chart
+from lading.report.memory_chart import held_snapshot, memory_chart
 from lading.sim.occupancy import Occupancy
 from lading.sim.simulate import Simulated, simulate
 from lading.units import format_bytes

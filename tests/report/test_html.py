@@ -19,7 +19,7 @@ from lading.report.charts import memory_figure, metric_figure
 from lading.report.figures import seconds_by_kind
 from lading.report.gantt import gantt_figure, merge
 from lading.report.html import write_report
-from lading.report.summary import Promise, RunSummary, error_words, verdict
+from lading.report.promises import Promise, RunSummary, error_words, verdict
 from lading.report.svg import byte_ticks, second_ticks, ticks
 from lading.units import GiB, MiB, format_bytes, format_seconds
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from lading.report.layouts import LayoutRow, layouts_lines, loses_because
+from lading.report.layout_table import LayoutRow, layouts_lines, loses_because
 
 PEAKS = {"step": {"device": 60 << 30, "host": 2 << 30}}
 FIRST = LayoutRow(

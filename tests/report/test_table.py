@@ -17,7 +17,7 @@ from lading.ir.graph import Role
 from lading.ir.plan import Choice, Choices, Option
 from lading.ir.timeline import Timeline
 from lading.report.figures import coarse, peak_storages, placement, seconds_by_kind
-from lading.report.table import fit_table, policy_table, print_plan
+from lading.report.plan_table import fit_table, policy_table, print_plan
 from lading.units import MiB, format_bytes
 
 
@@ -111,7 +111,7 @@ def test_coarse_keeps_the_peak_and_the_order(samples: list[tuple[float, int]], c
 
 def test_no_torch_and_no_rich_until_needed() -> None:
     code = (
-        "import sys, lading.report.html, lading.report.perfetto, lading.report.table, lading.report.progress, "
+        "import sys, lading.report.html, lading.report.perfetto, lading.report.plan_table, lading.report.progress, "
         "lading.report.metrics; print([m for m in ('torch', 'rich', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -19,7 +19,7 @@ from lading.ir.machine import Machine
 from lading.prepare import plan
 from lading.runtime import probe_disk
 from lading.runtime.host import host_id
-from lading.runtime.load import LoadMeter, busy_seconds
+from lading.runtime.load_meter import LoadMeter, busy_seconds
 from lading.runtime.probe import _quiet_rounds, probe
 from lading.runtime.probe_products import SHAPES, Product, fit_products
 from lading.units import MiB

@@ -29,7 +29,7 @@ from lading.files import make_folder, remove_file
 from lading.grouping import Matrices
 from lading.ir.plan import Plan
 from lading.report.lines import fitted, line_columns
-from lading.report.summary import relative_error
+from lading.report.promises import relative_error
 from lading.rules import RuleName
 from lading.units import format_bytes, format_seconds
 
@@ -187,7 +187,7 @@ def _planned(run: RunConfig, seconds: float) -> Prepared:
 def _show(prepared: Prepared) -> None:
     from rich.console import Console
 
-    from lading.report.table import print_plan
+    from lading.report.plan_table import print_plan
 
     print_plan(prepared.plan, prepared.program.graph, Console(width=line_columns()))
 

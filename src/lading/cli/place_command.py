@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lading.ir.fleet import Fleet
     from lading.ir.placement import Problem
     from lading.placing import Placing
-    from lading.planner.placement.api import Contest
+    from lading.planner.placement.contest import Contest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class PlaceCommand:
         from lading.catalog.fleets import load_fleet
         from lading.ir.placedplan import PlacedPlan
         from lading.placing import replayed
-        from lading.planner.placement.api import Contest, too_full
+        from lading.planner.placement.contest import Contest, too_full
         from lading.planner.placement.relaxed import relax
 
         plan = PlacedPlan.load(path)
@@ -108,7 +108,7 @@ class PlaceCommand:
         problem = found.problem
         if self.json is not None:
             from lading import __version__
-            from lading.report.placement import summary
+            from lading.report.placement_table import summary
 
             figures = summary(problem, found.placements, found.failed, fleet)
             figures["version"] = __version__
@@ -146,7 +146,7 @@ class PlaceCommand:
     def _problem(self) -> tuple[Problem, Fleet | None]:
         if self.graph is not None:
             self._refuse("graph", ("graph", "policy", "effort", "trace", "json"))
-            from lading.planner.placement.plain import read_problem
+            from lading.planner.placement.from_file import read_problem
 
             return read_problem(self.graph), None
         if self.model is None or self.machine is None:
@@ -159,7 +159,7 @@ class PlaceCommand:
 
 
 def _contest(problem: Problem, policy: str | None, effort: int) -> Contest:
-    from lading.planner.placement.api import Contest, contest, place
+    from lading.planner.placement.contest import Contest, contest, place
 
     if policy is None:
         return contest(problem, effort=effort)
@@ -171,7 +171,7 @@ def print_contest(found: Contest, *, latency: bool) -> None:
     """Print the best placement, what limits it, and the other policies beside it."""
     from rich.console import Console
 
-    from lading.report.placement import devices_table, limit, parts_table, policies_table
+    from lading.report.placement_table import devices_table, limit, parts_table, policies_table
 
     problem, best = found.problem, found.best
     console = Console(width=line_columns(), highlight=False)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lading.planner.refine import Refined
     from lading.planner.search import Tell
     from lading.planner.space import Ask
-    from lading.report.layouts import LayoutRow
+    from lading.report.layout_table import LayoutRow
 
 #: By what layouts have rows of their own in the table, coarse to fine.
 _MESH = ("dp", "tp", "cp", "pp", "ep", "etp")
@@ -123,8 +123,8 @@ class PlanCommand:
         from rich.console import Console
 
         from lading.prepare import plan_run
+        from lading.report.plan_table import print_plan
         from lading.report.progress import planning_progress
-        from lading.report.table import print_plan
 
         with planning_progress() as progress:
             prepared = plan_run(run, cache=not self.with_run.no_cache, progress=progress)
@@ -151,7 +151,7 @@ def _plan_cluster(asked: PlanCommand) -> None:
     from lading import __version__
     from lading.clusters import update_sentence
     from lading.planner.layouts import cluster_plan, find_layouts
-    from lading.report.layouts import layouts_lines
+    from lading.report.layout_table import layouts_lines
 
     ask = ask_of(asked)
     console = Console(highlight=False, width=line_columns())
@@ -182,7 +182,7 @@ def _document(
     found: Layouts, rows: Sequence[LayoutRow], over: Sequence[LayoutRow], price: float | None
 ) -> dict[str, Any]:
     """What is written as JSON."""
-    from lading.report.layouts import layout_figures
+    from lading.report.layout_table import layout_figures
 
     ask = found.ask
     return {
@@ -226,7 +226,7 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Co
     from lading.planner.moment import tree_of
     from lading.planner.peaks import room_of
     from lading.planner.unshard import choose_groups, plan_of
-    from lading.report.table import unshard_table
+    from lading.report.plan_table import unshard_table
     from lading.report.tree import print_tree
     from lading.sim.modules import unfit
 
@@ -362,7 +362,7 @@ def like_text(one: Refined, *others: Refined) -> str:
 
 def _row(one: Refined, price_per_hour: float | None) -> LayoutRow:
     from lading.clusters import summary
-    from lading.report.layouts import LayoutRow
+    from lading.report.layout_table import LayoutRow
 
     figures = summary(one.simulated, price_per_hour)
     return LayoutRow(
@@ -441,7 +441,7 @@ def _plan_fleet(asked: PlanCommand) -> None:
     from lading.catalog.fleets import load_fleet
     from lading.cli.place_command import print_contest
     from lading.placing import Placing, best_of, saved
-    from lading.report.placement import summary
+    from lading.report.placement_table import summary
 
     fleet = load_fleet(model.machine)
     placing = Placing(model=model.model, seq_len=model.seq or 0, stack=model.stack or "default")

@@ -33,7 +33,7 @@ from lading.report.lines import fitted, line_columns, say
 from lading.units import format_bytes, format_capacity, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from lading.report.cluster import ClusterPage
+    from lading.report.cluster_page import ClusterPage
     from lading.sim.simulate import Simulated
 
 _RESTART_S = 600.0
@@ -185,7 +185,7 @@ def _simulate_model(asked: SimulateCommand) -> None:
         figures["growth"] = [dict(zip(names, point, strict=True)) for point in grown]
     whole = summary(simulated, model.price) | figures
     if spread.report is not None:
-        from lading.report.cluster import write_cluster_page
+        from lading.report.cluster_page import write_cluster_page
 
         write_cluster_page(spread.report, _cluster_page(simulated, whole, sentences, grown))
         print(f"wrote {spread.report}")
@@ -275,7 +275,7 @@ def _growth(simulated: Simulated, most: int) -> list[tuple[int, float, float]]:
 
 def _growth_table(found: Sequence[tuple[int, float, float]]) -> Any:
     """For the terminal, with a bar for what a device keeps of its tokens with the fewest devices."""
-    from lading.report.table import figures_table
+    from lading.report.plan_table import figures_table
 
     table = figures_table(
         "Replicas added, each with its own batch", "devices", "step", "tokens/s a device", "of the fewest"
@@ -297,7 +297,7 @@ def _cluster_page(
         figures: Of ``lading.clusters.summary``.
     """
     from lading.clusters import verdict
-    from lading.report.cluster import ClusterPage
+    from lading.report.cluster_page import ClusterPage
     from lading.sim.traces import step_timeline
 
     prediction, request = simulated.prediction, simulated.request

@@ -8,7 +8,7 @@ micro-batches, casts, norms, clipping.
 A hosted operation is one of the graph like any other, with a ``place`` of its own. Its operands are in their slots of
 the host tier before it starts, and what it writes is written there; whoever needs the value on the device moves it up.
 It is never run again on the device, whose kernels give other bits. Which operations do run there is decided in
-``lading.planner.hosting``.
+``lading.planner.host_balance``.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from lading.ir.graph import Phase
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.memory.lifetime import beside_host, gaps, lifetimes
 from lading.planner.greedy import evicting
-from lading.planner.hosting import with_host
+from lading.planner.host_balance import with_host
 from lading.planner.residency import (
     Found,
     Search,

@@ -21,7 +21,7 @@ from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
 from lading.memory.lifetime import Gap, beside_host, gaps, is_movable
 from lading.memory.verify import verify
-from lading.planner.hosting import with_host
+from lading.planner.host_balance import with_host
 from lading.planner.lower import Lowered
 from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, Step, infeasible

@@ -7,7 +7,7 @@ from math import ceil, floor, isfinite
 
 from lading.ir.timeline import Timeline
 from lading.report.figures import ROLE_ORDER, coarse, role_names, role_title, tier_samples
-from lading.report.summary import RunSummary
+from lading.report.promises import RunSummary
 from lading.report.svg import (
     Frame,
     byte_ticks,

@@ -16,10 +16,10 @@ from lading.ir.timeline import Timeline
 from lading.report.charts import memory_bars, memory_figure, metric_figure, role_class
 from lading.report.figures import Kind, peak_storages, placement, role_title, seconds_by_kind, tiers_of
 from lading.report.gantt import gantt_figure
+from lading.report.plan_table import policy_cells
+from lading.report.promises import RunSummary, error_words, relative_error, remarks, verdict
 from lading.report.style import CSS, SCRIPT
-from lading.report.summary import RunSummary, error_words, relative_error, remarks, verdict
 from lading.report.svg import el, text
-from lading.report.table import policy_cells
 from lading.units import format_bytes, format_seconds
 
 #: Rows of the table of largest storages.

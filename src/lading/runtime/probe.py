@@ -25,7 +25,7 @@ from lading.ir.program import PAGE_BYTES
 from lading.runtime.cuda import CudaMeter, check_available
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
 from lading.runtime.kernels import Call
-from lading.runtime.load import LoadMeter
+from lading.runtime.load_meter import LoadMeter
 from lading.runtime.probe_cases import Case, Pool, Stopwatch, bind_call, low_cases, rate_cases, runs_case
 from lading.runtime.probe_disk import DiskProbe, probe_disk
 from lading.runtime.probe_products import (

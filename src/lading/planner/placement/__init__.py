@@ -1,1 +1,1 @@
-"""Placing tasks on unlike devices: several policies on one interface (``lading.planner.placement.api``)."""
+"""Placing tasks on unlike devices: several policies on one interface (``lading.planner.placement.contest``)."""

@@ -10,8 +10,8 @@ subject to, for each part with K parts from it to the end,
 
     resident(i, j) + (min(M, K) - 1) kept(i, j) + peak(i, j) <= memory_d                         ``_Parts.fits``
 
-where peak is what one micro-batch takes at most (``lading.planner.placement.peaks``), and what several groups share is
-resident once a part. Gradients of weights tied between the first part and the last are exchanged in the end, then both
+where peak is what one micro-batch takes at most (``micro_peaks.py``), and what several groups share
+is resident once a part. Gradients of weights tied between first and last part are exchanged in the end, then both
 update them: o of the first part ends when both are done (``_Parts.behind``), and the recursion is done for each device
 that may be the last.
 
@@ -24,11 +24,16 @@ for all parts (``_ONCE``); the simulation decides. For M = 1 the recursion over 
 is exact: S is the set of devices of what is left, of which d comes first, so their order is free. For M > 1, B is
 bounded from above, and the range of bounds is halved until no part of it can hold a better plan (``_plans``): the
 optimum is found to one part in ten thousand. The best plans are simulated, beside each device alone, and their cuts
-refined, as pipelines fill and drain in more ways than L and B tell (``lading.planner.placement.borders``: every cut
-where they are few, so exact as simulated); the fastest counts.
+refined, as pipelines fill and drain in more ways than L and B tell (``refined``: every cut where they are few, so exact
+as simulated); the fastest counts.
 
 A graph that is no chain is taken in its order: what crosses several cuts is counted at each, and the simulation, where
 it goes straight to its target, decides.
+
+Pipelines are cut as simulated: what the program minimizes for several micro-batches is not all that they do. Where a
+part waits for another, and where memory holds micro-batches back, the simulation knows better. ``refined`` simulates
+every contiguous placement where that is affordable, so that the fastest is exact. Else it moves borders, exchanges
+devices and takes one part more or fewer, as long as that helps.
 """
 
 from __future__ import annotations
@@ -36,15 +41,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
-from math import inf
+from math import comb, inf, perm
 
 import numpy as np
 
 from lading.errors import ConfigError
 from lading.ir.fleet import Network
 from lading.ir.placement import Flow, Placement, Problem, Task
-from lading.planner.placement.borders import refined
-from lading.planner.placement.peaks import peaks
+from lading.planner.placement.micro_peaks import peaks
 from lading.planner.placement.trial import Trial, key_of
 from lading.sim.placed import PlacedSimulator
 
@@ -370,3 +374,89 @@ def crossings(problem: Problem) -> np.ndarray:
         found[source + 1 : max(targets) + 1] += seconds
         found[min(targets) + 1 : source + 1] += seconds.T
     return found
+
+
+#: Groups that a border moves over at once.
+_MOVES = (1, 2, 4)
+_Borders = tuple[tuple[int, ...], tuple[int, ...]]  # devices in order, and the first group of each
+
+
+def refined(trial: Trial, starts: Sequence[Placement], effort: float) -> Placement:
+    """The best contiguous placement found, one of ``starts`` or another.
+
+    Args:
+        starts: At least one; of each order of devices the best is improved.
+        effort: How much is simulated, in units of 100,000 tasks and flows.
+    """
+    groups, devices = len(trial.problem.groups), len(trial.problem.network.devices)
+    most = trial.affordable(effort)
+    count = sum(comb(groups - 1, parts - 1) * perm(devices, parts) for parts in range(1, min(devices, groups) + 1))
+    if count <= most:
+        return min(_placed(trial, _all(groups, devices), starts[0]), key=lambda p: _key(trial, p))
+    ranked = sorted(starts, key=lambda p: _key(trial, p))
+    distinct = {tuple(part.device for part in p.parts): p for p in reversed(ranked)}
+    climbed = [_climbed(trial, start, most // len(distinct)) for start in distinct.values()]
+    return min([ranked[0], *climbed], key=lambda p: _key(trial, p))
+
+
+def _climbed(trial: Trial, start: Placement, most: int) -> Placement:
+    """From neighbor to better neighbor, over at most so many."""
+    groups, devices = len(trial.problem.groups), len(trial.problem.network.devices)
+    best, left = start, most
+    while left > 0:
+        near = list(_near(best, groups, devices))[:left]
+        left -= len(near)
+        found = min(_placed(trial, near, best), key=lambda p: _key(trial, p))
+        if found is best or not near:
+            break
+        best = found
+    return best
+
+
+def _key(trial: Trial, placement: Placement) -> tuple[int, float]:
+    return key_of(placement, trial.problem.network.memory_bytes)
+
+
+def _placed(trial: Trial, options: Sequence[_Borders] | Iterator[_Borders], start: Placement) -> Iterator[Placement]:
+    """The start, then each option that can run."""
+    yield start
+    groups = len(trial.problem.groups)
+    for order, starts in options:
+        ends = (*starts[1:], groups)
+        devices = [d for d, a, b in zip(order, starts, ends, strict=True) for _ in range(a, b)]
+        if trial.can_run(devices):
+            yield trial.of(devices, start.policy)
+
+
+def _all(groups: int, devices: int) -> Iterator[_Borders]:
+    for parts in range(1, min(devices, groups) + 1):
+        for cuts in combinations(range(1, groups), parts - 1):
+            for order in permutations(range(devices), parts):
+                yield order, (0, *cuts)
+
+
+def _near(placement: Placement, groups: int, devices: int) -> Iterator[_Borders]:
+    """Placements that differ in one border, one device or one part."""
+    order = tuple(part.device for part in placement.parts)
+    starts = tuple(part.first for part in placement.parts)
+    for place in range(1, len(starts)):
+        low, high = starts[place - 1] + 1, (*starts[place + 1 :], groups)[0] - 1
+        for move in (sign * size for size in _MOVES for sign in (-1, 1)):
+            if low <= starts[place] + move <= high:
+                yield order, (*starts[:place], starts[place] + move, *starts[place + 1 :])
+    for a, b in combinations(range(len(order)), 2):
+        changed = list(order)
+        changed[a], changed[b] = changed[b], changed[a]
+        yield tuple(changed), starts
+    unused = [device for device in range(devices) if device not in order]
+    for place in range(len(order)):
+        end = (*starts[place + 1 :], groups)[0]
+        middle = (starts[place] + end) // 2
+        for device in unused:
+            yield (*order[:place], device, *order[place + 1 :]), starts
+            if middle > starts[place]:
+                split = (*starts[: place + 1], middle, *starts[place + 1 :])
+                yield (*order[: place + 1], device, *order[place + 1 :]), split
+        if len(order) > 1:  # its groups go to the part before, of the first to the one behind
+            kept = [first for n, first in enumerate(starts) if n != max(place, 1)]
+            yield (*order[:place], *order[place + 1 :]), tuple(kept)

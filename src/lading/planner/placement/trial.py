@@ -11,7 +11,7 @@ from math import inf
 import numpy as np
 
 from lading.ir.placement import Placement, Problem
-from lading.planner.placement.peaks import peaks
+from lading.planner.placement.micro_peaks import peaks
 from lading.sim.placed import PlacedSimulator, Run
 
 #: Tasks and flows, each as often as there are micro-batches, that an effort of 1 simulates.
@@ -77,7 +77,7 @@ class Trial:
 
     @cached_property
     def peaks(self) -> np.ndarray:
-        """Bytes that one micro-batch takes of a device, beside what is resident: ``lading.planner.placement.peaks``."""
+        """Bytes of a device that one micro-batch takes beside what is resident (``micro_peaks``)."""
         return peaks(self.problem)
 
     def affordable(self, effort: float) -> int:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.placement import Placement, Problem
 from lading.planner.placement.chain import MOST_DEVICES, place_chain
+from lading.planner.placement.local_search import improve
 from lading.planner.placement.relaxed import Relaxed, place_branch, place_lp, relax
-from lading.planner.placement.search import improve
 from lading.planner.placement.trial import Trial, key_of
 from lading.units import format_bytes
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lading.errors import ConfigError
 from lading.ir.fleet import Fleet
 from lading.ir.placement import Placement, Problem, split_points
-from lading.report.table import figures_table
+from lading.report.plan_table import figures_table
 from lading.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from lading.ir.fleet import Join, network_of
 from lading.ir.placement import Flow, Problem, Shared, Task
 from lading.ir.reading import read_as
 
-_ADVICE = "lading.planner.placement.plain has the keys"
+_ADVICE = "lading.planner.placement.from_file has the keys"
 
 
 @dataclass(frozen=True)

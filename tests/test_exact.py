@@ -11,15 +11,22 @@ import torch
 
 from lading.capture.trace import capture
 from lading.checkpoint.store import open_checkpoint
-from lading.config import AdamW, ModelConfig
+from lading.config import ModelConfig
 from lading.memory.restore import program_of
 from lading.models.dit import noise_loss
 from lading.models.loss import next_byte_loss
+from lading.optim.adafactor import Adafactor
+from lading.optim.adam import Adam
+from lading.optim.adamw import AdamW
+from lading.optim.lion import Lion
 from lading.optim.master import MasterWeights
+from lading.optim.rule import ParameterRule
+from lading.optim.sgd import SGD
 from lading.prepare import plan
 from lading.run import build
 from lading.trainer import Trainer
 from tests.machines import small_machine
+from tests.optim.toy import Toy
 
 SIZES: dict[str, dict[str, int | float | bool]] = {
     "llama": {"dim": 96, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2},
@@ -29,6 +36,14 @@ SIZES: dict[str, dict[str, int | float | bool]] = {
     "wide": {"dim": 128, "num_heads": 2, "vocab_size": 24_000},  # a table in three parts
 }
 MODELS = ("llama", "gpt", "moe", "dit")
+DEFAULT = AdamW(lr=1e-3)
+RULES: tuple[ParameterRule, ...] = (
+    Adam(weight_decay=0.1),
+    SGD(lr=0.05, momentum=0.9, nesterov=True),
+    Lion(weight_decay=0.1),
+    Adafactor(),
+    Toy(),
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,7 @@ class Case:
     steps: int = 50
     num_layers: int = 0
     shares: tuple[float, ...] = (1.0, 0.5, 0.25)
+    optimizer: ParameterRule = DEFAULT
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +98,7 @@ def _batches(case: Case, step: int) -> list[dict[str, torch.Tensor]]:
 def _plain(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, loss_fn = _model(case), _loss_of(case)
     masters = MasterWeights(model)
-    optimizer = torch.optim.AdamW(masters.parameters, lr=1e-3, fused=True)
+    optimizer = case.optimizer.plain(masters.parameters)
     losses: list[float] = []
     for step in range(case.steps):
         total = 0.0
@@ -107,12 +123,13 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
     model = _model(case)
     graph = capture(model, _batches(case, 0)[0], _loss_of(case), accumulation=case.accumulation)
     settings: dict[str, Any] = {"clip_norm": case.clip_norm, "master_weights": case.precision == "bf16"}
+    settings["optimizer"] = case.optimizer
     made = plan(graph, small_machine(), budget="100%", **settings)
     if share < 1:
         arena = program_of(made, graph).arena_bytes
         budget = made.peak_bytes["device"] - int((1 - share) * arena)
         made = plan(graph, small_machine(), budget=budget, **settings)
-    with Trainer(made, graph, model, optimizer=AdamW(lr=1e-3), folder=folder) as trainer:
+    with Trainer(made, graph, model, folder=folder) as trainer:
         losses = [trainer.step(_batches(case, step)) for step in range(case.steps)]
     return losses, {name: p.detach() for name, p in model.named_parameters()}, made
 
@@ -124,6 +141,9 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
         Case("gpt", 2, 0.5, "bf16", 4, 1, (0.5,)),
         Case("llama", 1, 0.5, "autocast", 4, 1, (0.5,)),
         Case("wide", 1, 0.5, "bf16", 2, 1, (1.0, 0.45)),
+        Case("wide", 1, 0.5, "bf16", 2, 1, (0.45,), Lion(weight_decay=0.1)),
+        Case("gpt", 2, 0.5, "bf16", 3, 1, (0.5,), Adafactor(weight_decay=0.1)),
+        Case("wide", 1, 0.5, "bf16", 2, 1, (0.45,), Toy()),
         *(
             pytest.param(case, marks=pytest.mark.slow)
             for case in (
@@ -136,6 +156,8 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
                 Case("moe", 1, 0.5),
                 Case("moe", 2),
                 Case("dit", 2, 0.5),
+                *(Case("llama", 2, 0.5, "fp32", 10, 2, optimizer=rule) for rule in RULES),
+                *(Case("gpt", 2, 0.5, "bf16", 10, 2, optimizer=rule) for rule in RULES),
                 *(Case(name, 1, 0.5, "bf16", 10) for name in MODELS),
                 *(Case(name, 2, 0.0, "bf16", 10) for name in MODELS),
                 *(Case(name, 2, 0.5, "autocast", 10) for name in MODELS),
@@ -174,3 +196,44 @@ def test_a_checkpoint_holds_masters_and_states_in_parts_whole(tmp_path: Path) ->
         trainer.load(saved)
         assert all(torch.equal(trainer.value(name), value) for name, value in wanted.items())
         assert trainer.step(_batches(case, 1)) == loss
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [*RULES[:2], *(pytest.param(rule, marks=pytest.mark.slow) for rule in RULES[2:])],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_a_run_goes_on_under_another_budget_and_with_other_numbers(rule: ParameterRule, tmp_path: Path) -> None:
+    """Saved whole, whatever the parts; the second half at another rate, as in plain PyTorch."""
+    case = Case("gpt", clip_norm=0.5, precision="bf16", steps=4, num_layers=1, optimizer=rule)
+    model = _model(case)
+    masters = MasterWeights(model)
+    optimizer = rule.plain(masters.parameters)
+    wanted: list[float] = []
+    for step in range(4):
+        if step == 2:
+            optimizer.param_groups[0]["lr"] = 2 * rule.lr
+        loss = next_byte_loss(model, _batches(case, step)[0])
+        loss.backward()
+        wanted.append(loss.item())
+        masters.add_gradients()
+        torch.nn.utils.clip_grad_norm_(masters.parameters, 0.5)
+        optimizer.step()
+        masters.write_back()
+        optimizer.zero_grad()
+    graph = capture(_model(case), _batches(case, 0)[0], next_byte_loss)
+    settings: dict[str, Any] = {"clip_norm": 0.5, "master_weights": True, "optimizer": rule}
+    everything = plan(graph, small_machine(), budget="100%", **settings)
+    budget = everything.peak_bytes["device"] - program_of(everything, graph).arena_bytes // 3
+    found: list[float] = []
+    for made, lr, first in (
+        (everything, rule.lr, 0),
+        (plan(graph, small_machine(), budget=budget, **settings), 2 * rule.lr, 2),
+    ):
+        assert bool(made.choices.gaps) == (first > 0)
+        with Trainer(made, graph, _model(case), folder=tmp_path) as trainer:
+            if first:
+                trainer.load(tmp_path / "saved" / "step-00000002")
+            found += [trainer.step(_batches(case, step), lr=lr) for step in (first, first + 1)]
+            trainer.save(tmp_path / "saved")
+    assert found == wanted

@@ -70,7 +70,10 @@ def test_a_weight_that_no_rule_matches_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('rule = "mion"\nlr = 0.1', "rule: expected 'muon' or 'shampoo' or 'soap', got 'mion'"),
+        (
+            'rule = "mion"\nlr = 0.1',
+            "one of muon, shampoo, soap, or 'module:Class' for your own, got 'mion'; did you mean 'muon'",
+        ),
         ('rule = "muon"', "missing key 'optimization.matrices.lr'"),
         ('rule = "muon"\nlr = -1', "optimization.matrices.lr: expected a number >= 0"),
         ('rule = "muon"\nlr = 1\nsettings = { beta1 = 0.5 }', "settings: unknown 'beta1' of muon; expected one of mom"),

@@ -194,7 +194,7 @@ def test_groups_have_what_is_read():
     """``weight_decay`` of a group, as torch's optimizers take it, would have no effect."""
     for key, value, said in (
         ("weight_decay", 0.0, "initial_lr, lr, params, parts, rule, got 'weight_decay'; .* go into the group's rule="),
-        ("rule", "adamw", "expected one of lading.rules, or lading.AdamW, got 'adamw'"),
+        ("rule", "adamw", "expected a rule of lading.optim, as lading.AdamW, got 'adamw'"),
     ):
         with pytest.raises(ConfigError, match=said):
             Muon([{"params": [Model().up.weight], key: value}])

@@ -17,7 +17,7 @@ from torch import nn
 from lading.capture.trace import capture
 from lading.catalog.load import save_machine
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
-from lading.config import AdamW, load_run
+from lading.config import load_run
 from lading.errors import ConfigError, StorageError
 from lading.grouping import Matrices
 from lading.ir.graph import OpKind, Role
@@ -25,14 +25,14 @@ from lading.ir.plan import Plan
 from lading.memory.restore import program_of
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
+from lading.optim.adamw import AdamW
 from lading.optim.master import MasterWeights
-from lading.optim.muon import MuonRule
+from lading.optim.muon import Muon, MuonRule
 from lading.optim.rule import fresh, update_matrix
-from lading.optim.shampoo import ShampooRule
+from lading.optim.shampoo import Shampoo, ShampooRule
 from lading.optim.soap import SOAPRule
 from lading.prepare import plan, plan_run
 from lading.report.metrics import read_metrics
-from lading.rules import Muon, Shampoo
 from lading.train import train_plain, train_run
 from lading.trainer import Trainer
 from tests.machines import small_machine

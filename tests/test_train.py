@@ -17,9 +17,10 @@ import torch
 
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
 from lading.cli.main import main
-from lading.config import AdamW, load_run, lr_at, run_from_dict
+from lading.config import load_run, lr_at, run_from_dict
 from lading.errors import ConfigError
 from lading.ir.plan import Plan
+from lading.optim.adamw import AdamW
 from lading.prepare import plan_run
 from lading.report.metrics import read_metrics
 from lading.runtime.data import TextDataset

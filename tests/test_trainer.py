@@ -13,12 +13,12 @@ import torch
 
 from lading.capture.trace import capture
 from lading.checkpoint.store import open_checkpoint
-from lading.config import AdamW
 from lading.errors import ConfigError, StorageError
 from lading.ir.defer import updates
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.memory.restore import program_of
+from lading.optim.adamw import AdamW
 from lading.prepare import plan
 from lading.trainer import Trainer
 from tests.machines import small_machine

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from lading.capture.trace import capture
-from lading.config import AdamW
 from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
+from lading.optim.adamw import AdamW
 from lading.prepare import plan
 from lading.runtime.executor import Executor
 from lading.runtime.interrupts import HeldInterrupts

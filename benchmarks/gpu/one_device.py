@@ -35,12 +35,12 @@ from parity import check_operations, parity_cases, run_parity
 
 import lading
 from lading.catalog.load import save_machine
-from lading.config import AdamW
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.memory.restore import program_of, step_of
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
+from lading.optim.adamw import AdamW
 from lading.optim.master import MasterWeights
 from lading.runtime.kernels import workspace_of
 from lading.runtime.probe import probe

@@ -25,9 +25,9 @@ from lading.cost.collective import collective_s
 from lading.cost.owned import GROUPS, Update
 from lading.cost.topology import group_of
 from lading.cost.updates import direction_s, shared_s
+from lading.optim.muon import Muon
 from lading.parallel.matrices import projections
 from lading.planner.owners import Matrix, Owners, assign
-from lading.rules import Muon
 from lading.sim.simulate import Simulated, simulate
 from lading.units import format_seconds
 

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 
-from lading.config import AdamW, DataConfig
+from lading.config import DataConfig
 from lading.matrices import Muon
 from lading.models.llama import Llama, LlamaConfig
 from lading.models.loss import next_byte_loss
+from lading.optim.adamw import AdamW
 from lading.runtime.data import TextDataset
 
 RATES = (1e-3, 2e-3, 4e-3, 1e-2, 2e-2, 3e-2)

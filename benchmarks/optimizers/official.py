@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from lading.config import AdamW
-from lading.optim.adam import AdamWRule
-from lading.optim.muon import MuonRule
+from lading.optim.adamw import AdamW
+from lading.optim.muon import Muon, MuonRule
 from lading.optim.rule import Rule, fresh, update_matrix
-from lading.optim.shampoo import ShampooRule
-from lading.optim.soap import SOAPRule
-from lading.rules import SOAP, Muon, Shampoo
+from lading.optim.shampoo import Shampoo, ShampooRule
+from lading.optim.soap import SOAP, SOAPRule
+from lading.runtime.members import PieceRule
 
 SHAPES = ((24, 40), (40, 24), (32, 32), (48, 64))
 UPDATES = 50
@@ -31,10 +30,10 @@ LR = 1e-3
 Make = Callable[[torch.nn.Parameter], torch.optim.Optimizer]
 
 
-def _ours(rule: Rule | AdamWRule, param: torch.Tensor, grads: list[torch.Tensor], lr: float) -> torch.Tensor:
+def _ours(rule: Rule | PieceRule, param: torch.Tensor, grads: list[torch.Tensor], lr: float) -> torch.Tensor:
     moved = param.clone()
-    if isinstance(rule, AdamWRule):
-        held = {name: torch.zeros_like(param) for name in rule.states(param.shape, param.dtype)}
+    if isinstance(rule, PieceRule):
+        held = {name: torch.zeros_like(param) for name in rule.states(tuple(param.shape))}
         for number, grad in enumerate(grads, 1):
             rule.step(moved, grad, held, lr=lr, update=number)
         return moved
@@ -53,7 +52,7 @@ def _theirs(make: Make, param: torch.Tensor, grads: list[torch.Tensor]) -> torch
     return leaf.detach()
 
 
-def _compare(name: str, rule: Rule | AdamWRule, make: Make, *, tolerance: float, lr: float = LR) -> bool:
+def _compare(name: str, rule: Rule | PieceRule, make: Make, *, tolerance: float, lr: float = LR) -> bool:
     """Print the largest difference over shapes, and whether it is within the tolerance."""
     worst = 0.0
     for shape in SHAPES:
@@ -71,7 +70,7 @@ def _torch() -> list[bool]:
     adamw = AdamW(lr=LR, weight_decay=0.1)
     found = [
         _compare(
-            "AdamW, torch.optim.AdamW", AdamWRule(adamw),
+            "AdamW, torch.optim.AdamW", PieceRule(adamw),
             lambda p: torch.optim.AdamW([p], lr=LR, weight_decay=0.1, foreach=False), tolerance=0.0,
         )
     ]  # fmt: skip

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 
-from lading.config import AdamW
 from lading.matrices import MatrixOptimizer, Muon
 from lading.models.llama import Llama, LlamaConfig
 from lading.models.loss import next_byte_loss
+from lading.optim.adamw import AdamW
 
 WAYS = ("step", "backward", "forward", "both")
 ROUNDS = 15

@@ -16,10 +16,10 @@ import time
 from benchmarks.optimizers.owner_policies import POLICIES
 
 from lading.catalog.tables import model_table
+from lading.optim.muon import Muon
 from lading.parallel.matrices import projections
 from lading.planner.owner_costs import Costs
 from lading.planner.owners import Matrix, assign
-from lading.rules import Muon
 
 MODELS = ("1.7b", "4b", "8b", "14b", "32b")
 

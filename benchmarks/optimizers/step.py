@@ -40,9 +40,9 @@ from lading.cost.topology import Group
 from lading.ir.machine import Machine
 from lading.ir.work import Product
 from lading.matrices import Muon
+from lading.optim.muon import Muon as Settings
 from lading.optim.muon import MuonRule
 from lading.optim.rule import fresh, update_matrix
-from lading.rules import Muon as Settings
 
 LAYERS, HIDDEN, WIDE = 4, 256, 1024
 ROUNDS = 9

@@ -23,7 +23,6 @@ from contest import MODELS, RIVALS, Case, batch_of, best_of, step_within
 
 from lading import __version__
 from lading.catalog.load import load_machine
-from lading.config import AdamW
 from lading.errors import PlanInfeasible
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
@@ -31,6 +30,7 @@ from lading.ir.plan import Option, Plan, plan_from_dict
 from lading.ir.program import Program
 from lading.memory.restore import program_of, step_of
 from lading.memory.verify import verify
+from lading.optim.adamw import AdamW
 from lading.planner.residency import Step
 from lading.prepare import plan
 from lading.runtime.resident import trim

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tools.batches import random_batch
@@ -26,12 +26,12 @@ from tools.batches import random_batch
 from lading.capture.initial import defer
 from lading.capture.trace import capture
 from lading.catalog.load import load_machine, save_machine
-from lading.config import AdamW, ModelConfig
+from lading.config import ModelConfig
 from lading.grouping import Matrices
 from lading.memory.restore import program_of
 from lading.models.registry import model_class
+from lading.optim.adamw import AdamW
 from lading.prepare import plan
-from lading.rules import RuleName
 from lading.run import build
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
@@ -98,7 +98,7 @@ def batch_of(run: Run, number: int) -> dict[str, torch.Tensor]:
 def _matrices(name: str) -> Matrices | None:
     if not name:
         return None
-    return Matrices(rule=cast(RuleName, name), lr=1e-3, settings={} if name == "muon" else {"frequency": 3})
+    return Matrices(rule=name, lr=1e-3, settings={} if name == "muon" else {"frequency": 3})
 
 
 def measure(run: Run, machine_file: Path, folder: Path, threads: int, seconds: float) -> dict[str, Any]:

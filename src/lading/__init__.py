@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lading.capture.trace import capture
     from lading.catalog.load import load_machine
-    from lading.config import AdamW
     from lading.errors import (
         BudgetExceeded,
         BudgetWarning,
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from lading.ir.plan import Plan
     from lading.ir.program import Program
     from lading.ir.timeline import Timeline
+    from lading.optim.adamw import AdamW
+    from lading.optim.registry import optimizer
     from lading.prepare import plan
     from lading.runtime.apply import apply
     from lading.runtime.place import place
@@ -66,6 +67,7 @@ __all__ = [
     "apply",
     "capture",
     "load_machine",
+    "optimizer",
     "place",
     "plan",
     "probe",
@@ -75,7 +77,7 @@ __all__ = [
 #: Module that defines each public name. The package ``lading.capture`` is itself callable, see there.
 _DEFINED_IN = MappingProxyType(
     {
-        "AdamW": "lading.config",
+        "AdamW": "lading.optim.adamw",
         "BudgetExceeded": "lading.errors",
         "BudgetWarning": "lading.errors",
         "CaptureError": "lading.errors",
@@ -95,6 +97,7 @@ _DEFINED_IN = MappingProxyType(
         "apply": "lading.runtime.apply",
         "capture": "lading.capture",
         "load_machine": "lading.catalog.load",
+        "optimizer": "lading.optim.registry",
         "place": "lading.runtime.place",
         "plan": "lading.prepare",
         "probe": "lading.runtime.probe",

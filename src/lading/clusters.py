@@ -15,6 +15,7 @@ from lading.errors import ConfigError
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.request import Architecture, Request
 from lading.ir.table import ModelTable
+from lading.optim.registry import DEFAULT
 from lading.report.lines import say, say_list
 from lading.report.plan_table import figures_table
 from lading.sim.occupancy import occupancy
@@ -35,7 +36,7 @@ class Question:
         devices: 0 for what the layout says; else replicas are added or, if there are too few, it is refused.
         seq_len: Tokens of a sequence; 0 for the catalog's.
         lora, qlora: Rank of adapters that are trained beside frozen weights, of 4 bits for the second; 0 for none.
-        optimizer: "adamw", or "muon", "shampoo", "soap" for the matrices of blocks.
+        optimizer: Name of a rule (``lading.optim.registry``); one for matrices moves those of blocks.
     """
 
     model: str
@@ -47,7 +48,7 @@ class Question:
     network: str = ""
     lora: int = 0
     qlora: int = 0
-    optimizer: str = "adamw"
+    optimizer: str = DEFAULT
 
 
 def request_of(question: Question) -> tuple[Request, ModelTable]:

@@ -19,10 +19,12 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from lading.errors import ConfigError
+from lading.errors import LARGEST, ConfigError, check_number, short_repr
 from lading.files import read_toml
 from lading.grouping import Matrices
 from lading.inputs import catalog_models, check_inputs
+from lading.optim.registry import DEFAULT, default_rule, parameter_rule, rule_to_dict
+from lading.optim.rule import ParameterRule
 from lading.units import share_or_bytes
 
 #: Models that need no module or file: name -> "module:class".
@@ -34,8 +36,6 @@ MODELS = {
 }
 #: ``data.source`` that means the Python standard library's own source.
 STDLIB = "stdlib"
-#: No number of a run is larger.
-_LARGEST = (1 << 63) - 1
 #: ``data.source`` that means latents made up from their labels, for a diffusion model.
 SYNTHETIC = "synthetic"
 
@@ -46,21 +46,9 @@ _ENTRY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    if type(value) is not int or not low <= value <= (_LARGEST if high is None else high):
+    if type(value) is not int or not low <= value <= (LARGEST if high is None else high):
         limits = f">= {low}" if high is None else f"from {low} to {high}"
-        raise ConfigError(f"{name}: expected an integer {limits}, got {_short(value)}")
-
-
-def _number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """A finite number with ``low <= value < high``, or ``low < value`` when ``above``."""
-    good = type(value) in (int, float) and low <= cast(float, value) < min(high, _LARGEST)
-    if not good or (above and value == low):
-        limits = f"{'>' if above else '>='} {low:g}" + (f" and < {high:g}" if high < math.inf else "")
-        raise ConfigError(f"{name}: expected a number {limits}, got {_short(value)}")
-
-
-def _short(value: object) -> str:
-    return "an integer of more than 63 bits" if type(value) is int and abs(value) > _LARGEST else repr(value)[:60]
+        raise ConfigError(f"{name}: expected an integer {limits}, got {short_repr(value)}")
 
 
 def _text(name: str, value: object) -> None:
@@ -75,31 +63,14 @@ def _choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """AdamW with decoupled weight decay; the meaning of every number is ``torch.optim.AdamW``'s."""
-
-    lr: float = 3e-4
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-
-    def __post_init__(self) -> None:
-        _number("lr", self.lr, 0)
-        _number("beta1", self.beta1, 0, 1)
-        _number("beta2", self.beta2, 0, 1)
-        _number("eps", self.eps, 0, above=True)
-        _number("weight_decay", self.weight_decay, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Optimization:
     """How the parameters move.
 
     Attributes:
         steps: Optimizer steps of the whole run.
-        optimizer: AdamW; it moves every parameter, or those that ``matrices`` leaves.
-        matrices: A rule that moves whole matrices: Muon, Shampoo or SOAP.
+        optimizer: What moves every parameter, or those that ``matrices`` leaves: AdamW, or in a file any ``rule`` of
+            ``lading.optim.registry``, its name beside its settings.
+        matrices: A rule that moves whole matrices.
         clip_norm: Largest norm of all gradients together; 0 switches clipping off.
         accumulation: Micro-batches per optimizer step.
         schedule: After the warm-up, "constant" or "cosine" (down to 0 at ``steps``).
@@ -111,7 +82,7 @@ class Optimization:
     """
 
     steps: int
-    optimizer: AdamW = field(default_factory=AdamW)
+    optimizer: ParameterRule = field(default_factory=default_rule)
     matrices: Matrices | None = None
     clip_norm: float = 0.0
     accumulation: int = 1
@@ -122,7 +93,7 @@ class Optimization:
 
     def __post_init__(self) -> None:
         _integer("steps", self.steps, 1)
-        _number("clip_norm", self.clip_norm, 0)
+        check_number("clip_norm", self.clip_norm, 0)
         _integer("accumulation", self.accumulation, 1)
         _integer("warmup_steps", self.warmup_steps, 0)
         if self.schedule not in ("constant", "cosine"):
@@ -132,7 +103,7 @@ class Optimization:
 
 
 def lr_at(optimization: Optimization, step: int, peak: float | None = None) -> float:
-    """Learning rate of optimizer step ``step``, counted from 0; ``peak`` is the full one, AdamW's if None.
+    """Learning rate of optimizer step ``step``, counted from 0; ``peak`` is the full one, the optimizer's if None.
 
     Linear warm-up reaches the full rate at step ``warmup_steps - 1``; past ``steps`` a cosine stays at 0.
 
@@ -385,7 +356,9 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def run_to_dict(run: RunConfig) -> dict[str, Any]:
     """The run as plain JSON values; ``run_from_dict`` reads it back."""
-    return dataclasses.asdict(run)
+    table = dataclasses.asdict(run)
+    table["optimization"]["optimizer"] = rule_to_dict(run.optimization.optimizer)
+    return table
 
 
 def run_from_dict(data: object, origin: str = "run") -> RunConfig:
@@ -448,6 +421,8 @@ def _convert(hint: Any, value: object, key: str, origin: _Origin) -> object:
     """``value`` as the annotated type; an integer is a number too, true and false are only themselves."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for kind in kinds:
+        if kind is ParameterRule:
+            return _rule(value, key + ".", origin)
         if dataclasses.is_dataclass(kind) and value is not None:
             return _build(cast("type[Any]", kind), value, key + ".", origin)
         if get_origin(kind) is Literal and value in get_args(kind):
@@ -457,14 +432,29 @@ def _convert(hint: Any, value: object, key: str, origin: _Origin) -> object:
             return {k: _convert(get_args(kind)[1], v, f"{key}.{k}", origin) for k, v in items}
         if type(value) is kind:
             return value
-    if float in kinds and type(value) is int and abs(value) <= _LARGEST:
+    if float in kinds and type(value) is int and abs(value) <= LARGEST:
         return float(value)
-    raise ConfigError(f"{origin.of(key)}: {key}: expected {_expected(hint)}, got {_short(value)}")
+    raise ConfigError(f"{origin.of(key)}: {key}: expected {_expected(hint)}, got {short_repr(value)}")
+
+
+def _rule(value: object, prefix: str, origin: _Origin) -> ParameterRule:
+    """A rule from a table of its settings, and its name unless it is the default's."""
+    if not isinstance(value, dict):
+        return _build(parameter_rule(DEFAULT), value, prefix, origin)
+    settings = dict(cast("dict[str, object]", value))
+    name = settings.pop("rule", DEFAULT)
+    if not isinstance(name, str):
+        raise ConfigError(f"{origin.of(prefix + 'rule')}: {prefix}rule: expected a text, got {short_repr(name)}")
+    try:
+        kind = parameter_rule(name)
+    except ConfigError as error:
+        raise ConfigError(f"{origin.of(prefix + 'rule')}: {prefix}{error}") from error
+    return _build(kind, settings, prefix, origin)
 
 
 def _expected(hint: Any) -> str:
     """What to write for an annotated type, in words."""
-    if dataclasses.is_dataclass(hint) or get_origin(hint) is dict:
+    if hint is ParameterRule or dataclasses.is_dataclass(hint) or get_origin(hint) is dict:
         return "a table"
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
@@ -475,10 +465,13 @@ def _expected(hint: Any) -> str:
 
 def _keys(cls: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a configuration, tables included."""
-    for name, hint in get_type_hints(cls).items():
+    hints = get_type_hints(cls)
+    for name in [f.name for f in dataclasses.fields(cast(Any, cls))]:
         yield prefix + name
-        for kind in get_args(hint) or (hint,):
-            if dataclasses.is_dataclass(kind):
+        for kind in get_args(hints[name]) or (hints[name],):
+            if kind is ParameterRule:
+                yield from (f"{prefix}{name}.{key}" for key in ("rule", *_keys(parameter_rule(DEFAULT))))
+            elif dataclasses.is_dataclass(kind):
                 yield from _keys(cast(type, kind), f"{prefix}{name}.")
 
 

@@ -18,8 +18,9 @@ A message says what was expected, what was found and what to change.
 from __future__ import annotations
 
 import inspect
+import math
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 
 class LadingError(Exception):
@@ -118,3 +119,24 @@ def check_rate(name: str, value: object) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float("inf"):
         raise ConfigError(f"{name}: expected a finite number >= 0, got {value!r}")
+
+
+#: No number of a configuration is larger.
+LARGEST = (1 << 63) - 1
+
+
+def check_number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """Refuse what is no finite number with ``low <= value < high``, or ``low < value < high`` when ``above``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    good = type(value) in (int, float) and low <= cast(float, value) < min(high, LARGEST)
+    if not good or (above and value == low):
+        limits = f"{'>' if above else '>='} {low:g}" + (f" and < {high:g}" if high < math.inf else "")
+        raise ConfigError(f"{name}: expected a number {limits}, got {short_repr(value)}")
+
+
+def short_repr(value: object) -> str:
+    """A value in an error message, in 60 characters at most."""
+    return "an integer of more than 63 bits" if type(value) is int and abs(value) > LARGEST else repr(value)[:60]

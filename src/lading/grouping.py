@@ -1,4 +1,5 @@
-"""Which parameters of a run a rule for matrices moves, and which AdamW does: settings, and their sense for a model."""
+"""Which parameters of a run a rule for matrices moves, and which the rule beside it does: settings, and their sense
+for a model."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
+from typing import cast
 
 from lading.errors import ConfigError
-from lading.rules import MatrixRule, RuleName, make_rule
+from lading.optim.registry import DEFAULT, make_rule, matrix_rule
+from lading.optim.rule import MatrixRule
 
 MATRIX, REST = "matrix", "rest"
 #: Words and rows that ``Matrices.parameters`` takes, for errors.
@@ -40,20 +43,20 @@ class Described:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrices:
-    """A rule that moves whole matrices; what is no matrix is moved by the optimizer beside it, AdamW.
+    """A rule that moves whole matrices; what is no matrix is moved by the optimizer beside it.
 
     Where nothing is said, matrices are the parameters of two dims that products read, but for the last product's (the
     head) and those that are looked up in (embeddings), and stacks of three dims, one matrix for each of the first.
 
     Attributes:
-        rule: "muon", "shampoo" or "soap".
-        lr: Learning rate at its peak; it follows the schedule as AdamW's does.
-        settings: Of ``lading.rules.Muon``, ``Shampoo`` or ``SOAP``, by name.
-        parameters: By pattern of names ("layers.*.qkv.weight"), the first that matches: "matrix"; "rest", moved by
-            AdamW; for several matrices in one, how many of equal rows, or the rows of each ("64 32 32").
+        rule: Name of a rule for matrices (``lading.optim.registry``).
+        lr: Learning rate at its peak; it follows the schedule as that of the optimizer beside it does.
+        settings: Settings of the rule's class, by name.
+        parameters: By pattern of names ("layers.*.qkv.weight"), the first that matches: "matrix"; "rest", moved by the
+            optimizer beside it; for several matrices in one, how many of equal rows, or the rows of each ("64 32 32").
     """
 
-    rule: RuleName
+    rule: str
     lr: float
     settings: dict[str, bool | int | float | str] = field(default_factory=lambda: {})
     parameters: dict[str, int | str] = field(default_factory=lambda: {})
@@ -72,7 +75,8 @@ class Matrices:
         Raises:
             ConfigError: no such rule or setting, or one out of range.
         """
-        return make_rule(self.rule, self.settings)
+        matrix_rule(self.rule)
+        return cast(MatrixRule, make_rule(self.rule, self.settings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +85,14 @@ class Grouping:
 
     Attributes:
         matrices: Those a rule moves, with the rows of their parts; () for whole.
-        rest: Those AdamW moves, with the reason.
+        rest: Those that the optimizer beside it moves, with the reason.
     """
 
     matrices: dict[int, tuple[int, ...]]
     rest: dict[int, str]
 
-    def describe(self, rule: str, named: Sequence[Described]) -> str:
-        """Both, in one line, layers folded."""
+    def describe(self, rule: str, named: Sequence[Described], beside: str = DEFAULT) -> str:
+        """Both, in one line, layers folded; ``beside`` names what moves the rest."""
         parted = " in parts" if any(self.matrices.values()) else ""
         moved = f"{rule} moves {_folded([named[i].names[0] for i in self.matrices])}{parted}"
         reasons: dict[str, list[str]] = {}
@@ -97,7 +101,7 @@ class Grouping:
         small = len(reasons.pop(_SMALL, ()))
         others = [f"{_folded(names)} ({reason})" for reason, names in reasons.items()]
         others += [f"{small} of fewer than two dims"] if small else []
-        return f"{moved}; adamw moves {'; '.join(others) or 'nothing'}"
+        return f"{moved}; {beside} moves {'; '.join(others) or 'nothing'}"
 
 
 def group(matrices: Matrices, named: Sequence[Described]) -> Grouping:
@@ -123,12 +127,12 @@ def group(matrices: Matrices, named: Sequence[Described]) -> Grouping:
     if unused:
         raise ConfigError(_unmatched(next(iter(unused)), named))
     if not moved:
-        raise ConfigError(f"{matrices.rule}: expected at least one matrix to move, found none; train with AdamW alone")
+        raise ConfigError(f"{matrices.rule}: expected at least one matrix to move, found none; train without matrices")
     return Grouping(moved, rest)
 
 
 def _by_itself(item: Described, rule: str) -> str:
-    """Why AdamW moves a parameter of which nobody says anything; "" if it is a matrix."""
+    """Why no matrix rule moves a parameter of which nobody says anything; "" if it is a matrix."""
     if len(item.shape) < 2:
         return _SMALL
     if item.use in (Use.TABLE, Use.HEAD):
@@ -138,7 +142,7 @@ def _by_itself(item: Described, rule: str) -> str:
     if len(item.shape) > 3 or item.use is Use.CONVOLUTION or 0 in item.shape:
         raise ConfigError(
             f"{item.names[0]}: {rule} moves matrices and stacks of them, this is a {item.use.value} weight of shape "
-            f'{item.shape}; say who moves it: matrices.parameters = {{ "{item.names[0]}" = "rest" }} for AdamW'
+            f'{item.shape}; leave it to the optimizer beside: matrices.parameters = {{ "{item.names[0]}" = "rest" }}'
         )
     return ""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -24,14 +25,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lading.errors import ConfigError
 from lading.ir.routes import Box, Moves, Whole, micro_groups, moves_of, pieces, wholes_of
-from lading.optim.adam import AdamWRule
-from lading.optim.rule import Held, Rule, State, States
+from lading.optim.registry import matrix_rule, rule_names
+from lading.optim.rule import Held, MatrixRule, Rule, States, StateSpec, dtype_of
 from lading.planner.owner_costs import Costs
 from lading.planner.owners import Matrix, Owners, assign, spread_turns
-from lading.rules import SOAP as SOAPSettings
-from lading.rules import MatrixRule
-from lading.rules import Muon as MuonSettings
-from lading.rules import Shampoo as ShampooSettings
 from lading.runtime.boxes import box_of, gradient, piece, process_group, ranks_of, shared_mesh
 from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree_done, all_finite
 from lading.runtime.flights import Early, Late, Moving, run
@@ -40,7 +37,7 @@ from lading.runtime.held import Pieces, check_states, take_over
 from lading.runtime.hooks import before_reading, when_final
 from lading.runtime.live import LiveSettings, Setting, digest
 from lading.runtime.matrices import MatrixRoute
-from lading.runtime.members import How, Member, facts_of, groups_of, members_of, rules_of, split
+from lading.runtime.members import How, Member, PieceRule, facts_of, groups_of, members_of, rules_of, split
 from lading.runtime.replicas import ReplicaRoute
 
 
@@ -192,21 +189,26 @@ class MatrixOptimizer(torch.optim.Optimizer):
             hooked = {n: (self._members[n].param, self._boxes[n]) for n in self._hooked}
             self._handles += when_final(hooked, self._early.arrived)
 
-    def _states_of(self, number: int) -> dict[str, State]:
+    def _states_of(self, number: int) -> dict[str, StateSpec]:
         """Of a matrix: those that lie with its owner."""
         whole, rule = self._wholes[number], self._rules[number]
-        shape = whole.box.shape if isinstance(rule, AdamWRule) else whole.rows_columns
-        found = rule.states(cast(Any, shape), self._members[whole.parameter].param.dtype)
+        found = (
+            rule.states(whole.box.shape) if isinstance(rule, PieceRule) else rule.settings.states(*whole.rows_columns)
+        )
         return {name: state for name, state in found.items() if self.how.reduces or state.held is Held.WHOLE}
 
     def _fresh(self, number: int) -> States:
-        device = self._members[self._wholes[number].parameter].param.device
-        return {n: torch.zeros(s.shape, dtype=s.dtype, device=device) for n, s in self._states_of(number).items()}
+        param = self._members[self._wholes[number].parameter].param
+        return {
+            name: torch.zeros(state.shape, dtype=dtype_of(state, param.dtype), device=param.device)
+            for name, state in self._states_of(number).items()
+        }
 
     def _item(self, number: int) -> Matrix:
         whole, rule = self._wholes[number], self._rules[number]
-        kept = sum(_bytes(state.shape, state.dtype) for state in self._states_of(number).values())
-        if isinstance(rule, AdamWRule):
+        dtype = self._members[whole.parameter].param.dtype
+        kept = sum(_bytes(state.shape, dtype_of(state, dtype)) for state in self._states_of(number).values())
+        if isinstance(rule, PieceRule):
             return Matrix(whole.name, self._costs.elements(whole.box.size), whole.box.size, state_bytes=kept)
         turn = getattr(rule, "shift", 0) % getattr(rule.settings, "frequency", 1)
         settings, shape = rule.settings, whole.rows_columns
@@ -308,7 +310,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     def _move_here(self, number: int, grad: torch.Tensor, rate: float) -> None:
         member = self._members[number]
-        assert isinstance(member.rule, AdamWRule)
+        assert isinstance(member.rule, PieceRule)
         member.rule.step(
             piece(member.param, self._boxes[number]), grad, self._held(number), lr=rate, update=self._next(number)
         )
@@ -317,7 +319,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """What travels of a parameter; ``held`` moves."""
         member, update = self._members[number], self._next(number)
         if not self.how.reduces:
-            assert not isinstance(member.rule, AdamWRule)
+            assert not isinstance(member.rule, PieceRule)
             grad = member.rule.pre(grad, held, update)
         return Moving(piece(member.param, self._boxes[number]), grad, self._boxes[number], held, update)
 
@@ -335,7 +337,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """Zeros that travel as ``_prepared`` does."""
         param = piece(self._members[number].param, self._boxes[number])
         rule = self._members[number].rule
-        sent = None if self.how.reduces or isinstance(rule, AdamWRule) else rule.travels
+        sent = None if self.how.reduces or isinstance(rule, PieceRule) else rule.travels
         return Moving(param, torch.zeros_like(param, dtype=sent), self._boxes[number], {}, self._next(number))
 
     def _next(self, number: int) -> int:
@@ -389,9 +391,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         state["step"] = torch.zeros((), dtype=torch.float32)
         if self.how.reduces:
             return
-        for name, kind in member.rule.states(cast(Any, tuple(param.shape[-2:])), param.dtype).items():
+        rule = member.rule
+        kinds = (
+            rule.states(tuple(param.shape)) if isinstance(rule, PieceRule) else rule.settings.states(*param.shape[-2:])
+        )
+        for name, kind in kinds.items():
             if kind.held is Held.ELEMENTWISE:
-                state[name] = torch.zeros_like(param, dtype=kind.dtype, requires_grad=False)
+                state[name] = torch.zeros_like(param, dtype=dtype_of(kind, param.dtype), requires_grad=False)
 
     def _held(self, number: int) -> States:
         """This rank's pieces of elementwise states."""
@@ -459,40 +465,32 @@ class MatrixOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-class Muon(MatrixOptimizer):
-    """Muon (``lading.rules.Muon``); bit-equal to ``torch.optim.Muon`` on one process and on any number of ranks."""
+@lru_cache
+def optimizer_class(rule: type[MatrixRule]) -> type[MatrixOptimizer]:
+    """The ``MatrixOptimizer`` of one rule, called as torch's optimizers are.
+
+    Its arguments are parameters, ``lr``, ``mesh`` and ``model`` as of ``MatrixOptimizer``, and by name the settings of
+    the rule and of ``How``.
+    """
 
     def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, *, mesh: DeviceMesh | None = None,
-        model: nn.Module | None = None, **settings: Any,
+        self: MatrixOptimizer, params: Iterable[Any], lr: float = rule.default_lr, *,
+        mesh: DeviceMesh | None = None, model: nn.Module | None = None, **settings: Any,
     ) -> None:  # fmt: skip
-        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.Muon`` and ``How``."""
-        rule, how = split(MuonSettings, settings)
-        super().__init__(params, rule, lr, mesh=mesh, model=model, how=how)
+        made, how = split(rule, settings)
+        MatrixOptimizer.__init__(self, params, made, lr, mesh=mesh, model=model, how=how)
+
+    told = f"{rule.__name__} (``{rule.__module__}``) of matrices that ranks share; see ``MatrixOptimizer``."
+    return type(rule.__name__, (MatrixOptimizer,), {"__init__": __init__, "__doc__": told, "__module__": __name__})
 
 
-class Shampoo(MatrixOptimizer):
-    """Shampoo (``lading.rules.Shampoo``)."""
-
-    def __init__(
-        self, params: Iterable[Any], lr: float = 1e-3, *, mesh: DeviceMesh | None = None,
-        model: nn.Module | None = None, **settings: Any,
-    ) -> None:  # fmt: skip
-        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.Shampoo`` and ``How``."""
-        rule, how = split(ShampooSettings, settings)
-        super().__init__(params, rule, lr, mesh=mesh, model=model, how=how)
-
-
-class SOAP(MatrixOptimizer):
-    """SOAP (``lading.rules.SOAP``)."""
-
-    def __init__(
-        self, params: Iterable[Any], lr: float = 3e-3, *, mesh: DeviceMesh | None = None,
-        model: nn.Module | None = None, **settings: Any,
-    ) -> None:  # fmt: skip
-        """As ``MatrixOptimizer``; other settings are those of ``lading.rules.SOAP`` and ``How``."""
-        rule, how = split(SOAPSettings, settings)
-        super().__init__(params, rule, lr, mesh=mesh, model=model, how=how)
+def __getattr__(name: str) -> type[MatrixOptimizer]:
+    """The optimizer of a rule for matrices that comes with Lading, by the name of its settings' class."""
+    for known in rule_names(parameters=False):
+        rule = matrix_rule(known)
+        if rule.__name__ == name:
+            return optimizer_class(rule)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -27,6 +27,8 @@ from lading.ir.plan import Plan
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.updates import grouped
 from lading.memory.restore import step_of
+from lading.optim.registry import default_rule, name_of, rule_to_dict
+from lading.optim.rule import ParameterRule
 from lading.planner.api import KEPT_BYTES, SAVE_BYTES, SPARE_BYTES, Planned, sketch_plan
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
@@ -57,11 +59,12 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     policy: str | Policy = "residency",
     clip_norm: float = 0.0,
     master_weights: bool = False,
+    optimizer: ParameterRule | None = None,
     matrices: Matrices | None = None,
     compile: bool = False,
     cache: bool = True,
 ) -> Plan:
-    """Plan the training step of a captured model with AdamW, or with a rule for its matrices and AdamW for the rest.
+    """Plan the training step of a captured model, with the updates of its parameters.
 
     Args:
         graph: From ``lading.capture``.
@@ -73,7 +76,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
         policy: "keep-all", "checkpoint-every-block" or "residency"; or ``policy(graph, lifetimes) -> choices``.
         clip_norm: Limit of the global gradient norm; 0, the default, switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
-        matrices: Muon, Shampoo or SOAP, and which parameters they move (``lading.Matrices``).
+        optimizer: What moves parameters (``lading.AdamW(...)``, ``lading.optimizer("lion", ...)``); None for AdamW.
+        matrices: A rule for matrices, as Muon, and which parameters it moves in its stead (``lading.Matrices``).
         compile: Fuse runs of light operations: faster, close to plain PyTorch's numbers, not equal to the bit.
         cache: Take the plan from the user's cache folder if an equal one was made before, which is said on standard
             error, and keep it there; False plans anew. A search of more than two seconds says there what it does.
@@ -84,13 +88,18 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     """
     machine = as_machine(machine)
     check_type("graph", graph, StepGraph, "what lading.capture returns")
+    if optimizer is not None:
+        check_type("optimizer", optimizer, ParameterRule, "lading.AdamW(...), lading.optimizer(NAME, ...) or None")
     if matrices is not None:
         check_type("matrices", matrices, Matrices, 'lading.Matrices(rule="muon", lr=0.02) or None')
     check_type("master_weights", master_weights, bool, "True or False")
     check_type("compile", compile, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
     parse_bytes(0 if disk_budget is None else disk_budget, "disk_budget")
-    step = step_of(graph, machine, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)
+    optimizer = default_rule() if optimizer is None else optimizer
+    step = step_of(
+        graph, machine, clip_norm=clip_norm, master_weights=master_weights, optimizer=optimizer, matrices=matrices
+    )
     with planning_progress(after_s=_QUICK_S) as progress:
         memory = _kernel_memory(step, machine, progress)
         planned = cached_plan(
@@ -109,7 +118,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             },
             workspace_bytes=memory.scratch_bytes,
         )
-    return _told(planned.plan, memory, graph, matrices)
+    return _told(planned.plan, memory, graph, optimizer, matrices)
 
 
 def plan_run(
@@ -149,7 +158,8 @@ def plan_run(
         },
         workspace_bytes=memory.scratch_bytes,
     )
-    made = _told(planned.plan, memory, step.captured, run.optimization.matrices).of_run(run_to_dict(run))
+    moved = run.optimization
+    made = _told(planned.plan, memory, step.captured, moved.optimizer, moved.matrices).of_run(run_to_dict(run))
     return Prepared(run, step, made, planned.program)
 
 
@@ -190,13 +200,17 @@ class _KernelMemory:
         return {KEPT_BYTES: float(self.kept_bytes), SPARE_BYTES: float(self.spare_bytes), **saving}
 
 
-def _told(plan: Plan, memory: _KernelMemory, captured: StepGraph, matrices: Matrices | None) -> Plan:
-    """The plan with what moves its matrices, and with what was found out about the step beside planning it."""
+def _told(
+    plan: Plan, memory: _KernelMemory, captured: StepGraph, optimizer: ParameterRule, matrices: Matrices | None
+) -> Plan:
+    """The plan with what moves its parameters, and with what was found out about the step beside planning it."""
     said = (*plan.assumptions, *([memory.assumption] if memory.assumption else []))
-    if matrices is None:
-        return dataclasses.replace(plan, assumptions=said)
-    request = dataclasses.replace(plan.request, matrices=dataclasses.asdict(matrices))
-    return dataclasses.replace(plan, request=request, assumptions=(grouped(captured, matrices)[1], *said))
+    told = None if optimizer == default_rule() else rule_to_dict(optimizer)
+    request = dataclasses.replace(plan.request, optimizer=told)
+    if matrices is not None:
+        request = dataclasses.replace(request, matrices=dataclasses.asdict(matrices))
+        said = (grouped(captured, matrices, name_of(optimizer))[1], *said)
+    return dataclasses.replace(plan, request=request, assumptions=said)
 
 
 def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = SILENT) -> _KernelMemory:

@@ -103,7 +103,12 @@ def capture_run(run: RunConfig, machine: Machine) -> CapturedRun:
     initial = defer(lambda: build(run.model, chosen.precision))
     captured = capture(initial.model, example_batch(run), loss_of(run.model), accumulation=chosen.accumulation)
     step = step_of(
-        captured, machine, clip_norm=chosen.clip_norm, master_weights=has_masters(run), matrices=chosen.matrices
+        captured,
+        machine,
+        clip_norm=chosen.clip_norm,
+        master_weights=has_masters(run),
+        optimizer=chosen.optimizer,
+        matrices=chosen.matrices,
     )
     return CapturedRun(initial, captured, step)
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from lading import optim
 from lading.capture.initial import defer
 from lading.capture.losses import named_losses, total_of
 from lading.catalog.models import resolved
@@ -32,7 +31,9 @@ from lading.hosts import machine_of
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.ir.updates import grouped
+from lading.matrices import MatrixOptimizer
 from lading.optim.master import MasterWeights
+from lading.optim.registry import name_of
 from lading.report.lines import fitted
 from lading.report.metrics import MetricsLog, read_steps, truncate_after
 from lading.report.progress import planning_progress, training_progress
@@ -50,12 +51,13 @@ from lading.runtime.cuda import check_available
 from lading.runtime.data import Dataset
 from lading.runtime.interrupts import StopRequest
 from lading.runtime.loggers import Logger, check_logging, open_loggers
+from lading.runtime.members import How
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
 from lading.summary import finish_run, of_plan
 from lading.trainer import Trainer
 from lading.units import format_bytes, format_seconds
 
-#: Settings with which a run may go on otherwise than it began, beside those of AdamW.
+#: Settings with which a run may go on otherwise than it began, beside numbers of its optimizer.
 _CHANGEABLE = frozenset(
     f"optimization.{key}"
     for key in ("steps", "schedule", "warmup_steps", "clip_norm", "accumulation", "compile", "matrices.lr")
@@ -274,7 +276,8 @@ def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None) -> di
 
 def _may_change(key: str) -> bool:
     """Whether a run may go on with another value: how parameters move, but not which states they have."""
-    return key in _CHANGEABLE or key.startswith("optimization.optimizer.")
+    is_number = key.startswith("optimization.optimizer.") and key != "optimization.optimizer.rule"
+    return key in _CHANGEABLE or is_number
 
 
 def _resuming(run: RunConfig, newest: Checkpoint | None) -> str:
@@ -357,7 +360,7 @@ def _loop(
 
 
 def _step(trainer: Trainer, run: RunConfig, batches: list[Any]) -> tuple[float, float]:
-    """One step at the rates of the schedule; returns the loss and AdamW's rate."""
+    """One step at the rates of the schedule; returns the loss and the optimizer's rate."""
     lr, matrices = lr_at(run.optimization, trainer.steps), run.optimization.matrices
     matrix_lr = None if matrices is None else lr_at(run.optimization, trainer.steps, matrices.lr)
     return trainer.step(batches, lr=lr, matrix_lr=matrix_lr), lr
@@ -376,7 +379,7 @@ def _save_after(error: LadingError, save: Callable[[], Path]) -> None:
 
 
 def train_plain(run: RunConfig, out: Path) -> RunResult:
-    """The same run in plain PyTorch: everything in memory, autograd, fused AdamW. Writes ``out/plain.jsonl``.
+    """The same run in plain PyTorch: everything in memory, autograd, torch's optimizer. Writes ``out/plain.jsonl``.
 
     Matrices are moved by ``lading.optim`` where the run says so, of which Muon is ``torch.optim.Muon`` to the bit.
     """
@@ -425,18 +428,16 @@ def _plain_optimizers(
     found: list[tuple[torch.optim.Optimizer, float]] = []
     if matrices is not None:
         captured = capture_run(run, machine_of(run)).captured
-        parts = grouped(captured, matrices)[0]
+        parts = grouped(captured, matrices, name_of(chosen))[0]
         groups = [
             {"params": [(name, named.pop(name))], "parts": parts[p.tensor]}
             for p in captured.parameters
             for name in [name for name in p.names if p.tensor in parts and name in named]
         ]
-        kind = {"muon": optim.Muon, "shampoo": optim.Shampoo, "soap": optim.SOAP}[matrices.rule]
-        found.append((kind(groups, matrices.lr, skip_nonfinite=False, **matrices.settings), matrices.lr))
+        how = How(skip_nonfinite=False)
+        found.append((MatrixOptimizer(groups, matrices.made(), matrices.lr, how=how), matrices.lr))
     if named:
-        betas = (chosen.beta1, chosen.beta2)
-        adamw = torch.optim.AdamW(list(named.values()), chosen.lr, betas, chosen.eps, chosen.weight_decay, fused=True)
-        found.append((adamw, chosen.lr))
+        found.append((chosen.plain(list(named.values())), chosen.lr))
     return found
 
 

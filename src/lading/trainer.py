@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -24,13 +24,15 @@ from lading.capture.frozen import Watch
 from lading.capture.state import as_written
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
-from lading.config import AdamW
 from lading.errors import BudgetWarning, ConfigError, StorageError, check_rate, check_type
 from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
-from lading.memory.restore import program_of
+from lading.ir.updates import rule_of
+from lading.memory.restore import planned_optimizer, program_of
+from lading.optim.registry import name_of, rule_class, rule_names
+from lading.optim.rule import MatrixRule, ParameterRule
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
 from lading.runtime.custody import Custody, FreedBytes, is_held
 from lading.runtime.device import Device
@@ -39,11 +41,10 @@ from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.named import StateDict, Value, first_few, read_value, state_keys, tensors_of, values_of
 from lading.runtime.resident import give_back, trim
+from lading.runtime.updates import check_planned
 from lading.units import format_bytes
 
 _RNG = "torch.rng_state"
-#: A state that only this rule for matrices has.
-_STATES = MappingProxyType({"muon": "momentum", "shampoo": "left_root", "soap": "left_basis"})
 
 
 class Trainer:
@@ -61,7 +62,7 @@ class Trainer:
         plan: From ``lading.plan``, for this ``graph``; or the path of one that was saved.
         graph: From ``lading.capture``.
         model: Its values are taken over now and written back by ``close``; None starts from zeros (see ``load``).
-        optimizer: AdamW's numbers.
+        optimizer: The rule that the plan was made for, with the numbers that count now; None takes the plan's.
         folder: Where the swap file goes.
         threads: Compute threads; None keeps torch's setting.
         device: Where it runs, for this trainer alone; None is what the plan was made for.
@@ -82,7 +83,7 @@ class Trainer:
         graph: StepGraph,
         model: torch.nn.Module | None,
         *,
-        optimizer: AdamW | None = None,
+        optimizer: ParameterRule | None = None,
         folder: str | Path = ".",
         threads: int | None = None,
         device: Device | None = None,
@@ -92,13 +93,19 @@ class Trainer:
             plan = Plan.load(plan)
         check_type("plan", plan, Plan, "what lading.plan returns, or the path of a saved plan")
         check_type("graph", graph, StepGraph, "what lading.capture returns")
+        planned = planned_optimizer(plan)
+        self.optimizer = planned if optimizer is None else optimizer
         check_type(
-            "optimizer", optimizer or AdamW(), AdamW, "a lading.AdamW; what moves matrices is told to lading.plan"
-        )
+            "optimizer", self.optimizer, ParameterRule,
+            "a lading.AdamW or another of lading.optimizer; what moves matrices is told to lading.plan",
+        )  # fmt: skip
         check_available(plan.request.machine["device"]["kind"])
         check_host(plan.request.host_id)
-        self.plan, self.optimizer = plan, optimizer or AdamW()
+        self.plan = plan
         self.program = program or program_of(plan, graph)
+        for op in self.program.graph.ops:
+            if isinstance(rule_of(op), ParameterRule):
+                check_planned(op, self.optimizer)
         self.steps = 0
         self.losses: dict[str, float] = {}
         step_graph = self.program.graph
@@ -207,7 +214,7 @@ class Trainer:
         )
 
     def _rates(self, lr: float | None, matrix_lr: float | None) -> tuple[float, float]:
-        """Learning rates of AdamW and of the rule for matrices."""
+        """Learning rates of the optimizer and of the rule for matrices."""
         for name, rate in (("lr", lr), ("matrix_lr", matrix_lr)):
             if rate is not None:
                 check_rate(name, rate)
@@ -220,7 +227,8 @@ class Trainer:
                 )
             return usual, 0.0
         if (lr is None) != (matrix_lr is None):
-            raise ConfigError(f"expected lr and matrix_lr, or neither, as {own['rule']} moves matrices beside AdamW")
+            beside = name_of(self.optimizer)
+            raise ConfigError(f"expected lr and matrix_lr, or neither, as {own['rule']} moves matrices beside {beside}")
         return usual, float(own["lr"] if matrix_lr is None else matrix_lr)
 
     def timeline(self) -> Timeline:
@@ -335,7 +343,8 @@ class Trainer:
         saved = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items() if name != _RNG}
         wanted = {name: (found.dtype, found.shape) for name, found in self._values.items()}
         if differing := _differing(saved, wanted):
-            writer, own = _optimizers(saved), _optimizers(wanted)
+            usual = name_of(self.optimizer)
+            writer, own = _optimizers(saved, usual), _optimizers(wanted, usual)
             if writer != own:
                 raise StorageError(
                     f"{path}: written by {writer}, this plan moves parameters by {own}; load it with that optimizer"
@@ -484,13 +493,33 @@ def _is_gone(error: Exception) -> bool:
     return isinstance(error, (OSError, torch.AcceleratorError)) and getattr(error, "errno", None) != errno.ENOMEM
 
 
-def _optimizers(names: Iterable[str]) -> str:
-    """Whose states there are among the tensors of a checkpoint, in words."""
-    suffixes = {name.rpartition(".")[2] for name in names}
-    found = [rule for rule, state in _STATES.items() if state in suffixes]
-    adamw = {name.rpartition(".")[0] for name in names if name.endswith(".exp_avg")}
-    bases = {name.rpartition(".")[0] for name in names if name.endswith(".left_basis")}
-    return " and ".join([*found, *(["adamw"] if adamw - bases else [])]) or "no optimizer"
+def _optimizers(names: Iterable[str], usual: str) -> str:
+    """Whose states there are among the tensors of a checkpoint, in words.
+
+    Args:
+        usual: Rule to name where several have the same states.
+    """
+    known, states = set(names), dict[str, set[str]]()
+    for name in known:
+        base, _, suffix = name.rpartition(".")
+        if suffix not in ("step", "master") and (base in known or base.rpartition(".")[0] in known):
+            states.setdefault(base, set()).add(suffix)
+    rules = {name: _state_names(rule_class(name)()) for name in rule_names()}
+    found: dict[str, None] = {}
+    for suffixes in sorted({frozenset(group) for group in states.values()}, key=sorted):
+        having = {name: kept for name, kept in rules.items() if suffixes <= kept}
+        least = min(map(len, having.values()), default=0)
+        nearest = [name for name, kept in having.items() if len(kept) == least]
+        alike = [usual] if usual in nearest else nearest
+        found[" or ".join(alike) or f"a rule with {', '.join(sorted(suffixes))}"] = None
+    return " and ".join(sorted(found, key=lambda name: name == usual)) or "no optimizer"
+
+
+def _state_names(rule: ParameterRule | MatrixRule) -> frozenset[str]:
+    """Names of the states that a rule keeps, of matrices and of vectors."""
+    if isinstance(rule, MatrixRule):
+        return frozenset(rule.states(2, 2))
+    return frozenset((*rule.states((2, 2)), *rule.states((2,))))
 
 
 def _dtype_of(tensor: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ from tests.machines import small_machine
 from torch import nn
 
 from lading.capture.trace import capture
-from lading.config import AdamW
+from lading.optim.adamw import AdamW
 from lading.prepare import plan
 from lading.trainer import Trainer
 

@@ -7,7 +7,8 @@ import pytest
 from lading.catalog.load import load_machine
 from lading.cost.product import peak_flops
 from lading.cost.updates import direction_s
-from lading.rules import Muon, Work
+from lading.optim.muon import Muon
+from lading.optim.rule import Work
 
 
 @pytest.mark.parametrize("shape", [(5120, 25600), (25600, 5120), (1024, 1024)])

@@ -48,7 +48,7 @@ def test_another_file_is_refused(tmp_path: Path, change: dict[str, object]):
 
 def test_plans_of_one_device_and_of_a_cluster_are_told_apart(tmp_path: Path):
     PLAN.save(tmp_path / "plan.json")
-    with pytest.raises(ConfigError, match="expected a plan of a run of format 3, found a cluster plan; plan again"):
+    with pytest.raises(ConfigError, match="expected a plan of a run of format 4, found a cluster plan; plan again"):
         Plan.load(tmp_path / "plan.json")
     with pytest.raises(ConfigError, match="expected a placement of format 1, found a cluster plan; make one"):
         PlacedPlan.load(tmp_path / "plan.json")
@@ -69,7 +69,7 @@ def test_a_plan_of_an_earlier_version_is_refused_by_its_format(tmp_path: Path):
 _FIELDS = {
     (ClusterPlan, GatherGroup): (CLUSTER_PLAN_FORMAT, 2, "4fd62b38"),
     (PlacedPlan, PlacedDevice, PlacedGroup): (PLACED_PLAN_FORMAT, 1, "abdc1c46"),
-    (Plan, PlanRequest, Choices, Choice, Predictions, PolicyRow): (PLAN_FORMAT, 3, "a050d815"),
+    (Plan, PlanRequest, Choices, Choice, Predictions, PolicyRow): (PLAN_FORMAT, 4, "752dbfd0"),
 }
 
 

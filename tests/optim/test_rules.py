@@ -7,15 +7,14 @@ import pytest
 import torch
 from pytorch_optimizer.optimizer.soap import SOAP as PublishedSOAP
 
-from lading.config import AdamW
 from lading.errors import ConfigError
-from lading.optim.adam import AdamWRule
-from lading.optim.muon import MuonRule, orthogonal
+from lading.optim.adamw import AdamW
+from lading.optim.muon import COEFFICIENTS, Muon, MuonRule, orthogonal
 from lading.optim.roots import RootError, eigen_root, newton_root
 from lading.optim.rule import Held, Rule, fresh, update_matrix
-from lading.optim.shampoo import ShampooRule
-from lading.optim.soap import SOAPRule
-from lading.rules import COEFFICIENTS, SOAP, Muon, Shampoo
+from lading.optim.shampoo import Shampoo, ShampooRule
+from lading.optim.soap import SOAP, SOAPRule
+from lading.runtime.members import PieceRule
 
 SHAPES = [(12, 20), (20, 12), (16, 16), (1, 8)]
 RULES: list[Rule] = [
@@ -126,8 +125,8 @@ def test_adamw_is_torchs_to_the_bit(shape: tuple[int, ...]):
     settings = AdamW(lr=3e-3, beta1=0.8, beta2=0.95, weight_decay=0.1)
     generator = torch.Generator().manual_seed(0)
     param = torch.randn(shape, generator=generator)
-    leaf, rule = torch.nn.Parameter(param.clone()), AdamWRule(settings)
-    held = {name: torch.zeros(shape) for name in rule.states(shape, torch.float32)}
+    leaf, rule = torch.nn.Parameter(param.clone()), PieceRule(settings)
+    held = {name: torch.zeros(shape) for name in rule.states(shape)}
     reference = torch.optim.AdamW([leaf], lr=3e-3, betas=(0.8, 0.95), weight_decay=0.1, foreach=False, fused=False)
     for update in range(1, 7):
         leaf.grad = torch.randn(shape, generator=generator)
@@ -220,7 +219,7 @@ def test_pieces_give_the_bits_of_the_whole(rule: Rule):
     param, grads = drawn((rows, columns), 5)
     expected = run(rule, param, grads, 0.02)
     pieces = [param[cut].clone() for cut in cuts]
-    states = rule.states((rows, columns), torch.float32)
+    states = rule.settings.states(rows, columns)
     elementwise = [name for name, state in states.items() if state.held is Held.ELEMENTWISE]
     held = [{name: torch.zeros(piece.shape) for name in elementwise} for piece in pieces]
     _, whole = fresh(rule, (rows, columns), torch.float32)
@@ -246,7 +245,7 @@ def test_a_matrix_cut_in_two_is_another_update():
 
 @pytest.mark.parametrize("rule", [*RULES, ShampooRule(Shampoo(grafting="sgd"))])
 def test_states_are_as_many_as_a_plan_counts(rule: Rule):
-    states = rule.states((12, 20), torch.float32).values()
+    states = rule.settings.states(12, 20).values()
     cut, whole = (
         sum(int(np.prod(s.shape)) for s in states if s.held is held) for held in (Held.ELEMENTWISE, Held.WHOLE)
     )

@@ -10,9 +10,11 @@ import torch
 import lading.optim
 from lading.errors import ConfigError
 from lading.ir.routes import Box, Moves, moves_of, pieces, wholes_of
+from lading.optim.muon import Muon
+from lading.optim.shampoo import Shampoo
+from lading.optim.soap import SOAP
 from lading.planner.owner_costs import Costs
 from lading.planner.owners import Matrix, Owners, assign
-from lading.rules import SOAP, Muon, Shampoo
 
 
 def test_operations_without_a_machine() -> None:

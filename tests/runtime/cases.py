@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from lading.capture.trace import capture
-from lading.config import AdamW
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import PERSISTENT, OpKind, StepGraph
 from lading.ir.machine import TIERS, Device, Machine, Tier
@@ -21,6 +20,7 @@ from lading.ir.step import expand
 from lading.memory.lifetime import can_recompute, gaps, is_movable, lifetimes
 from lading.memory.verify import verify
 from lading.models.registry import build_model
+from lading.optim.adamw import AdamW
 from lading.planner.lower import Costs, lower
 from lading.runtime.executor import Executor
 from lading.runtime.kernels import workspace_of

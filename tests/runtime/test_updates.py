@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,10 @@ from lading.ir.defer import updates as deferrable
 from lading.ir.step import expand
 from lading.ir.updates import (
     Tensors,
-    counts_updates,
-    product_dtype,
     rule_of,
-    state_shapes,
     update_op,
-    workspace_elements,
 )
-from lading.optim.muon import MuonRule
 from lading.optim.rule import fresh, update_matrix
-from lading.optim.shampoo import ShampooRule
-from lading.optim.soap import SOAPRule
-from lading.rules import SOAP, Muon, Shampoo
 from lading.runtime import updates
 from lading.runtime.executor import Executor
 from lading.runtime.kernels import Kernel, Rate, bind
@@ -46,23 +37,20 @@ RULES: list[Any] = [
 
 
 def maths(matrices: Matrices) -> Any:
-    rule = matrices.made()
-    if isinstance(rule, Muon):
-        return MuonRule(rule)
-    return ShampooRule(rule) if isinstance(rule, Shampoo) else SOAPRule(rule)
+    return matrices.made().maths()
 
 
 def bound(matrices: Matrices, param: torch.Tensor, grad: torch.Tensor) -> Kernel:
     """The update of a matrix, or of a stack, with states of zeros."""
     rule, shape = matrices.made(), (param.shape[-2], param.shape[-1])
     held = param.dtype if matrices.rule == "muon" else torch.float32
-    states = [torch.zeros(*param.shape[:-2], *s, dtype=held) for s in state_shapes(rule, *shape).values()]
-    room = workspace_elements(rule, *shape)
-    dtype = getattr(torch, product_dtype(rule))
+    states = [torch.zeros(*param.shape[:-2], *s.shape, dtype=held) for s in rule.states(*shape).values()]
+    room = rule.workspace_elements(*shape)
+    dtype = getattr(torch, rule.product_dtype)
     tensors = [param, grad, *states, torch.zeros(()), torch.empty(room, dtype=dtype)]
     step = 2 + len(states)
     numbers = Tensors(
-        param=0, grad=1, states=tuple(range(2, step)), step=step if counts_updates(rule) else None,
+        param=0, grad=1, states=tuple(range(2, step)), step=step if rule.counts else None,
         workspace=step + 1 if room else None,
     )  # fmt: skip
     op = update_op(matrices, (1 if param.dim() == 2 else param.shape[0], *shape), numbers, "")
@@ -126,14 +114,6 @@ def _most_bytes(kernel: Kernel, grad: torch.Tensor) -> int:
         sizes = [e.nbytes() for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
         most = max(most, *accumulate(sizes))
     return most
-
-
-@pytest.mark.parametrize("rule", [Muon(), Shampoo(), Shampoo(grafting="sgd"), SOAP()], ids=str)
-def test_states_are_those_of_the_mathematics(rule: Any) -> None:
-    named = {Muon: "muon", Shampoo: "shampoo", SOAP: "soap"}[type(rule)]
-    made: Any = {"rule": named, "lr": 0.1, "settings": dataclasses.asdict(rule)}
-    found = maths(Matrices(**made)).states((6, 4), torch.float32)
-    assert state_shapes(rule, 6, 4) == {name: state.shape for name, state in found.items()}
 
 
 def test_an_update_says_what_it_is() -> None:

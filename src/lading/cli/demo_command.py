@@ -8,13 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
 from lading.config import (
-    AdamW,
     CheckpointConfig,
     DataConfig,
     MemoryConfig,
@@ -28,9 +26,9 @@ from lading.errors import BudgetExceeded, ConfigError, LadingError
 from lading.files import make_folder, remove_file
 from lading.grouping import Matrices
 from lading.ir.plan import Plan
+from lading.optim import registry
 from lading.report.lines import fitted, line_columns
 from lading.report.promises import relative_error
-from lading.rules import RuleName
 from lading.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
     from lading.train import RunResult
 
 _PROBE_SECONDS = 20.0
-#: Peak learning rates of the rules for matrices.
-_RATES = MappingProxyType({"muon": 0.02, "shampoo": 1e-3, "soap": 3e-3})
 _FEWEST_STEPS, _MOST_STEPS = 12, 300
 
 
@@ -57,14 +53,16 @@ class DemoCommand:
     ] = "50%"
     seconds: Annotated[float, arg(metavar="SECONDS", help="Train for about so long.")] = 60.0
     optimizer: Annotated[
-        Literal["adamw", "muon", "shampoo", "soap"], arg(help="Optimizer of the weight matrices; AdamW moves the rest.")
-    ] = "adamw"
+        str,
+        arg(metavar="NAME", help="Optimizer, as of lading simulate; one of the weight matrices has AdamW beside it."),
+    ] = registry.DEFAULT
 
     def run(self) -> None:
         """Run the demonstration and print its verdict."""
         MemoryConfig(budget=self.budget)
         if not 0 < self.seconds < 1e6:
             raise ConfigError(f"--seconds: expected a time above 0, got {self.seconds}")
+        registry.rule_class(self.optimizer)  # a name that is none is refused before this host is measured
         print(fitted(str(demo(self.out, self.budget, self.seconds, self.optimizer))))
 
 
@@ -100,13 +98,13 @@ class DemoResult:
         return "\n".join(lines)
 
 
-def demo(out: Path, budget: str, seconds: float, optimizer: str = "adamw") -> DemoResult:
+def demo(out: Path, budget: str, seconds: float, optimizer: str = registry.DEFAULT) -> DemoResult:
     """Run the demonstration into ``out``, replacing what an earlier one left there.
 
     Args:
         budget: Device memory, a size or a share of what keeping everything needs.
         seconds: About how long both trainings together may take.
-        optimizer: "adamw", or the rule that moves matrices beside it.
+        optimizer: Name of a rule; one for matrices has AdamW beside it.
 
     Raises:
         BudgetExceeded: the memory promise broke.
@@ -146,6 +144,10 @@ def demo(out: Path, budget: str, seconds: float, optimizer: str = "adamw") -> De
 
 def _run(out: Path, budget: str, optimizer: str) -> RunConfig:
     """A Llama on the standard library's source whose activations and optimizer states both matter."""
+    matrices, usual = None, optimizer
+    if registry.is_for_matrices(optimizer):
+        matrices, usual = Matrices(rule=optimizer, lr=registry.matrix_rule(optimizer).usual_lr), registry.DEFAULT
+    rule = registry.optimizer(usual, lr=1e-3) if usual == registry.DEFAULT else registry.optimizer(usual)
     sizes: dict[str, int | float | bool] = {
         "vocab_size": 256,
         "dim": 320,
@@ -159,8 +161,8 @@ def _run(out: Path, budget: str, optimizer: str) -> RunConfig:
         data=DataConfig(sequence_length=256, batch_size=4),
         optimization=Optimization(
             steps=_FEWEST_STEPS,
-            optimizer=AdamW(lr=1e-3),
-            matrices=None if optimizer == "adamw" else Matrices(rule=cast(RuleName, optimizer), lr=_RATES[optimizer]),
+            optimizer=rule,
+            matrices=matrices,
             schedule="cosine",
             warmup_steps=10,
         ),

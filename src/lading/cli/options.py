@@ -11,13 +11,14 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from lading.errors import ConfigError
 from lading.ir.plan import Plan
 from lading.ir.reading import plan_kind
+from lading.optim.registry import DEFAULT, rule_names
 
 if TYPE_CHECKING:
     from lading.clusters import Question
@@ -51,6 +52,7 @@ Overrides = Annotated[
 ]
 TraceFile = Annotated[Path | None, optional("FILE.pftrace", "Also write a timeline that ui.perfetto.dev opens.")]
 JsonFile = Annotated[Path | None, optional("FILE.json", "Also write the figures as JSON.")]
+_EACH, _WHOLE = ", ".join(rule_names(matrices=False)), " or ".join(rule_names(parameters=False))
 SeqLen = Annotated[
     int | None, optional("N", "Tokens of a sequence. If not given, the model's longest, but at most 8192.")
 ]
@@ -86,8 +88,8 @@ class ModelOptions:
         str | None, optional("WORDS", 'Network between nodes, if not the machine\'s: "4x 200 Gb/s HDR", ...')
     ] = None
     optimizer: Annotated[
-        Literal["adamw", "muon", "shampoo", "soap"] | None,
-        optional("NAME", "Optimizer of the weight matrices: adamw (the default), muon, shampoo or soap."),
+        str | None,
+        optional("NAME", f"Optimizer: {_EACH} of all weights, {_WHOLE} of the weight matrices; {DEFAULT} by default."),
     ] = None
     price: Annotated[float | None, optional("PRICE", "Price of one device for an hour, in any currency.")] = None
 

@@ -24,14 +24,14 @@ from math import prod
 from typing import NamedTuple
 
 from lading.cost.access import ALLOCATIONS, base_name, op_bytes, walk
-from lading.cost.updates import eigen_s, eigen_share, elementwise_bytes
+from lading.cost.updates import eigen_s, eigen_share
 from lading.errors import ConfigError
 from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Ref, StepGraph, Tensor
-from lading.ir.machine import PACKED_COLUMNS, Curve, Device, Machine
+from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Curve, Device, Machine
 from lading.ir.opkinds import kind_of
-from lading.ir.updates import matrices_of, product_dtype, work_of
-from lading.rules import MatrixRule, Work
+from lading.ir.updates import matrices_of, rule_of, work_of
+from lading.optim.rule import MatrixRule, ParameterRule, Work
 
 #: Suffix of a rate that holds when the innermost dim of an operand is not its contiguous one.
 STRIDED = ".strided"
@@ -165,7 +165,7 @@ def _packed(graph: StepGraph) -> Iterator[_Product]:
     for op in graph.ops:
         if op.kind is OpKind.MATMUL and not _low_dtype(graph, op):
             yield _product(graph, op)
-        elif (matrices := work_of(graph, op)) is not None and product_dtype(matrices[0]) not in _LOW:
+        elif (matrices := work_of(graph, op)) is not None and matrices[0].product_dtype not in _LOW:
             yield from (_Product(1, m, k, n) for _, m, n, k in matrices[2].products)
 
 
@@ -176,7 +176,7 @@ def compiled_products(graph: StepGraph) -> int:
         if op.kind is OpKind.MATMUL and _low_dtype(graph, op):
             operands = [graph.tensors[t] for t in _operands(op)]
             found.add((op.name, tuple((t.dtype, t.shape, t.stride) for t in operands)))
-        elif (matrices := work_of(graph, op)) is not None and product_dtype(matrices[0]) in _LOW:
+        elif (matrices := work_of(graph, op)) is not None and matrices[0].product_dtype in _LOW:
             _, rows, columns = matrices_of(graph, op)
             short, long = sorted((rows, columns))
             found.update((op.name, short, long, kind) for kind in ("gram", "square", "step"))
@@ -229,7 +229,7 @@ def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
 def _assumed_of_matrices(matrices: tuple[MatrixRule, int, Work], device: Device) -> Iterator[str]:
     """What the cost of an update of matrices assumes."""
     rule, _, work = matrices
-    dtype = product_dtype(rule)
+    dtype = rule.product_dtype
     low = dtype if dtype in _LOW else ""
     found = _measured("mm", OpKind.MATMUL.value, low, device)
     if found is None and device.product_efficiency is None:
@@ -308,7 +308,7 @@ def _priced(
 def _matrices_seconds(graph: StepGraph, op: Op, device: Device, matrices: tuple[MatrixRule, int, Work]) -> float:
     """Seconds of an update of matrices: the mean over updates where something is due now and then."""
     rule, count, work = matrices
-    dtype = product_dtype(rule)
+    dtype = rule.product_dtype
     seconds = launches = 0.0
     for times, m, n, k in work.products:
         product = _Product(1, m, k, n)
@@ -317,7 +317,7 @@ def _matrices_seconds(graph: StepGraph, op: Op, device: Device, matrices: tuple[
         launches += times
     seconds += eigen_s(work, device)
     _, rows, columns = matrices_of(graph, op)
-    size = rows * columns * elementwise_bytes(rule)
+    size = rows * columns * rule.elementwise_bytes
     rate = device.rates.get("elementwise")
     seconds += size / (rate.at(rows * columns * 12) if rate else device.memory_bandwidth_bytes_per_s)
     return count * (seconds + (launches + work.passes) * device.op_overhead_s)
@@ -347,9 +347,14 @@ def _dtype(graph: StepGraph, op: Op) -> str:
     return graph.tensors[operands[-1]].dtype
 
 
-def _step_elements(graph: StepGraph, op: Op) -> int:
-    """Elements of the parameter an optimizer step updates: its largest mutated tensor."""
-    return max((prod(graph.tensors[t].shape) for t in op.mutates), default=0)
+def _step_elements(graph: StepGraph, op: Op) -> float:
+    """Elements of AdamW's update that read and write as much as this one, of its largest mutated tensor."""
+    largest = max((prod(graph.tensors[t].shape) for t in op.mutates), default=0)
+    rule, shape = rule_of(op), graph.tensors[op.inputs[0]].shape
+    if not isinstance(rule, ParameterRule) or not largest:
+        return largest
+    numbers = 3 + rule.passes + 2 * rule.state_elements(shape) / prod(shape)
+    return largest * (numbers / UPDATE_NUMBERS)
 
 
 def _attention_seconds(graph: StepGraph, op: Op, device: Device, flops: int) -> float:

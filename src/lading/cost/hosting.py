@@ -19,7 +19,7 @@ import numpy as np
 from lading.cost.assumed import assumptions
 from lading.errors import ConfigError
 from lading.ir.layout import Layout
-from lading.ir.machine import HostDevice, Machine, Tier
+from lading.ir.machine import UPDATE_NUMBERS, HostDevice, Machine, Tier
 from lading.ir.stack import Stack
 
 #: Bytes of an element as the device's products take it.
@@ -82,7 +82,8 @@ def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, s
         ConfigError: nothing is known of the host's processors, or the machine has no such tier.
     """
     host = _processors(machine)
-    seconds = elements / (host.optimizer_elements_per_s * stack.host_optimizer)
+    numbers = 3 + stack.update_passes + 2 * stack.moments
+    seconds = elements * (numbers / UPDATE_NUMBERS) / (host.optimizer_elements_per_s * stack.host_optimizer)
     if tier == "host":
         return seconds
     disk = tier_of(machine, tier)

@@ -216,7 +216,7 @@ def adam_bytes(stack: Stack) -> float:
 
     The value is the master where the stack keeps one, whose 16-bit copy is written too, else the parameter itself.
     """
-    gradient = 4.0 if stack.gradient_dtype == "float32" else 2.0
+    gradient = (4.0 if stack.gradient_dtype == "float32" else 2.0) + 4 * stack.update_passes
     if stack.master_weights:
         return gradient + 8 * (stack.moments + 1) + 2
     own = 8.0 if stack.parameters_dtype == "float32" else 4.0

@@ -23,20 +23,19 @@ from lading.cost.collective import collective_s
 from lading.cost.kernels import adam_bytes, step_s
 from lading.cost.patterns import Kind, Spread, spread
 from lading.cost.topology import Group, group_of, group_of_ranks
-from lading.cost.updates import direction_s, eigen_share
+from lading.cost.updates import direction_s, eigen_share, precision_of
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
 from lading.ir.machine import Device, Machine
 from lading.ir.stack import Stack
+from lading.optim.registry import default_rule
+from lading.optim.rule import MatrixRule
 from lading.parallel.matrices import BlockMatrix
-from lading.rules import SOAP, MatrixRule, Muon, Shampoo
 
 #: All-to-alls in each direction (``groups`` of ``lading.optim.Muon``).
 GROUPS = 4
 #: Kernels of ``pre`` and ``post`` of one parameter: momentum, a step ahead, rounding; decay, moving; two copies.
 _KERNELS = 7
-#: Rules by name, as ``lading simulate --optimizer`` takes them.
-RULES: dict[str, MatrixRule] = {"muon": Muon(), "shampoo": Shampoo(), "soap": SOAP()}
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def update_of(
     number = sum(m.count * n for m, n in matrices.items())
     tensors = sum(n for (_, n) in {(m.name, n) for m, n in matrices.items()})
     launched = _KERNELS * tensors * stack.launch_s
-    cut = kept if isinstance(rule, Muon) else 0.0
+    cut = kept * rule.cut_states
     seconds = directions.seconds + exposed + max(own, launched)
     return Update(seconds, exposed, directions, ranks, number, _moved_bytes(matrices, rule, layout, stack), cut)
 
@@ -106,8 +105,7 @@ def update_of(
 def matrix_s(rows: int, columns: int, rule: MatrixRule, stack: Stack, machine: Machine) -> float:
     """Seconds of the direction of one matrix, alone on its device; a product and its transpose are alike."""
     short, long = sorted((rows, columns))
-    precision = "bf16" if isinstance(rule, Muon) and rule.dtype == "bfloat16" else "fp32"
-    return direction_s(rule.work(short, long), short * long, machine.device, precision, stack.launch_s)
+    return direction_s(rule.work(short, long), short * long, machine.device, precision_of(rule), stack.launch_s)
 
 
 def _kinds(
@@ -131,14 +129,14 @@ def _spread(kinds: tuple[Kind, ...], ranks: int) -> Spread:
 
 
 def _elementwise_bytes(rule: MatrixRule, stack: Stack) -> float:
-    """Bytes of ``pre`` and ``post`` for each element: Adam's with one moment or none, and what travels both ways."""
-    one = replace(stack, moments=1 if isinstance(rule, Muon) else 0)
+    """Bytes of ``pre`` and ``post`` for each element: Adam's with its cut states, and what travels both ways."""
+    one = replace(stack, moments=rule.cut_states)
     return adam_bytes(one) + 2 * _width(rule, stack)
 
 
 def _width(rule: MatrixRule, stack: Stack) -> int:
     """Bytes of an element on the way."""
-    return DTYPE_BYTES[rule.dtype] if isinstance(rule, Muon) else DTYPE_BYTES[stack.gradient_dtype]
+    return DTYPE_BYTES[rule.travels or stack.gradient_dtype]
 
 
 def _group(layout: Layout, machine: Machine) -> Group:
@@ -176,17 +174,18 @@ def _moved_bytes(matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: 
     return size / ranks * (1 - 1 / layout.tp) + size / layout.tp * (1 - 1 / ranks)
 
 
-def assumed_of_updates(name: str, parameters: Sequence[str], device: Device) -> tuple[str, ...]:
+def assumed_of_updates(name: str, rule: MatrixRule, parameters: Sequence[str], device: Device) -> tuple[str, ...]:
     """What is taken for granted of an optimizer of whole matrices.
 
     Args:
         parameters: That are matrices, by name within their block.
     """
     found = [
-        f"{name} moves {', '.join(parameters)} of every block, parts of fused ones and experts apart; AdamW the rest",
+        f"{name} moves {', '.join(parameters)} of every block, parts of fused ones and experts apart; "
+        f"{type(default_rule()).__name__} the rest",
         f"{name}: owners among all ranks of a pipeline stage, {GROUPS} overlapping groups of all-to-alls; no such step "
         "was measured on a cluster",
     ]
-    if not isinstance(RULES[name], Muon):
+    if rule.work(2, 2).eigen:
         found.append(f"{name}: decompositions reach {eigen_share(4096, device):.0%} of the fp32 peak")
     return tuple(found)

@@ -7,9 +7,10 @@ from lading.cost.kernels import memory_s
 from lading.cost.patterns import GANGS
 from lading.cost.product import peak_flops, product_s
 from lading.cost.topology import group_of_ranks
+from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Device, Machine
 from lading.ir.work import Product
-from lading.rules import MatrixRule, Muon, Work
+from lading.optim.rule import MatrixRule, Work
 
 #: Share of the device's fp32 peak that decompositions of symmetric matrices reach. Assumed: cuSOLVER's syevd of a few
 #: thousand rows is bound by memory and by its many small kernels.
@@ -38,26 +39,31 @@ def direction_s(work: Work, elements: int, device: Device, precision: str, launc
     return max(products + passes + decomposed, kernels * launch_s)
 
 
-def shared_s(rule: Muon, rows: int, columns: int, machine: Machine, launch_s: float) -> tuple[float, ...]:
+def precision_of(rule: MatrixRule) -> str:
+    """Precision of a rule's products: "bf16" or "fp32"."""
+    return "bf16" if rule.product_dtype == "bfloat16" else "fp32"
+
+
+def shared_s(rule: MatrixRule, rows: int, columns: int, machine: Machine, launch_s: float) -> tuple[float, ...]:
     """Seconds of one direction on each of 2, 4, 8 and 16 neighbouring ranks that share it; () where none can.
 
-    The first tells the others the matrix; of each step's two products every rank has some rows, and gets the others'
+    The first tells the others the matrix; of each round's products every rank has some rows, and gets the others'
     (``lading.runtime.gangs``). Rows are shared in blocks of 64 at least.
     """
     short, long = sorted((rows, columns))
-    precision, width = ("bf16", 2) if rule.dtype == "bfloat16" else ("fp32", 4)
+    precision, width = precision_of(rule), DTYPE_BYTES[rule.product_dtype]
     found: list[float] = []
     for ranks in GANGS:
-        if short < 64 * ranks or (machine.links and ranks > machine.links[0].ranks):
+        shared = rule.shared_work(-(-short // ranks), short, long)
+        if shared is None or short < 64 * ranks or (machine.links and ranks > machine.links[0].ranks):
             break
-        part = -(-short // ranks)
-        step = Work(((1.0, part, short, long), (1.0, part, short, short), (1.0, part, long, short)))
+        rounds, step = shared
         own = direction_s(step, short * long // ranks, machine.device, precision, launch_s)
         group = group_of_ranks(ranks, machine)
         sizes = (short * short * width, short * long * width)
         met = sum(collective_s("all_gather", size, group, machine) for size in sizes)
         told = collective_s("broadcast", sizes[1], group, machine)
-        found.append(rule.steps * (own + met) + told)
+        found.append(rounds * (own + met) + told)
     return tuple(found)
 
 
@@ -76,12 +82,3 @@ def eigen_s(work: Work, device: Device) -> float:
         return 0.0
     flops = sum(9 * times * n**3 / eigen_share(n, device) for times, n in work.eigen)
     return flops / peak_flops(device, "fp32")
-
-
-def elementwise_bytes(rule: MatrixRule) -> float:
-    """Bytes read and written for each element beside products, in float32.
-
-    Counted in ``lading.runtime.updates``: Muon's momentum (12), look-ahead (12), rounding (6), norm and division (6),
-    decay (8) and step (18, with a copy of the direction); the others' passes, decay and step.
-    """
-    return 62.0 if isinstance(rule, Muon) else 4 * rule.work(1, 1).passes + 20.0

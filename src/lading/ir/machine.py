@@ -17,6 +17,9 @@ from lading.units import format_capacity
 
 #: Columns of a product beyond which BLAS packs no more of it at once. Measured: MKL of torch 2.13, 512 deep.
 PACKED_COLUMNS = 6400
+#: Numbers that the update of ``optimizer_elements_per_s`` reads and writes for an element: a value and two moments both
+#: ways, and a gradient.
+UPDATE_NUMBERS = 7.0
 #: Key of a source that machine files written before this number was measured lack.
 KERNEL_BYTES = "device.kernel_bytes"
 TIERS = ("device", "host", "disk")

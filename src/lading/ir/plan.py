@@ -23,7 +23,7 @@ from lading.ir.reading import check_plan, read_as
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 3
+PLAN_FORMAT = 4
 
 
 class Option(StrEnum):
@@ -101,6 +101,7 @@ class PlanRequest:
         policy: Name of what chose.
         settings: ``clip_norm``, ``master_weights`` and ``compile`` (1.0 or 0.0), and what was measured of this step's
             kernels and of saving it, bytes.
+        optimizer: Rule that moves parameters, as a table of its name and settings; None for AdamW with its defaults.
         matrices: ``lading.grouping.Matrices`` as a table, where a rule moves matrices.
         run: The configuration of the run, when the plan was made from one.
     """
@@ -112,6 +113,7 @@ class PlanRequest:
     budgets: dict[str, int]
     policy: str
     settings: dict[str, float]
+    optimizer: dict[str, Any] | None = None
     matrices: dict[str, Any] | None = None
     run: dict[str, Any] | None = None
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lading.errors import ConfigError
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
+from lading.optim.registry import DEFAULT, is_for_matrices, rule_class
+from lading.optim.rule import ParameterRule
 
 TASKS = ("pretrain", "sft", "lora", "qlora")
-OPTIMIZERS = ("adamw", "muon", "shampoo", "soap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ class Request:
         schedule_detail: Of the schedule, as the source calls it: "ZB-2p", ...
         embedding_is_layer: Pipeline stages count embedding and head as one layer each when they are balanced.
         edge_layers_fewer: Blocks that the first and last stage have fewer than the others, each.
-        optimizer: "adamw", or what moves the matrices of blocks: "muon", "shampoo" or "soap", with AdamW for the rest.
+        optimizer: Name of a rule (``lading.optim.registry``), its settings by default; one for matrices moves
+            those of blocks, and AdamW the rest.
         assumed: What the source does not say and was taken for granted.
     """
 
@@ -91,18 +93,27 @@ class Request:
     schedule_detail: str = ""
     embedding_is_layer: bool = False
     edge_layers_fewer: int = 0
-    optimizer: str = "adamw"
+    optimizer: str = DEFAULT
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
             raise ConfigError(f"request {self.name}: task must be one of {', '.join(TASKS)}, got {self.task!r}")
-        if self.optimizer not in OPTIMIZERS:
-            known = ", ".join(OPTIMIZERS)
-            raise ConfigError(f"request {self.name}: optimizer must be one of {known}, got {self.optimizer!r}")
+        kind = rule_class(self.optimizer)
         if self.seq_len < 1:
             raise ConfigError(f"request {self.name}: seq_len must be >= 1, got {self.seq_len}")
-        object.__setattr__(self, "stack", self.stack.in_precision(self.layout.precision))
+        stack = self.stack.in_precision(self.layout.precision)
+        if self.optimizer != DEFAULT and issubclass(kind, ParameterRule):
+            rule = kind()
+            stack = replace(stack, moments=rule.moments, update_passes=rule.passes)
+            assumed = _assumed_of(self.optimizer, rule)
+            object.__setattr__(self, "assumed", tuple(dict.fromkeys((*self.assumed, *assumed))))
+        object.__setattr__(self, "stack", stack)
+
+    @property
+    def moves_matrices(self) -> bool:
+        """Whether a rule for matrices moves those of blocks."""
+        return is_for_matrices(self.optimizer)
 
     @property
     def tokens(self) -> int:
@@ -158,3 +169,11 @@ class Predictor(Protocol):
             LadingError: the request cannot be simulated; the message says why.
         """
         ...
+
+
+def _assumed_of(name: str, rule: ParameterRule) -> tuple[str, ...]:
+    """What is taken for granted of a rule that moves every parameter."""
+    timed = f"{name}: timed by the bytes of its states as AdamW is; no such step was measured on a cluster"
+    if not rule.whole:
+        return (timed,)
+    return timed, f"{name}: its factors, and what ranks tell each other of parameters that are cut, are not counted"

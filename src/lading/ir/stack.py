@@ -49,7 +49,8 @@ class Stack:
         gradient_dtype: In which gradients are accumulated and reduced.
         gather_dtype: In which cut parameters are gathered; "" means that of the products.
         master_weights: Whether a copy of the parameters in fp32 is kept beside them.
-        moments: That the optimizer keeps of a parameter: Adam two, SGD none, or one with momentum.
+        moments: Numbers of the size of a parameter that the optimizer keeps: Adam two, SGD none, or one with momentum.
+        update_passes: Times that an update reads or writes a parameter's element besides value, gradient and moments.
         moments_dtype: Of these.
         parameters_dtype: Of the parameters themselves: "float32" where autocast casts them in every use.
         overlap_grad_reduce, overlap_param_gather: Run beside computing.
@@ -119,6 +120,7 @@ class Stack:
     gather_dtype: str = ""
     master_weights: bool = True
     moments: int = 2
+    update_passes: float = 0.0
     moments_dtype: str = "float32"
     parameters_dtype: str = ""
     overlap_grad_reduce: bool = True
@@ -175,8 +177,8 @@ class Stack:
                 raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(DTYPE_BYTES)}, got {found!r}")
         if any(not 0 < width < 1 for width in self.spread.values()):
             raise ConfigError(f"stack {self.name}: each spread must be in (0, 1), got {self.spread}")
-        if self.moments not in (0, 1, 2):
-            raise ConfigError(f"stack {self.name}: moments must be 0, 1 or 2, got {self.moments}")
+        if type(self.moments) is not int or self.moments < 0:
+            raise ConfigError(f"stack {self.name}: moments must be 0, 1, 2, ..., got {self.moments}")
         if not 0 < self.host_optimizer <= 1:
             raise ConfigError(f"stack {self.name}: host_optimizer must be a share in (0, 1], got {self.host_optimizer}")
         if self.imbalance < 1 or any(not 0 <= share <= 1 for share in self.hidden.values()):

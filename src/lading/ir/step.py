@@ -2,17 +2,18 @@
 
 Micro-batches are unrolled, gradients accumulated in place, clipped by their global norm, and every parameter updated
 as soon as its gradient is final and nothing still reads the old value. The operations added are those that eager
-PyTorch runs (``AccumulateGrad``, ``clip_grad_norm_``, fused AdamW), so the numbers are the same to the bit.
+PyTorch runs (``AccumulateGrad``, ``clip_grad_norm_``, and what moves the parameter), so the numbers are the same to the
+bit.
 
-[Note: master weights] With ``master_weights``, a parameter of less than 32 bits has a float32 master beside its two
-moments. Its gradients are summed over micro-batches in float32, clipped in float32 and applied to the master, and
+[Note: master weights] With ``master_weights``, a parameter of less than 32 bits has a float32 master beside its other
+states. Its gradients are summed over micro-batches in float32, clipped in float32 and applied to the master, and
 the parameter becomes the master rounded; ``lading.optim.master`` is the same in plain PyTorch.
 
 [Note: states in parts] The states of a large parameter are storages of a few MiB each, with one update for each, on
-views of the parameter and its gradient, so that they can pass through the device one after another. The fused kernel
-treats elements alone, in vectors from the start of what it is given: cut at whole vectors, parts give the bits of
-the whole (tests/optim/test_adamw.py). A rule for matrices (``lading.ir.updates``) needs them whole: its states are cut
-between matrices only.
+views of the parameter and its gradient, so that they can pass through the device one after another. Fused kernels
+treat elements alone, in vectors from the start of what they are given: cut at whole vectors, parts give the bits of
+the whole (tests/optim/test_parameter_rules.py). A rule that needs the whole parameter says so
+(``ParameterRule.whole``); for a rule for matrices (``lading.ir.updates``) states are cut between matrices only.
 """
 
 from __future__ import annotations
@@ -43,21 +44,16 @@ from lading.ir.graph import (
     row_major,
 )
 from lading.ir.updates import (
+    PREFIX,
     Member,
     Tensors,
-    counts_updates,
     grouped,
     members,
-    product_dtype,
-    state_shapes,
     update_op,
-    workspace_elements,
 )
+from lading.optim.registry import default_rule, name_of
+from lading.optim.rule import ParameterRule
 
-#: The operation that updates a parameter or a part of it: (param, grad, exp_avg, exp_avg_sq, step), all but grad
-#: mutated. Named: ``master`` (float32 weights), ``coefficient`` (of the gradient), ``first`` (False: another part of
-#: this parameter has counted the step).
-ADAMW = "lading.adamw"
 #: Least elements of a part: 4 MiB of float32, which a disk moves at nearly full speed.
 PART_ELEMENTS = 1 << 20
 #: A model has about this many parts at most, so that the step stays short.
@@ -72,16 +68,18 @@ def expand(
     *,
     clip_norm: float = 0.0,
     master_weights: bool = False,
+    optimizer: ParameterRule | None = None,
     matrices: Matrices | None = None,
     part_elements: int = PART_ELEMENTS,
 ) -> StepGraph:
-    """The whole step of ``graph.accumulation`` micro-batches with AdamW, and a rule for matrices beside it.
+    """The whole step of ``graph.accumulation`` micro-batches, with the updates of all trained parameters.
 
     Args:
         graph: One micro-batch, as captured.
         clip_norm: Limit of the global gradient norm as in ``torch.nn.utils.clip_grad_norm_``; 0 switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master. See [Note: master weights].
-        matrices: Which parameters a rule moves as matrices, and by which; None leaves all to AdamW.
+        optimizer: What moves parameters; None for the default, AdamW.
+        matrices: Which parameters another rule moves as matrices, and by which; None leaves all to ``optimizer``.
         part_elements: Least elements of a part of an optimizer state. See [Note: states in parts].
 
     Raises:
@@ -92,7 +90,7 @@ def expand(
     trained = [p for p in graph.parameters if p.gradient is not None]
     if not trained:
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
-    builder = _Builder(graph, master_weights, matrices)
+    builder = _Builder(graph, master_weights, optimizer or default_rule(), matrices)
     for micro in range(graph.accumulation):
         builder.add_micro_batch(micro)
     coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
@@ -109,8 +107,11 @@ class _Builder:
         parts: Rows of the parts of each parameter that the rule for matrices moves, by the parameter's tensor.
     """
 
-    def __init__(self, graph: StepGraph, master_weights: bool, matrices: Matrices | None) -> None:
-        self.graph, self.master_weights, self.matrices = graph, master_weights, matrices
+    def __init__(
+        self, graph: StepGraph, master_weights: bool, optimizer: ParameterRule, matrices: Matrices | None
+    ) -> None:
+        self.graph, self.master_weights = graph, master_weights
+        self.optimizer, self.matrices = optimizer, matrices
         self.parts = grouped(graph, matrices)[0] if matrices is not None else {}
         self.storages = list(graph.storages)
         self.tensors = list(graph.tensors)
@@ -285,24 +286,48 @@ class _Builder:
         """One update, or one for each part of the states. See [Note: states in parts]."""
         if self.matrices is not None and parameter.tensor in self.parts:
             return self._matrix_updates(parameter, self.matrices, coefficient, part_elements)
+        rule, name = self.optimizer, parameter.names[0]
         value, gradient = self.tensors[parameter.tensor], self.tensors[self.gradients[parameter.tensor]]
-        count = -(-prod(value.shape) // max(part_elements, _UNIT))
+        count = 1 if rule.whole else -(-prod(value.shape) // max(part_elements, _UNIT))
         if count <= 1 or not (value.is_row_major and gradient.is_row_major):
             pairs = [(parameter.tensor, self.gradients[parameter.tensor])]
         else:
             cuts = zip(_cut(value, count), _cut(gradient, count), strict=True)
             pairs = [(self._tensor(v), self._tensor(g)) for v, g in cuts]
-        step = self._scalar(f"{parameter.names[0]}.step", Role.OPTIMIZER_STATE)
-        suffixes = ("exp_avg", "exp_avg_sq", *(("master",) if self.has_master(parameter) else ()))
-        parts = {suffix: [self._state(parameter, suffix, pair[0]) for pair in pairs] for suffix in suffixes}
+        step = self._scalar(f"{name}.step", Role.OPTIMIZER_STATE) if rule.counts else None
+        whole = rule.states(value.shape)
+        suffixes = (*whole, *(("master",) if self.has_master(parameter) else ()))
+        parts = {suffix: [self._rule_state(parameter, suffix, pair[0]) for pair in pairs] for suffix in suffixes}
         for suffix, tensors in parts.items():
-            dtype = self.tensors[tensors[0]].dtype
-            self.states.append(State(f"{parameter.names[0]}.{suffix}", dtype, value.shape, tuple(tensors)))
-        self.states.append(State(f"{parameter.names[0]}.step", "float32", (), (step,)))
+            shape = whole[suffix].shape if suffix in whole else value.shape
+            self.states.append(State(f"{name}.{suffix}", self.tensors[tensors[0]].dtype, shape, tuple(tensors)))
+        if step is not None:
+            self.states.append(State(f"{name}.step", "float32", (), (step,)))
         return [
-            self._update(parameter, pair, [parts[s][i] for s in suffixes], step, coefficient, first=i == 0)
+            self._update(
+                parameter,
+                Tensors(
+                    param=pair[0], grad=pair[1], states=tuple(parts[suffix][i] for suffix in whole), step=step,
+                    first=i == 0, master=parts["master"][i] if "master" in parts else None, coefficient=coefficient,
+                ),
+            )
             for i, pair in enumerate(pairs)
-        ]
+        ]  # fmt: skip
+
+    def _rule_state(self, parameter: Parameter, suffix: str, like: int) -> int:
+        """A state of the rule, or the master, of a part of a parameter."""
+        shape = self.tensors[like].shape
+        state = self.optimizer.states(shape).get(suffix)
+        if state is None or (state.shape == shape and not state.dtype):
+            return self._state(parameter, suffix, like)
+        dtype = state.dtype or self._moved_dtype(parameter)
+        offset = self.tensors[like].offset
+        name = f"{parameter.names[0]}.{suffix}" + (f"[{offset}]" if like != parameter.tensor else "")
+        return self._fresh(name, dtype, state.shape, Role.OPTIMIZER_STATE)
+
+    def _moved_dtype(self, parameter: Parameter) -> str:
+        """Dtype of the weights that move: of the parameter, or of its master."""
+        return "float32" if self.has_master(parameter) else self.tensors[parameter.tensor].dtype
 
     def _matrix_updates(
         self, parameter: Parameter, matrices: Matrices, coefficient: int | None, part_elements: int
@@ -315,7 +340,7 @@ class _Builder:
                 f"{name}: expected a parameter that lies in memory row by row for {matrices.rule}, got strides "
                 f"{value.stride} of shape {value.shape}; make it contiguous, or set it to 'rest' in matrices.parameters"
             )
-        step = self._scalar(f"{name}.step", Role.OPTIMIZER_STATE) if counts_updates(rule) else None
+        step = self._scalar(f"{name}.step", Role.OPTIMIZER_STATE) if rule.counts else None
         interleaved = len(value.shape) == 3 and len(self.parts[parameter.tensor]) > 1
         master = (
             self._state(parameter, "master", parameter.tensor) if interleaved and self.has_master(parameter) else None
@@ -334,8 +359,8 @@ class _Builder:
                     coefficient=coefficient, workspace=self._workspace(matrices, piece),
                 )  # fmt: skip
                 ops.append(self._sized(update_op(matrices, piece.shape, tensors, name.rpartition(".")[0])))
-            for suffix, shape in state_shapes(rule, *member.shape[1:]).items():
-                whole = shape if len(value.shape) == 2 else (member.shape[0], *shape)
+            for suffix, state in rule.states(*member.shape[1:]).items():
+                whole = state.shape if len(value.shape) == 2 else (member.shape[0], *state.shape)
                 tensors_of = tuple(held[suffix] for held in states)
                 self.states.append(
                     State(f"{member.label}.{suffix}", self.tensors[tensors_of[0]].dtype, whole, tensors_of)
@@ -349,13 +374,12 @@ class _Builder:
     def _matrix_states(self, parameter: Parameter, matrices: Matrices, piece: Member, start: int) -> dict[str, int]:
         """States of the matrices of one update, by suffix; those after the first run of a stack are numbered."""
         count, rows, columns = piece.shape
-        dtype = self.tensors[parameter.tensor].dtype if matrices.rule == "muon" else "float32"
-        dtype = "float32" if self.has_master(parameter) else dtype
         stack = (count,) if len(piece.value.shape) == 3 else ()
         found: dict[str, int] = {}
-        for suffix, shape in state_shapes(matrices.made(), rows, columns).items():
+        for suffix, state in matrices.made().states(rows, columns).items():
             name = f"{piece.label}.{suffix}" + (f"[{start}]" if start else "")
-            found[suffix] = self._fresh(name, dtype, (*stack, *shape), Role.OPTIMIZER_STATE)
+            dtype = state.dtype or self._moved_dtype(parameter)
+            found[suffix] = self._fresh(name, dtype, (*stack, *state.shape), Role.OPTIMIZER_STATE)
         return found
 
     def _master_of(self, parameter: Parameter, piece: Member, param: int, whole: int | None) -> int | None:
@@ -370,10 +394,11 @@ class _Builder:
 
     def _workspace(self, matrices: Matrices, piece: Member) -> int | None:
         """What the rule works in, if that has a place in the arena."""
-        elements = workspace_elements(matrices.made(), *piece.shape[1:])
+        rule = matrices.made()
+        elements = rule.workspace_elements(*piece.shape[1:])
         if not elements:
             return None
-        return self._fresh(f"{piece.label}.workspace", product_dtype(matrices.made()), (elements,), Role.WORKSPACE)
+        return self._fresh(f"{piece.label}.workspace", rule.product_dtype, (elements,), Role.WORKSPACE)
 
     def _fresh(self, name: str, dtype: str, shape: tuple[int, ...], role: Role) -> int:
         """A row-major tensor with a storage of its own."""
@@ -397,23 +422,24 @@ class _Builder:
         storage = self._storage(name, extent * DTYPE_BYTES[dtype], Role.OPTIMIZER_STATE)
         return self._tensor(dataclasses.replace(part, storage=storage, dtype=dtype, offset=part.offset if whole else 0))
 
-    def _update(
-        self,
-        parameter: Parameter,
-        pair: tuple[int, int],
-        states: list[int],
-        step: int,
-        coefficient: int | None,
-        *,
-        first: bool,
-    ) -> Op:
-        tensors = (*pair, *states[:2], step)
-        named = {"master": states[2] if len(states) > 2 else None, "coefficient": coefficient}
+    def _update(self, parameter: Parameter, tensors: Tensors) -> Op:
+        """The update of a parameter, or of a part of one."""
+        rule = self.optimizer
+        counting = () if tensors.step is None else (tensors.step,)
+        args = (tensors.param, tensors.grad, *tensors.states, *counting)
+        named = {"master": tensors.master, "coefficient": tensors.coefficient}
         extra = {name: tensor for name, tensor in named.items() if tensor is not None}
-        mutates = (pair[0], *states, *((step,) if first else ()))
-        op = self._op(ADAMW, tuple(map(Ref, tensors)), parameter, (*tensors, *extra.values()), mutates=mutates)
-        kwargs: tuple[tuple[str, Arg], ...] = tuple((name, Ref(tensor)) for name, tensor in extra.items())
-        return dataclasses.replace(op, kwargs=(*kwargs, *(() if first else (("first", False),))), kind=OpKind.STEP)
+        masters = () if tensors.master is None else (tensors.master,)
+        mutates = (tensors.param, *tensors.states, *masters, *(counting if tensors.first else ()))
+        op = self._op(
+            PREFIX + name_of(rule), tuple(map(Ref, args)), parameter, (*args, *extra.values()), mutates=mutates
+        )
+        later: tuple[tuple[str, Arg], ...] = (("first", False),) if counting and not tensors.first else ()
+        settings: Arg = tuple((key, getattr(rule, key)) for key in rule.planned)
+        planned: tuple[tuple[str, Arg], ...] = (("settings", settings),) if settings else ()
+        kwargs = (*((name, Ref(tensor)) for name, tensor in extra.items()), *later, *planned)
+        again = int(rule.passes * self.tensors[tensors.param].touched_bytes)
+        return dataclasses.replace(op, kwargs=kwargs, kind=OpKind.STEP, bytes_read=op.bytes_read + again)
 
     def _making(
         self, name: str, args: tuple[Arg, ...], parameter: Parameter, inputs: tuple[int, ...], output: int

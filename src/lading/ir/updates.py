@@ -1,10 +1,11 @@
-"""Updates of whole matrices as operations of the step: Muon, Shampoo, SOAP.
+"""Updates as operations of the step, whatever rule moves what (``lading.optim.registry``).
 
-An operation ``lading.<rule>`` moves one matrix, or several of equal shape (experts of a stack): its arguments are
-(param, grad, states..., step), all but grad mutated; ``step`` only where the rule counts updates. Named: ``settings``
-of the rule, ``master`` and ``coefficient`` as for AdamW, ``first`` (False: another operation of this parameter has
-counted the step). What Muon's iteration works in is an output, a workspace with a place in the arena for as long as the
-operation takes; what Shampoo and SOAP work in is scratch of their kernels.
+An operation ``lading.<rule>`` moves a parameter, a part of one, or one matrix or several of equal shape (experts of a
+stack). Its arguments are (param, grad, states..., step), all but grad mutated; ``step`` only where the rule counts
+updates. Named: ``master`` (float32 weights), ``coefficient`` (of the gradient), ``first`` (False: another operation of
+this parameter has counted the step), and ``settings``: all of a rule for matrices; of another rule those from which its
+states follow, as the rest may change from step to step. What a rule for matrices works in may be an output, a workspace
+with a place in the arena for as long as the operation takes.
 """
 
 from __future__ import annotations
@@ -12,26 +13,37 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 from lading.grouping import Described, Grouping, Matrices, Use, group
 from lading.ir.graph import Arg, Op, OpKind, Parameter, Phase, Ref, StepGraph, Tensor, refs
-from lading.rules import SOAP, MatrixRule, Muon, Shampoo, Work, make_rule
+from lading.optim.registry import DEFAULT, make_rule
+from lading.optim.rule import MatrixRule, ParameterRule, Work
 
 PREFIX = "lading."
-#: Rules that count updates, for bias corrections and for what is due now and then.
-_COUNTING = (Shampoo, SOAP)
 #: Tables are looked up in by these.
 _LOOKUPS = ("aten.embedding.", "aten.embedding_bag", "aten._embedding_bag", "aten.index_select.")
 
 
-def rule_of(op: Op) -> MatrixRule | None:
-    """The rule by which an operation moves matrices; None if it does not."""
-    settings = dict(op.kwargs).get("settings")
-    if not op.name.startswith(PREFIX) or settings is None:
+def rule_of(op: Op) -> ParameterRule | MatrixRule | None:
+    """The rule by which an operation moves parameters, with the settings that are planned; None if it does not."""
+    if not op.name.startswith(PREFIX):
         return None
-    pairs = cast("tuple[tuple[str, bool | int | float | str], ...]", settings)
-    return make_rule(op.name.removeprefix(PREFIX), dict(pairs))
+    settings = cast("tuple[tuple[str, bool | int | float | str], ...]", dict(op.kwargs).get("settings", ()))
+    return _rule(op.name.removeprefix(PREFIX), settings)
+
+
+@lru_cache(maxsize=256)
+def _rule(name: str, settings: tuple[tuple[str, bool | int | float | str], ...]) -> ParameterRule | MatrixRule:
+    """Operations of a step have few different settings."""
+    return make_rule(name, dict(settings))
+
+
+def matrix_rule_of(op: Op) -> MatrixRule | None:
+    """The rule by which an operation moves matrices; None if it does not."""
+    rule = rule_of(op)
+    return rule if isinstance(rule, MatrixRule) else None
 
 
 def matrices_of(graph: StepGraph, op: Op) -> tuple[int, int, int]:
@@ -42,34 +54,11 @@ def matrices_of(graph: StepGraph, op: Op) -> tuple[int, int, int]:
 
 def work_of(graph: StepGraph, op: Op) -> tuple[MatrixRule, int, Work] | None:
     """Rule, number of matrices, and the work for each; None if the operation moves no matrices."""
-    rule = rule_of(op)
+    rule = matrix_rule_of(op)
     if rule is None:
         return None
     count, rows, columns = matrices_of(graph, op)
     return rule, count, rule.work(rows, columns)
-
-
-def product_dtype(rule: MatrixRule) -> str:
-    """In which products run."""
-    return rule.dtype if isinstance(rule, Muon) else "float32"
-
-
-def state_shapes(rule: MatrixRule, rows: int, columns: int) -> dict[str, tuple[int, int]]:
-    """States of one matrix; Muon's has the parameter's dtype, the others are float32."""
-    own, left, right = (rows, columns), (rows, rows), (columns, columns)
-    if isinstance(rule, Muon):
-        return {"momentum": own}
-    if isinstance(rule, Shampoo):
-        grafted = {"grafted": own} if rule.grafting == "adam" else {}
-        return {"filtered": own, "left": left, "right": right, "left_root": left, "right_root": right, **grafted}
-    return {
-        "exp_avg": own, "exp_avg_sq": own, "left": left, "right": right, "left_basis": left, "right_basis": right,
-    }  # fmt: skip
-
-
-def workspace_elements(rule: MatrixRule, rows: int, columns: int) -> int:
-    """Of Muon's iteration, in its dtype: the matrix before and after a step, and two squares of the short side."""
-    return 2 * rows * columns + 2 * min(rows, columns) ** 2 if isinstance(rule, Muon) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +112,6 @@ def members(name: str, value: Tensor, gradient: Tensor, parts: Sequence[int]) ->
     return found
 
 
-def counts_updates(rule: MatrixRule) -> bool:
-    """Whether updates are numbered."""
-    return isinstance(rule, _COUNTING)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
     """What an update works on, by id; ``first``: it counts the step."""
@@ -171,19 +155,17 @@ def update_op(matrices: Matrices, shape: tuple[int, int, int], tensors: Tensors,
 
 def step_of(op: Op) -> int | None:
     """The tensor that counts updates; None for what does not move matrices, or counts none."""
-    rule = rule_of(op)
-    if rule is None or not counts_updates(rule):
-        return None
-    return next(refs(op.args[-1]))
+    rule = matrix_rule_of(op)
+    return None if rule is None or not rule.counts else next(refs(op.args[-1]))
 
 
 def always_due(op: Op) -> Op:
     """The operation with what is due now and then due at every update."""
-    settings = dict(op.kwargs).get("settings")
-    if step_of(op) is None or settings is None:
+    rule = matrix_rule_of(op)
+    if rule is None or not rule.due:
         return op
-    pairs = cast("tuple[tuple[str, Arg], ...]", settings)
-    due: Arg = tuple((key, 1 if key in ("frequency", "start") else value) for key, value in pairs)
+    pairs = cast("tuple[tuple[str, Arg], ...]", dict(op.kwargs)["settings"])
+    due: Arg = tuple((key, 1 if key in rule.due else value) for key, value in pairs)
     return dataclasses.replace(op, kwargs=(*(pair for pair in op.kwargs if pair[0] != "settings"), ("settings", due)))
 
 
@@ -227,8 +209,11 @@ def _first_use(uses: set[Use], is_head: bool) -> Use:
     return next((use for use in (Use.PRODUCT, Use.CONVOLUTION) if use in uses), Use.OTHER)
 
 
-def grouped(graph: StepGraph, matrices: Matrices) -> tuple[dict[int, tuple[int, ...]], str]:
+def grouped(graph: StepGraph, matrices: Matrices, beside: str = DEFAULT) -> tuple[dict[int, tuple[int, ...]], str]:
     """Parts of each matrix that the rule moves, by the parameter's tensor; and who moves what, in words.
+
+    Args:
+        beside: Name of the rule that moves the rest.
 
     Raises:
         ConfigError: as ``lading.grouping.group``.
@@ -236,4 +221,6 @@ def grouped(graph: StepGraph, matrices: Matrices) -> tuple[dict[int, tuple[int, 
     trained = [p for p in graph.parameters if p.gradient is not None]
     named = described(graph, trained)
     found: Grouping = group(matrices, named)
-    return {trained[i].tensor: parts for i, parts in found.matrices.items()}, found.describe(matrices.rule, named)
+    return {trained[i].tensor: parts for i, parts in found.matrices.items()}, found.describe(
+        matrices.rule, named, beside
+    )

@@ -23,19 +23,27 @@ from lading.ir.step import expand
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 from lading.memory.verify import verify
+from lading.optim.registry import default_rule, rule_from_dict
+from lading.optim.rule import ParameterRule
 
 _ACTION_TIMES = re.compile(r"(\d{1,15}\.\d{3}) (\d{1,15}\.\d{3})\Z")
 
 
 def step_of(
-    captured: StepGraph, machine: Machine, *, clip_norm: float, master_weights: bool, matrices: Matrices | None = None
+    captured: StepGraph,
+    machine: Machine,
+    *,
+    clip_norm: float,
+    master_weights: bool,
+    optimizer: ParameterRule | None = None,
+    matrices: Matrices | None = None,
 ) -> StepGraph:
     """Whole step of a captured micro-batch, with the operations of the machine's device.
 
     Raises:
         ConfigError: an operation has no kernel there, or the rule for matrices cannot move what it is told to.
     """
-    step = expand(captured, clip_norm=clip_norm, master_weights=master_weights, matrices=matrices)
+    step = expand(captured, clip_norm=clip_norm, master_weights=master_weights, optimizer=optimizer, matrices=matrices)
     return retarget(step, machine.device.kind, flash="bfloat16" in machine.device.peak_flops_per_s)
 
 
@@ -48,9 +56,19 @@ def program_of(plan: Plan, captured: StepGraph) -> Program:
         machine,
         clip_norm=request.settings.get("clip_norm", 0.0),
         master_weights=bool(request.settings.get("master_weights", 0.0)),
+        optimizer=planned_optimizer(plan),
         matrices=matrices_from(request.matrices) if request.matrices is not None else None,
     )
     return restore_program(plan, step, machine)
+
+
+def planned_optimizer(plan: Plan) -> ParameterRule:
+    """Rule that moves parameters, with the settings that the plan was made with.
+
+    Raises:
+        ConfigError: no such rule here.
+    """
+    return default_rule() if plan.request.optimizer is None else rule_from_dict(plan.request.optimizer)
 
 
 def restore_program(plan: Plan, step: StepGraph, machine: Machine) -> Program:

@@ -1,33 +1,56 @@
-"""AdamW as a rule: all of it elementwise, so that pieces of any shape give the bits of the whole."""
+"""Adam: Kingma and Ba, https://arxiv.org/abs/1412.6980; as ``torch.optim.Adam(fused=True)``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
+from lading.errors import check_number
+from lading.optim.rule import ParameterRule, States, StateSpec
 
-from lading.optim.adamw import AdamWSettings
-from lading.optim.rule import Held, State, States
+if TYPE_CHECKING:
+    import torch
 
 
-class AdamWRule:
-    """Bit-equal to ``torch.optim.AdamW(foreach=False)``. Not a ``Rule``: there is no direction of a whole."""
+@dataclass(frozen=True, kw_only=True)
+class Adam(ParameterRule):
+    """Adam, whose weight decay is a part of the gradient; the meaning of every number is ``torch.optim.Adam``'s."""
 
-    def __init__(self, settings: AdamWSettings) -> None:
-        self.settings = settings
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
 
-    def states(self, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, State]:
+    counts: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_number("lr", self.lr, 0)
+        check_number("beta1", self.beta1, 0, 1)
+        check_number("beta2", self.beta2, 0, 1)
+        check_number("eps", self.eps, 0, above=True)
+        check_number("weight_decay", self.weight_decay, 0)
+
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
         """Both moments."""
-        moment = State(Held.ELEMENTWISE, shape, dtype)
-        return {"exp_avg": moment, "exp_avg_sq": moment}
+        return {"exp_avg": StateSpec(shape), "exp_avg_sq": StateSpec(shape)}
 
-    def step(self, param: torch.Tensor, grad: torch.Tensor, held: States, *, lr: float, update: int) -> None:
-        """Move a piece of the parameter; ``update`` counts from 1."""
-        s = self.settings
-        param.mul_(1 - lr * s.weight_decay)
-        held["exp_avg"].lerp_(grad, 1 - s.beta1)
-        held["exp_avg_sq"].mul_(s.beta2).addcmul_(grad, grad, value=1 - s.beta2)
-        size = lr / (1 - s.beta1**update)
-        root = (1 - s.beta2**update) ** 0.5
-        denominator = (held["exp_avg_sq"].sqrt() / root).add_(s.eps)
-        param.addcdiv_(held["exp_avg"], denominator, value=-size)
+    def update(
+        self, param: torch.Tensor, grad: torch.Tensor, states: States, *, lr: float, step: torch.Tensor | None
+    ) -> None:
+        """Run torch's fused kernel; parts that begin at whole vectors give the bits of the whole."""
+        import torch
+
+        assert step is not None
+        torch._fused_adam_(  # pyright: ignore[reportPrivateImportUsage]
+            [param], [grad], [states["exp_avg"]], [states["exp_avg_sq"]], [], [step],
+            lr=lr, beta1=self.beta1, beta2=self.beta2, weight_decay=self.weight_decay, eps=self.eps,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        """``torch.optim.Adam``, fused."""
+        import torch
+
+        return torch.optim.Adam(params, self.lr, (self.beta1, self.beta2), self.eps, self.weight_decay, fused=True)

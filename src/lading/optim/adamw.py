@@ -1,53 +1,72 @@
-"""AdamW of one parameter, by the kernel that ``torch.optim.AdamW(fused=True)`` runs."""
+"""AdamW: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101; as ``torch.optim.AdamW(fused=True)``."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
+from lading.errors import check_number
+from lading.optim.rule import ParameterRule, States, StateSpec
 
-
-class AdamWSettings(Protocol):
-    """What an update needs besides the learning rate; ``lading.config.AdamW`` is one."""
-
-    @property
-    def beta1(self) -> float: ...
-    @property
-    def beta2(self) -> float: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
+if TYPE_CHECKING:
+    import torch
 
 
-def adamw_step(
-    param: torch.Tensor,
-    grad: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    step: torch.Tensor,
-    *,
-    lr: float,
-    settings: AdamWSettings,
-    counted: bool = False,
-) -> None:
-    """Update ``param``, ``exp_avg``, ``exp_avg_sq`` and ``step`` in place, bit-equal to the fused optimizer.
+@dataclass(frozen=True, kw_only=True)
+class AdamW(ParameterRule):
+    """AdamW with decoupled weight decay; the meaning of every number is ``torch.optim.AdamW``'s."""
 
-    The tensors may be a part of a parameter and of its states: parts give the bits of the whole where each begins at a
-    whole vector of the CPU (64 elements are that everywhere). ``step`` is then counted once for all of them.
+    lr: float = 3e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
 
-    Args:
-        param, grad, exp_avg, exp_avg_sq: Same shape, dtype and (dense) strides; the kernel walks memory, not indices.
-        step: float32 scalar, the number of updates so far.
-        lr: Learning rate of this update.
-        counted: Whether ``step`` has counted this update already.
+    counts: ClassVar[bool] = True
 
-    Source: ``torch.optim.adam._fused_adam``; Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
-    """
-    if not counted:
-        step += 1
-    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-        [param], [grad], [exp_avg], [exp_avg_sq], [], [step],
-        lr=lr, beta1=settings.beta1, beta2=settings.beta2, weight_decay=settings.weight_decay, eps=settings.eps,
-        amsgrad=False, maximize=False,
-    )  # fmt: skip
+    def __post_init__(self) -> None:
+        check_number("lr", self.lr, 0)
+        check_number("beta1", self.beta1, 0, 1)
+        check_number("beta2", self.beta2, 0, 1)
+        check_number("eps", self.eps, 0, above=True)
+        check_number("weight_decay", self.weight_decay, 0)
+
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+        """Both moments."""
+        return {"exp_avg": StateSpec(shape), "exp_avg_sq": StateSpec(shape)}
+
+    def update(
+        self, param: torch.Tensor, grad: torch.Tensor, states: States, *, lr: float, step: torch.Tensor | None
+    ) -> None:
+        """Run torch's fused kernel, which walks memory, not indices.
+
+        Parts give the bits of the whole where each begins at a whole vector of the CPU; 64 elements are that
+        everywhere.
+        """
+        import torch
+
+        assert step is not None
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
+            [param], [grad], [states["exp_avg"]], [states["exp_avg_sq"]], [], [step],
+            lr=lr, beta1=self.beta1, beta2=self.beta2, weight_decay=self.weight_decay, eps=self.eps,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    def update_piece(self, param: torch.Tensor, grad: torch.Tensor, states: States, *, lr: float, update: int) -> None:
+        """Move a piece of any shape, bit-equal to ``torch.optim.AdamW(foreach=False)``."""
+        param.mul_(1 - lr * self.weight_decay)
+        states["exp_avg"].lerp_(grad, 1 - self.beta1)
+        states["exp_avg_sq"].mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+        size = lr / (1 - self.beta1**update)
+        root = (1 - self.beta2**update) ** 0.5
+        denominator = (states["exp_avg_sq"].sqrt() / root).add_(self.eps)
+        param.addcdiv_(states["exp_avg"], denominator, value=-size)
+
+    def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        """``torch.optim.AdamW``, fused."""
+        import torch
+
+        return torch.optim.AdamW(
+            params, self.lr, (self.beta1, self.beta2), self.eps, self.weight_decay, fused=True
+        )  # fmt: skip

@@ -2,12 +2,168 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
+from lading.optim.rule import (
+    MatrixCase,
+    MatrixRule,
+    Rule,
+    States,
+    StateSpec,
+    Work,
+    check_choices,
+    check_ranges,
+    move,
+)
 
-from lading.optim.rule import Held, State, States, move
-from lading.rules import Muon, Work
+if TYPE_CHECKING:
+    import torch
+
+#: What oneDNN takes for a product of 16-bit numbers on one thread. Measured: 132100 bytes at most, torch 2.13.
+_PRODUCT_BYTES = 136 << 10
+#: What torch turns a matrix through that does not lie row by row: 60 by 60 elements.
+_TURNED_BYTES = 16 << 10
+#: Of algorithm 1 of arXiv:2505.16932; the last goes on.
+_POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+
+def _within_bf16(steps: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:
+    """With the room that algorithm 1 leaves for rounding: 1.01 in the norm, and in what each step but the last gets."""
+
+    def smaller(step: tuple[float, float, float], by: float) -> tuple[float, float, float]:
+        return step[0] / by, step[1] / by**3, step[2] / by**5
+
+    first, *middle, last = steps
+    return smaller(first, 1.01**2), *(smaller(step, 1.01) for step in middle), last
+
+
+#: Coefficients (a, b, c) of the steps X <- a X + (b A + c A^2) X, with A = X X^T, by name; the last goes on.
+COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    # Jordan, https://kellerjordan.github.io/posts/muon/
+    "jordan": ((3.4445, -4.7750, 2.0315),),
+    # Amsel, Persson, Musco, Gower, https://arxiv.org/abs/2505.16932, algorithm 1.
+    "polar-express": _within_bf16(_POLAR_EXPRESS),
+    # You, in modded-nanogpt, https://github.com/KellerJordan/modded-nanogpt
+    "you": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(MatrixRule):
+    """Momentum, made orthogonal (Jordan, https://kellerjordan.github.io/posts/muon/); as ``torch.optim.Muon``.
+
+    Attributes:
+        coefficients: Of the iteration: "jordan", "polar-express" or "you".
+        scale: Of an update of a matrix of m rows and n columns: "original", sqrt(max(1, m / n)); "match-rms-adamw",
+            0.2 sqrt(max(m, n)); "none".
+        dtype: The iteration's.
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    weight_decay: float = 0.1
+    coefficients: str = "jordan"
+    steps: int = 5
+    eps: float = 1e-7
+    scale: Literal["original", "match-rms-adamw", "none"] = "original"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    default_lr: ClassVar[float] = 1e-3
+    usual_lr: ClassVar[float] = 0.02
+    counts: ClassVar[bool] = False
+    #: Momentum (12), look-ahead (12), rounding (6), norm and division (6), decay (8), step (18, with a copy of the
+    #: direction), as counted in ``lading.runtime.updates``.
+    elementwise_bytes: ClassVar[float] = 62.0
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            "muon",
+            {
+                "momentum": (self.momentum, 0, 1),
+                "weight_decay": (self.weight_decay, 0, math.inf),
+                "steps": (self.steps, 1, 99),
+                "eps": (self.eps, 0, 1),
+            },
+        )
+        check_choices(
+            "muon",
+            self,
+            {
+                "coefficients": tuple(COEFFICIENTS),
+                "scale": ("original", "match-rms-adamw", "none"),
+                "dtype": ("bfloat16", "float32"),
+            },
+        )
+
+    @property
+    def iteration(self) -> tuple[tuple[float, float, float], ...]:
+        """Coefficients of each step."""
+        known = COEFFICIENTS[self.coefficients]
+        return tuple(known[min(step, len(known) - 1)] for step in range(self.steps))
+
+    def scaled(self, rows: int, columns: int) -> float:
+        """Factor of the learning rate for a matrix."""
+        if self.scale == "original":
+            return math.sqrt(max(1.0, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns)) if self.scale == "match-rms-adamw" else 1.0
+
+    @property
+    def product_dtype(self) -> str:
+        """The iteration's."""
+        return self.dtype
+
+    @property
+    def travels(self) -> str:
+        """The iteration begins by rounding to its dtype, so that nothing is lost on the way."""
+        return self.dtype
+
+    def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
+        """Momentum."""
+        return {"momentum": StateSpec((rows, columns))}
+
+    def work(self, rows: int, columns: int) -> Work:
+        """A step is two products with the short side a, 2 a a b each, and one of 2 a^3."""
+        a, b = sorted((rows, columns))
+        return Work(((self.steps, a, a, b), (self.steps, a, a, a), (self.steps, a, b, a)), passes=4)
+
+    def shared_work(self, part: int, short: int, long: int) -> tuple[int, Work] | None:
+        """Each step's products, by rows; between two steps ranks tell each other theirs."""
+        return self.steps, Work(((1.0, part, short, long), (1.0, part, short, short), (1.0, part, long, short)))
+
+    def workspace_elements(self, rows: int, columns: int) -> int:
+        """The matrix before and after a step, and two squares of the short side."""
+        return 2 * rows * columns + 2 * min(rows, columns) ** 2
+
+    def scratch_bytes(self, case: MatrixCase) -> int:
+        """The look-ahead of some rows and its rounding, beside what is widened; or what a product takes."""
+        low = self.dtype == "bfloat16"
+        bytes_each = 8 + 4 * low if case.rounds else 4 + 2 * low + 4 * case.widens
+        elementwise = min(case.rows, case.rows_at_once) * case.columns * bytes_each
+        elementwise += _TURNED_BYTES if case.is_turned else 0
+        copied = 2 * case.rows * case.columns if case.rows > case.columns else 0  # an operand that is not row by row
+        return max(elementwise, copied + case.threads * _PRODUCT_BYTES if low else 0)
+
+    def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
+        """The iteration; nothing is due now and then."""
+        return MuonRule(self, shared=shared)
 
 
 def orthogonal(
@@ -22,6 +178,8 @@ def orthogonal(
     Source: Jordan, https://kellerjordan.github.io/posts/muon/; the same kernels in the same order as
     ``torch.optim.Muon`` where ``dtype`` is bfloat16.
     """
+    import torch
+
     tall = matrix.size(0) > matrix.size(1)
     x = matrix.to(dtype, copy=True)
     x = x.T if tall else x
@@ -46,6 +204,8 @@ class MuonRule:
     """
 
     def __init__(self, settings: Muon, *, shared: bool = False) -> None:
+        import torch
+
         self.settings, self.shared = settings, shared
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
 
@@ -53,10 +213,6 @@ class MuonRule:
     def travels(self) -> torch.dtype | None:
         """The iteration begins by rounding to its dtype, so that nothing is lost on the way."""
         return self._dtype
-
-    def states(self, shape: tuple[int, int], dtype: torch.dtype) -> Mapping[str, State]:
-        """Momentum."""
-        return {"momentum": State(Held.ELEMENTWISE, shape, dtype)}
 
     def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
         """Momentum, a step ahead with Nesterov."""
@@ -70,6 +226,22 @@ class MuonRule:
         if self.shared:
             return self.by_blocks(matrix, self.blocks(min(matrix.shape)), lambda product: product)
         return orthogonal(matrix, self.settings.iteration, self.settings.eps, self._dtype)
+
+    def direction_within(self, matrix: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """The iteration, in a matrix that may be overwritten and room for another and two squares of its short side."""
+        import torch
+
+        tall = matrix.shape[0] > matrix.shape[1]
+        a, b = min(matrix.shape), max(matrix.shape)
+        places = (room[: a * b].view(a, b), matrix.reshape(-1).view(a, b))
+        gram, mixed = (room[a * b + n * a * a :][: a * a].view(a, a) for n in (0, 1))
+        now = matrix.T if tall else matrix
+        now.div_(now.norm().clamp(min=self.settings.eps))
+        for turn, (ca, cb, cc) in enumerate(self.settings.iteration):
+            torch.mm(now, now.T, out=gram)
+            torch.addmm(gram, gram, gram, beta=cb, alpha=cc, out=mixed)
+            now = torch.addmm(now, mixed, now, beta=ca, out=places[turn % 2])
+        return now.T if tall else now
 
     def blocks(self, rows: int) -> list[slice]:
         """That ranks may share, of the short side's rows."""
@@ -85,6 +257,8 @@ class MuonRule:
             own: Blocks of rows.
             meet: From a product with these rows, the product with all.
         """
+        import torch
+
         tall = matrix.size(0) > matrix.size(1)
         x = (matrix.T if tall else matrix).to(self._dtype, copy=True).contiguous()
         x.div_(x.norm().clamp(min=self.settings.eps))

@@ -1,25 +1,40 @@
-"""Rule: an optimizer as pure functions of one parameter, so that anyone may run its parts anywhere.
+"""Rules: what an optimizer keeps of a parameter, what an update costs, and its arithmetic.
 
-An update is ``pre`` (elementwise: on any piece of the gradient), ``direction`` (on the whole matrix that ``pre`` gave)
-and ``post`` (elementwise again). A state is held with the pieces of its parameter, or whole with whoever runs
-``direction``. Functions read and write their arguments, nothing else: pieces give the bits of the whole.
+A rule is a frozen dataclass of its settings. What plans and costs ask of it needs no torch, which only its arithmetic
+imports, when it runs. There are two kinds:
 
->>> held, whole = fresh(rule, grad.shape, grad.device)
+- ``ParameterRule`` moves any parameter. Unless it is ``whole``, its update treats elements alone, so that states of a
+  large parameter can be cut into parts that pass through the device one after another.
+- ``MatrixRule`` moves whole matrices, beside a ``ParameterRule`` for what is none. Its arithmetic is a ``Rule``:
+  ``pre`` (elementwise: on any piece of the gradient), ``direction`` (on the whole matrix that ``pre`` gave) and
+  ``post`` (elementwise again), so that anyone may run its parts anywhere.
+
+A state is cut with its parameter, or whole with whoever runs ``direction``. Functions read and write their arguments,
+nothing else: pieces give the bits of the whole.
+
+>>> rule = Muon().maths()
+>>> held, whole = fresh(rule, grad.shape, grad.dtype, grad.device)
 >>> update_matrix(rule, param, grad, held, whole, lr=0.02, update=1)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import torch
+from lading.errors import ConfigError
 
-from lading.rules import Work
+if TYPE_CHECKING:
+    import torch
 
-States = dict[str, torch.Tensor]
+States = dict[str, "torch.Tensor"]
+#: Norms, orders, and what LAPACK takes whatever the size.
+SMALL_BYTES = 4 << 10
 
 
 class Held(StrEnum):
@@ -30,34 +45,219 @@ class Held(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """A state of one matrix, zero before the first update.
+class StateSpec:
+    """A state of a parameter or a matrix, zero before the first update.
 
     Attributes:
-        shape: Of a matrix as given to ``Rule.states``; that of the matrix itself if it is elementwise.
+        shape: Its own; that of the parameter or matrix if it is cut like it.
+        dtype: "float32", ...; "" for that of the weights that move: the parameter's, or its float32 master's.
     """
 
-    held: Held
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: str = ""
+    held: Held = Held.ELEMENTWISE
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one update of one matrix asks of a device.
+
+    Attributes:
+        products: (times, m, n, k): so many products of (m, k) by (k, n).
+        eigen: (times, n): decompositions of symmetric matrices of n rows; QR and roots count as what they cost.
+        passes: Times all elements of the matrix are read or written.
+    """
+
+    products: tuple[tuple[float, int, int, int], ...]
+    eigen: tuple[tuple[float, int], ...] = ()
+    passes: float = 0.0
+
+    @property
+    def flops(self) -> float:
+        """A multiply-add counts as two; a decomposition as 9 n^3 (Golub and Van Loan, Matrix Computations, 8.3)."""
+        products = sum(2 * times * m * n * k for times, m, n, k in self.products)
+        return products + sum(9 * times * n**3 for times, n in self.eigen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterRule(ABC):
+    """An optimizer that moves any parameter; a subclass is a frozen, keyword-only dataclass of its settings.
+
+    A new one is a file with such a class, and a line in ``lading.optim.registry``; or no line at all, and
+    "module:Class" for its name. What it costs follows from its states.
+
+    Attributes:
+        lr: Learning rate at its peak.
+        planned: Names of the settings from which states follow: a plan is for these values. The others may change.
+        counts: Whether updates are numbered; ``update`` is then given the number.
+        whole: Whether an update needs the whole parameter. Its states are then not cut: not into parts that move one
+            after another, and not over ranks.
+        temporaries: Numbers that ``update`` allocates for each element it is given.
+        passes: Times an update reads or writes an element besides operands once each.
+    """
+
+    lr: float = 1e-3
+    planned: ClassVar[tuple[str, ...]] = ()
+    counts: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    temporaries: ClassVar[int] = 0
+    passes: ClassVar[float] = 0.0
+
+    @abstractmethod
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+        """States of a parameter of this shape, or of a part of one, by name, in the order in which they are kept."""
+
+    @abstractmethod
+    def update(
+        self, param: torch.Tensor, grad: torch.Tensor, states: States, *, lr: float, step: torch.Tensor | None
+    ) -> None:
+        """Move a parameter and its states in place.
+
+        Args:
+            param, grad: Of one dtype, shape and dense strides; flat parts of these unless the rule is ``whole``.
+            states: By the names of ``states``.
+            lr: Learning rate of this update.
+            step: float32 scalar, the number of this update from 1; None where the rule does not count.
+        """
+
+    @abstractmethod
+    def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        """The optimizer of plain PyTorch to which ``update`` is equal to the bit."""
+
+    def update_piece(self, param: torch.Tensor, grad: torch.Tensor, states: States, *, lr: float, update: int) -> None:
+        """Move a piece of a parameter that ranks share, of any shape; ``update`` counts from 1.
+
+        Raises:
+            ConfigError: the rule cannot.
+        """
+        raise ConfigError(
+            f"expected a rule that moves pieces of parameters on ranks, as lading.AdamW does, got {type(self).__name__}"
+        )
+
+    @property
+    def moments(self) -> int:
+        """How many states of a matrix have its shape."""
+        shape = (2, 3)
+        return sum(state.shape == shape for state in self.states(shape).values())
+
+    def state_elements(self, shape: tuple[int, ...]) -> int:
+        """Elements of all states of a parameter."""
+        return sum(prod(state.shape) for state in self.states(shape).values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixCase:
+    """A matrix that an update moves, and how its tensors lie, for the scratch it takes.
+
+    Attributes:
+        rows_at_once: Rows that elementwise work takes at once.
+        threads: Compute threads.
+        rounds: What moves has fewer than 32 bits, so that copies of it are widened and rounded again.
+        widens: The gradient is cast on its way to a master.
+        is_wide: The gradient is float32.
+        is_turned: The gradient does not lie row by row.
+    """
+
+    rows: int
+    columns: int
+    rows_at_once: int
+    threads: int
+    rounds: bool
+    widens: bool
+    is_wide: bool
+    is_turned: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixRule(ABC):
+    """An optimizer that moves whole matrices; a subclass is a frozen, keyword-only dataclass of its settings.
+
+    Attributes:
+        default_lr: Learning rate of an optimizer for which none is said.
+        usual_lr: A learning rate at which it trains well, for demonstrations.
+        counts: Whether updates are numbered, for bias corrections and for what is due now and then.
+        due: Names of the settings that say how many updates pass until something is due; 1 for at every one.
+        elementwise_bytes: Bytes read and written for each element beside products, in float32.
+    """
+
+    default_lr: ClassVar[float]
+    usual_lr: ClassVar[float]
+    counts: ClassVar[bool] = True
+    due: ClassVar[tuple[str, ...]] = ()
+    elementwise_bytes: ClassVar[float]
+
+    @property
+    @abstractmethod
+    def product_dtype(self) -> str:
+        """Dtype in which products run."""
+
+    @property
+    @abstractmethod
+    def travels(self) -> str:
+        """Dtype in which a gradient travels to its owner without losing a bit; "" for the gradient's."""
+
+    @abstractmethod
+    def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
+        """States of one matrix, by name, in the order in which they are kept."""
+
+    @abstractmethod
+    def work(self, rows: int, columns: int) -> Work:
+        """Work of one direction, the mean over updates."""
+
+    @abstractmethod
+    def shared_work(self, part: int, short: int, long: int) -> tuple[int, Work] | None:
+        """Rounds of a direction that several ranks share, and one rank's work in each; None where none can share it.
+
+        Args:
+            part: Rows of each product that the rank computes, of ``short``.
+        """
+
+    @abstractmethod
+    def workspace_elements(self, rows: int, columns: int) -> int:
+        """Elements, of ``product_dtype``, of a place in the arena that a direction works in; 0 for scratch alone.
+
+        The matrix itself comes first in it, and ``WorkspaceRule.direction_within`` gets the rest.
+        """
+
+    @abstractmethod
+    def scratch_bytes(self, case: MatrixCase) -> int:
+        """Bytes that an update of one matrix allocates."""
+
+    @abstractmethod
+    def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
+        """The arithmetic.
+
+        Args:
+            shift: Staggers the updates at which something is due.
+            shared: Products are taken by blocks of rows, which several ranks may share.
+        """
+
+    @property
+    def cut_states(self) -> int:
+        """How many states are cut as the matrix is."""
+        return sum(state.held is Held.ELEMENTWISE for state in self.states(1, 1).values())
+
+    def state_elements(self, rows: int, columns: int) -> tuple[int, int]:
+        """Elements of states that are cut as the matrix is, and of those that lie whole with its owner."""
+        states = self.states(rows, columns).values()
+        cut, whole = (sum(prod(s.shape) for s in states if s.held is held) for held in Held)
+        return cut, whole
 
 
 class Rule(Protocol):
     """How a matrix moves. ``update`` counts the matrix's own updates from 1.
 
     Attributes:
-        settings: Of ``lading.rules``; those that no state's shape follows from may be exchanged between updates.
+        settings: A ``MatrixRule``; settings that no state's shape follows from may be exchanged between updates.
+        shared: Whether ranks may share its products; it is a ``SharedRule`` then.
     """
 
     settings: Any
+    shared: bool
 
     @property
     def travels(self) -> torch.dtype | None:
-        """Of what ``pre`` gives, where no bit is lost by sending it in that dtype; None for the gradient's."""
-        ...
-
-    def states(self, shape: tuple[int, int], dtype: torch.dtype) -> Mapping[str, State]:
-        """Of a matrix (rows, columns) with gradients of ``dtype``."""
+        """Dtype of what ``pre`` gives, where no bit is lost by sending it in that; None for the gradient's."""
         ...
 
     def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
@@ -65,7 +265,7 @@ class Rule(Protocol):
         ...
 
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:
-        """Of the whole matrix (rows, columns), contiguous; whole states move."""
+        """Direction of the whole matrix (rows, columns), contiguous; whole states move."""
         ...
 
     def post(
@@ -75,7 +275,35 @@ class Rule(Protocol):
         ...
 
     def work(self, rows: int, columns: int) -> Work:
-        """Of ``direction``."""
+        """Work of ``direction``."""
+        ...
+
+
+class SharedRule(Rule, Protocol):
+    """A ``Rule`` whose products ranks share by blocks of rows."""
+
+    def blocks(self, rows: int) -> list[slice]:
+        """Blocks of the short side's rows."""
+        ...
+
+    def by_blocks(
+        self, matrix: torch.Tensor, own: Sequence[slice], meet: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """The direction, of which this rank computes some rows of each product.
+
+        Args:
+            matrix: (rows, columns), the same on all that share it.
+            own: Blocks of rows.
+            meet: From a product with these rows, the product with all.
+        """
+        ...
+
+
+class WorkspaceRule(Rule, Protocol):
+    """A ``Rule`` that works in a place it is given."""
+
+    def direction_within(self, matrix: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """The direction of a matrix that may be overwritten, in the rest of ``MatrixRule.workspace_elements``."""
         ...
 
 
@@ -86,6 +314,7 @@ class WholeRule:
         """A rule; ``shift`` staggers the updates at which decompositions are due."""
         self.settings = settings
         self.shift = shift
+        self.shared = False
 
     @property
     def travels(self) -> torch.dtype | None:
@@ -101,6 +330,42 @@ class WholeRule:
         return self.settings.work(rows, columns)
 
 
+def copied_elements(case: MatrixCase) -> int:
+    """Numbers of float32 that a copy of the gradient takes where a rule needs it in that dtype, row by row."""
+    elements = case.rows * case.columns
+    return elements * (not case.is_wide or case.is_turned) + -(-elements // 2) * (case.rounds and case.is_turned)
+
+
+def check_ranges(name: str, low_high: Mapping[str, tuple[float, float, float]]) -> None:
+    """Check settings of a rule, by their names: (value, lowest, highest).
+
+    Raises:
+        ConfigError: one is out of range, or no number.
+    """
+    for key, (value, low, high) in low_high.items():
+        if type(value) not in (int, float) or not low <= value <= high or math.isinf(value):
+            limits = f">= {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+            raise ConfigError(f"{name}: expected {key} {limits}, got {value}")
+
+
+def check_choices(name: str, rule: object, choices: Mapping[str, Sequence[str]]) -> None:
+    """Check settings of a rule that are one of several words.
+
+    Raises:
+        ConfigError: one is none of them.
+    """
+    for key, allowed in choices.items():
+        if (got := getattr(rule, key)) not in allowed:
+            raise ConfigError(f"{name}: expected {key} to be one of {', '.join(allowed)}, got {got!r}")
+
+
+def dtype_of(state: StateSpec, moved: torch.dtype) -> torch.dtype:
+    """Dtype of a state beside weights of dtype ``moved``."""
+    import torch
+
+    return getattr(torch, state.dtype) if state.dtype else moved
+
+
 def move(param: torch.Tensor, direction: torch.Tensor, factor: float) -> None:
     """``param += factor * direction``, each element rounded once.
 
@@ -113,10 +378,12 @@ def move(param: torch.Tensor, direction: torch.Tensor, factor: float) -> None:
 def fresh(
     rule: Rule, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[States, States]:
-    """States before the first update: those held elementwise, and whole ones."""
+    """States of a matrix before the first update: those held elementwise, and whole ones."""
+    import torch
+
     found: dict[Held, States] = {Held.ELEMENTWISE: {}, Held.WHOLE: {}}
-    for name, state in rule.states(shape, dtype).items():
-        found[state.held][name] = torch.zeros(state.shape, dtype=state.dtype, device=device)
+    for name, state in rule.settings.states(*shape).items():
+        found[state.held][name] = torch.zeros(state.shape, dtype=dtype_of(state, dtype), device=device)
     return found[Held.ELEMENTWISE], found[Held.WHOLE]
 
 

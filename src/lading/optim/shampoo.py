@@ -2,16 +2,129 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
+from lading.optim.rule import (
+    SMALL_BYTES,
+    Held,
+    MatrixCase,
+    MatrixRule,
+    Rule,
+    States,
+    StateSpec,
+    WholeRule,
+    Work,
+    check_choices,
+    check_ranges,
+    copied_elements,
+    move,
+)
 
-from lading.optim.roots import eigen_root, newton_root
-from lading.optim.rule import Held, State, States, WholeRule, move
-from lading.rules import Shampoo
+if TYPE_CHECKING:
+    import torch
 
 #: Added to the norm that an update is divided by (Shi et al., arXiv:2309.06497, their code).
 _TINY = 1e-16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shampoo(MatrixRule):
+    """Gradients between inverse roots of their second moments by rows and columns (Gupta et al., arXiv:1802.09568).
+
+    Factors, filtering, bias corrections and grafting are those of Shi et al., arXiv:2309.06497.
+
+    Attributes:
+        beta1, beta2: Decay of the filtered gradient and of both factors.
+        eps: Added to the factors' eigenvalues.
+        root: "eigen" by decomposition, or "newton" by coupled iteration.
+        frequency: Updates between two times the roots are taken.
+        start: The first update with roots; before it, what is grafted counts alone.
+        grafting: Whose norm an update has: "adam", "sgd" (the filtered gradient's) or "none".
+        grafting_eps: Of "adam".
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    root: Literal["eigen", "newton"] = "eigen"
+    frequency: int = 10
+    start: int = 1
+    grafting: Literal["adam", "sgd", "none"] = "adam"
+    grafting_eps: float = 1e-8
+
+    default_lr: ClassVar[float] = 1e-3
+    usual_lr: ClassVar[float] = 1e-3
+    due: ClassVar[tuple[str, ...]] = ("frequency", "start")
+    #: Four for each of ``passes``, decay (8) and step (12).
+    elementwise_bytes: ClassVar[float] = 52.0
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            "shampoo",
+            {
+                "beta1": (self.beta1, 0, 1 - 1e-12),
+                "beta2": (self.beta2, 0, 1 - 1e-12),
+                "eps": (self.eps, 0, 1),
+                "weight_decay": (self.weight_decay, 0, math.inf),
+                "frequency": (self.frequency, 1, math.inf),
+                "start": (self.start, 1, math.inf),
+            },
+        )
+        check_choices("shampoo", self, {"root": ("eigen", "newton"), "grafting": ("adam", "sgd", "none")})
+
+    def takes_roots(self, update: int, shift: int = 0) -> bool:
+        """Whether the roots are taken at this update, counted from 1; ``shift`` staggers matrices."""
+        return update == self.start or (update > self.start and (update + shift) % self.frequency == 0)
+
+    @property
+    def product_dtype(self) -> str:
+        """float32, that of the states."""
+        return "float32"
+
+    @property
+    def travels(self) -> str:
+        """The gradient's: factors see it as it is."""
+        return ""
+
+    def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
+        """Filtered gradient, factors and their roots; the grafted method's second moment. None is cut."""
+        own, left, right = (rows, columns), (rows, rows), (columns, columns)
+        sizes = {"filtered": own, "left": left, "right": right, "left_root": left, "right_root": right}
+        if self.grafting == "adam":
+            sizes["grafted"] = own
+        return {name: StateSpec(size, "float32", Held.WHOLE) for name, size in sizes.items()}
+
+    def work(self, rows: int, columns: int) -> Work:
+        """Mean over updates; roots by Newton count as decompositions."""
+        products = ((1.0, rows, rows, columns), (1.0, columns, columns, rows), (1.0, rows, columns, rows))
+        roots = tuple((1.0 / self.frequency, n) for n in (rows, columns))
+        again = tuple((1.0 / self.frequency, n, n, n) for n in (rows, columns))
+        return Work((*products, (1.0, rows, columns, columns), *again), roots, passes=8)
+
+    def shared_work(self, part: int, short: int, long: int) -> tuple[int, Work] | None:
+        """None: one rank computes it."""
+        return None
+
+    def workspace_elements(self, rows: int, columns: int) -> int:
+        """None: it works in scratch."""
+        return 0
+
+    def scratch_bytes(self, case: MatrixCase) -> int:
+        """Squares of the longer side and matrices that live at once in ``direction``, all float32.
+
+        Counted by the profiler's memory events, torch 2.13 (tests/runtime/test_updates.py).
+        """
+        own, side = case.rows * case.columns, max(case.rows, case.columns)
+        squares = 9 if self.root == "newton" else 4
+        return 4 * (copied_elements(case) + max(squares * side**2 + 16 * side, 4 * own)) + SMALL_BYTES
+
+    def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
+        """The arithmetic; its products are not shared."""
+        return ShampooRule(self, shift)
 
 
 class ShampooRule(WholeRule):
@@ -19,17 +132,10 @@ class ShampooRule(WholeRule):
 
     settings: Shampoo
 
-    def states(self, shape: tuple[int, int], dtype: torch.dtype) -> Mapping[str, State]:
-        """Filtered gradient, factors and their roots; the grafted method's second moment."""
-        rows, columns = shape
-        sizes = {"filtered": shape, "left": (rows, rows), "right": (columns, columns)}
-        sizes |= {"left_root": (rows, rows), "right_root": (columns, columns)}
-        if self.settings.grafting == "adam":
-            sizes["grafted"] = shape
-        return {name: State(Held.WHOLE, size, torch.float32) for name, size in sizes.items()}
-
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:
         """Factors move, then roots if they are due, then the filtered gradient goes through them."""
+        from lading.optim.roots import eigen_root, newton_root
+
         s, grad = self.settings, matrix.float()
         whole["left"].lerp_(grad @ grad.T, 1 - s.beta2)
         whole["right"].lerp_(grad.T @ grad, 1 - s.beta2)

@@ -2,27 +2,122 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
+from lading.optim.rule import (
+    SMALL_BYTES,
+    Held,
+    MatrixCase,
+    MatrixRule,
+    Rule,
+    States,
+    StateSpec,
+    WholeRule,
+    Work,
+    check_ranges,
+    copied_elements,
+    move,
+)
 
-from lading.optim.rule import Held, State, States, WholeRule, move
-from lading.rules import SOAP
+if TYPE_CHECKING:
+    import torch
 
 _SIDES = ("left", "right")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SOAP(MatrixRule):
+    """Adam in the eigenbasis of Shampoo's factors (Vyas et al., https://arxiv.org/abs/2409.11321).
+
+    Attributes:
+        beta1, beta2: Decay of Adam's moments, in the eigenbasis.
+        factor_beta: Decay of both factors.
+        frequency: Updates between two power iterations of the bases.
+    """
+
+    beta1: float = 0.95
+    beta2: float = 0.95
+    factor_beta: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    frequency: int = 10
+
+    default_lr: ClassVar[float] = 3e-3
+    usual_lr: ClassVar[float] = 3e-3
+    due: ClassVar[tuple[str, ...]] = ("frequency",)
+    #: Four for each of ``passes``, decay (8) and step (12).
+    elementwise_bytes: ClassVar[float] = 60.0
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            "soap",
+            {
+                "beta1": (self.beta1, 0, 1 - 1e-12),
+                "beta2": (self.beta2, 0, 1 - 1e-12),
+                "factor_beta": (self.factor_beta, 0, 1 - 1e-12),
+                "eps": (self.eps, 0, 1),
+                "weight_decay": (self.weight_decay, 0, math.inf),
+                "frequency": (self.frequency, 1, math.inf),
+            },
+        )
+
+    def turns_bases(self, update: int, shift: int = 0) -> bool:
+        """Whether the bases are turned after this update, counted from 1; ``shift`` staggers matrices."""
+        return (update + shift) % self.frequency == 0
+
+    @property
+    def product_dtype(self) -> str:
+        """float32, that of the states."""
+        return "float32"
+
+    @property
+    def travels(self) -> str:
+        """The gradient's: factors see it as it is."""
+        return ""
+
+    def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
+        """Moments in the eigenbasis, factors and their bases. None is cut."""
+        own, left, right = (rows, columns), (rows, rows), (columns, columns)
+        sizes = {"exp_avg": own, "exp_avg_sq": own, "left": left, "right": right}
+        sizes |= {"left_basis": left, "right_basis": right}
+        return {name: StateSpec(size, "float32", Held.WHOLE) for name, size in sizes.items()}
+
+    def work(self, rows: int, columns: int) -> Work:
+        """Mean over updates: into and out of the basis, and the moment when it turns; factors; QR now and then."""
+        times = 2 + 2 / self.frequency
+        sides = ((times, rows, columns, rows), (times, rows, columns, columns))
+        factors = ((1.0, rows, rows, columns), (1.0, columns, columns, rows))
+        turned = tuple((1.0 / self.frequency, n, n, n) for n in (rows, columns))
+        return Work((*sides, *factors, *turned), tuple((0.15 / self.frequency, n) for n in (rows, columns)), passes=10)
+
+    def shared_work(self, part: int, short: int, long: int) -> tuple[int, Work] | None:
+        """None: one rank computes it."""
+        return None
+
+    def workspace_elements(self, rows: int, columns: int) -> int:
+        """None: it works in scratch."""
+        return 0
+
+    def scratch_bytes(self, case: MatrixCase) -> int:
+        """Squares of the longer side and matrices that live at once in ``direction``, all float32.
+
+        Counted by the profiler's memory events, torch 2.13 (tests/runtime/test_updates.py).
+        """
+        own, side = case.rows * case.columns, max(case.rows, case.columns)
+        return 4 * (copied_elements(case) + 4 * side**2 + 128 * side + 3 * own) + SMALL_BYTES
+
+    def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
+        """The arithmetic; its products are not shared."""
+        return SOAPRule(self, shift)
 
 
 class SOAPRule(WholeRule):
     """``lading.optim.rule.Rule`` of SOAP, as its authors' code: the first update makes the bases and moves nothing."""
 
     settings: SOAP
-
-    def states(self, shape: tuple[int, int], dtype: torch.dtype) -> Mapping[str, State]:
-        """Moments in the eigenbasis, factors and their bases."""
-        rows, columns = shape
-        sizes = {"exp_avg": shape, "exp_avg_sq": shape, "left": (rows, rows), "right": (columns, columns)}
-        sizes |= {"left_basis": (rows, rows), "right_basis": (columns, columns)}
-        return {name: State(Held.WHOLE, size, torch.float32) for name, size in sizes.items()}
 
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:
         """Adam's update in the bases of the update before, turned back; bases then turn if they are due."""
@@ -31,7 +126,7 @@ class SOAPRule(WholeRule):
             self._factors(grad, whole)
             for side in _SIDES:
                 whole[f"{side}_basis"].copy_(_eigenbasis(whole[side]))
-            return torch.zeros_like(matrix)
+            return matrix.new_zeros(matrix.shape)
         left, right = whole["left_basis"], whole["right_basis"]
         projected = left.T @ grad @ right
         whole["exp_avg"].mul_(s.beta1).add_(projected, alpha=1 - s.beta1)
@@ -49,6 +144,8 @@ class SOAPRule(WholeRule):
         self._factors(grad, whole)
         if not due:
             return
+        import torch
+
         moment = whole["left_basis"] @ whole["exp_avg"] @ whole["right_basis"].T
         for axis, side in enumerate(_SIDES):
             basis = whole[f"{side}_basis"]
@@ -73,5 +170,7 @@ class SOAPRule(WholeRule):
 
 def _eigenbasis(factor: torch.Tensor) -> torch.Tensor:
     """Eigenvectors as columns, the largest eigenvalue's first."""
+    import torch
+
     shifted = factor + 1e-30 * torch.eye(factor.shape[0], dtype=factor.dtype, device=factor.device)
     return torch.linalg.eigh(shifted).eigenvectors.flip(1)

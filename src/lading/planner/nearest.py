@@ -91,7 +91,7 @@ def _unpinned(ask: Ask) -> _Asks:
 
 def _offloaded(ask: Ask) -> _Asks:
     """With the optimizer's states, or the pieces of parameters too, behind the device; on its host, then on disk."""
-    if "offload" in ask.pins or ask.machine.host_device is None or ask.request.optimizer != "adamw":
+    if "offload" in ask.pins or ask.machine.host_device is None or ask.request.moves_matrices:
         return
     for what, tier in (("parameters", "host"), ("optimizer", "disk"), ("parameters", "disk")):
         if ask.machine.tier(tier) is not None:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lading.catalog.load import load_machine
-from lading.cost.updates import direction_s, shared_s
+from lading.cost.updates import direction_s, precision_of, shared_s
 from lading.ir.machine import Machine
 from lading.ir.routes import Moves
+from lading.optim.rule import MatrixRule
 from lading.planner.owners import Owners
-from lading.rules import MatrixRule, Muon
 from lading.units import format_bytes, format_seconds
 
 #: Of an element beside products, in operations: reads and writes of AdamW count for more than its few operations.
@@ -41,9 +41,8 @@ class Costs:
         work = rule.work(rows, columns)
         if self.machine is None:
             return work.flops
-        precision = "bf16" if isinstance(rule, Muon) and rule.dtype == "bfloat16" else "fp32"
         device = self.machine.device
-        return direction_s(work, rows * columns, device, precision, device.op_overhead_s)
+        return direction_s(work, rows * columns, device, precision_of(rule), device.op_overhead_s)
 
     def shared(self, rule: MatrixRule, rows: int, columns: int, shares: Sequence[float]) -> tuple[float, ...]:
         """Of a direction on each of 2, 4, 8, 16 ranks that share it; what they tell each other costs on a machine only.
@@ -53,7 +52,7 @@ class Costs:
         Raises:
             ConfigError: the machine has no links.
         """
-        if self.machine is None or not isinstance(rule, Muon) or not shares:
+        if self.machine is None or not shares or rule.shared_work(1, 1, 1) is None:
             return tuple(self.matrix(rule, rows, columns) * share for share in shares)
         return shared_s(rule, rows, columns, self.machine, self.machine.device.op_overhead_s)[: len(shares)]
 

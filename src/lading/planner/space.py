@@ -264,7 +264,7 @@ class Space:
 
     @cached_property
     def directions_s(self) -> list[tuple[float, float]]:
-        """Of each segment: seconds of a matrix optimizer on all its matrices, and on the longest; 0 with AdamW."""
+        """Of each segment: seconds of a matrix optimizer on all its matrices, and on the longest; 0 without one."""
         return segment_directions_s(self.ask.request, self.ask.table, self.ask.machine)
 
     @cached_property
@@ -369,7 +369,7 @@ class Space:
             return [(pinned, tier if pinned else "host")]
         found: list[tuple[tuple[str, ...], str]] = [((), "host")]
         behind = self.ask.machine.tier(tier)
-        if behind is None or self.ask.machine.host_device is None or self.ask.request.optimizer != "adamw":
+        if behind is None or self.ask.machine.host_device is None or self.ask.request.moves_matrices:
             return found  # the host updates elements, not whole matrices
         return [*found, (("optimizer",), tier)] if self._least_behind <= behind.capacity_bytes else found
 

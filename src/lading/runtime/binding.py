@@ -13,11 +13,12 @@ import torch
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.program import Program, slot_bytes
-from lading.ir.updates import PREFIX
+from lading.ir.updates import matrix_rule_of
+from lading.optim.rule import ParameterRule
 from lading.runtime.arena import view_of
 from lading.runtime.device import Call, Device, Lane, Memory
 from lading.runtime.fuse import Fused
-from lading.runtime.kernels import ADAMW, AdamWSettings, Kernel, Rate, bind
+from lading.runtime.kernels import Kernel, Rate, bind
 from lading.runtime.regions import Region, Site
 from lading.runtime.streams import Entry, Jitter
 from lading.runtime.tiers import MemoryTier, Tier
@@ -108,7 +109,7 @@ class Binder:
         program: Program,
         place: Place,
         *,
-        optimizer: AdamWSettings,
+        optimizer: ParameterRule,
         rates: Rates,
         poison: bool = False,
         jitter: Jitter | None = None,
@@ -225,8 +226,7 @@ class Binder:
         What an update of matrices takes inside its products is known from that measure alone.
         """
         largest = self.program.workspace_bytes
-        name = self.graph.ops[op].name
-        is_matrix_update = name.startswith(PREFIX) and name != ADAMW
+        is_matrix_update = matrix_rule_of(self.graph.ops[op]) is not None
         return largest if is_matrix_update else min(kernel.scratch_bytes, largest)
 
     def _spoil_on_host(self, storage: int) -> Call | None:

@@ -22,13 +22,13 @@ from lading.ir.action import CALLER
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
+from lading.optim.rule import ParameterRule
 from lading.runtime.binding import Binder, CallerData, Place, Rates, checked_batches
 from lading.runtime.device import CpuDevice, Device
 from lading.runtime.excess import OperationPeaks
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.kernel_memory import largest_product
-from lading.runtime.kernels import AdamWSettings
 from lading.runtime.measure import measured_timeline, spread
 from lading.runtime.resident import Ceiling, give_back, reuse_pages, trim
 from lading.runtime.salvage import Location, bring_home, salvage
@@ -56,7 +56,8 @@ class Executor:
 
     Args:
         program: Verified (``lading.memory.verify``).
-        optimizer: AdamW's numbers other than the learning rate; rules for matrices have theirs in the Program.
+        optimizer: Settings of what moves parameters, its learning rate aside; rules for matrices have theirs in the
+            Program.
         folder: Where the disk tier's file goes.
         threads: Compute threads; None leaves torch's setting. Results can depend on it.
         device: Where it runs, for this executor alone; None is the CPU.
@@ -76,7 +77,7 @@ class Executor:
         self,
         program: Program,
         *,
-        optimizer: AdamWSettings,
+        optimizer: ParameterRule,
         folder: Path,
         threads: int | None = None,
         device: Device | None = None,
@@ -184,7 +185,7 @@ class Executor:
 
         Args:
             batches: One mapping per micro-batch, from the graph's input names to tensors.
-            lr, matrix_lr: Learning rates of this step's updates, by AdamW and by a rule for matrices.
+            lr, matrix_lr: Learning rates of this step's updates, by the optimizer and by a rule for matrices.
         Returns:
             The losses of each micro-batch, as the graph computes them: ``graph.losses``.
         Raises:

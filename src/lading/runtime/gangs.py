@@ -1,19 +1,19 @@
 """Gangs: several ranks that compute one matrix's direction together, each some blocks of rows of every product.
 
 Its owner, the first of the gang, tells the others the matrix; after each product all get each other's rows, so that all
-end with the whole direction. Blocks follow from the matrix's shape alone (``lading.optim.muon.row_blocks``), so that
+end with the whole direction. Blocks follow from the matrix's shape alone (``SharedRule.blocks``), so that
 bits do not depend on how many share it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from lading.optim.muon import MuonRule
-from lading.optim.rule import Rule
+from lading.optim.rule import Rule, SharedRule
 from lading.runtime.exchange import Team, Traffic
 
 
@@ -26,7 +26,7 @@ class Gang:
         self._owner = team.members[ranks[0]]
         self._group = team.part(self._ranks)
 
-    def direction(self, rule: MuonRule, matrix: torch.Tensor, traffic: Traffic) -> torch.Tensor:
+    def direction(self, rule: SharedRule, matrix: torch.Tensor, traffic: Traffic) -> torch.Tensor:
         """Of a matrix, on all of them.
 
         Args:
@@ -82,7 +82,7 @@ def together_first(numbers: Sequence[int], gangs: Mapping[int, Gang]) -> list[in
 
 def shares(rule: Rule, rows_columns: tuple[int, int]) -> list[float]:
     """Of a matrix's work, what each of 2, 4, 8 and 16 ranks that share it has; as far as it can be shared."""
-    if not (isinstance(rule, MuonRule) and rule.shared):
+    if not rule.shared:
         return []
-    blocks = len(rule.blocks(min(rows_columns)))
+    blocks = len(cast(SharedRule, rule).blocks(min(rows_columns)))
     return [-(-blocks // ranks) / blocks for ranks in (2, 4, 8, 16) if ranks <= blocks]

@@ -13,6 +13,7 @@ A fresh process needs seconds to start, so what was measured is remembered in a 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import mmap
 import os
@@ -31,6 +32,7 @@ from lading import __version__
 from lading.errors import StorageError
 from lading.files import make_folder, write_aside
 from lading.ir.graph import Op, OpKind, StepGraph
+from lading.ir.updates import rule_of
 from lading.runtime.arena import view_of
 from lading.runtime.host import host_id
 from lading.runtime.kernels import View, workspace_of
@@ -122,10 +124,14 @@ def kernel_memory(graph: StepGraph, threads: int, *, cache: Path | None) -> Kern
 
 
 def _key(graph: StepGraph, threads: int) -> str:
-    """Names what decides the numbers: host, libraries and their settings, Lading's kernels, operations in order."""
+    """Names what decides the numbers: host, libraries and their settings, Lading's kernels, operations in order.
+
+    Kernels of updates are those of their rules, which need not be Lading's.
+    """
     seen: dict[object, int] = {}
     order = [seen.setdefault(signature(graph, op), len(seen)) for op in graph.ops]
-    source = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    rules = {inspect.getfile(type(rule)) for op in graph.ops if (rule := rule_of(op)) is not None}
+    source = [path.read_bytes() for path in sorted([*Path(__file__).parent.glob("*.py"), *map(Path, rules)])]
     settings = sorted((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
     config = (__version__, source, settings, host_id(), torch.__version__, torch.__config__.show(), threads)
     return hashlib.sha256(repr((config, list(seen), order)).encode()).hexdigest()[:24]

@@ -18,17 +18,14 @@ import torch
 
 from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
-from lading.ir.updates import PREFIX
-from lading.optim.adamw import AdamWSettings, adamw_step
+from lading.ir.updates import PREFIX, matrix_rule_of
+from lading.optim.rule import ParameterRule
 from lading.runtime.pieces import in_pieces
 from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes, wide_bytes
-from lading.runtime.updates import matrix_kernel
+from lading.runtime.updates import matrix_kernel, parameter_kernel
 
 Call = Callable[[], object]
 View = Callable[[int], torch.Tensor | None]
-
-#: The operation that updates a parameter or a part of it; its arguments are told in ``lading.ir.step``.
-ADAMW = "lading.adamw"
 
 
 @dataclass
@@ -72,23 +69,26 @@ class _Call:
 
 
 def bind(
-    op: Op, view: View, *, kind: str = "cpu", optimizer: AdamWSettings | None = None, rate: Rate | None = None
+    op: Op, view: View, *, kind: str = "cpu", optimizer: ParameterRule | None = None, rate: Rate | None = None
 ) -> Kernel:
     """Bind an operation to tensors.
 
     Args:
         view: Tensor of the graph by id; None for an output that has no place and is dropped.
         kind: Of the device that runs it. Only on a CPU are large results made in pieces.
-        optimizer, rate: For an update (``lading.adamw``); rules for matrices have their settings in the operation.
+        optimizer: Settings of an update; None takes those that were planned. Rules for matrices have theirs in the
+            operation.
+        rate: Learning rates of updates.
 
     Raises:
         ProgramError: this torch has no such operation, or an input has no place.
+        ConfigError: an update was planned for another ``optimizer``.
     """
-    if op.name == ADAMW:
-        return _adamw(op, view, kind, optimizer, rate)
     if op.name.startswith(PREFIX):
-        out = view(op.outputs[0]) if op.outputs else None
         rates = rate or Rate()
+        if matrix_rule_of(op) is None:
+            return Kernel(*parameter_kernel(op, *_arguments(op, view), kind, optimizer, lambda: rates.value))
+        out = view(op.outputs[0]) if op.outputs else None
         return Kernel(*matrix_kernel(op, *_arguments(op, view), out, kind, lambda: rates.matrices))
     call = decode(op, view)
     label, inputs = op.name.split(".")[1], [t for t in map(view, op.inputs) if t is not None]
@@ -426,56 +426,8 @@ _CPU_DIRECT = frozenset({"aten.embedding_dense_backward.default"})
 _FLATTENING = frozenset({"aten.embedding.default", "aten.embedding_dense_backward.default"})
 
 
-def _adamw(op: Op, view: View, kind: str, optimizer: AdamWSettings | None, rate: Rate | None) -> Kernel:
-    """The update of a parameter, or of a part of it."""
-    call = _arguments(op, view)
-    param, grad, exp_avg, exp_avg_sq, step = call[0]
-    master, coefficient = call[1].get("master"), call[1].get("coefficient")
-    counts = call[1].get("first", True)
-    if master is not None:
-        pieces, scratch = _master_pieces([param, grad, exp_avg, exp_avg_sq, master], _WIDENED[kind])
-    else:
-        pieces, scratch = [], bytes_of([grad]) if grad.stride() != param.stride() else 0
-    if optimizer is None or rate is None:
-        return Kernel(lambda: None, scratch)
-
-    def plain() -> None:
-        if counts:
-            step.add_(1)
-        same = torch.empty_like(param).copy_(grad) if scratch else grad
-        adamw_step(param, same, exp_avg, exp_avg_sq, step, lr=rate.value, settings=optimizer, counted=True)
-
-    def mixed() -> None:
-        if counts:
-            step.add_(1)
-        room = torch.empty(scratch // 4, dtype=torch.float32, device=param.device)
-        for rounded, given, first, second, exact in pieces:
-            wide = given
-            if scratch:
-                wide = room[: given.numel()].as_strided(exact.shape, exact.stride()).copy_(given)
-                if coefficient is not None:
-                    wide.mul_(coefficient)
-            adamw_step(exact, wide, first, second, step, lr=rate.value, settings=optimizer, counted=True)
-            rounded.copy_(exact)
-
-    return Kernel(plain if master is None else mixed, scratch)
-
-
-#: Elements of a gradient that are widened at once: few enough for a cache, many enough to hide launches on a GPU.
-_WIDENED = {"cpu": 1 << 18, "cuda": 1 << 24}
-
-
-def _master_pieces(tensors: list[torch.Tensor], widened: int) -> tuple[list[list[torch.Tensor]], int]:
-    """(param, grad, exp_avg, exp_avg_sq, master) in pieces that are widened at once, and the scratch that takes."""
-    grad, master = tensors[1], tensors[4]
-    if grad.dtype is torch.float32 and grad.stride() == master.stride():
-        return [tensors], 0
-    if not all(t.is_contiguous() for t in tensors):
-        return [tensors], 4 * prod(grad.shape)
-    flat = [t.view(-1) for t in tensors]
-    count = prod(grad.shape)
-    pieces = [[t[at : at + widened] for t in flat] for at in range(0, count, widened)]
-    return pieces, 4 * min(count, widened)
+#: Elements of a gradient that are widened at once: few enough for a cache.
+_WIDENED = 1 << 18
 
 
 def _add_narrow(call: _Call) -> tuple[Call, int] | None:
@@ -485,7 +437,7 @@ def _add_narrow(call: _Call) -> tuple[Call, int] | None:
         return None
     if not (wide.is_contiguous() and narrow.is_contiguous()) or call.args[2:] or call.kwargs:
         return None
-    step = _WIDENED["cpu"]
+    step = _WIDENED
     pairs = [
         (wide.view(-1)[at : at + step].add_, narrow.view(-1)[at : at + step]) for at in range(0, prod(wide.shape), step)
     ]

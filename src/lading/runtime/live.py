@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from lading.config import AdamW
 from lading.errors import ConfigError
-from lading.rules import MatrixRule
+from lading.optim.rule import MatrixRule, ParameterRule
 from lading.runtime.agreement import Facts, agree_on
 from lading.runtime.wrappers import reducing_wrapper
 
@@ -33,7 +32,7 @@ _KEPT = frozenset(("params", "param_names", "name", "lr", "parts", "initial_lr",
 class Setting:
     """What moves a group of parameters in one step."""
 
-    rule: MatrixRule | AdamW
+    rule: MatrixRule | ParameterRule
     lr: float
 
 
@@ -44,7 +43,9 @@ class LiveSettings:
         current: What the optimizer computes with; what groups say counts once all ranks have it.
     """
 
-    def __init__(self, groups: Sequence[dict[str, Any]], rules: Sequence[MatrixRule | AdamW], *, reduces: bool) -> None:
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], rules: Sequence[MatrixRule | ParameterRule], *, reduces: bool
+    ) -> None:
         """Write the settings of its rule into each group, where they are read from now on.
 
         Args:
@@ -203,11 +204,11 @@ def digest(settings: Sequence[Setting]) -> int:
     return int.from_bytes(hashlib.sha256(repr(settings).encode()).digest()[:8], "big")
 
 
-def _settings(rule: MatrixRule | AdamW) -> dict[str, Any]:
+def _settings(rule: MatrixRule | ParameterRule) -> dict[str, Any]:
     return {field.name: getattr(rule, field.name) for field in fields(rule) if field.name != "lr"}
 
 
-def _replaced(place: str, rule: MatrixRule | AdamW, changed: Mapping[str, Any]) -> MatrixRule | AdamW:
+def _replaced(place: str, rule: MatrixRule | ParameterRule, changed: Mapping[str, Any]) -> MatrixRule | ParameterRule:
     if not changed:
         return rule
     try:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 
 from lading.ir.routes import Box, Piece, Whole
-from lading.optim.muon import MuonRule
-from lading.optim.rule import Rule, States
+from lading.optim.rule import Rule, SharedRule, States
 from lading.runtime.exchange import FAILURES, Exchange, Failures, Team, Traffic, Under
 from lading.runtime.flights import Moving
 from lading.runtime.gangs import gangs_of, together_first
@@ -145,8 +145,7 @@ class MatrixFlight:
         """What the rule makes of a matrix; where it fails, zeros travel, and all ranks are told at the end."""
         if number in self.route.gangs:
             rule = self.route.rules[number]
-            assert isinstance(rule, MuonRule)
-            return self.route.gangs[number].direction(rule, seen, self.route.traffic)
+            return self.route.gangs[number].direction(cast(SharedRule, rule), seen, self.route.traffic)
         try:
             return self.route.rules[number].direction(seen, states, self._own(number).update)
         except FAILURES as error:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 
 from lading import __version__
-from lading.config import AdamW
 from lading.errors import ConfigError
 from lading.ir.routes import Whole
-from lading.optim.adam import AdamWRule
-from lading.optim.muon import MuonRule
-from lading.optim.rule import Rule
-from lading.optim.shampoo import ShampooRule
-from lading.optim.soap import SOAPRule
-from lading.rules import MatrixRule, Muon, Shampoo
+from lading.optim.rule import MatrixRule, ParameterRule, Rule, States, StateSpec
 from lading.runtime.agreement import ARRIVAL_S, Facts
 
 #: Of a group of parameters; the last two are what users call it, and what torch's schedules keep there.
@@ -37,9 +31,9 @@ class How:
             every replica (ZeRO-1), in the bytes of a reduce-scatter and an all-gather. Not with DDP, which reduces
             already, and not with DTensors.
         skip_nonfinite: Leave out a step in which a gradient is not finite, on every rank.
-        share: Several ranks may compute one matrix of Muon, as where they are more than matrices. Its products are then
-            taken by blocks of rows, on one rank, too: any number of ranks gives the same bits, which on some processors
-            differ in rounding from those without.
+        share: Several ranks may compute one matrix, of a rule that can be shared (Muon), as where they are more than
+            matrices. Its products are then taken by blocks of rows, on one rank, too: any number of ranks gives the
+            same bits, which on some processors differ in rounding from those without.
         state_cap_bytes: Most bytes on one rank of states that lie with owners.
         machine: What each rank is, a name in the catalog or what ``lading probe`` wrote: owners are planned by seconds
             there, decompositions, launches and what ranks of a shared matrix tell each other included; "" plans by
@@ -78,6 +72,21 @@ class How:
         return self.overlap in ("forward", "both")
 
 
+class PieceRule:
+    """A ``ParameterRule`` that moves the pieces which ranks have of a parameter; there is no direction of a whole."""
+
+    def __init__(self, settings: ParameterRule) -> None:
+        self.settings = settings
+
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
+        """States of a piece."""
+        return self.settings.states(shape)
+
+    def step(self, param: torch.Tensor, grad: torch.Tensor, held: States, *, lr: float, update: int) -> None:
+        """Move a piece of the parameter; ``update`` counts from 1."""
+        self.settings.update_piece(param, grad, held, lr=lr, update=update)
+
+
 @dataclass(frozen=True)
 class Member:
     """A parameter, the group that has its learning rate, that group's number, and what moves it."""
@@ -86,15 +95,15 @@ class Member:
     param: torch.Tensor
     group: dict[str, Any]
     number: int
-    settings: MatrixRule | AdamW
-    rule: Rule | AdamWRule
+    settings: MatrixRule | ParameterRule
+    rule: Rule | PieceRule
 
     @property
     def is_matrix(self) -> bool:
-        return not isinstance(self.rule, AdamWRule)
+        return not isinstance(self.rule, PieceRule)
 
 
-def groups_of(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[Any], list[MatrixRule | AdamW]]:
+def groups_of(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[Any], list[MatrixRule | ParameterRule]]:
     """Groups as torch takes them, and the rule of each.
 
     Raises:
@@ -103,23 +112,23 @@ def groups_of(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[
     given = list(params)
     if not given or not isinstance(given[0], dict):
         return given, [rule]
-    rules = [cast("MatrixRule | AdamW", group.get("rule", rule)) for group in given]
+    rules = [cast("MatrixRule | ParameterRule", group.get("rule", rule)) for group in given]
     for group, own in zip(given, rules, strict=True):
         if unknown := sorted(group.keys() - _KEYS):
             raise ConfigError(
                 f"a group of parameters: expected {', '.join(sorted(_KEYS))}, got {unknown[0]!r}; settings of a rule, "
                 "as weight_decay, go into the group's rule="
             )
-        if not isinstance(own, MatrixRule | AdamW):
-            raise ConfigError(f"a group's rule: expected one of lading.rules, or lading.AdamW, got {own!r}")
-    rates = [r.lr if isinstance(r, AdamW) else lr for r in rules]
+        if not isinstance(own, MatrixRule | ParameterRule):
+            raise ConfigError(f"a group's rule: expected a rule of lading.optim, as lading.AdamW, got {own!r}")
+    rates = [r.lr if isinstance(r, ParameterRule) else lr for r in rules]
     return [
         {"lr": rate, **{key: value for key, value in group.items() if key != "rule"}}
         for group, rate in zip(given, rates, strict=True)
     ], rules
 
 
-def members_of(number: int, group: dict[str, Any], rule: MatrixRule | AdamW) -> list[Member]:
+def members_of(number: int, group: dict[str, Any], rule: MatrixRule | ParameterRule) -> list[Member]:
     names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
     maths = maths_of(rule)
     return [Member(name, p, group, number, rule, maths) for name, p in zip(names, group["params"], strict=True)]
@@ -150,15 +159,11 @@ def split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, How]:
     return kind(**{key: value for key, value in settings.items() if key in own}), how
 
 
-def maths_of(rule: MatrixRule | AdamW, shift: int = 0, *, shared: bool = False) -> Rule | AdamWRule:
-    if isinstance(rule, AdamW):
-        return AdamWRule(rule)
-    if isinstance(rule, Muon):
-        return MuonRule(rule, shared=shared)
-    return ShampooRule(rule, shift) if isinstance(rule, Shampoo) else SOAPRule(rule, shift)
+def maths_of(rule: MatrixRule | ParameterRule, shift: int = 0, *, shared: bool = False) -> Rule | PieceRule:
+    return rule.maths(shift, shared=shared) if isinstance(rule, MatrixRule) else PieceRule(rule)
 
 
-def rules_of(wholes: Sequence[Whole], members: Sequence[Member], how: How) -> list[Rule | AdamWRule]:
+def rules_of(wholes: Sequence[Whole], members: Sequence[Member], how: How) -> list[Rule | PieceRule]:
     """The rule of each matrix; staggered, matrices of one shape take turns in the order of their names."""
     turns: dict[tuple[int, ...], int] = {}
     shifts: dict[str, int] = {}

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref
-from lading.runtime.kernels import ADAMW, AdamWSettings, Call, Rate, bind
+from lading.ir.updates import PREFIX
+from lading.optim.registry import DEFAULT
+from lading.runtime.kernels import Call, Rate, bind
 from lading.units import KiB, MiB
 
 #: Bytes an operation reads and writes in all: from its fixed cost through every cache to memory.
@@ -24,6 +26,8 @@ SIZES = (1 * KiB, 16 * KiB, 128 * KiB, 1 * MiB, 4 * MiB, 16 * MiB, 64 * MiB)
 #: A GPU is as fast as its memory only with much more.
 _CUDA_SIZES = (*SIZES[1:], 256 * MiB, 1024 * MiB)
 _SLOW_SIZES = SIZES[:5]
+#: The update that is timed: by the rule that moves parameters where nothing is said.
+_STEP = PREFIX + DEFAULT
 _SLOW = frozenset({"sort", "topk", "random"})
 _REGION_BYTES = {"a": 64 * MiB, "b": 32 * MiB, "o": 64 * MiB}
 _CUDA_SCALE = 16
@@ -42,16 +46,6 @@ class Case:
     size: float
     work: float
     run: Call
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """Settings of a timed AdamW update; their values do not change its time."""
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.1
 
 
 def bind_call(
@@ -93,9 +87,8 @@ def bind_call(
         module="",
         kind=OpKind.ELEMENTWISE,
     )
-    settings: AdamWSettings = _Update()
     kind = tensors[0].device.type
-    return bind(op, lambda tensor: tensors[tensor], kind=kind, optimizer=settings, rate=Rate(1e-4)).run
+    return bind(op, lambda tensor: tensors[tensor], kind=kind, rate=Rate(1e-4)).run
 
 
 class Pool:
@@ -131,7 +124,7 @@ def rate_cases(pool: Pool) -> Iterator[Case]:
             work = sum(_touched(t) for t in (*_tensors(args), *outs))
             if key in ("gather", "index_select"):
                 work = 2 * _touched(outs[0]) + _touched(args[-1])
-            if name == ADAMW:
+            if name == _STEP:
                 work += sum(_touched(t) for i, t in enumerate(args) if i != 1)
             yield Case(key, float(work), float(work), bind_call(name, args, outs))
 
@@ -172,7 +165,7 @@ def _master_update(key: str, pool: Pool, wide: Pool, size: int) -> Case:
     rows, width = _rows(size, 7)
     moments = torch.zeros(2, rows, width)
     args = (pool.cut("o", rows, width), pool.cut("a", rows, width), moments[0], moments[1], torch.zeros(()))
-    run = bind_call(ADAMW, args, named={"master": wide.cut("o", rows, width)})
+    run = bind_call(_STEP, args, named={"master": wide.cut("o", rows, width)})
     work = 30.0 * rows * width
     return Case(key, work, work, run)
 
@@ -329,12 +322,12 @@ def _dropout(pool: Pool, size: int) -> _Spec:
     return "aten.native_dropout.default", (pool.cut("a", rows, width), 0.1, True), (pool.cut("o", rows, width), mask)
 
 
-def _adamw(pool: Pool, size: int) -> _Spec:
+def _update(pool: Pool, size: int) -> _Spec:
     """Seven passes of one fp32 tensor: weight, gradient and two moments read, all but the gradient written."""
     rows, width = _rows(size, 7)
     moments = torch.zeros(2, rows, width, device=pool.device)
     step = torch.zeros((), device=pool.device)
-    return ADAMW, (pool.cut("o", rows, width), pool.cut("a", rows, width), moments[0], moments[1], step), ()
+    return _STEP, (pool.cut("o", rows, width), pool.cut("a", rows, width), moments[0], moments[1], step), ()
 
 
 # Key of each rate: a cost class, or one operation that differs much from its class.
@@ -370,7 +363,7 @@ _MAKERS: dict[str, _Make] = {
     "sort": _sort,
     "topk": _topk,
     "random": _dropout,
-    "step": _adamw,
+    "step": _update,
 }
 
 

@@ -15,9 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lading.config import AdamW
 from lading.ir.machine import PACKED_COLUMNS
-from lading.optim.adamw import adamw_step
+from lading.optim.registry import default_rule
 from lading.runtime.resident import resident_bytes, reuse_pages, trim
 
 
@@ -44,8 +43,9 @@ def kernels(shared: torch.Tensor) -> None:
         torch.mm(a.t(), out, out=b)
         torch.mm(out, b.t(), out=a)
     p, g, m = shared[0], shared[1], shared[2]
-    update = torch.zeros(())
-    adamw_step(p, g, m, m.clone().abs_(), update, lr=1e-3, settings=AdamW())
+    rule = default_rule()
+    states = {name: m.clone().abs_() if number else m for number, name in enumerate(rule.states(tuple(p.shape)))}
+    rule.update(p, g, states, lr=1e-3, step=torch.ones(()))
 
 
 def packed(shared: torch.Tensor) -> int:

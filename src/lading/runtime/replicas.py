@@ -12,24 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from lading.ir.routes import Box, Whole
-from lading.optim.adam import AdamWRule
-from lading.optim.muon import MuonRule
-from lading.optim.rule import Rule, States
+from lading.optim.rule import Rule, SharedRule, States
 from lading.runtime.exchange import FAILURES, Failures, Team, Traffic, Under
 from lading.runtime.flights import Moving
 from lading.runtime.gangs import gangs_of, together_first
+from lading.runtime.members import PieceRule
 
 
 class ReplicaRoute:
     """Owners of matrices, and of parameters that are none, whose states lie with their owner alone."""
 
     def __init__(
-        self, wholes: Sequence[tuple[Whole, Rule | AdamWRule]], ranks: Sequence[tuple[int, ...]],
+        self, wholes: Sequence[tuple[Whole, Rule | PieceRule]], ranks: Sequence[tuple[int, ...]],
         groups: Sequence[Sequence[int]], team: Team,
     ) -> None:  # fmt: skip
         """A route of ``wholes``; groups of them travel together, in order."""
@@ -127,12 +127,11 @@ class ReplicaFlight:
 
     def _shared(self, number: int, matrix: torch.Tensor) -> torch.Tensor:
         rule = self.route.wholes[number][1]
-        assert isinstance(rule, MuonRule)
-        return self.route.gangs[number].direction(rule, matrix, self.route.traffic)
+        return self.route.gangs[number].direction(cast(SharedRule, rule), matrix, self.route.traffic)
 
     def _result(self, number: int, grad: torch.Tensor, states: States) -> torch.Tensor:
         (whole, rule), own = self.route.wholes[number], self._own(number)
-        if isinstance(rule, AdamWRule):
+        if isinstance(rule, PieceRule):
             value = self._view(number, own.param).clone()
             rule.step(value, grad, states, lr=self.rates[whole.parameter], update=own.update)
             return value
@@ -156,7 +155,7 @@ class ReplicaFlight:
 
     def _travels(self, number: int) -> torch.dtype:
         rule = self.route.wholes[number][1]
-        sent = None if isinstance(rule, AdamWRule) else rule.travels
+        sent = None if isinstance(rule, PieceRule) else rule.travels
         return sent or self._own(number).param.dtype
 
     def apply(self) -> None:
@@ -170,7 +169,7 @@ class ReplicaFlight:
                 param = self._view(number, own.param)
                 part = self.under.arrived[start : start + whole.box.size].view(whole.box.shape)
                 start += whole.box.size
-                if isinstance(rule, AdamWRule):
+                if isinstance(rule, PieceRule):
                     param.copy_(part)
                 else:
                     direction, rate = part.to(self._travels(number)), self.rates[whole.parameter]

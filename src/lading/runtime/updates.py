@@ -1,8 +1,10 @@
-"""Kernels that move whole matrices: ``lading.muon``, ``lading.shampoo``, ``lading.soap`` (``lading.ir.updates``).
+"""Kernels that move parameters: operations ``lading.<rule>`` (``lading.ir.updates``), whatever the rule.
 
-What is elementwise goes a few rows at a time, so that copies in another dtype stay small; the bits are those of
-``lading.optim.rule.update_matrix``, and for Muon those of ``torch.optim.Muon``. Muon's iteration works in the arena:
-its products write where the workspace of the operation lies.
+A rule that treats elements alone is given as many at once as fit a cache, where it needs copies: of a gradient in
+another dtype, or temporaries of its own. Its bits are those of ``ParameterRule.plain``.
+
+A rule for matrices takes what is elementwise a few rows at a time; the bits are those of
+``lading.optim.rule.update_matrix``. Where it has a workspace, its products write where that lies in the arena.
 """
 
 from __future__ import annotations
@@ -10,31 +12,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from lading.errors import ConfigError
 from lading.ir.graph import Op
-from lading.ir.updates import rule_of, state_shapes
-from lading.optim.muon import MuonRule
-from lading.optim.shampoo import ShampooRule
-from lading.optim.soap import SOAPRule
-from lading.rules import MatrixRule, Muon, Shampoo
+from lading.ir.updates import matrix_rule_of, rule_of
+from lading.optim.registry import name_of
+from lading.optim.rule import Held, MatrixCase, MatrixRule, ParameterRule, States, WorkspaceRule
 from lading.runtime.resident import give_back
+from lading.runtime.scratch import bytes_of
 
 #: Elements that are worked on at once: few enough for a cache, many enough to hide launches on a GPU.
 _AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
-#: What oneDNN takes for a product of 16-bit numbers on one thread. Measured: 132100 bytes at most, torch 2.13.
-_PRODUCT_BYTES = 136 << 10
-#: Norms, orders, and what LAPACK takes whatever the size.
-_SMALL_BYTES = 4 << 10
-#: What torch turns a matrix through that does not lie row by row: 60 by 60 elements.
-_TURNED_BYTES = 16 << 10
+Rate = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """Decoded arguments; a leading dim counts matrices."""
+    """Decoded arguments of an update of matrices; a leading dim counts them."""
 
     rule: MatrixRule
     param: torch.Tensor
@@ -66,126 +63,183 @@ class _Update:
         return max(1, _AT_ONCE[kind] // self.param.shape[-1])
 
 
-def matrix_kernel(
-    op: Op, args: list[Any], kwargs: dict[str, Any], out: torch.Tensor | None, kind: str, rate: Callable[[], float]
+def parameter_kernel(
+    op: Op, args: list[Any], kwargs: dict[str, Any], kind: str, optimizer: ParameterRule | None, rate: Rate
 ) -> tuple[Callable[[], None], int]:
-    """The call, and the bytes it allocates beside its tensors.
+    """The call that moves a parameter or a part of it, and the bytes it allocates beside its tensors.
+
+    Args:
+        args, kwargs: Of the operation, with tensors where they lie.
+        optimizer: The rule with the settings of the run; None takes those that were planned, and the class's defaults.
+        rate: Learning rate of the step.
+
+    Raises:
+        ConfigError: the operation was planned for another rule, or for other settings.
+    """
+    rule = check_planned(op, optimizer)
+    param, grad, *others = args
+    names = list(rule.states(tuple(param.shape)))
+    states: States = dict(zip(names, others, strict=False))
+    step = others[len(names)] if rule.counts else None
+    master, coefficient = kwargs.get("master"), kwargs.get("coefficient")
+    counts = step is not None and kwargs.get("first", True)
+    if master is None:
+        pieces, copied = _pieces([param, grad, param, *states.values()], rule, kind), 0
+        if grad.stride() != param.stride():
+            pieces, copied = [[param, grad, param, *states.values()]], bytes_of([grad])
+    else:
+        pieces, copied = _master_pieces([param, grad, master, *states.values()], rule, kind)
+    most = max(moved.numel() for _, _, moved, *_ in pieces)
+    scratch = copied + rule.temporaries * 4 * most
+
+    def run() -> None:
+        if counts:
+            assert step is not None
+            step.add_(1)
+        room = None
+        if copied and master is not None:
+            room = torch.empty(copied // 4, dtype=torch.float32, device=param.device)
+        for rounded, given, moved, *parts in pieces:
+            seen = given
+            if room is not None:
+                seen = room[: given.numel()].as_strided(moved.shape, moved.stride()).copy_(given)
+                if coefficient is not None:
+                    seen.mul_(coefficient)
+            elif copied:
+                seen = torch.empty_like(moved).copy_(given)
+            rule.update(moved, seen, dict(zip(names, parts, strict=True)), lr=rate(), step=step)
+            if master is not None:
+                rounded.copy_(moved)
+
+    return run, scratch
+
+
+def check_planned(op: Op, optimizer: ParameterRule | None) -> ParameterRule:
+    """The rule that an operation runs by.
+
+    Raises:
+        ConfigError: ``optimizer`` is another than the operation was planned for.
+    """
+    planned = cast(ParameterRule, rule_of(op))
+    if optimizer is None:
+        return planned
+    if type(optimizer) is not type(planned):
+        raise ConfigError(
+            f"expected the optimizer that was planned, {name_of(planned)}, got {name_of(optimizer)}; plan again with "
+            "optimizer=, or give this one"
+        )
+    for key in planned.planned:
+        if getattr(optimizer, key) != getattr(planned, key):
+            raise ConfigError(
+                f"expected {key} {getattr(planned, key)!r} of {name_of(planned)}, as was planned, got "
+                f"{getattr(optimizer, key)!r}; plan again with optimizer="
+            )
+    return optimizer
+
+
+def _pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) -> list[list[torch.Tensor]]:
+    """(param, grad, what moves, states...) in pieces whose temporaries stay small; whole where there are none."""
+    if rule.whole or not rule.temporaries or not all(t.is_contiguous() for t in tensors):
+        return [tensors]
+    return _cut(tensors, _AT_ONCE[kind])
+
+
+def _master_pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) -> tuple[list[list[torch.Tensor]], int]:
+    """(param, grad, master, states...) in pieces that are widened at once, and the bytes that widening takes."""
+    grad, master = tensors[1], tensors[2]
+    if grad.dtype is torch.float32 and grad.stride() == master.stride():
+        return _pieces(tensors, rule, kind), 0
+    count = prod(grad.shape)
+    if rule.whole or not all(t.is_contiguous() for t in tensors):
+        return [tensors], 4 * count
+    return _cut(tensors, _AT_ONCE[kind]), 4 * min(count, _AT_ONCE[kind])
+
+
+def _cut(tensors: list[torch.Tensor], at_once: int) -> list[list[torch.Tensor]]:
+    flat = [t.view(-1) for t in tensors]
+    return [[t[at : at + at_once] for t in flat] for at in range(0, flat[0].numel(), at_once)]
+
+
+def matrix_kernel(
+    op: Op, args: list[Any], kwargs: dict[str, Any], out: torch.Tensor | None, kind: str, rate: Rate
+) -> tuple[Callable[[], None], int]:
+    """The call that moves whole matrices, and the bytes it allocates beside its tensors.
 
     Args:
         args, kwargs: Of the operation, with tensors where they lie.
         out: The workspace.
         rate: Learning rate of the step.
     """
-    rule = rule_of(op)
+    rule = matrix_rule_of(op)
     assert rule is not None
     param, grad, *others = args
-    names = list(state_shapes(rule, *param.shape[-2:]))
+    names = list(rule.states(*param.shape[-2:]))
     states = {name: _stacked(t) for name, t in zip(names, others, strict=False)}
-    step = others[len(names)] if len(others) > len(names) else None
+    step = others[len(names)] if rule.counts else None
     master = kwargs.get("master")
     update = _Update(
         rule=rule, param=_stacked(param), grad=_stacked(grad), states=states, step=step,
         counts=bool(kwargs.get("first", True)), master=None if master is None else _stacked(master),
         coefficient=kwargs.get("coefficient"), workspace=out,
     )  # fmt: skip
-    if isinstance(rule, Muon):
-        return _muon(update, rule, kind, rate), _muon_scratch(update, kind)
-    return _whole(update, kind, rate), _whole_scratch(update, kind)
+    return _matrices(update, kind, rate), rule.scratch_bytes(_case(update, kind))
 
 
 def _stacked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
 
 
-def _muon(update: _Update, settings: Muon, kind: str, rate: Callable[[], float]) -> Callable[[], None]:
-    rule, rows = MuonRule(settings), update.rows_at_once(kind)
-    momentum = update.states["momentum"]
+def _case(update: _Update, kind: str) -> MatrixCase:
+    return MatrixCase(
+        rows=update.param.shape[1],
+        columns=update.param.shape[2],
+        rows_at_once=update.rows_at_once(kind),
+        threads=torch.get_num_threads(),
+        rounds=update.rounds,
+        widens=update.widens,
+        is_wide=update.grad.dtype is torch.float32,
+        is_turned=not update.grad.is_contiguous(),
+    )
+
+
+def _matrices(update: _Update, kind: str, rate: Rate) -> Callable[[], None]:
+    """One matrix after another: its direction, then a few rows at a time along it."""
+    rule, rows = update.rule.maths(), update.rows_at_once(kind)
+    shape = (update.param.shape[1], update.param.shape[2])
 
     def run() -> None:
+        number = 0
+        if update.step is not None:
+            if update.counts:
+                update.step.add_(1)
+            number = int(update.step)
         lr = rate()
         for index in range(update.param.shape[0]):
-            assert update.workspace is not None
-            shape = (update.param.shape[1], update.param.shape[2])
-            x = update.workspace[: prod(shape)].view(shape)
-            for part in _parts(shape[0], rows):
-                held = {"momentum": momentum[index, part]}
-                x[part].copy_(rule.pre(_gradient(update, index, part), held, 0))
-            direction = _orthogonal(x, update.workspace[prod(shape) :], settings)
-            for part in _parts(shape[0], rows):
-                rule.post(update.moved[index, part], direction[part], shape, lr=lr, update=0)
-                if update.master is not None:
-                    update.param[index, part].copy_(update.master[index, part])
-
-    return run
-
-
-def _orthogonal(x: torch.Tensor, room: torch.Tensor, settings: Muon) -> torch.Tensor:
-    """``lading.optim.muon.orthogonal`` of a matrix that may be overwritten, with room for another and two squares."""
-    tall = x.shape[0] > x.shape[1]
-    a, b = min(x.shape), max(x.shape)
-    places = (room[: a * b].view(a, b), x.reshape(-1).view(a, b))
-    gram, mixed = (room[a * b + n * a * a :][: a * a].view(a, a) for n in (0, 1))
-    now = x.T if tall else x
-    now.div_(now.norm().clamp(min=settings.eps))
-    for turn, (ca, cb, cc) in enumerate(settings.iteration):
-        torch.mm(now, now.T, out=gram)
-        torch.addmm(gram, gram, gram, beta=cb, alpha=cc, out=mixed)
-        now = torch.addmm(now, mixed, now, beta=ca, out=places[turn % 2])
-    return now.T if tall else now
-
-
-def _muon_scratch(update: _Update, kind: str) -> int:
-    """The look-ahead of some rows and its rounding, beside what is widened; or what a product takes."""
-    rows, columns = update.param.shape[1:]
-    assert isinstance(update.rule, Muon)
-    low = update.rule.dtype == "bfloat16"
-    bytes_each = 8 + 4 * low if update.rounds else 4 + 2 * low + 4 * update.widens
-    elementwise = min(rows, update.rows_at_once(kind)) * columns * bytes_each
-    elementwise += 0 if update.grad.is_contiguous() else _TURNED_BYTES
-    copied = 2 * rows * columns if rows > columns else 0  # an operand that is not row by row
-    return max(elementwise, copied + torch.get_num_threads() * _PRODUCT_BYTES if low else 0)
-
-
-def _whole(update: _Update, kind: str, rate: Callable[[], float]) -> Callable[[], None]:
-    """Shampoo and SOAP, whose states see the whole gradient."""
-    settings = update.rule
-    assert not isinstance(settings, Muon)
-    rule: ShampooRule | SOAPRule = ShampooRule(settings) if isinstance(settings, Shampoo) else SOAPRule(settings)
-    rows, shape = update.rows_at_once(kind), (update.param.shape[1], update.param.shape[2])
-
-    def run() -> None:
-        assert update.step is not None
-        if update.counts:
-            update.step.add_(1)
-        number, lr = int(update.step), rate()
-        for index in range(update.param.shape[0]):
-            states = {name: state[index] for name, state in update.states.items()}
-            matrix = _gradient(update, index, slice(None)).contiguous()
-            direction = rule.direction(matrix, states, number).to(matrix.dtype)
+            direction = _direction(update, rule, index, number, rows)
             for part in _parts(shape[0], rows):
                 rule.post(update.moved[index, part], direction[part], shape, lr=lr, update=number)
                 if update.master is not None:
                     update.param[index, part].copy_(update.master[index, part])
-            del matrix, direction  # else they would live on beside those of the next matrix
-        if kind == "cpu":  # temporaries of every size would stay side by side
+            del direction  # else it would live on beside that of the next matrix
+        if kind == "cpu" and update.workspace is None:  # temporaries of every size would stay side by side
             give_back()
 
     return run
 
 
-def _whole_scratch(update: _Update, kind: str) -> int:
-    """Squares of the longer side and matrices that live at once in ``direction``, all float32.
-
-    Counted by the profiler's memory events, torch 2.13 (tests/runtime/test_updates.py).
-    """
-    rows, columns = update.param.shape[1:]
-    own, side = rows * columns, max(rows, columns)
-    wide, turned = update.grad.dtype is torch.float32, not update.grad.is_contiguous()
-    copied = own * (not wide or turned) + -(-own // 2) * (update.rounds and turned)
-    if isinstance(update.rule, Shampoo):
-        squares = 9 if update.rule.root == "newton" else 4
-        return 4 * (copied + max(squares * side**2 + 16 * side, 4 * own)) + _SMALL_BYTES
-    return 4 * (copied + 4 * side**2 + 128 * side + 3 * own) + _SMALL_BYTES
+def _direction(update: _Update, rule: Any, index: int, number: int, rows: int) -> torch.Tensor:
+    """The direction of one matrix, in the workspace where there is one."""
+    states = {name: state[index] for name, state in update.states.items()}
+    kinds = update.rule.states(*update.param.shape[-2:])
+    held = {name: state for name, state in states.items() if kinds[name].held is Held.ELEMENTWISE}
+    if update.workspace is None:
+        matrix = rule.pre(_gradient(update, index, slice(None)), held, number).contiguous()
+        return rule.direction(matrix, states, number).to(matrix.dtype)
+    shape = update.param.shape[1:]
+    x = update.workspace[: prod(shape)].view(shape)
+    for part in _parts(shape[0], rows):
+        x[part].copy_(rule.pre(_gradient(update, index, part), {n: s[part] for n, s in held.items()}, number))
+    return cast(WorkspaceRule, rule).direction_within(x, update.workspace[prod(shape) :])
 
 
 def _gradient(update: _Update, index: int, part: slice) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,16 +13,6 @@ from lading.runtime.accelerator import Api
 from lading.runtime.arena import view_of
 from lading.runtime.kernels import Rate, View, bind
 from lading.runtime.scratch import by_signature, extent
-
-
-@dataclass(frozen=True, slots=True)
-class _Update:
-    """Settings of an update; their values do not change its scratch."""
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.1
 
 
 def measured_workspace(graph: StepGraph, api: Api) -> list[int]:
@@ -56,7 +45,7 @@ def measured_workspace(graph: StepGraph, api: Api) -> list[int]:
 def runs_of(op: Op, view: View, kind: str) -> list[Callable[[], object]]:
     """Calls that show all an operation takes: an update whose decompositions are due now and then runs in both ways."""
     step = step_of(op)
-    kernel = bind(always_due(op), view, kind=kind, optimizer=_Update(), rate=Rate(0.0))
+    kernel = bind(always_due(op), view, kind=kind, rate=Rate(0.0))
     counted = None if step is None else view(step)
     if counted is None:
         return [kernel.run]

@@ -241,7 +241,7 @@ def _updates(
     layout, stack = request.layout, request.stack
     states, prices = state_bytes(stage.elements, layout, stack), prices_of(request, machine, table)
     rest_s = prices.optimizer_s(stage.trained) + host_s([stage], stack, prices)
-    if request.optimizer != "adamw":
+    if request.moves_matrices:
         of_segment = block_matrices(request, table)
         found = rank_update([stage], [of_segment[place] for place in places], request, machine)
         states, rest_s = found.states(states), found.seconds + found.host_s

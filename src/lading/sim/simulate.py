@@ -56,7 +56,7 @@ class Simulated:
         memory: By pipeline rank: bytes of the device by role when their sum is largest.
         behind: The same of what lies in ``layout.offload_to``.
         segments: What each costs, as of ``Priced``; the runs of stages count in them.
-        updated: The update of matrices, where another optimizer than AdamW moves them.
+        updated: The update of matrices, where a rule for matrices moves them.
     """
 
     request: Request
@@ -226,7 +226,7 @@ def simulate(request: Request, table: ModelTable | None = None, parts: Priced | 
     given = _eager(request, table) if request.stack.drops_gradients else device_roles(request, both, stages, step)
     here, there = zip(*stored(request, given, stages, step), strict=True)
     found = None
-    if request.optimizer != "adamw":
+    if request.moves_matrices:
         found = updated(request, machine, table, step, here)
         step, here = found.step, found.memory
     return Simulated(request, machine, table, _waiting(step, request.layout), here, there, both, found)

@@ -1,6 +1,7 @@
 """Steps whose blocks' matrices a matrix optimizer moves: what replaces AdamW's seconds and states in a simulated step.
 
-AdamW's update of these matrices goes and the update of owners comes (``lading.cost.owned``); AdamW moves the rest.
+AdamW's update of these matrices goes and the update of owners comes (``lading.cost.owned``); AdamW moves the rest. A
+rule that moves every parameter needs nothing of this: its states are the stack's (``lading.ir.request``).
 Nothing else of the step changes: gradients are reduced and parameters gathered as before. What owners compute in, a few
 matrices at a time, is not counted: activations have gone by then.
 """
@@ -11,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lading.cost.owned import RULES, Update, assumed_of_updates, matrix_s, update_of
+from lading.cost.owned import Update, assumed_of_updates, matrix_s, update_of
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
@@ -20,6 +21,8 @@ from lading.ir.request import Request
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.memory.ranks import shards
+from lading.optim.registry import matrix_rule
+from lading.optim.rule import MatrixRule
 from lading.parallel.matrices import BlockMatrix, matrices_of
 from lading.parallel.ranks import DENSE, EXPERTS
 from lading.sim.parts import MEMORY
@@ -89,7 +92,7 @@ def updated(
         tuple(row.states(roles) for row, roles in zip(rows, memory, strict=True)),
         slowest.update,
         sum(row.saved_fewer_bytes for row in rows),
-        assumed_of_updates(request.optimizer, list(names), machine.device),
+        assumed_of_updates(request.optimizer, _rule(request), list(names), machine.device),
     )
 
 
@@ -100,11 +103,12 @@ def block_matrices(request: Request, table: ModelTable) -> list[tuple[BlockMatri
 
 
 def segment_directions_s(request: Request, table: ModelTable, machine: Machine) -> list[tuple[float, float]]:
-    """Seconds of directions of each segment on one device: of all its matrices, and of the longest; 0 with AdamW."""
+    """Seconds of directions of each segment on one device: of all its matrices, and of the longest; 0 without
+    a rule for matrices."""
     found = [(0.0, 0.0) for _ in table.segments]
-    if request.optimizer == "adamw":
+    if not request.moves_matrices:
         return found
-    rule = RULES[request.optimizer]
+    rule = _rule(request)
     for place, matrices in enumerate(block_matrices(request, table)):
         each = [(matrix_s(m.rows, m.columns, rule, request.stack, machine), m.count) for m in matrices]
         if each:
@@ -133,13 +137,18 @@ def rank_update(
         )
     on_rank, trained = _on_rank(matrices, layout), trained_of(own)
     mine = sum(number / shards(axes, layout) for axes, number in on_rank.items())
-    update = update_of(matrices, mine, RULES[request.optimizer], layout, stack, machine)
+    update = update_of(matrices, mine, _rule(request), layout, stack, machine)
     rest = {axes: max(0, number - on_rank.get(axes, 0)) for axes, number in trained.items()}
     seconds = update.seconds + _adamw_s(rest, request, machine)
     host = stack.step_s + max(0.0, stack.parameter_s * sum(stage.parameters for stage in own) - seconds)
     moment = DTYPE_BYTES[stack.moments_dtype]
     fewer = (stack.moments * mine - update.cut_elements) * moment - update.directions.state_bytes
     return RankUpdate(seconds, host, update, fewer, _saved_fewer(matrices, request, moment))
+
+
+def _rule(request: Request) -> MatrixRule:
+    """The request's rule for matrices, with its default settings."""
+    return matrix_rule(request.optimizer)()
 
 
 def _check(request: Request) -> None:
@@ -184,7 +193,7 @@ def _on_rank(matrices: Mapping[BlockMatrix, int], layout: Layout) -> dict[str, i
 
 def _saved_fewer(matrices: Mapping[BlockMatrix, int], request: Request, moment: int) -> int:
     """Bytes of AdamW's moments of these matrices, less those of the rule's states."""
-    rule, found = RULES[request.optimizer], 0
+    rule, found = _rule(request), 0
     for matrix, times in matrices.items():
         cut, whole = rule.state_elements(matrix.rows, matrix.columns)
         adamw = request.stack.moments * matrix.rows * matrix.columns
@@ -194,6 +203,6 @@ def _saved_fewer(matrices: Mapping[BlockMatrix, int], request: Request, moment: 
 
 def least_stack(request: Request) -> Stack:
     """The stack for lower bounds of bytes and seconds under the request's optimizer: as few moments as it may keep."""
-    if request.optimizer == "adamw":
+    if not request.moves_matrices:
         return request.stack
-    return dataclasses.replace(request.stack, moments=min(request.stack.moments, int(request.optimizer == "muon")))
+    return dataclasses.replace(request.stack, moments=min(request.stack.moments, _rule(request).cut_states))

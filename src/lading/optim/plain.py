@@ -1,0 +1,48 @@
+"""A rule as an optimizer of plain PyTorch, everything in memory: the reference for rules that torch does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from lading.optim.rule import ParameterRule, dtype_of
+
+
+class PlainOptimizer(torch.optim.Optimizer):
+    """Moves whole parameters by a ``ParameterRule``, one after another."""
+
+    def __init__(self, params: Iterable[torch.Tensor], rule: ParameterRule) -> None:
+        super().__init__(params, {"lr": rule.lr})
+        self.rule = rule
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._move(param, group["lr"])
+        return loss
+
+    def _move(self, param: torch.Tensor, lr: float) -> None:
+        kept = self.state[param]
+        if not kept:
+            kept["step"] = torch.zeros(())
+            for name, state in self.rule.states(tuple(param.shape)).items():
+                dtype = dtype_of(state, param.dtype)
+                is_like = state.shape == tuple(param.shape)
+                kept[name] = (
+                    torch.zeros_like(param, dtype=dtype)
+                    if is_like
+                    else torch.zeros(state.shape, dtype=dtype, device=param.device)
+                )
+        kept["step"] += 1
+        states = {name: value for name, value in kept.items() if name != "step"}
+        assert param.grad is not None
+        self.rule.update(param, param.grad, states, lr=lr, step=kept["step"] if self.rule.counts else None)

@@ -1,0 +1,168 @@
+"""Registry: the rules of optimizers by name, and what a rule's settings look like in a file.
+
+Settings are read without torch. A rule that is not built in is "module:Class", so that anyone can add one from a file
+of their own; a class name without a module is one of the table below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, cast
+
+from lading.errors import ConfigError
+from lading.optim.rule import MatrixRule, ParameterRule
+
+#: Rules that come with Lading: for parameters of any shape, and for whole matrices.
+_PARAMETERS = MappingProxyType(
+    {
+        "adamw": "lading.optim.adamw:AdamW",
+        "adam": "lading.optim.adam:Adam",
+        "sgd": "lading.optim.sgd:SGD",
+        "lion": "lading.optim.lion:Lion",
+        "adafactor": "lading.optim.adafactor:Adafactor",
+    }
+)
+_MATRICES = MappingProxyType(
+    {
+        "muon": "lading.optim.muon:Muon",
+        "shampoo": "lading.optim.shampoo:Shampoo",
+        "soap": "lading.optim.soap:SOAP",
+    }
+)
+_BUILT_IN = MappingProxyType({**_PARAMETERS, **_MATRICES})
+#: Moves parameters where nothing is said.
+DEFAULT = "adamw"
+
+
+def rule_names(*, parameters: bool = True, matrices: bool = True) -> tuple[str, ...]:
+    """Names of the rules that come with Lading."""
+    return (*(_PARAMETERS if parameters else ()), *(_MATRICES if matrices else ()))
+
+
+def rule_class(name: str, known: Mapping[str, str] = _BUILT_IN) -> type[ParameterRule] | type[MatrixRule]:
+    """The settings class of a rule.
+
+    Args:
+        name: As in the table, or "module:Class".
+        known: Names to tell of where this one is none.
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    module, colon, attribute = _BUILT_IN.get(name, name).partition(":")
+    if not colon:
+        near = get_close_matches(name, known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"rule: expected one of {', '.join(known)}, or 'module:Class' for your own, got {name!r}{hint}"
+        )
+    try:
+        found: object = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"rule: expected a class of optimizer settings named {name!r}, got none: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, ParameterRule | MatrixRule)):
+        raise ConfigError(f"rule: expected a subclass of ParameterRule or MatrixRule as {name!r}, got {found!r}")
+    return found
+
+
+def parameter_rule(name: str) -> type[ParameterRule]:
+    """The settings class of a rule that moves any parameter.
+
+    Raises:
+        ConfigError: there is none of this name, or it moves matrices alone.
+    """
+    found = rule_class(name, _PARAMETERS)
+    if not issubclass(found, ParameterRule):
+        known = ", ".join(_PARAMETERS)
+        raise ConfigError(
+            f"rule: expected a rule that moves any parameter ({known}), got {name}, which moves whole matrices; "
+            "give it in optimization.matrices"
+        )
+    return found
+
+
+def matrix_rule(name: str) -> type[MatrixRule]:
+    """The settings class of a rule that moves whole matrices.
+
+    Raises:
+        ConfigError: there is none of this name, or it moves any parameter.
+    """
+    found = rule_class(name, _MATRICES)
+    if not issubclass(found, MatrixRule):
+        known = ", ".join(_MATRICES)
+        raise ConfigError(
+            f"rule: expected a rule for matrices ({known}), got {name}, which moves any parameter; give it in "
+            "optimization.optimizer"
+        )
+    return found
+
+
+def is_for_matrices(name: str) -> bool:
+    """Whether a rule moves whole matrices, beside another for the rest.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    return issubclass(rule_class(name), MatrixRule)
+
+
+def default_rule() -> ParameterRule:
+    """What moves parameters where nothing is said, with its default settings."""
+    return cast(ParameterRule, make_rule(DEFAULT, {}))
+
+
+def name_of(rule: ParameterRule | MatrixRule) -> str:
+    """The name by which ``rule_class`` finds a rule's class."""
+    where = f"{type(rule).__module__}:{type(rule).__qualname__}"
+    return next((name for name, place in _BUILT_IN.items() if place == where), where)
+
+
+def make_rule(name: str, settings: Mapping[str, object]) -> ParameterRule | MatrixRule:
+    """A rule by its name, with these settings.
+
+    Raises:
+        ConfigError: no such rule or setting, or one of another type or out of range.
+    """
+    kind: Any = rule_class(name)
+    known = {field.name: type(field.default) for field in dataclasses.fields(cast(Any, kind))}
+    for key, value in settings.items():
+        if key not in known:
+            raise ConfigError(f"settings: unknown {key!r} of {name}; expected one of {', '.join(known)}")
+        if type(value) is not known[key] and not (known[key] is float and type(value) is int):
+            raise ConfigError(f"settings: expected {key} of {name} as {known[key].__name__}, got {value!r}")
+    return kind(**settings)
+
+
+def optimizer(
+    rule: str = DEFAULT, *, lr: float | None = None, settings: Mapping[str, float | bool | str] = MappingProxyType({})
+) -> ParameterRule:
+    """An optimizer for ``lading.plan`` and ``lading.Trainer``, by name.
+
+    Args:
+        rule: "adamw", "adam", "sgd", "lion", "adafactor", or "module:Class" for your own.
+        lr: Learning rate at its peak; None is the rule's own.
+        settings: The others of its class, by name.
+    Raises:
+        ConfigError: no such rule or setting, or one of another type or out of range.
+    """
+    parameter_rule(rule)
+    return cast(ParameterRule, make_rule(rule, {**settings, **({} if lr is None else {"lr": lr})}))
+
+
+def rule_to_dict(rule: ParameterRule) -> dict[str, Any]:
+    """A rule as a table, for files; its name is left out if it is the default's."""
+    name, table = name_of(rule), dataclasses.asdict(cast(Any, rule))
+    return table if name == DEFAULT else {"rule": name, **table}
+
+
+def rule_from_dict(table: Mapping[str, Any]) -> ParameterRule:
+    """The rule that ``rule_to_dict`` wrote.
+
+    Raises:
+        ConfigError: as ``optimizer``.
+    """
+    settings = {key: value for key, value in table.items() if key != "rule"}
+    return optimizer(str(table.get("rule", DEFAULT)), settings=settings)

@@ -139,6 +139,19 @@ def test_every_loss(tmp_path: Path) -> None:
         assert trainer.step(batch(0)) == every_loss(reference, batch(0)).item()
 
 
+def test_a_job_of_several_ranks_needs_a_word(
+    planned: tuple[Plan, StepGraph], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun starts it, with or without a process group."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"found one of 2 ranks \(its launcher set WORLD_SIZE\).*independent=True"):
+        Trainer(*planned, net(), folder=tmp_path)
+    with Trainer(*planned, net(), folder=tmp_path, independent=True) as trainer:
+        trainer.step(batch(0))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    Trainer(*planned, net(), folder=tmp_path).close()
+
+
 def test_another_graph_model_or_batch(planned: tuple[Plan, StepGraph], tmp_path: Path) -> None:
     made, graph = planned
     other = capture(net(96), batch(0), loss_fn)

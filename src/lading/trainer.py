@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 
+from lading.alone import check_only_rank
 from lading.capture.batches import input_leaves
 from lading.capture.frozen import Watch
 from lading.capture.state import as_written
@@ -66,18 +67,19 @@ class Trainer:
         folder: Where the swap file goes.
         threads: Compute threads; None keeps torch's setting.
         device: Where it runs, for this trainer alone; None is what the plan was made for.
+        independent: Train for oneself where the job has several ranks, as in a sweep: nothing is reduced between them.
 
     Attributes:
         losses: Of the last step, where the loss is several: the value of each by name, averaged over micro-batches.
         excess: What of the memory was not predicted, a sentence a step; empty while the budget is kept.
 
     Raises:
-        ConfigError: the plan was made for another graph, its Program is not safe to run, or ``model`` is not the one
-            that was captured.
+        ConfigError: the job has several ranks; the plan was made for another graph, its Program is not safe to run, or
+            ``model`` is not the one that was captured.
         StorageError: no room in ``folder``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the public entry spells out all it takes
         self,
         plan: Plan | Path | str,
         graph: StepGraph,
@@ -88,7 +90,10 @@ class Trainer:
         threads: int | None = None,
         device: Device | None = None,
         program: Program | None = None,
+        independent: bool = False,
     ) -> None:
+        if not independent:
+            check_only_rank()
         if isinstance(plan, (str, Path)):
             plan = Plan.load(plan)
         check_type("plan", plan, Plan, "what lading.plan returns, or the path of a saved plan")

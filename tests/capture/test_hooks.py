@@ -15,6 +15,7 @@ from torch.autograd import graph as autograd_graph
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
+from lading.capture.frozen import Watch
 from lading.capture.trace import capture
 from lading.errors import CaptureError
 
@@ -45,6 +46,34 @@ def masked() -> Net:
     net.table.weight.register_hook(lambda gradient: gradient * mask)
     net.table.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     return net
+
+
+class Lazy(nn.Module):
+    """Hooks into its part at the first call, and remembers that it did, as transformers does to record outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.is_hooked = nn.Linear(F, F), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs: list[torch.Tensor] = []
+        if not self.is_hooked:
+            self.is_hooked = True
+            self.line.register_forward_hook(lambda module, _, out: vars(module)["outputs"].append(out))
+        vars(self.line)["outputs"] = outputs
+        self.line(x)
+        del vars(self.line)["outputs"]
+        return torch.stack(outputs)
+
+
+def test_what_a_forward_hooks_into_modules_is_taken_away_again() -> None:
+    """Left there, with the flag put back, it would run twice from then on."""
+    model, given = Lazy(), {"x": torch.ones(B, F)}
+    frozen = capture(model, given, squares).frozen
+    Watch(frozen, model).check([given], ["x"])
+    for _ in range(2):
+        assert model(given["x"]).shape == (1, B, F)
+    Watch(frozen, model).check([given], ["x"])  # the hook makes no other step
 
 
 def test_a_masked_table_trains_as_in_plain_pytorch(tmp_path: Path) -> None:

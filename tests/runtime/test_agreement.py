@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lading
-from lading.errors import ConfigError
+from lading.errors import CaptureError, ConfigError
 from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
 from lading.ir.placedplan import PlacedDevice, PlacedGroup, PlacedPlan
 from lading.matrices import Muon
@@ -270,8 +270,23 @@ def _settings(rank: int) -> None:
     del wrapped, rewrapped
 
 
+def _alone(rank: int) -> None:
+    """A captured step of one rank, where there are two."""
+    model, batch = nn.Linear(4, 4), {"x": torch.ones(2, 4)}
+    wrapped = DistributedDataParallel(model)
+    with pytest.raises(
+        CaptureError, match="expected parameters of its own, found them in a DistributedDataParallel too"
+    ):
+        lading.capture(wrapped.module, batch, lambda model, batch: model(batch["x"]).sum())
+    del wrapped
+    assert lading.capture(model, batch, lambda model, batch: model(batch["x"]).sum()).ops
+    _refused("expected a job of one process, found one of 2 ranks .*initialized.*give independent=True",
+             lambda: lading.Trainer(cast(Any, None), cast(Any, None), None))  # fmt: skip
+
+
 def _on_each(rank: int) -> None:
     """In one pair of processes, as these take longest to start."""
+    _alone(rank)
     _unlike(rank)
     _settings(rank)
 

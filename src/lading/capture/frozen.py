@@ -257,7 +257,7 @@ def _of_modules(model: torch.nn.Module, names: set[str]) -> Iterator[Entry]:
     for name, module in model.named_modules():
         path, said = f"{name}." if name else "", name or "the model"
         yield _entry(f"type of {said}", partial(_type_name, module))
-        yield _entry(f"hooks of {said}", partial(described, module))
+        yield _entry(hooks_label(name), partial(described, module))
         yield _entry(f"{path}training", partial(vars(module).get, "training"))
         for key, value in vars(module).items():
             if key not in OF_TORCH and key in names and (isinstance(value, _NUMBERS) or is_named(value)):
@@ -265,6 +265,11 @@ def _of_modules(model: torch.nn.Module, names: set[str]) -> Iterator[Entry]:
     for name, parameter in model.named_parameters():
         yield _entry(f"{name}.requires_grad", partial(getattr, parameter, "requires_grad"))
         yield _entry(f"hooks of {name}", partial(described, parameter))
+
+
+def hooks_label(name: str) -> str:
+    """Path of the hooks of a module."""
+    return f"hooks of {name or 'the model'}"
 
 
 def _entry(label: str, read: Any) -> Entry:

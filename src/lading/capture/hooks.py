@@ -6,7 +6,8 @@ so its hooks go along; they see the gradient of one micro-batch before it is add
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ _OF_MODULES = {
 }
 #: The same of a parameter.
 _OF_PARAMETERS = {"_backward_hooks": "hook", "_post_accumulate_grad_hooks": "post_accumulate_grad_hook"}
+#: All tables of hooks that a module has.
+_TABLES = tuple(name for name, table in vars(torch.nn.Module()).items() if "hooks" in name and isinstance(table, dict))
 
 
 def hooks_of(held: torch.nn.Module | torch.Tensor) -> Iterator[tuple[str, Any]]:
@@ -42,6 +45,31 @@ def described_global() -> tuple[str, ...]:
     """Hooks of all modules, in words."""
     scope = vars(torch.nn.modules.module)
     return tuple(f"{kind} {named(h)}" for table, kind in _OF_MODULES.items() for h in scope[f"_global{table}"].values())
+
+
+@contextmanager
+def hooks_as_they_were(model: torch.nn.Module) -> Iterator[Callable[[], set[str]]]:
+    """Take away what forwards hook into modules, as transformers does at the first call that asks for hidden states.
+
+    Gives a function that says which modules have other hooks by now.
+    """
+    tables = [
+        (module_name, table, table.copy())
+        for module_name, module in model.named_modules()
+        for name in _TABLES
+        if isinstance(table := vars(module).get(name), dict)
+    ]
+
+    def changed() -> set[str]:
+        return {name for name, table, before in tables if table.keys() != before.keys()}
+
+    try:
+        yield changed
+    finally:
+        for _, table, before in tables:
+            if table.keys() != before.keys():
+                table.clear()
+                table.update(before)
 
 
 def named(hook: Any) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lading.capture.alone import check_alone, check_whole, refusing_wrappers
+from lading.alone import check_alone, check_whole, refusing_wrappers
 from lading.capture.attributes import Left, check_steady
 from lading.capture.batches import input_leaves, map_batch
-from lading.capture.frozen import freeze, without
-from lading.capture.hooks import carry_hooks, check_hooks
+from lading.capture.frozen import freeze, hooks_label, without
+from lading.capture.hooks import carry_hooks, check_hooks, hooks_as_they_were
 from lading.capture.losses import TOTAL, named_losses, total_of
 from lading.capture.slow import told_if_slow
 from lading.capture.state import as_written, branches_of_eager, left_as_it_was, uncompiled
@@ -63,10 +63,11 @@ def capture(
     frozen = freeze(model, batch, loss)
     mode = fake_mode_of(model) or FakeTensorMode(allow_non_fake_inputs=True)
     once = partial(_once, mode, model, batch, loss, accumulation)
-    graph, left = once()
-    if left.labels:
-        check_steady(graph, left, lambda seen: once(left, seen))
-        frozen = without(frozen, left.labels.values())
+    with hooks_as_they_were(model) as hooked:
+        graph, left = once()
+        if left.labels:
+            check_steady(graph, left, lambda seen: once(left, seen))
+            frozen = without(frozen, {*left.labels.values(), *(hooks_label(name) for name in hooked())})
     return dataclasses.replace(graph, accumulation=accumulation, blocks=fold(graph), frozen=frozen)
 
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lading.capture.alone import ADVICE, is_of_ranks
+from lading.alone import ADVICE, is_of_ranks
 from lading.capture.effects import draws, moves_view, out_of_place, written
 from lading.capture.fakes import FakeRunner, flat_tensors
 from lading.capture.flops import op_flops

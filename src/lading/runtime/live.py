@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from lading.alone import reducing_wrapper
 from lading.errors import ConfigError
 from lading.optim.rule import MatrixRule, ParameterRule
 from lading.runtime.agreement import Facts, agree_on
-from lading.runtime.wrappers import reducing_wrapper
 
 #: Settings that may change between steps.
 LIVE = frozenset(("momentum", "nesterov", "weight_decay", "eps", "beta1", "beta2", "factor_beta", "grafting_eps"))

@@ -1,4 +1,4 @@
-"""Alone: a step is captured for one rank, so what brings other ranks in is refused by name.
+"""Alone: a step is captured for one rank and trained on one, so what brings other ranks in is refused by name.
 
 A wrapper that reduces or gathers (DDP, FSDP, DataParallel) works by hooks on real parameters: captured, it would be
 left out without a word, and replicas would drift apart. A collective has no part in a step that one rank plans.
@@ -6,8 +6,10 @@ left out without a word, and replicas would drift apart. A collective has no par
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from lading.errors import CaptureError
+from lading.errors import CaptureError, ConfigError
 
 #: What to do instead.
 ADVICE = (
@@ -26,18 +28,62 @@ ADVICE = (
 _OF_RANKS = frozenset(
     ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem", "_dtensor", "fsdp")
 )
+#: What to do instead of one Trainer on each of several ranks.
+_ADVICE_ON_TRAINING = (
+    "a Trainer runs on one rank and reduces nothing, so each would train a model of its own: start one process; or cut "
+    "the model with lading.apply and move it by an optimizer of torch or of lading.optim; or, where each is to train "
+    "for itself, as in a sweep, give independent=True"
+)
 #: Where a wrapper's class is, and what people call it. What nobody has imported no module is of, and importing torch's
 #: distributed parts takes most of a second, so that is not done here.
-_WRAPPERS = (
+_REDUCE = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "DistributedDataParallel"),
     ("torch.nn.parallel.data_parallel", "DataParallel", "DataParallel"),
     ("torch.distributed.fsdp", "FullyShardedDataParallel", "FullyShardedDataParallel (FSDP1)"),
-    ("torch.distributed.fsdp", "FSDPModule", "fully_shard (FSDP2)"),
 )
+_WRAPPERS = (*_REDUCE, ("torch.distributed.fsdp", "FSDPModule", "fully_shard (FSDP2)"))
+
+
+def reducing_wrapper(params: Sequence[torch.Tensor]) -> nn.Module | None:
+    """A module of torch that reduces gradients of some of these parameters, whoever else does; None if there is none.
+
+    A parameter does not know that a reducer waits for its gradient, so all objects of the process are looked through:
+    some tens of milliseconds, for once.
+    """
+    wanted = {id(param) for param in params}
+    kinds = tuple(getattr(sys.modules[where], kind) for where, kind, _ in _REDUCE if where in sys.modules)
+    for each in gc.get_objects():
+        if issubclass(type(each), kinds) and any(id(param) in wanted for param in each.parameters()):
+            return each
+    return None
+
+
+def num_ranks() -> tuple[int, str]:
+    """Ranks of the job that this process is of, and what says so: torch.distributed, or the launcher."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        told = 1 if "fake" in distributed.get_backend() else distributed.get_world_size()
+        return told, "torch.distributed is initialized"
+    told_by_launcher = os.environ.get("WORLD_SIZE", "")
+    return int(told_by_launcher) if told_by_launcher.isdecimal() else 1, "its launcher set WORLD_SIZE"
+
+
+def check_only_rank() -> None:
+    """Make sure that no other rank would train beside this one.
+
+    Raises:
+        ConfigError: the job has several.
+    """
+    count, why = num_ranks()
+    if count > 1:
+        raise ConfigError(f"expected a job of one process, found one of {count} ranks ({why}); {_ADVICE_ON_TRAINING}")
 
 
 def check_alone(model: nn.Module) -> None:
     """Make sure that nothing in a model works on several ranks or devices.
+
+    In a job of several ranks the model must not be the inside of a wrapper either: captured without it, replicas would
+    drift apart.
 
     Raises:
         CaptureError: a module is wrapped or cut, or a tensor is a piece of one; names it.
@@ -46,6 +92,15 @@ def check_alone(model: nn.Module) -> None:
         _check(module, f"module {path!r}" if path else "the model")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         check_whole(name, tensor)
+    if num_ranks()[0] > 1:
+        parameters = list(model.parameters())
+        if reducing_wrapper(parameters) is not None:
+            gc.collect()  # one that was let go of waits for nothing
+        if (wrapper := reducing_wrapper(parameters)) is not None:
+            raise CaptureError(
+                f"the model: expected parameters of its own, found them in a {type(wrapper).__name__} too, which would "
+                f"reduce their gradients; {ADVICE}"
+            )
 
 
 def check_whole(name: str, tensor: torch.Tensor) -> None:

@@ -27,7 +27,7 @@ from lading.parallel.frames import Lineage, base_name, setting
 from lading.parallel.ranks import axes_of
 from lading.parallel.shapes import TOKENS, WORDS, Length, Lengths, check
 from lading.parallel.specs import CutKernel, CutParameter, CutSegment
-from lading.parallel.structure import first_of
+from lading.parallel.structure import makers
 
 #: Argument that is the shape of the result.
 _SHAPED = {
@@ -84,7 +84,7 @@ class _Builder:
         self.segment, self.free = cuts.segment, cuts.free
         self.lengths: Lengths = cuts.lengths
         self.lineage: Lineage = self.lengths.found
-        self.first = first_of(self.segment)
+        self.first = makers(self.segment)
         self.views: dict[int, Op] = {}
         for op in self.segment.ops:
             if op.kind is OpKind.VIEW:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lading.ir.graph import OpKind, Phase
+from lading.ir.graph import Phase
 from lading.ir.sizes import Size
 from lading.ir.table import Segment, TableTensor
 
@@ -16,16 +16,6 @@ def elements(tensor: TableTensor) -> Size:
 
 
 def makers(segment: Segment) -> dict[int, int]:
-    """Of each storage the tensor that is not a view: an operation's result, or what was there before."""
-    views = {t for op in segment.ops if op.kind is OpKind.VIEW for t in op.outputs}
-    found: dict[int, int] = {}
-    for index, tensor in enumerate(segment.tensors):
-        if index not in views:
-            found.setdefault(tensor.storage, index)
-    return found
-
-
-def first_of(segment: Segment) -> dict[int, int]:
     """Of each storage the tensor that is there first: an operation's result, or what its first reader takes."""
     found: dict[int, int] = {}
     for op in segment.ops:

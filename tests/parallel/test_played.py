@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from functools import cache
+from math import prod
 from typing import Any
 
 import pytest
@@ -131,6 +132,30 @@ def test_ranks_compute_what_the_model_does(name: str, layout: str) -> None:
         else:
             assert moved[key] == elements, key
     assert moved.keys() == expected.keys()
+
+
+def test_gradients_that_ranks_have_in_part_are_counted() -> None:
+    """Those that the player has to sum over tp ranks to be right: biases, norms and learned positions."""
+    _, table = captured("gpt")
+    layout, sizes = parse_layout("mb2,tp2,sp"), {**table.symbols, "s": TOKENS}
+    names: set[str] = set()
+    for segment in table.segments:
+        graph, ranked = rank_graph(segment, sizes, layout), rank_segment(segment, sizes, layout)
+        summed = [graph.tensors[p.tensor] for p in graph.parameters if p.summed]
+        assert ranked.summed_elements == sum(prod(t.shape) for t in summed)
+        names.update(t.name for t in summed)
+    assert names == {
+        "positions.weight", "attn_norm.weight", "attn_norm.bias", "attn_out.bias", "mlp_norm.weight", "mlp_norm.bias",
+        "mlp_out.bias", "norm.weight", "norm.bias",
+    }  # fmt: skip
+
+
+def test_learned_positions_of_cut_tokens_are_summed() -> None:
+    """In a table whose positions are as many as its tokens, their gradient's tokens are cut; ranks have zeros else."""
+    table = family_table("gpt", layers=2, h=32, n=4, d=8, f=64, v=VOCAB)
+    sizes = {**table.symbols, "s": TOKENS}
+    assert rank_segment(table.segments[0], sizes, parse_layout("tp2,sp")).summed_elements == TOKENS * 32
+    assert rank_segment(table.segments[0], sizes, parse_layout("tp2")).summed_elements == 0
 
 
 def test_a_table_of_the_catalog_runs() -> None:

@@ -489,11 +489,17 @@ class _Cutter:
         return tuple(found.values())
 
     def _parameters(self) -> tuple[CutParameter, ...]:
-        """Each parameter once; heads that stand on more than one rank have gradients to be summed as well."""
+        """Each parameter once; heads that stand on more than one rank have gradients to be summed as well.
+
+        A gradient whose tokens are cut, as that of learned positions is, is a part of a sum: zero but for its tokens.
+        """
         found: list[CutParameter] = []
         for tensor, gradient in self.segment.gradients:
             leaves = self._atoms_of(tensor)
-            summed = gradient is not None and self.segment.tensors[gradient].storage in self.summed
+            summed = gradient is not None and (
+                self.segment.tensors[gradient].storage in self.summed
+                or (self._state(gradient).scattered and self._has_tokens(gradient))
+            )
             is_expert = bool(leaves & self.choice.experts)
             found.append(CutParameter(self._place(tensor, "", False), is_expert, summed, gradient is not None))
         return tuple(found)

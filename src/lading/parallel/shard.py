@@ -21,11 +21,11 @@ from lading.ir.rankgraph import DimShards, Leaf, RankGraph, RankParameter, RankT
 from lading.ir.sizes import Power, Size
 from lading.ir.table import Segment
 from lading.ir.work import Stage
-from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, is_token
+from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, is_token
 from lading.parallel.cut import cut
 from lading.parallel.frames import Lineage, base_name, setting
 from lading.parallel.ranks import axes_of
-from lading.parallel.shapes import TOKENS, WORDS, Length, Lengths, check
+from lading.parallel.shapes import WORDS, Length, Lengths, check
 from lading.parallel.specs import CutKernel, CutParameter, CutSegment
 from lading.parallel.structure import makers
 
@@ -203,8 +203,7 @@ class _Builder:
         made = self._get(gradient, copy, scattered)
         leaves = [leaf for dim in self.tensors[mine].dims for part in dim.parts for leaf in part]
         shared = any(leaf.size < self.degrees[axis] for leaf in leaves for axis, _ in leaf.cuts)
-        is_summed = cut_parameter.summed or shared or _is_scattered(self.tensors[made])
-        return RankParameter(mine, made, is_summed, cut_parameter.is_expert)
+        return RankParameter(mine, made, cut_parameter.summed or shared, cut_parameter.is_expert)
 
     def _local(self, local: int, *, rows: bool = False) -> int:
         """The tensor that a kernel takes.
@@ -617,10 +616,6 @@ class _Builder:
             args = (Ref(source), axis, *(("sum",) if name == "all_reduce" else ()))
         self.keys[key] = self._new(origin.tensor, self._dims(origin.tensor, scattered=key[2]), routed=routed)
         return self._call(f"lading.{name}", args, (self.keys[key],))
-
-
-def _is_scattered(tensor: RankTensor) -> bool:
-    return any((TENSOR, TOKENS) in leaf.cuts for dim in tensor.dims for part in dim.parts for leaf in part)
 
 
 def _without(leaf: Leaf, axis: str) -> Leaf:

@@ -35,7 +35,12 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def quarter(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A run with room for a quarter of its tensors."""
-    sizes = ["data.batch_size=4", "model.sizes.num_layers=2", f"optimization.steps={STEPS}"]
+    sizes = [
+        "data.batch_size=4",
+        "model.sizes.num_layers=2",
+        "optimization.accumulation=2",
+        f"optimization.steps={STEPS}",
+    ]
     run = load_run(write_run(tmp_path_factory.mktemp("quarter")), sizes)
     everything = plan_run(dataclasses.replace(run, memory=MemoryConfig(budget="100%"))).program
     return dataclasses.replace(run, memory=MemoryConfig(budget=budget_for(everything, 0.25)))

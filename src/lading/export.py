@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from math import prod
@@ -60,7 +61,7 @@ def export_run(folder: Path, target: Path, *, shard_bytes: int = 5_000_000_000) 
     module = defer(lambda: build(run.model, run.optimization.precision)).model
     twin = None if run.model.is_hugging_face else twin_of(module)
     sources = list(_sources(module, checkpoint, twin))
-    aside = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    aside = target.with_name(f"{target.name}.tmp-{secrets.token_hex(6)}")
     try:
         aside.mkdir(parents=True)
         _write_files(aside, sources, shard_bytes, checkpoint.step)

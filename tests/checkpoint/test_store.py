@@ -6,6 +6,8 @@ import errno
 import hashlib
 import json
 import os
+import socket
+import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from lading.checkpoint import store
 from lading.checkpoint.state import CHUNK_BYTES, TensorSource, tensor_source
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint, save_checkpoint
 from lading.errors import ConfigError, StorageError
@@ -114,6 +117,22 @@ def test_a_replacement_cut_short_is_undone(tmp_path: Path) -> None:
     assert open_checkpoint(latest).read("w")[0] == 1.0
     save(tmp_path, 6, small(2.0), keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-00000006"]
+
+
+def test_two_containers_with_equal_process_numbers_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk that they share; what another left long ago goes."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "another")
+    theirs = store._unused(tmp_path / "step-00000001")
+    left = store._unused(tmp_path / "step-00000002")
+    monkeypatch.undo()
+    for path in (theirs, left):
+        path.mkdir()
+        (path / "state.safetensors").write_bytes(b"half")
+    for path in (left, left / "state.safetensors"):
+        os.utime(path, (time.time() - 2 * 86_400,) * 2)
+    save(tmp_path, 1, small(1.0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", theirs.name]
+    assert len({store._unused(theirs) for _ in range(8)}) == 8
 
 
 def test_leftovers_of_dead_processes_go_and_those_of_live_ones_stay(tmp_path: Path) -> None:

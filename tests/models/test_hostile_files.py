@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,36 @@ def test_a_configuration_of_nothing(tmp_path: Path, settings: dict[str, Any], ex
         built(str(path))
     assert expected in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "name"),
+    [
+        ("Llama", {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ("Mixtral", {"num_local_experts": 10**12}, "num_local_experts"),
+        ("GPT2", {"n_layer": 10**9}, "n_layer"),
+        ("T5", {"num_decoder_layers": 10**9}, "num_decoder_layers"),
+        ("Swin", {"depths": [1, 10**9]}, "depths"),
+        ("Llava", {"text_config": {"model_type": "llama", "num_hidden_layers": 10**9}}, "num_hidden_layers"),
+        ("Albert", {"num_hidden_groups": 10**9}, "num_hidden_groups"),
+        ("Bert", {"num_labels": 10**9}, "num_labels"),
+    ],
+)
+def test_a_thousand_million_layers(kind: str, settings: dict[str, Any], name: str, tmp_path: Path) -> None:
+    """In a file, and as a size of a run; what is large for another reason stays."""
+    getattr(hf, f"{kind}Config")().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    plain = json.loads(file.read_text())
+    begun = time.monotonic()
+    file.write_text(json.dumps(plain | settings))
+    with pytest.raises(ConfigError, match=rf"{name}: expected at most [\d,]+, got 1e\+"):
+        read_config(ModelConfig(name=str(file)))
+    file.write_text(json.dumps(plain | {"max_position_embeddings": 10**7, "block_size": 10**6, "num_labels": 2}))
+    read_config(ModelConfig(name=str(file)))
+    if name in plain:
+        with pytest.raises(ConfigError, match=rf"{name}: expected at most"):
+            read_config(ModelConfig(name=str(file), sizes=settings))
+    assert time.monotonic() - begun < 10
 
 
 def test_infinities_of_a_configuration(tmp_path: Path) -> None:

@@ -210,6 +210,8 @@ def test_routed_experts_equal_a_loop_over_tokens(num_experts: int, data: st.Data
     [
         ("gpt", {"dim": 30}, "dim must be a multiple of num_heads, got 30 and 4"),
         ("gpt", {"num_layers": 0}, "num_layers must be a positive integer, got 0"),
+        ("gpt", {"num_layers": 10**9}, r"num_layers: expected at most 10,000, got 1e\+09"),
+        ("moe", {"num_experts": 10**9}, "num_experts: expected at most 10,000"),
         ("gpt", {"num_layers": 2.0}, "num_layers must be a positive integer, got 2.0"),
         ("gpt", {"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
         ("llama", {"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),

@@ -2,13 +2,15 @@
 
     folder/step-00000050/state.safetensors      every tensor, in the safetensors format
                          manifest.json          step, meta, and the size and sha256 of everything
-    folder/step-00000050.tmp-1234/              being written (or deleted) by process 1234; its second, .tmp-1234-2
+    folder/step-00000050.tmp-HOST-1234-x8q2/    being written (or deleted) by process 1234 of a host
     folder/step-00000050.old/                   replaced by a second save of the same step
 
 [Note: complete or absent] Files and folder are synced, then the folder is renamed, then the parent is synced: a
 kill at any instant leaves the new checkpoint whole or not there. Older ones are deleted after that, by renaming first.
-One process saves into a folder at a time, so a ``.tmp`` folder of this process or of a dead one is a leftover. What
-cannot be deleted is no reason not to save: it is warned of, and tried again at every later save.
+One process saves into a folder at a time, so a ``.tmp`` folder of this process or of a dead one is a leftover. Of a
+process of another host, or of another container with the same disk, that cannot be told: a folder in which nothing has
+changed for a day is one. What cannot be deleted is no reason not to save: it is warned of, and tried again at every
+later save.
 
 Nothing in a file is executed: JSON and raw bytes only.
 """
@@ -17,11 +19,13 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import json
 import os
 import re
+import secrets
 import shutil
+import socket
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +50,9 @@ STATE, MANIFEST = "state.safetensors", "manifest.json"
 
 _KIND = "lading checkpoint"
 _FOLDER = re.compile(r"step-(\d{8,})(\.old)?\Z")
-_LEFTOVER = re.compile(r"step-\d{8,}\.tmp-(\d+)(-\d+)?\Z")
+_LEFTOVER = re.compile(r"step-\d{8,}\.tmp-(?:(?P<host>[0-9a-f]{8})-)?(?P<pid>\d+)(?:-\w+)?\Z")
+#: Seconds after which what another host has not touched is a leftover.
+_ABANDONED_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -244,10 +250,17 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """A name beside that of a checkpoint, for a folder that this process writes or deletes."""
-    stem = f"{path.name.removesuffix('.old')}.tmp-{os.getpid()}"
-    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    return next(unused for name in names if not os.path.lexists(unused := path.with_name(name)))
+    """A name beside that of a checkpoint, for a folder that this process writes or deletes, and no other."""
+    return path.with_name(f"{path.name.removesuffix('.old')}.tmp-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _host() -> str:
+    """Eight digits for this host, or container: processes of another may have the same numbers."""
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")  # containers may share the name of their host
+    except OSError:  # no Linux
+        numbers = ""
+    return hashlib.sha256(f"{socket.gethostname()} {numbers}".encode()).hexdigest()[:8]
 
 
 def _remove(path: Path) -> None:
@@ -275,8 +288,8 @@ def _delete(path: Path) -> None:
 def _clean_up(folder: Path) -> None:
     """Delete leftovers of dead processes, and finish or undo a replacement that was cut short."""
     for path in list(folder.iterdir()):
-        leftover = _LEFTOVER.match(path.name)
-        if leftover and not _is_other_process(int(leftover[1])):
+        named = _LEFTOVER.match(path.name)
+        if named and _is_leftover(path, named["host"], int(named["pid"])):
             _delete(path)
     for old in [path for path in _newest_first(folder) if path.name.endswith(".old")]:
         final = old.with_name(old.name.removesuffix(".old"))
@@ -284,6 +297,17 @@ def _clean_up(folder: Path) -> None:
             _remove(old)
         else:
             os.rename(old, final)
+
+
+def _is_leftover(path: Path, host: str | None, pid: int) -> bool:
+    """Whether nobody writes a folder any more; one without a host's name is of an earlier version."""
+    if host in (None, _host()):
+        return not _is_other_process(pid)
+    try:
+        newest = max(each.stat().st_mtime for each in (path, *path.glob("*")))
+    except OSError:  # its owner deletes or renames it
+        return False
+    return time.time() - newest > _ABANDONED_S
 
 
 def _is_other_process(pid: int) -> bool:

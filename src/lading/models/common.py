@@ -15,6 +15,8 @@ from lading.errors import ConfigError
 
 #: Standard deviation of every initial weight; projections into the residual stream divide it by sqrt(2 num_layers).
 INIT_STD = 0.02
+#: Layers, experts or the like of a model at most: each is an object or several. Published models have some hundreds.
+MOST_REPEATED = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(DecoderConfig):
             check_positive_int(field.name, getattr(self, field.name))
+        check_repeated("num_layers", self.num_layers)
         if self.dim % self.num_heads:
             raise ConfigError(f"dim must be a multiple of num_heads, got {self.dim} and {self.num_heads}")
 
@@ -57,6 +60,16 @@ def check_positive_int(name: str, value: object) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+def check_repeated(name: str, value: object, most: int = MOST_REPEATED) -> None:
+    """Refuse more layers, experts or the like than a model can be built of in reasonable time.
+
+    Raises:
+        ConfigError: naming the size.
+    """
+    if isinstance(value, int) and value > most:
+        raise ConfigError(f"{name}: expected at most {most:,}, got {value:.6g}")
 
 
 def check_tokens(tokens_BT: torch.Tensor, max_seq_len: int) -> None:

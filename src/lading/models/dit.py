@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lading.errors import ConfigError
-from lading.models.common import check_positive_int, init_normal
+from lading.models.common import check_positive_int, check_repeated, init_normal
 
 _FREQUENCIES = 256
 _BETAS = (1e-4, 0.02)
@@ -55,6 +55,7 @@ class DitConfig:
     def __post_init__(self) -> None:
         for name in ("image_size", "channels", "patch_size", "num_classes", "num_steps", "num_layers"):
             check_positive_int(name, getattr(self, name))
+        check_repeated("num_layers", self.num_layers)
         check_positive_int("dim", self.dim)
         check_positive_int("num_heads", self.num_heads)
         if self.dim % self.num_heads or self.dim % 4:

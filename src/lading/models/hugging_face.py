@@ -20,6 +20,16 @@ from safetensors import SafetensorError, safe_open
 from lading.config import ModelConfig
 from lading.errors import CaptureError, ConfigError, LadingError, StorageError
 from lading.files import parse_json
+from lading.models.common import MOST_REPEATED, check_repeated
+
+#: Settings that count what a model, or its configuration, has an object for each of; and how many there may be.
+_REPEATED = (
+    (
+        re.compile(r"^(?!.*(size|dim|length|capacity))(.*_)?(layers?|blocks?|depths?|experts?|stages?|groups?)(_|$)"),
+        MOST_REPEATED,
+    ),
+    (re.compile(r"^num_labels$"), 100 * MOST_REPEATED),
+)
 
 Sink = Callable[[str, torch.Tensor], None]
 
@@ -47,9 +57,11 @@ def read_config(model: ModelConfig) -> Any:
         data = _floats(parse_json((path / "config.json" if model.weights else path).read_bytes(), finite=False))
         if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
             raise ValueError('it is no object with a "model_type" in words')
+        _check_repeated(data)
         config = auto.for_model(**data)
     except Exception as error:  # each class of transformers checks its settings in its own way
         raise ConfigError(f"model.name {model.name!r}: expected the config.json of a model: {_said(error)}") from error
+    _check_repeated(model.sizes)
     for key, value in model.sizes.items():
         if not hasattr(config, key):
             raise ConfigError(f"model.sizes: {key!r} is no setting of a {type(config).__name__}")
@@ -58,6 +70,21 @@ def read_config(model: ModelConfig) -> Any:
         except Exception as error:
             raise ConfigError(f"model.sizes: {key!r} cannot be {value!r}: {_said(error)}") from error
     return config
+
+
+def _check_repeated(settings: Mapping[str, Any]) -> None:
+    """Refuse a configuration with more layers or the like than can be built: classes make lists of that length.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            _check_repeated(value)
+        for pattern, most in _REPEATED:
+            if pattern.search(key):
+                for each in value if isinstance(value, list) else (value,):
+                    check_repeated(key, each, most)
 
 
 def task_of(model: ModelConfig, config: Any) -> str:

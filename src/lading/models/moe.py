@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lading.errors import ConfigError
-from lading.models.common import check_positive_int
+from lading.models.common import check_positive_int, check_repeated
 from lading.models.llama import LlamaConfig, RotaryDecoder, SwiGLU
 from lading.models.loss import next_byte_loss
 
@@ -39,6 +39,7 @@ class MoeConfig(LlamaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive_int("num_experts", self.num_experts)
+        check_repeated("num_experts", self.num_experts)
         check_positive_int("num_active", self.num_active)
         if self.num_active > self.num_experts:
             raise ConfigError(f"num_active must be at most num_experts={self.num_experts}, got {self.num_active}")

@@ -30,7 +30,7 @@ def states_away(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Opt
     for gap in gaps(graph, lives):
         storage = graph.storages[gap.storage]
         if storage.role is Role.OPTIMIZER_STATE and storage.size_bytes >= 4096:
-            choices[gap.storage, gap.start] = Option.DISK
+            choices[gap.storage, gap.start] = Option("disk")
         elif graph.ops[lives.uses[gap.storage][0]].kind in cheap and _waits_for_backward(graph, lives, gap):
             choices[gap.storage, gap.start] = Option.RECOMPUTE
     return choices

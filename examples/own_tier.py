@@ -1,17 +1,20 @@
-"""A tier of your own in place of the disk: where tensors wait while the device does not need them.
+"""A tier of your own: where tensors wait while the device does not need them.
 
     python examples/own_tier.py
 
-A tier is two things. For the planner and the simulator it is an entry ``[[tiers]]`` of the machine file: capacity,
-rates, latency. For the executor it is an object with ``read``, ``write`` and ``close``. Here a disk tier that
-compresses what it is given: slow, but it needs no disk, and what comes back is what went in, so the numbers stay. It
-takes the name of a tier there is, and is handed over in Python: `lading train` has the usual ones.
+A tier is an entry ``[[tiers]]`` of the machine file: its name, capacity, rates, latency, and its ``kind``, which says
+what serves it. Lading serves "memory" and "file"; any other kind is "module:function", which is called with the bytes
+that a plan needs of it and its ``location``, and returns an object with ``read``, ``write`` and ``close``. Here a tier
+that compresses what it is given, before the disk: slow, but it needs no disk, and what comes back is what went in, so
+the numbers stay. Nothing else has to know of it: plans, predictions and reports name it as they name the disk, and
+`lading train` finds it where Python can import the module.
 
-Where to look: src/lading/runtime/tiers.py (the tiers there are), src/lading/runtime/device.py (who makes them).
+Where to look: src/lading/ir/machine.py (what a tier says of itself), src/lading/runtime/tiers.py (what serves it).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import zlib
 from pathlib import Path
@@ -19,7 +22,6 @@ from pathlib import Path
 import torch
 
 import lading
-from lading.runtime.device import CpuDevice
 
 BLOCK_BYTES = 4096  # every storage begins at a whole page; the last page of one may be a part
 
@@ -27,19 +29,9 @@ BLOCK_BYTES = 4096  # every storage begins at a whole page; the last page of one
 class CompressedTier:
     """Bytes at offsets, each page compressed in this process's memory."""
 
-    def __init__(self, capacity_bytes: int, folder: Path) -> None:
-        del capacity_bytes, folder  # a tier in a file would reserve its space there, now
+    def __init__(self, size_bytes: int, location: str) -> None:
+        del size_bytes, location  # a tier in a file would reserve its space there, now
         self._blocks: dict[int, bytes] = {}
-
-    @property
-    def given_bytes(self) -> int:
-        """What was written, pages counted once."""
-        return BLOCK_BYTES * len(self._blocks)
-
-    @property
-    def stored_bytes(self) -> int:
-        """What it takes."""
-        return sum(map(len, self._blocks.values()))
 
     def read(self, offset: int, into: torch.Tensor) -> None:
         """Fill ``into`` (uint8) with what was last written at ``offset``, with zeros where nothing was."""
@@ -60,7 +52,7 @@ class CompressedTier:
 
 
 def main() -> None:
-    """Train with the compressing tier, and with the usual disk: the losses are the same."""
+    """Train with the compressing tier before the disk, and with the disk alone: the losses are the same."""
     batch = {"x": torch.randn(1024, 512, generator=torch.Generator().manual_seed(0))}
 
     def build() -> torch.nn.Module:
@@ -72,25 +64,18 @@ def main() -> None:
         return torch.nn.functional.mse_loss(model(batch["x"]), batch["x"])
 
     graph = lading.capture(build(), batch, loss)
-    plan = lading.plan(graph, lading.load_machine(Path(__file__).parent / "own_machine.toml"), budget="60%")
-    made: list[CompressedTier] = []
-
-    def make(capacity_bytes: int, folder: Path) -> CompressedTier:
-        made.append(CompressedTier(capacity_bytes, folder))
-        return made[-1]
-
+    desk = lading.load_machine(Path(__file__).parent / "own_machine.toml")
+    packed = dataclasses.replace(desk.tiers[0], name="packed", kind="own_tier:CompressedTier", persistent=False)
+    both = dataclasses.replace(desk, tiers=(packed, *desk.tiers))
     losses: list[list[float]] = []
-    given = stored = 0
-    for device in (CpuDevice(tiers={"disk": make}), CpuDevice()):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            lading.Trainer(plan, graph, build(), folder=folder, device=device) as trainer,
-        ):
+    for machine in (both, desk):
+        plan = lading.plan(graph, machine, budget="60%", budgets={"disk": "1GB"})
+        with tempfile.TemporaryDirectory() as folder, lading.Trainer(plan, graph, build(), folder=folder) as trainer:
             losses.append([trainer.step(batch) for _ in range(3)])
-            given, stored = made[0].given_bytes or given, made[0].stored_bytes or stored
+        print(f"{plan!r}\n  losses {losses[-1]}")
+        moved_bytes = plan.peak_bytes.get(machine.tiers[0].name, 0)
+        assert moved_bytes > 0, "the plan moved nothing"
     assert losses[0] == losses[1], losses
-    assert given > 0, "the plan moved nothing"
-    print(f"{given} bytes waited in {stored}; losses {losses[0]} with either tier")
 
 
 if __name__ == "__main__":

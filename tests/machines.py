@@ -21,6 +21,8 @@ def small_machine(*, disk: bool = True, overhead_bytes: int = 0) -> Machine:
     )
     tier = Tier(
         name="disk",
+        kind="file",
+        persistent=True,
         capacity_bytes=1 << 36,
         read_bytes_per_s=1e9,
         write_bytes_per_s=1e9,
@@ -34,7 +36,9 @@ def small_machine(*, disk: bool = True, overhead_bytes: int = 0) -> Machine:
 def machine_with_host(*, host_bytes_per_s: float = 2e9, elements_per_s: float = 5e8) -> Machine:
     """The same as a device with memory of its own, a 1 GB/s host whose processors compute, and the disk."""
     small = small_machine()
-    host = dataclasses.replace(small.tiers[0], name="host", latency_s=1e-5)
+    host = dataclasses.replace(
+        small.tiers[0], name="host", kind="memory", host_computes=True, persistent=False, latency_s=1e-5
+    )
     processors = HostDevice(
         name="host",
         num_threads=8,

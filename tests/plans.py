@@ -22,7 +22,7 @@ def some_plan(**changes: Any) -> Plan:
         "settings": {"clip_norm": 0.0},
         "machine": {"name": "test", "tiers": [{"name": "disk"}]},
         "run": {"model": {"name": "llama"}},
-        "gaps": (Choice(1, 2, 3, Option.DISK), Choice(4, 6, 5, Option.RECOMPUTE)),
+        "gaps": (Choice(1, 2, 3, Option("disk")), Choice(4, 6, 5, Option.RECOMPUTE)),
         "deferred": 1,
         "hosted": (7,),
         "retimed": 2,

@@ -255,8 +255,9 @@ class ProgramBuilder:
         """The program so far, with budgets that fit exactly."""
         arena = max(self.end, 0)
         program = Program(
-            self.graph, tuple(self.actions), arena, workspace_bytes, self.resident, self.slots, {}, overhead_bytes
-        )
+            self.graph, tuple(self.actions), arena, workspace_bytes, self.resident, self.slots, {}, overhead_bytes,
+            tiers=machine().tiers,
+        )  # fmt: skip
         program.budgets[DEVICE] = program.peak_bytes
         program.budgets.update({tier: program.tier_bytes(tier) for tier in self.slots})
         return program
@@ -330,7 +331,10 @@ def machine(**changes: float) -> Machine:
         "read_bytes_per_s": 100.0, "write_bytes_per_s": 200.0, "mixed_read_bytes_per_s": 50.0,
         "mixed_write_bytes_per_s": 80.0, "latency_s": 1.0, **changes,
     }  # fmt: skip
-    tiers = tuple(Tier(name=name, capacity_bytes=1 << 40, **numbers) for name in TIERS)
+    tiers = (
+        Tier(name="host", kind="memory", host_computes=True, capacity_bytes=1 << 40, **numbers),  # type: ignore[arg-type]
+        Tier(name="disk", kind="file", persistent=True, capacity_bytes=1 << 40, **numbers),  # type: ignore[arg-type]
+    )
     return Machine(name="toy", date="2026-11", source="made up", device=device, tiers=tiers)
 
 

@@ -122,7 +122,7 @@ def test_a_disk_too_small_for_the_swap_file(small_disk: Path, tmp_path: Path) ->
     process = start(log, "train", str(run), f"memory.folder={small_disk}", "memory.disk_budget=1GB")
     process.join(120)
     assert process.exitcode == 2
-    assert f"of disk in {small_disk}, found" in log.read_text()
+    assert f"of space in {small_disk}, found" in log.read_text()
     assert "free some space" in log.read_text()
 
 

@@ -39,7 +39,7 @@ from lading.report.perfetto import write_trace
 from lading.report.snapshot import write_snapshot
 from lading.runtime.arena import Arena
 from lading.runtime.arrays import ArrayDataset
-from lading.runtime.tiers import DiskTier
+from lading.runtime.tiers import FileTier
 from lading.runtime.tokens import load_tokenizer, open_store
 from tests.ir.test_clusterplan import PLAN
 from tests.machines import small_machine
@@ -112,7 +112,7 @@ SWAPPED = Arena(5000).bytes_at(0, 5000)  # O_DIRECT takes whole pages of memory
 
 
 def swap(folder: Path) -> None:
-    tier = DiskTier(folder / "swap", 1 << 16)
+    tier = FileTier(folder / "swap", 1 << 16)
     try:
         tier.write(0, SWAPPED)
     finally:

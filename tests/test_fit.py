@@ -144,9 +144,8 @@ def test_a_machine_without_lower_tiers(run: RunConfig, tmp_path: Path) -> None:
     result = fit_run(run, Hardware(machine=machine(tmp_path, 1 << 30, disk=False)))
     assert result.error is None
     assert result.allowed.keys() == {"device"}
-    rows = [line for line in str(result).splitlines() if line.startswith(("parameters", "total", "allowed"))]
-    assert all(line.split()[-2:] == ["-", "-"] for line in rows)
-    assert len(rows) == 3
+    head = str(result).splitlines()[1]
+    assert head.split() == ["device"]
     small = fit_run(run, Hardware(machine=machine(tmp_path, 1 << 19, disk=False)))
     assert small.error is not None
 
@@ -176,7 +175,7 @@ def test_the_budget_of_the_file_is_kept(run_file: Path, capsys: pytest.CaptureFi
 def test_the_disk_budget_of_the_file_is_kept(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tight = ["fit", str(run_file), *SMALL, "memory.budget=69MiB"]
     assert main(tight) == 0
-    assert "planned within a swap file of 50% (memory.disk_budget)" in capsys.readouterr().out
+    assert "planned within a disk budget of 50% (memory.disk_budget)" in capsys.readouterr().out
     assert main([*tight, "memory.disk_budget=0"]) == 3
     assert "no plan fits a device budget of 69.00 MiB" in capsys.readouterr().err
     assert main([*tight, "memory.disk_budget=100KB"]) == 2  # and no plan of another budget is shown for it

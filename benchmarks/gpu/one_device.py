@@ -36,7 +36,7 @@ from parity import check_operations, parity_cases, run_parity
 import lading
 from lading.catalog.load import save_machine
 from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine
+from lading.ir.machine import MEMORY, Machine
 from lading.memory.restore import program_of, step_of
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
@@ -152,7 +152,9 @@ def probed(bench: Bench, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         machine = probe(folder=Path(folder), seconds=seconds, device=bench.kind, progress=print)
     if bench.kind == "cpu":  # a stand-in, so that moves to a host are planned and made
-        host = dataclasses.replace(machine.tiers[-1], name="host", capacity_bytes=4 * GiB)
+        host = dataclasses.replace(
+            machine.tiers[-1], name="host", kind=MEMORY, host_computes=True, persistent=False, capacity_bytes=4 * GiB
+        )
         machine = dataclasses.replace(machine, tiers=(host, *machine.tiers))
     bench.machine = machine
     save_machine(machine, bench.report.path.with_suffix(".machine.toml"))

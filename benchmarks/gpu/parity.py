@@ -154,7 +154,7 @@ def planned(
         moved = sorted(trainer.program.slots)
     trained = {name: p.detach().cpu() for name, p in model.named_parameters()}
     return {
-        "moves_to": moved, "recomputes": sum(c.option.value == "recompute" for c in plan.choices.gaps),
+        "moves_to": moved, "recomputes": sum(c.option == "recompute" for c in plan.choices.gaps),
         "losses_equal": got == losses, "largest_loss_difference": max(map(lambda a, b: abs(a - b), got, losses)),
         "weights_that_differ": len(differing(trained, weights)), "weights": len(weights),
         "largest_weight_difference": max((trained[n] - w).abs().max().item() for n, w in weights.items()),

@@ -14,7 +14,7 @@ import os
 import re
 import tomllib
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -36,6 +36,8 @@ MODELS = {
 }
 #: ``data.source`` that means the Python standard library's own source.
 STDLIB = "stdlib"
+#: The tier whose budget is ``memory.disk_budget``: what ``lading probe`` calls the swap file.
+DISK = "disk"
 #: ``data.source`` that means latents made up from their labels, for a diffusion model.
 SYNTHETIC = "synthetic"
 
@@ -222,18 +224,24 @@ class MemoryConfig:
 
     Attributes:
         budget: Device memory: "256MB", bytes, or a share such as "50%" or 0.5 of what keeping everything needs.
-        disk_budget: Swap file: a size, or a share of the free space in ``folder``; 0 for no disk.
+        disk_budget: That of the tier called "disk": a size, or a share of the free space in its folder; 0 for none.
+        budgets: Those of other tiers of the machine by name, in the same way: a share is one of the free space where
+            the tier is a file, else of its capacity. A tier that is not named may be filled.
         policy: Name of the planner's policy.
-        folder: Where the swap file goes; "" for the run's own ``out`` folder.
+        folder: Where the swap file goes of a tier without a location; "" for the run's own ``out`` folder.
     """
 
     budget: str | int | float
     disk_budget: str | int | float = "50%"
+    budgets: dict[str, str | int | float] = field(default_factory=lambda: {})
     policy: str = "residency"
     folder: str = ""
 
     def __post_init__(self) -> None:
-        share_or_bytes(self.disk_budget, 1, "disk_budget")
+        if DISK in self.budgets:
+            raise ConfigError(f"budgets: expected that of {DISK} as disk_budget, got it here; move it there")
+        for name, size in self.by_tier.items():
+            share_or_bytes(size, 1, self.setting_of(name).removeprefix("memory."))
         _text("policy", self.policy)
         if share_or_bytes(self.budget, 1 << 40, "budget") == 0:
             raise ConfigError(f"budget: expected a size above 0, got {self.budget!r}")
@@ -242,9 +250,38 @@ class MemoryConfig:
         """Device budget, bytes; ``keep_all_bytes`` is the peak of a step that keeps everything."""
         return share_or_bytes(self.budget, keep_all_bytes)
 
-    def disk_budget_bytes(self, free_bytes: int) -> int:
-        """Disk budget, bytes; ``free_bytes`` is the free space of the folder."""
-        return share_or_bytes(self.disk_budget, free_bytes)
+    @property
+    def by_tier(self) -> dict[str, str | int | float]:
+        """Budgets by the name of their tier."""
+        return {DISK: self.disk_budget, **self.budgets}
+
+    @staticmethod
+    def setting_of(tier: str) -> str:
+        """Dotted key of a tier's budget."""
+        return "memory.disk_budget" if tier == DISK else f"memory.budgets.{tier}"
+
+    def with_tier_budgets(self, sizes: Mapping[str, int]) -> MemoryConfig:
+        """The same with these budgets of tiers, bytes, and no others."""
+        others = {name: size for name, size in sizes.items() if name != DISK}
+        return dataclasses.replace(self, disk_budget=sizes.get(DISK, 0), budgets=others)
+
+    def tier_budgets(self, whole_bytes: Mapping[str, int]) -> dict[str, int]:
+        """Budgets of a machine's tiers, bytes, those left out that have none.
+
+        Args:
+            whole_bytes: For each tier of the machine the bytes that a share is of.
+        Raises:
+            ConfigError: a budget is of no tier of the machine.
+        """
+        if unknown := self.budgets.keys() - whole_bytes.keys():
+            known = ", ".join(whole_bytes) or "it has none"
+            raise ConfigError(f"memory.budgets: expected tiers of the machine ({known}), got {min(unknown)!r}")
+        asked = self.by_tier
+        return {
+            name: share_or_bytes(asked[name], size, self.setting_of(name))
+            for name, size in whole_bytes.items()
+            if name in asked
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

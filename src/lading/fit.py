@@ -30,10 +30,11 @@ from lading.config import (
 )
 from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.hosts import machine_of
+from lading.ir.action import DEVICE
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.machine import Machine
 from lading.ir.program import Program, slot_bytes
-from lading.memory.layout import DEVICE, home_tiers
+from lading.memory.layout import home_tiers
 from lading.planner.api import Planned
 from lading.prepare import plan_run, sketch_run
 from lading.report.needs import WORKSPACE, Bytes, Change, FitResult, Needs, StepTime, step_needs, step_time
@@ -61,7 +62,7 @@ class Hardware:
         machine: A name in the catalog, the path of a machine file, or "probe" for this host.
         host: All the memory of the host; some is left to the system.
         budget: Device memory that the plan may use: a size, or a share of what keeping everything needs.
-        disk_budget: Swap file that the plan may use: a size or a share of the disk; None is what checkpoints leave.
+        tiers: Budgets of a run's tiers, shares of what the tiers have; None is all that checkpoints leave.
     """
 
     machine: str
@@ -69,7 +70,7 @@ class Hardware:
     host: str | None = None
     disk: str | None = None
     budget: str | float | None = None
-    disk_budget: str | float | None = None
+    tiers: MemoryConfig | None = None
 
 
 def run_of_model(model: str, seq: int | None = None) -> RunConfig:
@@ -160,7 +161,7 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
         CaptureError: the model cannot be captured.
     """
     name, run = name or run.model.name, resolved(run)
-    case = _Case(run, *_machine(run, hardware), hardware.budget, hardware.disk_budget)
+    case = _Case(run, *_machine(run, hardware), hardware.budget, hardware.tiers)
     captured = capture_run(run, case.machine)
     tried = _nearest(case, captured)
     needs, allowed = tried.needs, case.allowed
@@ -187,13 +188,15 @@ class _Case:
     machine: Machine
     reserved: Bytes
     budget: str | float | None
-    disk_budget: str | float | None
+    tiers: MemoryConfig | None
 
-    def swap_bytes(self, disk_bytes: int) -> int:
-        """Bytes of the disk that the swap file may take, of those that the disk has."""
-        if self.disk_budget is None:
-            return disk_bytes
-        return min(disk_bytes, MemoryConfig(budget="100%", disk_budget=self.disk_budget).disk_budget_bytes(disk_bytes))
+    def within(self, left: Bytes) -> Bytes:
+        """Bytes that the plan may use of those ``left`` in each tier."""
+        if self.tiers is None:
+            return left
+        capacity = {tier.name: tier.capacity_bytes for tier in self.machine.tiers}
+        limits = self.tiers.tier_budgets(capacity)
+        return {tier: min(size, limits.get(tier, size)) for tier, size in left.items()}
 
     @property
     def allowed(self) -> Bytes:
@@ -206,14 +209,11 @@ class _Case:
             f"{format_bytes(size)} of the {tier}'s memory are left to the system and the process"
             for tier, size in self.reserved.items()
         )
-        within = (
-            f"planned within a {name} of {_budget_text(budget)} ({settings})"
-            for name, budget, settings in (
-                ("device budget", self.budget, "memory.budget, or --budget"),
-                ("swap file", self.disk_budget if self.machine.tier("disk") else None, "memory.disk_budget"),
-            )
-            if budget is not None
-        )
+        rows = [] if self.budget is None else [(DEVICE, self.budget, "memory.budget, or --budget")]
+        for name, budget in {} if self.tiers is None else self.tiers.by_tier.items():
+            if self.machine.tier(name) is not None:
+                rows.append((name, budget, MemoryConfig.setting_of(name)))
+        within = (f"planned within a {name} budget of {_budget_text(size)} ({setting})" for name, size, setting in rows)
         return (*left, *within)
 
 
@@ -234,19 +234,20 @@ def _machine(run: RunConfig, hardware: Hardware) -> tuple[Machine, Bytes]:
         device = dataclasses.replace(machine.device, memory_bytes=parse_bytes(hardware.device, "--device"))
         machine = dataclasses.replace(machine, device=device)
     reserved: Bytes = {}
-    for name, size in (("host", hardware.host), ("disk", hardware.disk)):
+    sizes = ("--host", machine.host_tier, hardware.host), ("--disk", machine.persistent_tier, hardware.disk)
+    for option, name, size in sizes:
         if size is None:
             continue
-        if machine.tier(name) is None:
-            there = ", ".join(("device", *(tier.name for tier in machine.tiers)))
-            raise ConfigError(f"--{name}: {machine.name} has no such tier (it has {there}); leave the option out")
-        capacity = parse_bytes(size, f"--{name}")
-        if name == "host":
+        if not name:
+            there = ", ".join((DEVICE, *(tier.name for tier in machine.tiers)))
+            raise ConfigError(f"{option}: {machine.name} has no such tier (it has {there}); leave the option out")
+        capacity = parse_bytes(size, option)
+        if name == machine.host_tier:
             reserved[name] = _HOST_RESERVE_BYTES
             capacity -= _HOST_RESERVE_BYTES
         if capacity <= 0:
             raise ConfigError(
-                f"--{name}: expected more than {format_bytes(reserved.get(name, 0))}, which are left to the system and "
+                f"{option}: expected more than {format_bytes(reserved.get(name, 0))}, which are left to the system and "
                 f"the process, got {size!r}"
             )
         machine = _resized(machine, {name: capacity})
@@ -283,7 +284,7 @@ def _nearest(case: _Case, captured: CapturedRun) -> _Tried:
 
 
 def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bool = True) -> _Tried:
-    """A plan for the device's memory, and what a checkpoint leaves of the disk.
+    """A plan for the device's memory, and what a checkpoint leaves of the tier where it lies.
 
     Args:
         search: Whether to look for the fastest plan, where the step is small enough for that.
@@ -291,13 +292,13 @@ def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bo
     Raises:
         PlanInfeasible: there is none.
     """
-    disk, host = machine.tier("disk"), machine.tier("host")
-    left = max(0, disk.capacity_bytes - _saved_bytes(case.run, captured.graph)) if disk else 0
-    left = min(left, case.swap_bytes(disk.capacity_bytes)) if disk else 0
-    if host is not None:  # a tensor of a checkpoint passes through it
-        machine = _resized(machine, {"host": host.capacity_bytes - _largest_bytes(captured.graph)})
-    memory = dataclasses.replace(case.run.memory, disk_budget=left)
-    run = dataclasses.replace(case.run, memory=memory)
+    budgets = {tier.name: tier.capacity_bytes for tier in machine.tiers}
+    if near := machine.host_tier:  # a tensor of a checkpoint passes through it
+        machine = _resized(machine, {near: budgets[near] - _largest_bytes(captured.graph)})
+        budgets = {tier.name: tier.capacity_bytes for tier in machine.tiers}
+    if saved := machine.persistent_tier:
+        budgets[saved] = max(0, budgets[saved] - _saved_bytes(case.run, captured.graph))
+    run = dataclasses.replace(case.run, memory=case.run.memory.with_tier_budgets(case.within(budgets)))
     size = machine.device.memory_bytes
     try:
         tried = _for_budget(run, case, captured, machine, size if case.budget is None else case.budget, search)
@@ -365,22 +366,23 @@ def _with_checkpoints(planned: Planned, case: _Case) -> Needs:
     A checkpoint is written in a stream beside those that stay, and read back one tensor at a time. A new run draws its
     initial values one tensor at a time too.
     """
-    program, run, tiers = planned.program, case.run, [tier.name for tier in case.machine.tiers]
+    program, run, machine = planned.program, case.run, case.machine
+    tiers = [tier.name for tier in machine.tiers]
     needs = step_needs(program, planned.predicted, tiers)
     for tier, size in case.reserved.items():
         needs.rows[WORKSPACE][tier] += size
         needs.step[tier] += size
     lower = {tier: needs.step[tier] for tier in tiers}
     kept = run.checkpoint.keep * _state_bytes(program.graph) if run.checkpoint.saves else 0
-    beside = DEVICE if case.machine.device.kind == "cpu" or "host" not in tiers else "host"
+    beside = DEVICE if machine.device.kind == "cpu" or not machine.host_tier else machine.host_tier
     save = {DEVICE: program.arena_bytes + program.overhead_bytes + program.save_bytes, **lower} if kept else {}
     resume = {DEVICE: _at_home_bytes(program) + program.overhead_bytes, **lower}
     resume[beside] += _largest_bytes(program.graph)
     if kept and not program.save_bytes:  # the buffers are not the device's
         save[beside] += CHUNK_BYTES
-    if "disk" in tiers:
-        resume["disk"] += kept
-        save |= {"disk": lower["disk"] + _saved_bytes(run, program.graph)} if kept else {}
+    if saved := machine.persistent_tier:
+        resume[saved] += kept
+        save |= {saved: lower[saved] + _saved_bytes(run, program.graph)} if kept else {}
     return dataclasses.replace(needs, save=save, resume=resume)
 
 
@@ -425,9 +427,10 @@ def _changes(case: _Case, captured: CapturedRun, tried: _Tried, over: Bytes) -> 
         sizes = " and ".join(f"{format_capacity_above(size)} of {tier}" for tier, size in over.items())
         old = " and ".join(f"{format_capacity(case.allowed[tier])} of {tier}" for tier in over)
         changes.append(_change(f"{sizes} instead of {old}", tried, case.run))
-        saved = _saved_bytes(case.run, captured.graph)
-        if over.keys() == {"disk"} and tried.needs.step["disk"] <= case.allowed["disk"] and saved:
-            changes.append(_change(f"checkpoints on another disk, of {format_capacity_above(saved)}", tried, case.run))
+        saved, tier = _saved_bytes(case.run, captured.graph), case.machine.persistent_tier
+        if over.keys() == {tier} and tried.needs.step[tier] <= case.allowed[tier] and saved:
+            text = f"checkpoints on another {tier}, of {format_capacity_above(saved)}"
+            changes.append(_change(text, tried, case.run))
     elif case.budget is not None and tried.error is not None:
         size = format_capacity_above(tried.error.smallest_budget_bytes)
         changes.append(_change(f"a device budget of {size} instead of {_budget_text(case.budget)}", tried, case.run))

@@ -21,7 +21,7 @@ def machine_of(run: RunConfig) -> Machine:
         return load_machine(run.machine)
     folder = Path(run.memory.folder or run.out)
     make_folder(folder)
-    name = f"cpu-{run.num_threads}-threads-disk-{folder.stat().st_dev}-torch-{torch.__version__}.toml"
+    name = f"cpu-{run.num_threads}-threads-folder-{folder.stat().st_dev}-torch-{torch.__version__}.toml"
     path = Path.home() / ".cache" / "lading" / name
     if path.is_file():
         machine = load_machine(path)

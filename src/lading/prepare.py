@@ -8,28 +8,29 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from lading.catalog.load import as_machine
 from lading.catalog.models import resolved
 from lading.checkpoint.state import CHUNK_BYTES
-from lading.config import RunConfig, run_to_dict
-from lading.errors import StorageError, check_type
+from lading.config import DISK, RunConfig, run_to_dict
+from lading.errors import ConfigError, StorageError, check_type
 from lading.grouping import Matrices
 from lading.hosts import machine_of
 from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine
+from lading.ir.machine import FILE, Machine, Tier
 from lading.ir.plan import Plan
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.updates import grouped
 from lading.memory.restore import step_of
 from lading.optim.registry import default_rule, name_of, rule_to_dict
 from lading.optim.rule import ParameterRule
-from lading.planner.api import KEPT_BYTES, SAVE_BYTES, SPARE_BYTES, Planned, sketch_plan
+from lading.planner.api import KEPT_BYTES, SAVE_BYTES, SPARE_BYTES, Planned, sketch_plan, tier_limits
 from lading.planner.cache import cache_folder, cached_plan
 from lading.planner.policies import Policy
 from lading.report.progress import planning_progress
@@ -56,6 +57,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     *,
     budget: str | float,
     disk_budget: str | float | None = None,
+    budgets: Mapping[str, str | float] = MappingProxyType({}),
     policy: str | Policy = "residency",
     clip_norm: float = 0.0,
     master_weights: bool = False,
@@ -72,7 +74,8 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             or a ``lading.Machine``.
         budget: Device memory: "256MB", a number of bytes, or a share ("50%" or 0.5) of what keeping everything needs.
             Numbers that could mean several things, such as 1 or 50, are refused.
-        disk_budget: Bytes allowed on disk ("20GB"); 0 for none; None allows what the machine has.
+        disk_budget: Bytes allowed in the tier called "disk" ("20GB"); 0 for none; None allows what the machine has.
+        budgets: The same for any tiers of the machine, by name.
         policy: "keep-all", "checkpoint-every-block" or "residency"; or ``policy(graph, lifetimes) -> choices``.
         clip_norm: Limit of the global gradient norm; 0, the default, switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
@@ -95,7 +98,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     check_type("master_weights", master_weights, bool, "True or False")
     check_type("compile", compile, bool, "True or False")
     share_or_bytes(budget, 1, "budget")  # refused before anything is planned
-    parse_bytes(0 if disk_budget is None else disk_budget, "disk_budget")
+    limits = _limits(machine, disk_budget, budgets)
     optimizer = default_rule() if optimizer is None else optimizer
     step = step_of(
         graph, machine, clip_norm=clip_norm, master_weights=master_weights, optimizer=optimizer, matrices=matrices
@@ -108,7 +111,7 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
             folder=cache_folder() if cache else None,
             progress=progress,
             budget=budget,
-            disk_budget=disk_budget,
+            budgets=limits,
             policy=policy,
             expansion={
                 "clip_norm": clip_norm,
@@ -148,7 +151,7 @@ def plan_run(
         folder=cache_folder() if cache else None,
         progress=progress,
         budget=run.memory.budget,
-        disk_budget=run.memory.disk_budget_bytes(_free_bytes(Path(run.memory.folder or run.out))),
+        budgets=run.memory.tier_budgets({tier.name: _whole_bytes(tier, run) for tier in machine.tiers}),
         policy=run.memory.policy,
         expansion={
             "clip_norm": run.optimization.clip_norm,
@@ -164,13 +167,13 @@ def plan_run(
 
 
 def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:
-    """Plan a captured run for ``machine`` without a search; budgets are the run's, its disk budget in bytes."""
+    """Plan a captured run for ``machine`` without a search; budgets are the run's, those of tiers in bytes."""
     memory = _kernel_memory(step.graph, machine)
     return sketch_plan(
         step.graph,
         machine,
         budget=run.memory.budget,
-        disk_budget=run.memory.disk_budget_bytes(0),
+        budgets=run.memory.tier_budgets({tier.name: 0 for tier in machine.tiers}),
         workspace_bytes=memory.scratch_bytes,
         expansion=memory.settings(_run_save_bytes(run, step.graph, machine)),
     )
@@ -250,6 +253,31 @@ def _save_bytes(graph: StepGraph, machine: Machine) -> int:
 
 def _run_save_bytes(run: RunConfig, graph: StepGraph, machine: Machine) -> int:
     return _save_bytes(graph, machine) if run.checkpoint.saves else 0
+
+
+def _limits(
+    machine: Machine, disk_budget: str | float | None, budgets: Mapping[str, str | float]
+) -> Mapping[str, str | float]:
+    """Budgets of tiers by name, refused before anything is planned.
+
+    Raises:
+        ConfigError: one means nothing, is said twice, or is of a tier that the machine has not.
+    """
+    if disk_budget is not None:
+        size = parse_bytes(disk_budget, "disk_budget")
+        if DISK in budgets:
+            raise ConfigError(f"expected one budget of {DISK!r}, got disk_budget and one in budgets; leave one out")
+        if size or machine.tier(DISK) is not None:
+            budgets = {**budgets, DISK: size}
+    tier_limits(machine, budgets)
+    return budgets
+
+
+def _whole_bytes(tier: Tier, run: RunConfig) -> int:
+    """Bytes that a share of a tier is of: the free space where it is a file, else what it has."""
+    if tier.kind != FILE:
+        return tier.capacity_bytes
+    return _free_bytes(Path(tier.location or run.memory.folder or run.out))
 
 
 def _free_bytes(folder: Path) -> int:

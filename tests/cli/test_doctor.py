@@ -81,7 +81,7 @@ def test_the_probe_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "none of this host" in found(tmp_path)["probe"].found
     cache = tmp_path / ".cache" / "lading"
     cache.mkdir(parents=True)
-    path = cache / f"cpu-2-threads-disk-{tmp_path.stat().st_dev}-torch-{torch.__version__}.toml"
+    path = cache / f"cpu-2-threads-folder-{tmp_path.stat().st_dev}-torch-{torch.__version__}.toml"
     save_machine(small_machine(), path)
     assert "is of another host" in found(tmp_path)["probe"].found
     save_machine(dataclasses.replace(small_machine(), host_id=host_id()), path)

@@ -22,6 +22,7 @@ def test_more_bytes_take_longer(small: int, more: int, direction: str) -> None:
 def test_each_direction_has_its_own_rate() -> None:
     tier = Tier(
         name="disk",
+        kind="file",
         capacity_bytes=1,
         read_bytes_per_s=1e9,
         write_bytes_per_s=2e9,

@@ -54,7 +54,7 @@ def test_budgets(base: Program) -> None:
 def test_slots_and_resident(base: Program) -> None:
     (first, at), (second, _), *rest = base.slots["disk"]
     assert_rejects(replace(base, slots={"disk": ((first, at), (second, at), *rest)}), None, "overlap in disk")
-    assert_rejects(replace(base, slots={"disk": ((first, 64), *rest)}), None, "whole pages")
+    assert_rejects(replace(base, slots={"disk": ((first, 64), *rest)}), None, "multiples of 4096 B")
     assert_rejects(replace(base, slots={"disk": (*base.slots["disk"], (first, 1 << 14))}), None, "twice")
     assert_rejects(replace(base, slots={**base.slots, "tape": ()}), None, "slots in tiers among")
     assert_rejects(replace(base, slots={"disk": ((99, 0),)}), None, r"expected storage ids .* slots of disk")

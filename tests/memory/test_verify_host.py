@@ -25,7 +25,7 @@ from lading.planner.lower import Costs, lower
 def lowered(graph: StepGraph, seed: int, host_bytes: int = 1 << 30) -> Program:
     """With some of the gaps spent on a lower tier."""
     rng, lives = Random(seed), lifetimes(graph)
-    options = (Option.KEEP, Option.HOST, Option.DISK)
+    options = (Option.KEEP, Option("host"), Option("disk"))
     choices = {(gap.storage, gap.start): rng.choice(options) for gap in gaps(graph, lives)}
     costs = Costs((1e-4,) * len(graph.ops), (0,) * len(graph.ops))
     budgets = {"device": 1 << 30, "host": host_bytes, "disk": 1 << 30}

@@ -64,7 +64,7 @@ def random_choices(step: Step, rng: Random) -> dict[Key, Option]:
     """Any option for some of the gaps."""
     share = rng.choice((0.05, 0.3, 0.7, 1.0))
     drawn = {key: rng.choice(options) for key, options in options_of(step).items() if rng.random() < share}
-    return {key: option for key, option in drawn.items() if option is not Option.KEEP}
+    return {key: option for key, option in drawn.items() if option != Option.KEEP}
 
 
 def tiny(seed: int, depth: int = 2) -> Step:
@@ -115,7 +115,7 @@ def every_choice(step: Step) -> list[Found]:
     options = options_of(step)
     found: list[Found] = []
     for drawn in product(*options.values()):
-        choices = {key: option for key, option in zip(options, drawn, strict=True) if option is not Option.KEEP}
+        choices = {key: option for key, option in zip(options, drawn, strict=True) if option != Option.KEEP}
         program = step.lower(choices).program
         if program is not None:
             found.append(Found(choices, program, step))

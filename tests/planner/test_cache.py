@@ -72,7 +72,7 @@ def test_whatever_a_plan_depends_on_is_another_plan(tmp_path: Path, monkeypatch:
     ask(tmp_path)
     others: list[dict[str, Any]] = [
         {"budget": "3MB"},
-        {"disk_budget": "1GB"},
+        {"budgets": {"disk": "1GB"}},
         {"policy": "keep-all"},
         {"expansion": {"clip_norm": 1.0}},
         {"workspace_bytes": (64,) * len(captured_step("gpt", num_layers=1).ops)},

@@ -81,7 +81,7 @@ def test_rounding_gives_as_many_layers_an_option_as_the_shares_say() -> None:
     problem, folding = folded(step)
     problem = dataclasses.replace(problem, folding=folding, capacity_bytes=step.budgets)
     shares = tuple(
-        {o: 0.5 if o is Option.KEEP else 0.5 / (len(c.options) - 1) for o in c.options} for c in problem.candidates
+        {o: 0.5 if o == Option.KEEP else 0.5 / (len(c.options) - 1) for o in c.options} for c in problem.candidates
     )
     choices = rounded(problem, Relaxed(shares, 0.0))
     moved = np.array([(c.gap.storage, c.gap.start) in choices for c in problem.candidates])

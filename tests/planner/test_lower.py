@@ -32,7 +32,7 @@ Choices = dict[tuple[int, int], Option]
 def everything_on_disk(step: Step) -> Choices:
     """Every storage of a page or more goes to disk after every use."""
     movable = (g for g in gaps(step.graph, step.lives) if is_movable(step.graph, g.storage, PAGE_BYTES))
-    return {(g.storage, g.start): Option.DISK for g in movable}
+    return {(g.storage, g.start): Option("disk") for g in movable}
 
 
 def check(step: Step, choices: Choices) -> Program | None:
@@ -104,7 +104,7 @@ def test_random_choices_of_a_chain_run_right_in_random_orders(seed: int) -> None
     choices = random_choices(step, rng)
     for program in (check(within(step, NO_LIMIT), choices), check(step, choices)):
         if program is not None:
-            assert parse_program(program.text().splitlines(), program.graph) == program
+            assert parse_program(program.text().splitlines(), program.graph, program.tiers) == program
             run_random(program, rng)
 
 

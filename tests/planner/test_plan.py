@@ -241,7 +241,8 @@ def test_without_a_disk_only_recomputing_is_left() -> None:
         ({"budget": "0%"}, "0%"),
         ({"budget": "101%"}, "101%"),
         ({"budget": -1}, "-1"),
-        ({"disk_budget": "much"}, "much"),
+        ({"budgets": {"disk": "much"}}, "much"),
+        ({"budgets": {"tape": "1GB"}}, "expected tiers of test (disk), got 'tape'"),
     ],
 )
 def test_arguments_that_mean_nothing(settings: dict[str, object], named: str) -> None:
@@ -253,7 +254,7 @@ def test_a_disk_budget_that_is_too_small_is_refused() -> None:
     wanted = planned("gpt", "65%").plan.peak_bytes["disk"]
     assert wanted > 4096
     with pytest.raises(ConfigError, match="raise the disk budget or the device budget"):
-        make_plan(graph_of("gpt"), small_machine(overhead_bytes=OVERHEAD), budget="65%", disk_budget=4096)
+        make_plan(graph_of("gpt"), small_machine(overhead_bytes=OVERHEAD), budget="65%", budgets={"disk": 4096})
 
 
 def test_a_policy_of_ones_own() -> None:
@@ -261,16 +262,18 @@ def test_a_policy_of_ones_own() -> None:
 
     def states_on_disk(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
         large = [g for g in gaps(graph, lives) if graph.storages[g.storage].size_bytes >= 4096]
-        return {(g.storage, g.start): Option.DISK for g in large if graph.storages[g.storage].role == "optimizer_state"}
+        return {
+            (g.storage, g.start): Option("disk") for g in large if graph.storages[g.storage].role == "optimizer_state"
+        }
 
     def on_a_host(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
-        return dict.fromkeys(states_on_disk(graph, lives), Option.HOST)
+        return dict.fromkeys(states_on_disk(graph, lives), Option("host"))
 
     made = make_plan(graph_of("gpt"), small_machine(), budget="100%", policy=states_on_disk)
     rows = {row.policy: row for row in made.plan.policies}
     assert made.plan.request.policy == "states_on_disk"
     assert rows["states_on_disk"].moved_bytes["disk_read"] > 0
-    assert {choice.option for choice in made.plan.choices.gaps} == {Option.DISK}
+    assert {choice.option for choice in made.plan.choices.gaps} == {Option("disk")}
     with pytest.raises(ConfigError, match="policy 'on_a_host' has a choice that this step does not offer"):
         make_plan(graph_of("gpt"), small_machine(), budget="100%", policy=on_a_host)
 

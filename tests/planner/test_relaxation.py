@@ -98,7 +98,7 @@ def test_rounding_keeps_only_what_is_wholly_kept() -> None:
     assert choices
     for candidate, shares in zip(problem.candidates, relaxed.shares, strict=True):
         option = choices.get((candidate.gap.storage, candidate.gap.start), Option.KEEP)
-        assert (option is Option.KEEP) == (shares[Option.KEEP] >= 1.0 - 1e-6)
+        assert (option == Option.KEEP) == (shares[Option.KEEP] >= 1.0 - 1e-6)
         assert option in candidate.options
 
 
@@ -129,9 +129,9 @@ def test_what_moves_takes_its_place_until_it_is_gone_and_from_its_return_on() ->
     away = 0
     for candidate in problem.candidates:
         gap, size = candidate.gap, candidate.size_bytes
-        if gap.wraps or Option.DISK not in candidate.options:
+        if gap.wraps or Option("disk") not in candidate.options:
             continue
-        held = {t for first, last in candidate.held[Option.DISK] for t in range(first, last + 1)}
+        held = {t for first, last in candidate.held[Option("disk")] for t in range(first, last + 1)}
         assert held <= set(range(gap.start + 1, gap.end))
         for t in set(range(gap.start + 1, gap.end)) - held:
             assert clock[t + 1] <= clock[gap.end] - size / disk.read_bytes_per_s + 1e-9

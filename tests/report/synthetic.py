@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from tests.machines import small_machine
 from tests.plans import some_plan
 
 from lading.ir.action import Action, ActionKind
@@ -92,7 +93,7 @@ def build(blocks: int = 12) -> tuple[Program, tuple[Choice, ...]]:
     embedding = b.storage("embedding.weight", 4 * 8192 * 512, Role.PARAMETER)
     b.storage("rope", 1 * MiB, Role.BUFFER)
     b.resident = [b.place(s) for s in (*parameters.values(), embedding, embedding + 1)]
-    options = [(Option.RECOMPUTE, Option.DISK, Option.KEEP)[layer % 3] for layer in range(blocks)]
+    options = [(Option.RECOMPUTE, Option("disk"), Option.KEEP)[layer % 3] for layer in range(blocks)]
     tokens = b.storage("tokens", 64 << 10, Role.INPUT)
     b.act(ActionKind.MOVE, "caller_read", storage=tokens, source="caller", target="device", places=(b.place(tokens),))
     saved = {layer: _forward(b, layer, options[layer]) for layer in range(blocks)}
@@ -108,7 +109,7 @@ def build(blocks: int = 12) -> tuple[Program, tuple[Choice, ...]]:
     graph = StepGraph(tuple(b.storages), tensors, tuple(b.ops), (), (), ((),), ())
     program = Program(
         graph, tuple(b.actions), 560 * MiB, 8 * MiB, tuple(b.resident), {"disk": tuple(b.slots)}, {"device": BUDGET},
-        30 * MiB,
+        30 * MiB, tiers=small_machine().tiers,
     )  # fmt: skip
     return program, tuple(b.choices)
 
@@ -122,22 +123,22 @@ def _forward(b: Builder, layer: int, option: Option) -> list[int]:
         b.act(ActionKind.COMPUTE, "compute", op=b.op(name, Phase.FORWARD, module, output), places=(b.place(output),))
         outputs.append(output)
     for output in outputs:
-        if option is not Option.KEEP:
-            if option is Option.DISK:
+        if option != Option.KEEP:
+            if option == Option("disk"):
                 b.write(output)
-            b.free(output, written=option is Option.DISK)
+            b.free(output, written=option == Option("disk"))
             b.choices.append(Choice(output, len(b.ops) - 1, len(b.ops) + 200, option))
-            if option is Option.DISK:
+            if option == Option("disk"):
                 b.slots.append((output, len(b.slots) * 8 * MiB))
     return outputs
 
 
 def _backward(b: Builder, layer: int, option: Option, saved: list[int]) -> list[int]:
     first = next(i for i, op in enumerate(b.ops) if op.module.startswith(f"layers.{layer}."))
-    if option is Option.DISK:
+    if option == Option("disk"):
         for storage in reversed(saved):
             b.read(storage)
-    if option is Option.RECOMPUTE:
+    if option == Option.RECOMPUTE:
         for number, storage in enumerate(saved):
             b.act(ActionKind.RECOMPUTE, "compute", op=first + number, places=(b.place(storage),))
     reads = tuple(a.id for a in b.actions[-len(saved) :] if a.stream == "disk_read")
@@ -166,7 +167,7 @@ def _step(b: Builder, layer: int, gradients: list[int]) -> None:
         b.free(gradient)
         for state in states:
             b.slots.append((state, len(b.slots) * 8 * MiB))
-            b.choices.append(Choice(state, len(b.ops), 0, Option.DISK))
+            b.choices.append(Choice(state, len(b.ops), 0, Option("disk")))
             b.write(state)
             b.free(state, written=True)
 

@@ -73,12 +73,14 @@ def test_placement_counts_each_storage_under_its_options(run: dict[str, Any]) ->
     table = placement(plan, graph)
     for role, options in table.items():
         assert sum(p.size_bytes for p in options.values()) == graph.bytes_of_role(Role(role))
-    storage = next(c.storage for c in plan.choices.gaps if c.option is Option.DISK)
-    mixed = dataclasses.replace(plan, choices=Choices(gaps=(*plan.choices.gaps, Choice(storage, 0, 1, Option.HOST))))
+    storage = next(c.storage for c in plan.choices.gaps if c.option == Option("disk"))
+    request = dataclasses.replace(plan.request, budgets={"device": 1, "host": 1, "disk": 1})
+    choices = Choices(gaps=(*plan.choices.gaps, Choice(storage, 0, 1, Option("host"))))
+    mixed = dataclasses.replace(plan, request=request, choices=choices)
     role = graph.storages[storage].role
     after = placement(mixed, graph)[role]
-    assert after[Option.HOST].size_bytes == graph.storages[storage].size_bytes
-    assert after[Option.DISK] == table[role][Option.DISK]
+    assert after[Option("host")].size_bytes == graph.storages[storage].size_bytes
+    assert after[Option("disk")] == table[role][Option("disk")]
 
 
 def test_peak_storages_agree_with_the_memory_samples(run: dict[str, Any]) -> None:

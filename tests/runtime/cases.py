@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lading.capture.trace import capture
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import PERSISTENT, OpKind, StepGraph
-from lading.ir.machine import TIERS, Device, Machine, Tier
+from lading.ir.machine import Device, Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.step import expand
@@ -33,7 +33,7 @@ RATES = (1e-3, 5e-4, 2e-3)
 Batch = dict[str, torch.Tensor]
 
 DISK = Tier(
-    name="disk", capacity_bytes=GiB, read_bytes_per_s=1e9, write_bytes_per_s=1e9,
+    name="disk", kind="file", persistent=True, capacity_bytes=GiB, read_bytes_per_s=1e9, write_bytes_per_s=1e9,
     mixed_read_bytes_per_s=5e8, mixed_write_bytes_per_s=5e8, latency_s=1e-4,
 )  # fmt: skip
 MACHINE = Machine(
@@ -44,7 +44,8 @@ MACHINE = Machine(
     ),
 )  # fmt: skip
 #: The same with memory of the host behind the device, before the disk or alone.
-TIERED = dataclasses.replace(MACHINE, tiers=(dataclasses.replace(DISK, name="host"), DISK))
+HOST = dataclasses.replace(DISK, name="host", kind="memory", host_computes=True, persistent=False)
+TIERED = dataclasses.replace(MACHINE, tiers=(HOST, DISK))
 HOST_ONLY = dataclasses.replace(MACHINE, tiers=TIERED.tiers[:1])
 
 
@@ -109,11 +110,13 @@ def program_of(
             options.append(Option.RECOMPUTE)
         if is_movable(graph, gap.storage, 4096):
             options += [Option(tier.name) for tier in machine.tiers]
-        if pick is not None and (option := pick(options)) is not Option.KEEP:
+        if pick is not None and (option := pick(options)) != Option.KEEP:
             choices[gap.storage, gap.start] = option
     scratch = workspace_of(graph)
     costs = Costs(op_seconds=(1e-5,) * len(graph.ops), workspace_bytes=tuple(scratch))
-    program = lower(graph, lives, machine, costs, choices, dict.fromkeys(TIERS, GiB)).program
+    program = lower(
+        graph, lives, machine, costs, choices, {"device": GiB, **{tier.name: GiB for tier in machine.tiers}}
+    ).program
     assert program is not None
     verify(program)
     return program
@@ -127,12 +130,12 @@ def at_random(seed: int, share: float = 0.5) -> Callable[[list[Option]], Option]
 
 def disk_always(options: list[Option]) -> Option:
     """Evict to the disk whatever can be."""
-    return Option.DISK if Option.DISK in options else Option.KEEP
+    return Option("disk") if Option("disk") in options else Option.KEEP
 
 
 def host_always(options: list[Option]) -> Option:
     """Evict to the host whatever can be."""
-    return Option.HOST if Option.HOST in options else Option.KEEP
+    return Option("host") if Option("host") in options else Option.KEEP
 
 
 def load(executor: Executor, model: torch.nn.Module) -> None:

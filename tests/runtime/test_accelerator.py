@@ -40,7 +40,7 @@ from lading.optim.shampoo import ShampooRule
 from lading.optim.soap import SOAPRule
 from lading.runtime.accelerator import BouncedTier
 from lading.runtime.executor import Executor
-from lading.runtime.tiers import PIECE_BYTES, DiskTier
+from lading.runtime.tiers import PIECE_BYTES, FileTier
 from lading.runtime.workspace import measured_workspace
 
 STEPS = [("gpt", 2, 1.0, 0.2), ("llama", 2, 0.5, 0.0), ("moe", 1, 0.0, 0.0)]
@@ -186,7 +186,7 @@ def interrupted(_: object) -> None:
 
 @pytest.mark.parametrize("size", [100, PAGE_BYTES, PIECE_BYTES, 2 * PIECE_BYTES + 5 * PAGE_BYTES + 100])
 def test_a_disk_through_two_pieces_of_host_memory(tmp_path: Path, api: FakeApi, size: int) -> None:
-    tier = BouncedTier(api, DiskTier(tmp_path, size + PAGE_BYTES))
+    tier = BouncedTier(api, FileTier(tmp_path, size + PAGE_BYTES))
     with api.on(api.stream()):
         data, back = torch.randint(256, (size,), dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
         for offset in (0, PAGE_BYTES):

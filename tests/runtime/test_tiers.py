@@ -19,7 +19,7 @@ import torch
 from lading.errors import StorageError
 from lading.ir.program import PAGE_BYTES
 from lading.runtime.arena import Arena
-from lading.runtime.tiers import PIECE_BYTES, DiskTier, MemoryTier, Tier
+from lading.runtime.tiers import PIECE_BYTES, FileTier, MemoryTier, TierBytes
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "swap"
 
 
-def tier_of(kind: str, folder: Path, size: int) -> Tier:
-    return DiskTier(folder, size) if kind == "disk" else MemoryTier(Arena(size))
+def tier_of(kind: str, folder: Path, size: int) -> TierBytes:
+    return FileTier(folder, size) if kind == "disk" else MemoryTier(Arena(size))
 
 
 @pytest.mark.parametrize("kind", ["disk", "memory"])
@@ -46,7 +46,7 @@ def test_round_trip(kind: str, folder: Path, size: int) -> None:
 
 
 def test_neighbours_are_left_alone(folder: Path) -> None:
-    arena, tier = Arena(4 * PAGE_BYTES), DiskTier(folder, 4 * PAGE_BYTES)
+    arena, tier = Arena(4 * PAGE_BYTES), FileTier(folder, 4 * PAGE_BYTES)
     arena.memory[: 4 * PAGE_BYTES] = b"a" * (4 * PAGE_BYTES)
     tier.write(0, arena.bytes_at(0, arena.size_bytes))
     arena.memory[:100] = b"b" * 100
@@ -59,7 +59,7 @@ def test_neighbours_are_left_alone(folder: Path) -> None:
 
 
 def test_the_file_has_no_name_and_its_space_comes_back(folder: Path) -> None:
-    tier = DiskTier(folder, 1 << 20)
+    tier = FileTier(folder, 1 << 20)
     assert [p.name for p in folder.iterdir()] == ["lading.lock"]
     assert (folder / "lading.lock").read_text() == str(os.getpid())
     tier.close()
@@ -68,7 +68,7 @@ def test_the_file_has_no_name_and_its_space_comes_back(folder: Path) -> None:
 
 
 def _hold(folder: Path, ready: Connection) -> None:
-    DiskTier(folder, PAGE_BYTES)
+    FileTier(folder, PAGE_BYTES)
     ready.send(True)
     signal.pause()
 
@@ -80,11 +80,11 @@ def test_one_run_per_folder_until_it_is_gone(folder: Path) -> None:
     process.start()
     assert ready.poll(60)
     with pytest.raises(StorageError, match=rf"in use by process {process.pid}; .*folder of its own"):
-        DiskTier(folder, PAGE_BYTES)
+        FileTier(folder, PAGE_BYTES)
     process.kill()
     process.join()
     (folder / "lading-swap-1").write_bytes(b"left by a run killed between open and unlink")
-    tier = DiskTier(folder, PAGE_BYTES)
+    tier = FileTier(folder, PAGE_BYTES)
     assert [p.name for p in folder.iterdir()] == ["lading.lock"]
     tier.close()
 
@@ -95,9 +95,9 @@ def test_a_full_disk_is_found_at_the_start(folder: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(StorageError, match=r"expected 1.00 MiB \(1048576 bytes\).*swap, found .* free \(No space"):
-        DiskTier(folder, 1 << 20)
+        FileTier(folder, 1 << 20)
     monkeypatch.undo()
-    DiskTier(folder, 1 << 20).close()  # neither lock nor file was left behind
+    FileTier(folder, 1 << 20).close()  # neither lock nor file was left behind
 
 
 def test_a_file_size_limit_is_found_at_the_start(folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_file_size_limit_is_found_at_the_start(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
         with pytest.raises(StorageError, match="File too large"):
-            DiskTier(folder, 2 << 20)
+            FileTier(folder, 2 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
@@ -114,18 +114,18 @@ def test_a_file_size_limit_is_found_at_the_start(folder: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StorageError, match="choose a folder that can be written"):
-        DiskTier(tmp_path / "swap", PAGE_BYTES)
+        FileTier(tmp_path / "swap", PAGE_BYTES)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot use .*file for swapping"):
-        DiskTier(tmp_path / "file", PAGE_BYTES)
+        FileTier(tmp_path / "file", PAGE_BYTES)
 
 
 @pytest.mark.parametrize(("call", "verb"), [("preadv", "read"), ("pwritev", "write")])
 def test_disk_errors(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, verb: str) -> None:
-    tier, arena = DiskTier(folder, 4 * PAGE_BYTES), Arena(4 * PAGE_BYTES)
+    tier, arena = FileTier(folder, 4 * PAGE_BYTES), Arena(4 * PAGE_BYTES)
 
     def broken(file: int, buffers: Sequence[memoryview], offset: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -142,7 +142,7 @@ def test_disk_errors(folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, v
 
 def test_short_transfers_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call may move fewer bytes, and not whole pages."""
-    tier, arena = DiskTier(folder, 8 * PAGE_BYTES), Arena(8 * PAGE_BYTES)
+    tier, arena = FileTier(folder, 8 * PAGE_BYTES), Arena(8 * PAGE_BYTES)
     calls: list[int] = []
     for name in ("preadv", "pwritev"):
         real = getattr(os, name)
@@ -173,7 +173,7 @@ def test_without_direct_io_it_works_and_says_so(folder: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.warns(UserWarning, match="does not take O_DIRECT"):
-        tier = DiskTier(folder, 2 * PAGE_BYTES)
+        tier = FileTier(folder, 2 * PAGE_BYTES)
     assert not tier.direct
     arena = Arena(2 * PAGE_BYTES)
     arena.memory[:] = b"x" * (2 * PAGE_BYTES)
@@ -185,7 +185,7 @@ def test_without_direct_io_it_works_and_says_so(folder: Path, monkeypatch: pytes
 
 
 def test_out_of_range(folder: Path) -> None:
-    tier, arena = DiskTier(folder, PAGE_BYTES), Arena(2 * PAGE_BYTES)
+    tier, arena = FileTier(folder, PAGE_BYTES), Arena(2 * PAGE_BYTES)
     for offset, size in ((0, 2 * PAGE_BYTES), (100, PAGE_BYTES), (PAGE_BYTES, PAGE_BYTES)):
         with pytest.raises(StorageError, match="not whole pages of 4096 bytes"):
             tier.read(offset, arena.bytes_at(0, size))

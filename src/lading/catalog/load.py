@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from lading.catalog.inherit import resolve
 from lading.errors import ConfigError
 from lading.files import read_toml, write_text
-from lading.ir.machine import Curve, Device, Gpu, HostDevice, Link, Machine, Processes, Tier
+from lading.ir.machine import FILE, MEMORY, Curve, Device, Gpu, HostDevice, Link, Machine, Processes, Tier
 
 _FOLDER = Path(__file__).parent / "machines"
 _BASES = Path(__file__).parent / "bases"
@@ -143,7 +143,7 @@ def _number_keys(machine: Machine) -> Iterator[str]:
     if machine.host_device is not None:
         yield from (f"host_device.{f.name}" for f in dataclasses.fields(HostDevice) if f.name != "name")
     for tier in machine.tiers:
-        yield from (f"tiers.{tier.name}.{f.name}" for f in dataclasses.fields(Tier) if f.name != "name")
+        yield from (f"tiers.{tier.name}.{f.name}" for f in dataclasses.fields(Tier) if str(f.type) in ("int", "float"))
     yield from (f"collectives.{name}" for name in machine.collectives)
     for link in machine.links:
         yield from (f"links.{link.name}.{f.name}" for f in dataclasses.fields(Link) if f.name not in ("name", "kind"))
@@ -247,7 +247,18 @@ def _optional_gpu(value: object, where: str, origin: str) -> Gpu | None:
     return None if value is None else _build(Gpu, value, where, origin)
 
 
+def _bool(value: object, where: str, origin: str) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong("true or false", value, where, origin)
+    return value
+
+
 def _tier(value: object, where: str, origin: str) -> Tier:
+    if "kind" not in _table(value, where, origin):
+        raise ConfigError(
+            f"{origin}: missing key 'kind' in [{where}], which files of earlier probes lack: expected what serves the "
+            f"tier, {MEMORY!r}, {FILE!r} or 'module:function'; add it, or measure again with: lading probe"
+        )
     return _build(Tier, value, where, origin)
 
 
@@ -258,6 +269,7 @@ def _link(value: object, where: str, origin: str) -> Link:
 _READERS: dict[str, Callable[[object, str, str], Any]] = {
     "str": _str,
     "int": _int,
+    "bool": _bool,
     "float": _float,
     "Device": _device,
     "Curve | None": _optional_curve,
@@ -301,6 +313,8 @@ def _key(key: str) -> str:
 def _value(value: object) -> str:
     if isinstance(value, str):
         return _quoted(value)
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, int):
         return f"{value:_}"
     if isinstance(value, float):

@@ -210,7 +210,7 @@ def _probes(folder: Path) -> Iterator[Finding]:
     cost = "the first run on this disk measures for about a minute, or: lading probe"
     cache = Path.home() / ".cache" / "lading"
     device, torch_version = folder.absolute().stat().st_dev if folder.exists() else -1, _installed("torch")
-    for path in sorted(cache.glob(f"cpu-*-threads-disk-{device}-torch-{torch_version}.toml")):
+    for path in sorted(cache.glob(f"cpu-*-threads-folder-{device}-torch-{torch_version}.toml")):
         try:
             machine = load_machine(path)
             days = (date.today() - date.fromisoformat(machine.date)).days
@@ -224,7 +224,7 @@ def _probes(folder: Path) -> Iterator[Finding]:
             yield Finding(name="probe", state="lacking", found=f"{path}, {days} days old", cost=old)
         else:
             yield Finding(name="probe", state="ok", found=f"{path}, {days} days old")
-    if not list(cache.glob(f"cpu-*-threads-disk-{device}-torch-{torch_version}.toml")):
+    if not list(cache.glob(f"cpu-*-threads-folder-{device}-torch-{torch_version}.toml")):
         yield Finding(name="probe", state="lacking", found=f"none of this host in {cache}", cost=cost)
 
 

@@ -85,7 +85,7 @@ class FitCommand:
             host=self.host,
             disk=self.disk,
             budget=self.budget or (None if self.model is not None else run.memory.budget),
-            disk_budget=None if self.model is not None else run.memory.disk_budget,
+            tiers=None if self.model is not None else run.memory,
         )
         result = fit_run(run, hardware, self.model or "")
         print(fitted(str(result)), flush=True)

@@ -99,11 +99,11 @@ def host_processors(machine: Machine) -> Device:
     Raises:
         ConfigError: the machine says nothing of them, or has no memory of the host to work in.
     """
-    host, tier = machine.host_device, machine.tier("host")
+    host, tier = machine.host_device, machine.tier(machine.host_tier)
     if host is None or tier is None:
         raise ConfigError(
-            f"expected a [host_device] and a tier 'host' to run operations on the host, {machine.name} lacks one; "
-            "add it to the machine file, or plan again"
+            f"expected a [host_device] and a tier with host_computes to run operations on the host, {machine.name} "
+            "lacks one; add it to the machine file, or plan again"
         )
     return Device(
         name=host.name,

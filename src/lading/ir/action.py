@@ -9,6 +9,8 @@ from enum import StrEnum
 
 from lading.errors import ProgramError
 
+#: The device's own memory, as the source or target of a MOVE and among the tiers of a budget.
+DEVICE = "device"
 #: The pseudo-tier of the code that calls the step: batches come from it and losses go to it.
 CALLER = "caller"
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import exp, log
 
@@ -22,7 +25,6 @@ PACKED_COLUMNS = 6400
 UPDATE_NUMBERS = 7.0
 #: Key of a source that machine files written before this number was measured lack.
 KERNEL_BYTES = "device.kernel_bytes"
-TIERS = ("device", "host", "disk")
 DEVICE_KINDS = ("cpu", "cuda", "mps")
 LINK_KINDS = ("nvswitch", "mesh", "pcie", "infiniband", "ethernet", "omnipath")
 
@@ -156,16 +158,38 @@ class HostDevice:
                 raise ConfigError(f"host_device.{key} must be positive, got {getattr(self, key)}")
 
 
+#: Kinds of tiers that Lading serves itself.
+MEMORY, FILE = "memory", "file"
+#: Where storages lie in a tier at least: whole pages, which O_DIRECT and DMA move.
+TIER_ALIGNMENT_BYTES = 4096
+_TIER_NAME = re.compile(r"[A-Za-z]\w*\Z", re.ASCII)
+_NO_TIERS = ("device", "caller", "keep", "recompute")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """Memory behind the device: "host" (only when the device has its own memory) or "disk".
+    """Memory behind the device, by its properties; its name means nothing.
 
-    Rates are what one direction reaches alone; ``mixed_*`` what each reaches while the other runs.
-    ``read_slowdown`` and ``write_slowdown``: by how much longer an operation of the device takes while this tier reads,
-    or writes, alone (0.1: 10%); at a lower rate it is so much less, for each byte takes its time.
+    Attributes:
+        name: What plans, budgets, reports and messages call it: letters, digits and underscores.
+        kind: What serves it at run time: "memory" of the host, a swap "file", or "module:function", which is called
+            with the bytes and the location and returns a ``lading.runtime.tiers.TierBytes``.
+        capacity_bytes: Bytes that a plan may use where it has no budget.
+        read_bytes_per_s, write_bytes_per_s: From and to the device, each while the other direction is idle.
+        mixed_read_bytes_per_s, mixed_write_bytes_per_s: The same while the other direction runs too.
+        latency_s: Seconds before the first byte of a move.
+        read_slowdown, write_slowdown: By how much longer an operation of the device takes while this tier reads, or
+            writes, alone (0.1: 10%); at a lower rate it is so much less, for each byte takes its time.
+        location: Folder of a file, address of anything else; "" for the folder of the run.
+        host_computes: Whether the host's processors can work on what lies there.
+        persistent: Whether what lies there outlives the process, so that checkpoints take room of it too.
+        alignment_bytes: Multiple at which each storage begins there: whole pages of 4096 bytes.
+        wire: What tiers of the same wire share: those that move the same way at once take turns, so that each has its
+            rate divided by their number. "" for a wire of its own.
     """
 
     name: str
+    kind: str
     capacity_bytes: int
     read_bytes_per_s: float
     write_bytes_per_s: float
@@ -174,16 +198,51 @@ class Tier:
     latency_s: float
     read_slowdown: float = 0.0
     write_slowdown: float = 0.0
+    location: str = ""
+    host_computes: bool = False
+    persistent: bool = False
+    alignment_bytes: int = TIER_ALIGNMENT_BYTES
+    wire: str = ""
 
     def __post_init__(self) -> None:
-        for key in ("read_slowdown", "write_slowdown"):
+        if not _TIER_NAME.match(self.name) or self.name in _NO_TIERS:
+            raise ConfigError(
+                f"expected a tier's name of letters, digits and underscores, none of {', '.join(_NO_TIERS)}, got "
+                f"{self.name!r}"
+            )
+        if self.kind not in (MEMORY, FILE) and not all(self.kind.partition(":")):
+            raise ConfigError(
+                f"tier {self.name}: expected the kind {MEMORY!r}, {FILE!r} or 'module:function', got {self.kind!r}"
+            )
+        if self.kind == FILE and self.host_computes:
+            raise ConfigError(f"tier {self.name}: the host's processors cannot work on a file; drop host_computes")
+        for key in ("read_slowdown", "write_slowdown", "latency_s"):
             if getattr(self, key) < 0:
                 raise ConfigError(f"tier {self.name}: {key} must be >= 0, got {getattr(self, key)}")
-        if self.name not in TIERS[1:]:
-            raise ConfigError(f"a tier is one of {TIERS[1:]}, got {self.name!r}")
-        for key in dataclasses.fields(self)[1:6]:
-            if getattr(self, key.name) <= 0:
-                raise ConfigError(f"tier {self.name}: {key.name} must be positive, got {getattr(self, key.name)}")
+        for key in ("capacity_bytes", *_TIER_RATES):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"tier {self.name}: {key} must be positive, got {getattr(self, key)}")
+        if self.alignment_bytes <= 0 or self.alignment_bytes % TIER_ALIGNMENT_BYTES:
+            raise ConfigError(
+                f"tier {self.name}: expected alignment_bytes in whole pages of {TIER_ALIGNMENT_BYTES}, got "
+                f"{self.alignment_bytes}"
+            )
+
+
+_TIER_RATES = ("read_bytes_per_s", "write_bytes_per_s", "mixed_read_bytes_per_s", "mixed_write_bytes_per_s")
+
+
+def host_tier(tiers: Iterable[Tier]) -> str:
+    """Name of the first tier on which the host's processors can work; "" where there is none."""
+    return next((tier.name for tier in tiers if tier.host_computes), "")
+
+
+def wires(tiers: Iterable[Tier]) -> tuple[tuple[Tier, ...], ...]:
+    """Tiers that share a wire, for each wire that several of them share."""
+    by_wire: dict[str, list[Tier]] = {}
+    for tier in tiers:
+        by_wire.setdefault(tier.wire, []).append(tier)
+    return tuple(tuple(shared) for wire, shared in by_wire.items() if wire and len(shared) > 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +368,19 @@ class Machine:
     host_id: str = ""
     sources: dict[str, str] = field(default_factory=lambda: {})
 
+    def __post_init__(self) -> None:
+        names = Counter(tier.name for tier in self.tiers)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise ConfigError(f"expected tiers of different names, got {twice[0]!r} more than once")
+        if both := names.keys() & {tier.wire for tier in self.tiers}:
+            raise ConfigError(f"expected a wire that is no tier, got {min(both)!r}; name it otherwise")
+        files = Counter(tier.location for tier in self.tiers if tier.kind == FILE)
+        if twice := [location for location, count in files.items() if count > 1]:
+            raise ConfigError(
+                f"expected swap files in different folders, got more than one tier of kind {FILE!r} at "
+                f"{twice[0] or 'the folder of the run'}; give each a location"
+            )
+
     def __repr__(self) -> str:
         tiers = "".join(f", {tier.name} {format_capacity(tier.capacity_bytes)}" for tier in self.tiers)
         device = f"{self.device.kind} {self.device.name!r} with {format_capacity(self.device.memory_bytes)}"
@@ -317,6 +389,16 @@ class Machine:
     def tier(self, name: str) -> Tier | None:
         """The tier called ``name``, or None if this machine has none."""
         return next((tier for tier in self.tiers if tier.name == name), None)
+
+    @property
+    def host_tier(self) -> str:
+        """Name of the nearest tier on which the host's processors can work; "" where there is none."""
+        return host_tier(self.tiers)
+
+    @property
+    def persistent_tier(self) -> str:
+        """Name of the nearest tier that outlives the process, where checkpoints lie too; "" where there is none."""
+        return next((tier.name for tier in self.tiers if tier.persistent), "")
 
     @property
     def fingerprint(self) -> str:

@@ -12,13 +12,13 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from lading.errors import ConfigError
 from lading.files import read_json, write_text
+from lading.ir.action import DEVICE
 from lading.ir.reading import check_plan, read_as
 from lading.units import format_bytes, format_seconds
 
@@ -26,17 +26,20 @@ from lading.units import format_bytes, format_seconds
 PLAN_FORMAT = 4
 
 
-class Option(StrEnum):
-    """Where a storage is between two uses."""
+class Option(str):
+    """Where a storage is between two uses: ``Option.KEEP``, ``Option.RECOMPUTE``, or in the tier it names."""
 
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
-    HOST = "host"
-    DISK = "disk"
+    __slots__ = ()
+    KEEP: ClassVar[Option]
+    RECOMPUTE: ClassVar[Option]
+
+    @property
+    def tier(self) -> str:
+        """Name of the tier in which the storage waits; "" where it is kept or recomputed."""
+        return "" if self in (Option.KEEP, Option.RECOMPUTE) else str(self)
 
 
-#: Words for what happens in a gap that is not kept.
-_DONE = {Option.RECOMPUTE: "recomputed", Option.HOST: "on the host", Option.DISK: "on disk"}
+Option.KEEP, Option.RECOMPUTE = Option("keep"), Option("recompute")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +166,10 @@ class Plan:
 
     def __repr__(self) -> str:
         options = Counter(choice.option for choice in self.choices.gaps)
-        chosen = "".join(f", {options[o]} gaps {_DONE[o]}" for o in _DONE if options[o])
+        done = {Option.RECOMPUTE: "recomputed", **{tier: f"on {tier}" for tier in self.options[2:]}}
+        chosen = "".join(f", {options[o]} gaps {done[o]}" for o in done if options[o])
         step = f"step {format_seconds(self.step_s)}, {self.gap:.1%} above the bound"
-        memory = f"device {format_bytes(self.peak_bytes['device'])} of {format_bytes(self.budgets['device'])}"
+        memory = f"device {format_bytes(self.peak_bytes[DEVICE])} of {format_bytes(self.budgets[DEVICE])}"
         machine = self.request.machine.get("name", "a machine")
         return f"Plan({self.request.policy} on {machine}: {step}; {memory}{chosen})"
 
@@ -193,6 +197,11 @@ class Plan:
     def peak_bytes(self) -> dict[str, int]:
         """Predicted peak of each tier, bytes."""
         return self.predictions.peak_bytes
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """What could be chosen for a gap: keep, recompute, and the tiers of the machine, nearest first."""
+        return Option.KEEP, Option.RECOMPUTE, *(Option(tier) for tier in self.budgets if tier != DEVICE)
 
     @property
     def gap(self) -> float:
@@ -245,6 +254,12 @@ def plan_from_dict(data: Any, origin: str) -> Plan:
     table = dict(cast("dict[str, Any]", data))
     saved = table.pop("fingerprint", None)
     plan: Plan = read_as(Plan, table, origin)
+    for index, choice in enumerate(plan.choices.gaps):
+        if choice.option not in plan.options:
+            raise ConfigError(
+                f"{origin}.choices.gaps[{index}].option: expected one of {', '.join(plan.options)}, found "
+                f"{choice.option[:40]!r}; plan again"
+            )
     if saved != plan.fingerprint:
         raise ConfigError(
             f"{origin}: expected a plan as it was saved, fingerprint {saved!r}, found one that was changed or damaged, "

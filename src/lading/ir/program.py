@@ -4,7 +4,7 @@ Streams are in-order queues. Nothing orders two streams but ``waits``. Streams o
 
     compute      operations, in program order
     <tier>_read  moves from a tier to the device      <tier>_write  moves from the device to a tier
-    host_compute operations that the host's processors run where the host tier holds their operands
+    host_compute operations that the host's processors run where a tier of the host's memory holds their operands
 
 One step starts when every action of the step before has ended.
 """
@@ -21,14 +21,25 @@ from types import MappingProxyType
 from lading.errors import ProgramError
 from lading.ir.action import Action, ActionKind, pairs_text, parse_action, parse_pairs
 from lading.ir.graph import StepGraph
+from lading.ir.machine import TIER_ALIGNMENT_BYTES, Tier, host_tier
 from lading.units import format_bytes
 
 COMPUTE_STREAM = "compute"
 HOST_STREAM = "host_compute"
 #: Alignment of every storage that may be moved, so that its bytes go by O_DIRECT and DMA.
-PAGE_BYTES = 4096
+PAGE_BYTES = TIER_ALIGNMENT_BYTES
 #: Alignment of smaller storages.
 LINE_BYTES = 64
+
+
+def read_stream(tier: str) -> str:
+    """Name of the stream of moves from a tier to the device."""
+    return f"{tier}_read"
+
+
+def write_stream(tier: str) -> str:
+    """Name of the stream of moves from the device to a tier."""
+    return f"{tier}_write"
 
 
 def slot_bytes(size_bytes: int) -> int:
@@ -52,11 +63,13 @@ class Program:
         arena_bytes: Size of the device arena that ``places`` index.
         workspace_bytes: Largest scratch any operation needs outside the arena.
         resident: (storage, arena offset) of what lies on the device at the start and again at the end of a step.
-        slots: For each lower tier, (storage, offset) of every storage that is ever there; offsets are whole pages.
+        slots: For each lower tier, (storage, offset) of every storage that is ever there; offsets are multiples of the
+            tier's alignment.
         budgets: Bytes allowed in each tier; the device's covers arena, workspace and overhead.
         overhead_bytes: What the running process needs besides.
         save_bytes: What saving takes between two steps beside arena and overhead; 0 where nothing is saved.
         spare_bytes: Part of the workspace that some of equal runs take and others do not.
+        tiers: The machine's tiers, nearest first; ``slots`` are in some of them.
     """
 
     graph: StepGraph
@@ -69,6 +82,7 @@ class Program:
     overhead_bytes: int = 0
     save_bytes: int = 0
     spare_bytes: int = 0
+    tiers: tuple[Tier, ...] = ()
 
     def __repr__(self) -> str:
         lower = "".join(f", {tier} {format_bytes(self.tier_bytes(tier))}" for tier in self.slots)
@@ -94,6 +108,11 @@ class Program:
         """Bytes of a lower tier's file or arena."""
         sizes = self.graph.storages
         return max((offset + slot_bytes(sizes[s].size_bytes) for s, offset in self.slots.get(tier, ())), default=0)
+
+    @property
+    def host_tier(self) -> str:
+        """Name of the tier on whose bytes the host's processors work; "" where there is none."""
+        return host_tier(self.tiers)
 
     @property
     def streams(self) -> tuple[str, ...]:
@@ -134,11 +153,12 @@ _SIZES = MappingProxyType(
 _HEAD = re.compile(r"(arena|workspace|overhead|save|spare|budget \w+) (\d{1,18})\Z|(resident|slots \w+) ([\d@,]*)\Z")
 
 
-def parse_program(lines: Iterable[str], graph: StepGraph) -> Program:
+def parse_program(lines: Iterable[str], graph: StepGraph, tiers: tuple[Tier, ...]) -> Program:
     """Inverse of ``Program.text``, line by line.
 
     Args:
         graph: What the operations and storages are numbered in.
+        tiers: Of the machine that it is for.
 
     Raises:
         ProgramError: a line is neither an action nor of the head, or one of the head is missing or there twice.
@@ -169,5 +189,6 @@ def parse_program(lines: Iterable[str], graph: StepGraph) -> Program:
         resident=places.pop("resident"),
         slots={key.split()[1]: pairs for key, pairs in places.items()},
         budgets={key.split()[1]: size for key, size in numbers.items() if key not in _SIZES},
+        tiers=tiers,
         **{field: numbers[name] for name, field in _SIZES.items()},
     )

@@ -68,6 +68,8 @@ def read_as(hint: Any, value: Any, where: str, advice: str = "plan again") -> An
         return _read_fields(kind, cast("dict[str, Any]", value), where, advice)
     if isinstance(kind, EnumType) and value in [option.value for option in cast("type[StrEnum]", kind)]:
         return kind(value)
+    if isinstance(kind, type) and issubclass(kind, str) and isinstance(value, str):
+        return kind(value)
     if kind is Any or _is_plain(kind, value):
         return cast(Any, value)
     raise ConfigError(f"{where}: expected {kind.__name__}, found {_short(cast(object, value))}; {advice}")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from lading.errors import ProgramError
-from lading.ir.machine import TIERS
+from lading.ir.action import DEVICE
+from lading.ir.machine import Tier
 from lading.ir.program import LINE_BYTES, PAGE_BYTES, Program, slot_bytes
-
-DEVICE, HOST, LOWER_TIERS = TIERS[0], TIERS[1], TIERS[1:]
 
 
 def home_tiers(program: Program) -> dict[int, str]:
@@ -18,7 +17,7 @@ def home_tiers(program: Program) -> dict[int, str]:
     Raises:
         ProgramError: a persistent storage has neither.
     """
-    homes = {storage: tier for tier in LOWER_TIERS for storage, _ in program.slots.get(tier, ())}
+    homes = {storage: tier.name for tier in program.tiers for storage, _ in program.slots.get(tier.name, ())}
     homes.update((storage, DEVICE) for storage, _ in program.resident)
     persistent = sorted(program.graph.persistent)
     for index in persistent:
@@ -42,17 +41,19 @@ def check_layout(program: Program) -> None:
     Raises:
         ProgramError: naming the tier or storage.
     """
-    if unknown := program.slots.keys() - set(LOWER_TIERS):
-        raise ProgramError(f"expected slots in tiers among {LOWER_TIERS}, found {sorted(unknown)}; rename them")
+    names = [tier.name for tier in program.tiers]
+    if unknown := program.slots.keys() - set(names):
+        raise ProgramError(f"expected slots in tiers among {names}, found {sorted(unknown)}; rename them")
     if min(program.arena_bytes, program.workspace_bytes, program.overhead_bytes, program.save_bytes) < 0:
         raise ProgramError(
             "expected arena_bytes, workspace_bytes, overhead_bytes and save_bytes >= 0, found a negative one; fix it"
         )
     _check_budget(program, DEVICE, program.peak_bytes)
-    for tier, slots in program.slots.items():
-        _check_ids(program, f"slots of {tier}", slots)
+    for tier in program.tiers:
+        slots = program.slots.get(tier.name, ())
+        _check_ids(program, f"slots of {tier.name}", slots)
         _check_slots(program, tier, slots)
-        _check_budget(program, tier, program.tier_bytes(tier))
+        _check_budget(program, tier.name, program.tier_bytes(tier.name))
     _check_ids(program, "`resident`", program.resident)
     for storage, _ in program.resident:
         if storage not in program.graph.persistent:
@@ -82,18 +83,20 @@ def _check_ids(program: Program, what: str, pairs: tuple[tuple[int, int], ...]) 
         seen.add(storage)
 
 
-def _check_slots(program: Program, tier: str, slots: tuple[tuple[int, int], ...]) -> None:
+def _check_slots(program: Program, tier: Tier, slots: tuple[tuple[int, int], ...]) -> None:
     end, owner, shared_end = 0, -1, 0
-    staged = program.graph.host_storages - program.graph.persistent if tier == HOST else frozenset[int]()
+    hosts = tier.name == program.host_tier
+    staged = program.graph.host_storages - program.graph.persistent if hosts else frozenset[int]()
     for storage, offset in sorted(slots, key=lambda pair: pair[1]):
-        if offset < 0 or offset % PAGE_BYTES:
+        if offset < 0 or offset % tier.alignment_bytes:
             raise ProgramError(
-                f"expected slot offsets in whole pages of {PAGE_BYTES} B, found storage {storage} at {offset} of {tier}"
+                f"expected slot offsets at multiples of {tier.alignment_bytes} B, found storage {storage} at {offset} "
+                f"of {tier.name}"
             )
         if offset < (end if storage in staged else max(end, shared_end)):
-            raise ProgramError(f"slots of storages {owner} and {storage} overlap in {tier} at {offset}; move one")
+            raise ProgramError(f"slots of storages {owner} and {storage} overlap in {tier.name} at {offset}; move one")
         behind = offset + slot_bytes(program.graph.storages[storage].size_bytes)
-        if storage in staged:  # those that are on the host only to be worked on may follow each other in one place
+        if storage in staged:  # those that are there only to be worked on may follow each other in one place
             shared_end = max(shared_end, behind)
         else:
             end, owner = behind, storage

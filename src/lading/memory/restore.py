@@ -84,7 +84,8 @@ def restore_program(plan: Plan, step: StepGraph, machine: Machine) -> Program:
     """
     check_made_for(plan, step, machine)
     try:
-        program = parse_program(plan.program, apply_choices(step, plan.choices))
+        tiers = tuple(tier for tier in machine.tiers if plan.budgets.get(tier.name))
+        program = parse_program(plan.program, apply_choices(step, plan.choices), tiers)
         if program.budgets != plan.budgets:
             raise ProgramError(f"expected the plan's budgets {plan.budgets}, found {program.budgets} in its program")
         verify(program)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from lading.ir.action import ActionKind
+from lading.ir.action import DEVICE, ActionKind
 from lading.ir.program import Program, slot_bytes
 from lading.ir.timeline import Event, MemorySample
-from lading.memory.layout import DEVICE, home_tiers
+from lading.memory.layout import home_tiers
 
 #: Roles under which scratch outside the arena, and what the process needs besides, are shown.
 WORKSPACE, OVERHEAD = "workspace", "overhead"
@@ -31,7 +31,7 @@ def memory_samples(
     changes: list[tuple[float, int, str, str, int]] = []  # time, order, tier, role, bytes
     used: dict[str, Counter[str]] = {
         DEVICE: Counter({OVERHEAD: overhead_bytes}),
-        **{tier: Counter() for tier in program.slots},
+        **{tier.name: Counter() for tier in program.tiers if tier.name in program.slots},
     }
     held = {(home, storage) for storage, home in home_tiers(program).items()}
     for tier, storage in sorted(held):

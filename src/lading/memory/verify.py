@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from lading.errors import ProgramError
-from lading.ir.action import CALLER, Action, ActionKind
+from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import Op, OpKind, Role, StepGraph
-from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, Program, slot_bytes
-from lading.memory.layout import DEVICE, HOST, LOWER_TIERS, alignment_of, check_layout, home_tiers
+from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, Program, read_stream, slot_bytes, write_stream
+from lading.memory.layout import alignment_of, check_layout, home_tiers
 from lading.memory.occupancy import Occupancy, Residency
 from lading.memory.order import START, Order, Uses
 
 _RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
-_STREAMS = (COMPUTE_STREAM, HOST_STREAM, *(f"{tier}_{way}" for tier in LOWER_TIERS for way in ("read", "write")))
 
 
 def verify(program: Program) -> None:
@@ -67,7 +66,16 @@ class _Verifier:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.graph = program.graph
-        self.order = Order(_STREAMS)
+        self.streams_of: dict[tuple[str, str], str] = {
+            (CALLER, DEVICE): COMPUTE_STREAM,
+            (DEVICE, CALLER): COMPUTE_STREAM,
+        }
+        for tier in program.tiers:
+            self.streams_of[tier.name, DEVICE] = read_stream(tier.name)
+            self.streams_of[DEVICE, tier.name] = write_stream(tier.name)
+        self.streams = tuple(dict.fromkeys((COMPUTE_STREAM, HOST_STREAM, *self.streams_of.values())))
+        self.order = Order(self.streams)
+        self.host_tier = program.host_tier
         self.arena = Occupancy()
         self.live: dict[int, Residency] = {}
         self.last: dict[int, Residency] = {}
@@ -89,7 +97,7 @@ class _Verifier:
                 raise ProgramError(f"`resident`: {why}")
             self.live[storage] = self.last[storage] = residency
         for storage, home in self.homes.items():
-            if home == HOST:
+            if home == self.host_tier:
                 self._take_slot(None, storage)
         for position, action in enumerate(self.program.actions):
             self._check_form(position, action)
@@ -114,8 +122,8 @@ class _Verifier:
             _fail(action, f"expected id {position}, the action's position, got {action.id}; number actions from 0")
         if bad := [w for w in action.waits if not 0 <= w < position]:
             _fail(action, f"expected waits on ids in 0..{position - 1}, got {bad}; a wait points backward")
-        if action.stream not in _STREAMS:
-            _fail(action, f"expected a stream among {_STREAMS}, got {action.stream!r}")
+        if action.stream not in self.streams:
+            _fail(action, f"expected a stream among {self.streams}, got {action.stream!r}")
         if action.kind in _RUNS_OP:
             self._check_op_form(action)
         elif action.kind in (ActionKind.MOVE, ActionKind.FREE):
@@ -131,6 +139,8 @@ class _Verifier:
             _fail(action, f"expected an op in 0..{len(self.graph.ops) - 1}, got {action.op}")
         if action.storage is not None or action.source or action.target:
             _fail(action, "expected no storage=, from= or to= on an action that runs an op; remove them")
+        if action.op in self.graph.on_host and not self.host_tier:
+            _fail(action, "expected a tier on which the host's processors can work, the program has none")
         stream = HOST_STREAM if action.op in self.graph.on_host else COMPUTE_STREAM
         if action.stream != stream:
             _fail(action, f"expected stream {stream!r} for an op, got {action.stream!r}")
@@ -141,7 +151,9 @@ class _Verifier:
         if action.storage is None or not 0 <= action.storage < len(self.graph.storages):
             _fail(action, f"expected a storage in 0..{len(self.graph.storages) - 1}, got {action.storage}")
         if action.kind is ActionKind.FREE:
-            staged = action.source == HOST and action.storage in self.graph.host_storages - self.graph.persistent
+            staged = (
+                action.source == self.host_tier and action.storage in self.graph.host_storages - self.graph.persistent
+            )
             if not (action.source == DEVICE or staged) or action.target:
                 _fail(
                     action,
@@ -155,12 +167,11 @@ class _Verifier:
             _fail(action, f"expected places for storages {expected}, got {placed}")
 
     def _check_route(self, action: Action) -> None:
-        streams = {(CALLER, DEVICE): COMPUTE_STREAM, (DEVICE, CALLER): COMPUTE_STREAM}
-        for tier in LOWER_TIERS:
-            streams[tier, DEVICE], streams[DEVICE, tier] = f"{tier}_read", f"{tier}_write"
-        stream = streams.get((action.source, action.target))
+        stream = self.streams_of.get((action.source, action.target))
         if stream is None:
-            _fail(action, f"expected from= and to= among {sorted(streams)}, got {(action.source, action.target)}")
+            _fail(
+                action, f"expected from= and to= among {sorted(self.streams_of)}, got {(action.source, action.target)}"
+            )
         if action.stream != stream:
             _fail(action, f"expected stream {stream!r} for this move, got {action.stream!r}")
 
@@ -253,18 +264,19 @@ class _Verifier:
     def _compute_on_host(self, action: Action, index: int) -> None:
         self._check_places(action, [])
         for storage, version in self.reads[index].items():
-            copy = self._copy(action, HOST, storage)
+            copy = self._copy(action, self.host_tier, storage)
             if (racing := self.order.read(copy.uses, action.id)) is not None:
-                _fail(action, f"reads the host copy that action {racing} may still be writing; wait for it")
+                _fail(action, f"reads the {self.host_tier} copy that action {racing} may still be writing; wait for it")
             if copy.version != version:
                 _fail(
                     action,
-                    f"expected {self._name(storage)} on the host after {version} writes, found it after {copy.version}",
+                    f"expected {self._name(storage)} in {self.host_tier} after {version} writes, found it after "
+                    f"{copy.version}",
                 )
         for storage, version in self.writes[index].items():
             if self.version[storage] != version - 1:
                 _fail(action, f"expected {version - 1} writes of {self._name(storage)}, found {self.version[storage]}")
-            self._write_copy(action, HOST, storage, version)
+            self._write_copy(action, self.host_tier, storage, version)
             self.version[storage] = version
 
     def _copy(self, action: Action, tier: str, storage: int) -> _Copy:
@@ -277,7 +289,7 @@ class _Verifier:
         """Give the slot of a lower tier a value."""
         if storage not in self.slots.get(tier, ()):
             _fail(action, f"expected a slot for {self._name(storage)} in {tier}, found none; add one to `slots`")
-        if tier == HOST and storage not in self.on_host:
+        if tier == self.host_tier and storage not in self.on_host:
             self._take_slot(action, storage)
         copy = self.copies.setdefault((tier, storage), _Copy(version))
         if (racing := self.order.write(copy.uses, action.id)) is not None:
@@ -285,25 +297,25 @@ class _Verifier:
         copy.version = version
 
     def _take_slot(self, action: Action | None, storage: int) -> None:
-        """A storage comes to lie in its slot of the host, where others may have been."""
+        """A storage comes to lie in its slot of the host's memory, where others may have been."""
         placed = START if action is None else action.id
-        residency = Residency(storage, self.slots[HOST][storage], version=0, placed=placed)
+        residency = Residency(storage, self.slots[self.host_tier][storage], version=0, placed=placed)
         size = -(-self.graph.storages[storage].size_bytes // PAGE_BYTES) * PAGE_BYTES
         for other in self.host.place(residency, size):
             if action is not None and (other.freed is None or not self.order.before(other.freed, placed)):
                 _fail(
                     action,
-                    f"the host slot of {self._name(storage)} overlaps that of {self._name(other.storage)}, whose FREE "
-                    f"({other.freed}) need not have ended; wait for it, or move the slot",
+                    f"the {self.host_tier} slot of {self._name(storage)} overlaps that of {self._name(other.storage)}, "
+                    f"whose FREE ({other.freed}) need not have ended; wait for it, or move the slot",
                 )
         self.on_host[storage] = residency
 
     def _free_on_host(self, action: Action, storage: int) -> None:
-        copy = self._copy(action, HOST, storage)
+        copy = self._copy(action, self.host_tier, storage)
         if (racing := self.order.write(copy.uses, action.id)) is not None:
-            _fail(action, f"frees the host copy that action {racing} may still be using; wait for it")
+            _fail(action, f"frees the {self.host_tier} copy that action {racing} may still be using; wait for it")
         self.on_host.pop(storage).freed = action.id
-        del self.copies[HOST, storage]
+        del self.copies[self.host_tier, storage]
 
     def _mutate(self, action: Action, storage: int, version: int) -> None:
         residency = self.live[storage]
@@ -394,7 +406,7 @@ class _Verifier:
     def _free(self, action: Action) -> None:
         storage = action.storage
         assert storage is not None
-        if action.source == HOST:
+        if action.source == self.host_tier:
             self._free_on_host(action, storage)
             return
         past = self.last.get(storage)

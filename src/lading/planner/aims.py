@@ -9,8 +9,7 @@ them. Which is nearer depends on the step, so several are tried and simulated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lading.ir.machine import Machine, Tier
 
@@ -23,7 +22,7 @@ class Aim:
         reserve: Share of the arena that it leaves to what it does not see.
         windows: Windows that it cuts the step into.
         moving: Whether a storage takes its place while it moves (``planner.relaxation``: held).
-        rates: Share of each tier's rates to rely on, by the tier's name; 1 where missing.
+        careful: Whether to rely on a share of each tier's rates only.
         across: Whether recomputation may lead from block to block.
         settled: Whether large storages are decided one after another (``Relaxation.settled``).
     """
@@ -31,26 +30,27 @@ class Aim:
     reserve: float
     windows: int
     moving: bool = False
-    rates: Mapping[str, float] = field(default_factory=lambda: {})
+    careful: bool = False
     settled: bool = False
     across: bool = False
 
 
-#: Shares of rates that leave room for queues. A disk's transfers are long, so one that waits holds much for long.
-_CAREFUL = {"host": 0.85, "disk": 0.5}
+#: Shares of rates that leave room for queues, of the host's memory and of what lies behind it, whose transfers are
+#: long, so that one that waits holds much for long.
+_CAREFUL_NEAR, _CAREFUL_FAR = 0.85, 0.5
 _ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
 _WINDOWS = (4, 16, 1)
 #: Operations of a step that is small enough for every combination, and of one that is too large for more than a few.
 _SMALL_OPS, _LARGE_OPS = 200, 6000
 _CAREFUL_FIRST = (
-    Aim(0.05, 16, moving=True, rates=_CAREFUL, settled=True),
-    Aim(0.05, 16, moving=True, rates=_CAREFUL, settled=True, across=True),
+    Aim(0.05, 16, moving=True, careful=True, settled=True),
+    Aim(0.05, 16, moving=True, careful=True, settled=True, across=True),
     Aim(0.02, 4, moving=True),
     Aim(0.05, 16, moving=True, settled=True),
 )
 _LATER = (
     Aim(0.15, 16),
-    Aim(0.15, 4, moving=True, rates=_CAREFUL, settled=True),
+    Aim(0.15, 4, moving=True, careful=True, settled=True),
     Aim(0.05, 16),
     Aim(0.3, 16),
     Aim(0.15, 4),
@@ -71,9 +71,10 @@ def aims(num_ops: int) -> tuple[tuple[Aim, ...], tuple[Aim, ...]]:
     return every + _CAREFUL_FIRST + across, tight
 
 
-def believed(machine: Machine, rates: Mapping[str, float]) -> Machine:
-    """The machine with a share of its tiers' rates."""
-    return dataclasses.replace(machine, tiers=tuple(_slower(t, rates.get(t.name, 1.0)) for t in machine.tiers))
+def careful(machine: Machine) -> Machine:
+    """The machine with the shares of its tiers' rates that leave room for queues."""
+    tiers = (_slower(tier, _CAREFUL_NEAR if tier.host_computes else _CAREFUL_FAR) for tier in machine.tiers)
+    return dataclasses.replace(machine, tiers=tuple(tiers))
 
 
 def _slower(tier: Tier, share: float) -> Tier:

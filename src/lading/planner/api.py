@@ -26,11 +26,11 @@ from lading.cost.compute import (
     packed_columns,
 )
 from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
-from lading.ir.action import ActionKind
+from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import KERNEL_BYTES, Machine
 from lading.ir.plan import Choice, Choices, Option, Plan, PlanRequest, PolicyRow, Predictions
-from lading.ir.program import PAGE_BYTES, Program
+from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
@@ -89,7 +89,7 @@ def make_plan(
     machine: Machine,
     *,
     budget: str | float,
-    disk_budget: str | float | None = None,
+    budgets: Mapping[str, str | float] = MappingProxyType({}),
     policy: str | Policy = "residency",
     expansion: Mapping[str, float] | None = None,
     workspace_bytes: Sequence[int] = (),
@@ -100,7 +100,7 @@ def make_plan(
     Args:
         graph: The whole step, from ``lading.ir.step.expand``.
         budget: Device bytes ("256MB"), or a share ("50%" or 0.5) of what keep-all needs.
-        disk_budget: Bytes allowed on disk; None allows the tier's capacity.
+        budgets: Bytes allowed in tiers, by name; in others their capacity.
         policy: One of POLICIES, or a function of your own, which is compared with them under its name.
         expansion: Settings that ``graph`` was expanded with, SAVE_BYTES and, where measured, KEPT_BYTES and
             SPARE_BYTES; recorded.
@@ -109,19 +109,19 @@ def make_plan(
 
     Raises:
         PlanInfeasible: no plan of this policy fits.
-        ConfigError: unknown policy, budget or dtype.
+        ConfigError: unknown policy, tier, budget or dtype.
     """
     policy, policies = _named(policy)
     lives = lifetimes(graph)
     given = expansion or {}
     costs = step_costs(graph, machine, workspace_bytes, given)
-    limits = _budgets(machine, _NO_LIMIT, disk_budget)
+    limits = {DEVICE: _NO_LIMIT, **tier_limits(machine, budgets)}
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
     free = Step(graph, lives, usable, costs, limits)
     keep_all_bytes = free.needs({})
-    budgets = _budgets(machine, share_or_bytes(budget, keep_all_bytes), disk_budget)
-    _check_device(machine, budgets["device"])
-    step = dataclasses.replace(free, budgets=budgets)
+    allowed = {**limits, DEVICE: share_or_bytes(budget, keep_all_bytes)}
+    _check_device(machine, allowed[DEVICE])
+    step = dataclasses.replace(free, budgets=allowed)
     rows, fitting = _plain_policies(step, free, keep_all_bytes, policies)
     chosen = _chosen(step, policy, rows, fitting, progress)
     if policy == "residency":
@@ -136,7 +136,7 @@ def make_plan(
         keep_all_bytes=keep_all_bytes,
         policies=tuple(rows),
     )
-    request = _request(graph, machine, policy, budgets, given)
+    request = _request(graph, machine, policy, allowed, given)
     return _planned(
         found, request, predictions, _assumptions(graph, machine, workspace_bytes, given), deferred=chosen.deferred
     )
@@ -165,7 +165,7 @@ def _predictions(
         lower_bound_s=lower_bound_s,
         keep_all_bytes=keep_all_bytes,
         host_saves_s=_saved_s(found),
-        peak_bytes={"device": program.predicted_bytes, **{tier: program.tier_bytes(tier) for tier in program.slots}},
+        peak_bytes={DEVICE: program.predicted_bytes, **{tier: program.tier_bytes(tier) for tier in program.slots}},
         bytes_by_role=_bytes_at_peak(found),
         policies=policies,
         actions=action_times(found.timeline.events),
@@ -198,7 +198,7 @@ def sketch_plan(
     machine: Machine,
     *,
     budget: str | float,
-    disk_budget: str | float | None = None,
+    budgets: Mapping[str, str | float] = MappingProxyType({}),
     workspace_bytes: Sequence[int] = (),
     expansion: Mapping[str, float] | None = None,
 ) -> Planned:
@@ -212,12 +212,12 @@ def sketch_plan(
     """
     given = expansion or {}
     costs = step_costs(graph, machine, workspace_bytes, given)
-    free = Step(graph, lifetimes(graph), machine, costs, _budgets(machine, _NO_LIMIT, disk_budget))
+    free = Step(graph, lifetimes(graph), machine, costs, {DEVICE: _NO_LIMIT, **tier_limits(machine, budgets)})
     whole_bytes = 0 if share_of(budget) is None else free.needs({})
-    budgets = _budgets(machine, share_or_bytes(budget, whole_bytes), disk_budget)
-    _check_device(machine, budgets["device"])
-    found = streaming(dataclasses.replace(free, budgets=budgets))
-    request = _request(graph, machine, "streaming", budgets, given)
+    allowed = {**free.budgets, DEVICE: share_or_bytes(budget, whole_bytes)}
+    _check_device(machine, allowed[DEVICE])
+    found = streaming(dataclasses.replace(free, budgets=allowed))
+    request = _request(graph, machine, "streaming", allowed, given)
     predictions = _predictions(found, keep_all_bytes=whole_bytes)
     return _planned(found, request, predictions, _assumptions(graph, machine, workspace_bytes, given))
 
@@ -251,9 +251,9 @@ def _check_choices(choices: Sequence[Choice], step: Step, whose: str) -> None:
     known = {(gap.storage, gap.start, gap.end): gap for gap in gaps(step.graph, step.lives)}
     for choice in choices:
         gap = known.get((choice.storage, choice.start, choice.end))
-        if gap is not None and choice.option is Option.RECOMPUTE and can_recompute(step.graph, step.lives, gap):
+        if gap is not None and choice.option == Option.RECOMPUTE and can_recompute(step.graph, step.lives, gap):
             continue
-        tier = step.machine.tier(choice.option.value)
+        tier = step.machine.tier(choice.option.tier)
         if gap is not None and tier is not None and is_movable(step.graph, gap.storage, PAGE_BYTES):
             continue
         raise ConfigError(
@@ -262,12 +262,20 @@ def _check_choices(choices: Sequence[Choice], step: Step, whose: str) -> None:
         )
 
 
-def _budgets(machine: Machine, device: int, disk_budget: str | float | None) -> dict[str, int]:
-    budgets = {"device": device}
-    for tier in machine.tiers:
-        limit = disk_budget if tier.name == "disk" else None
-        budgets[tier.name] = tier.capacity_bytes if limit is None else parse_bytes(limit)
-    return budgets
+def tier_limits(machine: Machine, budgets: Mapping[str, str | float]) -> dict[str, int]:
+    """Bytes allowed in every tier of a machine, nearest first: its budget, or its capacity.
+
+    Args:
+        budgets: Sizes ("20GB") or bytes by the name of a tier.
+    Raises:
+        ConfigError: no such tier, or no such size.
+    """
+    capacity = {tier.name: tier.capacity_bytes for tier in machine.tiers}
+    if unknown := budgets.keys() - capacity.keys():
+        raise ConfigError(
+            f"budgets: expected tiers of {machine.name} ({', '.join(capacity) or 'it has none'}), got {min(unknown)!r}"
+        )
+    return capacity | {name: parse_bytes(size, f"budgets[{name!r}]") for name, size in budgets.items()}
 
 
 def _check_device(machine: Machine, budget_bytes: int) -> None:
@@ -320,7 +328,7 @@ def _chosen(
     if policy in fitting:
         return Ordered(0, step, fitting[policy], lower_bound_s(step))
     needs = next(row.peak_bytes for row in rows if row.policy == policy)
-    smallest, missing = smallest_order_bytes(step), needs - step.budgets["device"]
+    smallest, missing = smallest_order_bytes(step), needs - step.budgets[DEVICE]
     raise PlanInfeasible(
         f"policy {policy!r} needs {needs} bytes ({format_bytes(needs)}) on the device whatever the budget: "
         f"{missing} bytes ({format_bytes(missing)}) are missing.\n"
@@ -336,7 +344,7 @@ def _row(name: str, found: Found) -> PolicyRow:
     recompute = sum(spent.get(a.id, 0.0) for a in program.actions if a.kind is ActionKind.RECOMPUTE)
     moved: Counter[str] = Counter()
     for action in program.actions:
-        if action.kind is ActionKind.MOVE and action.stream != "compute" and action.storage is not None:
+        if action.kind is ActionKind.MOVE and action.stream != COMPUTE_STREAM and action.storage is not None:
             moved[action.stream] += program.graph.storages[action.storage].size_bytes
     return PolicyRow(
         policy=name,
@@ -363,11 +371,11 @@ def _gap_choices(lives: Lifetimes, choices: dict[tuple[int, int], Option]) -> tu
         uses = lives.uses[storage]
         later = [u for u in uses if u > start]
         rows.append(Choice(storage, start, later[0] if later else uses[0], option))
-    return tuple(row for row in rows if row.option is not Option.KEEP)
+    return tuple(row for row in rows if row.option != Option.KEEP)
 
 
 def _bytes_at_peak(found: Found) -> dict[str, int]:
-    sample = max((s for s in found.timeline.memory if s.tier == "device"), key=lambda s: s.total_bytes)
+    sample = max((s for s in found.timeline.memory if s.tier == DEVICE), key=lambda s: s.total_bytes)
     return dict(sample.bytes_by_role)
 
 

@@ -67,14 +67,14 @@ def _value(
     total = compute * problem.op_seconds.sum() - memory @ room
     best = least
     for option in table.has.keys() - {Option.RECOMPUTE}:
-        limits = [(limit, prices[row] * scale) for found, limit, row in folded.time_rows if found is option]
+        limits = [(limit, prices[row] * scale) for found, limit, row in folded.time_rows if found == option]
         read = sum(price * (limit[0] + table.size * limit[1]) for limit, price in limits)
         write = sum(price * (limit[2] + table.size * limit[3]) for limit, price in limits)
         saved = np.where(table.has[option], np.maximum(least - read, 0.0), 0.0)
         price = read + _split(np.where(table.version >= 0, write, 0.0), table.version, saved)
         if option in folded.capacity_rows:
             held = scale * max(0.0, -float(duals[folded.capacity_rows[option]]))
-            total -= held * problem.capacity_bytes[option.value] / 1e6
+            total -= held * problem.capacity_bytes[option] / 1e6
             price = price + _split(held * table.size / 1e6, table.storage, np.maximum(least - price, 0.0))
         best = np.minimum(best, np.where(table.has[option], price, np.inf))
     return float(total + best.sum())

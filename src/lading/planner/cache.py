@@ -35,7 +35,7 @@ class Asked(TypedDict, total=False):
     """What is asked of a plan: the arguments of ``make_plan``."""
 
     budget: str | float
-    disk_budget: str | float | None
+    budgets: Mapping[str, str | float]
     policy: str | Policy
     expansion: Mapping[str, float]
     workspace_bytes: Sequence[int]
@@ -99,7 +99,11 @@ def cached_plan(
 def _key(graph: StepGraph, machine: Machine, asked: Asked) -> str:
     """A hash of all that a plan depends on."""
     made_by = (__version__, _source_hash(), version("numpy"), version("highspy"))
-    given = {**asked, "expansion": sorted(asked.get("expansion", {}).items())}
+    given = {
+        **asked,
+        "budgets": sorted(asked.get("budgets", {}).items()),
+        "expansion": sorted(asked.get("expansion", {}).items()),
+    }
     workspace = tuple(asked.get("workspace_bytes", ()))
     what = (
         graph.fingerprint,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 
-from lading.ir.action import CALLER, Action, ActionKind
+from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, slot_sizes
+from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, read_stream, slot_sizes, write_stream
 from lading.planner.emit import Emission, Item
 from lading.planner.schedule import Stretched
 
@@ -132,11 +132,11 @@ class _Writer:
             waits.append(self.written[stay.storage])
         self.ready[stay.storage] = self.fetched[stay.storage] = self._add(
             ActionKind.MOVE,
-            f"{stay.tier}_read",
+            read_stream(stay.tier),
             waits,
             storage=stay.storage,
             source=stay.tier,
-            target="device",
+            target=DEVICE,
             places=((stay.storage, self.offsets[index]),),
         )
 
@@ -151,7 +151,7 @@ class _Writer:
         for storage in dict.fromkeys((*reads, *writes)):
             if self.emission.staged.get(storage, (0, -1))[1] == index:
                 waits = [self.fetched[storage]] if storage in self.fetched else []
-                freed = self._add(ActionKind.FREE, HOST_STREAM, waits, storage=storage, source="host")
+                freed = self._add(ActionKind.FREE, HOST_STREAM, waits, storage=storage, source=self.emission.host_tier)
                 self.freed_on_host.give(*self._host_range(storage), freed)
 
     def _host_range(self, storage: int) -> tuple[int, int]:
@@ -197,16 +197,16 @@ class _Writer:
         stay = self.emission.residencies[index]
         stream = COMPUTE_STREAM
         if stay.to_tier:
-            stream = f"{stay.to_tier}_write"
+            stream = write_stream(stay.to_tier)
             waits = [self.touched[stay.storage]] if stay.storage in self.touched else []
-            if stay.to_tier == "host":
+            if stay.to_tier == self.emission.host_tier:
                 waits += self._take_on_host(stay.storage)
                 waits += [self.worked[stay.storage]] if stay.storage in self.worked else []
             self.written[stay.storage] = self._add(
-                ActionKind.MOVE, stream, waits, storage=stay.storage, source="device", target=stay.to_tier
+                ActionKind.MOVE, stream, waits, storage=stay.storage, source=DEVICE, target=stay.to_tier
             )
         waits = [a for a in (self.touched.get(stay.storage), self.ready.get(stay.storage)) if a is not None]
-        freed = self._add(ActionKind.FREE, stream, waits, storage=stay.storage, source="device")
+        freed = self._add(ActionKind.FREE, stream, waits, storage=stay.storage, source=DEVICE)
         self.gone[stay.storage] = freed
         low = self.offsets[index]
         self.freed.give(low, low + self.sizes[stay.storage], freed)

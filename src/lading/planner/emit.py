@@ -2,7 +2,8 @@
 
 Walking the operations in order, each operation first gets its inputs back (moved in, or recomputed with whatever that
 needs), runs, and then every storage it touched is kept, dropped, moved out or freed as its next gap was decided.
-An operation on the host finds all it needs in the host tier: what it touches is there over the gaps on both sides.
+An operation on the host finds all it needs in the tier where the host's processors work: what it touches is there over
+the gaps on both sides.
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lading.ir.action import CALLER, ActionKind
+from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.graph import OpKind, Role, StepGraph
 from lading.ir.plan import Option
 from lading.memory.lifetime import Lifetimes, beside_host, gaps
 
 #: (storage, position of the use that opens the gap) -> what to do over the gap. KEEP where missing.
 Choices = Mapping[tuple[int, int], Option]
-_TIER = {Option.HOST: "host", Option.DISK: "disk"}
 
 
 @dataclass(slots=True)
@@ -59,6 +59,7 @@ class Emission:
 
     Attributes:
         tiers: The lower tier of each storage that is ever in one.
+        host_tier: The tier on which operations of the host work; "" where there is none.
         staged: What is on the host only to be worked on there: the item after which it comes, or that makes it, and the
             last item that uses it.
     """
@@ -66,15 +67,20 @@ class Emission:
     items: list[Item] = field(default_factory=lambda: [])
     residencies: list[Residency] = field(default_factory=lambda: [])
     tiers: dict[int, str] = field(default_factory=lambda: {})
+    host_tier: str = ""
     staged: dict[int, tuple[int, int]] = field(default_factory=lambda: {})
 
 
-def emit(graph: StepGraph, lives: Lifetimes, choices: Choices) -> Emission:
-    """Emit the step; optimizer steps are delayed behind recomputations that still read the old value."""
-    choices = _with_host(graph, lives, choices)
+def emit(graph: StepGraph, lives: Lifetimes, choices: Choices, host_tier: str = "") -> Emission:
+    """Emit the step; optimizer steps are delayed behind recomputations that still read the old value.
+
+    Args:
+        host_tier: Name of the tier on which the host's processors work; needed where operations are hosted.
+    """
+    choices = _with_host(graph, lives, choices, Option(host_tier))
     order = list(range(len(graph.ops)))
     for _ in range(len(graph.ops)):
-        walker = _Walker(graph, lives, choices, order)
+        walker = _Walker(graph, lives, choices, order, host_tier)
         walker.walk()
         if not walker.late:
             return walker.out
@@ -82,13 +88,13 @@ def emit(graph: StepGraph, lives: Lifetimes, choices: Choices) -> Emission:
     raise AssertionError("optimizer steps can always be delayed to the end")
 
 
-def _with_host(graph: StepGraph, lives: Lifetimes, choices: Choices) -> Choices:
-    """The choices with what operations on the host imply: what they touch is in no tier but the host's."""
+def _with_host(graph: StepGraph, lives: Lifetimes, choices: Choices, hosted: Option) -> Choices:
+    """The choices with what operations on the host imply: what they touch is in no tier but where they work."""
     if not graph.hosted:
         return choices
     touched = graph.host_storages
-    implied = {(gap.storage, gap.start): Option.HOST for gap in gaps(graph, lives) if beside_host(graph, gap)}
-    near = {key: Option.HOST if key[0] in touched and o in _TIER else o for key, o in choices.items()}
+    implied = {(gap.storage, gap.start): hosted for gap in gaps(graph, lives) if beside_host(graph, gap)}
+    near = {key: hosted if key[0] in touched and o.tier else o for key, o in choices.items()}
     return {**near, **implied}
 
 
@@ -119,9 +125,11 @@ def _places(lives: Lifetimes, order: Sequence[int], rank: Sequence[int]) -> Sequ
 class _Walker:
     """State of one walk. A storage is on the device (``live``), in a tier (``away``), dropped, or not there yet."""
 
-    def __init__(self, graph: StepGraph, lives: Lifetimes, choices: Choices, order: Sequence[int]) -> None:
+    def __init__(
+        self, graph: StepGraph, lives: Lifetimes, choices: Choices, order: Sequence[int], host_tier: str
+    ) -> None:
         self.graph, self.lives, self.choices, self.order = graph, lives, choices, order
-        self.out = Emission()
+        self.out, self.host_tier = Emission(host_tier=host_tier), host_tier
         self.live: dict[int, Residency] = {}
         self.away: dict[int, str] = {}
         self.copies: dict[int, set[str]] = {}  # storage -> tiers that hold its current value
@@ -160,13 +168,13 @@ class _Walker:
         op, item = self.graph.ops[op_index], len(self.out.items)
         for storage in self.graph.op_reads[op_index]:
             if storage in self.live:  # brought back meanwhile, to recompute something
-                self._send(storage, "host")
-        missing = [s for s in self.graph.op_reads[op_index] if self.away.get(s) != "host"]
+                self._send(storage, self.host_tier)
+        missing = [s for s in self.graph.op_reads[op_index] if self.away.get(s) != self.host_tier]
         assert not missing, f"storages {missing} of op {op_index}, which runs on the host, are not there"
         self._item(Item(ActionKind.STEP if op.kind is OpKind.STEP else ActionKind.COMPUTE, op=op_index))
         for storage in self.graph.op_writes[op_index]:
-            self.away[storage] = self.out.tiers[storage] = "host"
-            self.copies[storage] = {"host"}
+            self.away[storage] = self.out.tiers[storage] = self.host_tier
+            self.copies[storage] = {self.host_tier}
             self.made[storage] = item + 1
             self.sent.setdefault(storage, item)
             if op.kind is OpKind.STEP:
@@ -180,8 +188,8 @@ class _Walker:
         """Persistent storages begin where the gap over the step's boundary leaves them."""
         for storage in sorted(self.graph.persistent):
             uses = self.lives.uses[storage]
-            tier = _TIER.get(self.choices.get((storage, uses[-1]), Option.KEEP)) if uses else None
-            if tier is None:
+            tier = self.choices.get((storage, uses[-1]), Option.KEEP).tier if uses else ""
+            if not tier:
                 self.live[storage] = Residency(storage, 0, initial=True)
                 self.out.residencies.append(self.live[storage])
             else:
@@ -211,7 +219,7 @@ class _Walker:
         if storage in self.away:
             self._arrive(storage, self.away.pop(storage))
         elif self.graph.storages[storage].role is Role.INPUT:
-            self._item(Item(ActionKind.MOVE, storage=storage, source=CALLER, target="device"))
+            self._item(Item(ActionKind.MOVE, storage=storage, source=CALLER, target=DEVICE))
             self._arrive(storage)
         else:
             self._recompute(storage, op_index)
@@ -261,7 +269,7 @@ class _Walker:
         touched = dict.fromkeys((*self.graph.op_reads[op_index], *writes))
         for storage in writes:
             if storage in self.losses:
-                self._item(Item(ActionKind.MOVE, storage=storage, source="device", target=CALLER))
+                self._item(Item(ActionKind.MOVE, storage=storage, source=DEVICE, target=CALLER))
         for storage in touched:
             self._leave(storage, op_index)
         for storage in sorted(self.transient - touched.keys()):
@@ -277,7 +285,7 @@ class _Walker:
     def _leaves_the_step(self, storage: int) -> bool:
         """Whether a persistent storage is in a lower tier over the step's boundary."""
         uses = self.lives.uses[storage]
-        return self.choices.get((storage, uses[-1]), Option.KEEP) in _TIER
+        return bool(self.choices.get((storage, uses[-1]), Option.KEEP).tier)
 
     def _leave(self, storage: int, op_index: int) -> None:
         following = self._next_use(storage, op_index)
@@ -286,12 +294,12 @@ class _Walker:
             self._end(storage)
             return
         option = self.choices.get((storage, op_index), Option.KEEP)
-        if option is Option.KEEP:
+        if option == Option.KEEP:
             return
-        if option is Option.RECOMPUTE:
+        if option == Option.RECOMPUTE:
             self._end(storage)
         else:
-            self._send(storage, _TIER[option])
+            self._send(storage, option.tier)
 
     def _send(self, storage: int, tier: str) -> None:
         stay = self.live[storage]

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from lading.ir.machine import Tier
+from lading.ir.machine import Tier, wires
 from lading.ir.plan import Option
 from lading.planner.linear import facets
 from lading.planner.relaxation import Candidate, Problem, Relaxed, spans
@@ -136,21 +136,32 @@ class _Program:
         self._row(float(compute.sum()), np.inf, [*times, *(c for c, _ in again)], [*ones, *(-s for s in seconds)])
         for tier in self.problem.tiers:
             self._add_tier(tier)
+        for tiers in wires(self.problem.tiers):
+            self._add_limit([(tier, 1.0 / tier.read_bytes_per_s, 0.0) for tier in tiers])
+            self._add_limit([(tier, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers])
 
-    def _add_tier(self, tier: Tier) -> None:
+    def _flows_to(self, tier: Tier) -> list[tuple[Candidate, _Flow]]:
         option = Option(tier.name)
-        flows = [(c, f[option]) for c, f in zip(self.problem.candidates, self.flows, strict=True) if option in f]
-        read, write = 1.0 / tier.read_bytes_per_s, 1.0 / tier.write_bytes_per_s
-        for a, b in ((read, 0.0), (0.0, write), *facets(tier)):
-            terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
-            for candidate, found in flows:
+        return [(c, f[option]) for c, f in zip(self.problem.candidates, self.flows, strict=True) if option in f]
+
+    def _add_limit(self, parts: Sequence[tuple[Tier, float, float]]) -> None:
+        """Each window takes the seconds of all bytes read and written; ``parts`` are (tier, per byte, per byte)."""
+        terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
+        for tier, a, b in parts:
+            for candidate, found in self._flows_to(tier):
                 for columns, per_byte in ((found.reads, a), (found.writes, b)):
                     for step, column in enumerate(columns if per_byte else ()):
                         row = terms[(found.first + step) % self.windows]
                         row[0].append(column)
                         row[1].append(-candidate.size_bytes * per_byte)
-            for columns, values in terms:
-                self._row(0.0, np.inf, columns, values)
+        for columns, values in terms:
+            self._row(0.0, np.inf, columns, values)
+
+    def _add_tier(self, tier: Tier) -> None:
+        flows = self._flows_to(tier)
+        read, write = 1.0 / tier.read_bytes_per_s, 1.0 / tier.write_bytes_per_s
+        for a, b in ((read, 0.0), (0.0, write), *facets(tier)):
+            self._add_limit([(tier, a, b)])
         for name, per_byte in (("reads", read), ("writes", write)):
             columns, values = list(range(self.windows)), [1.0] * self.windows
             for candidate, found in flows:
@@ -166,7 +177,7 @@ class _Program:
             size: dict[int, int] = {}
             for candidate, flows in zip(self.problem.candidates, self.flows, strict=True):
                 for option, found in flows.items():
-                    if option.value == name:
+                    if option == name:
                         users.setdefault(candidate.gap.storage, []).append(found.share)
                         size[candidate.gap.storage] = candidate.size_bytes
             if sum(size.values()) <= capacity:

@@ -21,11 +21,10 @@ from dataclasses import dataclass
 from lading.cost.compute import host_processors, op_seconds
 from lading.ir.action import ActionKind
 from lading.ir.hosting import hosted, light_groups
-from lading.ir.program import COMPUTE_STREAM, Program, slot_bytes
+from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, write_stream
 from lading.memory.lifetime import lifetimes
 from lading.planner.residency import Found, Step
 
-_HOST = "host"
 _PARTS = 8
 #: Shares of the groups that are planned at most, the first guess included.
 _TRIES = 4
@@ -60,7 +59,7 @@ def with_host(found: Found, plan: Callable[[Step], Found | None]) -> Found:
         plan: Plans a step that hosts some; None where that does not fit.
     """
     machine = found.step.machine
-    if machine.host_device is None or machine.tier(_HOST) is None or machine.device.kind == "cpu":
+    if machine.host_device is None or not machine.host_tier or machine.device.kind == "cpu":
         return found
     if len(found.step.graph.ops) > _MANY_OPS and _waits_for_another(found):
         return found
@@ -80,9 +79,9 @@ def _spared_s(found: Found, groups: Sequence[_Group]) -> float:
 
 
 def _waits_for_another(found: Found) -> bool:
-    """Whether transfers of another tier take longer than the host's."""
-    busy = _busy_s(found)
-    ours = max(busy.pop(f"{_HOST}_{way}", 0.0) for way in ("read", "write"))
+    """Whether transfers of another tier take longer than those of the host's memory."""
+    busy, tier = _busy_s(found), found.step.machine.host_tier
+    ours = max(busy.pop(stream, 0.0) for stream in (read_stream(tier), write_stream(tier)))
     busy.pop(COMPUTE_STREAM, None)
     return ours < max(busy.values(), default=0.0)
 
@@ -98,7 +97,7 @@ def _busy_s(found: Found) -> dict[str, float]:
 
 
 def _transfers_s(found: Found, groups: Sequence[_Group]) -> tuple[float, float]:
-    tier = found.step.machine.tier(_HOST)
+    tier = found.step.machine.tier(found.step.machine.host_tier)
     assert tier is not None
     read, write = sum(group.read_bytes for group in groups), sum(group.write_bytes for group in groups)
     return read / tier.mixed_read_bytes_per_s, write / tier.mixed_write_bytes_per_s
@@ -115,10 +114,10 @@ class _Group:
 
 
 def _groups(found: Found, *, sums: bool = False) -> list[_Group]:
-    """Groups whose operands are not on disk, and of which less is moved when they are hosted."""
+    """Groups whose operands are in no tier behind the host's memory, and that move less when hosted."""
     step, program = found.step, found.program
     graph, host = step.graph, host_processors(step.machine)
-    far = {storage for tier, slots in program.slots.items() if tier != _HOST for storage, _ in slots}
+    far = {storage for tier, slots in program.slots.items() if tier != program.host_tier for storage, _ in slots}
     up, down = _moved(program)
     seconds: dict[object, float] = {}
     rows: list[_Group] = []
@@ -146,10 +145,11 @@ def _moved(program: Program) -> tuple[dict[int, int], dict[int, int]]:
     """Bytes of each storage that come from the host and that go there."""
     up: dict[int, int] = {}
     down: dict[int, int] = {}
+    tier = program.host_tier
     for action in program.actions:
-        if action.kind is not ActionKind.MOVE or action.storage is None or _HOST not in (action.source, action.target):
+        if action.kind is not ActionKind.MOVE or action.storage is None or tier not in (action.source, action.target):
             continue
-        way = up if action.source == _HOST else down
+        way = up if action.source == tier else down
         way[action.storage] = way.get(action.storage, 0) + program.graph.storages[action.storage].size_bytes
     return up, down
 
@@ -186,14 +186,14 @@ def _best_share(found: Found, groups: Sequence[_Group], plan: Callable[[Step], F
 
 def _shares(found: Found, groups: Sequence[_Group]) -> int:
     """The eighths of the groups that balance the streams, 1 at least."""
-    busy = _busy_s(found)
+    busy, tier = _busy_s(found), found.step.machine.host_tier
     read, write = _transfers_s(found, groups)
     host = sum(group.host_s for group in groups)
 
     def longest(part: int) -> float:
         share = part / _PARTS
-        up = busy.get(f"{_HOST}_read", 0.0) - share * read
-        down = busy.get(f"{_HOST}_write", 0.0) - share * write
+        up = busy.get(read_stream(tier), 0.0) - share * read
+        down = busy.get(write_stream(tier), 0.0) - share * write
         return max(up, down, share * host, busy.get(COMPUTE_STREAM, 0.0))
 
     return min(range(1, _PARTS + 1), key=lambda part: (longest(part), part))

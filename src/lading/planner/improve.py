@@ -66,7 +66,7 @@ def improve(
 
 
 def _key(choices: Choices) -> frozenset[tuple[tuple[int, int], Option]]:
-    return frozenset((key, option) for key, option in choices.items() if option is not Option.KEEP)
+    return frozenset((key, option) for key, option in choices.items() if option != Option.KEEP)
 
 
 def _changed(choices: Choices, key: tuple[int, int], option: Option) -> Choices:

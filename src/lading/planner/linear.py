@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lading.ir.machine import Tier
+from lading.ir.machine import Tier, wires
 from lading.ir.plan import Option
 from lading.planner.relaxation import Problem, Relaxed, spans
 
@@ -88,7 +88,7 @@ class Relaxation:
         terms: list[_Terms] = []
         for option, has in table.has.items():
             of_class = np.bincount(table.class_of, weights=has, minlength=table.num_classes) > 0
-            work = table.again_s if option is Option.RECOMPUTE else table.size / rates[option]
+            work = table.again_s if option == Option.RECOMPUTE else table.size / rates[option]
             price = np.zeros(table.num_classes) if self.bound else _TIE * table.summed(work * has)
             numbers = np.full(table.num_classes, -1)
             numbers[of_class] = self._add_columns(price[of_class])
@@ -155,6 +155,19 @@ class Relaxation:
         self._add_rows(compute, np.full(self.windows, self.inf), (own, *again))
         for tier in self._offered():
             self._add_tier(tier)
+        for tiers in wires(self._offered()):
+            self._add_wire(tiers)
+
+    def _add_wire(self, tiers: Sequence[Tier]) -> None:
+        own = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
+        reads = [(0.0, 1.0 / tier.read_bytes_per_s, 0.0, 0.0) for tier in tiers]
+        writes = [(0.0, 0.0, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers]
+        for limits in (reads, writes):
+            terms: list[_Terms] = [own]
+            for tier, limit in zip(tiers, limits, strict=True):
+                self.time_rows.append((Option(tier.name), limit, self.model.getNumRow()))
+                terms += self._tier_terms(Option(tier.name), limit)
+            self._add_rows(np.zeros(self.windows), np.full(self.windows, self.inf), terms)
 
     def _add_tier(self, tier: Tier) -> None:
         reads = (tier.latency_s, 1.0 / tier.read_bytes_per_s, 0.0, 0.0)
@@ -292,7 +305,7 @@ class Relaxation:
         kept = 1.0 - sum(shares.values(), np.zeros(table.num_classes))
         change = np.zeros(self.problem.num_ops + 1)
         for option, (who, first, last) in table.held.items():
-            taken = (kept if option is Option.KEEP else shares[option])[table.class_of[who]] * table.size[who]
+            taken = (kept if option == Option.KEEP else shares[option])[table.class_of[who]] * table.size[who]
             change += np.bincount(first, weights=taken, minlength=len(change))
             change -= np.bincount(last + 1, weights=taken, minlength=len(change))
         return np.cumsum(change)[:-1]

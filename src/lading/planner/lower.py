@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph
 from lading.ir.machine import PACKED_COLUMNS, Machine
 from lading.ir.plan import Option
-from lading.ir.program import PAGE_BYTES, Program, slot_sizes
+from lading.ir.program import Program, slot_sizes
 from lading.memory.arena import Item as ArenaItem
 from lading.memory.arena import Packing, pack
 from lading.memory.lifetime import Lifetimes
@@ -70,8 +71,6 @@ class Lowered:
 _STEPS = 200
 #: More bytes than any device has.
 _NO_LIMIT = 1 << 60
-#: Lower tiers, nearest first.
-_LOWER = (Option.HOST, Option.DISK)
 #: What the executor holds on the host for one operation: its actions, their calls and the views they work on.
 #: Measured: 0.76 MiB for 422 operations of a mixture of experts, 1.37 for 725 of a Llama, torch 2.13.
 _BYTES_PER_OP = 2048
@@ -140,9 +139,9 @@ def lower(
     The stretch is given all the arena, and less and less of it until what it leads to can be packed; what cannot even
     be packed without room for transfers is reported at once.
     """
-    emission = emit(graph, lives, _one_tier(choices))
+    emission = emit(graph, lives, _one_tier(choices, machine), machine.host_tier)
     seconds = item_seconds or [_item_seconds(graph, machine, costs, item) for item in emission.items]
-    arena = budgets["device"] - fixed_bytes(machine, costs)
+    arena = budgets[DEVICE] - fixed_bytes(machine, costs)
     base = base_profile(graph, emission)
     peak = int(base.max())
     peak_item = int(base.argmax())
@@ -187,17 +186,18 @@ def unlimited_bytes(graph: StepGraph, machine: Machine, costs: Costs, emission: 
     return _pack(graph, cut, stretched, _NO_LIMIT)[0].size_bytes
 
 
-def _one_tier(choices: Choices) -> Choices:
+def _one_tier(choices: Choices, machine: Machine) -> Choices:
     """A storage has a slot in one tier: one that is to go to several goes to the farthest of them every time."""
     tiers: dict[int, set[Option]] = {}
     for (storage, _), option in choices.items():
-        if option in _LOWER:
+        if option.tier:
             tiers.setdefault(storage, set()).add(option)
-    farthest = {storage: max(found, key=_LOWER.index) for storage, found in tiers.items() if len(found) > 1}
+    order = [Option(tier.name) for tier in machine.tiers]
+    farthest = {storage: max(several, key=order.index) for storage, several in tiers.items() if len(several) > 1}
     if not farthest:
         return choices
     return {
-        (storage, start): farthest.get(storage, option) if option in _LOWER else option
+        (storage, start): farthest.get(storage, option) if option.tier else option
         for (storage, start), option in choices.items()
     }
 
@@ -242,10 +242,10 @@ def _program(
     packing, owners = packed
     offsets = [packing.offsets[owner] for owner in owners]
     seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
-    slots = _tier_slots(graph, emission, lambda: _staged(graph, emission, costs, seconds), budgets)
+    slots = _tier_slots(graph, machine, emission, lambda unit: _staged(graph, emission, costs, seconds, unit), budgets)
     return Program(
         graph=graph,
-        actions=connect(graph, emission, stretched, offsets, dict(slots.get("host", ()))),
+        actions=connect(graph, emission, stretched, offsets, dict(slots.get(emission.host_tier, ()))),
         arena_bytes=packing.size_bytes,
         workspace_bytes=max(costs.workspace_bytes, default=0),
         resident=tuple(
@@ -256,28 +256,35 @@ def _program(
         overhead_bytes=overhead_bytes(machine, costs),
         save_bytes=_saving_bytes(costs),
         spare_bytes=costs.spare_bytes,
+        tiers=machine.tiers,
     )
 
 
 def _tier_slots(
-    graph: StepGraph, emission: Emission, staged: Callable[[], _Staged], budgets: Mapping[str, int]
+    graph: StepGraph,
+    machine: Machine,
+    emission: Emission,
+    staged: Callable[[int], _Staged],
+    budgets: Mapping[str, int],
 ) -> dict[str, tuple[tuple[int, int], ...]]:
     """A place in its lower tier for every storage that is ever there, one after another; behind them what is staged."""
     sizes = slot_sizes(graph)
+    units = {tier.name: tier.alignment_bytes for tier in machine.tiers}
     slots: dict[str, list[tuple[int, int]]] = {}
     ends: dict[str, int] = {}
     for storage, tier in sorted(emission.tiers.items()):
         if storage in emission.staged:
             continue
         slots.setdefault(tier, []).append((storage, ends.get(tier, 0)))
-        ends[tier] = ends.get(tier, 0) + -(-sizes[storage] // PAGE_BYTES) * PAGE_BYTES
+        ends[tier] = ends.get(tier, 0) + -(-sizes[storage] // units[tier]) * units[tier]
     if emission.staged:
-        end = ends.get("host", 0)
-        made = staged()
-        packing = pack(made.lasting, budgets["host"] - end)
-        if packing.size_bytes > budgets["host"] - end:
-            packing = pack(made.least, budgets["host"] - end)
-        slots.setdefault("host", []).extend(
+        tier = emission.host_tier
+        end = ends.get(tier, 0)
+        made, room = staged(units[tier]), budgets[tier] - end
+        packing = pack(made.lasting, room)
+        if packing.size_bytes > room:
+            packing = pack(made.least, room)
+        slots.setdefault(tier, []).extend(
             (storage, end + offset) for storage, offset in zip(emission.staged, packing.offsets, strict=True)
         )
     return {tier: tuple(rows) for tier, rows in slots.items()}
@@ -285,21 +292,25 @@ def _tier_slots(
 
 @dataclass(frozen=True)
 class _Staged:
-    """What is staged on the host, in whole pages: until the host should have used it, and until it must have."""
+    """What is staged for the host's processors: until they should have used it, and until they must have."""
 
     lasting: list[ArenaItem]
     least: list[ArenaItem]
 
 
-def _staged(graph: StepGraph, emission: Emission, costs: Costs, seconds: Sequence[float]) -> _Staged:
-    """The host takes its operations in order, each when it is free; items that last ``seconds`` go on meanwhile."""
+def _staged(graph: StepGraph, emission: Emission, costs: Costs, seconds: Sequence[float], unit: int) -> _Staged:
+    """The host takes its operations in order, each when it is free; items that last ``seconds`` go on meanwhile.
+
+    Args:
+        unit: Bytes at multiples of which each lies.
+    """
     start = np.concatenate([[0.0], np.cumsum(np.asarray(seconds, dtype=np.float64))])
     free_s, ended = 0.0, [0] * len(emission.items)
     for index, item in enumerate(emission.items):
         if item.op is not None and item.op in graph.on_host:
             free_s = max(free_s, float(start[index])) + costs.op_seconds[item.op]
             ended[index] = min(int(np.searchsorted(start, free_s, side="left")), len(emission.items) - 1)
-    pages = {s: -(-graph.storages[s].size_bytes // PAGE_BYTES) * PAGE_BYTES for s in emission.staged}
-    least = [ArenaItem(pages[s], (span,)) for s, span in emission.staged.items()]
-    lasting = [ArenaItem(pages[s], ((first, max(last, ended[last])),)) for s, (first, last) in emission.staged.items()]
+    sizes = {s: -(-graph.storages[s].size_bytes // unit) * unit for s in emission.staged}
+    least = [ArenaItem(sizes[s], (span,)) for s, span in emission.staged.items()]
+    lasting = [ArenaItem(sizes[s], ((first, max(last, ended[last])),)) for s, (first, last) in emission.staged.items()]
     return _Staged(lasting, least)

@@ -12,6 +12,7 @@ use it serves. Minimise ``sum_k T_k`` (seconds) plus a small price on all work m
     one write per version   w[i, v] >= x[g, tier]   for every gap g in version v                     _add_writes
     compute in window k     T_k >= sum_ops c + sum_g r_g x[g, recompute]                             _add_time
     tiers in window k       T_k >= time its reads and writes take, alone and side by side            _add_tier
+    wires in window k       T_k >= time all reads over a shared wire take, one after another; writes  _add_wire
 
 ``base_t`` is what operation ``t`` touches plus what is never a candidate. A recomputed storage comes back when the
 backward pass enters its block, not only at its use, so it is "held" from there on; the bound leaves this out, counts

@@ -25,7 +25,7 @@ from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
-from lading.planner.aims import Aim, aims, believed
+from lading.planner.aims import Aim, aims, careful
 from lading.planner.bound import dual_bound_s
 from lading.planner.classes import fold
 from lading.planner.emit import emit
@@ -106,7 +106,7 @@ class Step:
 
     def needs(self, choices: dict[tuple[int, int], Option]) -> int:
         """Device bytes that choices take where every transfer has its time."""
-        emission = emit(self.graph, self.lives, choices)
+        emission = emit(self.graph, self.lives, choices, self.machine.host_tier)
         arena_bytes = unlimited_bytes(self.graph, self.machine, self.costs, emission)
         return arena_bytes + fixed_bytes(self.machine, self.costs)
 
@@ -303,7 +303,7 @@ def _problem(step: Step, *, every: bool = False, moving: bool = False, across: b
     )
     folding = None if every else fold(step.graph, problem.candidates, _CLASSES)
     taken = sum(slot_bytes(step.graph.storages[s].size_bytes) for s in step.graph.host_storages)
-    capacity = {t: size - (taken if t == "host" else 0) for t, size in step.budgets.items()}
+    capacity = {t: size - (taken if t == step.machine.host_tier else 0) for t, size in step.budgets.items()}
     return dataclasses.replace(problem, capacity_bytes=capacity, folding=folding)
 
 
@@ -327,8 +327,8 @@ def _candidates(step: Step, every: Relaxations) -> Iterable[Found]:
             return
 
 
-#: Whether storages take room while they move, whether blocks are recomputed in chains, and shares of rates.
-_Beliefs = tuple[tuple[bool, bool], tuple[tuple[str, float], ...]]
+#: Whether storages take room while they move, whether blocks are recomputed in chains, and whether rates are shared.
+_Beliefs = tuple[bool, bool, bool]
 
 
 class Relaxations:
@@ -342,9 +342,10 @@ class Relaxations:
 
     def of(self, aim: Aim) -> Relaxation:
         """The program of an aim."""
-        what = (aim.moving, aim.across), tuple(sorted(aim.rates.items()))
+        what = aim.moving, aim.across, aim.careful
         if what not in self._problems:
-            step = dataclasses.replace(self._step, machine=believed(self._step.machine, aim.rates))
+            machine = careful(self._step.machine) if aim.careful else self._step.machine
+            step = dataclasses.replace(self._step, machine=machine)
             self._problems[what] = _problem(step, moving=aim.moving, across=aim.across)
         if (what, aim.windows) not in self._solved:
             self._solved[what, aim.windows] = Relaxation(self._problems[what], aim.windows)
@@ -431,10 +432,10 @@ def _within_capacity(problem: Problem, tiers: dict[int, Option]) -> dict[int, Op
     options = {candidate.gap.storage: candidate.options for candidate in problem.candidates}
     order = [Option(tier.name) for tier in problem.tiers]
     for near, far in pairwise(order):
-        if near.value not in problem.capacity_bytes:
+        if near not in problem.capacity_bytes:
             continue
-        excess = sum(size[s] for s, tier in tiers.items() if tier is near) - problem.capacity_bytes[near.value]
-        for storage in sorted((s for s, tier in tiers.items() if tier is near and far in options[s]), reverse=True):
+        excess = sum(size[s] for s, tier in tiers.items() if tier == near) - problem.capacity_bytes[near]
+        for storage in sorted((s for s, tier in tiers.items() if tier == near and far in options[s]), reverse=True):
             if excess <= 0:
                 break
             tiers[storage], excess = far, excess - size[storage]

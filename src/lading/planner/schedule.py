@@ -104,7 +104,8 @@ class _Stretcher:
     def __init__(
         self, graph: StepGraph, machine: Machine, emission: Emission, item_seconds: Sequence[float], soft_bytes: int
     ) -> None:
-        self.graph, self.machine, self.stays = graph, machine, emission.residencies
+        self.graph, self.stays = graph, emission.residencies
+        self.tiers = {tier.name: tier for tier in machine.tiers}
         sizes = slot_sizes(graph)
         self.sizes = [sizes[stay.storage] for stay in self.stays]
         self.start = np.concatenate([[0.0], np.cumsum(np.asarray(item_seconds, dtype=np.float64))])
@@ -118,9 +119,11 @@ class _Stretcher:
             self.of_storage.setdefault(stay.storage, []).append(index)
 
     def _duration(self, index: int, tier: str, direction: Literal["read", "write"]) -> float:
-        found = self.machine.tier(tier)
-        assert found is not None, f"plan uses tier {tier!r} that {self.machine.name} lacks"
-        return MARGIN * move_seconds(self.sizes[index], found, direction)
+        return MARGIN * move_seconds(self.sizes[index], self.tiers[tier], direction)
+
+    def _wire(self, tier: str) -> str:
+        """What transfers of a tier wait for each other on: its wire, or itself."""
+        return self.tiers[tier].wire or tier
 
     def _comes_early(self, index: int) -> bool:
         """Whether the fetch of a stay may begin in the step before."""
@@ -147,7 +150,7 @@ class _Stretcher:
         free_at: dict[str, float] = {}
         for index in ending:
             self._write(index, free_at)
-        free_at = {tier: max(0.0, finish - self.end) for tier, finish in free_at.items()}
+        free_at = {wire: max(0.0, finish - self.end) for wire, finish in free_at.items()}
         for index in ending:
             stay, finish = self.stays[index], self._write(index, free_at)
             wanted = self.count - 1
@@ -161,9 +164,10 @@ class _Stretcher:
     def _write(self, index: int, free_at: dict[str, float]) -> float:
         """When the write-back of a stay should have ended, its tier being free from ``free_at`` on, which it moves."""
         stay = self.stays[index]
-        begin = max(free_at.get(stay.to_tier, 0.0), float(self.start[stay.last + 1]))
-        free_at[stay.to_tier] = begin + self._duration(index, stay.to_tier, "write")
-        return free_at[stay.to_tier]
+        wire = self._wire(stay.to_tier)
+        begin = max(free_at.get(wire, 0.0), float(self.start[stay.last + 1]))
+        free_at[wire] = begin + self._duration(index, stay.to_tier, "write")
+        return free_at[wire]
 
     def fetches(self) -> None:
         """Begin each fetch early enough to end before its use, the last one first."""
@@ -171,7 +175,7 @@ class _Stretcher:
         latest: dict[str, float] = {}
         for index in coming:
             self._fetch(index, latest)
-        latest = {tier: self.end + min(0.0, begin) for tier, begin in latest.items()}
+        latest = {wire: self.end + min(0.0, begin) for wire, begin in latest.items()}
         left = self._left_at()
         for index in coming:
             stay, begin = self.stays[index], self._fetch(index, latest)
@@ -183,9 +187,10 @@ class _Stretcher:
     def _fetch(self, index: int, latest: dict[str, float]) -> float:
         """When the fetch of a stay should begin, its tier being taken from ``latest`` on, which it moves."""
         stay = self.stays[index]
-        finish = min(float(self.start[stay.first]), latest.get(stay.tier, np.inf))
+        wire = self._wire(stay.tier)
+        finish = min(float(self.start[stay.first]), latest.get(wire, np.inf))
         begin = finish - self._duration(index, stay.tier, "read")
-        latest[stay.tier] = begin if begin >= 0.0 or self._comes_early(index) else 0.0
+        latest[wire] = begin if begin >= 0.0 or self._comes_early(index) else 0.0
         return begin
 
     def _left_at(self) -> list[int]:

@@ -149,7 +149,7 @@ def _placed(step: Step, recomputed: _Choices, away: dict[int, list[Gap]], room_b
     choices = dict(recomputed)
     left = {tier.name: step.budgets[tier.name] for tier in step.machine.tiers if step.budgets[tier.name]}
     if step.graph.hosted:
-        left["host"] -= _worked_on(step)
+        left[step.machine.host_tier] -= _worked_on(step)
     for storage in sorted(away, key=lambda storage: (-len(away[storage]), _size(step, storage), storage)):
         size = _size(step, storage)
         if size <= room_bytes:
@@ -160,7 +160,7 @@ def _placed(step: Step, recomputed: _Choices, away: dict[int, list[Gap]], room_b
         if tier is None:
             continue
         if storage in step.graph.host_storages:
-            tier = "host"  # where it has its place
+            tier = step.machine.host_tier  # where it has its place
         else:
             left[tier] -= size
         for gap in away[storage]:
@@ -172,7 +172,7 @@ def _worked_on(step: Step) -> int:
     """Bytes of the host's memory for what its processors work on."""
     graph = step.graph
     passing = [_size(step, s) for s in graph.host_storages - graph.persistent]
-    staged = min(sum(passing), max(2 * max(passing, default=0), int(_STAGED * step.budgets["host"])))
+    staged = min(sum(passing), max(2 * max(passing, default=0), int(_STAGED * step.budgets[step.machine.host_tier])))
     return sum(_size(step, s) for s in graph.host_storages & graph.persistent) + staged
 
 

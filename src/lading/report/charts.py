@@ -92,7 +92,7 @@ def memory_figure(
     drawing = svg(WIDTH, frame.bottom + 24, el("g", *body), f"Memory of {tier} over one step")
     note = "" if budget_bytes is None or shows_budget else f"{limit} {format_bytes(budget_bytes)}, far above"
     cross = el("div", drawing, class_="timed")
-    title = f"{tier.capitalize()} {'use' if tier == 'disk' else 'memory'} over one step"
+    title = f"{tier.capitalize()} {'memory' if device else 'use'} over one step"
     return figure(title, cross + legend(keys), note=note)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lading.ir.action import Action, ActionKind
+from lading.ir.action import DEVICE, Action, ActionKind
 from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.plan import Option, Plan
 from lading.ir.program import Program
@@ -47,7 +47,7 @@ def kind_of(program: Program, action: Action) -> Kind:
     if action.kind is ActionKind.COMPUTE and action.op is not None:
         return _PHASES.get(program.graph.ops[action.op].phase, Kind.STEP)
     if action.kind is ActionKind.MOVE:
-        return Kind.READ if action.target == "device" else Kind.WRITE
+        return Kind.READ if action.target == DEVICE else Kind.WRITE
     return _KINDS.get(action.kind, Kind.COMMUNICATION)
 
 
@@ -93,13 +93,13 @@ def placement(plan: Plan, graph: StepGraph) -> dict[str, dict[Option, Placed]]:
     """
     options: dict[int, set[Option]] = defaultdict(set)
     for choice in plan.choices.gaps:
-        if choice.option is not Option.KEEP:
+        if choice.option != Option.KEEP:
             options[choice.storage].add(choice.option)
     table: dict[str, dict[Option, Placed]] = {}
     for role in role_names({storage.role.value for storage in graph.storages}):
         rows = [(i, s.size_bytes) for i, s in enumerate(graph.storages) if s.role == role]
         table[role] = {}
-        for option in Option:
+        for option in plan.options:
             sizes = [size for i, size in rows if option in (options.get(i) or {Option.KEEP})]
             table[role][option] = Placed(num_storages=len(sizes), size_bytes=sum(sizes))
     return table
@@ -114,7 +114,7 @@ def peak_storages(program: Program, timeline: Timeline) -> tuple[float, list[int
     for event in timeline.events:
         action = program.actions[event.action]
         changes.extend((event.start_s, 1, storage) for storage, _ in action.places)
-        if action.kind is ActionKind.FREE and action.source == "device" and action.storage is not None:
+        if action.kind is ActionKind.FREE and action.source == DEVICE and action.storage is not None:
             changes.append((event.end_s, 0, action.storage))
     changes.sort(key=lambda change: change[:2])
     sizes = [storage.size_bytes for storage in program.graph.storages]
@@ -135,9 +135,10 @@ def peak_storages(program: Program, timeline: Timeline) -> tuple[float, list[int
 
 
 def tiers_of(*timelines: Timeline | None) -> list[str]:
-    """Tiers in which any timeline has bytes, device first."""
-    used = {s.tier for line in timelines if line is not None for s in line.memory if s.total_bytes}
-    return [tier for tier in ("device", "host", "disk") if tier in used] + sorted(used - {"device", "host", "disk"})
+    """Tiers in which any timeline has bytes, in the order in which they come in them: device first."""
+    samples = [sample for line in timelines if line is not None for sample in line.memory]
+    used = {sample.tier for sample in samples if sample.total_bytes}
+    return [tier for tier in dict.fromkeys(sample.tier for sample in samples) if tier in used]
 
 
 def coarse(samples: Sequence[tuple[float, int]], duration_s: float, columns: int) -> list[tuple[int, int]]:

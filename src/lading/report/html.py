@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lading.files import write_text
-from lading.ir.plan import Option, Plan
+from lading.ir.plan import Plan
 from lading.ir.program import COMPUTE_STREAM, Program
 from lading.ir.timeline import Timeline
 from lading.report.charts import memory_bars, memory_figure, metric_figure, role_class
@@ -224,7 +224,7 @@ def _placement(plan: Plan, program: Program) -> str:
         count = sum(s.role == role for s in program.graph.storages)
         cells = [format_bytes(p.size_bytes) if p.num_storages else "-" for p in options.values()]
         rows.append([role_title(role), f"{count:,}", format_bytes(whole), *cells])
-    head = ("role", "storages", "bytes", *(option.value for option in Option))
+    head = ("role", "storages", "bytes", *plan.options)
     note = "Where bytes are between two uses; a storage whose gaps differ counts under each of its options."
     swatches = [role_class(role) for role in placed]
     return el("h2", "What goes where") + table(head, rows, swatches=swatches) + el("p", note, class_="under")
@@ -236,7 +236,7 @@ def _largest(plan: Plan, program: Program, predicted: Timeline) -> str:
     whole = sum(sizes)
     options: dict[int, list[str]] = {}
     for choice in plan.choices.gaps:
-        options.setdefault(choice.storage, []).append(choice.option.value)
+        options.setdefault(choice.storage, []).append(choice.option)
     rows: list[list[str]] = []
     for storage in present[:NUM_LARGEST]:
         item = program.graph.storages[storage]

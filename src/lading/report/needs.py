@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lading.errors import PlanInfeasible
-from lading.ir.action import ActionKind
+from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import Phase, Role, StepGraph
-from lading.ir.machine import TIERS
 from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program, slot_bytes
 from lading.ir.timeline import Timeline
-from lading.memory.layout import DEVICE, HOST, home_tiers
+from lading.memory.layout import home_tiers
 from lading.units import format_bytes, format_seconds
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer state"
@@ -53,12 +52,12 @@ class Needs:
         return {tier: max(part.get(tier, 0) for part in (self.step, self.save, self.resume)) for tier in self.step}
 
     def lines(self, allowed: Bytes) -> list[str]:
-        """The table, one line a row; a tier that ``allowed`` lacks is shown as "-"."""
+        """The table, one line a row and a column for each tier of ``allowed``."""
         table = {**self.rows, STEP: self.step, SAVE: self.save, RESUME: self.resume}
         table |= {"total": self.total, "allowed": allowed}
-        lines = [f"{'':<18}" + "".join(f"{tier:>14}" for tier in TIERS)]
+        lines = [f"{'':<18}" + "".join(f"{tier:>14}" for tier in allowed)]
         for name, row in table.items():
-            cells = (format_bytes(row.get(tier, 0)) if tier in allowed else "-" for tier in TIERS)
+            cells = (format_bytes(row.get(tier, 0)) for tier in allowed)
             lines.append(f"{name:<18}" + "".join(f"{cell:>14}" for cell in cells))
         return lines
 
@@ -115,7 +114,7 @@ def _at_peak(program: Program, predicted: Timeline, row_of: Sequence[str]) -> Co
 def _in_slots(program: Program, tier: str, row_of: Sequence[str]) -> Counter[str]:
     """Bytes of each row in a lower tier; what is there only to be worked on shares its places (gradients, mostly)."""
     graph, slots = program.graph, dict(program.slots.get(tier, ()))
-    passing = slots.keys() & (graph.host_storages - graph.persistent) if tier == HOST else set[int]()
+    passing = slots.keys() & (graph.host_storages - graph.persistent) if tier == program.host_tier else set[int]()
     rows = _sum(graph, row_of, Counter(slots.keys() - passing))
     if passing:
         ends = [slots[storage] + slot_bytes(graph.storages[storage].size_bytes) for storage in passing]
@@ -193,7 +192,7 @@ class FitResult:
         title: The run in words.
         machine: Name of the machine.
         needs: Bytes of each row in each tier; ``time`` of a step by what it is spent on.
-        allowed: Bytes each tier has; a tier that the machine lacks is not there.
+        allowed: Bytes that the device and each tier of the machine have, nearest first.
         assumptions: What no measurement stands behind, one sentence each.
         error: Why it does not fit; the table is then that of the nearest plan. None if it fits.
         changes: What would make it fit, the cheapest first.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lading.ir.graph import StepGraph
-from lading.ir.plan import Option, Plan, PolicyRow
+from lading.ir.plan import Plan, PolicyRow
 from lading.ir.reporting import UnshardRow
 from lading.report.figures import placement, role_names, role_title
 from lading.report.lines import say_list
@@ -70,7 +70,7 @@ def policy_cells(row: PolicyRow) -> list[str]:
 
 def placement_table(plan: Plan, graph: StepGraph) -> Table:
     """Bytes of each role under each option."""
-    table = figures_table("What goes where between uses", "role", "total", *(option.value for option in Option))
+    table = figures_table("What goes where between uses", "role", "total", *plan.options)
     for role, options in placement(plan, graph).items():
         total = sum(s.size_bytes for s in graph.storages if s.role == role)
         cells = [format_bytes(p.size_bytes) if p.size_bytes else "-" for p in options.values()]

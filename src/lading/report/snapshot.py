@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from lading.files import write_aside
-from lading.ir.action import Action, ActionKind
+from lading.ir.action import DEVICE, Action, ActionKind
 from lading.ir.program import Program, slot_bytes
 from lading.ir.timeline import Event, Timeline
-from lading.memory.layout import DEVICE, home_tiers
+from lading.memory.layout import home_tiers
 from lading.memory.staircase import OVERHEAD, WORKSPACE
 
 #: Addresses at which the segments of a tier begin: its arena, and what lies outside.

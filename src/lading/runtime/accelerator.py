@@ -15,14 +15,10 @@ from typing import Any, Protocol
 import torch
 
 from lading.errors import ConfigError
-from lading.ir.program import HOST_STREAM
+from lading.ir.machine import Tier
 from lading.runtime.arena import Arena
 from lading.runtime.device import Batches, Call, Lane, Mark, Memory, Meter, Stamp
-from lading.runtime.tiers import PIECE_BYTES, DiskTier, MemoryTier, Tier
-
-_DISK = "disk"
-#: Streams whose thread waits for the device, and then for the disk or its own work, so that what it did has ended.
-_BLOCKING = (f"{_DISK}_read", f"{_DISK}_write", HOST_STREAM)
+from lading.runtime.tiers import PIECE_BYTES, HostBytes, TierBytes, open_tier
 
 
 class Event(Protocol):
@@ -205,32 +201,32 @@ class DeviceMemory:
 
 
 class BouncedTier:
-    """A disk behind a device that cannot reach it: each direction goes through two page-locked pieces of host memory.
+    """A tier that the device cannot reach: each direction goes through two page-locked pieces of host memory.
 
-    While the disk works on one piece, the device copies the other.
+    While the tier works on one piece, the device copies the other.
     """
 
-    def __init__(self, api: Api, disk: DiskTier) -> None:
-        self._disk, self._memory = disk, PinnedMemory(api, 4 * PIECE_BYTES)
+    def __init__(self, api: Api, behind: TierBytes) -> None:
+        self._behind, self._memory = behind, PinnedMemory(api, 4 * PIECE_BYTES)
         pieces = [self._memory.bytes_at(i * PIECE_BYTES, PIECE_BYTES) for i in range(4)]
         self._read = [(piece, api.event()) for piece in pieces[:2]]
         self._write = [(piece, api.event()) for piece in pieces[2:]]
         self._current = api.current
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """See Tier."""
+        """See TierBytes."""
         for turn, start in enumerate(range(0, len(into), PIECE_BYTES)):
             place = into[start : start + PIECE_BYTES]
             piece, copied = self._read[turn % 2]
             copied.synchronize()
-            self._disk.read(offset + start, piece[: len(place)])
+            self._behind.read(offset + start, piece[: len(place)])
             place.copy_(piece[: len(place)], non_blocking=True)
             copied.record(self._current())
         for _, copied in self._read:
             copied.synchronize()
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """See Tier."""
+        """See TierBytes."""
         starts = range(0, len(data), PIECE_BYTES)
         self._fetch(data, 0)
         for turn, start in enumerate(starts):
@@ -238,7 +234,7 @@ class BouncedTier:
                 self._fetch(data, turn + 1)
             piece, copied = self._write[turn % 2]
             copied.synchronize()
-            self._disk.write(offset + start, piece[: min(PIECE_BYTES, len(data) - start)])
+            self._behind.write(offset + start, piece[: min(PIECE_BYTES, len(data) - start)])
 
     def _fetch(self, data: torch.Tensor, turn: int) -> None:
         part = data[turn * PIECE_BYTES : (turn + 1) * PIECE_BYTES]
@@ -247,8 +243,8 @@ class BouncedTier:
         copied.record(self._current())
 
     def close(self) -> None:
-        """See Tier."""
-        self._disk.close()
+        """See TierBytes."""
+        self._behind.close()
         self._memory.close()
 
 
@@ -275,20 +271,20 @@ class AcceleratorDevice:
         """See Device."""
         return PinnedMemory(self._api, size_bytes)
 
-    def tier(self, name: str, size_bytes: int, folder: Path) -> Tier:
+    def tier(self, tier: Tier, size_bytes: int, folder: Path) -> TierBytes:
         """See Device."""
-        if name != _DISK:
-            return MemoryTier(self.host(size_bytes))
-        disk = DiskTier(folder, size_bytes)
+        made = open_tier(tier, size_bytes, folder, self.host)
+        if isinstance(made, HostBytes):
+            return made
         try:
-            return BouncedTier(self._api, disk)
+            return BouncedTier(self._api, made)
         except BaseException:
-            disk.close()
+            made.close()
             raise
 
-    def lane(self, stream: str) -> Lane:
+    def lane(self, stream: str, *, blocking: bool) -> Lane:
         """See Device."""
-        lane = BlockingLane(self._api, self._clock) if stream in _BLOCKING else AsyncLane(self._api)
+        lane = BlockingLane(self._api, self._clock) if blocking else AsyncLane(self._api)
         self._lanes.append(lane)
         return lane
 

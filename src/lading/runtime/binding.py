@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from lading.errors import ConfigError, ProgramError
-from lading.ir.action import CALLER, Action, ActionKind
-from lading.ir.program import Program, slot_bytes
+from lading.ir.action import CALLER, DEVICE, Action, ActionKind
+from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, write_stream
 from lading.ir.updates import matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.arena import view_of
@@ -21,9 +21,8 @@ from lading.runtime.fuse import Fused
 from lading.runtime.kernels import Kernel, Rate, bind
 from lading.runtime.regions import Region, Site
 from lading.runtime.streams import Entry, Jitter
-from lading.runtime.tiers import MemoryTier, Tier
+from lading.runtime.tiers import HostBytes, TierBytes
 
-DEVICE, HOST = "device", "host"
 _POISON = 0xFF  # NaN in every float format, -1 in every integer
 #: An operation on so many bytes takes some 100 us; to read the resident set takes 3.
 _LARGE_BYTES = 1 << 20
@@ -55,7 +54,7 @@ class Place:
 
     device: Device
     arena: Memory
-    tiers: Mapping[str, Tier]
+    tiers: Mapping[str, TierBytes]
     caller: CallerData
 
 
@@ -148,7 +147,9 @@ class Binder:
                 ) from error
             if action.kind is ActionKind.FREE and action.source == DEVICE:
                 del self.where[action.storage or 0]
-        lanes = [self.device.lane(name) for name in self.program.streams]
+        near = [name for name, tier in self.tiers.items() if isinstance(tier, HostBytes)]
+        issued = {COMPUTE_STREAM, *map(read_stream, near), *map(write_stream, near)}
+        lanes = [self.device.lane(name, blocking=name not in issued) for name in self.program.streams]
         bound = _queues(self.program, runs, lanes, self.scratch, self.jitter)
         return dataclasses.replace(bound, regions=tuple(f.region for f in self.fused.values()))
 
@@ -159,13 +160,16 @@ class Binder:
         return None if offset is None else self._view_at(Site(tensor, offset))
 
     def host_view(self, tensor: int) -> torch.Tensor | None:
-        """A graph tensor in its slot of the host tier; None if it has none."""
-        t = self.graph.tensors[tensor]
-        offset, tier = self.slots.get(HOST, {}).get(t.storage), self.tiers.get(HOST)
+        """A graph tensor in its slot of the tier on which the host's processors work; None if it has none."""
+        t, name = self.graph.tensors[tensor], self.program.host_tier
+        offset, tier = self.slots.get(name, {}).get(t.storage), self.tiers.get(name)
         if offset is None:
             return None
-        if not isinstance(tier, MemoryTier):
-            raise ProgramError(f"expected the host tier in memory to work there, found {type(tier).__name__}")
+        if not isinstance(tier, HostBytes):
+            raise ProgramError(
+                f"expected the tier {name!r} to give its bytes to the host's processors (bytes_at), as its "
+                f"host_computes says, found {type(tier).__name__}"
+            )
         return view_of(tier.bytes_at(offset, self.graph.storages[t.storage].size_bytes), t)
 
     def _view_at(self, place: Site) -> torch.Tensor:
@@ -210,8 +214,8 @@ class Binder:
         if action.kind is ActionKind.FREE:
             if not self.poison:
                 return None
-            if action.source == HOST:
-                return self._spoil_on_host(action.storage)
+            if action.source != DEVICE:
+                return self._spoil_on_host(action.storage, action.source)
             return partial(self._storage_bytes(action.storage, self.where[action.storage]).fill_, _POISON)
         return self._move(action.storage, action.source, action.target)
 
@@ -229,10 +233,10 @@ class Binder:
         is_matrix_update = matrix_rule_of(self.graph.ops[op]) is not None
         return largest if is_matrix_update else min(kernel.scratch_bytes, largest)
 
-    def _spoil_on_host(self, storage: int) -> Call | None:
-        tier, size_bytes = self.tiers[HOST], self.graph.storages[storage].size_bytes
-        assert isinstance(tier, MemoryTier), "what is freed there was worked on there"
-        return partial(tier.bytes_at(self.slots[HOST][storage], size_bytes).fill_, _POISON)
+    def _spoil_on_host(self, storage: int, name: str) -> Call | None:
+        tier, size_bytes = self.tiers[name], self.graph.storages[storage].size_bytes
+        assert isinstance(tier, HostBytes), "what is freed there was worked on there"
+        return partial(tier.bytes_at(self.slots[name][storage], size_bytes).fill_, _POISON)
 
     def _move(self, storage: int, source: str, target: str) -> Call:
         if source == CALLER:

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 import torch
 
+from lading.ir.machine import Tier
 from lading.runtime.arena import Arena
 from lading.runtime.resident import PeakMeter
-from lading.runtime.tiers import DiskTier, MemoryTier, Tier
+from lading.runtime.tiers import MakeTier, TierBytes, open_tier
 
 Call = Callable[[], object]
 #: A moment: seconds of the host's clock, or something that the lane turns into them after the step.
 Stamp = Any
-MakeTier = Callable[[int, Path], Tier]
 Batches = Sequence[Mapping[str, torch.Tensor]]
 
 
@@ -122,12 +122,17 @@ class Device(Protocol):
         """Memory of the host that the device reads and writes at full speed."""
         ...
 
-    def tier(self, name: str, size_bytes: int, folder: Path) -> Tier:
-        """A lower tier; see ``lading.ir.machine.TIERS``."""
+    def tier(self, tier: Tier, size_bytes: int, folder: Path) -> TierBytes:
+        """What serves a lower tier; ``folder`` is where it lies if it says nothing else."""
         ...
 
-    def lane(self, stream: str) -> Lane:
-        """The lane of a stream of the Program."""
+    def lane(self, stream: str, *, blocking: bool) -> Lane:
+        """The lane of a stream of the Program.
+
+        Args:
+            blocking: Whether what the stream does, the thread that drives it does itself: it works on the host, or
+                moves what the device cannot.
+        """
         ...
 
     def meter(self) -> Meter:
@@ -193,7 +198,7 @@ class CpuDevice:
 
     Args:
         clock: Seconds, monotone.
-        tiers: What makes the tier of a name, from its bytes and a folder, instead of the usual one.
+        tiers: What makes the tier of a name, instead of what its kind says.
     """
 
     kind = "cpu"
@@ -211,13 +216,13 @@ class CpuDevice:
         """See Device."""
         return Arena(size_bytes)
 
-    def tier(self, name: str, size_bytes: int, folder: Path) -> Tier:
+    def tier(self, tier: Tier, size_bytes: int, folder: Path) -> TierBytes:
         """See Device."""
-        if name in self._make:
-            return self._make[name](size_bytes, folder)
-        return DiskTier(folder, size_bytes) if name == "disk" else MemoryTier(Arena(size_bytes))
+        if tier.name in self._make:
+            return self._make[tier.name](size_bytes, tier.location or str(folder))
+        return open_tier(tier, size_bytes, folder, Arena)
 
-    def lane(self, stream: str) -> Lane:
+    def lane(self, stream: str, *, blocking: bool) -> Lane:
         """See Device."""
         return HostLane(self._clock)
 

@@ -33,7 +33,7 @@ from lading.runtime.measure import measured_timeline, spread
 from lading.runtime.resident import Ceiling, give_back, reuse_pages, trim
 from lading.runtime.salvage import Location, bring_home, salvage
 from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, Workers, run_stream
-from lading.runtime.tiers import Tier
+from lading.runtime.tiers import TierBytes
 from lading.runtime.values import Values
 
 
@@ -58,7 +58,7 @@ class Executor:
         program: Verified (``lading.memory.verify``).
         optimizer: Settings of what moves parameters, its learning rate aside; rules for matrices have theirs in the
             Program.
-        folder: Where the disk tier's file goes.
+        folder: Where the file of a tier without a location goes.
         threads: Compute threads; None leaves torch's setting. Results can depend on it.
         device: Where it runs, for this executor alone; None is the CPU.
         jitter: For tests: called with each action before it runs, on its stream's thread.
@@ -135,10 +135,11 @@ class Executor:
         self._arena = self._device.arena(self.program.arena_bytes)
         stack.callback(self._arena.close)
         self._open_losses(stack)
-        self.tiers: dict[str, Tier] = {}
-        for name in self.program.slots:
-            self.tiers[name] = self._device.tier(name, self.program.tier_bytes(name), folder)
-            stack.callback(self.tiers[name].close)
+        self.tiers: dict[str, TierBytes] = {}
+        for tier in self.program.tiers:
+            if tier.name in self.program.slots:
+                self.tiers[tier.name] = self._device.tier(tier, self.program.tier_bytes(tier.name), folder)
+                stack.callback(self.tiers[tier.name].close)
         self._values = Values(self.program, self._arena, self.tiers)
         stack.callback(self._values.close)
         if not self._meter.exact:
@@ -154,6 +155,7 @@ class Executor:
             for entry in self._bound.entries[compute]:
                 if entry.action == action:
                     entry.run()
+        self._device.end()  # before values come to lie where it wrote
 
     def _open_losses(self, stack: ExitStack) -> None:
         """A place in host memory for each loss, which the device fills without the host waiting."""

@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 from lading.errors import ConfigError, StorageError
-from lading.ir.machine import KERNEL_BYTES, Curve, Device, Machine, Tier
+from lading.ir.machine import KERNEL_BYTES, MEMORY, Curve, Device, Machine, Tier
 from lading.ir.program import PAGE_BYTES
 from lading.runtime.cuda import CudaMeter, check_available
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
@@ -319,6 +319,8 @@ def _host_tier(seconds: float) -> Tier:
     times = {key: median(found) for key, found in samples.items()}
     return Tier(
         name="host",
+        kind=MEMORY,
+        host_computes=True,
         capacity_bytes=int(_HOST_SHARE * usable_bytes()),
         read_bytes_per_s=_round(_COPY_BYTES / times["read"]),
         write_bytes_per_s=_round(_COPY_BYTES / times["write"]),

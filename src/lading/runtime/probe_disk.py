@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from lading.errors import StorageError
-from lading.ir.machine import Tier
+from lading.ir.machine import FILE, Tier
 from lading.ir.program import PAGE_BYTES
 from lading.units import MiB, format_bytes
 
@@ -156,6 +156,8 @@ def _measure(file: _File, seconds: float, free: int, work: Work) -> DiskProbe:
     best = {key: float(f"{median(values):.4g}") for key, values in rates.items()}
     tier = Tier(
         name="disk",
+        kind=FILE,
+        persistent=True,
         capacity_bytes=free,
         read_bytes_per_s=best["read"],
         write_bytes_per_s=best["write"],

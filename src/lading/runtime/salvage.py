@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-from lading.ir.action import CALLER, Action, ActionKind
+from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.program import Program, slot_bytes
-from lading.memory.layout import DEVICE, HOST
 from lading.runtime.binding import Bound
 from lading.runtime.streams import Reached
 
@@ -90,7 +89,7 @@ class _Walk:
             if action.id in self.skipped:
                 return
             self.run.add(action.op)
-            tier = HOST if action.op in graph.on_host else DEVICE
+            tier = self.program.host_tier if action.op in graph.on_host else DEVICE
             made = {graph.storage_of(t) for t in graph.ops[action.op].outputs}
             for storage in graph.op_writes[action.op]:
                 if storage in self.copies:
@@ -108,7 +107,7 @@ class _Walk:
         self._placed(action)
         graph = self.program.graph
         if action.op is not None and action.id not in self.skipped:
-            tier = HOST if action.op in graph.on_host else DEVICE
+            tier = self.program.host_tier if action.op in graph.on_host else DEVICE
             for storage in graph.op_writes[action.op]:
                 if storage in self.copies:
                     self.copies[storage].by_tier.pop(tier, None)

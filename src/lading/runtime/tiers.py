@@ -1,23 +1,26 @@
-"""Tiers: the memory behind the device, as objects that read, write and close.
+"""Tiers at run time: the memory behind the device, as objects that read, write and close.
 
-Which tier a name gets is said by ``Device.tier`` (``lading.runtime.device``, ``lading.runtime.accelerator``).
+What serves a tier follows from its kind (``open_tier``): memory of the host, a swap file, or what a function of the
+user's makes, which the machine file names as "module:function".
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import importlib
 import os
 import re
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 
-from lading.errors import StorageError
+from lading.errors import ConfigError, StorageError
+from lading.ir.machine import FILE, MEMORY, Tier
 from lading.ir.program import PAGE_BYTES
 from lading.runtime.arena import Arena
 from lading.units import MiB, format_bytes
@@ -27,6 +30,7 @@ PIECE_BYTES = 8 * MiB
 _SWAP = re.compile(r"lading-swap-\d+\Z")
 
 
+@runtime_checkable
 class HostBytes(Protocol):
     """Host memory, as ``Arena`` is."""
 
@@ -39,8 +43,8 @@ class HostBytes(Protocol):
         ...
 
 
-class Tier(Protocol):
-    """Bytes at offsets. One reader and one writer may work at the same time, on different bytes.
+class TierBytes(Protocol):
+    """Bytes at offsets, of one tier. One reader and one writer may work at the same time, on different bytes.
 
     A transfer has ended on return, or is ordered behind what the current lane was given before.
     """
@@ -58,8 +62,42 @@ class Tier(Protocol):
         ...
 
 
+#: Makes what serves a tier, from its bytes and its location: a folder or an address.
+MakeTier = Callable[[int, str], TierBytes]
+
+
+def open_tier(tier: Tier, size_bytes: int, folder: Path, memory: Callable[[int], HostBytes]) -> TierBytes:
+    """Open what serves a tier.
+
+    Args:
+        tier: Of the machine.
+        size_bytes: What the Program needs of it.
+        folder: The run's, where the tier names no location of its own.
+        memory: Makes memory of the host that the device reads and writes at full speed.
+    Raises:
+        ConfigError: the kind is no function that can be imported.
+        StorageError: the folder of a file has no room, or another run is using it.
+    """
+    if tier.kind == MEMORY:
+        return MemoryTier(memory(size_bytes))
+    location = tier.location or str(folder)
+    return FileTier(Path(location), size_bytes) if tier.kind == FILE else _maker(tier)(size_bytes, location)
+
+
+def _maker(tier: Tier) -> MakeTier:
+    """The function that a kind "module:function" names."""
+    module, _, function = tier.kind.partition(":")
+    try:
+        return cast(MakeTier, getattr(importlib.import_module(module), function))
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"tier {tier.name}: expected a kind {MEMORY!r}, {FILE!r} or a 'module:function' that can be imported, got "
+            f"{tier.kind!r}: {error}"
+        ) from error
+
+
 class MemoryTier:
-    """A tier in host memory: the host behind a device, or a stand-in for a disk in tests."""
+    """A tier in memory of the host."""
 
     def __init__(self, memory: HostBytes) -> None:
         self._memory = memory
@@ -69,19 +107,19 @@ class MemoryTier:
         return self._memory.bytes_at(offset, size_bytes)
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """See Tier; a copy that lets other threads run."""
+        """See TierBytes; a copy that lets other threads run."""
         into.copy_(self._memory.bytes_at(offset, len(into)), non_blocking=True)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """See Tier."""
+        """See TierBytes."""
         self._memory.bytes_at(offset, len(data)).copy_(data, non_blocking=True)
 
     def close(self) -> None:
-        """See Tier."""
+        """See TierBytes."""
         self._memory.close()
 
 
-class DiskTier:
+class FileTier:
     """A tier in one file of a folder, past the page cache where the file system allows.
 
     The file has no name once it is open, so however the process ends nothing is left behind; its space is reserved
@@ -123,13 +161,13 @@ class DiskTier:
         except OSError as error:
             stat = os.statvfs(self.folder)
             raise StorageError(
-                f"expected {format_bytes(self.capacity_bytes)} ({self.capacity_bytes} bytes) of disk in {self.folder}, "
-                f"found {format_bytes(stat.f_bavail * stat.f_frsize)} free ({error.strerror}); free some space, choose "
-                "another folder or raise the memory budget"
+                f"expected {format_bytes(self.capacity_bytes)} ({self.capacity_bytes} bytes) of space in "
+                f"{self.folder}, found {format_bytes(stat.f_bavail * stat.f_frsize)} free ({error.strerror}); free "
+                "some space, choose another folder or raise the memory budget"
             ) from error
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """See Tier; into host memory. ``offset`` is a whole number of pages.
+        """See TierBytes; into host memory. ``offset`` is a whole number of pages.
 
         Raises:
             StorageError: the disk returned an error or fewer bytes.
@@ -153,7 +191,7 @@ class DiskTier:
             )
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """See Tier; from host memory. ``offset`` is a whole number of pages; the rest of a last part page is undefined.
+        """See TierBytes; from host memory. ``offset`` is whole pages; the rest of a last part page is undefined.
 
         Raises:
             StorageError: the disk returned an error or took fewer bytes.
@@ -194,7 +232,7 @@ class DiskTier:
             done += moved
 
     def close(self) -> None:
-        """See Tier; the space and the folder are free again."""
+        """See TierBytes; the space and the folder are free again."""
         if self._file < 0:
             return
         os.close(self._file)

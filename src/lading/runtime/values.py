@@ -7,14 +7,15 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from lading.errors import ConfigError, StorageError
+from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph, Tensor
 from lading.ir.program import Program
-from lading.memory.layout import DEVICE, home_tiers
+from lading.memory.layout import home_tiers
 from lading.runtime.arena import Arena, view_of
 from lading.runtime.device import Memory
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.salvage import Location
-from lading.runtime.tiers import Tier
+from lading.runtime.tiers import TierBytes
 from lading.units import MiB
 
 #: Most of a storage that passes between a lower tier and the caller at once.
@@ -30,7 +31,7 @@ class Values:
         lost: Storages whose value is gone, until it is written again.
     """
 
-    def __init__(self, program: Program, arena: Memory, tiers: Mapping[str, Tier]) -> None:
+    def __init__(self, program: Program, arena: Memory, tiers: Mapping[str, TierBytes]) -> None:
         self.homes = home_tiers(program)
         self.changed: dict[int, tuple[int, int]] = {}
         self.lost: frozenset[int] = frozenset()

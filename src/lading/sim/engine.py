@@ -3,12 +3,13 @@
 Every stream takes its actions in order; an action starts when its stream is free and all it waits for has ended.
 Operations last what the cost model says, and longer while a tier transfers, in proportion to its rate
 (``read_slowdown`` and ``write_slowdown`` of ``lading.ir.machine.Tier``). A move waits for the tier's latency and then
-transfers its bytes; while a tier's two directions transfer at once each gets its mixed rate, so what remains of a
-transfer is timed again whenever the other direction starts or stops. Same Program, same Machine: same Timeline, to the
-bit.
+transfers its bytes; while a tier's two directions transfer at once each gets its mixed rate, and tiers on one wire that
+transfer in the same direction share it evenly, so what remains of a transfer is timed again whenever one of those
+starts or stops. Same Program, same Machine: same Timeline, to the bit.
 
 Operations on the host run beside the device's, slower by as much as the transfers of the moment take of the memory
-they share: a byte moved counts against the host's memory bandwidth, two where a disk's go through the host to a device.
+they share: a byte moved counts against the host's memory bandwidth once where the tier is that memory, else twice, as
+its bytes go through it to the device.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from lading.catalog.load import as_machine
 from lading.cost.compute import placed_costs
 from lading.cost.transfer import caller_seconds
 from lading.errors import SimulationError, check_type
-from lading.ir.action import CALLER, Action, ActionKind
+from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.machine import Machine, Tier
 from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 
-_DEVICE, _HOST = "device", "host"
 _RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
 
 
@@ -132,7 +132,7 @@ class _Costs:
 
     def tier(self, action: Action) -> Tier:
         """The lower tier of a MOVE."""
-        name = action.target if action.source == _DEVICE else action.source
+        name = action.target if action.source == DEVICE else action.source
         tier = self._tiers.get(name)
         if tier is None:
             raise SimulationError(
@@ -144,20 +144,25 @@ class _Costs:
     def slowdowns(self, action: Action) -> tuple[float, float]:
         """By how much longer an operation takes beside a MOVE alone on its tier, and while the other direction runs."""
         tier, (alone, shared) = self.tier(action), self.rates(action)
-        most = tier.read_slowdown if action.target == _DEVICE else tier.write_slowdown
+        most = tier.read_slowdown if action.target == DEVICE else tier.write_slowdown
         return most, most * shared / alone
+
+    def wired(self, tier: str) -> tuple[str, ...]:
+        """Tiers on the wire of a tier, itself included."""
+        wire = self._tiers[tier].wire
+        return tuple(name for name, other in self._tiers.items() if other.wire == wire) if wire else (tier,)
 
     def host_share(self, tier: str) -> float:
         """What a byte/s moved from or to a tier takes of the host's memory, as a share of all it can do."""
         host = self._machine.host_device
         if host is None:
             return 0.0
-        return (1 if tier == _HOST else 2) / host.memory_bandwidth_bytes_per_s
+        return (1 if self._tiers[tier].host_computes else 2) / host.memory_bandwidth_bytes_per_s
 
     def rates(self, action: Action) -> tuple[float, float]:
         """Bytes/s of a MOVE on a tier alone, and while the other direction transfers."""
         tier = self.tier(action)
-        if action.target == _DEVICE:
+        if action.target == DEVICE:
             return tier.read_bytes_per_s, tier.mixed_read_bytes_per_s
         return tier.write_bytes_per_s, tier.mixed_write_bytes_per_s
 
@@ -171,7 +176,8 @@ def _on_tier(action: Action) -> bool:
 class _Transfer:
     """A move past its latency: what remained at ``since_s``, and the ticket of its latest expected end.
 
-    ``rates`` and ``slowdowns``: alone, and while the other direction of its tier runs.
+    ``rates`` and ``slowdowns``: alone, and while the other direction of its tier runs. ``wired``: the tiers it shares
+    its wire with, its own included.
     """
 
     action: int
@@ -179,7 +185,8 @@ class _Transfer:
     rates: tuple[float, float]
     slowdowns: tuple[float, float]
     since_s: float
-    rate: float
+    wired: tuple[str, ...]
+    rate: float = 0.0
     ticket: int = -1
 
 
@@ -277,7 +284,14 @@ class _Engine:
         running = self._transfers
         if stream == self._host:
             return sum(moving.rate * self._costs.host_share(tier) for (tier, _), moving in running.items())
-        return sum(moving.slowdowns[(tier, not read) in running] for (tier, read), moving in running.items())
+        return sum(
+            moving.slowdowns[(tier, not read) in running] / self._sharing(moving, read)
+            for (tier, read), moving in running.items()
+        )
+
+    def _sharing(self, transfer: _Transfer, read: bool) -> int:
+        """How many tiers transfer over its wire in its direction now."""
+        return sum((tier, read) in self._transfers for tier in transfer.wired) if len(transfer.wired) > 1 else 1
 
     def _expect_work(self, work: _Work) -> None:
         work.ticket = self._push(self._now_s + work.remaining_s * (1.0 + work.slowdown), work.action)
@@ -314,33 +328,44 @@ class _Engine:
 
     def _begin_transfer(self, action_id: int) -> None:
         action = self._actions[action_id]
-        tier, read = self._costs.tier(action).name, action.target == _DEVICE
-        other = self._transfers.get((tier, not read))
-        rates = self._costs.rates(action)
-        size, slowdowns = self._costs.size_bytes(action), self._costs.slowdowns(action)
-        transfer = _Transfer(action_id, size, rates, slowdowns, self._now_s, rates[other is not None])
+        tier, read = self._costs.tier(action).name, action.target == DEVICE
+        rates, slowdowns = self._costs.rates(action), self._costs.slowdowns(action)
+        transfer = _Transfer(
+            action_id, self._costs.size_bytes(action), rates, slowdowns, self._now_s, self._costs.wired(tier)
+        )
         self._transfers[tier, read] = transfer
+        transfer.rate = self._rate(tier, read)
         self._expect(transfer)
-        if other is not None:
-            self._retime(other, shared=True)
+        self._retime_beside(tier, read, transfer)
         self._retime_work()
 
     def _end_transfer(self, action: Action, ticket: int) -> bool:
         """End a transfer unless it was timed again since ``ticket``."""
-        tier, read = self._costs.tier(action).name, action.target == _DEVICE
+        tier, read = self._costs.tier(action).name, action.target == DEVICE
         transfer = self._transfers.get((tier, read))
         if transfer is None or transfer.ticket != ticket:
             return False
         del self._transfers[tier, read]
-        if (other := self._transfers.get((tier, not read))) is not None:
-            self._retime(other, shared=False)
+        self._retime_beside(tier, read, transfer)
         self._retime_work()
         return True
 
-    def _retime(self, transfer: _Transfer, *, shared: bool) -> None:
+    def _rate(self, tier: str, read: bool) -> float:
+        """Bytes/s of a transfer beside the others of this moment."""
+        transfer = self._transfers[tier, read]
+        return transfer.rates[(tier, not read) in self._transfers] / self._sharing(transfer, read)
+
+    def _retime_beside(self, tier: str, read: bool, transfer: _Transfer) -> None:
+        """Time again what a transfer that began or ended shares its tier or its wire with."""
+        for key in ((tier, not read), *((other, read) for other in transfer.wired if other != tier)):
+            if key in self._transfers:
+                self._retime(*key)
+
+    def _retime(self, tier: str, read: bool) -> None:
+        transfer = self._transfers[tier, read]
         done_bytes = (self._now_s - transfer.since_s) * transfer.rate
         transfer.remaining_bytes = max(0.0, transfer.remaining_bytes - done_bytes)
-        transfer.since_s, transfer.rate = self._now_s, transfer.rates[shared]
+        transfer.since_s, transfer.rate = self._now_s, self._rate(tier, read)
         self._expect(transfer)
 
     def _expect(self, transfer: _Transfer) -> None:

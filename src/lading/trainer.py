@@ -68,6 +68,7 @@ class Trainer:
         threads: Compute threads; None keeps torch's setting.
         device: Where it runs, for this trainer alone; None is what the plan was made for.
         independent: Train for oneself where the job has several ranks, as in a sweep: nothing is reduced between them.
+        program: The plan's Program, where it was restored and verified already (``lading.memory.restore``).
 
     Attributes:
         losses: Of the last step, where the loss is several: the value of each by name, averaged over micro-batches.

@@ -6,7 +6,7 @@ Nothing of Lading is in the model: ``lading.capture`` runs it once on fake tenso
 plan then does to it (move, recompute, update) it does to those operations, so new layers need no code in Lading.
 ``lading train`` takes such a model too: ``model.name = "own_model:build"`` in the run's TOML, for byte data.
 
-Where to look: src/lading/capture/trace.py (what is written down), src/lading/ir/graph.py (how).
+Where to look: src/lading/tracing/trace.py (what is written down), src/lading/ir/graph.py (how).
 """
 
 from __future__ import annotations

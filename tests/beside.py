@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lading.capture.trace import capture
 from lading.optim.adamw import AdamW
 from lading.prepare import plan
+from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from tests.machines import small_machine
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from lading.capture.trace import capture
 from lading.ir.graph import StepGraph
 from lading.ir.step import expand
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
+from lading.tracing.trace import capture
 
 #: Few bytes in the logits, so that weights and activations decide.
 SIZES: dict[str, Any] = {"vocab_size": 32, "max_seq_len": 64, "dim": 64, "num_heads": 2, "num_layers": 2}

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import lading
-from lading.capture.trace import capture
 from lading.errors import ConfigError
+from lading.tracing.trace import capture
 from tests.machines import small_machine
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lading.capture.trace import capture
 from lading.errors import BudgetWarning, ConfigError
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
@@ -21,6 +20,7 @@ from lading.runtime import kernel_memory as measuring
 from lading.runtime import resident
 from lading.runtime.host import host_id
 from lading.runtime.kernel_memory import KernelMemory, kernel_memory
+from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from lading.units import MiB
 from tests.machines import small_machine

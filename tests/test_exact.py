@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lading.capture.trace import capture
 from lading.checkpoint.store import open_checkpoint
 from lading.config import ModelConfig
 from lading.memory.restore import program_of
@@ -24,6 +23,7 @@ from lading.optim.rule import ParameterRule
 from lading.optim.sgd import SGD
 from lading.prepare import plan
 from lading.run import build
+from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from tests.machines import small_machine
 from tests.optim.toy import Toy

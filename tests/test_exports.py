@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import lading
 def test_every_public_name_resolves_to_what_type_checkers_see(name: str) -> None:
     value = getattr(lading, name)
     assert name == "__version__" or callable(value)
-    if name not in ("__version__", "capture"):
+    if name != "__version__":
         assert value.__name__ == name
 
 
@@ -26,8 +27,7 @@ def test_type_checkers_see_the_public_names_and_no_others() -> None:
     seen = {alias.name: node.module for node in imports for alias in node.names}
     assert seen.keys() | {"__version__"} == set(lading.__all__)
     for name, module in seen.items():
-        origin = getattr(lading, name).__module__ if name != "capture" else "lading.capture.trace"
-        assert origin == module, name
+        assert getattr(lading, name).__module__ == module, name
 
 
 def test_the_list_of_names_offers_them() -> None:
@@ -42,11 +42,12 @@ def test_optimizers_are_there_by_name() -> None:
         _ = lading.optim.Moun  # type: ignore[attr-defined]
 
 
-def test_capture_is_a_function_and_a_folder() -> None:
-    from lading.capture import trace
+def test_capture_is_a_plain_function() -> None:
+    """Also once its module is imported, which binds the names of packages to their parents."""
+    from lading.tracing import trace
 
-    assert callable(lading.capture)
-    assert callable(trace.capture)
+    assert lading.capture is trace.capture
+    assert inspect.isfunction(lading.capture)
 
 
 THINKING = ["lading", "lading.planner.api", "lading.sim.engine", "lading.report.html", "lading.catalog.load"]

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import nn
 
-from lading.capture.frozen import Watch
-from lading.capture.trace import capture
 from lading.errors import ConfigError
 from lading.prepare import plan
+from lading.tracing.frozen import Watch
+from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from tests.machines import small_machine
 

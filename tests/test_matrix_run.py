@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from lading.capture.trace import capture
 from lading.catalog.load import save_machine
 from lading.checkpoint.store import latest_checkpoint, open_checkpoint
 from lading.config import load_run
@@ -33,6 +32,7 @@ from lading.optim.shampoo import Shampoo, ShampooRule
 from lading.optim.soap import SOAPRule
 from lading.prepare import plan, plan_run
 from lading.report.metrics import read_metrics
+from lading.tracing.trace import capture
 from lading.train import train_plain, train_run
 from lading.trainer import Trainer
 from tests.machines import small_machine

@@ -16,7 +16,6 @@ from random import Random
 import pytest
 import torch
 
-from lading.capture.trace import capture
 from lading.catalog.load import machine_from_dict, machine_to_toml
 from lading.config import load_run
 from lading.errors import ConfigError, ProgramError, StorageError
@@ -37,6 +36,7 @@ from lading.report.promises import RunSummary
 from lading.runtime.arena import Arena
 from lading.runtime.tiers import open_tier
 from lading.sim.engine import simulate
+from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from tests.machines import machine_with_host, small_machine
 from tests.planner.steps import captured, every_choice, needs, random_choices, step_of, tiny, within

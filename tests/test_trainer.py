@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lading.capture.trace import capture
 from lading.checkpoint.store import open_checkpoint
 from lading.errors import ConfigError, StorageError
 from lading.ir.defer import updates
@@ -20,6 +19,7 @@ from lading.ir.plan import Plan
 from lading.memory.restore import program_of
 from lading.optim.adamw import AdamW
 from lading.prepare import plan
+from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from tests.machines import small_machine
 from tests.runs import budget_for, failing

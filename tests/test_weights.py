@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from lading.capture.trace import capture
 from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
@@ -27,6 +26,7 @@ from lading.optim.adamw import AdamW
 from lading.prepare import plan
 from lading.runtime.executor import Executor
 from lading.runtime.interrupts import HeldInterrupts
+from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from tests.machines import small_machine
 

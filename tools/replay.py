@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from lading.capture.interpret import Interpreter
 from lading.ir.graph import StepGraph
+from lading.tracing.interpret import Interpreter
 
 
 class Replay:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lading.capture.initial import defer
-from lading.capture.trace import capture
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
+from lading.tracing.initial import defer
+from lading.tracing.trace import capture
 
 TOKENS, VOCABULARY = 4096, 128_256
 

@@ -33,9 +33,9 @@ from benchmarks.capture.signals import SIGNALS
 from benchmarks.capture.text import TEXT
 from tools.replay import Replay
 
-from lading.capture.batches import input_leaves
-from lading.capture.trace import capture
 from lading.errors import CaptureError
+from lading.tracing.batches import input_leaves
+from lading.tracing.trace import capture
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (*OWN, *TEXT, *SIGNALS, *DIFFUSION)}
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 
-from lading.capture.trace import capture
 from lading.catalog.load import load_machine, save_machine
 from lading.cost.access import op_bytes
 from lading.cost.compute import missing_rates, op_costs
@@ -33,6 +32,7 @@ from lading.runtime.arena import Arena, view_of
 from lading.runtime.kernels import Rate, bind
 from lading.runtime.probe import probe
 from lading.runtime.resident import reuse_pages
+from lading.tracing.trace import capture
 
 MODELS = {
     "tiny": ("llama", {"num_layers": 4, "dim": 128, "num_heads": 4, "num_kv_heads": 4}, (16, 128)),

@@ -16,8 +16,6 @@ import torch
 from hand import Choices, everything_moved, states_away
 from tools.batches import random_batch
 
-from lading.capture.initial import Deferred, defer
-from lading.capture.trace import capture
 from lading.errors import PlanInfeasible
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
@@ -29,6 +27,8 @@ from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, Step
 from lading.planner.streaming import streaming
 from lading.runtime.kernels import workspace_of
+from lading.tracing.initial import Deferred, defer
+from lading.tracing.trace import capture
 
 _SMALL = {"vocab_size": 256, "dim": 256, "num_heads": 4, "num_layers": 8}
 _LLAMA_1B = {"dim": 2048, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 128256}

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from lading.capture.initial import defer
-from lading.capture.trace import capture
 from lading.ir.graph import StepGraph
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
+from lading.tracing.initial import defer
+from lading.tracing.trace import capture
 
 Build = Callable[[], torch.nn.Module]
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]

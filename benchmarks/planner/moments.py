@@ -40,7 +40,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 
-from lading.capture.table import module_table
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.ir.layout import parse_layout
@@ -49,6 +48,7 @@ from lading.models.registry import build_model, model_class
 from lading.planner.peaks import peaks_of
 from lading.planner.space import Ask
 from lading.sim.simulate import simulate
+from lading.tracing.table import module_table
 from lading.units import MiB
 
 SIZES: dict[str, Any] = {

@@ -35,7 +35,6 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 import lading
-from lading.capture.trace import capture
 from lading.catalog.load import load_machine
 from lading.ir.fleet import Fleet, Join, Member
 from lading.ir.machine import Machine
@@ -46,6 +45,7 @@ from lading.models.registry import build_model
 from lading.placing import Placing, saved
 from lading.planner.placement.contest import place
 from lading.planner.placement.from_graph import Grain, problem_of
+from lading.tracing.trace import capture
 from lading.units import MiB
 
 SIZES: dict[str, Any] = {"vocab_size": 1024, "max_seq_len": 128, "dim": 192, "num_heads": 4, "num_layers": 6}

@@ -28,8 +28,6 @@ from benchmarks.planner import listing
 from benchmarks.planner.graphs import SHAPES, Shape
 
 from lading import __version__
-from lading.capture.initial import defer
-from lading.capture.trace import capture
 from lading.catalog.fleets import load_fleet
 from lading.errors import PlanInfeasible
 from lading.ir.fleet import Fleet
@@ -38,6 +36,8 @@ from lading.ir.placement import Problem
 from lading.planner.placement.contest import POLICIES, contest
 from lading.planner.placement.from_graph import Grain, problem_of
 from lading.planner.placement.trial import Trial
+from lading.tracing.initial import defer
+from lading.tracing.trace import capture
 from lading.units import format_seconds
 
 #: Cases of each fleet, unless asked otherwise.

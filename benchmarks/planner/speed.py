@@ -42,13 +42,13 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
 
     import torch
 
-    from lading.capture.initial import defer
-    from lading.capture.trace import capture
     from lading.catalog.load import load_machine
     from lading.ir.step import expand
     from lading.models.loss import next_byte_loss
     from lading.models.registry import build_model
     from lading.planner.api import make_plan
+    from lading.tracing.initial import defer
+    from lading.tracing.trace import capture
 
     model, sizes, dtype, (batch, tokens), machine_name, budget = CASES[name]
     torch.set_num_threads(1)

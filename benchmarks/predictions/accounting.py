@@ -19,13 +19,13 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 
-from lading.capture.trace import capture
 from lading.config import ModelConfig
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.memory.lifetime import lifetimes
 from lading.models.registry import model_class
 from lading.run import build
 from lading.runtime.scratch import inner_bytes
+from lading.tracing.trace import capture
 from lading.units import MiB
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]

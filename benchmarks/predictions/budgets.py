@@ -29,8 +29,6 @@ from tools.batches import random_batch
 from torch import nn
 from torch.nn import functional as F
 
-from lading.capture.initial import defer
-from lading.capture.trace import capture
 from lading.catalog.load import load_machine, save_machine
 from lading.checkpoint.store import latest_checkpoint
 from lading.config import ModelConfig
@@ -41,6 +39,8 @@ from lading.prepare import plan
 from lading.run import build
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
+from lading.tracing.initial import defer
+from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from lading.units import GiB, MiB
 

@@ -23,8 +23,6 @@ from typing import Any
 import torch
 from tools.batches import random_batch
 
-from lading.capture.initial import defer
-from lading.capture.trace import capture
 from lading.catalog.load import load_machine, save_machine
 from lading.config import ModelConfig
 from lading.grouping import Matrices
@@ -35,6 +33,8 @@ from lading.prepare import plan
 from lading.run import build
 from lading.runtime.probe import probe
 from lading.runtime.resident import trim
+from lading.tracing.initial import defer
+from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from lading.units import GiB, MiB
 

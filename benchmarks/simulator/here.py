@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from tools.batches import random_batch
 
-from lading.capture.table import module_table
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.cost.product import product_s
@@ -33,6 +32,7 @@ from lading.ir.work import Product
 from lading.models.registry import build_model, model_class
 from lading.runtime.probe_sharing import PRODUCT
 from lading.sim.simulate import Simulated, simulate
+from lading.tracing.table import module_table
 from lading.units import MiB
 
 sys.path.insert(0, str(Path(__file__).parent))

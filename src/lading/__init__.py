@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lading.capture.trace import capture
     from lading.catalog.load import load_machine
     from lading.errors import (
         BudgetExceeded,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from lading.runtime.place import place
     from lading.runtime.probe import probe
     from lading.sim.engine import simulate
+    from lading.tracing.trace import capture
     from lading.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -74,7 +74,7 @@ __all__ = [
     "simulate",
 ]
 
-#: Module that defines each public name. The package ``lading.capture`` is itself callable, see there.
+#: Module that defines each public name.
 _DEFINED_IN = MappingProxyType(
     {
         "AdamW": "lading.optim.adamw",
@@ -95,7 +95,7 @@ _DEFINED_IN = MappingProxyType(
         "Timeline": "lading.ir.timeline",
         "Trainer": "lading.trainer",
         "apply": "lading.runtime.apply",
-        "capture": "lading.capture",
+        "capture": "lading.tracing.trace",
         "load_machine": "lading.catalog.load",
         "optimizer": "lading.optim.registry",
         "place": "lading.runtime.place",
@@ -112,8 +112,7 @@ def __getattr__(name: str) -> object:
         return import_module("lading.optim")
     if name not in _DEFINED_IN:
         raise AttributeError(f"module 'lading' has no attribute {name!r}")
-    module = import_module(_DEFINED_IN[name])
-    return module if module.__name__ == f"lading.{name}" else getattr(module, name)
+    return getattr(import_module(_DEFINED_IN[name]), name)
 
 
 def __dir__() -> list[str]:

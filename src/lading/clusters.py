@@ -96,10 +96,10 @@ def _table(question: Question) -> tuple[ModelTable, int]:
 
 def _captured(question: Question) -> tuple[ModelTable, int]:
     """The table of a model that is in no catalog, captured; this imports torch."""
-    from lading.capture.initial import defer
-    from lading.capture.table import module_table
     from lading.fit import run_of_model
     from lading.run import build, example_batch, loss_of
+    from lading.tracing.initial import defer
+    from lading.tracing.table import module_table
 
     run = run_of_model(question.model, question.seq_len or None)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=3))

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from lading import __version__
-from lading.capture.initial import defer
 from lading.checkpoint.state import TensorSource, checked_sources, source_bytes, tensor_source, write_state
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
 from lading.config import RunConfig, run_from_dict
@@ -31,6 +30,7 @@ from lading.models import hugging_face
 from lading.models.as_transformers import Twin, twin_of
 from lading.models.hugging_face import INDEX, SINGLE, tied_names
 from lading.run import build, tokenizer_of
+from lading.tracing.initial import defer
 
 #: Instead of config.json where transformers has no such model.
 OWN_CONFIG = "lading.json"

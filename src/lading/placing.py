@@ -201,12 +201,12 @@ def replayed(plan: PlacedPlan, fleet: Fleet) -> tuple[Problem, Placement]:
 
 def _captured(asked: Placing, fleet: Fleet) -> Problem:
     """From a capture on fake tensors; this imports torch."""
-    from lading.capture.initial import defer
-    from lading.capture.trace import capture
     from lading.catalog.models import resolved
     from lading.fit import run_of_model
     from lading.planner.placement.from_graph import Grain, problem_of
     from lading.run import build, example_batch, loss_of
+    from lading.tracing.initial import defer
+    from lading.tracing.trace import capture
 
     run = resolved(run_of_model(asked.model, asked.seq_len or None))
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=asked.batch))

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from lading.capture.initial import Deferred, defer
-from lading.capture.trace import capture
 from lading.catalog.load import machine_from_dict
 from lading.catalog.models import resolved
 from lading.config import MODELS, SYNTHETIC, ModelConfig, RunConfig, run_from_dict
@@ -36,6 +34,8 @@ from lading.runtime import data
 from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up
 from lading.runtime.data import Dataset, LatentDataset, TextDataset
 from lading.runtime.host import check_host
+from lading.tracing.initial import Deferred, defer
+from lading.tracing.trace import capture
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-from lading.capture.initial import defer
-from lading.capture.losses import named_losses, total_of
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
@@ -54,6 +52,8 @@ from lading.runtime.loggers import Logger, check_logging, open_loggers
 from lading.runtime.members import How
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
 from lading.summary import finish_run, of_plan
+from lading.tracing.initial import defer
+from lading.tracing.losses import named_losses, total_of
 from lading.trainer import Trainer
 from lading.units import format_bytes, format_seconds
 

@@ -20,9 +20,6 @@ from typing import Any, Self
 import torch
 
 from lading.alone import check_only_rank
-from lading.capture.batches import input_leaves
-from lading.capture.frozen import Watch
-from lading.capture.state import as_written
 from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.errors import BudgetWarning, ConfigError, StorageError, check_rate, check_type
@@ -43,6 +40,9 @@ from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.named import StateDict, Value, first_few, read_value, state_keys, tensors_of, values_of
 from lading.runtime.resident import give_back, trim
 from lading.runtime.updates import check_planned
+from lading.tracing.batches import input_leaves
+from lading.tracing.frozen import Watch
+from lading.tracing.state import as_written
 from lading.units import format_bytes
 
 _RNG = "torch.rng_state"

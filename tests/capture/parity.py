@@ -9,10 +9,10 @@ import torch
 from tools.replay import Replay
 from torch import nn
 
-from lading.capture.batches import input_leaves
-from lading.capture.trace import capture
 from lading.ir.graph import Op, Phase, StepGraph
 from lading.models.registry import build_model
+from lading.tracing.batches import input_leaves
+from lading.tracing.trace import capture
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 SMALL = {"vocab_size": 32, "max_seq_len": 16, "dim": 16, "num_heads": 2}

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from lading.capture.trace import capture
 from lading.errors import CaptureError
+from lading.tracing.trace import capture
 
 BATCH = {"x": torch.zeros(2, 4)}
 

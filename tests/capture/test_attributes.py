@@ -14,7 +14,7 @@ import torch
 from tests.capture.parity import assert_equals_eager, squares
 from tests.capture.test_features import around, batch, refusal
 
-from lading.capture.trace import capture
+from lading.tracing.trace import capture
 
 
 def _warm_up(self: Any, x: torch.Tensor) -> torch.Tensor:

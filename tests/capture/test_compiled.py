@@ -12,9 +12,9 @@ import torch
 from tests.machines import small_machine
 from torch import nn
 
-from lading.capture.trace import capture
 from lading.optim.adamw import AdamW
 from lading.prepare import plan
+from lading.tracing.trace import capture
 from lading.trainer import Trainer
 
 B, F = 4, 8

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lading.capture.trace import capture
 from lading.errors import CaptureError
+from lading.tracing.trace import capture
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*non-leaf Tensor.*:UserWarning")
 Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]

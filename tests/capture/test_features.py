@@ -16,10 +16,10 @@ from tools.replay import Replay
 from torch import nn
 from torch.nn import functional as F
 
-from lading.capture.batches import input_leaves
-from lading.capture.trace import capture
 from lading.errors import CaptureError
 from lading.ir.graph import Phase, StepGraph
+from lading.tracing.batches import input_leaves
+from lading.tracing.trace import capture
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 

@@ -12,9 +12,9 @@ from tests.beside import assert_trains_as_plain
 from tests.capture.parity import assert_equals_eager, squares
 from torch import nn
 
-from lading.capture.trace import capture
 from lading.errors import CaptureError
 from lading.ir.graph import Phase
+from lading.tracing.trace import capture
 
 B, T, F = 4, 3, 8
 

@@ -15,9 +15,9 @@ from torch.autograd import graph as autograd_graph
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
-from lading.capture.frozen import Watch
-from lading.capture.trace import capture
 from lading.errors import CaptureError
+from lading.tracing.frozen import Watch
+from lading.tracing.trace import capture
 
 B, F = 4, 8
 

@@ -9,8 +9,8 @@ import torch
 from tests.capture.parity import assert_equals_eager, ops_of
 from torch import nn
 
-from lading.capture.trace import capture
 from lading.ir.graph import OpKind, Phase
+from lading.tracing.trace import capture
 
 hf = pytest.importorskip("transformers")
 

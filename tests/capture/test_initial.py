@@ -12,11 +12,11 @@ from tests.capture.parity import SMALL, own, tokens
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lading.capture.initial import defer
-from lading.capture.trace import capture
 from lading.errors import CaptureError
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
+from lading.tracing.initial import defer
+from lading.tracing.trace import capture
 
 
 class Odd(nn.Module):

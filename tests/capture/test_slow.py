@@ -10,10 +10,10 @@ import pytest
 import torch
 from tests.capture.parity import own, tokens
 
-from lading.capture.slow import told_if_slow
-from lading.capture.trace import capture
 from lading.ir.step import expand
 from lading.models.loss import next_byte_loss
+from lading.tracing.slow import told_if_slow
+from lading.tracing.trace import capture
 
 
 def test_what_takes_long_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:

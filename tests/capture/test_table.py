@@ -11,8 +11,6 @@ import torch
 from tools.families import FAMILIES, build_at, sizes_of
 from torch import nn
 
-from lading.capture.segments import table_at_sizes
-from lading.capture.table import module_table, traced
 from lading.catalog.tables import family_table, read_table, stored_table, table_families, write_table
 from lading.errors import CaptureError, ConfigError
 from lading.ir.graph import DTYPE_BYTES, Op, OpKind, Role, StepGraph
@@ -20,6 +18,8 @@ from lading.ir.sizes import Size
 from lading.ir.table import ModelTable, Segment
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
+from lading.tracing.segments import table_at_sizes
+from lading.tracing.table import module_table, traced
 
 #: Captured in every run of the tests; the others in slow ones.
 _FAST = ("gpt", "gpt-dropout", "llama", "moe-shared", "mla-moe")

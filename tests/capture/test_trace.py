@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lading
-from lading.capture.trace import capture
 from lading.ir.graph import OpKind, Phase, Role, StepGraph
 from lading.models.dit import noise_loss
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
+from lading.tracing.trace import capture
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("gpt", {"dropout": 0.0}),

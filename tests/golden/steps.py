@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from tests.machines import machine_with_host, small_machine
 
-from lading.capture.trace import capture
 from lading.grouping import Matrices
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
@@ -31,6 +30,7 @@ from lading.planner.host_balance import hosted_step
 from lading.planner.orders import deferred_step
 from lading.planner.residency import Step
 from lading.sim.engine import simulate
+from lading.tracing.trace import capture
 
 #: Scratch of every operation.
 SCRATCH_BYTES = 8192

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lading.capture.trace import capture
 from lading.errors import ConfigError
 from lading.ir.graph import Arg, Literal, Op, Ref, Role, StepGraph
 from lading.ir.retarget import retarget
@@ -20,6 +19,7 @@ from lading.memory.lifetime import lifetimes
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.runtime.kernels import workspace_of
+from lading.tracing.trace import capture
 
 SIZES: dict[str, Any] = {"num_layers": 2, "dim": 64, "num_heads": 4, "vocab_size": 80, "max_seq_len": 40}
 

@@ -10,17 +10,17 @@ import torch
 from tests.ir.test_retarget import Attends
 from tools.replay import Replay
 
-import lading.capture.interpret
-from lading.capture.trace import capture
+import lading.tracing.interpret
 from lading.ir.graph import StepGraph
 from lading.ir.retarget import retarget
 from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
+from lading.tracing.trace import capture
 
 ATEN = torch.ops.aten
 CPU = ATEN._scaled_dot_product_flash_attention_for_cpu.default
 CPU_BACKWARD = ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
-resolve = lading.capture.interpret._resolve
+resolve = lading.tracing.interpret._resolve
 
 
 def flash(q: Any, k: Any, v: Any, dropout: float, causal: bool, debug: bool, *, scale: float | None = None) -> Any:
@@ -102,7 +102,7 @@ def test_losses_and_gradients_stay(name: str, monkeypatch: pytest.MonkeyPatch) -
     graph = capture(model, batch, loss)
     wanted = values(graph, model, batch)
     new = retarget(graph, "cuda")
-    monkeypatch.setattr(lading.capture.interpret, "_resolve", lambda op: PLAYED.get(op) or on_cpu(op))
+    monkeypatch.setattr(lading.tracing.interpret, "_resolve", lambda op: PLAYED.get(op) or on_cpu(op))
     assert any(op.name in PLAYED for op in new.ops)
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if next(model.parameters()).dtype is torch.bfloat16 else {}
     for old_value, new_value in zip(wanted, values(new, model, batch), strict=True):

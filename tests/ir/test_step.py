@@ -13,13 +13,13 @@ import torch
 from tests.capture.parity import own, squares, tokens, values
 from torch import nn
 
-from lading.capture.batches import input_leaves
-from lading.capture.interpret import Interpreter
-from lading.capture.trace import capture
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Phase, Role, StepGraph
 from lading.ir.step import expand
 from lading.models.loss import next_byte_loss
+from lading.tracing.batches import input_leaves
+from lading.tracing.interpret import Interpreter
+from lading.tracing.trace import capture
 
 
 class Halves(nn.Module):

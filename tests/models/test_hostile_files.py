@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tests.fuzz import damaged_bytes, damaged_document
 from tests.models.test_hugging_face import SMALL, loaded, saved
 
-from lading.capture.initial import defer
 from lading.config import ModelConfig
 from lading.errors import CaptureError, ConfigError, LadingError, StorageError
 from lading.models.hugging_face import build_from, read_config, task_of
 from lading.runtime.tokens import load_tokenizer
+from lading.tracing.initial import defer
 
 hf = pytest.importorskip("transformers")
 FEW = settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from lading.capture.initial import defer
 from lading.config import ModelConfig
 from lading.errors import ConfigError, StorageError
 from lading.models.hugging_face import build_from, load_weights, read_config, task_of
+from lading.tracing.initial import defer
 
 hf = pytest.importorskip("transformers")
 

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import torch
 
-from lading.capture.fused import Whole  # noqa: F401  (registers the whole norms)
 from lading.ir.graph import Arg, Literal, Op, Phase, Ref, Role
 from lading.ir.layout import Layout
 from lading.ir.rankgraph import RankGraph, RankTensor
 from lading.ir.table import ModelTable
 from lading.parallel.chunks import chunks
 from lading.parallel.shard import rank_graph
+from lading.tracing.fused import Whole  # noqa: F401  (registers the whole norms)
 
 Env = dict[int, torch.Tensor]
 #: Collectives of rows that are sorted by expert, as ``lading.ir.work.Collective`` names them.

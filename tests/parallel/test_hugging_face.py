@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from lading.capture.table import module_table
 from lading.ir.layout import parse_layout
 from lading.ir.work import Collective, Product, RankSegment, Stage
 from lading.parallel.ranks import rank_segment
+from lading.tracing.table import module_table
 
 transformers = pytest.importorskip("transformers")
 B, S = 2, 32

@@ -13,7 +13,6 @@ import torch
 from tests.parallel.player import Played, Step
 from tools.models.decoder import PartsConfig, PartsDecoder
 
-from lading.capture.table import module_table
 from lading.catalog.tables import family_table
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES
@@ -24,6 +23,7 @@ from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.parallel.ranks import rank_segment
 from lading.parallel.shard import rank_graph
+from lading.tracing.table import module_table
 
 TOKENS, VOCAB = 16, 64
 _SIZES: dict[str, dict[str, Any]] = {

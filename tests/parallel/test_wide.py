@@ -8,7 +8,6 @@ import pytest
 import torch
 from tools.batches import random_batch
 
-from lading.capture.table import module_table
 from lading.clusters import Question, request_of
 from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
@@ -17,6 +16,7 @@ from lading.ir.work import RankSegment
 from lading.models.registry import build_model, model_class
 from lading.parallel.ranks import rank_segment
 from lading.sim.simulate import Simulated, simulate
+from lading.tracing.table import module_table
 
 GPT = {"num_layers": 2, "dim": 128, "num_heads": 4, "vocab_size": 512, "max_seq_len": 64, "tied": False}
 LLAMA = {

@@ -9,7 +9,6 @@ import pytest
 import torch
 from tests.captured import SIZES
 
-from lading.capture.trace import capture
 from lading.catalog.fleets import load_fleet
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
@@ -25,6 +24,7 @@ from lading.planner.placement.from_graph import Grain, problem_of
 from lading.planner.placement.from_table import chain_of
 from lading.planner.placement.trial import Trial
 from lading.sim.simulate import simulate
+from lading.tracing.trace import capture
 
 GRAINS = (Grain(), Grain(most=8), Grain(operations=True))
 

@@ -13,7 +13,6 @@ from tests.ranks import run_ranks
 from torch import nn
 
 import lading
-from lading.capture.trace import capture
 from lading.catalog.load import load_machine
 from lading.catalog.models import named_model
 from lading.errors import ConfigError
@@ -27,6 +26,7 @@ from lading.planner.placement.contest import place
 from lading.planner.placement.from_graph import Grain, problem_of
 from lading.planner.placement.trial import Trial
 from lading.runtime.place import _path, _set_private
+from lading.tracing.trace import capture
 
 MICRO_BATCHES, ROWS, TOKENS = 4, 2, 32
 

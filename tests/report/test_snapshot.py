@@ -11,7 +11,6 @@ import torch
 from tests.machines import small_machine
 from torch.cuda import _memory_viz
 
-from lading.capture.trace import capture
 from lading.ir.program import Program
 from lading.ir.step import expand
 from lading.ir.timeline import Event, Timeline
@@ -20,6 +19,7 @@ from lading.models.loss import next_byte_loss
 from lading.models.registry import build_model
 from lading.planner.api import Planned, make_plan
 from lading.report.snapshot import snapshot, write_snapshot
+from lading.tracing.trace import capture
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from lading.capture.trace import capture
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import PERSISTENT, OpKind, StepGraph
 from lading.ir.machine import Device, Machine, Tier
@@ -24,6 +23,7 @@ from lading.optim.adamw import AdamW
 from lading.planner.lower import Costs, lower
 from lading.runtime.executor import Executor
 from lading.runtime.kernels import workspace_of
+from lading.tracing.trace import capture
 from lading.units import GiB
 
 SIZES = {"num_layers": 2, "dim": 64, "num_heads": 4, "vocab_size": 80, "max_seq_len": 16}

@@ -28,7 +28,6 @@ from tests.runtime.cases import (
 )
 from tests.runtime.fake_accelerator import FakeApi, FakeMeter, fake_device
 
-from lading.capture.trace import capture
 from lading.errors import ProgramError
 from lading.grouping import Matrices
 from lading.ir.action import Action, ActionKind
@@ -42,6 +41,7 @@ from lading.runtime.accelerator import BouncedTier
 from lading.runtime.executor import Executor
 from lading.runtime.tiers import PIECE_BYTES, FileTier
 from lading.runtime.workspace import measured_workspace
+from lading.tracing.trace import capture
 
 STEPS = [("gpt", 2, 1.0, 0.2), ("llama", 2, 0.5, 0.0), ("moe", 1, 0.0, 0.0)]
 

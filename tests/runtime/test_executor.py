@@ -32,13 +32,13 @@ from tests.runtime.cases import (
     program_of,
 )
 
-from lading.capture.trace import capture
 from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.action import Action, ActionKind
 from lading.ir.graph import PERSISTENT, StepGraph
 from lading.ir.program import Program
 from lading.ir.step import expand
 from lading.runtime.executor import Executor
+from lading.tracing.trace import capture
 
 STEPS = [("gpt", 1, 0.0, 0.0), ("gpt", 2, 1.0, 0.2), ("llama", 2, 0.5, 0.0), ("moe", 1, 0.0, 0.0)]
 

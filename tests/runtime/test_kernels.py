@@ -12,11 +12,11 @@ import transformers
 from tests.runtime.cases import loss_fn, model_of
 from torch.nn import functional as F
 
-from lading.capture.trace import capture
 from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref, StepGraph
 from lading.runtime import pieces
 from lading.runtime.arena import view_of
 from lading.runtime.kernels import bind, out_overload, workspace_of
+from lading.tracing.trace import capture
 
 UNDEFINED = ("aten.empty_like.default", "aten.empty.memory_format")
 

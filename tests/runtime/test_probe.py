@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from lading.capture.trace import capture
 from lading.catalog.load import machine_from_dict, machine_to_toml, unsourced
 from lading.errors import ConfigError, StorageError
 from lading.ir.graph import OpKind
@@ -22,6 +21,7 @@ from lading.runtime.host import host_id
 from lading.runtime.load_meter import LoadMeter, busy_seconds
 from lading.runtime.probe import _quiet_rounds, probe
 from lading.runtime.probe_products import SHAPES, Product, fit_products
+from lading.tracing.trace import capture
 from lading.units import MiB
 
 

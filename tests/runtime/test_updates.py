@@ -12,7 +12,6 @@ from tests.runtime.cases import OPTIMIZER, TIERED, at_random, batches_of, load, 
 from tests.runtime.fake_accelerator import FakeApi, fake_device
 from torch.profiler import ProfilerActivity, profile
 
-from lading.capture.trace import capture
 from lading.grouping import Matrices
 from lading.ir.defer import defer
 from lading.ir.defer import updates as deferrable
@@ -26,6 +25,7 @@ from lading.optim.rule import fresh, update_matrix
 from lading.runtime import updates
 from lading.runtime.executor import Executor
 from lading.runtime.kernels import Kernel, Rate, bind
+from lading.tracing.trace import capture
 
 RULES: list[Any] = [
     Matrices(rule="muon", lr=0.1),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from tools.batches import random_batch
 
-from lading.capture.table import module_table
 from lading.catalog.stacks import stack_by_name
 from lading.errors import ConfigError
 from lading.ir.graph import Role
@@ -22,6 +21,7 @@ from lading.models.registry import build_model, model_class
 from lading.program.schedules import schedule_of
 from lading.sim.eager import eager_memory
 from lading.sim.simulate import runs_of, segments_of
+from lading.tracing.table import module_table
 
 GPT = {"num_layers": 4, "dim": 512, "num_heads": 8, "vocab_size": 4096, "max_seq_len": 256, "tied": False}
 LLAMA = {

@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from lading.capture.attributes import GONE, OF_TORCH, is_leaf, is_looked_into, joined, tables_of
-from lading.capture.batches import input_leaves, plain_leaves
-from lading.capture.hooks import described, described_global
-from lading.capture.reach import Entry, Reach, is_named, length_of, recorded, values_of
 from lading.errors import ConfigError
 from lading.ir.frozen import Frozen
+from lading.tracing.attributes import GONE, OF_TORCH, is_leaf, is_looked_into, joined, tables_of
+from lading.tracing.batches import input_leaves, plain_leaves
+from lading.tracing.hooks import described, described_global
+from lading.tracing.reach import Entry, Reach, is_named, length_of, recorded, values_of
 
 _NUMBERS = (bool, int, float, complex)
 #: Modules whose forward goes through whatever is in them.

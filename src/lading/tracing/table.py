@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lading.capture.batches import input_leaves, map_batch
-from lading.capture.fused import Whole
-from lading.capture.identify import Identifier
-from lading.capture.segments import table_at_sizes
-from lading.capture.settings import number_args, number_settings, with_number_args, with_numbers
-from lading.capture.state import branches_of_eager, left_as_it_was
-from lading.capture.trace import call_on, fake_batch, fake_copies, fake_mode_of, forward_backward, module_paths
-from lading.capture.tracer import Tracer
 from lading.errors import CaptureError
 from lading.ir.graph import UNKNOWN, Arg, Literal, Op, StepGraph
 from lading.ir.sizes import Power, Size
 from lading.ir.table import ModelTable, Segment
+from lading.tracing.batches import input_leaves, map_batch
+from lading.tracing.fused import Whole
+from lading.tracing.identify import Identifier
+from lading.tracing.segments import table_at_sizes
+from lading.tracing.settings import number_args, number_settings, with_number_args, with_numbers
+from lading.tracing.state import branches_of_eager, left_as_it_was
+from lading.tracing.trace import call_on, fake_batch, fake_copies, fake_mode_of, forward_backward, module_paths
+from lading.tracing.tracer import Tracer
 
 Loss = Callable[[torch.nn.Module, Any], Any]
 #: A model and a batch of certain sizes.

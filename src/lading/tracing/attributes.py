@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lading.capture.hooks import hooks_of
 from lading.errors import CaptureError
 from lading.ir.graph import StepGraph
+from lading.tracing.hooks import hooks_of
 
 _PLAIN = (int, float, bool, str, complex, bytes, np.generic, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lading.capture.interpret import Interpreter
-from lading.capture.slow import told_if_slow
-from lading.capture.tracer import Tracer
 from lading.ir.graph import Op, Storage, Tensor
+from lading.tracing.interpret import Interpreter
+from lading.tracing.slow import told_if_slow
+from lading.tracing.tracer import Tracer
 
 #: What torch's default dtype may be.
 _DEFAULTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 _ATEN = torch.ops.aten
 
-#: Attention that torch's own table does not have: the CPU's, and that of tables (``lading.capture.fused``).
+#: Attention that torch's own table does not have: the CPU's, and that of tables (``lading.tracing.fused``).
 _FORWARD = frozenset(
     {"aten::_scaled_dot_product_flash_attention_for_cpu", "lading::_scaled_dot_product_flash_attention"}
 )

@@ -16,17 +16,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lading.alone import check_alone, check_whole, refusing_wrappers
-from lading.capture.attributes import Left, check_steady
-from lading.capture.batches import input_leaves, map_batch
-from lading.capture.frozen import freeze, hooks_label, without
-from lading.capture.hooks import carry_hooks, check_hooks, hooks_as_they_were
-from lading.capture.losses import TOTAL, named_losses, total_of
-from lading.capture.slow import told_if_slow
-from lading.capture.state import as_written, branches_of_eager, left_as_it_was, uncompiled
-from lading.capture.tracer import Tracer
 from lading.errors import CaptureError, ConfigError, LadingError, check_type
 from lading.ir.fold import fold
 from lading.ir.graph import Phase, StepGraph
+from lading.tracing.attributes import Left, check_steady
+from lading.tracing.batches import input_leaves, map_batch
+from lading.tracing.frozen import freeze, hooks_label, without
+from lading.tracing.hooks import carry_hooks, check_hooks, hooks_as_they_were
+from lading.tracing.losses import TOTAL, named_losses, total_of
+from lading.tracing.slow import told_if_slow
+from lading.tracing.state import as_written, branches_of_eager, left_as_it_was, uncompiled
+from lading.tracing.tracer import Tracer
 
 
 def capture(

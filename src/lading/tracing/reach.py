@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lading.capture.attributes import (
+from lading.ir.frozen import Kind
+from lading.tracing.attributes import (
     COMPARED,
     GONE,
     OF_TORCH,
@@ -30,8 +31,7 @@ from lading.capture.attributes import (
     read_item,
     tables_at,
 )
-from lading.capture.hooks import hooks_of, named
-from lading.ir.frozen import Kind
+from lading.tracing.hooks import hooks_of, named
 
 #: Packages whose code is followed by names only: what they keep in variables is no number of a step.
 _LIBRARIES = frozenset({"torch", "transformers", "diffusers", "numpy", "lading", "logging"})
@@ -60,7 +60,7 @@ class Reach:
     """What the code of a step mentions.
 
     Args:
-        tables: Attributes of the model and the loss (``lading.capture.attributes.tables_of``).
+        tables: Attributes of the model and the loss (``lading.tracing.attributes.tables_of``).
         model: None for the loss alone.
 
     Attributes:

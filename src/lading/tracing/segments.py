@@ -1,6 +1,6 @@
 """Segments of a captured step: what is before the blocks, each block, what is after them; forward and backward each.
 
-Sizes are numbers here; ``lading.capture.table`` finds how they depend on those of the batch and the model.
+Sizes are numbers here; ``lading.tracing.table`` finds how they depend on those of the batch and the model.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from lading.capture.settings import settings_of
 from lading.errors import CaptureError
 from lading.ir.fold import block_items
 from lading.ir.graph import Op, OpKind, Parameter, Phase, Role, StepGraph, rename_op
 from lading.ir.sizes import Size
 from lading.ir.table import ModelTable, Segment, TableTensor
+from lading.tracing.settings import settings_of
 
 _PRODUCTS = (OpKind.MATMUL, OpKind.CONVOLUTION)
 _CROSSING = (Role.ACTIVATION, Role.GRADIENT)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from lading.capture.strides import real_strides, real_view
+from lading.tracing.strides import real_strides, real_view
 
 _CPU = torch.device("cpu")
 _UNCACHED = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view)

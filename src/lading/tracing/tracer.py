@@ -22,10 +22,6 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lading.alone import ADVICE, is_of_ranks
-from lading.capture.effects import draws, moves_view, out_of_place, written
-from lading.capture.fakes import FakeRunner, flat_tensors
-from lading.capture.flops import op_flops
-from lading.capture.known import Trace
 from lading.errors import CaptureError
 from lading.ir.graph import (
     DTYPE_BYTES,
@@ -42,6 +38,10 @@ from lading.ir.graph import (
     Tensor,
 )
 from lading.ir.opkinds import kind_of
+from lading.tracing.effects import draws, moves_view, out_of_place, written
+from lading.tracing.fakes import FakeRunner, flat_tensors
+from lading.tracing.flops import op_flops
+from lading.tracing.known import Trace
 
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)

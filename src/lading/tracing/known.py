@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from lading.capture.interpret import Interpreter
 from lading.ir.graph import Op, Role, Storage, Tensor
+from lading.tracing.interpret import Interpreter
 
 #: Most bytes that may be computed for one answer.
 _LIMIT_BYTES = 1 << 28

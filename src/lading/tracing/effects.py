@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lading.capture.fakes import flat_tensors
+from lading.tracing.fakes import flat_tensors
 
 #: Batch norms that update their running statistics (arguments 3 and 4) though their schema does not say so, and the
 #: position of the flag that makes them.

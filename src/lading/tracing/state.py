@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lading.capture.attributes import Left, Table, carried, carry, copied, left_in, tables_of
 from lading.errors import CaptureError
+from lading.tracing.attributes import Left, Table, carried, carry, copied, left_in, tables_of
 
 
 @contextmanager

@@ -29,7 +29,6 @@ from lading.hosts import machine_of
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.ir.updates import grouped
-from lading.matrices import MatrixOptimizer
 from lading.optim.master import MasterWeights
 from lading.optim.registry import name_of
 from lading.report.lines import fitted
@@ -427,6 +426,8 @@ def _plain_optimizers(
     named = dict(zip(names, masters.parameters, strict=True))
     found: list[tuple[torch.optim.Optimizer, float]] = []
     if matrices is not None:
+        from lading.matrices import MatrixOptimizer  # who owns which matrix is planned
+
         captured = capture_run(run, machine_of(run)).captured
         parts = grouped(captured, matrices, name_of(chosen))[0]
         groups = [

@@ -137,7 +137,7 @@ def _planned(case: Case, share: float, folder: Path) -> tuple[list[float], dict[
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gpt", 2, 0.5, "fp32", 5, 1, (1.0, 0.25)),
+        Case("gpt", 2, 0.5, "fp32", 5, 1, (1.0, 0.4)),  # of one layer less than 0.37 cannot be planned
         Case("gpt", 2, 0.5, "bf16", 4, 1, (0.5,)),
         Case("llama", 1, 0.5, "autocast", 4, 1, (0.5,)),
         Case("wide", 1, 0.5, "bf16", 2, 1, (1.0, 0.45)),

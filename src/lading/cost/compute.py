@@ -1,47 +1,32 @@
 """Seconds of every operation of a StepGraph on one device.
 
-    product      overhead + flops / (peak * efficiency(flops of one matrix) * prod of d/(d + skinny_dim) over m, n, k)
-    attention    overhead + flops done / rate(flops done for one head); a causal one does half
     optimizer    as the rest if there is a rate "step", else overhead + elements / optimizer_elements_per_s
     of matrices  products of the rule, 9 n^3 of a decomposition at a share of the peak, and elementwise passes
-    the rest     overhead + bytes / rate(bytes)
+    the rest     overhead + what its rates say (``lading.cost.curves``)
 
-A rate is looked up by the operation's own name ("gelu_backward", "bmm"), then by its cost class ("transcendental",
-"norm_backward"), each first with ".strided" appended when it walks against the order of memory; at last it is the
-memory bandwidth. "runs" bounds operations on many small pieces of memory. Own rates of products are FLOP/s against
-the FLOP of one matrix.
-Operations on bfloat16 or float16 have rates of their own: each name is looked up with ".bfloat16" appended first.
-Without one, products go by float32's rates times the ratio of the peaks, the rest by float32's rate for their bytes.
-Both and the memory bandwidth are guesses, and ``missing_rates`` says where they were made. Rates hold for one
-operation at a time with whatever of its operands is in cache as in the probe; contention with moves is the simulator's
-affair.
+Rates that are not known, and the memory bandwidth in their place, are guesses, and ``missing_rates`` says where they
+were made; contention with moves is the simulator's affair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import NamedTuple
 
 from lading.cost.access import ALLOCATIONS, base_name, op_bytes, walk
+from lading.cost.curves import LOW, Demand, curve_s, measured, product_curve_s, rate_of
 from lading.cost.updates import eigen_s, eigen_share
 from lading.errors import ConfigError
 from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Ref, StepGraph, Tensor
-from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Curve, Device, Machine
+from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
 from lading.ir.opkinds import kind_of
 from lading.ir.updates import matrices_of, rule_of, work_of
+from lading.ir.work import Product
 from lading.optim.rule import MatrixRule, ParameterRule, Work
 
-#: Suffix of a rate that holds when the innermost dim of an operand is not its contiguous one.
-STRIDED = ".strided"
-#: Pieces of memory (two dims that are regular in every operand) that an operation can go through a second.
-RUNS = "runs"
-_LOW = frozenset({"bfloat16", "float16"})
 #: Of what BLAS packs for a product (``packed_columns``): its rows as columns, and the depth up to which it packs less.
 _PACKED_ROWS, _SHALLOW = 200, 256
-#: Suffix of a class's rate that holds for its operations in backward.
-BACKWARD = "_backward"
 
 
 def op_costs(graph: StepGraph, device: Device) -> list[float]:
@@ -124,24 +109,32 @@ def op_seconds(graph: StepGraph, op: Op, device: Device) -> float:
         ConfigError: a product's dtype has no peak on this device.
     Ignores: contention with moves, clock and power limits.
     """
-    if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
-        return device.op_overhead_s + _product_seconds(graph, op, device)
     if op.kind is OpKind.STEP and (matrices := work_of(graph, op)) is not None:
         return _matrices_seconds(graph, op, device, matrices)
-    if op.kind is OpKind.STEP and _rate(graph, op, device) is None:
+    demand = op_demand(graph, op)
+    if op.kind is OpKind.STEP and rate_of(demand, device) is None:
         return device.op_overhead_s + _step_elements(graph, op) / device.optimizer_elements_per_s
-    if op.kind is OpKind.ATTENTION and (flops := attention_flops(graph, op)) > 0:
-        return device.op_overhead_s + _attention_seconds(graph, op, device, flops)
-    size = op_bytes(graph, op)
-    rate = _rate(graph, op, device)
-    bandwidth = rate.at(size) if rate and size else device.memory_bandwidth_bytes_per_s
-    return device.op_overhead_s + max(size / bandwidth, _runs_seconds(graph, op, device))
+    return device.op_overhead_s + curve_s(demand, device)
 
 
-def _runs_seconds(graph: StepGraph, op: Op, device: Device) -> float:
-    """Least time of going through many small pieces of memory, at ``rates["runs"]`` pieces a second."""
-    runs = walk(graph, op).runs
-    return runs / device.rates[RUNS].at(runs) if runs > 1 and RUNS in device.rates else 0.0
+def op_demand(graph: StepGraph, op: Op) -> Demand:
+    """What an operation of a step asks of a device."""
+    product = _product(graph, op) if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION) else None
+    attention = attention_flops(graph, op) if op.kind is OpKind.ATTENTION else 0
+    path = walk(graph, op)
+    return Demand(
+        name=base_name(op.name),
+        kind=op.kind,
+        where=f"{op.name} in {op.module or '(loss)'}",
+        dtype=_dtype(graph, op),
+        low=_low_dtype(graph, op),
+        size_bytes=op_bytes(graph, op),
+        strided=path.strided,
+        runs=path.runs,
+        product=product,
+        flops=(op.flops or product.flops) if product else attention / 2 if _is_causal(op) else float(attention),
+        heads=_heads(graph, op) if attention else 1,
+    )
 
 
 def packed_columns(graph: StepGraph) -> int:
@@ -160,13 +153,13 @@ def packed_columns(graph: StepGraph) -> int:
     return total
 
 
-def _packed(graph: StepGraph) -> Iterator[_Product]:
+def _packed(graph: StepGraph) -> Iterator[Product]:
     """Products of float32 numbers, in program order."""
     for op in graph.ops:
         if op.kind is OpKind.MATMUL and not _low_dtype(graph, op):
             yield _product(graph, op)
-        elif (matrices := work_of(graph, op)) is not None and matrices[0].product_dtype not in _LOW:
-            yield from (_Product(1, m, k, n) for _, m, n, k in matrices[2].products)
+        elif (matrices := work_of(graph, op)) is not None and matrices[0].product_dtype not in LOW:
+            yield from (Product(m, n, k) for _, m, n, k in matrices[2].products)
 
 
 def compiled_products(graph: StepGraph) -> int:
@@ -176,7 +169,7 @@ def compiled_products(graph: StepGraph) -> int:
         if op.kind is OpKind.MATMUL and _low_dtype(graph, op):
             operands = [graph.tensors[t] for t in _operands(op)]
             found.add((op.name, tuple((t.dtype, t.shape, t.stride) for t in operands)))
-        elif (matrices := work_of(graph, op)) is not None and matrices[0].product_dtype in _LOW:
+        elif (matrices := work_of(graph, op)) is not None and matrices[0].product_dtype in LOW:
             _, rows, columns = matrices_of(graph, op)
             short, long = sorted((rows, columns))
             found.update((op.name, short, long, kind) for kind in ("gram", "square", "step"))
@@ -205,24 +198,25 @@ def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
 
 def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
     """What the cost of one operation assumes."""
-    low, kind = _low_dtype(graph, op), op.kind.value
     if (matrices := work_of(graph, op)) is not None:
         yield from _assumed_of_matrices(matrices, device)
         return
+    demand = op_demand(graph, op)
+    low, kind = demand.low, op.kind.value
     if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
-        found = _own_rate(graph, op, device)
+        found = measured(demand.name, kind, low, device)
         if found is None and op.kind is OpKind.CONVOLUTION:
-            yield f"no rate of {base_name(op.name)} on {device.name}: timed as a square product of its FLOP"
+            yield f"no rate of {demand.name} on {device.name}: timed as a square product of its FLOP"
         if found is None and device.product_efficiency is None:
             yield f"no product_efficiency for {device.name}: products run at peak"
         if low and device.kind == "cpu" and (found is None or not found[1]):
             yield f"no {low} rate of products on {device.name}: timed as float32's times the ratio of the peaks"
         return
-    rate = _rate(graph, op, device)
+    rate = rate_of(demand, device)
     if rate is None and op.kind is not OpKind.STEP:
         way = "as a product of its FLOP" if op.kind is OpKind.ATTENTION else "by its bytes at memory bandwidth"
         yield f"no rate of {kind} on {device.name}: timed {way}"
-    elif low and device.kind == "cpu" and _rate(graph, op, device, low) is None:
+    elif low and device.kind == "cpu" and rate_of(demand, device, low) is None:
         yield f"no {low} rate of {kind} on {device.name}: timed as float32's"
 
 
@@ -230,8 +224,8 @@ def _assumed_of_matrices(matrices: tuple[MatrixRule, int, Work], device: Device)
     """What the cost of an update of matrices assumes."""
     rule, _, work = matrices
     dtype = rule.product_dtype
-    low = dtype if dtype in _LOW else ""
-    found = _measured("mm", OpKind.MATMUL.value, low, device)
+    low = dtype if dtype in LOW else ""
+    found = measured("mm", OpKind.MATMUL.value, low, device)
     if found is None and device.product_efficiency is None:
         yield f"no product_efficiency for {device.name}: products run at peak"
     if low and device.kind == "cpu" and (found is None or not found[1]):
@@ -245,7 +239,7 @@ def _assumed_of_matrices(matrices: tuple[MatrixRule, int, Work], device: Device)
 def _low_dtype(graph: StepGraph, op: Op) -> str:
     """The 16-bit float among an operation's tensors, "" if there is none."""
     found = (graph.tensors[t].dtype for t in (*op.inputs, *op.outputs, *op.mutates))
-    return next((dtype for dtype in found if dtype in _LOW), "")
+    return next((dtype for dtype in found if dtype in LOW), "")
 
 
 def attention_flops(graph: StepGraph, op: Op) -> int:
@@ -265,55 +259,15 @@ def attention_flops(graph: StepGraph, op: Op) -> int:
     return forward * 5 // 2 if backward else forward
 
 
-class _Product(NamedTuple):
-    """``batch`` products of m x k by k x n."""
-
-    batch: int
-    m: int
-    k: int
-    n: int
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.m * self.k * self.n
-
-
-def _product_seconds(graph: StepGraph, op: Op, device: Device) -> float:
-    product = _product(graph, op)
-    own, dtype = _own_rate(graph, op, device), _dtype(graph, op)
-    return _priced(product, op.flops or product.flops, own, dtype, device, f"{op.name} in {op.module or '(loss)'}")
-
-
-def _priced(
-    product: _Product, flops: float, own: tuple[Curve, bool] | None, dtype: str, device: Device, where: str
-) -> float:
-    """Seconds of a product; ``own`` is its measured rate, and whether that was measured in ``dtype``."""
-    each = max(1.0, flops / product.batch)
-    if own is not None and (own[1] or dtype == "float32"):
-        return flops / own[0].at(each)
-    if dtype not in device.peak_flops_per_s:
-        known = ", ".join(sorted(device.peak_flops_per_s))
-        raise ConfigError(
-            f"{where} is a {dtype} product and {device.name} has a peak only for {known}; "
-            f"add device.peak_flops_per_s.{dtype} to the machine file or change the model's dtype"
-        )
-    if own is not None:
-        return flops / (own[0].at(each) * _peak_ratio(device, dtype))
-    share = device.product_efficiency.at(each) if device.product_efficiency else 1.0
-    for dim in (product.m, product.k, product.n):
-        share *= dim / (dim + device.skinny_dim) if dim else 1.0
-    return flops / (device.peak_flops_per_s[dtype] * share)
-
-
 def _matrices_seconds(graph: StepGraph, op: Op, device: Device, matrices: tuple[MatrixRule, int, Work]) -> float:
     """Seconds of an update of matrices: the mean over updates where something is due now and then."""
     rule, count, work = matrices
     dtype = rule.product_dtype
     seconds = launches = 0.0
     for times, m, n, k in work.products:
-        product = _Product(1, m, k, n)
-        own = _measured("mm", OpKind.MATMUL.value, dtype if dtype in _LOW else "", device)
-        seconds += times * _priced(product, product.flops, own, dtype, device, f"{op.name} in {op.module}")
+        product = Product(m, n, k)
+        own = measured("mm", OpKind.MATMUL.value, dtype if dtype in LOW else "", device)
+        seconds += times * product_curve_s(product, product.flops, own, dtype, device, f"{op.name} in {op.module}")
         launches += times
     seconds += eigen_s(work, device)
     _, rows, columns = matrices_of(graph, op)
@@ -323,17 +277,17 @@ def _matrices_seconds(graph: StepGraph, op: Op, device: Device, matrices: tuple[
     return count * (seconds + (launches + work.passes) * device.op_overhead_s)
 
 
-def _product(graph: StepGraph, op: Op) -> _Product:
+def _product(graph: StepGraph, op: Op) -> Product:
     """Shape of a product from its last two matrix arguments; a square of the same FLOP when it has none."""
     shapes = [shape for shape in (graph.tensors[t].shape for t in _operands(op)) if len(shape) >= 2]
     if op.kind is OpKind.CONVOLUTION or len(shapes) < 2:
         side = max(1, round((op.flops / 2) ** (1 / 3)))
-        return _Product(1, side, side, side)
+        return Product(side, side, side)
     left, right = shapes[-2:]
     if base_name(op.name).startswith("_grouped_mm"):
         groups = (right if len(right) == 3 else left)[0] if 3 in (len(left), len(right)) else 1
-        return _Product(groups, max(1, left[-2] // (groups if len(left) == 2 else 1)), left[-1], right[-1])
-    return _Product(max(1, prod(left[:-2])), left[-2], left[-1], right[-1])
+        return Product(max(1, left[-2] // (groups if len(left) == 2 else 1)), right[-1], left[-1], groups)
+    return Product(left[-2], right[-1], left[-1], max(1, prod(left[:-2])))
 
 
 def _operands(op: Op) -> list[int]:
@@ -343,8 +297,13 @@ def _operands(op: Op) -> list[int]:
 
 
 def _dtype(graph: StepGraph, op: Op) -> str:
-    operands = _operands(op) or list(op.inputs)
-    return graph.tensors[operands[-1]].dtype
+    """Dtype of what a product multiplies, or of the first tensor of another operation."""
+    tensors = (
+        (_operands(op) or list(op.inputs))[-1:]
+        if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION)
+        else [*op.inputs, *op.outputs]
+    )
+    return graph.tensors[tensors[0]].dtype if tensors else ""
 
 
 def _step_elements(graph: StepGraph, op: Op) -> float:
@@ -355,19 +314,6 @@ def _step_elements(graph: StepGraph, op: Op) -> float:
         return largest
     numbers = 3 + rule.passes + 2 * rule.state_elements(shape) / prod(shape)
     return largest * (numbers / UPDATE_NUMBERS)
-
-
-def _attention_seconds(graph: StepGraph, op: Op, device: Device, flops: int) -> float:
-    done = flops / 2 if _is_causal(op) else float(flops)
-    if rate := _rate(graph, op, device):
-        low = _low_dtype(graph, op)
-        guessed = low and device.kind == "cpu" and _rate(graph, op, device, low) is None
-        return done / (rate.at(done / _heads(graph, op)) * (_peak_ratio(device, low) if guessed else 1.0))
-    peak = device.peak_flops_per_s.get(graph.tensors[op.inputs[0]].dtype)
-    if peak is None:
-        return op_bytes(graph, op) / device.memory_bandwidth_bytes_per_s
-    share = device.product_efficiency.at(done) if device.product_efficiency else 1.0
-    return done / (peak * share)
 
 
 def _is_causal(op: Op) -> bool:
@@ -385,38 +331,6 @@ def _is_causal(op: Op) -> bool:
 def _heads(graph: StepGraph, op: Op) -> int:
     """Heads of all sequences together."""
     return max(1, prod(graph.tensors[op.inputs[0]].shape[:2]))
-
-
-def _peak_ratio(device: Device, dtype: str) -> float:
-    """How many times as fast as in float32 products are; 1 where one of the peaks is not known."""
-    peaks = device.peak_flops_per_s
-    return peaks[dtype] / peaks["float32"] if dtype in peaks and "float32" in peaks else 1.0
-
-
-def _own_rate(graph: StepGraph, op: Op, device: Device) -> tuple[Curve, bool] | None:
-    """The measured rate of a product, and whether it was measured in the product's own dtype."""
-    return _measured(base_name(op.name), op.kind.value, _low_dtype(graph, op), device)
-
-
-def _measured(own: str, kind: str, low: str, device: Device) -> tuple[Curve, bool] | None:
-    """The rate of a product by name, cost class and 16-bit dtype ("" for none)."""
-    for name in (f"{own}.{low}", f"{kind}.{low}") if low else ():
-        if name in device.rates:
-            return device.rates[name], True
-    return (device.rates[own], not low) if own in device.rates else None
-
-
-def _rate(graph: StepGraph, op: Op, device: Device, low: str | None = None) -> Curve | None:
-    """The most specific measured rate of an operation, None if there is none; with ``low``, of that dtype only."""
-    own, kind = base_name(op.name), op.kind.value
-    names = [own, kind + BACKWARD, kind] if "backward" in own else [own, kind]
-    if walk(graph, op).strided:
-        names = [form for name in names for form in (name + STRIDED, name)]
-    typed = low or _low_dtype(graph, op)
-    forms = [f"{name}.{typed}" for name in names] if typed else []
-    if low is None:
-        forms += names
-    return next((device.rates[name] for name in forms if name in device.rates), None)
 
 
 def _signature(graph: StepGraph, op: Op) -> object:

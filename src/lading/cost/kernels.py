@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 
 from lading.catalog.kernels import kernel_rates
 from lading.cost.attention import attention_s
+from lading.cost.curves import curve_s, demand_of
 from lading.cost.fusion import unfused
 from lading.cost.libraries import QUANTIZED, SCAN, STRIDED
-from lading.cost.processor import processor_s
 from lading.cost.product import (
     LOW_PRECISIONS,
     OPERAND_BYTES,
@@ -54,7 +54,7 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     if isinstance(detail, Collective):
         raise ConfigError(f"expected a kernel that computes, got the collective {detail.op}: see cost.collective")
     if device.kind == "cpu":
-        return processor_s(kernel, device)
+        return curve_s(demand_of(kernel), device)
     if precision == "fp16" and kernel.dtype == "bfloat16":
         kernel = replace(kernel, dtype="float16")
     if isinstance(detail, Attention):

@@ -1,18 +1,27 @@
-"""Kernels on a processor go by the most specific rate that was measured."""
+"""Kernels on a processor go by the most specific rate that was measured, as the operations of a step do."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 
 import pytest
+import torch
 
+import lading
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
+from lading.cost.compute import op_seconds
 from lading.cost.kernels import kernel_s
 from lading.cost.product import product_s
 from lading.ir.graph import OpKind
+from lading.ir.layout import Layout
 from lading.ir.machine import Curve, Device
 from lading.ir.work import Kernel, Product, Stage
+from lading.models.loss import next_byte_loss
+from lading.models.registry import build_model
+from lading.parallel.ranks import rank_segment
+from lading.tracing.table import captured_table
 
 STACK = stack_by_name("torch-eager-cpu")
 
@@ -57,3 +66,27 @@ def test_products_go_by_shape_and_many_small_ones_by_their_own_rate() -> None:
     )
     found = kernel_s(kernel("aten.bmm.default", OpKind.MATMUL, detail=many), device(), STACK)
     assert found == pytest.approx(many.flops / 7e9)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("gpt", torch.float32), ("llama", torch.bfloat16)])
+def test_a_step_and_a_rank_pay_the_same_price(name: str, dtype: torch.dtype) -> None:
+    """All classes but one: a kernel has no strides, so what runs against the order of memory is cheaper there."""
+    with torch.device("meta"):
+        model = build_model(name, num_layers=1, dim=64, num_heads=4, vocab_size=128, max_seq_len=64).to(dtype)
+    batch, machine = {"tokens": torch.zeros(2, 65, dtype=torch.int64)}, load_machine("cpu").device
+    graph, table = (
+        lading.capture(model, batch, next_byte_loss),
+        captured_table(model, batch, next_byte_loss, whole=False),
+    )
+    of_step: defaultdict[OpKind, float] = defaultdict(float)
+    for op in graph.ops:
+        of_step[op.kind] += op_seconds(graph, op, machine) - machine.op_overhead_s
+    of_rank: defaultdict[OpKind, float] = defaultdict(float)
+    for segment, count in zip(table.segments, table.counts, strict=True):
+        for one in rank_segment(segment, {"b": 2, "s": 64}, Layout(micro_batch=2)).kernels:
+            assert one.kind is not None
+            of_rank[one.kind] += count * kernel_s(one, machine, STACK)
+    assert of_step.keys() == of_rank.keys() > {OpKind.MATMUL, OpKind.ATTENTION, OpKind.SOFTMAX, OpKind.GATHER}
+    assert of_rank[OpKind.ELEMENTWISE] <= of_step[OpKind.ELEMENTWISE]
+    del of_rank[OpKind.ELEMENTWISE], of_step[OpKind.ELEMENTWISE]
+    assert of_rank == pytest.approx(of_step)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import Any
 
-from lading.program.schedules import Schedule
-from lading.sim.pipeline import Entries, PipelineSeconds, entries_of, simulate_pipeline
+from lading.program.schedules import Schedule, Work
+from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 
 
 def lading_s(plan: Schedule, seconds: PipelineSeconds) -> float:
@@ -18,21 +18,38 @@ def lading_s(plan: Schedule, seconds: PipelineSeconds) -> float:
 
 
 class _Lists:
-    """Actions as plain lists, so that no engine pays for reading arrays."""
+    """Actions of all ranks as plain lists: what each needs and posts, by a slot for every stage and micro-batch."""
 
-    def __init__(self, entries: Entries) -> None:
-        self.bounds = entries.bounds
-        self.lasts: list[float] = entries.lasts.tolist()
-        self.needs: list[int] = entries.needs.tolist()
-        self.posts: list[int] = entries.posts.tolist()
-        self.sends: list[float] = entries.sends.tolist()
-        self.links: list[int] = entries.links.tolist()
-        self.nothing = max(*self.needs, *self.posts)
+    def __init__(self, plan: Schedule, seconds: PipelineSeconds) -> None:
+        layers: list[list[list[float]]] = seconds.table(plan.stages, plan.micro_batches).tolist()
+        half = plan.stages * plan.micro_batches
+        self.nothing = 2 * half
+        self.bounds = [0]
+        self.lasts: list[float] = []
+        self.needs: list[int] = []
+        self.posts: list[int] = []
+        self.sends: list[float] = []
+        self.links: list[int] = []
+        for rank, order in enumerate(plan.orders):
+            for work, chunk, micro_batch, _ in order.tolist():
+                stage, forward = plan.stage(rank, chunk), work == Work.FORWARD
+                slot = (0 if forward else half) + stage * plan.micro_batches + micro_batch
+                before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+                hands = work != Work.BACKWARD_WEIGHT
+                goes = hands and 0 <= after < plan.stages
+                step = plan.micro_batches * (after - stage)
+                away = goes and plan.rank_of(after) != rank
+                self.lasts.append(layers[work][stage][micro_batch])
+                self.needs.append(slot if hands and 0 <= before < plan.stages else self.nothing)
+                self.posts.append(slot + step if goes else self.nothing)
+                self.sends.append(layers[4 if forward else 5][stage][micro_batch] if away else 0.0)
+                self.links.append(3 * rank + ((0 if forward else 1) if away else 2))
+            self.bounds.append(len(self.lasts))
 
 
 def heap_s(plan: Schedule, seconds: PipelineSeconds) -> float:
     """Makespan by a heap of (time, serial, what, number): the end of an action, or an arrival."""
-    jobs = _Lists(entries_of(plan, seconds))
+    jobs = _Lists(plan, seconds)
     at, stop = list(jobs.bounds[:-1]), jobs.bounds[1:]
     here, waits, link_free = {jobs.nothing}, dict[int, int](), [0.0] * (3 * plan.ranks)
     heap: list[tuple[float, int, int, int]] = []
@@ -75,7 +92,7 @@ def simpy_s(plan: Schedule, seconds: PipelineSeconds) -> float:
     """Makespan by simpy: a process a rank, an event for each input, a process for each send."""
     import simpy
 
-    jobs = _Lists(entries_of(plan, seconds))
+    jobs = _Lists(plan, seconds)
     env: Any = simpy.Environment()
     arrived = [env.event() for _ in range(jobs.nothing)]
     link_free, ends = [0.0] * (3 * plan.ranks), [0.0] * plan.ranks

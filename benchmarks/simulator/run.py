@@ -30,7 +30,7 @@ import numpy as np
 from lading.clusters import Question, request_of
 from lading.program.schedules import Work, schedule
 from lading.report.perfetto import write_trace
-from lading.sim.cluster import Job, Stretches, simulate_cluster
+from lading.sim.cluster import Stretches, simulate_cluster
 from lading.sim.noise import Noise
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 from lading.sim.simulate import simulate
@@ -38,6 +38,7 @@ from lading.sim.traces import pipeline_timeline
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engines import ENGINES
+from stages import job_of
 
 #: Kind, ranks, chunks, micro-batches.
 Pipeline = tuple[str, int, int, int]
@@ -162,7 +163,7 @@ def clusters(repeats: int, most: int) -> list[dict[str, Any]]:
     noise = Noise(jitter=0.05, spread=0.01, slow_ranks={77: 1.2}, slow_links={5: 3.0}, seed=1)
     rows = []
     for replicas in (5, 20, 80, 320):
-        job = Job(plan=schedule("interleaved", 16, 8, 32), work=work, group=8, replicas=replicas, reduce_s=0.01)
+        job = job_of(schedule("interleaved", 16, 8, 32), work, group=8, replicas=replicas, reduce_s=0.01)
         if job.ranks > most:
             continue
         events = job.ranks * 512 * 40

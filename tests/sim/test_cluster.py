@@ -7,16 +7,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from benchmarks.simulator.stages import job_of
 
 from lading.errors import ConfigError, SimulationError
-from lading.ir.action import ActionKind
-from lading.program.emit import RUN, ListShape, UnitShape, emit
-from lading.program.lists import Border, Region
-from lading.program.schedules import Schedule, Work, schedule
+from lading.program.schedules import Work, schedule
 from lading.sim.cluster import Job, Stretches, simulate_cluster
 from lading.sim.noise import Jitter, Noise, largest_factor, largest_of, stalled_share
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.rank_engine import Priced, action_seconds
 from lading.sim.traces import COLLECTIVE, COMPUTE, cluster_timeline
 
 CALM = Noise()
@@ -31,39 +28,6 @@ def work(pieces: int = 4, collective_s: float = 0.01) -> dict[Work, Stretches]:
         Work.BACKWARD_INPUT: Stretches((1.1 / pieces,) * pieces, meets),
         Work.BACKWARD_WEIGHT: Stretches((0.9,), (0.0,)),
     }
-
-
-def job_of(
-    plan: Schedule,
-    stretches: dict[Work, Stretches],
-    *,
-    send_s: tuple[float, float] = (0.0, 0.0),
-    overlap: bool = True,
-    end_s: float = 0.0,
-    reduce_s: float = 0.0,
-    **ranks: int,
-) -> Job:
-    """A job of equal stages; with ``reduce_s`` each is one unit whose gradients are reduced beside computing."""
-    unit = UnitShape(("dp",), (((RUN, 0, 0),),) * 4)
-    runs = (((unit, 1),),) * plan.stages
-    alone = frozenset() if reduce_s else frozenset({"dp"})
-    shape = ListShape(plan, runs, pipelined=True, alone=alone, overlap_send=overlap, whole_first=False)
-    program = emit(shape)
-
-    def seconds(key: Priced) -> float:
-        kind, what, _ = key
-        if isinstance(what, Region):
-            return stretches[what.work].total_s
-        if kind is ActionKind.SEND and isinstance(what, Border):
-            return send_s[not what.forward]
-        return {ActionKind.REDUCE_GRAD: reduce_s, ActionKind.STEP: end_s}.get(kind, 0.0)
-
-    return Job(
-        program=program,
-        seconds=action_seconds(program, seconds),
-        stretches={region: stretches[region.work] for region in program.regions},
-        **ranks,
-    )
 
 
 def alone(pieces: int, *, group: int, replicas: int, collective_s: float = 1e-9) -> Job:

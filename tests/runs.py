@@ -91,6 +91,7 @@ def _command(log: Path, argv: tuple[str, ...]) -> None:
 def _script(log: Path, path: Path) -> None:
     _write_to(log)
     os.chdir(log.parent)
+    sys.path.insert(0, str(path.parent))  # as `python PATH` has it
     runpy.run_path(str(path), run_name="__main__")
 
 

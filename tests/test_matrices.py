@@ -193,7 +193,11 @@ def test_a_setting_that_is_not_known():
 def test_groups_have_what_is_read():
     """``weight_decay`` of a group, as torch's optimizers take it, would have no effect."""
     for key, value, said in (
-        ("weight_decay", 0.0, "initial_lr, lr, params, parts, rule, got 'weight_decay'; .* go into the group's rule="),
+        (
+            "weight_decay",
+            0.0,
+            "initial_lr, lr, name, params, parts, rule, got 'weight_decay'.* go into the group's rule=",
+        ),
         ("rule", "adamw", "expected a rule of lading.optim, as lading.AdamW, got 'adamw'"),
     ):
         with pytest.raises(ConfigError, match=said):

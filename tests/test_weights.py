@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from lading.checkpoint.store import Checkpoint
 from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
@@ -512,15 +513,15 @@ def test_a_state_dict_reads_one_value_at_a_time(
 
 def test_a_load_that_fails_half_way(trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = trainer.save(tmp_path / "saved")
-    set_value, count = trainer.set_value, iter(range(100))
+    chunks, count = Checkpoint.chunks, iter(range(100))
 
-    def failing(name: str, value: torch.Tensor) -> None:
+    def failing(checkpoint: Checkpoint, name: str, *others: Any) -> Any:
         if next(count) == 3:
             raise StorageError("cannot read")
-        set_value(name, value)
+        return chunks(checkpoint, name, *others)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "set_value", failing)
+        patch.setattr(Checkpoint, "chunks", failing)
         with pytest.raises(StorageError):
             trainer.load(saved)
     with pytest.raises(ConfigError, match=r"loading .*step-00000001 failed half-way.*load a checkpoint"):

@@ -7,7 +7,8 @@ simulated and verified like any plan. Where the device then has room to spare, w
 
 ``moving`` is its sister without recomputation, ZeRO-Infinity's placement alone: a few lowerings, so a search has its
 plans as candidates too. Where transfers hide under compute they leave little to search for.
-Updates whose states are in the host's memory run there as far as that makes the step shorter (``planner.hosting``).
+Updates whose states are in the host's memory run there as far as that makes the step shorter
+(``planner.host_balance``).
 """
 
 from __future__ import annotations

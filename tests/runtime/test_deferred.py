@@ -68,6 +68,23 @@ def test_values_read_after_every_step_are_those_of_that_step(tmp_path: Path) -> 
             assert executor.timeline() == took
 
 
+def test_values_are_read_without_making_a_timeline_of_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lie beside what saving takes; it is made when it is asked for, of the step and not of what followed."""
+    later, _ = defer(graph_of(model_of("gpt")), 4)
+    with Executor(program_of(later), optimizer=OPTIMIZER, folder=tmp_path) as executor:
+        load(executor, model_of("gpt"))
+        executor.step(batches_of(1, 1)[0], lr=1e-3)
+        starts = {action: start for action, start in enumerate(executor._times.starts) if start}
+        with monkeypatch.context() as patch:
+            patch.setattr("lading.runtime.executor.measured_timeline", None)
+            executor.flush()
+        events = {event.action: event.start_s for event in executor.timeline().events}
+        first = min(starts, key=lambda action: starts[action])
+        for action, start in starts.items():
+            assert events[action] - events[first] == pytest.approx(start - starts[first])
+        assert executor.timing
+
+
 def test_every_update_stands_before_the_first_use_of_its_parameter() -> None:
     graph = graph_of(model_of("llama"), micro=2, clip=1.0)
     later, _ = defer(graph, len(updates(graph)))

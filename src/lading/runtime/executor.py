@@ -95,6 +95,7 @@ class Executor:
         #: Deferred operations that neither the next step nor flush will run: they have been run, or never were due.
         self._caught_up = frozenset(program.graph.deferred)
         self._timeline: Timeline | None = None
+        self._moments: tuple[list[float], list[float]] | None = None  # of the last step, where its clocks run again
         self._peaks: OperationPeaks | None = None  # of a step that looks at its operations
         self._left_bytes: int | None = None  # in use at the end of the last step, until anything is done between
         self._caller_bytes = 0  # taken by the caller between steps
@@ -204,7 +205,7 @@ class Executor:
         self._caller.batches = self._device.handed(checked_batches(self.program, batches))
         self._rates.now.value, self._rates.now.matrices = lr, matrix_lr
         self._times.samples.clear()
-        self._timeline, self._has_run = None, False
+        self._timeline, self._moments, self._has_run = None, None, False
         self._values.discard()
         if not self.completed:
             give_back()  # what setting the values has freed
@@ -244,10 +245,14 @@ class Executor:
         self._check_idle()
         if not self._pending:
             return
-        if self._has_run:
-            self.timeline()  # of the step; what follows uses the same clocks
+        if self._has_run and self._moments is None:
+            self._moments = self._moments_s()  # of the step; what follows uses the same clocks
         self._left_bytes = None
-        self._run_streams(self._skipped() | _actions_of(self.program, updates=False), self._end_flush)
+        enabled, self._times.enabled = self._times.enabled, False
+        try:
+            self._run_streams(self._skipped() | _actions_of(self.program, updates=False), self._end_flush)
+        finally:
+            self._times.enabled = enabled
 
     def _end_flush(self) -> None:
         self._caught_up = frozenset(self.program.graph.deferred)
@@ -362,7 +367,7 @@ class Executor:
         if self._timeline is None:
             if not self._has_run or self._state is not _State.IDLE:
                 raise ConfigError("expected a completed step, found none; call step() first, with timing on")
-            starts, ends = self._device.seconds(self._times.starts), self._device.seconds(self._times.ends)
+            starts, ends = self._moments or self._moments_s()
             for action, before in self._bound.instant:
                 starts[action] = ends[action] = ends[before]
             for region in self._bound.regions:
@@ -376,6 +381,10 @@ class Executor:
                 peak_bytes=self._last_peak,
             )
         return self._timeline
+
+    def _moments_s(self) -> tuple[list[float], list[float]]:
+        """When each action of the last step began and ended."""
+        return self._device.seconds(self._times.starts), self._device.seconds(self._times.ends)
 
     @property
     def timing(self) -> bool:

@@ -13,13 +13,17 @@ from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import family_table
 from lading.errors import ConfigError
+from lading.ir.action import ActionKind
 from lading.ir.layout import parse_layout
 from lading.ir.machine import Curve, Machine, Processes
 from lading.ir.request import Architecture, Request
-from lading.program.schedules import schedule
-from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
-from lading.sim.processes import shared_pipeline
+from lading.program.emit import ListShape, emit
+from lading.program.lists import RankProgram, Region
+from lading.program.schedules import Schedule, Work, schedule
+from lading.sim.pipeline import PipelineRun, PipelineSeconds, pipeline_run, simulate_pipeline
+from lading.sim.rank_engine import Priced, action_seconds, run_sharing
 from lading.sim.simulate import Simulated, simulate
+from lading.sim.traces import step_timeline
 
 SHARED = Processes(
     cores=2,
@@ -99,29 +103,76 @@ def test_groups_beside_each_other_share_the_processors(tmp_path: Path) -> None:
     assert simulated(tmp_path, "tp2,dp2,mb1,gb2", busier).step.shares_s["tp communication"] == pytest.approx(2 * alone)
 
 
+def shared(plan: Schedule, slower: list[float], send_s: float = 0.0) -> PipelineRun:
+    """A pipeline of forwards of 1 s and backwards of 2 s, so much slower while 1, 2, ... ranks compute."""
+    program: RankProgram = emit(ListShape(plan, ((),) * plan.stages, whole_first=False))
+
+    def seconds(key: Priced, factor: float) -> float:
+        kind, what, _ = key
+        if kind is ActionKind.SEND:
+            return send_s
+        return factor * (1.0 if what.work is Work.FORWARD else 2.0) if isinstance(what, Region) else 0.0
+
+    levels = [action_seconds(program, lambda key, factor=factor: seconds(key, factor)) for factor in slower]
+    return pipeline_run(run_sharing(program, levels), overlap=True)
+
+
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 def test_a_pipeline_on_processors_of_its_own_is_the_textbook_one(kind: str) -> None:
     plan = schedule(kind, 2, 1, 4)
-    forward, backward = [[1.0, 1.0]] * 2, [[2.0, 2.0]] * 2
-    run = shared_pipeline(plan, forward, backward, 0.0)
+    run = shared(plan, [1.0, 1.0])
     assert run.makespan_s == pytest.approx((4 + 1) * 3.0)
     assert run.busy_s.tolist() == pytest.approx([12.0, 12.0])
     same = simulate_pipeline(plan, PipelineSeconds(forward=np.ones(2), backward=2 * np.ones(2)))
     for ours, theirs in zip(run.end_s, same.end_s, strict=True):
         assert ours.tolist() == pytest.approx(theirs.tolist())
-    later = shared_pipeline(plan, forward, backward, 0.1)
+    later = shared(plan, [1.0, 1.0], 0.1)
     assert later.makespan_s > run.makespan_s
     assert later.send_s == pytest.approx(0.1)
 
 
 def test_a_pipeline_on_one_processor_has_no_bubble() -> None:
-    plan = schedule("1f1b", 2, 1, 4)
-    run = shared_pipeline(plan, [[1.0, 1.0], [2.0, 2.0]], [[2.0, 2.0], [4.0, 4.0]], 0.0)
+    run = shared(schedule("1f1b", 2, 1, 4), [1.0, 2.0])
     assert run.makespan_s == pytest.approx(2 * 4 * 3.0)
+
+
+def test_a_region_is_slower_only_while_others_compute() -> None:
+    """The first stage's first forward and last backward run alone."""
+    run = shared(schedule("gpipe", 2, 1, 1), [1.0, 5.0])
+    assert run.makespan_s == pytest.approx(2 * 3.0)
+    run = shared(schedule("gpipe", 2, 1, 2), [1.0, 2.0])  # alone 1, both 2 (1 each), both 4 (2 each), alone 2
+    assert run.makespan_s == pytest.approx(2 * 2 * 3.0)
 
 
 def test_a_pipeline_adds_up(tmp_path: Path) -> None:
     step = simulated(tmp_path, "pp2,dp2,zero2,gpipe,mb1,gb8").step
     assert sum(step.shares_s.values()) == pytest.approx(step.step_s)
-    with pytest.raises(ConfigError, match="gpipe, 1f1b and interleaved"):
-        simulated(tmp_path, "pp2,zero-bubble,mb1,gb4")
+    assert min(step.shares_s.values()) >= 0
+    split = simulated(tmp_path, "pp2,zero-bubble,mb1,gb4").step
+    assert sum(split.shares_s.values()) == pytest.approx(split.step_s)
+
+
+def test_a_first_gradient_is_added_to_nothing(tmp_path: Path) -> None:
+    two, five = (simulated(tmp_path, f"pp2,1f1b,mb1,gb{n}").step.shares_s["gradients"] for n in (2, 5))
+    assert five == pytest.approx(4 * two)
+
+
+def test_norms_gradients_are_summed_over_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """Four blocks with two norms, and one behind them, of two vectors of 256 each."""
+    host_file = host()
+    curve = host_file.collectives["all_reduce.2"]
+    slower = dataclasses.replace(
+        host_file, collectives={**host_file.collectives, "all_reduce.2": dataclasses.replace(curve, rate=(1e6, 1e6))}
+    )
+    with_sums, fast = (simulated(tmp_path, "tp2,sp,mb1,gb1", machine).step for machine in (slower, host_file))
+    sums = sum(number * count for number, count in with_sums.stages[0].summed.items())
+    assert sums >= (4 * 2 + 1) * 2 * 256
+    took = with_sums.shares_s["tp communication"] - fast.shares_s["tp communication"]
+    assert took >= sums * 4 / 1e6 * 0.99
+
+
+def test_the_lists_of_processes_are_drawn(tmp_path: Path) -> None:
+    timeline = step_timeline(simulated(tmp_path, "dp2,zero3,mb1,gb4"))
+    labels = list(timeline.labels.values())
+    assert sum(label.startswith("unshard") for label in labels) == 2 * (6 + 5)
+    assert sum(label.startswith("reduce grad") for label in labels) == 2 * 6

@@ -64,9 +64,12 @@ class MachinePrices:
 
     def in_situ(self, cause: str) -> float:
         """How many times longer kernels of a cause take in a running step."""
+        return self._slower(_SHARED.get(cause, "memory-bound")) * self.stack.in_situ_of(self.architecture, cause)
+
+    def _slower(self, cause: str) -> float:
+        """How many times longer processes of one host take because others compute too; 1 where ranks are none."""
         shared = self.machine.processes
-        slower = shared.slower(_SHARED.get(cause, "memory-bound"), self.computing) if shared else 1.0
-        return slower * self.stack.in_situ_of(self.architecture, cause)
+        return shared.slower(cause, self.computing) if shared else 1.0
 
     @property
     def precision(self) -> str:
@@ -149,7 +152,9 @@ class MachinePrices:
 
     def copies_s(self, elements: Mapping[str, int], bytes_each: float) -> float:
         """Copy parameters or gradients within the device."""
-        return memory_s(sum(elements.values()) * bytes_each, "copy", self.machine.device) if bytes_each else 0.0
+        if not bytes_each:
+            return 0.0
+        return memory_s(sum(elements.values()) * bytes_each, "copy", self.machine.device) * self._slower("memory-bound")
 
     def optimizer_s(self, elements: Mapping[str, int]) -> float:
         """Update what a rank keeps of them, with clipping where the stack clips."""
@@ -158,7 +163,7 @@ class MachinePrices:
             states = kept_state_bytes(self.stack)
             return host_step_s(kept, self.layout, self.stack, self.machine, state_bytes=states)
         clipped = clip_s(kept, self.stack, device) if self.stack.clips else 0.0
-        return step_s(kept, adam_bytes(self.stack), device) + clipped
+        return (step_s(kept, adam_bytes(self.stack), device) + clipped) * self._slower("memory-bound")
 
     def copies_beside_s(self, size_bytes: int) -> tuple[float, float]:
         """Copy what blocks keep to where the layout moves it, and back."""

@@ -1,10 +1,10 @@
-"""A step of ranks that are processes of one host, running stock PyTorch over gloo.
+"""Prices of the lists' actions where ranks are processes of one host that run stock PyTorch over gloo.
 
 [Note: processors]
 Ranks share the host's processors, so how long a kernel takes depends on how many ranks compute at the moment: all of
 them where they do the same, fewer in a pipeline, whose stages wait (``Processes.slowdown``). A collective is the work
-of the same processors. FSDP2 and tensor parallel wait for theirs, as nothing else is asked for before; what
-DistributedDataParallel reduces beside backward takes from it what the collective keeps busy.
+of the same processors: computing waits for it. What DistributedDataParallel reduces beside backward takes from it what
+the collective keeps busy.
 
 Beside kernels there is what PyTorch does to gradients and parameters: a gradient is added to that of the micro-batch
 before (12 bytes an element in fp32); DDP divides it into its bucket (8: csrc/distributed/c10d/reducer.cpp,
@@ -14,27 +14,33 @@ which gloo takes the mean (fsdp/_fully_shard/_fsdp_collectives.py, torch 2.13).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from lading.cost.kernels import adam_bytes, memory_s, step_s
+import numpy as np
+
 from lading.errors import ConfigError
+from lading.ir.action import ActionKind
+from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Machine, Processes
 from lading.ir.request import Request
-from lading.memory.ranks import shards
-from lading.program.emit import ListShape, emit
-from lading.program.schedules import Schedule, Work, schedule_of
-from lading.sim.parts import MEMORY
+from lading.program.lists import ALL_UNITS, ParameterGroup, RankProgram
+from lading.program.schedules import Work
 from lading.sim.phases import Phases
-from lading.sim.pipeline import PipelineRun, pipeline_run
+from lading.sim.pipeline import pipeline_run
 from lading.sim.prices import MachinePrices
-from lading.sim.rank_engine import RankTimes
-from lading.sim.step import Run, Stage, Step, shares_of, stage_of, trained_of
+from lading.sim.rank_engine import Priced, RankTimes, action_seconds, run_sharing
+from lading.sim.rank_step import ListedStep
+from lading.sim.step import DATA_PARALLEL, Run, Step, flops_of, shares_of, stage_of
 
-_ADD, _TO_BUCKET, _GATHERED, _REDUCED = 12, 8, 8, 8
+#: Bytes moved for each element of a gradient that is added to the micro-batch before's, or copied into DDP's bucket.
+_ADD, _TO_BUCKET = 12, 8
 #: DistributedDataParallel's ``bucket_cap_mb``.
 _BUCKET_BYTES = 25 << 20
+_MAKE_GRADIENTS = (Work.BACKWARD, Work.BACKWARD_WEIGHT)
 
 
 def processes_step(request: Request, machine: Machine, segments: Sequence[Phases], runs: Sequence[Run]) -> Step:
@@ -42,7 +48,7 @@ def processes_step(request: Request, machine: Machine, segments: Sequence[Phases
 
     Args:
         segments: Of one rank.
-        runs: Of each stage.
+        runs: Segments of each stage, and how often each stands.
     Raises:
         ConfigError: nothing was measured of this host's processes, or ZeRO-1.
     """
@@ -55,125 +61,121 @@ def processes_step(request: Request, machine: Machine, segments: Sequence[Phases
         raise ConfigError(
             f"processes of one host run stock PyTorch: expected zero0, zero2 or zero3 and no offload, got {layout}"
         )
-    host = _Host(request, machine, shared, segments)
-    if not layout.is_pipeline:
-        stage = host.stage(runs[0], layout.devices)
-        shares = shares_of(stage, layout.micro_batches, host.beside(runs[0]))
-        return Step(sum(shares.values()), shares, (stage,), None, stage.flops * layout.micro_batches)
-    return host.pipeline(runs)
+    keep = Keep.RELEASE
+    if layout.zero == 2:  # FSDP2 that does not reshard after forward
+        keep, request = Keep.BACKWARD, dataclasses.replace(request, layout=dataclasses.replace(layout, zero=3))
+    return _HostStep(request, machine, shared, segments, runs, keep).step()
 
 
 @dataclass(frozen=True)
-class _Host:
+class _HostStep:
     request: Request
     machine: Machine
     shared: Processes
     segments: Sequence[Phases]
+    runs: Sequence[Run]
+    keep: Keep
 
-    def prices(self, computing: int) -> MachinePrices:
-        return MachinePrices(self.machine, self.request.layout, self.request.stack, computing=computing)
+    @cached_property
+    def listed(self) -> list[ListedStep]:
+        """The step as it is priced while the processes of one, two, ... ranks of the pipeline compute."""
+        request, layout = self.request, self.request.layout
+        steps: list[ListedStep] = []
+        for computing in range(1, layout.pp + 1):
+            at_once = computing * (layout.devices // layout.pp)
+            prices = MachinePrices(self.machine, layout, request.stack, computing=at_once)
+            stages = [stage_of(run, self.segments, prices, request.stack) for run in self.runs]
+            steps.append(ListedStep(request, stages, self.runs, self.segments, prices, every=True, keep=self.keep))
+        return steps
 
-    def stage(self, run: Run, computing: int) -> Stage:
-        """A stage's seconds while so many processes compute."""
-        return stage_of(run, self.segments, self.prices(computing), self.request.stack)
+    @property
+    def busiest(self) -> ListedStep:
+        """The step as it is priced while all ranks compute."""
+        return self.listed[-1]
 
-    def slower(self, computing: int = 0) -> float:
-        return self.shared.slower(MEMORY, computing or self.request.layout.devices)
+    @property
+    def program(self) -> RankProgram:
+        """The lists of all ranks."""
+        return self.busiest.program
 
-    def moved_s(self, elements: Mapping[str, int], bytes_each: float) -> float:
-        """Copies and sums over parameters or gradients."""
-        size = sum(elements.values()) * bytes_each
-        return memory_s(size, "copy", self.machine.device) * self.slower() if size else 0.0
-
-    def optimizer_s(self, elements: Mapping[str, int]) -> float:
-        """AdamW over a rank's part."""
-        kept = sum(number / shards(axes, self.request.layout) for axes, number in elements.items())
-        return step_s(kept, adam_bytes(self.request.stack), self.machine.device) * self.slower()
-
-    def beside(self, run: Run) -> dict[str, float]:
-        """What is beside the kernels of a rank without a pipeline, by cause."""
-        layout, stage = self.request.layout, self.stage(run, self.request.layout.devices)
-        times = layout.micro_batches
-        adds = 0.0 if layout.zero else self.moved_s(stage.trained, _ADD) * (times - 1)
-        return {
-            "data-parallel communication": self._exchanged(run, times),
-            "gradients": adds,
-            "optimizer": self.optimizer_s(stage.trained),
-            "host": self._hooks_s(run, times),
-        }
-
-    def _exchanged(self, run: Run, times: int) -> float:
-        layout, prices = self.request.layout, self.prices(0)
-        if layout.dp * layout.cp == 1:
-            return 0.0
-        units = [self.segments[segment].without_tied for segment, count in run for _ in range(count)]
-        if layout.zero == 0:
-            return self._buckets_s(self.stage(run, 1).trained, prices)
-        gathers = [prices.gather_s(u.elements) + self.moved_s(u.elements, _GATHERED) for u in units]
-        reduces = [prices.reduce_s(u.trained) + self.moved_s(u.trained, _REDUCED) for u in units]
-        again = sum(gathers[:-1]) if layout.zero == 3 else 0.0
-        adds = sum(self.moved_s(u.trained, _ADD) for u in units) * (times - 1) / layout.sharding_ranks
-        return times * (sum(gathers) + again + sum(reduces)) + adds
-
-    def _buckets_s(self, elements: Mapping[str, int], prices: MachinePrices) -> float:
-        """DDP's reductions, of which backward hides what leaves processors idle."""
-        width, found = DTYPE_BYTES[self.request.stack.gradient_dtype], 0.0
-        for axes, number in elements.items():
-            pieces = max(1, round(number * width / _BUCKET_BYTES))
-            alone = pieces * prices.reduce_s({axes: number // pieces})
-            found += alone * min(1.0, prices.taken("all_reduce", axes))
-        return found + self.moved_s(elements, _TO_BUCKET)
-
-    def _hooks_s(self, run: Run, times: int) -> float:
-        """The host's work beyond launching kernels."""
-        layout, each = self.request.layout, self.shared.overhead_s
-        units = sum(count for _, count in run) if layout.zero else 0
-        cut = sum(count * _cut_modules(self.segments[s], layout.sp) for s, count in run) if layout.tp > 1 else 0
-        seconds = units * each.get("unit", 0.0) + cut * each.get("tensor-parallel", 0.0)
-        return times * seconds * self.shared.slower("products", layout.devices)
-
-    def pipeline(self, runs: Sequence[Run]) -> Step:
-        """A step of a pipeline whose ranks share the processors."""
-        layout, stack = self.request.layout, self.request.stack
-        plan = schedule_of(layout)
-        group = layout.devices // layout.pp
-        at = [[self.stage(run, k * group) for run in runs] for k in range(1, layout.pp + 1)]
-        adds = [self.moved_s(stage.trained, _ADD) for stage in at[-1]]
-        send_s = self.prices(0).send_s(self.segments[0].sent_bytes)
-        forward = [[s.forward.seconds for s in stages] for stages in at]
-        backward = [[s.backward_s + add for s, add in zip(stages, adds, strict=True)] for stages in at]
-        run = shared_pipeline(plan, forward, backward, send_s)
-        held = [[at[-1][stage] for stage in plan.stages_of(rank)] for rank in range(layout.pp)]
-        extra = {
-            "bubble": run.makespan_s - float(run.busy_s.max()),
-            "data-parallel communication": self._ends_s(runs),
-            "gradients": max(adds) * layout.micro_batches,
-            "optimizer": max(self.optimizer_s(trained_of(own)) for own in held),
-            "host": max(self._hooks_s(run, 1) for run in runs) + stack.step_s,
-        }
+    def step(self) -> Step:
+        """Run the lists; seconds by cause of the rank that computes longest."""
+        layout, program, listed = self.request.layout, self.program, self.busiest
+        times = run_sharing(program, [self._seconds(one) for one in self.listed])
+        spent = [_spent_s(times, rank) for rank in range(len(program.ranks))]
+        rank = int(np.argmax([causes[""] for causes in spent]))
+        computed, exchanged = spent[rank].pop(""), spent[rank]
+        kinds = program.ranks[rank].kind
+        adds = sum((s for number, s in self._adds_s(rank).items() if kinds[number] is ActionKind.COMPUTE), 0.0)
         shares: dict[str, float] = {}
-        for stage in held[int(run.busy_s.argmax())]:
-            for name, seconds in shares_of(stage, layout.micro_batches, {}).items():
-                shares[name] = shares.get(name, 0.0) + seconds
-        step_s = run.makespan_s + sum(s for name, s in extra.items() if name not in ("bubble", "gradients"))
-        counted = sum(shares.values()) + sum(extra.values())
-        scale = (sum(shares.values()) + step_s - counted) / sum(shares.values())  # less where others waited meanwhile
-        shares = {name: seconds * scale for name, seconds in shares.items()} | extra
-        flops = sum(s.flops for s in at[-1]) * layout.micro_batches
-        return Step(step_s, shares, tuple(at[-1]), run, flops)
+        for stage in listed.ranks[rank]:
+            shares = shares_of(stage, layout.micro_batches, shares)
+        scale = (computed - adds) / sum(shares.values())  # less where others waited meanwhile
+        shares = {name: seconds * scale for name, seconds in shares.items()}
+        for name, seconds in exchanged.items():
+            shares[name] = shares.get(name, 0.0) + seconds
+        shares |= {"gradients": adds, "optimizer": listed.optimizer_s, "host": listed.host_s + self.hooks_s}
+        if layout.is_pipeline:
+            shares["bubble"] = times.step_s - sum(shares.values())
+        run = pipeline_run(times, overlap=True) if layout.is_pipeline else None
+        flops = flops_of(listed.stages) * layout.micro_batches
+        return Step(times.step_s, shares, tuple(listed.stages), run, flops, times=times)
 
-    def _ends_s(self, runs: Sequence[Run]) -> float:
-        """FSDP2 in a pipeline gathers in each stage's first forward and reduces after its last backward."""
-        layout, prices = self.request.layout, self.prices(0)
-        if layout.dp * layout.cp == 1:
-            return 0.0
-        gathers, reduces = 0.0, 0.0
-        for run in runs:
-            units = [self.segments[segment] for segment, count in run for _ in range(count)]
-            gathers += sum(prices.gather_s(u.elements) + self.moved_s(u.elements, _GATHERED) for u in units)
-            own = sum(prices.reduce_s(u.trained) + self.moved_s(u.trained, _REDUCED) for u in units)
-            reduces = max(reduces, own)
-        return gathers + reduces
+    def _seconds(self, listed: ListedStep) -> list[float]:
+        """Seconds of all actions, with what PyTorch does beside kernels."""
+        seconds = action_seconds(self.program, lambda key: self._action_s(listed, key))
+        for rank, base in enumerate(self.program.bounds[:-1]):
+            for number, more in self._adds_s(rank).items():
+                seconds[base + number] += more
+        return seconds
+
+    def _action_s(self, listed: ListedStep, key: Priced) -> float:
+        kind, what, _ = key
+        if kind is ActionKind.REDUCE_GRAD and isinstance(what, ParameterGroup) and what.unit == ALL_UNITS:
+            return self._buckets_s(listed.stages[what.stage].trained)
+        return listed.seconds(key) + (self.hooks_s if kind is ActionKind.STEP else 0.0)
+
+    def _adds_s(self, rank: int) -> dict[int, float]:
+        """Seconds of adding gradients to those of the micro-batches before, by the rank's action that makes them."""
+        layout, actions = self.request.layout, self.program.ranks[rank]
+        whole = layout.is_pipeline or not layout.cuts_parameters
+        adds: dict[int, float] = {}
+        for number, (kind, op, storage) in enumerate(zip(actions.kind, actions.op, actions.storage, strict=True)):
+            if actions.micro_batch[number] <= 0:
+                continue
+            if whole and kind is ActionKind.COMPUTE and (region := self.program.regions[op]).work in _MAKE_GRADIENTS:
+                adds[number] = self._added_s(self.busiest.stages[region.stage].trained)
+            elif not whole and kind is ActionKind.REDUCE_GRAD:
+                group = self.program.storages[storage]
+                assert isinstance(group, ParameterGroup)
+                adds[number] = self._added_s(self.busiest.trained_of_group(group)) / layout.sharding_ranks
+        return adds
+
+    def _added_s(self, elements: Mapping[str, int]) -> float:
+        return self.busiest.prices.copies_s(elements, _ADD)
+
+    def _buckets_s(self, elements: Mapping[str, int]) -> float:
+        """Seconds that DDP's reductions take from backward, which hides what leaves processors idle."""
+        prices, seconds = self.busiest.prices, 0.0
+        for axes, number in elements.items():
+            buckets = max(1, round(number * DTYPE_BYTES[self.request.stack.gradient_dtype] / _BUCKET_BYTES))
+            alone = buckets * prices.reduce_s({axes: number // buckets})
+            seconds += alone * min(1.0, prices.taken("all_reduce", axes))
+        return seconds + prices.copies_s(elements, _TO_BUCKET)
+
+    @cached_property
+    def hooks_s(self) -> float:
+        """Seconds of a step that the host of a rank works beyond launching kernels: FSDP2's hooks, and DTensors'."""
+        layout, each = self.request.layout, self.shared.overhead_s
+        passes = 1 if layout.is_pipeline else layout.micro_batches
+        longest = 0.0
+        for held in self.busiest.ranks:
+            run = [entry for stage in held for entry in stage.run]
+            units = sum(count for _, count in run) if layout.zero else 0
+            cut = sum(count * _cut_modules(self.segments[s], layout.sp) for s, count in run) if layout.tp > 1 else 0
+            seconds = passes * (units * each.get("unit", 0.0) + cut * each.get("tensor-parallel", 0.0))
+            longest = max(longest, seconds)
+        return longest * self.shared.slower("products", layout.devices)
 
 
 def _cut_modules(segment: Phases, sp: bool) -> int:
@@ -183,76 +185,13 @@ def _cut_modules(segment: Phases, sp: bool) -> int:
     return len({t.name.rpartition(".")[0] for t in named if sp or len(t.shape) > 1})
 
 
-def shared_pipeline(
-    plan: Schedule, forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], send_s: float
-) -> PipelineRun:
-    """A pipeline whose ranks are the slower the more of them compute.
-
-    Args:
-        forward, backward: Seconds of each stage while 1, 2, ... pipeline ranks compute.
-        send_s: From the end of an action to the arrival of what it made.
-    Raises:
-        ConfigError: gradients of activations and of weights in actions of their own.
-    """
-    clock, done = 0.0, dict[tuple[int, int, int], float]()
-    left = dict[int, float]()
-    starts, ends = ([list[float]() for _ in range(plan.ranks)] for _ in range(2))
-    while True:
-        waits: list[float] = []
-        for rank, order in enumerate(plan.orders):
-            if rank in left or len(ends[rank]) == len(order):
-                continue
-            arrives = _arrives(plan, rank, len(ends[rank]), done, send_s)
-            if arrives is not None and arrives <= clock:
-                left[rank] = 1.0
-                starts[rank].append(clock)
-            elif arrives is not None:
-                waits.append(arrives - clock)
-        if not left and not waits:
-            return _run_of(plan, starts, ends, send_s)
-        taken = {rank: _taken(plan, rank, len(ends[rank]), (forward, backward), len(left)) for rank in left}
-        step = min([*waits, *(left[rank] * seconds for rank, seconds in taken.items())])
-        clock += step
-        for rank, seconds in taken.items():
-            left[rank] -= step / seconds
-            if left[rank] <= 1e-12:
-                del left[rank]
-                work, chunk, micro_batch, _ = plan.orders[rank][len(ends[rank])].tolist()
-                done[work, plan.stage(rank, chunk), micro_batch] = clock
-                ends[rank].append(clock)
-
-
-def _run_of(plan: Schedule, starts: list[list[float]], ends: list[list[float]], send_s: float) -> PipelineRun:
-    """The run of a pipeline whose actions ran at such times, and whose sends left when they ended."""
-    program = emit(ListShape(plan, ((),) * plan.stages, whole_first=False))
-    start_s, end_s = ([0.0] * program.bounds[-1] for _ in range(2))
-    for rank, actions in enumerate(program.ranks):
-        base = program.bounds[rank]
-        for row, ((place, _), send) in enumerate(zip(actions.rows, actions.sends, strict=True)):
-            start_s[base + place], end_s[base + place] = starts[rank][row], ends[rank][row]
-            if send >= 0:
-                start_s[base + send], end_s[base + send] = ends[rank][row], ends[rank][row] + send_s
-    none = [0.0] * plan.ranks
-    return pipeline_run(RankTimes(program, start_s, end_s, none, none, max(end_s)), overlap=True)
-
-
-def _taken(
-    plan: Schedule, rank: int, place: int, seconds: tuple[Sequence[Sequence[float]], ...], computing: int
-) -> float:
-    work, chunk, _, _ = plan.orders[rank][place].tolist()
-    if work not in (Work.FORWARD, Work.BACKWARD):
-        raise ConfigError(f"a pipeline of processes runs gpipe, 1f1b and interleaved, got {plan.kind}")
-    return max(1e-9, seconds[work][computing - 1][plan.stage(rank, chunk)])
-
-
-def _arrives(
-    plan: Schedule, rank: int, place: int, done: Mapping[tuple[int, int, int], float], send_s: float
-) -> float | None:
-    """When what a rank's next action takes from other stages is there; None while it is not made."""
-    work, chunk, micro_batch, _ = plan.orders[rank][place].tolist()
-    stage = plan.stage(rank, chunk)
-    before = stage - 1 if work == Work.FORWARD else stage + 1
-    if not 0 <= before < plan.stages:
-        return 0.0
-    made = done.get((work, before, micro_batch))
-    return None if made is None else made + (send_s if plan.rank_of(before) != rank else 0.0)
+def _spent_s(times: RankTimes, rank: int) -> dict[str, float]:
+    """Seconds of a rank's compute stream by cause; "" for regions. What else it does and waits for is left out."""
+    base, actions = times.program.bounds[rank], times.program.ranks[rank]
+    spent = {"": 0.0, DATA_PARALLEL: 0.0}
+    for number, (kind, group) in enumerate(zip(actions.kind, actions.group, strict=True)):
+        if kind in (ActionKind.COMPUTE, ActionKind.UNSHARD, ActionKind.REDUCE_GRAD, ActionKind.ALL_REDUCE):
+            sums = kind is ActionKind.ALL_REDUCE and group == "tp"
+            cause = "" if kind is ActionKind.COMPUTE else "tp communication" if sums else DATA_PARALLEL
+            spent[cause] = spent.get(cause, 0.0) + times.end_s[base + number] - times.start_s[base + number]
+    return spent

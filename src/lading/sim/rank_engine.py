@@ -30,6 +30,8 @@ from lading.program.lists import (
 
 T = TypeVar("T", Region, ParameterGroup, Border, Storage)
 
+#: Share of an action that is left at its end for rounding's sake.
+_DONE = 1e-12
 #: What an action's seconds follow from: its kind, its region or storage, of the first unit that is like its own (None
 #: for neither), and its group.
 Priced = tuple[ActionKind, Region | Storage | None, str]
@@ -175,6 +177,20 @@ def run_ranks(program: RankProgram, seconds: Sequence[float], slowdown: Sequence
     return run.times()
 
 
+def run_sharing(program: RankProgram, levels: Sequence[Sequence[float]]) -> RankTimes:
+    """Times of every action of ranks that share processors: regions last the longer the more ranks compute.
+
+    Args:
+        levels: Seconds of every action, of all ranks one after the other, while 1, 2, ... ranks compute; of actions
+            that are no region the last count.
+    Raises:
+        SimulationError: actions wait for each other.
+    """
+    run = _Run(program, wired(program), levels[-1], ())
+    run.run_sharing(levels)
+    return run.times()
+
+
 class _Run:
     """One run of the lists: where each stream stands."""
 
@@ -200,6 +216,33 @@ class _Run:
             woken = self._compute(stream, rank) if kind == COMPUTE else self._plain(stream, rank, kind == NETWORK)
             if woken:
                 todo += woken
+        self._check_all_ended()
+
+    def run_sharing(self, levels: Sequence[Sequence[float]]) -> None:
+        """Run all streams in the order of time: whenever a region begins or ends, the others get slower or faster."""
+        queues, computing, now = self.wires.queues, self.wires.computing, 0.0
+        running: dict[int, tuple[int, float]] = {}  # stream -> its action, and the share of it that is left
+        while True:
+            for stream, queue in enumerate(queues):
+                if stream not in running and self.at[stream] < len(queue):
+                    action = queue[self.at[stream]]
+                    if all(self.ends[wait] >= 0.0 for wait in self.wires.waits[action]):
+                        self.starts[action], running[stream] = now, (action, 1.0)
+            if not running:
+                return self._check_all_ended()
+            at_once = max(1, sum(computing[action] for action, _ in running.values()))
+            takes = {s: (levels[at_once - 1] if computing[a] else levels[-1])[a] for s, (a, _) in running.items()}
+            step = min(left * takes[stream] for stream, (_, left) in running.items())
+            now += step
+            for stream, (action, left) in list(running.items()):
+                rest = left - step / takes[stream] if takes[stream] else 0.0
+                running[stream] = action, rest
+                if rest <= _DONE:
+                    self.ends[action] = self.free[stream] = now
+                    self.at[stream] += 1
+                    del running[stream]
+
+    def _check_all_ended(self) -> None:
         for stream, queue in enumerate(self.wires.queues):
             if self.at[stream] < len(queue):
                 self._stuck(stream, queue[self.at[stream]])

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from lading.ir.action import ActionKind
+from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
 from lading.ir.request import Request
@@ -72,6 +73,7 @@ def list_shape(
     buckets: Sequence[int] = (),
     tied: bool = False,
     every: bool = False,
+    keep: Keep = Keep.RELEASE,
 ) -> ListShape:
     """What the lists of a request follow from.
 
@@ -80,6 +82,7 @@ def list_shape(
         buckets: Buckets of gradients of each stage, where the layout has such.
         tied: Two pipeline ranks have a copy each of one weight.
         every: List every micro-batch where there is no pipeline, though those in the middle are alike.
+        keep: How long unsharded parameters stay, where there is no pipeline.
     """
     layout, stack = request.layout, request.stack
     torch_order = not stack.megatron_order
@@ -102,7 +105,10 @@ def list_shape(
         blocks_ahead=stack.blocks_ahead,
         pipelined=layout.is_pipeline,
         alone=frozenset(name for name in axes if replicas(name, layout) == 1),
-        overlap_gather=stack.overlap_param_gather or (layout.cuts_parameters and layout.is_pipeline),
+        keep=keep,
+        # FSDP2 inside a pipeline always gathers beside computing, unless the host waits for every kernel.
+        overlap_gather=stack.overlap_param_gather
+        or (layout.cuts_parameters and layout.is_pipeline and not stack.launch_blocking),
         overlap_reduce=stack.overlap_grad_reduce,
         overlap_send=bool(stack.hidden.get("pp", 0.0)) or plan.chunks > 1,
         buckets=tuple(buckets),
@@ -120,6 +126,7 @@ class ListedStep:
     Attributes:
         stages, runs, segments: As ``rank_step``.
         every: List every micro-batch.
+        keep: How long unsharded parameters stay, where there is no pipeline.
     """
 
     request: Request
@@ -128,6 +135,7 @@ class ListedStep:
     segments: Sequence[Phases]
     prices: MachinePrices
     every: bool = False
+    keep: Keep = Keep.RELEASE
 
     @property
     def layout(self) -> Layout:
@@ -139,7 +147,13 @@ class ListedStep:
         """The lists of all ranks."""
         buckets = [self._num_buckets(stage) for stage in self.stages] if self.layout.bucket_bytes else ()
         stages = units_of_runs(self.request, self.runs, self.segments)
-        return emit(list_shape(self.request, stages, buckets=buckets, tied=self._tied > 0, every=self.every))
+        shape = list_shape(self.request, stages, buckets=buckets, tied=self._tied > 0, every=self.every, keep=self.keep)
+        return emit(shape)
+
+    @property
+    def _copies_apart(self) -> bool:
+        """Whether computing waits for what is copied out of and into the buffers of collectives with these."""
+        return self.layout.is_pipeline or not self.request.stack.overlap_param_gather
 
     def _num_buckets(self, stage: Stage) -> int:
         size = sum(stage.trained.values()) * DTYPE_BYTES[self.request.stack.gradient_dtype]
@@ -252,7 +266,7 @@ class ListedStep:
         stage, copies = self.stages[region.stage], self.stages[region.stage].copies_s
         if region.unit == ALL_UNITS and region.stop:
             return self._buckets[region.stage][0][region.start]
-        if region.unit == ALL_UNITS or not self.layout.cuts_parameters or self.layout.is_pipeline:
+        if region.unit == ALL_UNITS or not self.layout.cuts_parameters or self._copies_apart:
             whole = _work_s(stage, region.work) + (
                 0.0 if region.work is Work.BACKWARD_WEIGHT else copies[region.work != 0]
             )
@@ -317,7 +331,7 @@ class ListedStep:
         unit, sharded = self._unit(group.stage, group.unit), self.layout.cuts_parameters
         elements = self._of_group(unit.elements if sharded else unit.trained, group.axes)
         seconds = self.prices.gather_s(elements)
-        if sharded and self.layout.is_pipeline:
+        if sharded and self._copies_apart:
             seconds += self.prices.copies_s(elements, self.request.stack.gather_copy_bytes)
         return seconds
 
@@ -326,11 +340,15 @@ class ListedStep:
             return self._buckets[group.stage][1][group.bucket]
         if group.unit == ALL_UNITS:
             return self.prices.reduce_s(self.stages[group.stage].trained)
-        elements = self._of_group(self._unit(group.stage, group.unit).trained, group.axes)
+        elements = self.trained_of_group(group)
         seconds = self.prices.reduce_s(elements)
-        if self.layout.cuts_parameters and self.layout.is_pipeline:
+        if self.layout.cuts_parameters and self._copies_apart:
             seconds += self.prices.copies_s(elements, self.request.stack.reduce_copy_bytes)
         return seconds
+
+    def trained_of_group(self, group: ParameterGroup) -> dict[str, int]:
+        """Trained elements of a unit's group, by the axes over which they are replicated."""
+        return self._of_group(self._unit(group.stage, group.unit).trained, group.axes)
 
     def _of_group(self, elements: Mapping[str, int], axes: str) -> dict[str, int]:
         """Parameters of a unit that are gathered over these axes."""

@@ -24,6 +24,7 @@ from lading.ir.work import RankSegment
 from lading.sim.parts import Part, Prices, Span, span, total
 from lading.sim.phases import Phases
 from lading.sim.pipeline import Floats, PipelineRun
+from lading.sim.rank_engine import RankTimes
 
 if TYPE_CHECKING:
     from lading.sim.rank_step import ListedStep
@@ -103,6 +104,7 @@ class Step:
         pipeline: When each stage runs; None where the layout has no pipeline.
         flops: Of products and attention of one rank of each stage, without what is recomputed.
         listed: The lists that were run; None where ranks are processes of one host.
+        times: When every action of these ranks runs, which share its processors; else None.
     """
 
     step_s: float
@@ -111,6 +113,7 @@ class Step:
     pipeline: PipelineRun | None
     flops: float
     listed: ListedStep | None = None
+    times: RankTimes | None = None
 
 
 def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -> Stage:

@@ -9,10 +9,9 @@ from lading.errors import ConfigError
 from lading.ir.action import ActionKind
 from lading.ir.timeline import Event, Timeline
 from lading.program.lists import COMPUTE as COMPUTE_STREAM
-from lading.program.schedules import schedule
 from lading.sim.cluster import ClusterRun
 from lading.sim.occupancy import occupancy
-from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
+from lading.sim.pipeline import PipelineRun
 from lading.sim.rank_engine import RankTimes
 from lading.sim.simulate import WAITING, Simulated
 
@@ -122,18 +121,11 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
 
 def step_times(simulated: Simulated) -> RankTimes:
     """When every action of a simulated step runs, every micro-batch among them."""
-    step, layout = simulated.step, simulated.request.layout
-    if step.listed is not None:
-        return dataclasses.replace(step.listed, every=True).times()
-    if step.pipeline is not None:
-        return step.pipeline.times
-    # Processes of one host: what they exchange is spread evenly over their micro-batches.
-    after = sum(step.shares_s.get(name, 0.0) for name in ("optimizer", "host", WAITING))
-    each = (step.step_s - after) / layout.micro_batches
-    stage = step.stages[0]
-    forward = each * stage.forward.seconds / (stage.forward.seconds + stage.backward_s)
-    seconds = PipelineSeconds(forward=forward, backward=each - forward)
-    return simulate_pipeline(schedule("1f1b", 1, 1, layout.micro_batches), seconds).times
+    step = simulated.step
+    if step.times is not None:
+        return step.times
+    assert step.listed is not None
+    return dataclasses.replace(step.listed, every=True).times()
 
 
 def _spans(times: RankTimes, rank: int) -> list[tuple[float, float]]:

@@ -25,7 +25,6 @@ from lading.optim.registry import matrix_rule
 from lading.optim.rule import MatrixRule
 from lading.parallel.matrices import BlockMatrix, matrices_of
 from lading.parallel.ranks import DENSE, EXPERTS
-from lading.sim.parts import MEMORY
 from lading.sim.prices import MachinePrices
 from lading.sim.step import Stage, Step, trained_of
 from lading.sim.storage import held_stages
@@ -167,9 +166,7 @@ def _adamw_s(elements: Mapping[str, int], request: Request, machine: Machine) ->
     """Seconds of AdamW over a rank's part of some parameters."""
     if not sum(elements.values()):
         return 0.0
-    seconds = MachinePrices(machine, request.layout, request.stack).optimizer_s(elements)
-    shared = machine.processes
-    return seconds * (shared.slower(MEMORY, request.layout.devices) if shared is not None else 1.0)
+    return MachinePrices(machine, request.layout, request.stack).optimizer_s(elements)
 
 
 def _counted(own: Sequence[Stage], of_variant: Sequence[tuple[BlockMatrix, ...]]) -> dict[BlockMatrix, int]:

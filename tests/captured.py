@@ -10,7 +10,7 @@ import torch
 from lading.ir.graph import StepGraph
 from lading.ir.step import expand
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.tracing.trace import capture
 
 #: Few bytes in the logits, so that weights and activations decide.

@@ -17,7 +17,7 @@ from lading.cli.main import main
 from lading.config import load_run, run_to_dict
 from lading.errors import StorageError
 from lading.export import export_run
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.prepare import plan_run
 from lading.train import train_plain, train_run
 from tests.models.test_hugging_face import saved

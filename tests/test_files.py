@@ -37,8 +37,8 @@ from lading.report.memory_chart import write_held_snapshot
 from lading.report.metrics import MetricsLog, truncate_after
 from lading.report.perfetto import write_trace
 from lading.report.snapshot import write_snapshot
-from lading.runtime.arena import Arena
 from lading.runtime.arrays import ArrayDataset
+from lading.runtime.host_arena import Arena
 from lading.runtime.tiers import FileTier
 from lading.runtime.tokens import load_tokenizer, open_store
 from tests.ir.test_clusterplan import PLAN

@@ -19,7 +19,7 @@ from torch import nn
 
 from lading.errors import ConfigError
 from lading.prepare import plan
-from lading.tracing.frozen import Watch
+from lading.tracing.frozen_values import Watch
 from lading.tracing.trace import capture
 from lading.trainer import Trainer
 from tests.machines import small_machine

@@ -23,7 +23,7 @@ from lading.ir.graph import OpKind, Role
 from lading.ir.plan import Plan
 from lading.memory.restore import program_of
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.optim.adamw import AdamW
 from lading.optim.master import MasterWeights
 from lading.optim.muon import Muon, MuonRule

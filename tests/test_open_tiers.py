@@ -33,7 +33,7 @@ from lading.prepare import plan
 from lading.report.html import write_report
 from lading.report.plan_table import placement_table
 from lading.report.promises import RunSummary
-from lading.runtime.arena import Arena
+from lading.runtime.host_arena import Arena
 from lading.runtime.tiers import open_tier
 from lading.sim.engine import simulate
 from lading.tracing.trace import capture

@@ -21,9 +21,9 @@ from torch.nn.utils import clip_grad_norm_
 from lading import AdamW
 from lading.errors import ConfigError
 from lading.matrices import SOAP, MatrixOptimizer, Muon
-from lading.runtime.flights import Late
-from lading.runtime.held import Pieces
-from lading.runtime.hooks import _gathering  # pyright: ignore[reportPrivateUsage]
+from lading.runtime.in_flight import Late
+from lading.runtime.optimizer_hooks import _gathering  # pyright: ignore[reportPrivateUsage]
+from lading.runtime.state_shards import Pieces
 from tests.ranks import run_ranks
 
 KINDS = {"muon": lambda p, **k: Muon(p, lr=0.02, **k), "soap": lambda p, **k: SOAP(p, lr=0.02, frequency=2, **k)}

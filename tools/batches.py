@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lading.models.registry import model_class
+from lading.models.reference import model_class
 
 
 def random_batch(model: str, sizes: Mapping[str, Any], *, rows: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from lading.errors import CaptureError
 from lading.ir.sizes import Size
 from lading.models.gpt import GPT, GptConfig
 from lading.models.llama import Llama, LlamaConfig
-from lading.tracing.table import table_over
+from lading.tracing.tabulate import table_over
 from tools.models.decoder import PartsConfig, PartsDecoder
 from tools.models.mamba import MambaConfig
 from tools.models.patches import PatchConfig, PatchDiT, patch_loss

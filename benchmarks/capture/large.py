@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.tracing.initial import defer
 from lading.tracing.trace import capture
 

@@ -6,7 +6,7 @@ import torch
 from benchmarks.capture.family import LENGTH, ROWS, VOCABULARY, Batch, Family, drawn, ids
 from torch import nn
 
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 
 _SIZES = {"vocab_size": VOCABULARY, "max_seq_len": 32, "num_layers": 2, "dim": 32, "num_heads": 4}
 

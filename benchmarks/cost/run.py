@@ -27,9 +27,9 @@ from lading.ir.machine import Machine
 from lading.ir.step import expand
 from lading.memory.arena import Item, pack
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
-from lading.runtime.arena import Arena, view_of
-from lading.runtime.kernels import Rate, bind
+from lading.models.reference import build_model
+from lading.runtime.host_arena import Arena, view_of
+from lading.runtime.kernel_calls import Rate, bind
 from lading.runtime.probe import probe
 from lading.runtime.resident import reuse_pages
 from lading.tracing.trace import capture

@@ -24,7 +24,7 @@ from lading.catalog.load import machine_from_dict
 from lading.config import SYNTHETIC, DataConfig, MemoryConfig, ModelConfig, Optimization, RunConfig
 from lading.ir.graph import PERSISTENT
 from lading.ir.plan import Plan
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 from lading.optim.adamw import AdamW
 from lading.prepare import plan_run
 from lading.run import initial_values, prepare_plan

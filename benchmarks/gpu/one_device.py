@@ -39,10 +39,10 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import MEMORY, Machine
 from lading.memory.restore import program_of, step_of
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.optim.adamw import AdamW
 from lading.optim.master import MasterWeights
-from lading.runtime.kernels import workspace_of
+from lading.runtime.kernel_calls import workspace_of
 from lading.runtime.probe import probe
 from lading.sim.engine import simulate
 from lading.units import GiB, MiB

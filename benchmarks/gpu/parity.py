@@ -15,10 +15,10 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.memory.restore import step_of
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.optim.adamw import AdamW
 from lading.optim.master import MasterWeights
-from lading.runtime.kernels import Rate, bind
+from lading.runtime.kernel_calls import Rate, bind
 from lading.runtime.scratch import by_signature, extent
 
 OPTIMIZER = AdamW(lr=1e-3, weight_decay=0.1)

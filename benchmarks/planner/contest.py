@@ -20,13 +20,13 @@ from lading.errors import PlanInfeasible
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.memory.lifetime import lifetimes
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 from lading.planner import greedy
 from lading.planner.api import step_costs
 from lading.planner.policies import checkpoint_every_block
 from lading.planner.residency import MOST_RETIMED, Found, Step
 from lading.planner.streaming import streaming
-from lading.runtime.kernels import workspace_of
+from lading.runtime.kernel_calls import workspace_of
 from lading.tracing.initial import Deferred, defer
 from lading.tracing.trace import capture
 

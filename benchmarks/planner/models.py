@@ -10,7 +10,7 @@ import torch
 
 from lading.ir.graph import StepGraph
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.tracing.initial import defer
 from lading.tracing.trace import capture
 

@@ -44,11 +44,11 @@ from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, Request
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 from lading.planner.peaks import peaks_of
 from lading.planner.space import Ask
 from lading.sim.simulate import simulate
-from lading.tracing.table import module_table
+from lading.tracing.tabulate import module_table
 from lading.units import MiB
 
 SIZES: dict[str, Any] = {

@@ -41,7 +41,7 @@ from lading.ir.machine import Machine
 from lading.ir.placedplan import PlacedPlan
 from lading.ir.placement import Placement, Problem
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.placing import Placing, saved
 from lading.planner.placement.contest import place
 from lading.planner.placement.from_graph import Grain, problem_of

@@ -22,7 +22,7 @@ from lading.errors import PlanInfeasible
 from lading.ir.machine import Machine
 from lading.memory.restore import step_of
 from lading.planner.api import make_plan
-from lading.runtime.kernels import workspace_of
+from lading.runtime.kernel_calls import workspace_of
 from lading.units import format_seconds
 
 _HEAD = "| model | machine | budget | Lading | bound | fastest rival / Lading | "

@@ -45,7 +45,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     from lading.catalog.load import load_machine
     from lading.ir.step import expand
     from lading.models.loss import next_byte_loss
-    from lading.models.registry import build_model
+    from lading.models.reference import build_model
     from lading.planner.api import make_plan
     from lading.tracing.initial import defer
     from lading.tracing.trace import capture

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from lading.config import ModelConfig
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.memory.lifetime import lifetimes
-from lading.models.registry import model_class
+from lading.models.reference import model_class
 from lading.run import build
 from lading.runtime.scratch import inner_bytes
 from lading.tracing.trace import capture

@@ -34,7 +34,7 @@ from lading.checkpoint.store import latest_checkpoint
 from lading.config import ModelConfig
 from lading.grouping import Matrices
 from lading.memory.restore import program_of
-from lading.models.registry import model_class
+from lading.models.reference import model_class
 from lading.prepare import plan
 from lading.run import build
 from lading.runtime.probe import probe

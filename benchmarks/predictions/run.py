@@ -27,7 +27,7 @@ from lading.catalog.load import load_machine, save_machine
 from lading.config import ModelConfig
 from lading.grouping import Matrices
 from lading.memory.restore import program_of
-from lading.models.registry import model_class
+from lading.models.reference import model_class
 from lading.optim.adamw import AdamW
 from lading.prepare import plan
 from lading.run import build

@@ -29,10 +29,10 @@ from lading.cost.product import product_s
 from lading.ir.machine import Machine
 from lading.ir.request import Architecture, Request
 from lading.ir.work import Product
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 from lading.runtime.probe_sharing import PRODUCT
 from lading.sim.simulate import Simulated, simulate
-from lading.tracing.table import module_table
+from lading.tracing.tabulate import module_table
 from lading.units import MiB
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -44,7 +44,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lading.ir.layout import Layout, parse_layout
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 from lading.runtime.probe_sharing import kernels_s
 
 

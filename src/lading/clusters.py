@@ -99,7 +99,7 @@ def _captured(question: Question) -> tuple[ModelTable, int]:
     from lading.fit import run_of_model
     from lading.run import build, example_batch, loss_of
     from lading.tracing.initial import defer
-    from lading.tracing.table import module_table
+    from lading.tracing.tabulate import module_table
 
     run = run_of_model(question.model, question.seq_len or None)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=3))

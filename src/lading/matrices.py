@@ -6,7 +6,7 @@
 >>> loss.backward(); optimizer.step()
 
 Which rank owns which matrix is planned (``lading.planner.owners``), how pieces get there follows from the placements of
-DTensors (``lading.ir.routes``), and a step is ``lading.runtime.matrices``.
+DTensors (``lading.ir.routes``), and a step is ``lading.runtime.matrix_route``.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lading.planner.owner_costs import Costs
 from lading.planner.owners import Matrix, Owners, assign, spread_turns
 from lading.runtime.boxes import box_of, gradient, piece, process_group, ranks_of, shared_mesh
 from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree_done, all_finite
-from lading.runtime.flights import Early, Late, Moving, run
 from lading.runtime.gangs import shares
-from lading.runtime.held import Pieces, check_states, take_over
-from lading.runtime.hooks import before_reading, when_final
+from lading.runtime.in_flight import Early, Late, Moving, run
 from lading.runtime.live import LiveSettings, Setting, digest
-from lading.runtime.matrices import MatrixRoute
-from lading.runtime.members import How, Member, PieceRule, facts_of, groups_of, members_of, rules_of, split
+from lading.runtime.matrix_route import MatrixRoute
+from lading.runtime.members import How, OptimizerMember, PieceRule, facts_of, groups_of, members_of, rules_of, split
+from lading.runtime.optimizer_hooks import before_reading, when_final
 from lading.runtime.replicas import ReplicaRoute
+from lading.runtime.state_shards import Pieces, check_states, take_over
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
@@ -110,7 +110,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """What this rank has sent so far."""
         return self._route.traffic
 
-    def _wholes_of(self, number: int, member: Member) -> list[Whole]:
+    def _wholes_of(self, number: int, member: OptimizerMember) -> list[Whole]:
         """What of a parameter has an owner."""
         param = member.param
         if self.how.reduces and isinstance(param, DTensor):
@@ -385,7 +385,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._give_up()
         super().zero_grad(set_to_none)
 
-    def _begin(self, member: Member) -> None:
+    def _begin(self, member: OptimizerMember) -> None:
         """This rank's elementwise states, before the first update."""
         param, state = member.param, self.state[member.param]
         state["step"] = torch.zeros((), dtype=torch.float32)

@@ -37,8 +37,8 @@ from lading.report.progress import planning_progress
 from lading.run import CapturedRun, Prepared, capture_run, has_masters
 from lading.runtime.cuda import Cuda
 from lading.runtime.host import host_id
+from lading.runtime.kernel_calls import workspace_of
 from lading.runtime.kernel_memory import kernel_memory
-from lading.runtime.kernels import workspace_of
 from lading.runtime.values import BOUNCE_BYTES, named_tensors
 from lading.runtime.workspace import measured_workspace
 from lading.units import parse_bytes, share_or_bytes

@@ -28,7 +28,7 @@ from lading.memory.restore import predicted_timeline, restore_program, step_of
 from lading.models import hugging_face
 from lading.models.dit import DitConfig
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 from lading.models.tasks import LOSSES
 from lading.runtime import data
 from lading.runtime.arrays import ArrayDataset, RandomDataset, inputs_of, made_up

@@ -52,7 +52,7 @@ from lading.runtime.members import How
 from lading.runtime.resident import PeakMeter, resident_bytes, trim
 from lading.summary import finish_run, of_plan
 from lading.tracing.initial import defer
-from lading.tracing.losses import named_losses, total_of
+from lading.tracing.loss_terms import named_losses, total_of
 from lading.trainer import Trainer
 from lading.units import format_bytes, format_seconds
 

@@ -33,16 +33,16 @@ from lading.optim.registry import name_of, rule_class, rule_names
 from lading.optim.rule import MatrixRule, ParameterRule
 from lading.runtime.cuda import check_available, device_of, generator_state, set_generator_state
 from lading.runtime.custody import Custody, FreedBytes, is_held
-from lading.runtime.device import Device
+from lading.runtime.device import DeviceDriver
 from lading.runtime.executor import Executor
 from lading.runtime.host import check_host
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.named import StateDict, Value, first_few, read_value, state_keys, tensors_of, values_of
 from lading.runtime.resident import give_back, trim
-from lading.runtime.updates import check_planned
+from lading.runtime.update_kernels import check_planned
 from lading.tracing.batches import input_leaves
-from lading.tracing.frozen import Watch
-from lading.tracing.state import as_written
+from lading.tracing.frozen_values import Watch
+from lading.tracing.side_effects import as_written
 from lading.units import format_bytes
 
 _RNG = "torch.rng_state"
@@ -89,7 +89,7 @@ class Trainer:
         optimizer: ParameterRule | None = None,
         folder: str | Path = ".",
         threads: int | None = None,
-        device: Device | None = None,
+        device: DeviceDriver | None = None,
         program: Program | None = None,
         independent: bool = False,
     ) -> None:

@@ -10,7 +10,7 @@ from tools.replay import Replay
 from torch import nn
 
 from lading.ir.graph import Op, Phase, StepGraph
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.tracing.batches import input_leaves
 from lading.tracing.trace import capture
 

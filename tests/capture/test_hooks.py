@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from lading.errors import CaptureError
-from lading.tracing.frozen import Watch
+from lading.tracing.frozen_values import Watch
 from lading.tracing.trace import capture
 
 B, F = 4, 8

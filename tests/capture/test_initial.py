@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lading.errors import CaptureError
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.tracing.initial import defer
 from lading.tracing.trace import capture
 

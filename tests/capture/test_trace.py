@@ -16,7 +16,7 @@ import lading
 from lading.ir.graph import OpKind, Phase, Role, StepGraph
 from lading.models.dit import noise_loss
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.tracing.trace import capture
 
 MODELS: list[tuple[str, dict[str, Any]]] = [

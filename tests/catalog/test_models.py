@@ -9,7 +9,7 @@ from lading.catalog.models import model_names, named_model
 from lading.catalog.tables import model_table
 from lading.errors import ConfigError
 from lading.ir.table import ModelTable
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 
 #: Parameters in millions, from the papers and model cards; where rotary tables are no parameters.
 MILLIONS = {

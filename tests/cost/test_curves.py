@@ -19,9 +19,9 @@ from lading.ir.layout import Layout
 from lading.ir.machine import Curve, Device
 from lading.ir.work import Kernel, Product, Stage
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.parallel.ranks import rank_segment
-from lading.tracing.table import captured_table
+from lading.tracing.tabulate import captured_table
 
 STACK = stack_by_name("torch-eager-cpu")
 

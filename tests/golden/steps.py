@@ -24,7 +24,7 @@ from lading.ir.program import Program
 from lading.ir.step import expand
 from lading.memory.lifetime import lifetimes
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.planner.api import Planned, make_plan, step_costs
 from lading.planner.host_balance import hosted_step
 from lading.planner.orders import deferred_step

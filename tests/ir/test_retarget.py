@@ -17,8 +17,8 @@ from lading.ir.retarget import retarget
 from lading.ir.step import expand
 from lading.memory.lifetime import lifetimes
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
-from lading.runtime.kernels import workspace_of
+from lading.models.reference import build_model
+from lading.runtime.kernel_calls import workspace_of
 from lading.tracing.trace import capture
 
 SIZES: dict[str, Any] = {"num_layers": 2, "dim": 64, "num_heads": 4, "vocab_size": 80, "max_seq_len": 40}

@@ -14,7 +14,7 @@ import lading.tracing.interpret
 from lading.ir.graph import StepGraph
 from lading.ir.retarget import retarget
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.tracing.trace import capture
 
 ATEN = torch.ops.aten

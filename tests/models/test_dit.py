@@ -11,7 +11,7 @@ from torch import nn
 from lading.config import MODELS
 from lading.errors import ConfigError
 from lading.models.dit import DiT, DitConfig, noise_loss
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 
 SMALL: dict[str, Any] = {"image_size": 8, "channels": 3, "num_layers": 2, "dim": 32, "num_heads": 2, "num_classes": 4}
 

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from lading.errors import ConfigError
 from lading.models.gpt import GPT, GptConfig
-from lading.models.llama import Attention, LlamaConfig, Rope
+from lading.models.llama import LlamaAttention, LlamaConfig, Rope
 from lading.models.loss import next_byte_loss
 from lading.models.moe import MoeConfig, RoutedExperts
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 
 SMALL: dict[str, Any] = {"vocab_size": 32, "max_seq_len": 16, "num_layers": 2, "dim": 24, "num_heads": 4}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -153,7 +153,7 @@ def test_gpt_attention_equals_the_formula() -> None:
 def test_grouped_attention_equals_repeated_heads() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(**SMALL, num_kv_heads=2)
-    grouped, full = Attention(config).double(), Attention(LlamaConfig(**SMALL)).double()
+    grouped, full = LlamaAttention(config).double(), LlamaAttention(LlamaConfig(**SMALL)).double()
     rope, x = Rope(config).double(), torch.randn(2, 7, 24, dtype=torch.float64)
     for name in ("wq", "wo"):
         getattr(full, name).weight = getattr(grouped, name).weight

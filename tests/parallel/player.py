@@ -15,7 +15,7 @@ from lading.ir.rankgraph import RankGraph, RankTensor
 from lading.ir.table import ModelTable
 from lading.parallel.chunks import chunks
 from lading.parallel.shard import rank_graph
-from lading.tracing.fused import Whole  # noqa: F401  (registers the whole norms)
+from lading.tracing.fused import WholeKernels  # noqa: F401  (registers the whole norms)
 
 Env = dict[int, torch.Tensor]
 #: Collectives of rows that are sorted by expert, as ``lading.ir.work.Collective`` names them.

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lading.ir.layout import parse_layout
 from lading.ir.work import Collective, Product, RankSegment, Stage
 from lading.parallel.ranks import rank_segment
-from lading.tracing.table import module_table
+from lading.tracing.tabulate import module_table
 
 transformers = pytest.importorskip("transformers")
 B, S = 2, 32

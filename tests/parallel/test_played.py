@@ -20,10 +20,10 @@ from lading.ir.layout import Layout, parse_layout
 from lading.ir.table import ModelTable
 from lading.ir.work import Collective
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.parallel.ranks import rank_segment
 from lading.parallel.shard import rank_graph
-from lading.tracing.table import module_table
+from lading.tracing.tabulate import module_table
 
 TOKENS, VOCAB = 16, 64
 _SIZES: dict[str, dict[str, Any]] = {

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lading.catalog.tables import family_table
 from lading.ir.layout import Layout
 from lading.ir.work import Collective, Kernel, Product, RankSegment, Stage
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 from lading.parallel.memory import saved_bytes
 from lading.parallel.ranks import rank_segment
 from lading.parallel.recompute import recomputed

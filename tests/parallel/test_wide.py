@@ -13,10 +13,10 @@ from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
 from lading.ir.table import ModelTable
 from lading.ir.work import RankSegment
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 from lading.parallel.ranks import rank_segment
 from lading.sim.simulate import Simulated, simulate
-from lading.tracing.table import module_table
+from lading.tracing.tabulate import module_table
 
 GPT = {"num_layers": 2, "dim": 128, "num_heads": 4, "vocab_size": 512, "max_seq_len": 64, "tied": False}
 LLAMA = {

@@ -19,7 +19,7 @@ from lading.ir.graph import Phase, StepGraph
 from lading.ir.placement import Problem
 from lading.ir.retarget import retarget
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.planner.placement.from_graph import Grain, problem_of
 from lading.planner.placement.from_table import chain_of
 from lading.planner.placement.trial import Trial

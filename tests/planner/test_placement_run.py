@@ -20,7 +20,7 @@ from lading.ir.fleet import Fleet, Join, Member
 from lading.ir.placedplan import PlacedGroup, PlacedPlan, Stage
 from lading.ir.placement import Placement, Problem, split_points
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.placing import Placing, saved
 from lading.planner.placement.contest import place
 from lading.planner.placement.from_graph import Grain, problem_of

@@ -16,7 +16,7 @@ from lading.ir.step import expand
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import OVERHEAD, memory_samples
 from lading.models.loss import next_byte_loss
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.planner.api import Planned, make_plan
 from lading.report.snapshot import snapshot, write_snapshot
 from lading.tracing.trace import capture

@@ -18,11 +18,11 @@ from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.step import expand
 from lading.memory.lifetime import can_recompute, gaps, is_movable, lifetimes
 from lading.memory.verify import verify
-from lading.models.registry import build_model
+from lading.models.reference import build_model
 from lading.optim.adamw import AdamW
 from lading.planner.lower import Costs, lower
 from lading.runtime.executor import Executor
-from lading.runtime.kernels import workspace_of
+from lading.runtime.kernel_calls import workspace_of
 from lading.tracing.trace import capture
 from lading.units import GiB
 

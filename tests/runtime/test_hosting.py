@@ -14,12 +14,12 @@ from lading.ir.defer import defer
 from lading.ir.graph import OpKind, StepGraph
 from lading.ir.hosting import hosted, light_groups
 from lading.ir.program import HOST_STREAM
-from lading.runtime.device import CpuDevice, Device
+from lading.runtime.device import CpuDevice, DeviceDriver
 from lading.runtime.executor import Executor
 
 
 @pytest.fixture(params=["stand-in", pytest.param("cpu", marks=pytest.mark.slow)])
-def device(request: pytest.FixtureRequest, api: FakeApi) -> Device:
+def device(request: pytest.FixtureRequest, api: FakeApi) -> DeviceDriver:
     return CpuDevice() if request.param == "cpu" else fake_device(api)
 
 
@@ -40,7 +40,7 @@ def on_host(graph: StepGraph, share: float, *, sums: bool = False) -> StepGraph:
     ],
 )
 def test_equals_plain_pytorch(
-    tmp_path: Path, device: Device, micro: int, clip: float, share: float, sums: bool
+    tmp_path: Path, device: DeviceDriver, micro: int, clip: float, share: float, sums: bool
 ) -> None:
     graph = on_host(graph_of(model_of("llama"), micro=micro, clip=clip), share, sums=sums)
     program = program_of(graph, at_random(0), TIERED)
@@ -56,7 +56,7 @@ def test_equals_plain_pytorch(
 
 
 @pytest.mark.slow
-def test_deferred_updates_on_the_host(tmp_path: Path, device: Device) -> None:
+def test_deferred_updates_on_the_host(tmp_path: Path, device: DeviceDriver) -> None:
     """They run in the next step, or before a value is read."""
     graph = on_host(defer(graph_of(model_of("llama")), 6)[0], 1.0)
     assert set(graph.deferred) <= graph.on_host

@@ -13,9 +13,9 @@ from tests.runtime.cases import loss_fn, model_of
 from torch.nn import functional as F
 
 from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref, StepGraph
-from lading.runtime import pieces
-from lading.runtime.arena import view_of
-from lading.runtime.kernels import bind, out_overload, workspace_of
+from lading.runtime import kernel_calls
+from lading.runtime.host_arena import view_of
+from lading.runtime.kernel_calls import bind, out_overload, workspace_of
 from lading.tracing.trace import capture
 
 UNDEFINED = ("aten.empty_like.default", "aten.empty.memory_format")
@@ -368,7 +368,7 @@ def test_literals_reach_the_kernel() -> None:
 @pytest.mark.parametrize(("batch", "heads", "threads"), [(4, 5, 2), (4, 4, 2), (2, 8, 2), (4, 5, 1), (1, 12, 4)])
 def test_parts_of_attention_keep_the_threads_as_busy_as_the_whole(batch: int, heads: int, threads: int) -> None:
     """The kernel gives whole heads to threads."""
-    rows, some = pieces._tile(batch, heads, pieces.PIECE_BYTES // 3, threads)
+    rows, some = kernel_calls._tile(batch, heads, kernel_calls.PIECE_BYTES // 3, threads)
     parts = [len(b) * len(h) for b in _ranges(batch, rows) for h in _ranges(heads, some)]
     assert sum(parts) == batch * heads
     assert sum(-(-part // threads) for part in parts) == -(-batch * heads // threads)

@@ -18,9 +18,8 @@ from lading.ir.machine import Machine
 from lading.prepare import plan
 from lading.runtime import probe_disk
 from lading.runtime.host import host_id
-from lading.runtime.load_meter import LoadMeter, busy_seconds
-from lading.runtime.probe import _quiet_rounds, probe
-from lading.runtime.probe_products import SHAPES, Product, fit_products
+from lading.runtime.probe import LoadMeter, _quiet_rounds, busy_seconds, probe
+from lading.runtime.probe_products import SHAPES, TimedProduct, fit_products
 from lading.tracing.trace import capture
 from lading.units import MiB
 
@@ -76,7 +75,7 @@ def test_the_fit_recovers_the_model_that_made_the_times() -> None:
         share = math.prod(d / (d + skinny) for d in (m, k, n))
         return overhead + 2 * m * k * n / (peak * share)
 
-    fit = fit_products([Product(*shape, seconds(*shape)) for shape in SHAPES], overhead)
+    fit = fit_products([TimedProduct(*shape, seconds(*shape)) for shape in SHAPES], overhead)
     assert fit.skinny_dim == pytest.approx(skinny)
     assert fit.mean_error < 1e-6
     for rate in fit.efficiency.rate:
@@ -85,7 +84,7 @@ def test_the_fit_recovers_the_model_that_made_the_times() -> None:
 
 def test_too_few_products_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 4"):
-        fit_products([Product(8, 8, 8, 1.0)], 0.0)
+        fit_products([TimedProduct(8, 8, 8, 1.0)], 0.0)
 
 
 def test_a_missing_folder_says_what_to_change(tmp_path: Path) -> None:

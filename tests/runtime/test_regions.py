@@ -30,7 +30,7 @@ from lading.report.snapshot import snapshot
 from lading.runtime import fuse, regions
 from lading.runtime.executor import Executor
 from lading.runtime.fuse import Compiled, compile_region, run_region
-from lading.runtime.regions import Region, RegionFinder, derivation
+from lading.runtime.regions import FusibleRegion, RegionFinder, derivation
 
 RATES = [1e-3, 2e-3]
 #: Inductor's own imports use what torch has deprecated.
@@ -42,7 +42,7 @@ def small_regions_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "LEAST_BYTES", 1)
 
 
-def stand_in(graph: StepGraph, region: Region) -> Compiled:
+def stand_in(graph: StepGraph, region: FusibleRegion) -> Compiled:
     """A region without a compiler: its places are spoiled first, as fused loops may write while they read."""
 
     def function(tensors: list[torch.Tensor]) -> None:
@@ -104,7 +104,7 @@ def test_regions_that_need_too_much_scratch_are_cut(tmp_path: Path, monkeypatch:
     program = program_of(graph)
     asked: list[int] = []
 
-    def greedy(graph: StepGraph, region: Region) -> Compiled:
+    def greedy(graph: StepGraph, region: FusibleRegion) -> Compiled:
         made = stand_in(graph, region)
         asked.append(len(region.actions))
         return Compiled(made.function, program.workspace_bytes + len(region.actions) - 3)

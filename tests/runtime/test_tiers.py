@@ -18,7 +18,7 @@ import torch
 
 from lading.errors import StorageError
 from lading.ir.program import PAGE_BYTES
-from lading.runtime.arena import Arena
+from lading.runtime.host_arena import Arena
 from lading.runtime.tiers import PIECE_BYTES, FileTier, MemoryTier, TierBytes
 
 
@@ -194,7 +194,7 @@ def test_out_of_range(folder: Path) -> None:
 
 def test_arena_pages_come_back_even_while_a_view_is_alive() -> None:
     script = """
-from lading.runtime.arena import Arena
+from lading.runtime.host_arena import Arena
 from lading.runtime.resident import PeakMeter, resident_bytes
 meter, size = PeakMeter(), 64 << 20
 arena = Arena(size)

@@ -22,9 +22,9 @@ from lading.ir.updates import (
     update_op,
 )
 from lading.optim.rule import fresh, update_matrix
-from lading.runtime import updates
+from lading.runtime import update_kernels
 from lading.runtime.executor import Executor
-from lading.runtime.kernels import Kernel, Rate, bind
+from lading.runtime.kernel_calls import BoundKernel, Rate, bind
 from lading.tracing.trace import capture
 
 RULES: list[Any] = [
@@ -40,7 +40,7 @@ def maths(matrices: Matrices) -> Any:
     return matrices.made().maths()
 
 
-def bound(matrices: Matrices, param: torch.Tensor, grad: torch.Tensor) -> Kernel:
+def bound(matrices: Matrices, param: torch.Tensor, grad: torch.Tensor) -> BoundKernel:
     """The update of a matrix, or of a stack, with states of zeros."""
     rule, shape = matrices.made(), (param.shape[-2], param.shape[-1])
     held = param.dtype if matrices.rule == "muon" else torch.float32
@@ -63,7 +63,7 @@ def bound(matrices: Matrices, param: torch.Tensor, grad: torch.Tensor) -> Kernel
 def test_bits_are_those_of_the_rule(
     matrices: Matrices, shape: tuple[int, ...], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(updates, "_AT_ONCE", {"cpu": at_once})
+    monkeypatch.setattr(update_kernels, "_AT_ONCE", {"cpu": at_once})
     generator = torch.Generator().manual_seed(1)
     param, grad = torch.randn(shape, generator=generator), torch.empty(shape)
     wanted, rule = param.clone(), maths(matrices)
@@ -103,7 +103,7 @@ def test_scratch_is_an_upper_bound_for_long_sides() -> None:
     assert _most_bytes(kernel, grad) <= kernel.scratch_bytes
 
 
-def _most_bytes(kernel: Kernel, grad: torch.Tensor) -> int:
+def _most_bytes(kernel: BoundKernel, grad: torch.Tensor) -> int:
     """The most that three updates have at once, beside their tensors."""
     generator, most = torch.Generator().manual_seed(2), 0
     for _ in range(3):

@@ -37,7 +37,7 @@ from lading.ir.request import Architecture, Request
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import Product
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 from lading.sim.sequence import Issued
 from lading.sim.simulate import simulate
 

@@ -17,11 +17,11 @@ from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, Request
 from lading.ir.table import ModelTable
-from lading.models.registry import build_model, model_class
+from lading.models.reference import build_model, model_class
 from lading.program.schedules import schedule_of
 from lading.sim.eager import eager_memory
 from lading.sim.simulate import runs_of, segments_of
-from lading.tracing.table import module_table
+from lading.tracing.tabulate import module_table
 
 GPT = {"num_layers": 4, "dim": 512, "num_heads": 8, "vocab_size": 4096, "max_seq_len": 256, "tied": False}
 LLAMA = {

@@ -130,7 +130,7 @@ class Rope(nn.Module):
         return x_BNTH * self.cos_TH[:num_tokens] + turned_BNTH * self.sin_TH[:num_tokens]
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal grouped-query self-attention. Shapes: x_BTD -> y_BTD."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -163,7 +163,7 @@ class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig, mlp: nn.Module) -> None:
         super().__init__()
         self.attn_norm = RMSNorm(config.dim, config.norm_eps)
-        self.attn = Attention(config)
+        self.attn = LlamaAttention(config)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = mlp
 

@@ -90,7 +90,7 @@ class Muon(MatrixRule):
     usual_lr: ClassVar[float] = 0.02
     counts: ClassVar[bool] = False
     #: Momentum (12), look-ahead (12), rounding (6), norm and division (6), decay (8), step (18, with a copy of the
-    #: direction), as counted in ``lading.runtime.updates``.
+    #: direction), as counted in ``lading.runtime.update_kernels``.
     elementwise_bytes: ClassVar[float] = 62.0
 
     def __post_init__(self) -> None:

@@ -16,13 +16,13 @@ import torch
 
 from lading.errors import ConfigError
 from lading.ir.machine import Tier
-from lading.runtime.arena import Arena
 from lading.runtime.device import Batches, Call, Lane, Mark, Memory, Meter, Stamp
+from lading.runtime.host_arena import Arena
 from lading.runtime.tiers import PIECE_BYTES, HostBytes, TierBytes, open_tier
 
 
-class Event(Protocol):
-    """``torch.cuda.Event``."""
+class DeviceEvent(Protocol):
+    """Point in the work of a device's stream, as ``torch.cuda.Event``."""
 
     def record(self, stream: Any = None) -> None:
         """Stand behind all that the stream (None: the current one) was given."""
@@ -70,11 +70,11 @@ class Api(Protocol):
         """What issues ``call``, which itself only launches kernels and copies, on a stream."""
         ...
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """A new event that keeps the time."""
         ...
 
-    def wait(self, stream: Any, event: Event) -> None:
+    def wait(self, stream: Any, event: DeviceEvent) -> None:
         """What the stream is given from now on runs after the event."""
         ...
 
@@ -99,7 +99,7 @@ class AsyncLane:
 
     def __init__(self, api: Api) -> None:
         self._api, self.stream = api, api.stream()
-        self._events: list[Event] = []
+        self._events: list[DeviceEvent] = []
         self._next = 0
 
     def entered(self) -> AbstractContextManager[object]:
@@ -264,15 +264,15 @@ class AcceleratorDevice:
         self._pinned = ExitStack()
 
     def arena(self, size_bytes: int) -> Memory:
-        """See Device."""
+        """See DeviceDriver."""
         return DeviceMemory(self._api, size_bytes)
 
     def host(self, size_bytes: int) -> Memory:
-        """See Device."""
+        """See DeviceDriver."""
         return PinnedMemory(self._api, size_bytes)
 
     def tier(self, tier: Tier, size_bytes: int, folder: Path) -> TierBytes:
-        """See Device."""
+        """See DeviceDriver."""
         made = open_tier(tier, size_bytes, folder, self.host)
         if isinstance(made, HostBytes):
             return made
@@ -283,13 +283,13 @@ class AcceleratorDevice:
             raise
 
     def lane(self, stream: str, *, blocking: bool) -> Lane:
-        """See Device."""
+        """See DeviceDriver."""
         lane = BlockingLane(self._api, self._clock) if blocking else AsyncLane(self._api)
         self._lanes.append(lane)
         return lane
 
     def meter(self) -> Meter:
-        """See Device."""
+        """See DeviceDriver."""
         return self._api.meter()
 
     def handed(self, batches: Batches) -> Batches:
@@ -311,7 +311,7 @@ class AcceleratorDevice:
         return self._inbox[key].copy_(tensor)
 
     def begin(self) -> None:
-        """See Device. The host waits for the device here, once a step, to set both clocks."""
+        """See DeviceDriver. The host waits for the device here, once a step, to set both clocks."""
         before = self._api.event()
         before.record(self._api.current())
         for lane in self._lanes:
@@ -323,14 +323,14 @@ class AcceleratorDevice:
         self._zero_s = self._clock()
 
     def end(self) -> None:
-        """See Device."""
+        """See DeviceDriver."""
         for lane in self._lanes:
             done = self._api.event()
             done.record(lane.stream)
             done.synchronize()
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
-        """See Device."""
+        """See DeviceDriver."""
         return [
             stamp if isinstance(stamp, float) else self._zero_s + self._origin.elapsed_time(stamp) / 1e3
             for stamp in stamps

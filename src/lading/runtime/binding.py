@@ -1,4 +1,4 @@
-"""Binding: every action of a Program becomes a closure over views of the arena, once, before the first step."""
+"""Binding: turn every action of a Program into a closure over views of the arena, once, before the first step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, write_stream
 from lading.ir.updates import matrix_rule_of
 from lading.optim.rule import ParameterRule
-from lading.runtime.arena import view_of
-from lading.runtime.device import Call, Device, Lane, Memory
+from lading.runtime.device import Call, DeviceDriver, Lane, Memory
 from lading.runtime.fuse import Fused
-from lading.runtime.kernels import Kernel, Rate, bind
-from lading.runtime.regions import Region, Site
+from lading.runtime.host_arena import view_of
+from lading.runtime.kernel_calls import BoundKernel, Rate, bind
+from lading.runtime.regions import FusibleRegion, Site
 from lading.runtime.streams import Entry, Jitter
 from lading.runtime.tiers import HostBytes, TierBytes
 
@@ -39,7 +39,7 @@ class Rates:
 
 @dataclass
 class CallerData:
-    """What the caller hands in and gets back in the current step: batches and losses, by micro-batch.
+    """Batches that the caller hands in for the current step and losses that it gets back, by micro-batch.
 
     Losses are scalars in host memory, filled by the end of the step.
     """
@@ -50,9 +50,9 @@ class CallerData:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a Program runs: the device, its memory, the lower tiers by name, and the caller's side."""
+    """Surroundings in which a Program runs: the device, its memory, the lower tiers by name, and the caller's side."""
 
-    device: Device
+    device: DeviceDriver
     arena: Memory
     tiers: Mapping[str, TierBytes]
     caller: CallerData
@@ -60,13 +60,14 @@ class Place:
 
 @dataclass
 class Bound:
-    """A bound Program.
+    """A Program whose actions are closures, queued by stream.
 
     Attributes:
-        entries: Queue of each stream, in order of ``streams``; ``lanes`` likewise.
-        instant: (action, the action before it in its stream): actions without work, that end as the other ends.
-        scratch_bytes: Of each action, beside the arena.
-        regions: Those that run as one call, at their first action.
+        entries: Queue of each stream, in the order of ``streams``; ``lanes`` likewise.
+        instant: Pairs (action, the action before it in its stream): the first has no work, and ends when the second
+            does.
+        scratch_bytes: Bytes that an action takes beside the arena, by action id.
+        regions: Regions that run as one call, by the id of their first action.
     """
 
     streams: tuple[str, ...]
@@ -74,10 +75,10 @@ class Bound:
     entries: list[list[Entry]]
     instant: list[tuple[int, int]]
     scratch_bytes: dict[int, int]
-    regions: tuple[Region, ...] = ()
+    regions: tuple[FusibleRegion, ...] = ()
 
     def without(self, actions: Set[int]) -> Bound:
-        """The same queues, in which some actions do nothing."""
+        """Copy of the queues in which some actions do nothing."""
         entries = [
             [dataclasses.replace(entry, run=_nothing) if entry.action in actions else entry for entry in queue]
             for queue in self.entries
@@ -85,7 +86,7 @@ class Bound:
         return dataclasses.replace(self, entries=entries)
 
     def watched(self, stream: str, watch: Callable[[Entry], Call]) -> Bound:
-        """The same queues, in which every action of a stream is run as ``watch`` says."""
+        """Copy of the queues in which every action of a stream is run by the call that ``watch`` makes of it."""
         queues = [
             [dataclasses.replace(entry, run=watch(entry)) for entry in queue] if name == stream else queue
             for name, queue in zip(self.streams, self.entries, strict=True)
@@ -94,13 +95,13 @@ class Bound:
 
 
 class Binder:
-    """Walks a Program in order and knows where each storage lies at every action.
+    """Walks a Program in order, knowing where each storage lies at every action, and makes the closures.
 
     Args:
         poison: Overwrite what is freed, so that a use after FREE shows in the results.
         jitter: Called before each action, on its stream's thread.
         fused: Regions that run as one call, at the first of their actions.
-        make_room: Called with the scratch of each large operation on the device before it runs.
+        make_room: Called with the scratch bytes of each large operation on the device before it runs.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Binder:
         self._views: dict[Site, torch.Tensor] = {}
 
     def bind(self) -> Bound:
-        """Closures and minimal waits of all streams.
+        """Make the closures of all streams, and the fewest waits between them.
 
         Raises:
             ProgramError: an action cannot be bound; names it.
@@ -154,13 +155,15 @@ class Binder:
         return dataclasses.replace(bound, regions=tuple(f.region for f in self.fused.values()))
 
     def view(self, tensor: int) -> torch.Tensor | None:
-        """A graph tensor where its storage lies now; None if it has no place."""
+        """View of a graph tensor where its storage lies now; None if it has no place."""
         t = self.graph.tensors[tensor]
         offset = self.where.get(t.storage)
         return None if offset is None else self._view_at(Site(tensor, offset))
 
     def host_view(self, tensor: int) -> torch.Tensor | None:
-        """A graph tensor in its slot of the tier on which the host's processors work; None if it has none."""
+        """View of a graph tensor in its slot of the tier on which the host's processors work; None if it has no slot
+        there.
+        """
         t, name = self.graph.tensors[tensor], self.program.host_tier
         offset, tier = self.slots.get(name, {}).get(t.storage), self.tiers.get(name)
         if offset is None:
@@ -185,7 +188,7 @@ class Binder:
         return self._bytes[key]
 
     def _run(self, action: Action) -> Call | None:
-        """What an action does; None for nothing."""
+        """Make the call that does an action; None for an action without work."""
         if action.id in self.fused:
             fused = self.fused[action.id]
             self.scratch[action.id] = fused.compiled.scratch_bytes
@@ -219,13 +222,13 @@ class Binder:
             return partial(self._storage_bytes(action.storage, self.where[action.storage]).fill_, _POISON)
         return self._move(action.storage, action.source, action.target)
 
-    def _is_large(self, op: int, kernel: Kernel) -> bool:
+    def _is_large(self, op: int, kernel: BoundKernel) -> bool:
         """Whether an operation takes so long that looking at the process before it costs nothing beside it."""
         touched = self.graph.ops[op].bytes_read + self.graph.ops[op].bytes_written
         return max(touched, kernel.scratch_bytes) >= _LARGE_BYTES
 
-    def _room_bytes(self, op: int, kernel: Kernel) -> int:
-        """What an operation may take while it runs: no more than the largest of the step, which was measured.
+    def _room_bytes(self, op: int, kernel: BoundKernel) -> int:
+        """Bytes that an operation may take while it runs: no more than the largest of the step, which was measured.
 
         What an update of matrices takes inside its products is known from that measure alone.
         """
@@ -250,7 +253,7 @@ class Binder:
         return partial(self.tiers[target].write, self.slots[target][storage], memory)
 
     def _feed(self, storage: int) -> Call:
-        """Copy the batch leaves that lie on a storage."""
+        """Make the call that copies the leaves of a batch that lie on a storage into it."""
         leaves = [
             (micro, name, view)
             for micro, inputs in enumerate(self.graph.inputs)
@@ -268,7 +271,7 @@ class Binder:
         return run
 
     def _report(self, storage: int) -> Call:
-        """Hand the losses that lie on a storage to the caller."""
+        """Make the call that hands the losses that lie on a storage to the caller."""
         places = self.caller.losses
         found = [
             (places[index], view)
@@ -333,7 +336,7 @@ def _mark(bound: Bound) -> None:
 
 
 def _position(queue: Sequence[Entry], count: int) -> int:
-    """Of the entry at whose end ``count`` actions of its stream have ended."""
+    """Index of the entry at whose end ``count`` actions of its stream have ended."""
     return bisect_left(queue, count, key=lambda entry: entry.count)
 
 
@@ -346,7 +349,10 @@ def _after(first: Call, then: Call) -> Call:
 
 
 def _minimal_waits(waits: list[tuple[int, int]], known: list[int], stream: int) -> tuple[tuple[int, int], ...]:
-    """The farthest count per other stream, without what this stream has already waited for; updates ``known``."""
+    """Reduce waits to the farthest count for each other stream, without what this stream has already waited for.
+
+    Updates ``known``, the counts that this stream has waited for, by stream.
+    """
     needed: dict[int, int] = {}
     for other, count in waits:
         if other != stream and count > max(known[other], needed.get(other, 0)):
@@ -359,7 +365,7 @@ def _minimal_waits(waits: list[tuple[int, int]], known: list[int], stream: int) 
 def checked_batches(
     program: Program, batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> Sequence[Mapping[str, torch.Tensor]]:
-    """The batches, if they are what the step was captured for.
+    """Return the batches if they are what the step was captured for.
 
     Raises:
         ConfigError: another number of micro-batches, another name, shape or dtype.

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from lading.errors import ConfigError, StorageError
-from lading.runtime.accelerator import AcceleratorDevice, Event
-from lading.runtime.device import Call, CpuDevice, Device
+from lading.runtime.accelerator import AcceleratorDevice, DeviceEvent
+from lading.runtime.device import Call, CpuDevice, DeviceDriver
 from lading.units import format_bytes
 
 #: Page-locked for every context of the process (cudaHostRegisterPortable).
 _PORTABLE = 1
 
 
-def device_of(kind: str) -> Device:
+def device_of(kind: str) -> DeviceDriver:
     """The device of this host that a plan for ``kind`` runs on.
 
     Raises:
@@ -158,7 +158,7 @@ class Cuda:
         """See Api: the call issues to the stream its thread has entered."""
         return call
 
-    def event(self) -> Event:
+    def event(self) -> DeviceEvent:
         """See Api; a host that waits for it sleeps."""
         return torch.cuda.Event(enable_timing=True, blocking=True)
 

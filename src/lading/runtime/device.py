@@ -1,4 +1,4 @@
-"""Device: what the executor asks of the hardware. A device differs from another only in its classes.
+"""Drivers of devices: what the executor asks of the hardware. One device differs from another only in its driver.
 
 [Note: two halves of a wait] An action that waits for another stream first waits on the host until that stream's thread
 has issued the action it waits for. Where issuing is not ending (a GPU), the waiting lane is then told to wait for a
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from lading.ir.machine import Tier
-from lading.runtime.arena import Arena
+from lading.runtime.host_arena import Arena
 from lading.runtime.resident import PeakMeter
 from lading.runtime.tiers import MakeTier, TierBytes, open_tier
 
@@ -105,7 +105,7 @@ class Lane(Protocol):
         ...
 
 
-class Device(Protocol):
+class DeviceDriver(Protocol):
     """Memory, lower tiers and lanes of a device.
 
     Attributes:
@@ -209,40 +209,40 @@ class CpuDevice:
         self._clock, self._make = clock, dict(tiers or {})
 
     def arena(self, size_bytes: int) -> Memory:
-        """See Device."""
+        """See DeviceDriver."""
         return Arena(size_bytes)
 
     def host(self, size_bytes: int) -> Memory:
-        """See Device."""
+        """See DeviceDriver."""
         return Arena(size_bytes)
 
     def tier(self, tier: Tier, size_bytes: int, folder: Path) -> TierBytes:
-        """See Device."""
+        """See DeviceDriver."""
         if tier.name in self._make:
             return self._make[tier.name](size_bytes, tier.location or str(folder))
         return open_tier(tier, size_bytes, folder, Arena)
 
     def lane(self, stream: str, *, blocking: bool) -> Lane:
-        """See Device."""
+        """See DeviceDriver."""
         return HostLane(self._clock)
 
     def meter(self) -> Meter:
-        """See Device."""
+        """See DeviceDriver."""
         return HostMeter()
 
     def handed(self, batches: Batches) -> Batches:
-        """See Device."""
+        """See DeviceDriver."""
         return batches
 
     def begin(self) -> None:
-        """See Device."""
+        """See DeviceDriver."""
 
     def end(self) -> None:
-        """See Device."""
+        """See DeviceDriver."""
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
-        """See Device."""
+        """See DeviceDriver."""
         return list(stamps)
 
     def close(self) -> None:
-        """See Device."""
+        """See DeviceDriver."""

@@ -19,7 +19,7 @@ _NOT_TEXT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pack
 _BY_ENDING = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Some bytes of a text, and whether they are its first; a text that is cut is cut after a line."""
 
     data: bytes
@@ -59,7 +59,7 @@ def fingerprint_of(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def pieces(files: Iterable[Path], config: DataConfig, *, labelled: bool = False) -> Iterator[Piece]:
+def pieces(files: Iterable[Path], config: DataConfig, *, labelled: bool = False) -> Iterator[TextPiece]:
     """The text of files, in order.
 
     Args:
@@ -75,7 +75,7 @@ def pieces(files: Iterable[Path], config: DataConfig, *, labelled: bool = False)
             for where, row in rows:
                 label = _label_of(row, config, where) if labelled else None
                 if text := _text_of(row, config, where):
-                    yield Piece(text, True, label)
+                    yield TextPiece(text, True, label)
         elif labelled:
             raise ConfigError(f"{path}: expected JSON lines or Parquet with labels, got {form}; see data.format")
         else:
@@ -91,7 +91,7 @@ def _walk(root: Path, *, python_only: bool) -> Iterator[Path]:
                 yield path
 
 
-def _whole(path: Path) -> Iterator[Piece]:
+def _whole(path: Path) -> Iterator[TextPiece]:
     """A file as one text; each piece but the last ends with a line, or with a word where a line is longer."""
     rest, first = b"", True
     with open(path, "rb") as file:
@@ -100,10 +100,10 @@ def _whole(path: Path) -> Iterator[Piece]:
             cut = data.rfind(b"\n") + 1 or data.rfind(b" ") + 1 or _last_character(data)
             if len(block) < PIECE_BYTES:  # the end of the file
                 cut = len(data)
-            yield Piece(data[:cut], first)
+            yield TextPiece(data[:cut], first)
             rest, first = data[cut:], False
     if rest:
-        yield Piece(rest, first)
+        yield TextPiece(rest, first)
 
 
 def _last_character(data: bytes) -> int:

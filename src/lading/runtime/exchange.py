@@ -1,4 +1,4 @@
-"""Exchange: pieces of many matrices to their owners and back, in one all-to-all for each direction of a group."""
+"""Exchanges between ranks: pieces of matrices to owners and back, one all-to-all for each direction of a group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Traffic:
 
 
 @dataclass
-class Failures:
+class RuleFailures:
     """What could not be computed in this step; all ranks are told at its end."""
 
     last: Exception | None = None
@@ -120,7 +120,7 @@ class Team:
         return found
 
 
-class Exchange:
+class PieceExchange:
     """One direction of one group of matrices; every rank makes the same calls in the same order."""
 
     def __init__(
@@ -274,7 +274,7 @@ def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
     return not flags or bool(torch.stack(flags).all())
 
 
-def agree_done(failures: Failures, team: Team, device: torch.device) -> None:
+def agree_done(failures: RuleFailures, team: Team, device: torch.device) -> None:
     """Raise on every rank if one could not compute what it owns.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Executor: does what a Program says, with real tensors, on a device of this machine.
+"""The executor: runs a Program step after step, with real tensors, on a device of this machine.
 
-Everything that can be decided before a step is: addresses, views, arguments, kernels, waits. A step then walks lists
-of closures: the compute stream on the calling thread, every other stream on a thread of its own, started once. What
+Everything that can be decided before a step is: addresses, views, arguments, kernels, waits. A step then walks lists of
+closures: the compute stream on the calling thread, every other stream on a thread of its own, started once. What
 differs between devices is behind ``lading.runtime.device``.
 """
 
@@ -21,24 +21,25 @@ from lading.errors import ConfigError, LadingError, ProgramError, StorageError
 from lading.ir.action import CALLER
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.program import COMPUTE_STREAM, LINE_BYTES, Program, slot_bytes
-from lading.ir.timeline import Timeline
+from lading.ir.timeline import Event, Timeline
+from lading.memory.staircase import memory_samples
 from lading.optim.rule import ParameterRule
 from lading.runtime.binding import Binder, CallerData, Place, Rates, checked_batches
-from lading.runtime.device import CpuDevice, Device
-from lading.runtime.excess import OperationPeaks
+from lading.runtime.device import Call, CpuDevice, DeviceDriver, Meter
 from lading.runtime.fuse import fuse as fuse_regions
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.kernel_memory import largest_product
-from lading.runtime.measure import measured_timeline, spread
+from lading.runtime.regions import FusibleRegion
 from lading.runtime.resident import Ceiling, give_back, reuse_pages, trim
 from lading.runtime.salvage import Location, bring_home, salvage
-from lading.runtime.streams import ActionFailed, Clocking, Gate, Jitter, Stopped, Workers, run_stream
+from lading.runtime.streams import ActionFailed, Clocking, Entry, Gate, Jitter, Stopped, Workers, run_stream
 from lading.runtime.tiers import TierBytes
 from lading.runtime.values import Values
+from lading.units import format_bytes
 
 
-class _State(Enum):
-    """What the memory of an executor holds.
+class _ExecutorState(Enum):
+    """Life cycle of an executor, by what its memory holds.
 
     IDLE: every value where it is between steps. RUNNING: values anywhere. CLOSED: nothing.
     """
@@ -52,21 +53,22 @@ class Executor:
     """Runs one Program, step after step. A context manager.
 
     Every storage holds zeros until it is written; constants hold their values. A step that stops half-way leaves every
-    value where it is between steps, as far as there is one: ``changed`` and ``lost`` say what is not of the last step.
+    value where it is between steps, as far as that value still exists: ``changed`` and ``lost`` say which values are
+    not those of the last whole step.
 
     Args:
-        program: Verified (``lading.memory.verify``).
+        program: A Program that ``lading.memory.verify`` has proven.
         optimizer: Settings of what moves parameters, its learning rate aside; rules for matrices have theirs in the
             Program.
-        folder: Where the file of a tier without a location goes.
+        folder: Folder for the file of a tier that names no location.
         threads: Compute threads; None leaves torch's setting. Results can depend on it.
-        device: Where it runs, for this executor alone; None is the CPU.
+        device: Device to run on, for this executor alone, which closes it; None is the CPU.
         jitter: For tests: called with each action before it runs, on its stream's thread.
         poison: For tests: fill what is freed with NaN.
         fuse: Compile regions (``lading.runtime.fuse``): faster, close to eager's numbers, not equal to the bit.
 
     Attributes:
-        completed: Steps that came to their end.
+        completed: Number of steps that came to their end.
 
     Raises:
         StorageError: no room in ``folder``, or another run is using it.
@@ -80,13 +82,13 @@ class Executor:
         optimizer: ParameterRule,
         folder: Path,
         threads: int | None = None,
-        device: Device | None = None,
+        device: DeviceDriver | None = None,
         jitter: Jitter | None = None,
         poison: bool = False,
         fuse: bool = False,
     ) -> None:
         self.program = program
-        self._state = _State.IDLE
+        self._state = _ExecutorState.IDLE
         self._has_run = self._device_failed = False
         self.completed = 0
         self._highest = self._last_peak = 0
@@ -149,7 +151,9 @@ class Executor:
             )
 
     def _pack_largest(self) -> None:
-        """Run the product with the largest operand, on the zeros that are there: its buffers then serve all others."""
+        """Run the product with the largest operand once, on zeros, so that the library's packing buffers serve all
+        others.
+        """
         product, compute = largest_product(self.program.graph), self._bound.streams.index(COMPUTE_STREAM)
         action = next((a.id for a in self.program.actions if product is not None and a.op == product), None)
         with torch.inference_mode():
@@ -159,7 +163,7 @@ class Executor:
         self._device.end()  # before values come to lie where it wrote
 
     def _open_losses(self, stack: ExitStack) -> None:
-        """A place in host memory for each loss, which the device fills without the host waiting."""
+        """Reserve a place in host memory for each loss, which the device fills without the host waiting."""
         graph = self.program.graph
         memory = self._device.host(LINE_BYTES * len(graph.losses))
         stack.callback(memory.close)
@@ -178,7 +182,7 @@ class Executor:
 
     def close(self) -> None:
         """Stop the threads and give all memory and disk space back. May be called twice."""
-        self._state = _State.CLOSED
+        self._state = _ExecutorState.CLOSED
         self._bound.entries.clear()
         self._running = self._bound
         self._cleanup.close()
@@ -190,10 +194,10 @@ class Executor:
             batches: One mapping per micro-batch, from the graph's input names to tensors.
             lr, matrix_lr: Learning rates of this step's updates, by the optimizer and by a rule for matrices.
         Returns:
-            The losses of each micro-batch, as the graph computes them: ``graph.losses``.
+            The losses of each micro-batch in turn, in the order of ``graph.losses``.
         Raises:
-            ConfigError: a batch is not what the step was captured for, or an earlier step left no values to go on
-                from; nothing has run.
+            ConfigError: a batch is not what the step was captured for, or an earlier step left no values to go on from;
+                nothing has run.
             StorageError: a tier failed. ProgramError: an operation failed. Both name the action. Where the step had
                 changed no parameter and no state by then, it has not happened: the next one may be run.
         """
@@ -218,7 +222,10 @@ class Executor:
         return [float(loss) for loss in self._caller.losses]
 
     def _leave_to_caller(self) -> None:
-        """Count from more, or less again, where the caller took memory since the last step and nothing ran here."""
+        """Move the zero of the memory count by what the caller took, or freed again, since the last step ended.
+
+        Does nothing where something of the executor's own ran in between.
+        """
         if self._left_bytes is None:
             return
         change = max(self._meter.now_bytes() - self._left_bytes, -self._caller_bytes)
@@ -227,7 +234,9 @@ class Executor:
         self.given_back(-change)
 
     def _end_step(self) -> None:
-        """Take note that a step came to its end."""
+        """Count a whole step: its rates become those of deferred updates, which now wait, and no value is half
+        changed.
+        """
         self.completed += 1
         self._rates.before.value, self._rates.before.matrices = self._rates.now.value, self._rates.now.matrices
         self._caught_up = frozenset()
@@ -237,7 +246,8 @@ class Executor:
     def flush(self) -> None:
         """Run the updates that the last step left to the next one; without any, do nothing.
 
-        Values are read and written between steps only behind this. It takes the step's moves, not its computation.
+        Everything that reads or writes values between steps calls this first. It takes the time of the step's moves
+        between tiers, not of its computation.
 
         Raises:
             StorageError, ProgramError: as ``step``; updates that have not run still wait.
@@ -271,12 +281,12 @@ class Executor:
     @property
     def is_running(self) -> bool:
         """Whether a step, or a flush, is under way."""
-        return self._state is _State.RUNNING
+        return self._state is _ExecutorState.RUNNING
 
     @property
     def is_closed(self) -> bool:
-        """Whether everything was given back."""
-        return self._state is _State.CLOSED
+        """Whether the executor was closed, and all memory and disk space given back."""
+        return self._state is _ExecutorState.CLOSED
 
     @property
     def homes(self) -> Mapping[int, str]:
@@ -285,7 +295,9 @@ class Executor:
 
     @property
     def changed(self) -> Mapping[int, tuple[int, int]]:
-        """After a step that stopped: (its changes that are in the value, those of a whole step) by storage."""
+        """After a step that stopped: by storage, how many of the step's changes its value has, and how many a whole
+        step makes.
+        """
         return self._values.changed
 
     @property
@@ -297,14 +309,14 @@ class Executor:
     def is_whole(self) -> bool:
         """Whether parameters and states are those of the last step that came to its end.
 
-        Buffers may then have been changed by one that did not, as those of plain PyTorch by a forward that raises.
+        Buffers may then hold changes of a step that stopped, as in plain PyTorch after a forward that raises.
         """
         storages = self.program.graph.storages
         return not self.lost and all(storages[s].role is Role.BUFFER for s in self.changed)
 
     def stop(self, error: BaseException) -> None:
-        """End the step that runs at its next actions: it raises ``error``. For handlers of signals."""
-        if self._state is _State.RUNNING:
+        """Make the running step raise ``error`` at its next actions. For handlers of signals."""
+        if self._state is _ExecutorState.RUNNING:
             self._gate.fail(error)
 
     def write_storage(self, storage: int, tensor: torch.Tensor) -> None:
@@ -322,15 +334,15 @@ class Executor:
         self._values.write(storage, tensor)
 
     def takes_chunks(self, storage: int) -> bool:
-        """Whether its bytes lie in the order of its elements, so that ``write_chunks`` can set it."""
+        """Whether a storage's bytes lie in the order of its tensor's elements, so that ``write_chunks`` can set it."""
         return self._values.takes_chunks(storage)
 
     def write_chunks(self, storages: Sequence[int], chunks: Iterable[memoryview]) -> None:
         """Set persistent storages between steps from bytes in the order of their elements, 1 MiB at a time.
 
         Args:
-            storages: Filled one after the other; each one ``takes_chunks``.
-            chunks: All their bytes.
+            storages: Storages to fill, one after the other; ``takes_chunks`` is true of each.
+            chunks: Bytes of all of them, in any cuts.
         Raises:
             ConfigError: not persistent, or not as many bytes; some may have been written.
         """
@@ -339,7 +351,7 @@ class Executor:
         self._values.write_chunks(storages, chunks)
 
     def read_storage(self, storage: int) -> torch.Tensor:
-        """A copy of a persistent storage between steps: in the shape of its parameter, buffer or state, else its bytes.
+        """Copy a persistent storage between steps: in the shape of its parameter, buffer or state, else its bytes.
 
         Raises:
             ConfigError: not persistent. StorageError: lost, or a tier failed.
@@ -348,7 +360,7 @@ class Executor:
         return self._values.read(storage)
 
     def chunks(self, storage: int) -> Iterator[memoryview]:
-        """The bytes of a persistent tensor between steps, in the order of its elements, a few MiB at a time.
+        """Read the bytes of a persistent tensor between steps, in the order of its elements, a few MiB at a time.
 
         A chunk is valid until the next is asked for.
 
@@ -359,13 +371,13 @@ class Executor:
         yield from self._values.chunks(storage)
 
     def timeline(self) -> Timeline:
-        """What happened when in the last step.
+        """Measured Timeline of the last step: when each action ran, and memory over time.
 
         Raises:
             ConfigError: no step has completed.
         """
         if self._timeline is None:
-            if not self._has_run or self._state is not _State.IDLE:
+            if not self._has_run or self._state is not _ExecutorState.IDLE:
                 raise ConfigError("expected a completed step, found none; call step() first, with timing on")
             starts, ends = self._moments or self._moments_s()
             for action, before in self._bound.instant:
@@ -383,7 +395,7 @@ class Executor:
         return self._timeline
 
     def _moments_s(self) -> tuple[list[float], list[float]]:
-        """When each action of the last step began and ended."""
+        """Start and end of each action of the last step, in seconds by action id."""
         return self._device.seconds(self._times.starts), self._device.seconds(self._times.ends)
 
     @property
@@ -396,11 +408,10 @@ class Executor:
         self._times.enabled = enabled
 
     def observe_peak(self) -> int:
-        """Highest memory since the last step began, above what was in use before this executor.
+        """Highest memory in bytes since the last step began, above what was in use before this executor.
 
-        The resident set on a CPU, what tensors take on a device with memory of its own.
-
-        Called after each step; call it also after work between steps that should count.
+        On a CPU this is the resident set; on a device with memory of its own, what tensors take there. A step calls it
+        at its end; call it again after work between steps that should count.
         """
         highest = max(self._meter.peak_bytes(), self._peaks.peak_bytes if self._peaks is not None else 0)
         peak = max(0, highest - self._baseline)
@@ -409,21 +420,22 @@ class Executor:
 
     @property
     def step_peak_bytes(self) -> int:
-        """Highest memory while the last step ran, as ``observe_peak`` says."""
+        """Highest memory in bytes while the last step ran, counted as by ``observe_peak``."""
         return self._last_peak
 
     def reset_peak(self) -> None:
-        """Forget what was highest since the last step began: part of it was the caller's."""
+        """Forget the highest memory since the last step began: part of it was the caller's."""
         self._meter.reset()
 
     def now_bytes(self) -> int:
-        """Memory of the device in use."""
+        """Memory of the device in use now, in bytes."""
         return self._meter.now_bytes()
 
     def excess_cause(self) -> str:
-        """What took more memory than the plan allows for, found by the step before; "" if that did not look.
+        """Say what took more memory than the plan allows for, if the last step looked; "" if it did not.
 
-        The next step then looks, where the device is the CPU: ``step`` and this are called in turn.
+        The next step then looks at every operation, where the device is the CPU; so ``step`` and this are called in
+        turn.
         """
         cause = "" if self._peaks is None else self._peaks.cause(self.program, self._baseline)
         looks = self._peaks is None and self._device.kind == "cpu"
@@ -431,41 +443,47 @@ class Executor:
         return cause
 
     def given_back(self, size_bytes: int) -> None:
-        """Say that the caller freed memory it had before this executor: measured memory counts from less."""
+        """Say that the caller freed ``size_bytes`` it had before this executor: measured memory counts from that much
+        less.
+        """
         self._baseline -= size_bytes
         if self._ceiling is not None:
             self._ceiling.limit_bytes -= size_bytes
 
     @property
     def beside_bytes(self) -> int:
-        """What the process takes on the device besides what ``observe_peak`` measures: a GPU's context."""
+        """Bytes that the process takes on the device besides what ``observe_peak`` measures: a GPU's context and
+        code.
+        """
         return self._meter.beside_bytes()
 
     @property
     def compiled(self) -> tuple[int, int]:
-        """How many calls of compiled regions a step makes, and how many functions were compiled for them."""
+        """Number of calls of compiled regions that a step makes, and number of functions compiled for them."""
         regions = self._bound.regions
         return len(regions), len({region.signature for region in regions})
 
     @property
     def kind(self) -> str:
-        """Of the device."""
+        """Kind of the device, as ``lading.ir.machine.Device.kind``."""
         return self._device.kind
 
     @property
     def peak_resident_bytes(self) -> int:
-        """Highest memory observed so far, as ``observe_peak`` says."""
+        """Highest memory in bytes of the executor's life so far, as ``observe_peak`` counts it."""
         return self._highest
 
     def _check_idle(self) -> None:
-        if self._state is _State.CLOSED:
+        if self._state is _ExecutorState.CLOSED:
             raise ConfigError("this executor is closed; make a new one and load a checkpoint")
-        if self._state is _State.RUNNING:
+        if self._state is _ExecutorState.RUNNING:
             raise ConfigError("expected no step under way, found one; wait for its end")
 
     def _run_streams(self, skipped: frozenset[int], end: Callable[[], None]) -> None:
-        """Every stream once, and ``end`` if all came to their end; whatever happens, none runs on behind this."""
-        self._state = _State.RUNNING
+        """Run every stream once, then ``end`` if all came to their end. Whatever happens, none still runs when this
+        returns.
+        """
+        self._state = _ExecutorState.RUNNING
         self._running = self._bound.without(skipped) if skipped else self._bound
         if self._peaks is not None:
             self._running = self._running.watched(COMPUTE_STREAM, self._peaks.watched)
@@ -484,7 +502,7 @@ class Executor:
             self._gate.fail(error)
         if self._gate.failure is None:
             end()
-            self._state = _State.IDLE
+            self._state = _ExecutorState.IDLE
             return
         with HeldInterrupts():
             self._workers.settle()
@@ -493,11 +511,11 @@ class Executor:
                 end()
             else:
                 self._salvage(skipped)
-            self._state = _State.IDLE
+            self._state = _ExecutorState.IDLE
         raise interrupt or self._named_error(self._gate.failure)
 
     def _salvage(self, skipped: frozenset[int]) -> None:
-        """Bring every value that there is after a step that stopped to where it is between steps."""
+        """Bring every value that still exists after a step that stopped to where it is between steps."""
         graph, values, failed = self.program.graph, self._values, set[int]()
         self._caller.batches = ()
         reached = [far for far in self._gate.reached if far is not None]
@@ -519,7 +537,7 @@ class Executor:
         values.write_constants(values.lost)
 
     def _await_device(self) -> None:
-        """What a device says only now failed in one of the step's actions; which, it does not tell."""
+        """Wait for the device to end a step; raise what only now failed there, which no longer tells its action."""
         try:
             self._device.end()
         except Exception as error:
@@ -531,12 +549,14 @@ class Executor:
             self._gate.fail(failure)
 
     def _drain(self) -> None:
-        """Nothing is given back that an interrupted step still uses; a device that failed does nothing any more."""
+        """Wait until an interrupted step uses nothing that is about to be given back; a device that failed does nothing
+        more.
+        """
         if not self._device_failed:
             self._device.end()
 
     def _run_stream(self, name: str) -> None:
-        """All of one stream's actions; a failure goes to the gate."""
+        """Run all of one stream's actions; a failure goes to the gate, which stops the other streams."""
         index = self._bound.streams.index(name)
         lane, sampling = self._bound.lanes[index], name == COMPUTE_STREAM
         try:
@@ -548,7 +568,7 @@ class Executor:
             self._gate.fail(error)
 
     def _named_error(self, failure: BaseException) -> BaseException:
-        """The failure as one of Lading's errors that names the action."""
+        """Turn a failure into one of Lading's errors that names the action."""
         cause = failure.__cause__
         if isinstance(failure, LadingError):
             return failure
@@ -569,7 +589,9 @@ class Executor:
 
 
 def _actions_of(program: Program, *, updates: bool) -> frozenset[int]:
-    """Actions of the deferred updates, or those of the model and the caller; moves between tiers are of neither."""
+    """Ids of the actions of deferred updates (``updates``), or else of the model and the caller; moves belong to
+    neither.
+    """
     deferred = frozenset(program.graph.deferred)
     return frozenset(
         a.id
@@ -585,3 +607,102 @@ def _set_threads(stack: ExitStack, threads: int | None) -> None:
         raise ConfigError(f"expected at least one compute thread, got {threads}")
     stack.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(threads)
+
+
+class OperationPeaks:
+    """Memory before and during each operation of one step; looking costs some 50 us an operation.
+
+    Args:
+        meter: Reset before each operation, so that it no longer has the peak of the step: ``peak_bytes`` does.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._rows: list[tuple[int, int, int]] = []  # action, bytes before it, highest while it ran
+
+    def watched(self, entry: Entry) -> Call:
+        """Wrap an action's call so that memory is read before it and its peak after it."""
+        run: Callable[[], object] = entry.run
+
+        def watch() -> None:
+            before = self._meter.now_bytes()
+            self._meter.reset()
+            run()
+            self._rows.append((entry.action, before, self._meter.peak_bytes()))
+
+        return watch
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest bytes in use while any of the operations ran."""
+        return max((peak for _, _, peak in self._rows), default=0)
+
+    def cause(self, program: Program, baseline_bytes: int) -> str:
+        """Say in a sentence what took memory that was not predicted, at the operation with the highest peak.
+
+        Args:
+            baseline_bytes: Bytes in use before anything of the run.
+        """
+        action, before, peak = max(self._rows, key=lambda row: row[2], default=(0, 0, 0))
+        scratch, beside = peak - before, before - baseline_bytes - program.arena_bytes
+        name = program.label(program.actions[action])
+        parts: list[str] = []
+        if scratch > program.workspace_bytes:
+            parts.append(
+                f"{name} took {format_bytes(scratch)} while it ran, where {format_bytes(program.workspace_bytes)} were "
+                "planned for any operation"
+            )
+        if beside > program.overhead_bytes:
+            parts.append(
+                f"before {name} the process held {format_bytes(beside)} beside the tensors, where "
+                f"{format_bytes(program.overhead_bytes)} were planned"
+            )
+        return " and ".join(parts) or "no operation took it: another thread did, or the caller between two steps"
+
+
+def measured_timeline(
+    program: Program,
+    starts: list[float],
+    ends: list[float],
+    *,
+    scratch_bytes: Mapping[int, int],
+    resident: tuple[tuple[float, int], ...],
+    peak_bytes: int,
+) -> Timeline:
+    """Timeline of one step from the start and end of each action.
+
+    Args:
+        starts, ends: Seconds on one clock, by action id. The first start becomes zero.
+        scratch_bytes: Bytes that an action takes beside the arena, by id.
+        resident: Samples (seconds on that clock, bytes in use).
+        peak_bytes: Highest memory of the step.
+    """
+    origin = min(starts, default=0.0)
+    events = [
+        Event(0, action.stream, action.id, starts[action.id] - origin, ends[action.id] - origin)
+        for action in program.actions
+    ]
+    return Timeline(
+        source="measured",
+        events=tuple(sorted(events, key=lambda e: (e.start_s, e.action))),
+        memory=memory_samples(program, events, scratch_bytes),
+        labels={action.id: program.label(action) for action in program.actions},
+        resident=tuple((max(0.0, time - origin), size) for time, size in resident),
+        peak_bytes=peak_bytes,
+    )
+
+
+def spread(region: FusibleRegion, starts: list[float], ends: list[float]) -> None:
+    """Give each operation of a region an equal part of the region's time, which was measured as its first operation's.
+
+    Changes ``starts`` and ``ends`` (seconds by action id) in place. Nothing more is known of times within a region.
+    """
+    first, count = region.actions[0], len(region.actions)
+    start, part = starts[first], (ends[first] - starts[first]) / count
+    done, operations = 0, frozenset(region.actions)
+    for action in sorted((*region.actions, *region.freed)):
+        starts[action] = start + done * part
+        done += action in operations
+        ends[action] = start + done * part
+        if action not in operations:
+            starts[action] = ends[action]

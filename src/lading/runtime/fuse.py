@@ -20,8 +20,8 @@ import torch
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, StepGraph, Tensor
 from lading.ir.program import Program
-from lading.runtime.kernels import decode
-from lading.runtime.regions import Derivation, Region, RegionFinder, Site, derivation
+from lading.runtime.kernel_calls import decode
+from lading.runtime.regions import Derivation, FusibleRegion, RegionFinder, Site, derivation
 
 #: Lines of the code that Inductor writes: memory it takes, and calls into libraries, whose memory it does not show.
 _ALLOCATION = re.compile(r"= empty_strided_\w+\(\(([\d, ]*)\), \([\d, ]*\), torch\.(\w+)\)")
@@ -41,7 +41,7 @@ class Compiled:
 class Fused:
     """A region and what runs it."""
 
-    region: Region
+    region: FusibleRegion
     compiled: Compiled
 
     def bind(self, view: Callable[[Site], torch.Tensor]) -> Callable[[], object]:
@@ -77,7 +77,7 @@ def fuse(program: Program, kind: str = "cpu") -> list[Fused]:
     return found
 
 
-def compile_region(graph: StepGraph, region: Region) -> Compiled:
+def compile_region(graph: StepGraph, region: FusibleRegion) -> Compiled:
     """One region by Inductor; what an earlier process compiled comes from Inductor's own cache.
 
     Raises:
@@ -110,7 +110,7 @@ def _fake(tensor: Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype))
 
 
-def run_region(graph: StepGraph, region: Region, *tensors: torch.Tensor) -> tuple[()]:
+def run_region(graph: StepGraph, region: FusibleRegion, *tensors: torch.Tensor) -> tuple[()]:
     """The region on its inputs and outputs, one operation after another: what is traced, and the reference in tests."""
     given = {place.tensor: value for place, value in zip(region.inputs, tensors, strict=False)}
     made: dict[int, tuple[Tensor, torch.Tensor]] = {}

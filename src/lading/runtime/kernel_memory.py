@@ -33,9 +33,9 @@ from lading.errors import StorageError
 from lading.files import make_folder, write_aside
 from lading.ir.graph import Op, OpKind, StepGraph
 from lading.ir.updates import rule_of
-from lading.runtime.arena import view_of
 from lading.runtime.host import host_id
-from lading.runtime.kernels import View, workspace_of
+from lading.runtime.host_arena import view_of
+from lading.runtime.kernel_calls import View, workspace_of
 from lading.runtime.resident import LARGEST_KEPT_BYTES, PeakMeter, give_back, resident_bytes, reuse_pages, trim
 from lading.runtime.scratch import by_signature, extent, signature
 from lading.runtime.workspace import runs_of

@@ -88,7 +88,7 @@ class PieceRule:
 
 
 @dataclass(frozen=True)
-class Member:
+class OptimizerMember:
     """A parameter, the group that has its learning rate, that group's number, and what moves it."""
 
     name: str
@@ -128,13 +128,15 @@ def groups_of(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[
     ], rules
 
 
-def members_of(number: int, group: dict[str, Any], rule: MatrixRule | ParameterRule) -> list[Member]:
+def members_of(number: int, group: dict[str, Any], rule: MatrixRule | ParameterRule) -> list[OptimizerMember]:
     names = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
     maths = maths_of(rule)
-    return [Member(name, p, group, number, rule, maths) for name, p in zip(names, group["params"], strict=True)]
+    return [
+        OptimizerMember(name, p, group, number, rule, maths) for name, p in zip(names, group["params"], strict=True)
+    ]
 
 
-def facts_of(members: Sequence[Member], how: How) -> Facts:
+def facts_of(members: Sequence[OptimizerMember], how: How) -> Facts:
     """What all ranks must have alike, but for the settings of groups."""
     parameters = {
         m.name: f"{str(m.param.dtype).removeprefix('torch.')} {tuple(m.param.shape)} of group {m.number}"
@@ -163,7 +165,7 @@ def maths_of(rule: MatrixRule | ParameterRule, shift: int = 0, *, shared: bool =
     return rule.maths(shift, shared=shared) if isinstance(rule, MatrixRule) else PieceRule(rule)
 
 
-def rules_of(wholes: Sequence[Whole], members: Sequence[Member], how: How) -> list[Rule | PieceRule]:
+def rules_of(wholes: Sequence[Whole], members: Sequence[OptimizerMember], how: How) -> list[Rule | PieceRule]:
     """The rule of each matrix; staggered, matrices of one shape take turns in the order of their names."""
     turns: dict[tuple[int, ...], int] = {}
     shifts: dict[str, int] = {}

@@ -8,6 +8,7 @@ are measured again; what stays loaded says so in ``sources``, and so do the plan
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 import sys
 import time
@@ -24,12 +25,11 @@ from lading.ir.machine import KERNEL_BYTES, MEMORY, Curve, Device, Machine, Tier
 from lading.ir.program import PAGE_BYTES
 from lading.runtime.cuda import CudaMeter, check_available
 from lading.runtime.host import host_id, memory_bytes, usable_bytes
-from lading.runtime.kernels import Call
-from lading.runtime.load_meter import LoadMeter
+from lading.runtime.kernel_calls import Call
 from lading.runtime.probe_cases import Case, Pool, Stopwatch, bind_call, low_cases, rate_cases, runs_case
 from lading.runtime.probe_disk import DiskProbe, probe_disk
 from lading.runtime.probe_products import (
-    Product,
+    TimedProduct,
     attention_cases,
     base_dtype,
     batched_cases,
@@ -41,6 +41,11 @@ from lading.runtime.probe_products import (
 from lading.runtime.resident import reuse_pages, trim
 from lading.units import MiB
 
+_STAT = Path("/proc/stat")
+#: Columns of a processor's line in /proc/stat that count as work: user, nice, system, irq, softirq and steal.
+_WORK = (1, 2, 3, 6, 7, 8)
+#: The system counts in hundredths of a second: less says nothing.
+_SHORTEST_S = 0.2
 Progress = Callable[[str], None]
 #: A rate counts at most this often the bytes of a launch: below it the clock sees only the overhead.
 _LEAST_SHARE = 0.1
@@ -171,7 +176,7 @@ def _probe_device(
     times = watch.seconds()
     overhead = times[0] if target.type == "cpu" else _launch_seconds(tiny)
     split, end = 1 + len(shaped), 1 + len(shaped) + len(typed)
-    products = [Product(*shape, t) for (shape, _), t in zip(shaped, times[1:split], strict=True)]
+    products = [TimedProduct(*shape, t) for (shape, _), t in zip(shaped, times[1:split], strict=True)]
     fit = fit_products(products, overhead)
     say(f"products: {fit.peak / 1e9:.1f} GFLOP/s at best, fitted within {100 * fit.mean_error:.0f}% on average")
     rates = _rates(rated, times[end:], overhead)
@@ -352,3 +357,38 @@ def scratch_bytes(threads: int) -> tuple[int, int, int]:
         raise StorageError(f"cannot measure the process overhead with {' '.join(command)}: {error} {words}") from error
     grown, packing, compiled = map(int, done.stdout.split())
     return grown, packing, compiled
+
+
+class LoadMeter:
+    """Measures from its creation on; what a hypervisor gives to other guests counts too, as far as it says so."""
+
+    def __init__(self) -> None:
+        self._cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        self._begun = self._read()
+
+    def share(self) -> float | None:
+        """Share of the processors' time since then that others took, in [0, 1]; None where nobody says."""
+        if self._begun is None or (now := self._read()) is None:
+            return None
+        wall_s, busy_s, own_s = (after - before for after, before in zip(now, self._begun, strict=True))
+        if wall_s < _SHORTEST_S or busy_s <= 0:
+            return None
+        return min(1.0, max(0.0, busy_s - own_s) / (wall_s * len(self._cpus)))
+
+    def _read(self) -> tuple[float, float, float] | None:
+        """Seconds on the clock, of work of the processors, and of this process and its children."""
+        try:
+            lines = _STAT.read_text().splitlines()
+        except OSError:
+            return None
+        busy = busy_seconds(lines, self._cpus)
+        return None if busy is None else (time.monotonic(), busy, sum(os.times()[:4]))
+
+
+def busy_seconds(lines: list[str], cpus: list[int]) -> float | None:
+    """Seconds that processors worked since the system started, by the lines of /proc/stat; None if one is missing."""
+    rows = {words[0]: words for words in map(str.split, lines) if words}
+    if not cpus or any(len(rows.get(f"cpu{cpu}", ())) < 9 for cpu in cpus):
+        return None
+    ticks = sum(int(rows[f"cpu{cpu}"][column]) for cpu in cpus for column in _WORK)
+    return ticks / os.sysconf("SC_CLK_TCK")

@@ -18,7 +18,7 @@ import torch
 from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref
 from lading.ir.updates import PREFIX
 from lading.optim.registry import DEFAULT
-from lading.runtime.kernels import Call, Rate, bind
+from lading.runtime.kernel_calls import Call, Rate, bind
 from lading.units import KiB, MiB
 
 #: Bytes an operation reads and writes in all: from its fixed cost through every cache to memory.

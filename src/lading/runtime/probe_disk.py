@@ -55,7 +55,7 @@ def probe_disk(folder: Path, seconds: float, work: Work = None, file_bytes: int 
             "free some space or probe another folder"
         )
     try:
-        with _File(path, file_bytes) as file:
+        with _ProbeFile(path, file_bytes) as file:
             return _measure(file, seconds, free, work)
     except OSError as error:
         if isinstance(error, StorageError):
@@ -75,7 +75,7 @@ def _free_bytes(folder: Path) -> int:
         ) from error
 
 
-class _File:
+class _ProbeFile:
     """A file of random bytes, opened past the page cache if the file system can."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -84,7 +84,7 @@ class _File:
         self.direct = True
         self._piece = os.urandom(PIECE_BYTES)
 
-    def __enter__(self) -> _File:
+    def __enter__(self) -> _ProbeFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
         try:
             self.fd = os.open(self.path, flags | getattr(os, "O_DIRECT", 0), 0o600)
@@ -138,7 +138,7 @@ def _whole(moved: int, expected: int) -> None:
         raise StorageError(f"expected to move {expected} bytes, the disk moved {moved}; is it full or failing?")
 
 
-def _measure(file: _File, seconds: float, free: int, work: Work) -> DiskProbe:
+def _measure(file: _ProbeFile, seconds: float, free: int, work: Work) -> DiskProbe:
     rates: dict[str, list[float]] = {key: [] for key in ("read", "write", "mixed_read", "mixed_write")}
     slice_s = min(0.5, max(0.05, seconds / 20))
     end = time.monotonic() + seconds
@@ -190,7 +190,7 @@ def _times(work: Work, seconds: float) -> list[float]:
 
 
 def _run(
-    file: _File,
+    file: _ProbeFile,
     seconds: float,
     work: Work,
     samples: list[float] | None = None,
@@ -232,7 +232,7 @@ def _run(
     return rates[0], rates[1]
 
 
-def _stream(file: _File, move: Callable[..., int], base: int, length: int, deadline: float) -> float:
+def _stream(file: _ProbeFile, move: Callable[..., int], base: int, length: int, deadline: float) -> float:
     """Bytes/s of one thread moving pieces of the ``length`` bytes from ``base`` in random order until the deadline."""
     buffer = file.buffer()
     draw = random.Random(base)
@@ -246,7 +246,7 @@ def _stream(file: _File, move: Callable[..., int], base: int, length: int, deadl
     return moved / (time.perf_counter() - start)
 
 
-def _latency(file: _File, work: Work, count: int = 40) -> float:
+def _latency(file: _ProbeFile, work: Work, count: int = 40) -> float:
     """Median seconds of reading one page at a random place, from a thread of its own while this one does ``work``."""
     samples: list[float] = []
     errors: list[OSError] = []

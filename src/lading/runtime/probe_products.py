@@ -33,7 +33,7 @@ _KNOTS_PER_DECADE = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class TimedProduct:
     """One timed product of fp32 matrices, m x k by k x n."""
 
     m: int
@@ -207,7 +207,7 @@ class ProductFit:
     mean_error: float
 
 
-def fit_products(products: Sequence[Product], overhead_s: float) -> ProductFit:
+def fit_products(products: Sequence[TimedProduct], overhead_s: float) -> ProductFit:
     """Least squares on the logarithm of the rate, for every candidate skinny_dim; the best is kept.
 
     Raises:
@@ -219,7 +219,7 @@ def fit_products(products: Sequence[Product], overhead_s: float) -> ProductFit:
     return min(fits, key=lambda fit: fit.mean_error)
 
 
-def _fit(products: Sequence[Product], overhead_s: float, skinny: float) -> ProductFit:
+def _fit(products: Sequence[TimedProduct], overhead_s: float, skinny: float) -> ProductFit:
     target: list[float] = []
     weight: list[float] = []
     for p in products:

@@ -31,7 +31,7 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Region:
+class FusibleRegion:
     """A run of actions that becomes one call.
 
     Attributes:
@@ -78,11 +78,11 @@ class RegionFinder:
         stay = (storage, self.stay[storage][1] + 1 if storage in self.stay else 0)
         self.stay[storage], self.offset[stay] = stay, offset
 
-    def longest(self) -> list[Region]:
+    def longest(self) -> list[FusibleRegion]:
         """The longest regions of the Program, in order."""
         return [region for run in self._runs() for region in self._cut(run)]
 
-    def halves(self, region: Region) -> list[Region]:
+    def halves(self, region: FusibleRegion) -> list[FusibleRegion]:
         """What a region can be cut into so that no part has more than half of its operations; of one, nothing."""
         if len(region.actions) == 1:
             return []
@@ -120,9 +120,9 @@ class RegionFinder:
         makes = {t: self.stay[s] for t in op.outputs if (s := self.graph.storage_of(t)) in placed}
         return _Element(action, op, reads, makes)
 
-    def _cut(self, run: Sequence[_Element]) -> list[Region]:
+    def _cut(self, run: Sequence[_Element]) -> list[FusibleRegion]:
         """A run as regions: from its start, always the longest that may be one."""
-        found: list[Region] = []
+        found: list[FusibleRegion] = []
         start = 0
         while start < len(run):
             end = self._longest(run, start)
@@ -178,7 +178,7 @@ class RegionFinder:
         tensors = {t for op in ops for t in (*op.inputs, *op.outputs)}
         return sum(self.graph.tensors[t].touched_bytes for t in tensors) >= LEAST_BYTES
 
-    def _region(self, elements: Sequence[_Element]) -> Region:
+    def _region(self, elements: Sequence[_Element]) -> FusibleRegion:
         ops = [e for e in elements if e.op is not None]
         freed = {e.frees for e in elements if e.frees is not None}
         made: dict[tuple[int, int], int] = {}
@@ -189,7 +189,7 @@ class RegionFinder:
                     inputs.setdefault(tensor, Site(tensor, self.offset[stay]))
             made.update((stay, t) for t, stay in element.makes.items())
         outputs = tuple(Site(t, self.offset[stay]) for stay, t in made.items() if stay not in freed)
-        return Region(
+        return FusibleRegion(
             actions=tuple(e.action.id for e in ops),
             freed=tuple(e.action.id for e in elements if e.frees is not None),
             inputs=tuple(inputs.values()),

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from lading.ir.routes import Box, Whole
 from lading.optim.rule import Rule, SharedRule, States
-from lading.runtime.exchange import FAILURES, Failures, Team, Traffic, Under
-from lading.runtime.flights import Moving
+from lading.runtime.exchange import FAILURES, RuleFailures, Team, Traffic, Under
 from lading.runtime.gangs import gangs_of, together_first
+from lading.runtime.in_flight import Moving
 from lading.runtime.members import PieceRule
 
 
@@ -35,7 +35,7 @@ class ReplicaRoute:
         """A route of ``wholes``; groups of them travel together, in order."""
         self.wholes, self.groups, self.team = wholes, groups, team
         self.owners, self.gangs = [gang[0] for gang in ranks], gangs_of(ranks, team)
-        self.traffic, self.failures = Traffic(), Failures()
+        self.traffic, self.failures = Traffic(), RuleFailures()
 
     def parameters(self, group: int) -> Collection[int]:
         """That a group's matrices are of."""
@@ -49,7 +49,7 @@ class ReplicaRoute:
 
 @dataclass
 class ReplicaFlight:
-    """``lading.runtime.flights.Flight`` of a ``ReplicaRoute``."""
+    """``lading.runtime.in_flight.Flight`` of a ``ReplicaRoute``."""
 
     route: ReplicaRoute
     numbers: list[int]

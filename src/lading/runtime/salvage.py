@@ -71,7 +71,7 @@ class _Copies:
 
 
 @dataclass
-class _Walk:
+class _SalvageWalk:
     """Follows the copies of what lasts from step to step over actions that have ended, or were cut short."""
 
     program: Program
@@ -158,7 +158,7 @@ def salvage(
     graph, slots = program.graph, {tier: dict(places) for tier, places in program.slots.items()}
     slots[DEVICE] = dict(program.resident)
     start = {s: _Copies({tier: (0, Location(tier, slots[tier][s]))}) for s, tier in homes.items()}
-    walk = _Walk(program, start, slots, skipped, at=dict(program.resident))
+    walk = _SalvageWalk(program, start, slots, skipped, at=dict(program.resident))
     ended, cut = _actions(program, bound, reached)
     for action in program.actions:
         if action.id in ended:

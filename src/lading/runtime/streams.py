@@ -1,8 +1,8 @@
 """Streams: in-order queues of bound actions that wait for each other by counters, and by marks where a device has them.
 
 [Note: cheap waits] Each stream counts the actions it has ended. An action that must wait holds (stream, count) pairs
-with everything already implied left out, and only actions that somebody waits for take the lock to announce
-themselves, so an ordinary operation pays two clock readings and nothing else.
+with everything already implied left out, and only actions that somebody waits for take the lock to announce themselves,
+so an ordinary operation pays two clock readings and nothing else.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class Entry:
     """One bound action in its stream's queue.
 
     Attributes:
-        run: What to do.
-        waits: (stream index, count) to reach first.
+        run: Call that does the action.
+        waits: Pairs (stream index, count of ended actions) to reach first.
         count: Actions of this stream that have ended when this one has.
         announce: Whether another stream waits for this.
-        action: Its id.
-        marks: Of the actions waited for, for the lane to wait for (see [Note: two halves of a wait] in ``device``).
-        mark: To record behind this action, for those who wait for it.
+        action: Id of the action.
+        marks: Marks of the actions waited for, for the lane to wait for ([Note: two halves of a wait] in ``device``).
+        mark: Mark to record behind this action, for those who wait for it.
     """
 
     run: Call
@@ -42,11 +42,11 @@ class Entry:
 
 
 class Stopped(Exception):
-    """Another stream failed; this one gives up."""
+    """Raised in a stream that gives up because another one failed."""
 
 
 class ActionFailed(Exception):
-    """An action raised; ``__cause__`` is what it raised."""
+    """Raised when an action raised; ``__cause__`` is what it raised."""
 
     def __init__(self, action: int) -> None:
         super().__init__(action)
@@ -95,13 +95,13 @@ class Gate:
             raise Stopped
 
     def announce(self, stream: int, count: int) -> None:
-        """``stream`` has ended ``count`` actions."""
+        """Let everyone know that ``stream`` has ended ``count`` actions."""
         with self._changed:
             self.counts[stream] = count
             self._changed.notify_all()
 
     def fail(self, failure: BaseException) -> None:
-        """Stop every stream at its next action; the first failure is kept."""
+        """Stop every stream at its next action; the first failure is remembered."""
         with self._changed:
             self.failure = self.failure or failure
             self._changed.notify_all()
@@ -109,12 +109,14 @@ class Gate:
 
 @dataclass(slots=True)
 class Clocking:
-    """Moments of one step by action id, and the device's memory sampled by the compute stream on the way.
+    """Times of one step by action id, and the device's memory sampled by the compute stream on the way.
 
     Attributes:
+        starts, ends: Stamps by action id, which the lane turns into seconds after the step.
+        sample: Gives the bytes in use now; None takes no samples.
+        period_s: Shortest time between two samples.
+        samples: Pairs (seconds, bytes in use).
         enabled: Whether anything is taken; a step is a little faster without.
-        sample: Bytes in use now; None takes no samples.
-        period_s: Least time between two samples.
     """
 
     starts: list[Stamp]
@@ -173,7 +175,7 @@ def _no_stamp() -> float:
 
 
 class Workers:
-    """One thread per stream but the compute stream, which runs the stream once whenever it is started."""
+    """Threads of all streams but the compute stream: each runs its stream once whenever it is started."""
 
     def __init__(self, streams: Sequence[str], run: Callable[[str], None]) -> None:
         self._done: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -206,7 +208,9 @@ class Workers:
             self._done.get()
 
     def settle(self) -> None:
-        """Return when no stream runs, whichever were started and joined: after a failure of the one who did that."""
+        """Return when no stream runs, whichever were started and joined: for use after the thread that did so
+        failed.
+        """
         reached = {name: threading.Event() for name in self._orders}
         for name, event in reached.items():
             self._orders[name].put(event)

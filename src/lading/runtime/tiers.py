@@ -1,6 +1,6 @@
 """Tiers at run time: the memory behind the device, as objects that read, write and close.
 
-What serves a tier follows from its kind (``open_tier``): memory of the host, a swap file, or what a function of the
+A tier's kind decides which object serves it (``open_tier``): memory of the host, a swap file, or what a function of the
 user's makes, which the machine file names as "module:function".
 """
 
@@ -22,7 +22,7 @@ import torch
 from lading.errors import ConfigError, StorageError
 from lading.ir.machine import FILE, MEMORY, Tier
 from lading.ir.program import PAGE_BYTES
-from lading.runtime.arena import Arena
+from lading.runtime.host_arena import Arena
 from lading.units import MiB, format_bytes
 
 #: One system call moves at most this much: large enough for full speed, small enough to stop promptly.
@@ -32,14 +32,14 @@ _SWAP = re.compile(r"lading-swap-\d+\Z")
 
 @runtime_checkable
 class HostBytes(Protocol):
-    """Host memory, as ``Arena`` is."""
+    """Host memory addressed by offset, as ``Arena`` is."""
 
     def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
         """uint8[size_bytes] at ``offset``, without a copy."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give the memory back."""
         ...
 
 
@@ -58,7 +58,7 @@ class TierBytes(Protocol):
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Give memory, disk space and handles back."""
         ...
 
 
@@ -67,13 +67,13 @@ MakeTier = Callable[[int, str], TierBytes]
 
 
 def open_tier(tier: Tier, size_bytes: int, folder: Path, memory: Callable[[int], HostBytes]) -> TierBytes:
-    """Open what serves a tier.
+    """Open the object that serves a tier.
 
     Args:
-        tier: Of the machine.
-        size_bytes: What the Program needs of it.
-        folder: The run's, where the tier names no location of its own.
-        memory: Makes memory of the host that the device reads and writes at full speed.
+        tier: Tier of the machine.
+        size_bytes: Bytes that the Program needs of it.
+        folder: Folder of the run, used where the tier names no location of its own.
+        memory: Makes memory of the host that the device reads and writes at full speed, from a size in bytes.
     Raises:
         ConfigError: the kind is no function that can be imported.
         StorageError: the folder of a file has no room, or another run is using it.
@@ -85,7 +85,7 @@ def open_tier(tier: Tier, size_bytes: int, folder: Path, memory: Callable[[int],
 
 
 def _maker(tier: Tier) -> MakeTier:
-    """The function that a kind "module:function" names."""
+    """Import the function that a kind "module:function" names."""
     module, _, function = tier.kind.partition(":")
     try:
         return cast(MakeTier, getattr(importlib.import_module(module), function))
@@ -181,7 +181,9 @@ class FileTier:
             memory[whole:] = self._read_page.memory[: len(memory) - whole]
 
     def _check_whole(self) -> None:
-        """A file that was cut and written on has holes, which read as zeros: its reserved blocks are fewer."""
+        """Refuse a file that was cut and written on: it has holes, which read as zeros, so it has fewer blocks than
+        reserved.
+        """
         with _swapping(self.folder):
             blocks = os.fstat(self._file).st_blocks
         if blocks < self._blocks * 15 // 16:
@@ -191,7 +193,7 @@ class FileTier:
             )
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """See TierBytes; from host memory. ``offset`` is whole pages; the rest of a last part page is undefined.
+        """See TierBytes; from host memory. ``offset`` is whole pages; the rest of a last partial page is undefined.
 
         Raises:
             StorageError: the disk returned an error or took fewer bytes.
@@ -249,7 +251,7 @@ class FileTier:
 
 @contextmanager
 def _swapping(folder: Path) -> Generator[None]:
-    """Say what an error of the system is about."""
+    """Turn an error of the operating system inside into one that names the swap folder."""
     try:
         yield
     except StorageError:
@@ -262,7 +264,7 @@ def _swapping(folder: Path) -> Generator[None]:
 
 
 def _lock_folder(folder: Path) -> int:
-    """Descriptor whose lock marks the folder as in use until it is closed or the process ends."""
+    """Open and lock a file that marks the folder as in use until the descriptor is closed or the process ends."""
     with _swapping(folder):
         folder.mkdir(parents=True, exist_ok=True)
         while True:
@@ -295,7 +297,7 @@ def _is_locked(lock: int, folder: Path) -> bool:
 
 
 def _open_unnamed(folder: Path) -> tuple[int, bool]:
-    """(descriptor of a new file without a name, whether it is O_DIRECT)."""
+    """Open a new file without a name; returns its descriptor, and whether it is O_DIRECT."""
     for stale in folder.iterdir():  # left by a run killed between open and unlink; the lock says none is alive
         if _SWAP.match(stale.name):
             stale.unlink()

@@ -23,7 +23,7 @@ import numpy as np
 from lading.config import DataConfig
 from lading.errors import ConfigError, StorageError
 from lading.files import parse_json, read_bytes, write_aside, write_text
-from lading.runtime.documents import PIECE_BYTES, Piece, files_of, fingerprint_of, pieces
+from lading.runtime.documents import PIECE_BYTES, TextPiece, files_of, fingerprint_of, pieces
 from lading.runtime.framing import Specials
 
 #: Raised whenever the same text would become other tokens.
@@ -189,7 +189,7 @@ def _opened(path: Path, specials: Specials) -> TokenStore | None:
     return store if whole else None
 
 
-class _Writer:
+class _TokenWriter:
     """Tokens on their way to a file, hashed; remembers where texts begin."""
 
     def __init__(self, file: BinaryIO, specials: Specials) -> None:
@@ -222,10 +222,10 @@ class _Writer:
             self.documents[-1][1] = self.count - self.documents[-1][0]
 
 
-def _write(path: Path, texts: Iterable[Piece], tokenizer: Tokenizer) -> None:
+def _write(path: Path, texts: Iterable[TextPiece], tokenizer: Tokenizer) -> None:
     """Write the files of a store, the description last; each is complete or absent."""
     with write_aside(path) as file:
-        writer = _Writer(file, tokenizer.specials)
+        writer = _TokenWriter(file, tokenizer.specials)
         for piece, tokens in _encoded(texts, tokenizer):
             if piece.first:
                 writer.begin(piece.label)
@@ -243,13 +243,13 @@ def _write(path: Path, texts: Iterable[Piece], tokenizer: Tokenizer) -> None:
     write_text(path.with_suffix(".json"), json.dumps(facts))
 
 
-def _encoded(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
+def _encoded(texts: Iterable[TextPiece], tokenizer: Tokenizer) -> Iterator[tuple[TextPiece, np.ndarray]]:
     """Each piece and its tokens."""
     if tokenizer.path is None:
         for piece in texts:
             yield piece, np.frombuffer(piece.data, dtype=np.uint8)
         return
-    group: list[Piece] = []
+    group: list[TextPiece] = []
     size = 0
     for piece in texts:
         group.append(piece)
@@ -260,7 +260,7 @@ def _encoded(texts: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Pie
     yield from _encoded_group(group, tokenizer)
 
 
-def _encoded_group(group: list[Piece], tokenizer: Tokenizer) -> Iterator[tuple[Piece, np.ndarray]]:
+def _encoded_group(group: list[TextPiece], tokenizer: Tokenizer) -> Iterator[tuple[TextPiece, np.ndarray]]:
     try:
         texts = [piece.data.decode() for piece in group]
     except UnicodeDecodeError as error:

@@ -11,8 +11,8 @@ from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph, Tensor
 from lading.ir.program import Program
 from lading.memory.layout import home_tiers
-from lading.runtime.arena import Arena, view_of
 from lading.runtime.device import Memory
+from lading.runtime.host_arena import Arena, view_of
 from lading.runtime.interrupts import HeldInterrupts
 from lading.runtime.salvage import Location
 from lading.runtime.tiers import TierBytes

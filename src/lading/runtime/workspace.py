@@ -10,8 +10,8 @@ import torch
 from lading.ir.graph import Op, StepGraph
 from lading.ir.updates import always_due, step_of
 from lading.runtime.accelerator import Api
-from lading.runtime.arena import view_of
-from lading.runtime.kernels import Rate, View, bind
+from lading.runtime.host_arena import view_of
+from lading.runtime.kernel_calls import Rate, View, bind
 from lading.runtime.scratch import by_signature, extent
 
 

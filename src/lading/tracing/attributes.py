@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lading.errors import CaptureError
 from lading.ir.graph import StepGraph
-from lading.tracing.hooks import hooks_of
+from lading.tracing.module_hooks import hooks_of
 
 _PLAIN = (int, float, bool, str, complex, bytes, np.generic, type(None))
 _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
@@ -52,7 +52,7 @@ Place = tuple[int, Any]
 
 
 @dataclass(frozen=True)
-class Table:
+class AttributeTable:
     """The attributes of a module or of an object it holds, or the items of a container.
 
     Attributes:
@@ -118,9 +118,9 @@ class Left:
             del self.tensors[place], self.labels[place]
 
 
-def tables_of(model: torch.nn.Module, loss: Any = None) -> list[Table]:
+def tables_of(model: torch.nn.Module, loss: Any = None) -> list[AttributeTable]:
     """Every table in which a step of the model and its loss could leave something, copied."""
-    found: dict[int, Table] = {}
+    found: dict[int, AttributeTable] = {}
     _add_modules(found, "", model)
     if isinstance(loss, torch.nn.Module):
         _add_modules(found, "loss", loss)
@@ -129,14 +129,14 @@ def tables_of(model: torch.nn.Module, loss: Any = None) -> list[Table]:
     return list(found.values())
 
 
-def tables_at(label: str, value: Any) -> list[Table]:
+def tables_at(label: str, value: Any) -> list[AttributeTable]:
     """The tables that a value, known as ``label``, is or holds."""
-    found: dict[int, Table] = {}
+    found: dict[int, AttributeTable] = {}
     _walk(found, label, value, _DEEPEST)
     return list(found.values())
 
 
-def _add_modules(found: dict[int, Table], prefix: str, root: torch.nn.Module) -> None:
+def _add_modules(found: dict[int, AttributeTable], prefix: str, root: torch.nn.Module) -> None:
     for name, module in root.named_modules(prefix=prefix):
         _add(found, name, vars(module), type(module))
         _add(found, name, vars(module)["_modules"], attribute="_modules")
@@ -154,7 +154,7 @@ def joined(*parts: object) -> str:
     return ".".join(part for part in map(str, parts) if part)
 
 
-def _walk(found: dict[int, Table], label: str, value: Any, depth: int, attribute: str = "") -> None:
+def _walk(found: dict[int, AttributeTable], label: str, value: Any, depth: int, attribute: str = "") -> None:
     """The tables that a value is or holds; the attribute is the one that leads there."""
     if isinstance(value, MethodType):
         value = value.__self__
@@ -181,8 +181,10 @@ def _walk(found: dict[int, Table], label: str, value: Any, depth: int, attribute
             _walk(found, joined(label, key), inner, depth - 1, name)
 
 
-def _add(found: dict[int, Table], label: str, held: Any, owner: type | None = None, attribute: str = "") -> None:
-    found.setdefault(id(held), Table(label, held, copied(held), owner, attribute))
+def _add(
+    found: dict[int, AttributeTable], label: str, held: Any, owner: type | None = None, attribute: str = ""
+) -> None:
+    found.setdefault(id(held), AttributeTable(label, held, copied(held), owner, attribute))
 
 
 def copied(held: Any) -> Any:
@@ -247,7 +249,7 @@ def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
     return all(is_plain(inner, depth - 1) for inner in (value.values() if isinstance(value, dict) else value))
 
 
-def left_in(tables: list[Table]) -> Left:
+def left_in(tables: list[AttributeTable]) -> Left:
     """What has changed since the tables were copied."""
     left = Left()
     for table in tables:
@@ -268,7 +270,7 @@ def left_in(tables: list[Table]) -> Left:
     return left
 
 
-def carried(tables: list[Table]) -> Iterator[str]:
+def carried(tables: list[AttributeTable]) -> Iterator[str]:
     """What held a tensor and now holds one that was made in the step."""
     for table in tables:
         before = dict(items_of(table.before))
@@ -317,7 +319,7 @@ def read_item(held: Any, key: Any) -> object:
     return held[key] if key < len(held) else GONE
 
 
-def carry(tables: list[Table], left: Left, seen: set[str]) -> None:
+def carry(tables: list[AttributeTable], left: Left, seen: set[str]) -> None:
     """Put into the tables what the step before left; numbers tell ``seen`` when something is decided by them."""
     places: dict[int, list[Place]] = {}
     for place in left.labels:

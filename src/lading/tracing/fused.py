@@ -159,7 +159,7 @@ def _wider_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, *
     return q.shape[-1] != v.shape[-1] and masked is None and not dropped
 
 
-class Whole(TorchFunctionMode):
+class WholeKernels(TorchFunctionMode):
     """Within it, norms, dropouts and attentions are one operation each."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

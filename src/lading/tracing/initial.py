@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lading.ir.graph import Op, Storage, Tensor
 from lading.tracing.interpret import Interpreter
-from lading.tracing.slow import told_if_slow
+from lading.tracing.slow_notice import told_if_slow
 from lading.tracing.tracer import Tracer
 
 #: What torch's default dtype may be.

@@ -1,6 +1,6 @@
 """Segments of a captured step: what is before the blocks, each block, what is after them; forward and backward each.
 
-Sizes are numbers here; ``lading.tracing.table`` finds how they depend on those of the batch and the model.
+Sizes are numbers here; ``lading.tracing.tabulate`` finds how they depend on those of the batch and the model.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def table_at_sizes(
     Raises:
         CaptureError: the blocks do not run one after another.
     """
-    return _Cutter(graph, views).table(tied, name)
+    return _SegmentCutter(graph, views).table(tied, name)
 
 
-class _Cutter:
+class _SegmentCutter:
     """Cuts one graph into segments.
 
     Attributes:
@@ -151,7 +151,7 @@ class _Cutter:
     def _segment(self, at: int, borders: tuple[list[int], list[int], list[int], list[int]]) -> Segment:
         enters, leaves, enters_back, leaves_back = borders
         chosen = self.chosen[at]
-        ids = _Numbers(self, self.items[at])
+        ids = _SegmentNumbers(self, self.items[at])
         ids.add(enters)
         parameters = self._parameters(at)
         for i in chosen:
@@ -198,7 +198,7 @@ class _Cutter:
             made.update(self.ops[i].outputs)
         return list(saved)
 
-    def _op(self, index: int, ids: _Numbers) -> Op:
+    def _op(self, index: int, ids: _SegmentNumbers) -> Op:
         op = self.ops[index]
         return dataclasses.replace(
             rename_op(op, ids.numbers),
@@ -212,10 +212,10 @@ class _Cutter:
         )
 
 
-class _Numbers:
+class _SegmentNumbers:
     """Numbers of tensors and storages within a segment, in order of appearance."""
 
-    def __init__(self, cutter: _Cutter, item: str) -> None:
+    def __init__(self, cutter: _SegmentCutter, item: str) -> None:
         self.cutter, self.item = cutter, item
         self.numbers: dict[int, int] = {}  # of each tensor of the graph
         self._storages: dict[int, int] = {}

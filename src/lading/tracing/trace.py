@@ -21,11 +21,11 @@ from lading.ir.fold import fold
 from lading.ir.graph import Phase, StepGraph
 from lading.tracing.attributes import Left, check_steady
 from lading.tracing.batches import input_leaves, map_batch
-from lading.tracing.frozen import freeze, hooks_label, without
-from lading.tracing.hooks import carry_hooks, check_hooks, hooks_as_they_were
-from lading.tracing.losses import TOTAL, named_losses, total_of
-from lading.tracing.slow import told_if_slow
-from lading.tracing.state import as_written, branches_of_eager, left_as_it_was, uncompiled
+from lading.tracing.frozen_values import freeze, hooks_label, without
+from lading.tracing.loss_terms import TOTAL, named_losses, total_of
+from lading.tracing.module_hooks import carry_hooks, check_hooks, hooks_as_they_were
+from lading.tracing.side_effects import as_written, branches_of_eager, left_as_it_was, uncompiled
+from lading.tracing.slow_notice import told_if_slow
 from lading.tracing.tracer import Tracer
 
 

@@ -6,7 +6,7 @@ It sees the storages that operations create, mutate and alias.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lading.alone import ADVICE, is_of_ranks
 from lading.errors import CaptureError
@@ -38,11 +39,28 @@ from lading.ir.graph import (
     Tensor,
 )
 from lading.ir.opkinds import kind_of
-from lading.tracing.effects import draws, moves_view, out_of_place, written
 from lading.tracing.fakes import FakeRunner, flat_tensors
-from lading.tracing.flops import op_flops
-from lading.tracing.known import Trace
+from lading.tracing.interpret import Interpreter
 
+_ATEN = torch.ops.aten
+
+#: Attention that torch's own table does not have: the CPU's, and that of tables (``lading.tracing.fused``).
+_FORWARD = frozenset(
+    {"aten::_scaled_dot_product_flash_attention_for_cpu", "lading::_scaled_dot_product_flash_attention"}
+)
+_BACKWARD = frozenset(f"{name}_backward" for name in _FORWARD)
+#: Batch norms that update their running statistics (arguments 3 and 4) though their schema does not say so, and the
+#: position of the flag that makes them.
+_HIDDEN_BUFFERS = {"native_batch_norm": 5, "cudnn_batch_norm": 5, "miopen_batch_norm": 5}
+#: Most bytes that may be computed for one answer.
+_LIMIT_BYTES = 1 << 28
+#: Operations that find infinities and what is not a number, and those that put such answers together.
+_ANOMALIES = frozenset({"aten.isinf.default", "aten.isnan.default"})
+_JOINING = frozenset({
+    "aten.any.default", "aten.any.dim", "aten.bitwise_or.Tensor", "aten.logical_or.default",
+}) | _ANOMALIES  # fmt: skip
+#: Draws from [0, 1).
+_UNIT_DRAWS = frozenset({"aten.rand.default", "aten.rand_like.default"})
 _DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 _UNSUPPORTED = (UnsupportedFakeTensorException, UnsupportedOperatorException)
 _DEVICE = torch.ops.prim.device.default
@@ -504,3 +522,129 @@ def _exchanged(value: Any, real: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _exchanged(item, real) for key, item in value.items()}
     return type(value)(_exchanged(item, real) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+class Trace:
+    """A recording so far (the tracer's own lists, read only), which answers what models ask while they run.
+
+    Models ask for numbers: the largest of some positions, whether a mask masks anything. Where neither a parameter, a
+    buffer nor a random number takes part, the answer is found by running the operations it depends on. From constants
+    alone it is the same in every step; from the batch it is not, so whoever asks records a check.
+    """
+
+    def __init__(self, storages: list[Storage], tensors: list[Tensor], ops: list[Op]) -> None:
+        self.storages, self.tensors, self.ops = storages, tensors, ops
+        self.inputs: dict[int, torch.Tensor] = {}
+
+    def values(self, wanted: Sequence[int], *, batch: bool = False) -> list[torch.Tensor] | None:
+        """Real values of graph tensors; None if they are not known. To be called with no mode active.
+
+        Args:
+            batch: Values that follow from the batch at hand will do.
+        """
+        needed = {self.tensors[t].storage for t in wanted}
+        chosen: list[Op] = []
+        for op in reversed(self.ops):
+            written = {self.tensors[t].storage for t in (*op.outputs, *op.mutates)}
+            if written & needed:
+                if op.random:
+                    return None
+                chosen.append(op)
+                needed |= {self.tensors[t].storage for t in op.inputs} | written
+        made = {self.tensors[t].storage for op in chosen for t in op.outputs}
+        given = {self.tensors[t].storage: t for t in self.inputs} if batch else {}
+        if any(self.storages[s].role is not Role.CONSTANT and s not in given for s in needed - made):
+            return None
+        if sum(self.storages[s].size_bytes for s in needed) > _LIMIT_BYTES:
+            return None
+        interpreter = Interpreter(self.storages, self.tensors, needed)
+        with torch.no_grad():
+            for storage in needed & given.keys():
+                interpreter.put(given[storage], self.inputs[given[storage]])
+            for op in reversed(chosen):
+                interpreter.run(op)
+            return [interpreter.tensor(t).clone() for t in wanted]
+
+    def is_never(self, tensor: int) -> bool:
+        """Whether a tensor asks if a number drawn from [0, 1) lies below zero: a layer that is never dropped."""
+        asked = self._writer(tensor)
+        limit = None if asked is None or len(asked.args) < 2 else asked.args[1]
+        return self.is_draw(tensor) and isinstance(limit, (int, float)) and limit <= 0
+
+    def is_anomaly(self, tensor: int) -> bool:
+        """Whether a tensor asks if any number is infinite or not a number, which models do to mend it."""
+        asked = self._writer(tensor)
+        if asked is None or asked.name not in _JOINING or not asked.inputs:
+            return False
+        return asked.name in _ANOMALIES or all(map(self.is_anomaly, asked.inputs))
+
+    def is_draw(self, tensor: int) -> bool:
+        """Whether a tensor asks if a number drawn from [0, 1) lies below a limit."""
+        asked = self._writer(tensor)
+        if asked is None or asked.name != "aten.lt.Scalar":
+            return False
+        drawn = self._writer(asked.inputs[0])
+        return drawn is not None and drawn.name in _UNIT_DRAWS
+
+    def _writer(self, tensor: int) -> Op | None:
+        storage = self.tensors[tensor].storage
+        for op in reversed(self.ops):
+            if any(self.tensors[t].storage == storage for t in (*op.outputs, *op.mutates)):
+                return op
+        return None
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the operation draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value))
+    return True
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Tensors among the arguments that the operation writes, as its schema says or hides."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in _HIDDEN_BUFFERS and args[_HIDDEN_BUFFERS[name]]:
+        return [t for t in args[3:5] if t is not None]
+    if not func._schema.is_mutable or moves_view(func):
+        return []
+    values: list[Any] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            values.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return list(flat_tensors(values))
+
+
+def moves_view(func: Any) -> bool:
+    """Whether the operation gives its first argument another geometry and writes no element (``transpose_``)."""
+    return torch.Tag.inplace_view in func.tags
+
+
+def out_of_place(func: Any) -> str:
+    """Name of the operation that gives a new view where this one changes its argument."""
+    name = func.overloadpacket.__name__.removesuffix("_")
+    return f"aten.{name}.{'int' if name == 'transpose' else func._overloadname}"
+
+
+def op_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOP of ``func(*args, **kwargs)``; 0 for operations that are not products or attention.
+
+    Attention counts the full square of scores, causal or not, as torch's counter does.
+    """
+    packet = func.overloadpacket
+    if func._schema.name in _FORWARD:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if func._schema.name in _BACKWARD:
+        return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+    if packet is getattr(_ATEN, "_grouped_mm", None):
+        rows, inner = args[0].shape[-2:]
+        return 2 * int(rows) * int(inner) * int(args[1].shape[-1])
+    if packet is _ATEN.convolution_backward and args[9] > 1:  # torch's own formula counts every pair of channels
+        each = 2 * args[0].numel() * args[2][0].numel()
+        return each * sum(args[10][:2])
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    return 0

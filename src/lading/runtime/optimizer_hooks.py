@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lading.errors import ConfigError
 from lading.ir.routes import Box
 from lading.runtime.boxes import gradient
-from lading.runtime.flights import Late
+from lading.runtime.in_flight import Late
 
 
 def when_final(

@@ -1,16 +1,17 @@
-"""Kernels: an operation of the graph, bound once to the tensors it will always work on.
+"""Calls of kernels: an operation of the graph, bound once to the tensors it will always work on.
 
 Eager PyTorch allocates each result. Here results have an address before the step, so an operation is bound to its
-``out=`` form where that form is a kernel of its own (many are the functional kernel and a copy), to a short sequence
-of in-place operations where that is what the functional kernel does inside, and otherwise to the functional kernel
-and a copy; only the last needs scratch memory. Every form gives the bits of the functional one.
+``out=`` form where that form is a kernel of its own (many are the functional kernel and a copy), to a short sequence of
+in-place operations where that is what the functional kernel does inside, and otherwise to the functional kernel and a
+copy; only the last needs scratch memory. Every form gives the bits of the functional one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from math import prod
 from typing import Any, cast
 
@@ -20,24 +21,31 @@ from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
 from lading.ir.updates import PREFIX, matrix_rule_of
 from lading.optim.rule import ParameterRule
-from lading.runtime.pieces import in_pieces
 from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes, wide_bytes
-from lading.runtime.updates import matrix_kernel, parameter_kernel
+from lading.runtime.update_kernels import matrix_kernel, parameter_kernel
+from lading.units import KiB
+
+#: Results of one part: small enough to stay in a cache, large enough to hide a call.
+PIECE_BYTES = 512 * KiB
 
 Call = Callable[[], object]
+#: Where the results of an operation go; None for one that is dropped.
+Outs = Sequence[torch.Tensor | None]
+#: Calls with the results that each gives, by position; and the scratch bytes of the largest call.
+Pieces = tuple[list[tuple[Call, list[tuple[int, torch.Tensor]]]], int]
 View = Callable[[int], torch.Tensor | None]
 
 
 @dataclass
 class Rate:
-    """The learning rate of the current step, shared by all updates; that of rules for matrices apart."""
+    """Learning rates of the current step, shared by all updates: of the optimizer, and of rules for matrices."""
 
     value: float = 0.0
     matrices: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class BoundKernel:
     """A bound operation: ``run`` takes nothing; ``scratch_bytes`` is what it allocates beside its tensors."""
 
     run: Call
@@ -46,7 +54,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Decoded arguments of one operation and the views its results go to (None: not wanted, or an alias)."""
+    """An operation with its arguments decoded, and the views its results go to (None: not wanted, or an alias)."""
 
     op: Op
     overload: Any
@@ -56,12 +64,12 @@ class _Call:
 
     @property
     def out(self) -> torch.Tensor:
-        """The only result."""
+        """View that the only result goes to."""
         assert self.outs[0] is not None
         return self.outs[0]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Argument by its schema name."""
+        """Value of an argument by its schema name."""
         for index, argument in enumerate(self.overload._schema.arguments):
             if argument.name == name:
                 return self.args[index] if index < len(self.args) else self.kwargs.get(name, argument.default_value)
@@ -70,12 +78,12 @@ class _Call:
 
 def bind(
     op: Op, view: View, *, kind: str = "cpu", optimizer: ParameterRule | None = None, rate: Rate | None = None
-) -> Kernel:
-    """Bind an operation to tensors.
+) -> BoundKernel:
+    """Bind an operation to the tensors it will always work on.
 
     Args:
-        view: Tensor of the graph by id; None for an output that has no place and is dropped.
-        kind: Of the device that runs it. Only on a CPU are large results made in pieces.
+        view: Gives the tensor of a graph tensor's id; None for an output that has no place and is dropped.
+        kind: Kind of the device that runs it. Only on a CPU are large results made part by part.
         optimizer: Settings of an update; None takes those that were planned. Rules for matrices have theirs in the
             operation.
         rate: Learning rates of updates.
@@ -87,34 +95,34 @@ def bind(
     if op.name.startswith(PREFIX):
         rates = rate or Rate()
         if matrix_rule_of(op) is None:
-            return Kernel(*parameter_kernel(op, *_arguments(op, view), kind, optimizer, lambda: rates.value))
+            return BoundKernel(*parameter_kernel(op, *_arguments(op, view), kind, optimizer, lambda: rates.value))
         out = view(op.outputs[0]) if op.outputs else None
-        return Kernel(*matrix_kernel(op, *_arguments(op, view), out, kind, lambda: rates.matrices))
+        return BoundKernel(*matrix_kernel(op, *_arguments(op, view), out, kind, lambda: rates.matrices))
     call = decode(op, view)
     label, inputs = op.name.split(".")[1], [t for t in map(view, op.inputs) if t is not None]
     if op.mutates and not op.outputs:
         if kind == "cpu" and op.name == "aten.add_.Tensor" and (parts := _add_narrow(call)) is not None:
-            return Kernel(*parts)
-        return Kernel(_in_place(call), out_bytes(label, inputs))
+            return BoundKernel(*parts)
+        return BoundKernel(_in_place(call), out_bytes(label, inputs))
     placed = all(out is not None for out in call.outs) and not op.mutates
     direct = _DIRECT.get(op.name) if kind == "cpu" or op.name not in _CPU_DIRECT else None
     if placed and len(call.outs) == 1 and direct is not None and (run := direct(call)):
-        return Kernel(run, bytes_of([t for t in inputs if not t.is_contiguous()]) if op.name in _FLATTENING else 0)
+        return BoundKernel(run, bytes_of([t for t in inputs if not t.is_contiguous()]) if op.name in _FLATTENING else 0)
     if placed and (name := out_overload(op.name, kind)) is not None:
         dropped = bytes_of(call.outs) if len(call.outs) > 1 else 0  # where it is recomputed for one of its results
         wide = wide_bytes(label, inputs, call.outs) if kind == "cpu" else 0
-        return Kernel(_into(call, name), out_bytes(label, inputs) + dropped + wide)
+        return BoundKernel(_into(call, name), out_bytes(label, inputs) + dropped + wide)
     if kind == "cpu" and not op.mutates:
         parts = in_pieces(label, call.overload._op, call.args, call.kwargs, call.outs)
         if parts is not None:
-            return Kernel(*parts)
-    return Kernel(_functional(call), bytes_of(call.outs) + inner_bytes(label, inputs, call.outs))
+            return BoundKernel(*parts)
+    return BoundKernel(_functional(call), bytes_of(call.outs) + inner_bytes(label, inputs, call.outs))
 
 
 def workspace_of(graph: StepGraph, kind: str = "cpu") -> list[int]:
     """Scratch bytes of each operation, in program order: what its binding allocates beside the arena.
 
-    For a device that is not here (``kind``), what kernels allocate inside is taken to be what a CPU's do.
+    For a device that is not here (``kind``), kernels are taken to allocate inside what a CPU's do.
     """
 
     def view(tensor: int) -> torch.Tensor:
@@ -139,7 +147,7 @@ def _overload(name: str) -> Any:
 
 @cache
 def out_overload(name: str, kind: str = "cpu") -> str | None:
-    """The overload of ``name`` that writes results into given tensors by a kernel of its own, or None.
+    """Name of the overload of ``name`` that writes results into given tensors by a kernel of its own; None without one.
 
     Generated ``out=`` overloads (a functional call and a copy) do not count. A device that this torch has no kernels
     for is taken to have those of the CPU: kernels with results in place are declared for both.
@@ -213,7 +221,9 @@ _METHODS = frozenset({"add_", "copy_", "div_", "fill_", "mul_", "sub_", "zero_"}
 
 
 def decode(op: Op, view: View) -> _Call:
-    """The operation, its arguments with tensors in place of their ids, and where its results go."""
+    """Resolve an operation: its overload, its arguments with tensors in place of ids, and the views its results go
+    to.
+    """
     args, kwargs = _arguments(op, view)
     return _Call(
         op=op,
@@ -225,7 +235,7 @@ def decode(op: Op, view: View) -> _Call:
 
 
 def _arguments(op: Op, view: View) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and named arguments, tensors where they lie."""
+    """Positional and named arguments of an operation, with the tensors where they lie."""
 
     def value(arg: Arg) -> Any:
         match arg:
@@ -262,7 +272,7 @@ def _literal(kind: str, text: str) -> Any:
 
 
 def _into(call: _Call, name: str) -> Call:
-    """The out= overload, by the cheapest way to reach it."""
+    """Call the out= overload, by the cheapest way to reach it."""
     overload = _overload(name)
     args, kwargs = call.args, call.kwargs
     if call.op.name in _SAME_KERNEL and len(args) > 2:
@@ -282,7 +292,7 @@ def _in_place(call: _Call) -> Call:
 
 
 def _functional(call: _Call) -> Call:
-    """Call into temporaries and copy those that have a place."""
+    """Call the functional kernel into temporaries, and copy those results that have a place."""
     function = partial(call.overload._op, *call.args, **call.kwargs)
     if (
         len(call.outs) == 1
@@ -351,7 +361,10 @@ def _embedding(call: _Call) -> Call | None:
 
 
 def _embedding_backward(call: _Call) -> Call | None:
-    """Rows are added in the order of the indices, as the functional kernel does; saves a table of scratch."""
+    """Add the rows of an embedding's gradient in place, in the order of the indices, as the functional kernel does.
+
+    Saves scratch as large as the table.
+    """
     grad, indices, out = call.get("grad_output"), call.get("indices"), call.out
     if call.get("scale_grad_by_freq") or out.dtype not in (torch.float32, torch.float64):
         return None
@@ -368,7 +381,7 @@ def _add_rows(out: torch.Tensor, indices: torch.Tensor, grad: torch.Tensor) -> N
 
 
 def _clone_then(call: _Call) -> Call | None:
-    """``x.clone()`` and the in-place form of the same operation."""
+    """Clone the first argument into the result, then run the in-place form of the same operation there."""
     packet, overload = call.op.name.split(".")[1:]
     if call.args[0].shape != call.out.shape:
         return None
@@ -385,7 +398,7 @@ def _scatter_into_zeros(slicer: str) -> Callable[[_Call], Call]:
 
 
 def _leave(call: _Call) -> Call:
-    """Uninitialised memory: whatever is there."""
+    """Do nothing: uninitialised memory holds whatever is there."""
     return lambda: None
 
 
@@ -431,7 +444,11 @@ _WIDENED = 1 << 18
 
 
 def _add_narrow(call: _Call) -> tuple[Call, int] | None:
-    """``wide += narrow`` in pieces, for the kernel widens all that it adds; None where the plain call does as well."""
+    """Bind ``wide += narrow`` of unlike dtypes part by part, as the kernel first widens all that it adds.
+
+    Returns:
+        The call, and its scratch bytes; None where the plain call does as well.
+    """
     wide, narrow = call.args[:2]
     if not isinstance(narrow, torch.Tensor) or wide.dtype is narrow.dtype or wide.shape != narrow.shape:
         return None
@@ -447,3 +464,163 @@ def _add_narrow(call: _Call) -> tuple[Call, int] | None:
             add(part)
 
     return run, min(prod(wide.shape), step) * wide.element_size()
+
+
+def in_pieces(
+    operation: str, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], outs: Outs
+) -> tuple[Call, int] | None:
+    """Bind a kernel that only returns new tensors to run on one part of its results after another.
+
+    Layer norms treat rows, attention treats batch rows and heads one by one. So calling the kernel on a part gives the
+    bits of the whole, needs scratch for that part only, and the copy into the result's place finds the part in the
+    cache.
+
+    Args:
+        operation: Name without namespace and overload.
+        function: The functional kernel.
+        outs: Where the results go; None for one that is dropped.
+
+    Returns:
+        The call, and its scratch bytes; None where the results are small or do not come apart.
+    """
+    if bytes_of(outs) <= 2 * PIECE_BYTES:
+        return None
+    match operation:
+        case "native_layer_norm":
+            pieces = _layer_norm(function, args, outs)
+        case "native_layer_norm_backward":
+            pieces = _layer_norm_backward(function, args, outs)
+        case "_scaled_dot_product_flash_attention_for_cpu":
+            pieces = _attention(operation, function, args, kwargs, outs, num_tensors=3)
+        case "_scaled_dot_product_flash_attention_for_cpu_backward":
+            pieces = _attention(operation, function, args, kwargs, outs, num_tensors=6)
+        case _:
+            return None
+    return None if pieces is None else (_runner(pieces[0]), pieces[1])
+
+
+def _runner(calls: list[tuple[Call, list[tuple[int, torch.Tensor]]]]) -> Call:
+    """Make one call that runs each of ``calls`` and copies its results to their places, by position."""
+
+    def run() -> None:
+        for call, places in calls:
+            results: Any = call()
+            for index, place in places:
+                place.copy_(results[index])
+            del results  # before the next call allocates its own
+
+    return run
+
+
+def _places(outs: Outs) -> list[tuple[int, torch.Tensor]]:
+    return [(i, out) for i, out in enumerate(outs) if out is not None]
+
+
+def _rows(tensors: Sequence[torch.Tensor | None], width: int) -> list[torch.Tensor | None] | None:
+    """View each tensor as [rows, width], without a copy; None if one does not lie so."""
+    if any(t is not None and not t.is_contiguous() for t in tensors):
+        return None
+    return [None if t is None else t.view(-1, width) for t in tensors]
+
+
+def _cuts(count: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def _layer_norm(function: Callable[..., Any], args: Sequence[Any], outs: Outs) -> Pieces | None:
+    x, shape, weight, bias, eps = args
+    width = prod(shape)
+    wide, narrow = _rows([x, outs[0]], width), _rows(outs[1:], 1)
+    if wide is None or narrow is None:
+        return None
+    step = max(1, PIECE_BYTES // (width * x.element_size()))
+    calls: list[tuple[Call, list[tuple[int, torch.Tensor]]]] = []
+    for cut in _cuts(x.numel() // width, step):
+        part = [None if t is None else t[cut] for t in (wide[1], *narrow)]
+        assert wide[0] is not None
+        calls.append(
+            (partial(function, wide[0][cut], [width], *map(_flat_or_none, (weight, bias)), eps), _places(part))
+        )
+    return calls, step * (width * x.element_size() + 16)
+
+
+def _layer_norm_backward(function: Callable[..., Any], args: Sequence[Any], outs: Outs) -> Pieces | None:
+    """Part a layer norm's backward: the input's gradient by rows; those of weight and bias, sums over rows, in one
+    call.
+    """
+    grad, x, shape, mean, rstd, weight, bias, mask = args
+    width = prod(shape)
+    wide, narrow = _rows([grad, x, outs[0]], width), _rows([mean, rstd], 1)
+    if wide is None or narrow is None or outs[0] is None:
+        return None
+    step = max(1, PIECE_BYTES // (width * x.element_size()))
+    calls: list[tuple[Call, list[tuple[int, torch.Tensor]]]] = []
+    for cut in _cuts(x.numel() // width, step):
+        g, y, place, m, r = (t[cut] for t in (*wide, *narrow) if t is not None)
+        parts = (g, y, [width], m, r, _flat_or_none(weight), _flat_or_none(bias), [True, False, False])
+        calls.append((partial(function, *parts), [(0, place)]))
+    rest = [False, mask[1] and outs[1] is not None, mask[2] and outs[2] is not None]
+    if any(rest):
+        calls.append((partial(function, *args[:7], rest), _places((None, *outs[1:]))))
+    inner = inner_bytes("native_layer_norm_backward", [grad, x], outs)
+    return calls, max(step * width * x.element_size(), bytes_of(outs[1:]) + inner)
+
+
+def _flat_or_none(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.reshape(-1)
+
+
+def _attention(
+    operation: str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    outs: Outs,
+    *,
+    num_tensors: int,
+) -> Pieces | None:
+    """Part an attention, forward or backward: some heads of one batch row at a time, or some whole batch rows.
+
+    Args:
+        num_tensors: Arguments from the first on that have the dims (batch, heads, ...) and are cut along both.
+    """
+    tensors, rest = args[:num_tensors], args[num_tensors:]
+    batch, heads = tensors[0].shape[:2]
+    if any(t.shape[:2] != (batch, heads) for t in tensors):
+        return None
+    rows, some = _tile(batch, heads, bytes_of(outs) // (batch * heads), torch.get_num_threads())
+    calls: list[tuple[Call, list[tuple[int, torch.Tensor]]]] = []
+    scratch = 0
+    for row, head in product(_cuts(batch, rows), _cuts(heads, some)):
+        parts = [_part(t, row, head) for t in tensors]
+        named = {k: _part(v, row, head) if k == "attn_mask" and v is not None else v for k, v in kwargs.items()}
+        places = [None if out is None else _part(out, row, head) for out in outs]
+        calls.append((partial(function, *parts, *rest, **named), _places(places)))
+        masks = [v for v in named.values() if isinstance(v, torch.Tensor)]
+        scratch = max(scratch, bytes_of(places) + inner_bytes(operation, [*parts, *masks], places))
+    return calls, scratch
+
+
+def _tile(batch: int, heads: int, head_bytes: int, threads: int) -> tuple[int, int]:
+    """Choose (batch rows, heads) of one part: of parts that keep the threads busy, the smallest from PIECE_BYTES on.
+
+    The kernel gives whole heads to threads, so a part of five heads keeps two threads as long as one of six.
+    """
+    least = min(max(-(-PIECE_BYTES // head_bytes), 2 * threads), batch * heads)
+    tiles = [(1, some) for some in range(1, heads)] + [(rows, heads) for rows in range(1, batch + 1)]
+    large = [(rows, some) for rows, some in tiles if rows * some >= least]
+    allowed = [(rows, some) for rows, some in large if rows * some <= 4 * least] or large[:1]
+
+    def turns(tile: tuple[int, int]) -> int:
+        cuts = product(_cuts(batch, tile[0]), _cuts(heads, tile[1]))
+        return sum(-(-((a.stop - a.start) * (b.stop - b.start)) // threads) for a, b in cuts)
+
+    return min(allowed, key=lambda tile: (turns(tile), tile[0] * tile[1]))
+
+
+def _part(t: torch.Tensor, row: slice, head: slice) -> torch.Tensor:
+    """Cut a tensor to ranges of its batch and head dims; a mask of size 1 there, equal for all, is not cut."""
+    if t.dim() < 3:
+        return t
+    t = t if t.shape[0] == 1 else t[row]
+    return t if t.shape[1] == 1 else t[:, head]

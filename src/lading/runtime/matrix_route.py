@@ -15,9 +15,9 @@ import torch
 
 from lading.ir.routes import Box, Piece, Whole
 from lading.optim.rule import Rule, SharedRule, States
-from lading.runtime.exchange import FAILURES, Exchange, Failures, Team, Traffic, Under
-from lading.runtime.flights import Moving
+from lading.runtime.exchange import FAILURES, PieceExchange, RuleFailures, Team, Traffic, Under
 from lading.runtime.gangs import gangs_of, together_first
+from lading.runtime.in_flight import Moving
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class _Ways:
     """Matrices that travel together in one dtype, and their two exchanges."""
 
     numbers: list[int]
-    inbound: Exchange
-    outbound: Exchange
+    inbound: PieceExchange
+    outbound: PieceExchange
 
 
 class MatrixRoute:
-    """Who owns what, and the way there (``lading.runtime.flights.Route``)."""
+    """Who owns what, and the way there (``lading.runtime.in_flight.Route``)."""
 
     def __init__(
         self, wholes: Sequence[tuple[Whole, Rule]], ranks: Sequence[tuple[int, ...]], groups: Sequence[Sequence[int]],
@@ -47,7 +47,7 @@ class MatrixRoute:
         self.wholes, self.rules = [whole for whole, _ in wholes], [rule for _, rule in wholes]
         self.owners, self.groups, self.team = [gang[0] for gang in ranks], groups, team
         self.gangs = gangs_of(ranks, team)
-        self.traffic, self.failures = Traffic(), Failures()
+        self.traffic, self.failures = Traffic(), RuleFailures()
         self._inbound, self._outbound = routes
         self._known: dict[object, list[_Ways]] = {}
 
@@ -69,14 +69,14 @@ class MatrixRoute:
 
     def _ways(self, numbers: list[int], dtype: torch.dtype) -> _Ways:
         within = set(numbers)
-        inbound = Exchange([p for p in self._inbound if p.whole in within], self.team, self.team.inbound, dtype)
-        outbound = Exchange([p for p in self._outbound if p.whole in within], self.team, self.team.outbound, dtype)
+        inbound = PieceExchange([p for p in self._inbound if p.whole in within], self.team, self.team.inbound, dtype)
+        outbound = PieceExchange([p for p in self._outbound if p.whole in within], self.team, self.team.outbound, dtype)
         return _Ways(numbers, inbound, outbound)
 
 
 @dataclass
 class MatrixFlight:
-    """``lading.runtime.flights.Flight`` of a ``MatrixRoute``.
+    """``lading.runtime.in_flight.Flight`` of a ``MatrixRoute``.
 
     Attributes:
         matrices: Directions that this rank has computed, by matrix.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 import warnings
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from lading.errors import CaptureError
-from lading.tracing.attributes import Left, Table, carried, carry, copied, left_in, tables_of
+from lading.tracing.attributes import Left, carried, carry, copied, left_in, tables_of
 
 
 @contextmanager
@@ -36,9 +37,7 @@ def left_as_it_was(
     refused = ""
     if before is not None:
         carry(tables, before, set() if seen is None else seen)
-    started = (
-        tables if before is None else [Table(t.label, t.held, copied(t.held), t.owner, t.attribute) for t in tables]
-    )
+    started = tables if before is None else [dataclasses.replace(t, before=copied(t.held)) for t in tables]
     for name, module in model.named_modules():
         vars(module)["_apply"] = partial(_unconverted, name, module)
     try:

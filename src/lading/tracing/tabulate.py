@@ -21,11 +21,11 @@ from lading.ir.graph import UNKNOWN, Arg, Literal, Op, StepGraph
 from lading.ir.sizes import Power, Size
 from lading.ir.table import ModelTable, Segment
 from lading.tracing.batches import input_leaves, map_batch
-from lading.tracing.fused import Whole
+from lading.tracing.fused import WholeKernels
 from lading.tracing.identify import Identifier
 from lading.tracing.segments import table_at_sizes
 from lading.tracing.settings import number_args, number_settings, with_number_args, with_numbers
-from lading.tracing.state import branches_of_eager, left_as_it_was
+from lading.tracing.side_effects import branches_of_eager, left_as_it_was
 from lading.tracing.trace import call_on, fake_batch, fake_copies, fake_mode_of, forward_backward, module_paths
 from lading.tracing.tracer import Tracer
 
@@ -57,7 +57,7 @@ def traced(
         mode,
         tracer,
         module_paths(model, tracer),
-        Whole() if whole else nullcontext(),
+        WholeKernels() if whole else nullcontext(),
     ):
         losses = call_on(model, fakes, faked, partial(forward_backward, loss, tracer, 1, fakes), tied=False)
     return tracer.graph(fakes, inputs, losses), views, _tied_pairs(model)

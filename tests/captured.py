@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from lading.ir.expand import expand
 from lading.ir.graph import StepGraph
-from lading.ir.step import expand
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.tracing.trace import capture

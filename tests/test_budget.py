@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lading.errors import BudgetWarning, ConfigError
+from lading.ir.expand import expand
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
-from lading.ir.step import expand
 from lading.memory.restore import program_of
 from lading.prepare import plan
 from lading.runtime import kernel_memory as measuring

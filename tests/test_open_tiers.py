@@ -20,7 +20,7 @@ from lading.catalog.load import machine_from_dict, machine_to_toml
 from lading.config import load_run
 from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.graph import Role, StepGraph
-from lading.ir.hosting import light_groups
+from lading.ir.host_ops import light_groups
 from lading.ir.machine import Tier
 from lading.ir.plan import Plan
 from lading.ir.program import Program
@@ -28,7 +28,7 @@ from lading.memory.restore import program_of
 from lading.memory.verify import verify
 from lading.optim.adamw import AdamW
 from lading.planner.host_balance import hosted_step
-from lading.planner.residency import Search, flow_bound_s, lower_bound_s
+from lading.planner.residency import ResidencySearch, flow_bound_s, lower_bound_s
 from lading.prepare import plan
 from lading.report.html import write_report
 from lading.report.plan_table import placement_table
@@ -249,7 +249,7 @@ def test_names_of_tiers_mean_nothing() -> None:
         step = captured("gpt", machine=machine)
         step = within(step, int(0.6 * needs(step, {})))
         groups = light_groups(step.graph)
-        search = Search(step, ())
+        search = ResidencySearch(step, ())
         search.advance()
         assert search.best is not None
         hosted = hosted_step(within(step, 1 << 30), groups[0])

@@ -22,10 +22,10 @@ import torch
 from lading.catalog.load import load_machine, save_machine
 from lading.cost.access import op_bytes
 from lading.cost.compute import missing_rates, op_costs
+from lading.ir.expand import expand
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.machine import Machine
-from lading.ir.step import expand
-from lading.memory.arena import Item, pack
+from lading.memory.packing import Buffer, pack
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.runtime.host_arena import Arena, view_of
@@ -70,7 +70,7 @@ def placed(graph: StepGraph) -> list[torch.Tensor]:
         for storage in (*graph.reads(op), *graph.writes(op)):
             spans.setdefault(storage, [position, position])[1] = position
     items = [
-        Item(
+        Buffer(
             s.size_bytes,
             ((0, last),) if s.role in PERSISTENT or s.role is Role.INPUT else (tuple(spans.get(i, (0, 0))),),
         )

@@ -18,7 +18,7 @@ from benchmarks.optimizers.owner_policies import POLICIES
 from lading.catalog.tables import model_table
 from lading.optim.muon import Muon
 from lading.parallel.matrices import projections
-from lading.planner.owner_costs import Costs
+from lading.planner.owner_costs import DirectionCosts
 from lading.planner.owners import Matrix, assign
 
 MODELS = ("1.7b", "4b", "8b", "14b", "32b")
@@ -26,7 +26,7 @@ MODELS = ("1.7b", "4b", "8b", "14b", "32b")
 
 def matrices(name: str, *, shared: bool, machine: str = "") -> list[Matrix]:
     """One for each projection, q, k, v, gate and up apart."""
-    costs = Costs.of(machine)
+    costs = DirectionCosts.of(machine)
     found: list[Matrix] = []
     for layer, key, rows, columns in projections(model_table(f"qwen3-{name}")):
         seconds = costs.matrix(Muon(), *sorted((rows, columns)))

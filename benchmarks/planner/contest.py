@@ -24,7 +24,7 @@ from lading.models.reference import build_model, model_class
 from lading.planner import greedy
 from lading.planner.api import step_costs
 from lading.planner.policies import checkpoint_every_block
-from lading.planner.residency import MOST_RETIMED, Found, Step
+from lading.planner.residency import MOST_RETIMED, Found, StepProblem
 from lading.planner.streaming import streaming
 from lading.runtime.kernel_calls import workspace_of
 from lading.tracing.initial import Deferred, defer
@@ -85,21 +85,23 @@ def stripped(machine: Machine) -> Machine:
     return dataclasses.replace(machine, device=device)
 
 
-def step_within(graph: StepGraph, machine: Machine, budgets: dict[str, int], settings: Mapping[str, float]) -> Step:
+def step_within(
+    graph: StepGraph, machine: Machine, budgets: dict[str, int], settings: Mapping[str, float]
+) -> StepProblem:
     """What the planner works on, for rivals; ``settings`` are those of Lading's plan."""
     costs = step_costs(graph, machine, workspace_of(graph, machine.device.kind), settings)
-    return Step(graph, lifetimes(graph), machine, costs, budgets)
+    return StepProblem(graph, lifetimes(graph), machine, costs, budgets)
 
 
 Offered = Iterator[Choices]
-Rival = Callable[[Step, float], Offered]
+Rival = Callable[[StepProblem, float], Offered]
 
 
-def _checkpointed(step: Step, away: Choices) -> Offered:
+def _checkpointed(step: StepProblem, away: Choices) -> Offered:
     yield {**checkpoint_every_block(step.graph, step.lives), **away}
 
 
-def _dtr(step: Step, away: Choices) -> Offered:
+def _dtr(step: StepProblem, away: Choices) -> Offered:
     for share in ROOMS:
         evicted = greedy.run(step, away, int(share * step.arena_bytes))
         if evicted.step_s is None:
@@ -107,19 +109,19 @@ def _dtr(step: Step, away: Choices) -> Offered:
         yield {**evicted.choices, **away}
 
 
-def _sac(step: Step, away: Choices, limit_s: float) -> Offered:
+def _sac(step: StepProblem, away: Choices, limit_s: float) -> Offered:
     for share in ROOMS:
         found = sac.choices(step, away, int(share * step.arena_bytes), limit_s)
         if found is not None:
             yield {**found, **away}
 
 
-def _moved(step: Step) -> Offered:
+def _moved(step: StepProblem) -> Offered:
     for least in LEAST_OPS:
         yield everything_moved(step, least)
 
 
-def _streamed(step: Step) -> Offered:
+def _streamed(step: StepProblem) -> Offered:
     try:
         yield streaming(step).choices
     except PlanInfeasible:
@@ -138,7 +140,7 @@ RIVALS: dict[str, Rival] = {
 }
 
 
-def best_of(step: Step, offered: Offered) -> Found | None:
+def best_of(step: StepProblem, offered: Offered) -> Found | None:
     """The fastest of a rival's offers that fits; the schedules that help it are tried too."""
     best: Found | None = None
     for choices in offered:

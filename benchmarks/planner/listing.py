@@ -26,14 +26,14 @@ from math import inf, isfinite
 
 import numpy as np
 
-from lading.ir.placement import Placement, Problem
+from lading.ir.placement import Placement, PlacementProblem
 from lading.planner.placement.program import LinearProgram
 from lading.planner.placement.trial import Trial
 
 _FAVORITE = 0.5
 
 
-def topo(problem: Problem, memory: Sequence[int]) -> list[int] | None:
+def topo(problem: PlacementProblem, memory: Sequence[int]) -> list[int] | None:
     """Groups in order, device after device, each up to an even share of the bytes and one group's more (m-TOPO)."""
     need = problem.alone_bytes
     share = sum(need) / len(memory) + max(need)
@@ -49,17 +49,17 @@ def topo(problem: Problem, memory: Sequence[int]) -> list[int] | None:
     return devices
 
 
-def etf(problem: Problem, memory: Sequence[int]) -> list[int] | None:
+def etf(problem: PlacementProblem, memory: Sequence[int]) -> list[int] | None:
     """Always the task and device that can start first (m-ETF)."""
     return _Listing(problem, memory, {}).run()
 
 
-def sct(problem: Problem, memory: Sequence[int]) -> list[int] | None:
+def sct(problem: PlacementProblem, memory: Sequence[int]) -> list[int] | None:
     """As ``etf``, with devices kept for favorite children (m-SCT)."""
     return _Listing(problem, memory, favorites(problem)).run()
 
 
-def heft(problem: Problem, memory: Sequence[int]) -> list[int] | None:
+def heft(problem: PlacementProblem, memory: Sequence[int]) -> list[int] | None:
     """The task with the longest way behind it, where it ends first."""
     rank = _upward(problem)
     listing = _Listing(problem, memory, {})
@@ -71,12 +71,12 @@ def heft(problem: Problem, memory: Sequence[int]) -> list[int] | None:
     return listing.where
 
 
-def _can(problem: Problem, group: int, device: int) -> bool:
+def _can(problem: PlacementProblem, group: int, device: int) -> bool:
     own = problem.groups[group]
     return isfinite(own.seconds[device] + own.once_s[device])
 
 
-def _mean_transfer(problem: Problem) -> Callable[[int], float]:
+def _mean_transfer(problem: PlacementProblem) -> Callable[[int], float]:
     """Seconds of a transfer of so many bytes, the mean over pairs of devices."""
     network = problem.network
     count = len(network.devices)
@@ -88,7 +88,7 @@ def _mean_transfer(problem: Problem) -> Callable[[int], float]:
     return lambda size: latency + size * each
 
 
-def _upward(problem: Problem) -> list[float]:
+def _upward(problem: PlacementProblem) -> list[float]:
     """Seconds of the longest way from each task to the end, of mean seconds and transfers."""
     transfer_s = _mean_transfer(problem)
     behind = [0.0] * len(problem.tasks)
@@ -114,7 +114,7 @@ class _Seat:
 class _Listing:
     """Tasks placed so far, without contention on links."""
 
-    def __init__(self, problem: Problem, memory: Sequence[int], favorites: dict[int, int]) -> None:
+    def __init__(self, problem: PlacementProblem, memory: Sequence[int], favorites: dict[int, int]) -> None:
         self.problem, self.favorites = problem, favorites
         self.seats = [_Seat(0.0, float(size)) for size in memory]
         self.where = [-1] * len(problem.groups)
@@ -209,7 +209,7 @@ class _Listing:
         return max(start_s, self._urgent_s(task))
 
 
-def favorites(problem: Problem) -> dict[int, int]:
+def favorites(problem: PlacementProblem) -> dict[int, int]:
     """The favorite child of each task that has one ([Note: favorite children])."""
     edges = sorted({(f.source, t, f.size_bytes) for f in problem.flows for t in f.targets})
     if not edges:
@@ -225,7 +225,7 @@ def favorites(problem: Problem) -> dict[int, int]:
     return children
 
 
-def _favorites(problem: Problem, edges: list[tuple[int, int, int]]) -> np.ndarray:
+def _favorites(problem: PlacementProblem, edges: list[tuple[int, int, int]]) -> np.ndarray:
     """x_ij of every edge."""
     program, transfer_s = LinearProgram(), _mean_transfer(problem)
     tasks = len(problem.tasks)
@@ -250,7 +250,7 @@ def _favorites(problem: Problem, edges: list[tuple[int, int, int]]) -> np.ndarra
 
 
 #: By name: from a problem and bytes of each device, the device of each group.
-POLICIES: dict[str, Callable[[Problem, Sequence[int]], list[int] | None]] = {
+POLICIES: dict[str, Callable[[PlacementProblem, Sequence[int]], list[int] | None]] = {
     "m-topo": topo,
     "m-etf": etf,
     "m-sct": sct,
@@ -258,7 +258,7 @@ POLICIES: dict[str, Callable[[Problem, Sequence[int]], list[int] | None]] = {
 }
 
 
-def placed(problem: Problem) -> dict[str, Placement]:
+def placed(problem: PlacementProblem) -> dict[str, Placement]:
     """Placement by each of ``POLICIES`` that finds one, simulated as Lading's are; it may not fit."""
     trial = Trial(problem)
     made = {

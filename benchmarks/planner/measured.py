@@ -31,7 +31,7 @@ from lading.ir.program import Program
 from lading.memory.restore import program_of, step_of
 from lading.memory.verify import verify
 from lading.optim.adamw import AdamW
-from lading.planner.residency import Step
+from lading.planner.residency import StepProblem
 from lading.prepare import plan
 from lading.runtime.resident import trim
 from lading.trainer import Trainer
@@ -40,7 +40,7 @@ _WARM_UP = 3
 _OURS = "Lading"
 
 
-def _step(graph: StepGraph, machine: Machine, made: Plan) -> Step:
+def _step(graph: StepGraph, machine: Machine, made: Plan) -> StepProblem:
     """What the rivals decide about: the same step, budgets and memory besides tensors as Lading's plan."""
     step = step_of(graph, machine, clip_norm=0.0, master_weights=False)
     return step_within(step, machine, made.budgets, made.request.settings)

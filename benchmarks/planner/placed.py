@@ -39,7 +39,7 @@ from lading.catalog.load import load_machine
 from lading.ir.fleet import Fleet, Join, Member
 from lading.ir.machine import Machine
 from lading.ir.placedplan import PlacedPlan
-from lading.ir.placement import Placement, Problem
+from lading.ir.placement import Placement, PlacementProblem
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.placing import Placing, saved
@@ -114,7 +114,7 @@ class Slow:
         return slowed
 
 
-def planned(case: Case, machine: Machine, link: tuple[float, float]) -> tuple[Problem, Placement, PlacedPlan]:
+def planned(case: Case, machine: Machine, link: tuple[float, float]) -> tuple[PlacementProblem, Placement, PlacedPlan]:
     """The case's problem and what is placed; ``link``: bytes a second and seconds."""
     graph = capture(model_of(), {"tokens": torch.zeros(ROWS, TOKENS + 1, dtype=torch.int64)}, next_byte_loss)
     grain = Grain(most=16, training=case.training)

@@ -32,7 +32,7 @@ from lading.catalog.fleets import load_fleet
 from lading.errors import PlanInfeasible
 from lading.ir.fleet import Fleet
 from lading.ir.graph import StepGraph
-from lading.ir.placement import Problem
+from lading.ir.placement import PlacementProblem
 from lading.planner.placement.contest import POLICIES, contest
 from lading.planner.placement.from_graph import Grain, problem_of
 from lading.planner.placement.trial import Trial
@@ -56,14 +56,14 @@ _UNITS = 64
 _FEW, _MOST_TRIED = (12, 10, 8, 7, 6, 5, 4, 3), 6600
 
 
-def problem(graph: StepGraph, fleet: Fleet, case: str, name: str, units: int = _UNITS) -> Problem:
+def problem(graph: StepGraph, fleet: Fleet, case: str, name: str, units: int = _UNITS) -> PlacementProblem:
     """One case of one graph."""
     grain = Grain(most=units, training=case != "pass")
     made = problem_of(graph, fleet, grain=grain, micro_batches=_PIPE if case == "pipe" else 1, name=name)
     return tightened(made) if case == "tight" else made
 
 
-def tightened(made: Problem) -> Problem:
+def tightened(made: PlacementProblem) -> PlacementProblem:
     """The same with less memory, but for each device enough for the largest group."""
     needs = made.alone_bytes
     least = max(n + g.working_bytes for n, g in zip(needs, made.groups, strict=True))
@@ -73,7 +73,7 @@ def tightened(made: Problem) -> Problem:
     return dataclasses.replace(made, network=dataclasses.replace(made.network, memory_bytes=memory))
 
 
-def row(made: Problem, fleet: str, case: str, effort: int) -> dict[str, Any]:
+def row(made: PlacementProblem, fleet: str, case: str, effort: int) -> dict[str, Any]:
     """Every policy on one problem."""
     begun = time.process_time()
     try:
@@ -101,7 +101,7 @@ def row(made: Problem, fleet: str, case: str, effort: int) -> dict[str, Any]:
     }
 
 
-def brute(made: Problem, fleet: str, effort: int) -> dict[str, Any]:
+def brute(made: PlacementProblem, fleet: str, effort: int) -> dict[str, Any]:
     """Every placement of a problem of few groups."""
     trial = Trial(made)
     tried = product(range(len(made.network.devices)), repeat=len(made.groups))

@@ -22,14 +22,14 @@ from lading.ir.fold import block_items
 from lading.ir.graph import Phase, Role
 from lading.ir.plan import Option
 from lading.memory.lifetime import Gap, can_recompute
-from lading.planner.residency import Step
+from lading.planner.residency import StepProblem
 
 Choices = dict[tuple[int, int], Option]
 _GIB = 1 << 30
 _MS = 1e3
 
 
-def choices(step: Step, away: Choices, room_bytes: int, limit_s: float) -> Choices | None:
+def choices(step: StepProblem, away: Choices, room_bytes: int, limit_s: float) -> Choices | None:
     """What torch's programs recompute within ``room_bytes``; None where they find nothing in ``limit_s`` seconds.
 
     Args:
@@ -87,7 +87,7 @@ def _decisions(sac_ilp: Any, key: tuple[_Row, ...], discarded: float) -> list[in
     return found or [1] * len(key)
 
 
-def _recomputed(step: Step, op: int) -> Choices:
+def _recomputed(step: StepProblem, op: int) -> Choices:
     """Gaps of an operation's results from forward to backward, where they can be computed again."""
     found: Choices = {}
     for storage in step.graph.op_writes[op]:
@@ -102,7 +102,7 @@ def _recomputed(step: Step, op: int) -> Choices:
 class _Modules:
     """The module tree of a step with torch's figures of each module."""
 
-    def __init__(self, step: Step, away: Choices) -> None:
+    def __init__(self, step: StepProblem, away: Choices) -> None:
         self.step, self.graph, self.lives = step, step.graph, step.lives
         items = block_items(self.graph.ops)
         names = [_within(op.module, item) for op, item in zip(self.graph.ops, items, strict=True)]

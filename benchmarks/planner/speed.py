@@ -43,7 +43,7 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     import torch
 
     from lading.catalog.load import load_machine
-    from lading.ir.step import expand
+    from lading.ir.expand import expand
     from lading.models.loss import next_byte_loss
     from lading.models.reference import build_model
     from lading.planner.api import make_plan

@@ -17,10 +17,10 @@ from pathlib import Path
 from lading import __version__
 from lading.catalog.load import load_machine
 from lading.errors import PlanInfeasible
+from lading.ir.expand import expand
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.program import COMPUTE_STREAM
-from lading.ir.step import expand
 from lading.planner.api import Planned, make_plan
 from lading.units import format_seconds
 from models import cases

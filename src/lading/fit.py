@@ -34,7 +34,7 @@ from lading.ir.action import DEVICE
 from lading.ir.graph import PERSISTENT, Role, StepGraph
 from lading.ir.machine import Machine
 from lading.ir.program import Program, slot_bytes
-from lading.memory.layout import home_tiers
+from lading.memory.tier_layout import home_tiers
 from lading.planner.api import Planned
 from lading.prepare import plan_run, sketch_run
 from lading.report.needs import WORKSPACE, Bytes, Change, FitResult, Needs, StepTime, step_needs, step_time

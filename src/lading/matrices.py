@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lading.errors import ConfigError
-from lading.ir.routes import Box, Moves, Whole, micro_groups, moves_of, pieces, wholes_of
+from lading.ir.routes import Box, Moves, WholeMatrix, micro_groups, moves_of, pieces, wholes_of
 from lading.optim.registry import matrix_rule, rule_names
-from lading.optim.rule import Held, MatrixRule, Rule, States, StateSpec, dtype_of
-from lading.planner.owner_costs import Costs
+from lading.optim.rule import MatrixRule, Rule, StatePlace, States, StateSpec, dtype_of
+from lading.planner.owner_costs import DirectionCosts
 from lading.planner.owners import Matrix, Owners, assign, spread_turns
 from lading.runtime.boxes import box_of, gradient, piece, process_group, ranks_of, shared_mesh
 from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree_done, all_finite
@@ -89,7 +89,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._rules = rules_of(self._wholes, self._members, how)
         holdings = self._holdings()
         self._boxes = [row[self._team.rank] for row in holdings]
-        self._costs = Costs.of(how.machine)
+        self._costs = DirectionCosts.of(how.machine)
         self.owners = self._planned()
         ranks = self.owners.ranks if self.owners else ()
         owner = [gang[0] for gang in ranks]
@@ -110,7 +110,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         """What this rank has sent so far."""
         return self._route.traffic
 
-    def _wholes_of(self, number: int, member: OptimizerMember) -> list[Whole]:
+    def _wholes_of(self, number: int, member: OptimizerMember) -> list[WholeMatrix]:
         """What of a parameter has an owner."""
         param = member.param
         if self.how.reduces and isinstance(param, DTensor):
@@ -119,7 +119,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             )
         if member.is_matrix:
             return wholes_of(number, member.name, param.shape, member.group["parts"])
-        return [Whole(member.name, number, Box((0,) * param.ndim, tuple(param.shape)))] if self.how.reduces else []
+        return (
+            [WholeMatrix(member.name, number, Box((0,) * param.ndim, tuple(param.shape)))] if self.how.reduces else []
+        )
 
     def _check_names(self) -> None:
         for names in ([m.name for m in self._members], [whole.name for whole in self._wholes]):
@@ -195,7 +197,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         found = (
             rule.states(whole.box.shape) if isinstance(rule, PieceRule) else rule.settings.states(*whole.rows_columns)
         )
-        return {name: state for name, state in found.items() if self.how.reduces or state.held is Held.WHOLE}
+        return {name: state for name, state in found.items() if self.how.reduces or state.held is StatePlace.WHOLE}
 
     def _fresh(self, number: int) -> States:
         param = self._members[self._wholes[number].parameter].param
@@ -396,7 +398,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             rule.states(tuple(param.shape)) if isinstance(rule, PieceRule) else rule.settings.states(*param.shape[-2:])
         )
         for name, kind in kinds.items():
-            if kind.held is Held.ELEMENTWISE:
+            if kind.held is StatePlace.ELEMENTWISE:
                 state[name] = torch.zeros_like(param, dtype=dtype_of(kind, param.dtype), requires_grad=False)
 
     def _held(self, number: int) -> States:
@@ -418,7 +420,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         for number, states in self._whole.items():
             matrix, kinds = self._wholes[number], self._states_of(number)
             for key, value in states.items():
-                if kinds[key].held is Held.WHOLE:
+                if kinds[key].held is StatePlace.WHOLE:
                     whole.setdefault(matrix.name, {})[key] = value
                 else:
                     owned.setdefault((matrix.parameter, key), {})[matrix.box] = value.view(matrix.box.shape)

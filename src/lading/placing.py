@@ -11,7 +11,7 @@ from lading.catalog.models import model_names, named_model
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.fleet import Fleet
 from lading.ir.placedplan import PlacedDevice, PlacedGroup, PlacedPlan
-from lading.ir.placement import Placement, Problem
+from lading.ir.placement import Placement, PlacementProblem
 
 if TYPE_CHECKING:
     from lading.planner.placement.contest import Contest
@@ -68,7 +68,7 @@ class Placing:
             )
 
 
-def problem_on(asked: Placing, fleet: Fleet) -> Problem:
+def problem_on(asked: Placing, fleet: Fleet) -> PlacementProblem:
     """The problem; a model of the catalog goes by its table unless asked otherwise, others are captured.
 
     Raises:
@@ -128,7 +128,7 @@ def best_of(asked: Placing, fleet: Fleet, batch: int) -> tuple[Placing, Contest,
     return chosen, contest(problem_on(chosen, fleet)), tried
 
 
-def saved(asked: Placing, fleet: Fleet, machine: str, problem: Problem, placement: Placement) -> PlacedPlan:
+def saved(asked: Placing, fleet: Fleet, machine: str, problem: PlacementProblem, placement: Placement) -> PlacedPlan:
     """A placement of what was asked, to be written.
 
     Args:
@@ -165,7 +165,7 @@ def saved(asked: Placing, fleet: Fleet, machine: str, problem: Problem, placemen
     )
 
 
-def replayed(plan: PlacedPlan, fleet: Fleet) -> tuple[Problem, Placement]:
+def replayed(plan: PlacedPlan, fleet: Fleet) -> tuple[PlacementProblem, Placement]:
     """A saved placement, simulated on a fleet: the one it was made for, or another with devices of the same names.
 
     Raises:
@@ -199,7 +199,7 @@ def replayed(plan: PlacedPlan, fleet: Fleet) -> tuple[Problem, Placement]:
     return problem, trial.of(devices, "as saved")
 
 
-def _captured(asked: Placing, fleet: Fleet) -> Problem:
+def _captured(asked: Placing, fleet: Fleet) -> PlacementProblem:
     """From a capture on fake tensors; this imports torch."""
     from lading.catalog.models import resolved
     from lading.fit import run_of_model

@@ -26,7 +26,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import FILE, Machine, Tier
 from lading.ir.plan import Plan
 from lading.ir.reporting import SILENT, PlanProgress
-from lading.ir.updates import grouped
+from lading.ir.update_ops import grouped
 from lading.memory.restore import step_of
 from lading.optim.registry import default_rule, name_of, rule_to_dict
 from lading.optim.rule import ParameterRule

@@ -28,7 +28,7 @@ from lading.files import remove_file, rename_file
 from lading.hosts import machine_of
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
-from lading.ir.updates import grouped
+from lading.ir.update_ops import grouped
 from lading.optim.master import MasterWeights
 from lading.optim.registry import name_of
 from lading.report.lines import fitted

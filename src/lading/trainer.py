@@ -27,7 +27,7 @@ from lading.ir.graph import StepGraph
 from lading.ir.plan import Plan
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
-from lading.ir.updates import rule_of
+from lading.ir.update_ops import rule_of
 from lading.memory.restore import planned_optimizer, program_of
 from lading.optim.registry import name_of, rule_class, rule_names
 from lading.optim.rule import MatrixRule, ParameterRule

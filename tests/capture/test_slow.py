@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.capture.parity import own, tokens
 
-from lading.ir.step import expand
+from lading.ir.expand import expand
 from lading.models.loss import next_byte_loss
 from lading.tracing.slow_notice import told_if_slow
 from lading.tracing.trace import capture

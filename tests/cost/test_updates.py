@@ -8,7 +8,7 @@ from lading.catalog.load import load_machine
 from lading.cost.product import peak_flops
 from lading.cost.updates import direction_s
 from lading.optim.muon import Muon
-from lading.optim.rule import Work
+from lading.optim.rule import UpdateWork
 
 
 @pytest.mark.parametrize("shape", [(5120, 25600), (25600, 5120), (1024, 1024)])
@@ -28,6 +28,6 @@ def test_decompositions_are_slow():
     """As many operations in a decomposition take longer than in products."""
     device = load_machine("h100").device
     n = 4096
-    decomposed = direction_s(Work((), eigen=((1.0, n),)), n * n, device, "fp32", 5e-6)
-    multiplied = direction_s(Work(((4.5, n, n, n),)), n * n, device, "fp32", 5e-6)
+    decomposed = direction_s(UpdateWork((), eigen=((1.0, n),)), n * n, device, "fp32", 5e-6)
+    multiplied = direction_s(UpdateWork(((4.5, n, n, n),)), n * n, device, "fp32", 5e-6)
     assert decomposed > 3 * multiplied

@@ -17,18 +17,18 @@ import torch
 from tests.machines import machine_with_host, small_machine
 
 from lading.grouping import Matrices
+from lading.ir.expand import expand
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
 from lading.ir.program import Program
-from lading.ir.step import expand
 from lading.memory.lifetime import lifetimes
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.planner.api import Planned, make_plan, step_costs
 from lading.planner.host_balance import hosted_step
 from lading.planner.orders import deferred_step
-from lading.planner.residency import Step
+from lading.planner.residency import StepProblem
 from lading.sim.engine import simulate
 from lading.tracing.trace import capture
 
@@ -134,7 +134,7 @@ def made_again(name: str, text: str) -> Program:
     graph, machine = graph_of(name), CASES[name].machine()
     costs = step_costs(graph, machine, _scratch(graph))
     budgets = {tier: int(size) for tier, size in re.findall(r"^budget (\w+) (\d+)$", text, re.MULTILINE)}
-    step = deferred_step(Step(graph, lifetimes(graph), machine, costs, budgets), _number(text, "deferred"))
+    step = deferred_step(StepProblem(graph, lifetimes(graph), machine, costs, budgets), _number(text, "deferred"))
     hosted = re.search(r"^hosted(.*)$", text, re.MULTILINE)
     assert hosted is not None
     step = hosted_step(step, tuple(map(int, hosted[1].split())))

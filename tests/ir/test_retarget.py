@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from lading.errors import ConfigError
+from lading.ir.expand import expand
 from lading.ir.graph import Arg, Literal, Op, Ref, Role, StepGraph
 from lading.ir.retarget import retarget
-from lading.ir.step import expand
 from lading.memory.lifetime import lifetimes
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model

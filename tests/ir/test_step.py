@@ -14,8 +14,8 @@ from tests.capture.parity import own, squares, tokens, values
 from torch import nn
 
 from lading.errors import ConfigError
+from lading.ir.expand import expand
 from lading.ir.graph import OpKind, Phase, Role, StepGraph
-from lading.ir.step import expand
 from lading.models.loss import next_byte_loss
 from lading.tracing.batches import input_leaves
 from lading.tracing.interpret import Interpreter

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.captured import captured_step
 
 from lading.ir.program import LINE_BYTES, PAGE_BYTES, slot_bytes
-from lading.memory.arena import Item, pack, peak_bytes, profile
 from lading.memory.lifetime import lifetimes
+from lading.memory.packing import Buffer, pack, peak_bytes, profile
 from lading.planner.emit import emit
 
 moments = st.integers(0, 30)
@@ -25,10 +25,10 @@ def spans(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
     return ((points[0], points[1]),)
 
 
-items = st.lists(st.builds(Item, sizes, spans()), min_size=1, max_size=25)
+items = st.lists(st.builds(Buffer, sizes, spans()), min_size=1, max_size=25)
 
 
-def assert_packed(rows: list[Item], limit_bytes: int = 0) -> None:
+def assert_packed(rows: list[Buffer], limit_bytes: int = 0) -> None:
     packing = pack(rows, limit_bytes)
     assert packing == pack(rows, limit_bytes)
     placed = [(o, o + slot_bytes(i.size_bytes), i.spans) for o, i in zip(packing.offsets, rows, strict=True)]
@@ -44,13 +44,13 @@ def assert_packed(rows: list[Item], limit_bytes: int = 0) -> None:
 
 
 @given(items)
-def test_what_is_alive_together_does_not_overlap(rows: list[Item]) -> None:
+def test_what_is_alive_together_does_not_overlap(rows: list[Buffer]) -> None:
     assert_packed(rows)
     assert_packed(rows, limit_bytes=2 * peak_bytes(rows))
 
 
 @given(items)
-def test_the_profile_counts_every_moment(rows: list[Item]) -> None:
+def test_the_profile_counts_every_moment(rows: list[Buffer]) -> None:
     alive = [sum(slot_bytes(i.size_bytes) for i in rows for a, b in i.spans if a <= t <= b) for t in range(31)]
     found = profile(rows).tolist()
     assert found == alive[: len(found)]
@@ -60,7 +60,7 @@ def test_the_profile_counts_every_moment(rows: list[Item]) -> None:
 
 @given(st.lists(st.tuples(sizes, moments), min_size=1, max_size=10))
 def test_what_is_never_alive_together_shares_one_address(rows: list[tuple[int, int]]) -> None:
-    alone = [Item(size, ((2 * i, 2 * i),)) for i, (size, _) in enumerate(rows)]
+    alone = [Buffer(size, ((2 * i, 2 * i),)) for i, (size, _) in enumerate(rows)]
     assert 0 <= pack(alone).size_bytes - max(slot_bytes(size) for size, _ in rows) < PAGE_BYTES
 
 
@@ -74,6 +74,6 @@ def test_nothing_to_pack() -> None:
 def test_a_captured_step_loses_less_than_a_tenth(name: str, accumulation: int) -> None:
     graph = captured_step(name, accumulation=accumulation)
     emission = emit(graph, lifetimes(graph), {})
-    rows = [Item(graph.storages[r.storage].size_bytes, ((r.first, r.last),)) for r in emission.residencies]
+    rows = [Buffer(graph.storages[r.storage].size_bytes, ((r.first, r.last),)) for r in emission.residencies]
     assert_packed(rows)
     assert pack(rows).size_bytes <= 1.1 * peak_bytes(rows)

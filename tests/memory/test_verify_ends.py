@@ -19,7 +19,7 @@ from tests.programs import (
 from lading.ir.action import CALLER, ActionKind
 from lading.ir.graph import OpKind, Role
 from lading.ir.program import Program
-from lading.memory.layout import home_tiers
+from lading.memory.tier_layout import home_tiers
 from lading.memory.verify import verify
 
 

@@ -14,12 +14,12 @@ from tests.random_programs import random_mutation
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.hosting import hosted, light_groups
+from lading.ir.host_ops import hosted, light_groups
 from lading.ir.plan import Option
 from lading.ir.program import HOST_STREAM, PAGE_BYTES, Program
 from lading.memory.lifetime import gaps, lifetimes
 from lading.memory.verify import verify
-from lading.planner.lower import Costs, lower
+from lading.planner.lower import StepCosts, lower
 
 
 def lowered(graph: StepGraph, seed: int, host_bytes: int = 1 << 30) -> Program:
@@ -27,7 +27,7 @@ def lowered(graph: StepGraph, seed: int, host_bytes: int = 1 << 30) -> Program:
     rng, lives = Random(seed), lifetimes(graph)
     options = (Option.KEEP, Option("host"), Option("disk"))
     choices = {(gap.storage, gap.start): rng.choice(options) for gap in gaps(graph, lives)}
-    costs = Costs((1e-4,) * len(graph.ops), (0,) * len(graph.ops))
+    costs = StepCosts((1e-4,) * len(graph.ops), (0,) * len(graph.ops))
     budgets = {"device": 1 << 30, "host": host_bytes, "disk": 1 << 30}
     program = lower(graph, lives, machine_with_host(), costs, choices, budgets).program
     assert program is not None

@@ -11,7 +11,7 @@ from lading.errors import ConfigError
 from lading.optim.adamw import AdamW
 from lading.optim.muon import COEFFICIENTS, Muon, MuonRule, orthogonal
 from lading.optim.roots import RootError, eigen_root, newton_root
-from lading.optim.rule import Held, Rule, fresh, update_matrix
+from lading.optim.rule import Rule, StatePlace, fresh, update_matrix
 from lading.optim.shampoo import Shampoo, ShampooRule
 from lading.optim.soap import SOAP, SOAPRule
 from lading.runtime.members import PieceRule
@@ -220,7 +220,7 @@ def test_pieces_give_the_bits_of_the_whole(rule: Rule):
     expected = run(rule, param, grads, 0.02)
     pieces = [param[cut].clone() for cut in cuts]
     states = rule.settings.states(rows, columns)
-    elementwise = [name for name, state in states.items() if state.held is Held.ELEMENTWISE]
+    elementwise = [name for name, state in states.items() if state.held is StatePlace.ELEMENTWISE]
     held = [{name: torch.zeros(piece.shape) for name in elementwise} for piece in pieces]
     _, whole = fresh(rule, (rows, columns), torch.float32)
     for update, grad in enumerate(grads, 1):
@@ -247,7 +247,8 @@ def test_a_matrix_cut_in_two_is_another_update():
 def test_states_are_as_many_as_a_plan_counts(rule: Rule):
     states = rule.settings.states(12, 20).values()
     cut, whole = (
-        sum(int(np.prod(s.shape)) for s in states if s.held is held) for held in (Held.ELEMENTWISE, Held.WHOLE)
+        sum(int(np.prod(s.shape)) for s in states if s.held is held)
+        for held in (StatePlace.ELEMENTWISE, StatePlace.WHOLE)
     )
     assert rule.settings.state_elements(12, 20) == (cut, whole)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from lading.ir.fleet import Join, Network, network_of
-from lading.ir.placement import Flow, Problem, Task
+from lading.ir.placement import PlacementProblem, Task, TaskFlow
 from lading.planner.placement.tied import Holder, Weight, tie
 
 
@@ -25,16 +25,20 @@ def network(random: Random, count: int, memory_bytes: int) -> Network:
     return network_of(dict.fromkeys(names, memory_bytes), links)
 
 
-def chain(seed: int, *, count: int = 7, devices: int = 3, memory: float = 1.0, micro_batches: int = 1) -> Problem:
+def chain(
+    seed: int, *, count: int = 7, devices: int = 3, memory: float = 1.0, micro_batches: int = 1
+) -> PlacementProblem:
     """Tasks one after another; ``memory``: of a device, as a share of what all tasks take."""
     random = Random(seed)
     tasks = _tasks(random, count, devices)
-    flows = tuple(Flow(n, (n + 1,), random.randrange(10**4, 10**6)) for n in range(count - 1))
+    flows = tuple(TaskFlow(n, (n + 1,), random.randrange(10**4, 10**6)) for n in range(count - 1))
     size = int(memory * sum(t.resident_bytes for t in tasks)) + 2 * 10**6
-    return Problem(f"chain {seed}", tasks, flows, network(random, devices, size), micro_batches)
+    return PlacementProblem(f"chain {seed}", tasks, flows, network(random, devices, size), micro_batches)
 
 
-def training(seed: int, *, count: int = 5, devices: int = 3, memory: float = 1.0, micro_batches: int = 1) -> Problem:
+def training(
+    seed: int, *, count: int = 5, devices: int = 3, memory: float = 1.0, micro_batches: int = 1
+) -> PlacementProblem:
     """A chain forward and backward, its layers groups; what forward saves stays for backward."""
     random = Random(seed)
     forward = _tasks(random, count, devices, group=True)
@@ -42,16 +46,18 @@ def training(seed: int, *, count: int = 5, devices: int = 3, memory: float = 1.0
         Task(f"{t.name} back", tuple(2 * s for s in t.seconds), group=t.group, backward=True) for t in reversed(forward)
     ]
     last = 2 * count - 1
-    flows = [Flow(n, (n + 1,), random.randrange(10**4, 10**6)) for n in range(last)]
-    saved = [Flow(n, (last - n,), random.randrange(10**5, 10**6)) for n in range(count)]
+    flows = [TaskFlow(n, (n + 1,), random.randrange(10**4, 10**6)) for n in range(last)]
+    saved = [TaskFlow(n, (last - n,), random.randrange(10**5, 10**6)) for n in range(count)]
     own = {n: flow.size_bytes for n, flow in enumerate(saved)}
     tasks = [Task(t.name, t.seconds, t.resident_bytes, own[n], 0, t.group) for n, t in enumerate(forward)]
     size = int(memory * sum(t.resident_bytes + t.kept_bytes for t in tasks)) + 3 * 10**6
     net = network(random, devices, size)
-    return Problem(f"training {seed}", (*tasks, *backward), (*flows, *saved), net, micro_batches)
+    return PlacementProblem(f"training {seed}", (*tasks, *backward), (*flows, *saved), net, micro_batches)
 
 
-def graph(seed: int, *, count: int = 6, devices: int = 3, memory: float = 1.0, micro_batches: int = 1) -> Problem:
+def graph(
+    seed: int, *, count: int = 6, devices: int = 3, memory: float = 1.0, micro_batches: int = 1
+) -> PlacementProblem:
     """Tasks that take from up to two before them; flows may have several targets."""
     random = Random(seed)
     tasks = _tasks(random, count, devices)
@@ -59,9 +65,9 @@ def graph(seed: int, *, count: int = 6, devices: int = 3, memory: float = 1.0, m
     for task in range(1, count):
         for source in random.sample(range(task), min(task, random.choice([1, 2]))):
             targets.setdefault(source, []).append(task)
-    flows = tuple(Flow(s, tuple(t), random.randrange(10**4, 10**6)) for s, t in targets.items())
+    flows = tuple(TaskFlow(s, tuple(t), random.randrange(10**4, 10**6)) for s, t in targets.items())
     size = int(memory * sum(t.resident_bytes for t in tasks)) + 2 * 10**6
-    return Problem(f"graph {seed}", tasks, flows, network(random, devices, size), micro_batches)
+    return PlacementProblem(f"graph {seed}", tasks, flows, network(random, devices, size), micro_batches)
 
 
 def _tasks(random: Random, count: int, devices: int, *, group: bool = False) -> tuple[Task, ...]:
@@ -75,18 +81,20 @@ def _tasks(random: Random, count: int, devices: int, *, group: bool = False) -> 
     return tuple(tasks)
 
 
-def tied(seed: int, *, count: int = 5, devices: int = 3, memory: float = 1.0, micro_batches: int = 1) -> Problem:
+def tied(
+    seed: int, *, count: int = 5, devices: int = 3, memory: float = 1.0, micro_batches: int = 1
+) -> PlacementProblem:
     """A training chain with updates, whose first and last layers share weights."""
     random = Random(seed)
     plain = training(seed, count=count, devices=devices, memory=memory, micro_batches=micro_batches)
     tasks, flows, last = list(plain.tasks), list(plain.flows), 2 * count - 1
     for number in range(count):
-        flows.append(Flow(last - number, (len(tasks),), 0))
+        flows.append(TaskFlow(last - number, (len(tasks),), 0))
         tasks.append(_update(f"update {number}", f"layer {number}", random, devices))
     size, both = random.randrange(10**5, 10**7), _update("tied", "", random, devices).seconds
     holders = (Holder("layer 0", (last,)), Holder(f"layer {count - 1}", (count,)))
     shared = (tie(tasks, flows, holders, Weight(4 * size, size, both)),)
-    return Problem(f"tied {seed}", tuple(tasks), tuple(flows), plain.network, micro_batches, (), shared)
+    return PlacementProblem(f"tied {seed}", tuple(tasks), tuple(flows), plain.network, micro_batches, (), shared)
 
 
 def _update(name: str, group: str, random: Random, devices: int) -> Task:

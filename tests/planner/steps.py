@@ -17,36 +17,36 @@ from lading.ir.machine import Machine
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES
 from lading.memory.lifetime import can_recompute, gaps, is_movable, lifetimes
-from lading.planner.lower import Costs, fixed_bytes
-from lading.planner.residency import Found, Search, Step, lower_bound_s, polished, smallest_budget_bytes
+from lading.planner.lower import StepCosts, fixed_bytes
+from lading.planner.residency import Found, ResidencySearch, StepProblem, lower_bound_s, polished, smallest_budget_bytes
 
 Key = tuple[int, int]
 NO_LIMIT = 1 << 40
 
 
-def step_of(graph: StepGraph, machine: Machine, costs: Costs | None = None, device: int = NO_LIMIT) -> Step:
+def step_of(graph: StepGraph, machine: Machine, costs: StepCosts | None = None, device: int = NO_LIMIT) -> StepProblem:
     """A step with all that the planner works on; the tiers are wide."""
-    costs = costs or Costs(tuple(op_costs(graph, machine.device)), (0,) * len(graph.ops))
+    costs = costs or StepCosts(tuple(op_costs(graph, machine.device)), (0,) * len(graph.ops))
     budgets = {"device": device, **{tier.name: tier.capacity_bytes for tier in machine.tiers}}
-    return Step(graph, lifetimes(graph), machine, costs, budgets)
+    return StepProblem(graph, lifetimes(graph), machine, costs, budgets)
 
 
-def captured(name: str = "llama", *, machine: Machine | None = None, **settings: Any) -> Step:
+def captured(name: str = "llama", *, machine: Machine | None = None, **settings: Any) -> StepProblem:
     """A captured step on the small machine."""
     return step_of(captured_step(name, **settings), machine or small_machine())
 
 
-def within(step: Step, device: int) -> Step:
+def within(step: StepProblem, device: int) -> StepProblem:
     """The same step with a device budget."""
     return dataclasses.replace(step, budgets={**step.budgets, "device": device})
 
 
-def needs(step: Step, choices: dict[Key, Option]) -> int:
+def needs(step: StepProblem, choices: dict[Key, Option]) -> int:
     """Device bytes that choices take with room for every transfer."""
     return within(step, NO_LIMIT).lower(choices).arena_bytes + fixed_bytes(step.machine, step.costs)
 
 
-def options_of(step: Step) -> dict[Key, list[Option]]:
+def options_of(step: StepProblem) -> dict[Key, list[Option]]:
     """Every gap with a choice, and what may be chosen."""
     found: dict[Key, list[Option]] = {}
     for gap in gaps(step.graph, step.lives):
@@ -60,14 +60,14 @@ def options_of(step: Step) -> dict[Key, list[Option]]:
     return found
 
 
-def random_choices(step: Step, rng: Random) -> dict[Key, Option]:
+def random_choices(step: StepProblem, rng: Random) -> dict[Key, Option]:
     """Any option for some of the gaps."""
     share = rng.choice((0.05, 0.3, 0.7, 1.0))
     drawn = {key: rng.choice(options) for key, options in options_of(step).items() if rng.random() < share}
     return {key: option for key, option in drawn.items() if option != Option.KEEP}
 
 
-def tiny(seed: int, depth: int = 2) -> Step:
+def tiny(seed: int, depth: int = 2) -> StepProblem:
     """A chain of layers with random sizes and times, and a budget between the least and what keep-all needs."""
     rng = Random(seed)
     graph = chain(depth).graph
@@ -78,7 +78,7 @@ def tiny(seed: int, depth: int = 2) -> Step:
         tensors=tuple(dataclasses.replace(t, shape=(n,)) for t, n in zip(graph.tensors, sizes, strict=True)),
     )
     seconds = tuple(rng.choice((1e-4, 5e-4, 1e-3, 2e-3, 5e-3)) for _ in graph.ops)
-    step = step_of(graph, small_machine(), Costs(seconds, (0,) * len(graph.ops)))
+    step = step_of(graph, small_machine(), StepCosts(seconds, (0,) * len(graph.ops)))
     most, least = needs(step, {}), smallest_budget_bytes(step)[0]
     return within(step, int(least + (most - least) * rng.uniform(0.05, 0.95)))
 
@@ -97,7 +97,7 @@ def slower_disk(machine: Machine, slower: float) -> Machine:
     return dataclasses.replace(machine, tiers=(dataclasses.replace(disk, **rates),))
 
 
-def in_blocks(step: Step, slower: float) -> Step:
+def in_blocks(step: StepProblem, slower: float) -> StepProblem:
     """A tiny step whose layers are blocks, on a machine whose disk is ``slower`` times slower."""
     depth = sum(op.name == "f" for op in step.graph.ops)
     ops: list[Op] = []
@@ -110,7 +110,7 @@ def in_blocks(step: Step, slower: float) -> Step:
     return within(step_of(dataclasses.replace(step.graph, ops=tuple(ops)), machine, step.costs), step.budgets["device"])
 
 
-def every_choice(step: Step) -> list[Found]:
+def every_choice(step: StepProblem) -> list[Found]:
     """All combinations of options that fit."""
     options = options_of(step)
     found: list[Found] = []
@@ -122,8 +122,8 @@ def every_choice(step: Step) -> list[Found]:
     return found
 
 
-def searched(step: Step) -> Found:
+def searched(step: StepProblem) -> Found:
     """The fastest plan that a search of the step in its own order finds."""
-    bound_s, search = lower_bound_s(step), Search(step, ())
+    bound_s, search = lower_bound_s(step), ResidencySearch(step, ())
     search.advance()
     return polished(search.finish(bound_s), bound_s)

@@ -23,11 +23,11 @@ from lading.ir.program import PAGE_BYTES
 from lading.planner.fluid import flow
 from lading.planner.lower import fixed_bytes
 from lading.planner.orders import deferred_step
-from lading.planner.relaxation import Relaxed, build
-from lading.planner.residency import Step, lower_bound_s
+from lading.planner.relaxation import RelaxedResidency, build
+from lading.planner.residency import StepProblem, lower_bound_s
 
 
-def flowing(step: Step, windows: int) -> Relaxed | None:
+def flowing(step: StepProblem, windows: int) -> RelaxedResidency | None:
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES, every=True)
     return flow(problem, step.arena_bytes, windows)
 

@@ -10,20 +10,20 @@ from tests.planner.steps import NO_LIMIT, captured, needs, within
 
 from lading.cost.compute import host_processors, op_seconds, placed_costs
 from lading.errors import ConfigError
-from lading.ir.hosting import light_groups
+from lading.ir.host_ops import light_groups
 from lading.ir.plan import Plan
 from lading.ir.program import HOST_STREAM
 from lading.memory.restore import restore_program
 from lading.memory.verify import verify
 from lading.planner.api import make_plan
 from lading.planner.host_balance import hosted_step, with_host
-from lading.planner.residency import Step
+from lading.planner.residency import StepProblem
 from lading.planner.streaming import streaming
 from lading.report.needs import step_needs
 from lading.sim.engine import simulate
 
 
-def step(**host: float) -> Step:
+def step(**host: float) -> StepProblem:
     """Everything but what one operation touches is on the host."""
     whole = captured("llama", machine=machine_with_host(**host), num_layers=2, dim=256, vocab_size=4000)
     return within(whole, int(0.72 * needs(whole, {})))

@@ -17,21 +17,21 @@ from lading.planner.bound import dual_bound_s
 from lading.planner.classes import fold
 from lading.planner.linear import solve
 from lading.planner.lower import fixed_bytes
-from lading.planner.relaxation import Folding, Problem, Relaxed, build
-from lading.planner.residency import Step, rounded
+from lading.planner.relaxation import Folding, RelaxedResidency, ResidencyProblem, build
+from lading.planner.residency import StepProblem, rounded
 
 LAYERS = 8
 
 
 @cache
-def step_at(share: float) -> Step:
+def step_at(share: float) -> StepProblem:
     """Eight layers in a share of what keep-all needs."""
     step = captured("llama", num_layers=LAYERS)
     fixed = fixed_bytes(step.machine, step.costs)
     return within(step, fixed + int(share * (needs(step, {}) - fixed)))
 
 
-def folded(step: Step, *, every: bool = False, most: int = 100) -> tuple[Problem, Folding]:
+def folded(step: StepProblem, *, every: bool = False, most: int = 100) -> tuple[ResidencyProblem, Folding]:
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES, every=every)
     folding = fold(step.graph, problem.candidates, most)
     assert folding is not None
@@ -83,7 +83,7 @@ def test_rounding_gives_as_many_layers_an_option_as_the_shares_say() -> None:
     shares = tuple(
         {o: 0.5 if o == Option.KEEP else 0.5 / (len(c.options) - 1) for o in c.options} for c in problem.candidates
     )
-    choices = rounded(problem, Relaxed(shares, 0.0))
+    choices = rounded(problem, RelaxedResidency(shares, 0.0))
     moved = np.array([(c.gap.storage, c.gap.start) in choices for c in problem.candidates])
     for number, size in enumerate(np.bincount(folding.class_of)):
         assert moved[folding.class_of == number].sum() == size - size // 2

@@ -26,7 +26,7 @@ from lading.planner.bounds import HIDDEN
 from lading.planner.layouts import find_layouts
 from lading.planner.peaks import peaks_of, room_of
 from lading.planner.refine import refine
-from lading.planner.search import Bounded, Search
+from lading.planner.search import Bounded, LayoutSearch
 from lading.planner.space import Ask, parse_pins, pins_of, precisions_of
 from lading.sim.simulate import Simulated, simulate
 
@@ -38,7 +38,7 @@ def ask(
     return Ask(request=request, table=table, machine=load_machine("h100"), devices=devices, global_batch=batch, **rest)
 
 
-def every(search: Search) -> list[Bounded]:
+def every(search: LayoutSearch) -> list[Bounded]:
     """All layouts of a space, one by one."""
     space = search.space
     found: list[Bounded] = []
@@ -73,7 +73,7 @@ def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
     free = {"precisions": pins["precisions"]} if "precisions" in pins else {}
     pins = {key: value for key, value in pins.items() if key not in free}
     asked = ask(stack=stack, pins=pins, batch=8, proven=64, **free)
-    search, room = Search(asked), room_of(asked)
+    search, room = LayoutSearch(asked), room_of(asked)
     found = find_layouts(asked)
     truth: list[tuple[float, int, str]] = []
     possible = 0
@@ -109,23 +109,23 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
     if stack == "cut in pipelines":
         stack, pins = "default", {**pins, "zero": 3, "tp": 1, "pp": 4}
     asked = ask(model, devices, batch, seq, stack, pins=pins, top=1)
-    search, budget = Search(asked), room_of(asked).device_bytes
+    search, budget = LayoutSearch(asked), room_of(asked).device_bytes
     found: list[Bounded] = []
     for family in search.families(lambda done, of, what: None):
         for member in family.members:
-            for sifted in search.sifted(member, budget):
-                opened = search.opened(sifted, budget)
+            for unpriced in search.unpriced(member, budget):
+                opened = search.opened(unpriced, budget)
                 if opened is None:
                     continue
                 layouts = [*search.bounded(opened, budget)]
-                bounds = [family.bound_s, member.bound_s, sifted.sieved.step_s, opened.sieved.step_s]
+                bounds = [family.bound_s, member.bound_s, unpriced.prefiltered.step_s, opened.prefiltered.step_s]
                 assert all(bound_s * HIDDEN <= one.step_s for one in layouts[:1] for bound_s in bounds)
                 found += layouts[:: max(1, len(layouts) // 3)]
-            for sifted in search.sifted(member, inf):
-                opened = search.opened(sifted, inf)
+            for unpriced in search.unpriced(member, inf):
+                opened = search.opened(unpriced, inf)
                 assert opened is not None
                 least = min(one.peak_bytes for one in search.bounded(opened, inf))
-                assert sifted.sieved.peak_bytes <= opened.sieved.peak_bytes <= least
+                assert unpriced.prefiltered.peak_bytes <= opened.prefiltered.peak_bytes <= least
     found += search.over
     ratios: list[float] = []
     for one in found[:: max(1, len(found) // 60)]:
@@ -148,14 +148,14 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
 )
 def test_floors_are_below_every_member(model: str, devices: int, seq: int, stack: str) -> None:
     """Of a family's floors each segment, each phase and all that is kept, beside the member's own prices."""
-    search = Search(ask(model, devices, 64, seq, stack, pins={"pp": 1} if model != "mixtral-8x7b" else {"tp": 1}))
+    search = LayoutSearch(ask(model, devices, 64, seq, stack, pins={"pp": 1} if model != "mixtral-8x7b" else {"tp": 1}))
     ratios: list[float] = []
     for family in search.families(lambda done, of, what: None):
         for member in family.members:
-            if member.floors is None:
+            if member.kernel_bounds is None:
                 continue
             for mode in search.space.modes():
-                least, costs = search.floor(member, mode), search.costs(member.block, mode)
+                least, costs = search.least_costs(member, mode), search.costs(member.block, mode)
                 assert np.all(least.device <= costs.device * (1 + 1e-12))
                 assert np.all(least.host <= costs.host)
                 assert np.all(least.saved <= costs.saved)
@@ -177,10 +177,10 @@ def test_bounds_of_pipelines_that_were_run(model: str, batch: int, pins: dict[st
     asked = ask(
         model, 24, batch, 4096, pins={"cp": 1, "pp": 3, "recompute": "none", "offload": (), "sp": False, **pins}
     )
-    search, room, cut = Search(asked), room_of(asked), 0
+    search, room, cut = LayoutSearch(asked), room_of(asked), 0
     (family,) = search.families(lambda done, of, what: None)
-    (sifted,) = search.sifted(family.members[0], inf)
-    opened = search.opened(sifted, inf)
+    (unpriced,) = search.unpriced(family.members[0], inf)
+    opened = search.opened(unpriced, inf)
     assert opened is not None
     for one in sorted(search.bounded(opened, inf), key=lambda each: each.cut.zero):
         span_s = search.span_s(one)
@@ -415,11 +415,11 @@ def test_cut_parameters_are_searched_in_pipelines() -> None:
     """Of stacks that have them there; 2 and 3 are one, so only one is counted."""
     pins = {"pp": 2, "micro_batch": 1, "cp": 1, "tp": 1, "recompute": "none"}
     asked = ask("llama3-8b", 16, 64, 4096, stack="torchtitan-compile", pins=pins)
-    assert {cut.zero for cut in Search(asked).space.cuts(8, 2)} == {0, 1, 3}
+    assert {cut.zero for cut in LayoutSearch(asked).space.cuts(8, 2)} == {0, 1, 3}
     found = find_layouts(dataclasses.replace(asked, pins={**pins, "zero": 3}))
     assert found.proven
     assert (found.winner.layout.pp, found.winner.layout.zero) == (2, 3)
-    none = Search(ask("llama3-8b", 16, 64, 4096, stack="megatron-core", pins=pins))
+    none = LayoutSearch(ask("llama3-8b", 16, 64, 4096, stack="megatron-core", pins=pins))
     assert {cut.zero for cut in none.space.cuts(8, 2)} == {0, 1}
     assert any("zero 2, 3" in text for text in none.space.left_out())
 

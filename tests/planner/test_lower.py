@@ -15,27 +15,27 @@ from lading.ir.graph import Role, StepGraph
 from lading.ir.machine import Machine
 from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, Program, parse_program, slot_bytes
-from lading.memory.arena import Item, Packing
 from lading.memory.lifetime import gaps, is_movable
+from lading.memory.packing import Buffer, Packing
 from lading.memory.verify import verify
 from lading.planner import lower
 from lading.planner.emit import Emission
 from lading.planner.lower import fixed_bytes, overhead_bytes
 from lading.planner.policies import checkpoint_every_block, keep_all
-from lading.planner.residency import Step
+from lading.planner.residency import StepProblem
 from lading.planner.schedule import Stretched
 from lading.units import MiB
 
 Choices = dict[tuple[int, int], Option]
 
 
-def everything_on_disk(step: Step) -> Choices:
+def everything_on_disk(step: StepProblem) -> Choices:
     """Every storage of a page or more goes to disk after every use."""
     movable = (g for g in gaps(step.graph, step.lives) if is_movable(step.graph, g.storage, PAGE_BYTES))
     return {(g.storage, g.start): Option("disk") for g in movable}
 
 
-def check(step: Step, choices: Choices) -> Program | None:
+def check(step: StepProblem, choices: Choices) -> Program | None:
     """Lower, verify and count; None if it does not fit."""
     lowered = step.lower(choices)
     if lowered.program is None:
@@ -52,7 +52,7 @@ def check(step: Step, choices: Choices) -> Program | None:
     return program
 
 
-def check_tight(step: Step, choices: Choices) -> None:
+def check_tight(step: StepProblem, choices: Choices) -> None:
     """Check with room to spare, and as tight as still works."""
     wide = needs(step, choices)
     assert check(within(step, wide), choices)
@@ -166,7 +166,7 @@ def test_choices_that_cannot_be_packed_are_given_up_at_once(monkeypatch: pytest.
     attempts: list[int] = []
     pack = lower.pack
 
-    def packed(items: Sequence[Item], limit_bytes: int) -> Packing:
+    def packed(items: Sequence[Buffer], limit_bytes: int) -> Packing:
         attempts.append(limit_bytes)
         return replace(pack(items, limit_bytes), size_bytes=limit_bytes + 1)
 
@@ -188,7 +188,7 @@ def test_what_leaves_room_enough_is_found_in_a_few_attempts(monkeypatch: pytest.
         given.append(soft)
         return stretch(graph, machine, emission, seconds, soft)
 
-    def packed(items: Sequence[Item], limit_bytes: int) -> Packing:
+    def packed(items: Sequence[Buffer], limit_bytes: int) -> Packing:
         made = pack(items, limit_bytes)
         return made if given[-1] < 0.6 * limit_bytes else replace(made, size_bytes=limit_bytes + 1)
 

@@ -13,24 +13,24 @@ from lading.ir.routes import Box, Moves, moves_of, pieces, wholes_of
 from lading.optim.muon import Muon
 from lading.optim.shampoo import Shampoo
 from lading.optim.soap import SOAP
-from lading.planner.owner_costs import Costs
+from lading.planner.owner_costs import DirectionCosts
 from lading.planner.owners import Matrix, Owners, assign
 
 
 def test_operations_without_a_machine() -> None:
-    costs = Costs.of("")
+    costs = DirectionCosts.of("")
     assert costs.matrix(Muon(), 64, 640) == 5 * (4 * 64 * 64 * 640 + 2 * 64**3)
     assert costs.shared(Muon(), 64, 640, [0.5, 0.25]) == (
         costs.matrix(Muon(), 64, 640) / 2,
         costs.matrix(Muon(), 64, 640) / 4,
     )
     with pytest.raises(ConfigError, match="h200x"):
-        Costs.of("h200x")
+        DirectionCosts.of("h200x")
 
 
 def test_a_machine_knows_launches_and_decompositions() -> None:
     """What operations make little of: small matrices are bound by launches, decompositions are slow."""
-    on, without = Costs.of("h100"), Costs.of("")
+    on, without = DirectionCosts.of("h100"), DirectionCosts.of("")
     small, large = ((Muon(), n, n) for n in (64, 4096))
     assert on.matrix(*large) / on.matrix(*small) < 0.01 * without.matrix(*large) / without.matrix(*small)
     rare, never = Shampoo(frequency=1), Shampoo(frequency=10**9)
@@ -42,7 +42,7 @@ def test_a_machine_knows_launches_and_decompositions() -> None:
 
 def test_sharing_costs_what_ranks_tell_each_other() -> None:
     """On a machine with fast links a large matrix is worth sharing, a small one is not."""
-    on = Costs.of("h100")
+    on = DirectionCosts.of("h100")
     large, small = (on.shared(Muon(), *shape, [0.5, 0.25, 0.125, 0.0625]) for shape in ((8192, 28672), (512, 512)))
     alone = on.matrix(Muon(), 8192, 28672)
     assert len(large) == 3  # eight ranks of a node; sixteen are not neighbours
@@ -73,14 +73,14 @@ def test_no_owners_move_less(ranks: int, replicas: int) -> None:
 
 def test_owners_in_words() -> None:
     matrices = [Matrix(str(n), s, 1, state_bytes=1 << 20) for n, s in enumerate((3e-3, 2e-3, 1e-3))]
-    said = Costs.of("h100").report(assign(matrices, 2), Moves(busiest=1200, least=1000))
+    said = DirectionCosts.of("h100").report(assign(matrices, 2), Moves(busiest=1200, least=1000))
     assert "3 matrices with owners among 2 ranks: fullest 3.0 ms on h100" in said
     assert "load ratio 1.000, bound 3.0 ms, 0.0% above it" in said
     assert "whole states: 2.00 MiB on the fullest rank, 1.50 MiB at least" in said
     assert "travelling: 1,200 elements to the busiest rank in a step, 1,000 at least" in said
     gang = Owners("x", ((0, 1),), (1e12, 1e12), 1e12, (0, 0))
     assert "1 matrices with owners among 2 ranks, 1 of them with several: fullest 1e+12 operations; name a machine" in (
-        Costs.of("").report(gang)
+        DirectionCosts.of("").report(gang)
     )
 
 

@@ -13,7 +13,7 @@ from tests.planner.placements import chain, graph, tied, training
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.fleet import Join, network_of
-from lading.ir.placement import Flow, Placement, Problem, Task
+from lading.ir.placement import Placement, PlacementProblem, Task, TaskFlow
 from lading.planner.placement.chain import best_cut, crossings, place_chain
 from lading.planner.placement.contest import contest, place
 from lading.planner.placement.relaxed import relax, repaired
@@ -22,7 +22,7 @@ from lading.planner.placement.trial import Trial
 SEEDS = range(5)
 
 
-def _contiguous(problem: Problem) -> Iterator[list[int]]:
+def _contiguous(problem: PlacementProblem) -> Iterator[list[int]]:
     """Every cut into parts with every choice and order of devices."""
     n, devices = len(problem.groups), range(len(problem.network.devices))
     for parts in range(1, len(devices) + 1):
@@ -89,7 +89,7 @@ def test_no_placement_is_below_the_bound_and_lp_is_near_the_best(make, seed: int
     assert by_name["lp"].step_s <= best.step_s * 1.04
 
 
-def _leaving_only(problem: Problem) -> float:
+def _leaving_only(problem: PlacementProblem) -> float:
     """The bound as of a problem with many columns, where transfers count by where they leave."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lading.planner.placement.relaxed._MOST_COLUMNS", 0)
@@ -106,7 +106,7 @@ def test_without_limits_the_bound_of_a_chain_is_its_best_placement(seed: int) ->
     assert relax(problem).bound_s == pytest.approx(best.step_s, rel=1e-4)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _objective(problem: Problem, devices: list[int]) -> float:
+def _objective(problem: PlacementProblem, devices: list[int]) -> float:
     """L + (M - 1) B of a contiguous placement of a chain, added up here; infinite where a part does not fit."""
     starts = [0, *(n for n in range(1, len(devices)) if devices[n] != devices[n - 1]), len(devices)]
     latency_s = period_s = 0.0
@@ -172,13 +172,15 @@ def test_of_alike_devices_no_order_is_lost() -> None:
     slow = Random(1)
     work = [slow.uniform(1e-3, 1e-2) for _ in range(9)]
 
-    def problem(differ: float) -> Problem:
+    def problem(differ: float) -> PlacementProblem:
         speeds = (1.0, 1.0 + differ, 2.0, 2.0 + differ)
         tasks = tuple(Task(f"t{n}", tuple(w * s for s in speeds), 10) for n, w in enumerate(work))
         pairs = combinations("abcd", 2)
         rate = {("a", "b"): 1e9, ("c", "d"): 1e8}
         net = network_of(dict.fromkeys("abcd", 55), [_wire(*p, bandwidth=rate.get(p, 1e7)) for p in pairs])
-        return Problem("pairs", tasks, tuple(Flow(n, (n + 1,), 10) for n in range(8)), net, micro_batches=6)
+        return PlacementProblem(
+            "pairs", tasks, tuple(TaskFlow(n, (n + 1,), 10) for n in range(8)), net, micro_batches=6
+        )
 
     alike, unlike = (best_cut(problem(d), (55,) * 4) for d in (0.0, 1e-7))
     assert alike is not None
@@ -191,7 +193,7 @@ def test_a_pipeline_of_many_micro_batches_balances_its_parts() -> None:
     """Two equal devices, eight equal layers, transfers that cost nothing to speak of: half and half."""
     net = network_of({"a": 10**9, "b": 10**9}, [_wire("a", "b", bandwidth=1e12)])
     tasks = tuple(Task(f"t{n}", (1e-2, 1e-2)) for n in range(8))
-    problem = Problem("even", tasks, tuple(Flow(n, (n + 1,), 8) for n in range(7)), net, micro_batches=20)
+    problem = PlacementProblem("even", tasks, tuple(TaskFlow(n, (n + 1,), 8) for n in range(7)), net, micro_batches=20)
     cut = best_cut(problem, net.memory_bytes)
     assert cut is not None
     assert cut.starts == (0, 4)
@@ -201,7 +203,7 @@ def test_a_pipeline_of_many_micro_batches_balances_its_parts() -> None:
 def test_memory_forces_a_part_onto_the_slow_device() -> None:
     net = network_of({"fast": 25, "slow": 1000}, [_wire("fast", "slow", bandwidth=1e3)])
     tasks = tuple(Task(f"t{n}", (1.0, 4.0), resident_bytes=10) for n in range(4))
-    problem = Problem("tight", tasks, tuple(Flow(n, (n + 1,), 1) for n in range(3)), net)
+    problem = PlacementProblem("tight", tasks, tuple(TaskFlow(n, (n + 1,), 1) for n in range(3)), net)
     found = place(problem)
     assert found.devices.count(0) == 2
     assert len(found.parts) == 2
@@ -211,13 +213,13 @@ def test_memory_forces_a_part_onto_the_slow_device() -> None:
 
 def test_what_fits_nowhere_says_what_is_missing() -> None:
     net = network_of({"a": 25, "b": 15}, [_wire("a", "b", bandwidth=1e3)])
-    one = Problem("one", (Task("big", (1.0, 1.0), resident_bytes=30),), (), net)
+    one = PlacementProblem("one", (Task("big", (1.0, 1.0), resident_bytes=30),), (), net)
     with pytest.raises(PlanInfeasible, match="big alone needs 30 B, the largest device has 25 B") as caught:
         place(one)
     assert caught.value.missing_bytes == 5
     tasks = tuple(Task(f"t{n}", (1.0, 1.0), resident_bytes=9) for n in range(5))
     with pytest.raises(PlanInfeasible, match="all parts need 45 B, the devices have 40 B together"):
-        place(Problem("all", tasks, (), net))
+        place(PlacementProblem("all", tasks, (), net))
     with pytest.raises(ConfigError, match="expected a policy among"):
         place(one, "guess")
 
@@ -228,8 +230,8 @@ def test_named_policies_do_what_their_papers_say() -> None:
         Task("root", (1.0, 1.0), 10), Task("left", (2.0, 2.0), 10), Task("right", (2.0, 2.0), 10),
         Task("join", (1.0, 1.0), 10),
     )  # fmt: skip
-    near = (Flow(0, (1, 2), 1000), Flow(1, (3,), 900_000), Flow(2, (3,), 1000))
-    problem = Problem("fork", fork, near, net)
+    near = (TaskFlow(0, (1, 2), 1000), TaskFlow(1, (3,), 900_000), TaskFlow(2, (3,), 1000))
+    problem = PlacementProblem("fork", fork, near, net)
     loved = favorites(problem)
     assert loved[1] == 3  # its bytes are the many
     assert loved[0] in (1, 2)
@@ -248,7 +250,7 @@ def test_named_policies_do_what_their_papers_say() -> None:
 def test_repair_moves_what_costs_least_a_byte() -> None:
     net = network_of({"a": 20, "b": 100}, [_wire("a", "b", bandwidth=1e6)])
     tasks = (Task("dear", (1.0, 9.0), 10), Task("cheap", (1.0, 1.5), 10), Task("mean", (1.0, 3.0), 10))
-    problem = Problem("p", tasks, (), net)
+    problem = PlacementProblem("p", tasks, (), net)
     assert repaired(problem, [0, 0, 0], (20, 100), crossings(problem)) == [0, 1, 0]
 
 

@@ -16,7 +16,7 @@ from lading.clusters import Question, request_of
 from lading.cost.compute import op_costs
 from lading.errors import ConfigError
 from lading.ir.graph import Phase, StepGraph
-from lading.ir.placement import Problem
+from lading.ir.placement import PlacementProblem
 from lading.ir.retarget import retarget
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
@@ -40,7 +40,7 @@ def _parameters(graph: StepGraph) -> int:
     return sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
 
 
-def _alone(problem: Problem, device: int = 0) -> tuple[float, int]:
+def _alone(problem: PlacementProblem, device: int = 0) -> tuple[float, int]:
     found = Trial(problem).of([device] * len(problem.groups))
     return found.step_s, found.peak_bytes[device]
 

@@ -18,7 +18,7 @@ from lading.catalog.models import named_model
 from lading.errors import ConfigError
 from lading.ir.fleet import Fleet, Join, Member
 from lading.ir.placedplan import PlacedGroup, PlacedPlan, Stage
-from lading.ir.placement import Placement, Problem, split_points
+from lading.ir.placement import Placement, PlacementProblem, split_points
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
 from lading.placing import Placing, saved
@@ -38,7 +38,7 @@ def _model() -> nn.Module:
 
 
 @cache
-def _problem() -> Problem:
+def _problem() -> PlacementProblem:
     """Two computers of which neither holds the model's states."""
     graph = capture(_model(), {"tokens": torch.zeros(ROWS, TOKENS + 1, dtype=torch.int64)}, next_byte_loss)
     machine = load_machine("cpu-laptop")

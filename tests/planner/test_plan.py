@@ -15,7 +15,7 @@ from tests.planner.steps import step_of
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.defer import updates
 from lading.ir.graph import StepGraph
-from lading.ir.hosting import light_groups
+from lading.ir.host_ops import light_groups
 from lading.ir.plan import Choices, Option, Plan
 from lading.memory.lifetime import Lifetimes, gaps
 from lading.memory.restore import apply_choices, predicted_timeline, restore_program

@@ -13,15 +13,15 @@ from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES, slot_bytes
 from lading.planner.linear import Relaxation, solve
 from lading.planner.lower import fixed_bytes
-from lading.planner.relaxation import Problem, Relaxed, build, spans
-from lading.planner.residency import Step, lower_bound_s, rounded
+from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, spans
+from lading.planner.residency import StepProblem, lower_bound_s, rounded
 
 
-def problem_of(step: Step) -> Problem:
+def problem_of(step: StepProblem) -> ResidencyProblem:
     return build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
 
 
-def kept_bytes(problem: Problem, relaxed: Relaxed) -> np.ndarray:
+def kept_bytes(problem: ResidencyProblem, relaxed: RelaxedResidency) -> np.ndarray:
     """Bytes at each position: what is always there, and the kept share of every gap over it."""
     total = problem.base.astype(float)
     for candidate, shares in zip(problem.candidates, relaxed.shares, strict=True):
@@ -30,7 +30,7 @@ def kept_bytes(problem: Problem, relaxed: Relaxed) -> np.ndarray:
     return total
 
 
-def arena_of(step: Step, share: float) -> int:
+def arena_of(step: StepProblem, share: float) -> int:
     """A share of what keep-all needs for tensors."""
     return int(share * (needs(step, {}) - fixed_bytes(step.machine, step.costs)))
 
@@ -110,7 +110,7 @@ def test_settled_shares_are_whole_and_within_the_budget() -> None:
     assert relaxed is not None
     settled = relaxation.settled(relaxed)
 
-    def split_bytes(found: Relaxed) -> int:
+    def split_bytes(found: RelaxedResidency) -> int:
         rows = zip(problem.candidates, found.shares, strict=True)
         return sum(c.size_bytes for c, shares in rows if max(shares.values()) < 1 - 1e-6)
 
@@ -141,7 +141,7 @@ def test_what_moves_takes_its_place_until_it_is_gone_and_from_its_return_on() ->
     assert away > 0
 
 
-def assert_bounded(step: Step, choices: dict[tuple[int, int], Option]) -> None:
+def assert_bounded(step: StepProblem, choices: dict[tuple[int, int], Option]) -> None:
     """What these choices take, in the memory they need, is no less than the bound for that memory."""
     program = within(step, NO_LIMIT).lower(choices).program
     assert program is not None

@@ -11,8 +11,8 @@ import torch
 from tests.machines import small_machine
 from torch.cuda import _memory_viz
 
+from lading.ir.expand import expand
 from lading.ir.program import Program
-from lading.ir.step import expand
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import OVERHEAD, memory_samples
 from lading.models.loss import next_byte_loss

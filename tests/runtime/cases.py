@@ -11,16 +11,16 @@ import torch
 from torch.nn import functional as F
 
 from lading.ir.action import CALLER, Action, ActionKind
+from lading.ir.expand import expand
 from lading.ir.graph import PERSISTENT, OpKind, StepGraph
 from lading.ir.machine import Device, Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
-from lading.ir.step import expand
 from lading.memory.lifetime import can_recompute, gaps, is_movable, lifetimes
 from lading.memory.verify import verify
 from lading.models.reference import build_model
 from lading.optim.adamw import AdamW
-from lading.planner.lower import Costs, lower
+from lading.planner.lower import StepCosts, lower
 from lading.runtime.executor import Executor
 from lading.runtime.kernel_calls import workspace_of
 from lading.tracing.trace import capture
@@ -113,7 +113,7 @@ def program_of(
         if pick is not None and (option := pick(options)) != Option.KEEP:
             choices[gap.storage, gap.start] = option
     scratch = workspace_of(graph)
-    costs = Costs(op_seconds=(1e-5,) * len(graph.ops), workspace_bytes=tuple(scratch))
+    costs = StepCosts(op_seconds=(1e-5,) * len(graph.ops), workspace_bytes=tuple(scratch))
     program = lower(
         graph, lives, machine, costs, choices, {"device": GiB, **{tier.name: GiB for tier in machine.tiers}}
     ).program

@@ -32,9 +32,9 @@ from lading.errors import ProgramError
 from lading.grouping import Matrices
 from lading.ir.action import Action, ActionKind
 from lading.ir.defer import defer, updates
+from lading.ir.expand import expand
 from lading.ir.machine import Machine
 from lading.ir.program import PAGE_BYTES, Program
-from lading.ir.step import expand
 from lading.optim.shampoo import ShampooRule
 from lading.optim.soap import SOAPRule
 from lading.runtime.accelerator import BouncedTier

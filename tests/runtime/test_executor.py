@@ -34,9 +34,9 @@ from tests.runtime.cases import (
 
 from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.action import Action, ActionKind
+from lading.ir.expand import expand
 from lading.ir.graph import PERSISTENT, StepGraph
 from lading.ir.program import Program
-from lading.ir.step import expand
 from lading.runtime.executor import Executor
 from lading.tracing.trace import capture
 

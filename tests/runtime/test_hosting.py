@@ -12,7 +12,7 @@ from tests.runtime.fake_accelerator import FakeApi, fake_device
 from lading.ir.action import ActionKind
 from lading.ir.defer import defer
 from lading.ir.graph import OpKind, StepGraph
-from lading.ir.hosting import hosted, light_groups
+from lading.ir.host_ops import hosted, light_groups
 from lading.ir.program import HOST_STREAM
 from lading.runtime.device import CpuDevice, DeviceDriver
 from lading.runtime.executor import Executor

@@ -23,7 +23,7 @@ from lading.errors import ConfigError, ProgramError, StorageError
 from lading.ir.action import Action, ActionKind
 from lading.ir.defer import defer, updates
 from lading.ir.graph import StepGraph
-from lading.ir.hosting import hosted, light_groups
+from lading.ir.host_ops import hosted, light_groups
 from lading.runtime.executor import Executor
 from lading.runtime.values import named_tensors
 

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from lading.grouping import Matrices
 from lading.ir.defer import defer
 from lading.ir.defer import updates as deferrable
-from lading.ir.step import expand
-from lading.ir.updates import (
+from lading.ir.expand import expand
+from lading.ir.update_ops import (
     Tensors,
     rule_of,
     update_op,

@@ -11,7 +11,7 @@ from tests.planner.placements import chain, graph, training
 
 from lading.errors import ConfigError, SimulationError
 from lading.ir.fleet import Join, Network, network_of
-from lading.ir.placement import Flow, Problem, Shared, Task
+from lading.ir.placement import PlacementProblem, Shared, Task, TaskFlow
 from lading.sim.placed import PlacedSimulator
 
 
@@ -25,7 +25,7 @@ def _net(medium: str = "wire", count: int = 2) -> Network:
 
 def test_a_chain_adds_up() -> None:
     tasks = (Task("a", (1.0, 2.0), 10, working_bytes=7), Task("b", (3.0, 4.0), 20), Task("c", (5.0, 6.0), 30))
-    problem = Problem("chain", tasks, (Flow(0, (1,), 100), Flow(1, (2,), 200)), _net())
+    problem = PlacementProblem("chain", tasks, (TaskFlow(0, (1,), 100), TaskFlow(1, (2,), 200)), _net())
     run = PlacedSimulator(problem).run((0, 1, 0), (1, 1), record=True)
     assert run.step_s == 1 + (0.5 + 1) + 4 + (0.5 + 2) + 5
     assert run.busy_s == (6.0, 4.0)
@@ -41,13 +41,13 @@ def test_a_chain_adds_up() -> None:
 def test_two_transfers_share_what_the_medium_says(medium: str, step_s: float) -> None:
     """From d0 to d1 and to d2 at once: a wire each, else one port or one air."""
     tasks = (Task("a", (1.0,) * 3), Task("b", (2.0,) * 3), Task("c", (2.0,) * 3))
-    problem = Problem("fork", tasks, (Flow(0, (1,), 100), Flow(0, (2,), 100)), _net(medium, 3))
+    problem = PlacementProblem("fork", tasks, (TaskFlow(0, (1,), 100), TaskFlow(0, (2,), 100)), _net(medium, 3))
     assert PlacedSimulator(problem).run((0, 1, 2), (1, 1, 1)).step_s == step_s
 
 
 def test_bytes_for_two_targets_of_a_device_are_sent_once() -> None:
     tasks = (Task("a", (1.0, 1.0)), Task("b", (1.0, 1.0)), Task("c", (1.0, 1.0)))
-    problem = Problem("fork", tasks, (Flow(0, (1, 2), 100),), _net())
+    problem = PlacementProblem("fork", tasks, (TaskFlow(0, (1, 2), 100),), _net())
     run = PlacedSimulator(problem).run((0, 1, 1), (1, 1))
     assert run.step_s == 1 + 1.5 + 2
     assert run.channel_s == (1.0, 0.0)
@@ -56,21 +56,28 @@ def test_bytes_for_two_targets_of_a_device_are_sent_once() -> None:
 
 def test_what_has_most_behind_it_goes_first() -> None:
     tasks = (Task("short", (1.0,)), Task("long", (1.0,)), Task("after", (5.0,)))
-    problem = Problem("two", tasks, (Flow(1, (2,), 0),), network_of({"d0": 1}, []))
+    problem = PlacementProblem("two", tasks, (TaskFlow(1, (2,), 0),), network_of({"d0": 1}, []))
     run = PlacedSimulator(problem).run((0, 0, 0), (1,), record=True)
     assert [label for _, label, _, _ in run.events] == ["long", "after", "short"]
 
 
-def _pipeline(copies: int) -> Problem:
+def _pipeline(copies: int) -> PlacementProblem:
     """Two layers forward and backward, and an update of each."""
     tasks = (
         Task("f0", (1.0, 1.0), 8, 5, group="l0"), Task("f1", (1.0, 1.0), 8, 5, group="l1"),
         Task("b1", (2.0, 2.0), group="l1", backward=True), Task("b0", (2.0, 2.0), group="l0", backward=True),
         Task("u0", (1.0, 1.0), group="l0", once=True), Task("u1", (1.0, 1.0), group="l1", once=True),
     )  # fmt: skip
-    flows = (Flow(0, (1,), 0), Flow(1, (2,), 5), Flow(0, (3,), 5), Flow(2, (3,), 0), Flow(3, (4,), 0), Flow(2, (5,), 0))
+    flows = (
+        TaskFlow(0, (1,), 0),
+        TaskFlow(1, (2,), 5),
+        TaskFlow(0, (3,), 5),
+        TaskFlow(2, (3,), 0),
+        TaskFlow(3, (4,), 0),
+        TaskFlow(2, (5,), 0),
+    )
     link = Join(name="n", devices=("d0", "d1"), medium="wire", bandwidth_bytes_per_s=1.0, efficiency=1.0, latency_s=0.0)
-    return Problem("pipe", tasks, flows, network_of({"d0": 99, "d1": 99}, [link]), copies)
+    return PlacementProblem("pipe", tasks, flows, network_of({"d0": 99, "d1": 99}, [link]), copies)
 
 
 def test_a_pipeline_is_one_forward_one_backward() -> None:
@@ -93,7 +100,7 @@ def test_a_window_of_one_waits_for_the_whole_micro_batch() -> None:
 
 @pytest.mark.parametrize("make", [chain, training, graph])
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_is_placed_nothing_is_overbooked(make: Callable[..., Problem], seed: int) -> None:
+def test_whatever_is_placed_nothing_is_overbooked(make: Callable[..., PlacementProblem], seed: int) -> None:
     problem = make(seed, count=6, micro_batches=1 + seed % 3)
     random = Random(seed)
     devices = [random.randrange(3) for _ in problem.groups]
@@ -113,7 +120,7 @@ def test_whatever_is_placed_nothing_is_overbooked(make: Callable[..., Problem], 
     )
 
 
-def _longest_way(problem: Problem, devices: list[int]) -> float:
+def _longest_way(problem: PlacementProblem, devices: list[int]) -> float:
     """Seconds of one micro-batch where nothing waits for anything but its inputs."""
     ends: list[float] = []
     for number, task in enumerate(problem.tasks):
@@ -129,29 +136,29 @@ def _longest_way(problem: Problem, devices: list[int]) -> float:
 
 def test_what_cannot_be_is_an_error() -> None:
     tasks = (Task("a", (1.0, float("inf"))), Task("b", (1.0, 1.0)))
-    problem = Problem("p", tasks, (Flow(0, (1,), 1),), _net())
+    problem = PlacementProblem("p", tasks, (TaskFlow(0, (1,), 1),), _net())
     with pytest.raises(SimulationError, match="task a cannot run on d1"):
         PlacedSimulator(problem).run((1, 1), (1, 1))
     with pytest.raises(ConfigError, match="expected a flow of >= 0 bytes to later tasks"):
-        Problem("p", tasks, (Flow(1, (0,), 1),), _net())
+        PlacementProblem("p", tasks, (TaskFlow(1, (0,), 1),), _net())
     with pytest.raises(ConfigError, match="expected 2 seconds >= 0"):
-        Problem("p", (Task("a", (1.0,)),), (), _net())
+        PlacementProblem("p", (Task("a", (1.0,)),), (), _net())
     with pytest.raises(ConfigError, match="no device can"):
-        Problem("p", (Task("a", (float("inf"), float("inf"))),), (), _net())
+        PlacementProblem("p", (Task("a", (float("inf"), float("inf"))),), (), _net())
     once = (Task("a", (1.0, 1.0), once=True), Task("b", (1.0, 1.0)))
     with pytest.raises(SimulationError, match="runs once a step and feeds one that"):
-        PlacedSimulator(Problem("p", once, (Flow(0, (1,), 1),), _net()))
+        PlacedSimulator(PlacementProblem("p", once, (TaskFlow(0, (1,), 1),), _net()))
 
 
-def _tied() -> Problem:
+def _tied() -> PlacementProblem:
     """Two layers and a weight of theirs: each makes 100 bytes of gradient, sends them to the other, and updates."""
     tasks = (
         Task("a", (1.0, 1.0), 10, group="a"), Task("b", (1.0, 1.0), 20, group="b"),
         Task("at a", (3.0, 4.0), group="a", once=True), Task("at b", (3.0, 4.0), group="b", once=True),
     )  # fmt: skip
-    gradients = (Flow(0, (3,), 100, held=True), Flow(1, (2,), 100, held=True))
-    flows = (Flow(0, (1,), 0), Flow(0, (2,), 0), Flow(1, (3,), 0), *gradients)
-    return Problem("tied", tasks, flows, _net(), 2, (), (Shared((2, 3), 400),))
+    gradients = (TaskFlow(0, (3,), 100, held=True), TaskFlow(1, (2,), 100, held=True))
+    flows = (TaskFlow(0, (1,), 0), TaskFlow(0, (2,), 0), TaskFlow(1, (3,), 0), *gradients)
+    return PlacementProblem("tied", tasks, flows, _net(), 2, (), (Shared((2, 3), 400),))
 
 
 def test_what_is_tied_is_there_once_and_updated_once_on_one_device() -> None:
@@ -176,6 +183,6 @@ def test_what_is_tied_over_two_devices_is_on_both_and_exchanged_once_a_step() ->
 
 
 def test_sharing_names_tasks_of_different_groups() -> None:
+    tasks = (Task("a", (1.0, 1.0), group="g"), Task("b", (1.0, 1.0), group="g"))
     with pytest.raises(ConfigError, match="expected >= 0 shared bytes of tasks in different groups"):
-        Problem("twice", (Task("a", (1.0, 1.0), group="g"), Task("b", (1.0, 1.0), group="g")), (), _net(), 1, (),
-                (Shared((0, 1), 5),))  # fmt: skip
+        PlacementProblem("twice", tasks, (), _net(), 1, (), (Shared((0, 1), 5),))

@@ -23,7 +23,7 @@ from lading.optim.muon import Muon
 from lading.parallel.matrices import BlockMatrix, matrices_of, projections
 from lading.planner.layouts import find_layouts
 from lading.planner.owners import Matrix, assign
-from lading.planner.search import Search
+from lading.planner.search import LayoutSearch
 from lading.planner.space import Ask
 from lading.sim.modules import modules_of
 from lading.sim.simulate import Simulated, simulate
@@ -185,7 +185,7 @@ def test_the_search_finds_the_fastest(optimizer: str) -> None:
     found = find_layouts(asked)
     assert found.proven == len(found.best)
     assert optimizer == "lion" or not any(one.layout.offload for one in found.best)
-    again = [simulate(Search(asked).request(one.layout), table).step.step_s for one in found.best]
+    again = [simulate(LayoutSearch(asked).request(one.layout), table).step.step_s for one in found.best]
     steps = [one.step_s for one in found.best]
     assert steps == pytest.approx(again, rel=1e-12)
     assert steps == pytest.approx(sorted(steps), rel=1e-9)

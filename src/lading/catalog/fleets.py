@@ -41,18 +41,18 @@ _ADVICE = "lading.catalog.fleets has the keys of such a file"
 
 
 @dataclass(frozen=True)
-class _Device:
+class _FleetDevice:
     name: str
     machine: str
     memory_bytes: int | None
 
 
 @dataclass(frozen=True)
-class _File:
+class _FleetFile:
     name: str
     date: str
     source: str
-    devices: tuple[_Device, ...]
+    devices: tuple[_FleetDevice, ...]
     links: tuple[Join, ...]
     sources: dict[str, str]
 
@@ -90,7 +90,7 @@ def load_fleet(name_or_path: str | Path) -> Fleet:
         rows = cast("list[Any]", table["devices"])
         table["devices"] = [{"memory_bytes": None, **row} if isinstance(row, dict) else row for row in rows]
     try:
-        read: _File = read_as(_File, table, str(path), _ADVICE)
+        read: _FleetFile = read_as(_FleetFile, table, str(path), _ADVICE)
         members = tuple(_member(device, path) for device in read.devices)
         return Fleet(
             name=read.name, date=read.date, source=read.source, devices=members, links=read.links, sources=read.sources
@@ -99,7 +99,7 @@ def load_fleet(name_or_path: str | Path) -> Fleet:
         raise error if str(error).startswith(str(path)) else ConfigError(f"{path}: {error}") from error
 
 
-def _member(device: _Device, path: Path) -> Member:
+def _member(device: _FleetDevice, path: Path) -> Member:
     beside = path.parent / device.machine
     machine = load_machine(beside if device.machine not in machine_names() and beside.is_file() else device.machine)
     memory = machine.device.memory_bytes if device.memory_bytes is None else device.memory_bytes

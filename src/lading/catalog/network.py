@@ -40,7 +40,7 @@ _NONE = re.compile(r"^\s*(n/?a\b.*|none|not stated|unknown|single node.*|-)?\s*$
 
 
 @dataclass(frozen=True)
-class Network:
+class NamedNetwork:
     """A network that words name.
 
     Attributes:
@@ -52,7 +52,7 @@ class Network:
     said: str
 
 
-def parse_network(words: str | None, node_ranks: int = 8) -> Network:
+def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
     """The network that ``words`` describe, for nodes of ``node_ranks`` devices.
 
     A rate counts for each NIC where NICs are counted ("8x 400 Gb/s") or the words say "per GPU"; else for the whole
@@ -66,11 +66,11 @@ def parse_network(words: str | None, node_ranks: int = 8) -> Network:
         raise ConfigError(f"network: expected node_ranks >= 1, got {node_ranks}")
     text = (words or "").lower().replace("\u00d7", "x")
     if _NONE.match(text):
-        return Network(None, "network not stated: the machine's own")
+        return NamedNetwork(None, "network not stated: the machine's own")
     kind = next((name for name, pattern in _KINDS if re.search(pattern, text)), "")
     found = _nics(text, node_ranks)
     if found is None:
-        return Network(None, f"network {words!r} has no rate: the machine's own")
+        return NamedNetwork(None, f"network {words!r} has no rate: the machine's own")
     nics, gigabits = found
     efficiency, latency, reached = _REACHED["efa" if "efa" in text else kind or "infiniband"]
     link = Link(
@@ -84,7 +84,7 @@ def parse_network(words: str | None, node_ranks: int = 8) -> Network:
         nic_ranks=node_ranks,
     )
     guess = "" if kind else "; assumption: InfiniBand"
-    return Network(link, f"{nics} x {gigabits:g} Gb/s for {node_ranks} devices of a node{guess}; {reached}")
+    return NamedNetwork(link, f"{nics} x {gigabits:g} Gb/s for {node_ranks} devices of a node{guess}; {reached}")
 
 
 def with_network(machine: Machine, network: str | Link | None, node_ranks: int = 0) -> Machine:

@@ -18,7 +18,7 @@ from lading.units import format_seconds
 
 if TYPE_CHECKING:
     from lading.ir.fleet import Fleet
-    from lading.ir.placement import Problem
+    from lading.ir.placement import PlacementProblem
     from lading.placing import Placing
     from lading.planner.placement.contest import Contest
 
@@ -143,7 +143,7 @@ class PlaceCommand:
             precision=self.precision,
         )
 
-    def _problem(self) -> tuple[Problem, Fleet | None]:
+    def _problem(self) -> tuple[PlacementProblem, Fleet | None]:
         if self.graph is not None:
             self._refuse("graph", ("graph", "policy", "effort", "trace", "json"))
             from lading.planner.placement.from_file import read_problem
@@ -158,7 +158,7 @@ class PlaceCommand:
         return problem_on(self._asked(), fleet), fleet
 
 
-def _contest(problem: Problem, policy: str | None, effort: int) -> Contest:
+def _contest(problem: PlacementProblem, policy: str | None, effort: int) -> Contest:
     from lading.planner.placement.contest import Contest, contest, place
 
     if policy is None:

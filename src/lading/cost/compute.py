@@ -21,9 +21,9 @@ from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
 from lading.ir.opkinds import kind_of
-from lading.ir.updates import matrices_of, rule_of, work_of
+from lading.ir.update_ops import matrices_of, rule_of, work_of
 from lading.ir.work import Product
-from lading.optim.rule import MatrixRule, ParameterRule, Work
+from lading.optim.rule import MatrixRule, ParameterRule, UpdateWork
 
 #: Of what BLAS packs for a product (``packed_columns``): its rows as columns, and the depth up to which it packs less.
 _PACKED_ROWS, _SHALLOW = 200, 256
@@ -220,7 +220,7 @@ def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
         yield f"no {low} rate of {kind} on {device.name}: timed as float32's"
 
 
-def _assumed_of_matrices(matrices: tuple[MatrixRule, int, Work], device: Device) -> Iterator[str]:
+def _assumed_of_matrices(matrices: tuple[MatrixRule, int, UpdateWork], device: Device) -> Iterator[str]:
     """What the cost of an update of matrices assumes."""
     rule, _, work = matrices
     dtype = rule.product_dtype
@@ -259,7 +259,7 @@ def attention_flops(graph: StepGraph, op: Op) -> int:
     return forward * 5 // 2 if backward else forward
 
 
-def _matrices_seconds(graph: StepGraph, op: Op, device: Device, matrices: tuple[MatrixRule, int, Work]) -> float:
+def _matrices_seconds(graph: StepGraph, op: Op, device: Device, matrices: tuple[MatrixRule, int, UpdateWork]) -> float:
     """Seconds of an update of matrices: the mean over updates where something is due now and then."""
     rule, count, work = matrices
     dtype = rule.product_dtype

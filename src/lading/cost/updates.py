@@ -10,7 +10,7 @@ from lading.cost.topology import group_of_ranks
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Device, Machine
 from lading.ir.work import Product
-from lading.optim.rule import MatrixRule, Work
+from lading.optim.rule import MatrixRule, UpdateWork
 
 #: Share of the device's fp32 peak that decompositions of symmetric matrices reach. Assumed: cuSOLVER's syevd of a few
 #: thousand rows is bound by memory and by its many small kernels.
@@ -20,7 +20,7 @@ _EIGEN_SHARE = 0.05
 _EIGEN_ROWS_CPU = 250
 
 
-def direction_s(work: Work, elements: int, device: Device, precision: str, launch_s: float) -> float:
+def direction_s(work: UpdateWork, elements: int, device: Device, precision: str, launch_s: float) -> float:
     """Seconds of one direction (``lading.optim.rule.Rule.direction``), launches included.
 
     Args:
@@ -72,7 +72,7 @@ def eigen_share(rows: int, device: Device) -> float:
     return rows / (rows + _EIGEN_ROWS_CPU) if device.kind == "cpu" else _EIGEN_SHARE
 
 
-def eigen_s(work: Work, device: Device) -> float:
+def eigen_s(work: UpdateWork, device: Device) -> float:
     """Seconds of the decompositions of one update, the mean over updates.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Kind(str):
+class ValueKind(str):
     """What an attribute leads to, in words, where that is no number, text or flag: "function relu", "a list"."""
 
     __slots__ = ()
@@ -25,7 +25,7 @@ class Frozen:
         modules: Of each module its type, training flag, hooks, numbers, functions and dtypes, and of each parameter
             whether it is trained and its hooks: what another instance of the model must have too.
         others: Everything else in reach of the model: texts, containers, objects, variables of its code; of what is no
-            number or text its ``Kind``.
+            number or text its ``ValueKind``.
         loss: The same of the loss.
         model, loss_function: The objects themselves (the model weakly); a copy through pickle has none.
     """

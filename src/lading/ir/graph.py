@@ -160,7 +160,7 @@ class Op:
     ``None`` in ``results`` stands for an output that is not a tensor or is a view of an input.
     ``flops`` counts a multiply-add as two; it and the bytes are 0 where sizes are symbols.
     ``settings`` say how dims go from inputs to outputs (see ``lading.ir.table``); () in a step.
-    ``place`` is the tier whose processors run it, "" for the device's own: a plan chooses it (``lading.ir.hosting``),
+    ``place`` is the tier whose processors run it, "" for the device's own: a plan chooses it (``lading.ir.host_ops``),
     and it is "" in every step as captured.
     """
 
@@ -219,7 +219,7 @@ class StepGraph:
     first is what is trained. ``inputs`` holds the batch leaves by path, one tuple per micro-batch. ``accumulation`` is
     the number of micro-batches of a step; what is trained is already divided by it. ``frozen`` is what the step was
     captured with, for whoever runs it. What a plan chooses is no field of it: the passes that apply a choice give the
-    operations another order (``lading.ir.defer``) or another place (``lading.ir.hosting``), which the properties below
+    operations another order (``lading.ir.defer``) or another place (``lading.ir.host_ops``), which the properties below
     read off.
     """
 

@@ -44,7 +44,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class TaskFlow:
     """What a task gives to others: sent once to each other device that has a target, and there till the last is done.
 
     Attributes:
@@ -72,7 +72,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TaskGroup:
     """Tasks that share a device, in order, with the sums that planners use.
 
     Attributes:
@@ -90,7 +90,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlacementProblem:
     """Tasks in an order in which they could run on one device, flows, and the network.
 
     Attributes:
@@ -101,7 +101,7 @@ class Problem:
 
     name: str
     tasks: tuple[Task, ...]
-    flows: tuple[Flow, ...]
+    flows: tuple[TaskFlow, ...]
     network: Network
     micro_batches: int = 1
     assumed: tuple[str, ...] = ()
@@ -137,17 +137,17 @@ class Problem:
                 raise ConfigError(f"expected a device that can run all of {group.name}, no device can; {self.assumed}")
 
     @cached_property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[TaskGroup, ...]:
         """In the order of their first tasks."""
         members: dict[str, list[int]] = {}
         for number, task in enumerate(self.tasks):
             members.setdefault(task.group or f"{task.name} #{number}", []).append(number)
         return tuple(self._group(name, numbers) for name, numbers in members.items())
 
-    def _group(self, name: str, numbers: list[int]) -> Group:
+    def _group(self, name: str, numbers: list[int]) -> TaskGroup:
         own = [self.tasks[n] for n in numbers]
         devices = range(len(self.network.devices))
-        return Group(
+        return TaskGroup(
             name=self.tasks[numbers[0]].group or self.tasks[numbers[0]].name,
             tasks=tuple(numbers),
             seconds=tuple(sum(t.seconds[d] for t in own if not t.once) for d in devices),
@@ -222,7 +222,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GroupRange:
     """A run of groups, neighbors in order, on one device."""
 
     device: int
@@ -261,18 +261,18 @@ class Placement:
         return self.step_s / self.bound_s - 1 if self.bound_s > 0 else inf
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[GroupRange, ...]:
         """Runs of groups on one device, in order."""
-        found: list[Part] = []
+        found: list[GroupRange] = []
         for number, device in enumerate(self.devices):
             if found and found[-1].device == device:
-                found[-1] = Part(device, found[-1].first, number)
+                found[-1] = GroupRange(device, found[-1].first, number)
             else:
-                found.append(Part(device, number, number))
+                found.append(GroupRange(device, number, number))
         return tuple(found)
 
 
-def split_points(problem: Problem, placement: Placement) -> tuple[str, ...]:
+def split_points(problem: PlacementProblem, placement: Placement) -> tuple[str, ...]:
     """Modules at which each part but the first begins, for ``torch.distributed.pipelining.pipeline``'s ``split_spec``.
 
     The stages are then the parts in order. Of a captured model, whose groups go by the names of its modules.

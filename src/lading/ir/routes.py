@@ -42,7 +42,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeMatrix:
     """What one rank is to see whole: a box of parameter number ``parameter``; a matrix has two lengths above 1."""
 
     name: str
@@ -56,7 +56,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RoutedShard:
     """Part of a matrix that one rank sends to another, or keeps."""
 
     whole: int
@@ -65,7 +65,7 @@ class Piece:
     target: int
 
 
-def wholes_of(parameter: int, name: str, shape: Sequence[int], parts: Sequence[int] = ()) -> list[Whole]:
+def wholes_of(parameter: int, name: str, shape: Sequence[int], parts: Sequence[int] = ()) -> list[WholeMatrix]:
     """The matrices of a parameter: it, its parts by rows, or for a stack of three dims one for each of the first.
 
     Args:
@@ -82,21 +82,21 @@ def wholes_of(parameter: int, name: str, shape: Sequence[int], parts: Sequence[i
     if parts and sum(parts) != rows:
         raise ConfigError(f"{name}: expected parts that add up to its {rows} rows, got {tuple(parts)}")
     lengths = list(parts) or [rows]
-    found: list[Whole] = []
+    found: list[WholeMatrix] = []
     for stacked in range(shape[0] if len(shape) == 3 else 1):
         start = 0
         for number, length in enumerate(lengths):
             offset = (stacked, start, 0) if len(shape) == 3 else (start, 0)
             size = (1, length, shape[-1]) if len(shape) == 3 else (length, shape[-1])
             label = name + (f"[{stacked}]" if len(shape) == 3 else "") + (f".{number}" if parts else "")
-            found.append(Whole(label, parameter, Box(offset, size)))
+            found.append(WholeMatrix(label, parameter, Box(offset, size)))
             start += length
     return found
 
 
 def pieces(
-    wholes: Sequence[Whole], holdings: Sequence[Sequence[Box]], owners: Sequence[int]
-) -> tuple[list[Piece], list[Piece]]:
+    wholes: Sequence[WholeMatrix], holdings: Sequence[Sequence[Box]], owners: Sequence[int]
+) -> tuple[list[RoutedShard], list[RoutedShard]]:
     """What goes to owners, and what returns to whoever holds it.
 
     Of several ranks that hold the same, the owner itself sends, or else the one that has sent least so far.
@@ -107,8 +107,8 @@ def pieces(
     Raises:
         ConfigError: some of a matrix is held by no rank.
     """
-    inbound: list[Piece] = []
-    outbound: list[Piece] = []
+    inbound: list[RoutedShard] = []
+    outbound: list[RoutedShard] = []
     sent = [0] * (max(map(len, holdings)) if holdings else 0)
     for number, (whole, owner) in enumerate(zip(wholes, owners, strict=True)):
         holders: dict[Box, list[int]] = {}
@@ -116,7 +116,7 @@ def pieces(
             common = held.meet(whole.box)
             if common is not None:
                 holders.setdefault(common, []).append(rank)
-                outbound.append(Piece(number, common, owner, rank))
+                outbound.append(RoutedShard(number, common, owner, rank))
         covered = sum(box.size for box in holders)
         if covered != whole.box.size:
             raise ConfigError(
@@ -126,7 +126,7 @@ def pieces(
         for box, ranks in sorted(holders.items()):
             source = owner if owner in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
             sent[source] += box.size if source != owner else 0
-            inbound.append(Piece(number, box, source, owner))
+            inbound.append(RoutedShard(number, box, source, owner))
     return inbound, outbound
 
 
@@ -165,12 +165,12 @@ class Moves:
     least: int
 
 
-def moves_of(routes: tuple[Sequence[Piece], Sequence[Piece]], ranks: int) -> Moves:
+def moves_of(routes: tuple[Sequence[RoutedShard], Sequence[RoutedShard]], ranks: int) -> Moves:
     """Of pieces to owners and back (``pieces``)."""
     taken = [0] * ranks
     for piece in (*routes[0], *routes[1]):
         taken[piece.target] += piece.box.size if piece.source != piece.target else 0
-    held: dict[int, list[Piece]] = {}
+    held: dict[int, list[RoutedShard]] = {}
     for piece in routes[1]:
         held.setdefault(piece.whole, []).append(piece)
     total = 0

@@ -13,13 +13,13 @@ from lading.catalog.load import machine_from_dict
 from lading.errors import ConfigError, ProgramError
 from lading.grouping import Matrices, matrices_from
 from lading.ir.defer import defer, updates
+from lading.ir.expand import expand
 from lading.ir.graph import StepGraph
-from lading.ir.hosting import hosted
+from lading.ir.host_ops import hosted
 from lading.ir.machine import Machine
 from lading.ir.plan import Choices, Plan
 from lading.ir.program import Program, parse_program
 from lading.ir.retarget import retarget
-from lading.ir.step import expand
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 from lading.memory.verify import verify

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from lading.ir.action import DEVICE, ActionKind
 from lading.ir.program import Program, slot_bytes
 from lading.ir.timeline import Event, MemorySample
-from lading.memory.layout import home_tiers
+from lading.memory.tier_layout import home_tiers
 
 #: Roles under which scratch outside the arena, and what the process needs besides, are shown.
 WORKSPACE, OVERHEAD = "workspace", "overhead"

@@ -17,9 +17,9 @@ from lading.errors import ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import Op, OpKind, Role, StepGraph
 from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, Program, read_stream, slot_bytes, write_stream
-from lading.memory.layout import alignment_of, check_layout, home_tiers
-from lading.memory.occupancy import Occupancy, Residency
+from lading.memory.address_map import AddressedResidency, AddressMap
 from lading.memory.order import START, Order, Uses
+from lading.memory.tier_layout import alignment_of, check_layout, home_tiers
 
 _RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
 
@@ -76,14 +76,14 @@ class _Verifier:
         self.streams = tuple(dict.fromkeys((COMPUTE_STREAM, HOST_STREAM, *self.streams_of.values())))
         self.order = Order(self.streams)
         self.host_tier = program.host_tier
-        self.arena = Occupancy()
-        self.live: dict[int, Residency] = {}
-        self.last: dict[int, Residency] = {}
+        self.arena = AddressMap()
+        self.live: dict[int, AddressedResidency] = {}
+        self.last: dict[int, AddressedResidency] = {}
         self.homes = home_tiers(program)
         self.copies = {(home, s): _Copy(0) for s, home in self.homes.items() if home != DEVICE}
         self.slots = {tier: dict(slots) for tier, slots in program.slots.items()}
-        self.host = Occupancy()
-        self.on_host: dict[int, Residency] = {}
+        self.host = AddressMap()
+        self.on_host: dict[int, AddressedResidency] = {}
         self.reads, self.writes, self.final = _versions(self.graph)
         self.version = [0] * len(self.graph.storages)
         self.done: dict[int, int] = {}
@@ -92,7 +92,7 @@ class _Verifier:
 
     def run(self) -> None:
         for storage, offset in self.program.resident:
-            residency = Residency(storage, offset, version=0)
+            residency = AddressedResidency(storage, offset, version=0)
             if why := self._misplaced(residency):
                 raise ProgramError(f"`resident`: {why}")
             self.live[storage] = self.last[storage] = residency
@@ -177,7 +177,7 @@ class _Verifier:
 
     # Residencies on the device.
 
-    def _misplaced(self, residency: Residency) -> str:
+    def _misplaced(self, residency: AddressedResidency) -> str:
         """Place a residency; returns why it may not lie there, or ''."""
         storage, offset, placed = residency.storage, residency.offset, residency.placed
         size_bytes = slot_bytes(self.graph.storages[storage].size_bytes)
@@ -198,7 +198,7 @@ class _Verifier:
         previous = self.last.get(storage)
         if previous is not None and previous.freed is None:
             _fail(action, f"{self._name(storage)} is already resident (since {_who(previous.placed)}); do not place it")
-        residency = Residency(storage, offset, version, placed=action.id, uses=Uses(action.id))
+        residency = AddressedResidency(storage, offset, version, placed=action.id, uses=Uses(action.id))
         if previous is not None and previous.freed is not None and not self.order.before(previous.freed, action.id):
             _fail(
                 action, f"the FREE (action {previous.freed}) of {self._name(storage)} need not have ended; wait for it"
@@ -207,7 +207,7 @@ class _Verifier:
             _fail(action, why)
         self.live[storage] = self.last[storage] = residency
 
-    def _residency(self, action: Action, storage: int) -> Residency:
+    def _residency(self, action: Action, storage: int) -> AddressedResidency:
         residency = self.live.get(storage)
         if residency is None:
             past = self.last.get(storage)
@@ -215,7 +215,7 @@ class _Verifier:
             _fail(action, f"expected {self._name(storage)} resident, found it {gone}; bring it to the device before")
         return residency
 
-    def _read(self, action: Action, storage: int, version: int | None = None) -> Residency:
+    def _read(self, action: Action, storage: int, version: int | None = None) -> AddressedResidency:
         """The residency an action reads; with ``version``, it must hold that one."""
         residency = self._residency(action, storage)
         if (racing := self.order.read(residency.uses, action.id)) is not None:
@@ -299,7 +299,7 @@ class _Verifier:
     def _take_slot(self, action: Action | None, storage: int) -> None:
         """A storage comes to lie in its slot of the host's memory, where others may have been."""
         placed = START if action is None else action.id
-        residency = Residency(storage, self.slots[self.host_tier][storage], version=0, placed=placed)
+        residency = AddressedResidency(storage, self.slots[self.host_tier][storage], version=0, placed=placed)
         size = -(-self.graph.storages[storage].size_bytes // PAGE_BYTES) * PAGE_BYTES
         for other in self.host.place(residency, size):
             if action is not None and (other.freed is None or not self.order.before(other.freed, placed)):

@@ -13,7 +13,7 @@ from lading.optim.rule import (
     Rule,
     States,
     StateSpec,
-    Work,
+    UpdateWork,
     check_choices,
     check_ranges,
     move,
@@ -139,14 +139,14 @@ class Muon(MatrixRule):
         """Momentum."""
         return {"momentum": StateSpec((rows, columns))}
 
-    def work(self, rows: int, columns: int) -> Work:
+    def work(self, rows: int, columns: int) -> UpdateWork:
         """A step is two products with the short side a, 2 a a b each, and one of 2 a^3."""
         a, b = sorted((rows, columns))
-        return Work(((self.steps, a, a, b), (self.steps, a, a, a), (self.steps, a, b, a)), passes=4)
+        return UpdateWork(((self.steps, a, a, b), (self.steps, a, a, a), (self.steps, a, b, a)), passes=4)
 
-    def shared_work(self, part: int, short: int, long: int) -> tuple[int, Work] | None:
+    def shared_work(self, part: int, short: int, long: int) -> tuple[int, UpdateWork] | None:
         """Each step's products, by rows; between two steps ranks tell each other theirs."""
-        return self.steps, Work(((1.0, part, short, long), (1.0, part, short, short), (1.0, part, long, short)))
+        return self.steps, UpdateWork(((1.0, part, short, long), (1.0, part, short, short), (1.0, part, long, short)))
 
     def workspace_elements(self, rows: int, columns: int) -> int:
         """The matrix before and after a step, and two squares of the short side."""
@@ -281,6 +281,6 @@ class MuonRule:
         param.mul_(1 - lr * self.settings.weight_decay)
         move(param, direction, -lr * self.settings.scaled(*shape))
 
-    def work(self, rows: int, columns: int) -> Work:
+    def work(self, rows: int, columns: int) -> UpdateWork:
         """Of the iteration."""
         return self.settings.work(rows, columns)

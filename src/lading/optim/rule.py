@@ -37,7 +37,7 @@ States = dict[str, "torch.Tensor"]
 SMALL_BYTES = 4 << 10
 
 
-class Held(StrEnum):
+class StatePlace(StrEnum):
     """Where a state lives: cut like its parameter, or whole with the matrix's owner."""
 
     ELEMENTWISE = "elementwise"
@@ -55,11 +55,11 @@ class StateSpec:
 
     shape: tuple[int, ...]
     dtype: str = ""
-    held: Held = Held.ELEMENTWISE
+    held: StatePlace = StatePlace.ELEMENTWISE
 
 
 @dataclass(frozen=True)
-class Work:
+class UpdateWork:
     """What one update of one matrix asks of a device.
 
     Attributes:
@@ -201,11 +201,11 @@ class MatrixRule(ABC):
         """States of one matrix, by name, in the order in which they are kept."""
 
     @abstractmethod
-    def work(self, rows: int, columns: int) -> Work:
+    def work(self, rows: int, columns: int) -> UpdateWork:
         """Work of one direction, the mean over updates."""
 
     @abstractmethod
-    def shared_work(self, part: int, short: int, long: int) -> tuple[int, Work] | None:
+    def shared_work(self, part: int, short: int, long: int) -> tuple[int, UpdateWork] | None:
         """Rounds of a direction that several ranks share, and one rank's work in each; None where none can share it.
 
         Args:
@@ -235,12 +235,12 @@ class MatrixRule(ABC):
     @property
     def cut_states(self) -> int:
         """How many states are cut as the matrix is."""
-        return sum(state.held is Held.ELEMENTWISE for state in self.states(1, 1).values())
+        return sum(state.held is StatePlace.ELEMENTWISE for state in self.states(1, 1).values())
 
     def state_elements(self, rows: int, columns: int) -> tuple[int, int]:
         """Elements of states that are cut as the matrix is, and of those that lie whole with its owner."""
         states = self.states(rows, columns).values()
-        cut, whole = (sum(prod(s.shape) for s in states if s.held is held) for held in Held)
+        cut, whole = (sum(prod(s.shape) for s in states if s.held is held) for held in StatePlace)
         return cut, whole
 
 
@@ -274,7 +274,7 @@ class Rule(Protocol):
         """Move a piece of the parameter along the same piece of the direction; ``shape`` is the whole matrix's."""
         ...
 
-    def work(self, rows: int, columns: int) -> Work:
+    def work(self, rows: int, columns: int) -> UpdateWork:
         """Work of ``direction``."""
         ...
 
@@ -325,7 +325,7 @@ class WholeRule:
         """The gradient itself."""
         return grad
 
-    def work(self, rows: int, columns: int) -> Work:
+    def work(self, rows: int, columns: int) -> UpdateWork:
         """Mean over updates."""
         return self.settings.work(rows, columns)
 
@@ -381,10 +381,10 @@ def fresh(
     """States of a matrix before the first update: those held elementwise, and whole ones."""
     import torch
 
-    found: dict[Held, States] = {Held.ELEMENTWISE: {}, Held.WHOLE: {}}
+    found: dict[StatePlace, States] = {StatePlace.ELEMENTWISE: {}, StatePlace.WHOLE: {}}
     for name, state in rule.settings.states(*shape).items():
         found[state.held][name] = torch.zeros(state.shape, dtype=dtype_of(state, dtype), device=device)
-    return found[Held.ELEMENTWISE], found[Held.WHOLE]
+    return found[StatePlace.ELEMENTWISE], found[StatePlace.WHOLE]
 
 
 def update_matrix(

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from lading.optim.rule import (
     SMALL_BYTES,
-    Held,
     MatrixCase,
     MatrixRule,
     Rule,
+    StatePlace,
     States,
     StateSpec,
+    UpdateWork,
     WholeRule,
-    Work,
     check_choices,
     check_ranges,
     copied_elements,
@@ -96,16 +96,16 @@ class Shampoo(MatrixRule):
         sizes = {"filtered": own, "left": left, "right": right, "left_root": left, "right_root": right}
         if self.grafting == "adam":
             sizes["grafted"] = own
-        return {name: StateSpec(size, "float32", Held.WHOLE) for name, size in sizes.items()}
+        return {name: StateSpec(size, "float32", StatePlace.WHOLE) for name, size in sizes.items()}
 
-    def work(self, rows: int, columns: int) -> Work:
+    def work(self, rows: int, columns: int) -> UpdateWork:
         """Mean over updates; roots by Newton count as decompositions."""
         products = ((1.0, rows, rows, columns), (1.0, columns, columns, rows), (1.0, rows, columns, rows))
         roots = tuple((1.0 / self.frequency, n) for n in (rows, columns))
         again = tuple((1.0 / self.frequency, n, n, n) for n in (rows, columns))
-        return Work((*products, (1.0, rows, columns, columns), *again), roots, passes=8)
+        return UpdateWork((*products, (1.0, rows, columns, columns), *again), roots, passes=8)
 
-    def shared_work(self, part: int, short: int, long: int) -> tuple[int, Work] | None:
+    def shared_work(self, part: int, short: int, long: int) -> tuple[int, UpdateWork] | None:
         """None: one rank computes it."""
         return None
 

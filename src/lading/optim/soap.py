@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lading.optim.rule import (
     SMALL_BYTES,
-    Held,
     MatrixCase,
     MatrixRule,
     Rule,
+    StatePlace,
     States,
     StateSpec,
+    UpdateWork,
     WholeRule,
-    Work,
     check_ranges,
     copied_elements,
     move,
@@ -83,17 +83,19 @@ class SOAP(MatrixRule):
         own, left, right = (rows, columns), (rows, rows), (columns, columns)
         sizes = {"exp_avg": own, "exp_avg_sq": own, "left": left, "right": right}
         sizes |= {"left_basis": left, "right_basis": right}
-        return {name: StateSpec(size, "float32", Held.WHOLE) for name, size in sizes.items()}
+        return {name: StateSpec(size, "float32", StatePlace.WHOLE) for name, size in sizes.items()}
 
-    def work(self, rows: int, columns: int) -> Work:
+    def work(self, rows: int, columns: int) -> UpdateWork:
         """Mean over updates: into and out of the basis, and the moment when it turns; factors; QR now and then."""
         times = 2 + 2 / self.frequency
         sides = ((times, rows, columns, rows), (times, rows, columns, columns))
         factors = ((1.0, rows, rows, columns), (1.0, columns, columns, rows))
         turned = tuple((1.0 / self.frequency, n, n, n) for n in (rows, columns))
-        return Work((*sides, *factors, *turned), tuple((0.15 / self.frequency, n) for n in (rows, columns)), passes=10)
+        return UpdateWork(
+            (*sides, *factors, *turned), tuple((0.15 / self.frequency, n) for n in (rows, columns)), passes=10
+        )
 
-    def shared_work(self, part: int, short: int, long: int) -> tuple[int, Work] | None:
+    def shared_work(self, part: int, short: int, long: int) -> tuple[int, UpdateWork] | None:
         """None: one rank computes it."""
         return None
 

@@ -36,10 +36,10 @@ from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times, predicted_timeline
 from lading.memory.verify import verify
-from lading.planner.lower import Costs
+from lading.planner.lower import StepCosts
 from lading.planner.orders import Ordered, best_order, ordered_with_host, smallest_order_bytes
 from lading.planner.policies import Policy, checkpoint_every_block, keep_all
-from lading.planner.residency import Found, Step, lower_bound_s
+from lading.planner.residency import Found, StepProblem, lower_bound_s
 from lading.planner.streaming import streaming
 from lading.sim.engine import stall_s
 from lading.units import format_bytes, format_seconds, parse_bytes, share_of, share_or_bytes
@@ -98,7 +98,7 @@ def make_plan(
     """Choose where every storage is between any two uses.
 
     Args:
-        graph: The whole step, from ``lading.ir.step.expand``.
+        graph: The whole step, from ``lading.ir.expand.expand``.
         budget: Device bytes ("256MB"), or a share ("50%" or 0.5) of what keep-all needs.
         budgets: Bytes allowed in tiers, by name; in others their capacity.
         policy: One of POLICIES, or a function of your own, which is compared with them under its name.
@@ -117,7 +117,7 @@ def make_plan(
     costs = step_costs(graph, machine, workspace_bytes, given)
     limits = {DEVICE: _NO_LIMIT, **tier_limits(machine, budgets)}
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
-    free = Step(graph, lives, usable, costs, limits)
+    free = StepProblem(graph, lives, usable, costs, limits)
     keep_all_bytes = free.needs({})
     allowed = {**limits, DEVICE: share_or_bytes(budget, keep_all_bytes)}
     _check_device(machine, allowed[DEVICE])
@@ -212,7 +212,7 @@ def sketch_plan(
     """
     given = expansion or {}
     costs = step_costs(graph, machine, workspace_bytes, given)
-    free = Step(graph, lifetimes(graph), machine, costs, {DEVICE: _NO_LIMIT, **tier_limits(machine, budgets)})
+    free = StepProblem(graph, lifetimes(graph), machine, costs, {DEVICE: _NO_LIMIT, **tier_limits(machine, budgets)})
     whole_bytes = 0 if share_of(budget) is None else free.needs({})
     allowed = {**free.budgets, DEVICE: share_or_bytes(budget, whole_bytes)}
     _check_device(machine, allowed[DEVICE])
@@ -227,14 +227,14 @@ def step_costs(
     machine: Machine,
     workspace_bytes: Sequence[int] = (),
     settings: Mapping[str, float] = MappingProxyType({}),
-) -> Costs:
+) -> StepCosts:
     """What a plan of a step is made from; the arguments are those of ``make_plan``, ``settings`` its expansion.
 
     Raises:
         ConfigError: a dtype without a peak on this device.
     """
     fused, kept = bool(settings.get("compile", 0.0)), settings.get(KEPT_BYTES)
-    return Costs(
+    return StepCosts(
         op_seconds=tuple((fused_costs if fused else op_costs)(graph, machine.device)),
         workspace_bytes=tuple(workspace_bytes) or (0,) * len(graph.ops),
         columns=packed_columns(graph),
@@ -246,7 +246,7 @@ def step_costs(
     )
 
 
-def _check_choices(choices: Sequence[Choice], step: Step, whose: str) -> None:
+def _check_choices(choices: Sequence[Choice], step: StepProblem, whose: str) -> None:
     """Refuse what a policy of the user's asks for and the step does not offer."""
     known = {(gap.storage, gap.start, gap.end): gap for gap in gaps(step.graph, step.lives)}
     for choice in choices:
@@ -301,7 +301,7 @@ def _named(policy: str | Policy) -> tuple[str, dict[str, Policy]]:
 
 
 def _plain_policies(
-    step: Step, free: Step, keep_all_bytes: int, policies: Mapping[str, Policy]
+    step: StepProblem, free: StepProblem, keep_all_bytes: int, policies: Mapping[str, Policy]
 ) -> tuple[list[PolicyRow], dict[str, Found]]:
     """One row for each policy that ignores the budget; those that fit it can also be used."""
     rows: list[PolicyRow] = []
@@ -321,7 +321,7 @@ def _plain_policies(
 
 
 def _chosen(
-    step: Step, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found], progress: PlanProgress
+    step: StepProblem, policy: str, rows: Sequence[PolicyRow], fitting: dict[str, Found], progress: PlanProgress
 ) -> Ordered:
     if policy == "residency":
         return best_order(step, fitting.values(), progress)

@@ -17,14 +17,14 @@ import dataclasses
 import numpy as np
 
 from lading.ir.plan import Option
-from lading.planner.linear import Relaxation, Table
-from lading.planner.relaxation import Folding, Problem
+from lading.planner.linear import CandidateArrays, Relaxation
+from lading.planner.relaxation import Folding, ResidencyProblem
 
 #: Shares of the step over which a memory row's price is spread.
 _SPREADS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.04)
 
 
-def dual_bound_s(problem: Problem, folding: Folding, budget_bytes: int) -> float:
+def dual_bound_s(problem: ResidencyProblem, folding: Folding, budget_bytes: int) -> float:
     """No plan within the budget takes less, as modelled; 0 where there is none.
 
     Args:
@@ -34,7 +34,7 @@ def dual_bound_s(problem: Problem, folding: Folding, budget_bytes: int) -> float
     folded = Relaxation(dataclasses.replace(problem, folding=folding))
     if folded.solve(budget_bytes) is None:
         return 0.0
-    table = Table.of(dataclasses.replace(problem, folding=None), True)
+    table = CandidateArrays.of(dataclasses.replace(problem, folding=None), True)
     duals = folded.duals()
     room = (budget_bytes - problem.base) / 1e6
     return max(_value(problem, table, folded, duals, _spread(folded, duals, share), room) for share in _SPREADS)
@@ -51,7 +51,12 @@ def _spread(folded: Relaxation, duals: np.ndarray, share: float) -> np.ndarray:
 
 
 def _value(
-    problem: Problem, table: Table, folded: Relaxation, duals: np.ndarray, memory: np.ndarray, room: np.ndarray
+    problem: ResidencyProblem,
+    table: CandidateArrays,
+    folded: Relaxation,
+    duals: np.ndarray,
+    memory: np.ndarray,
+    room: np.ndarray,
 ) -> float:
     prices = {row: max(0.0, float(duals[row])) for _, _, row in folded.time_rows}
     scale = 1.0 / max(1.0, sum(prices.values()))

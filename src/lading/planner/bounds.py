@@ -28,7 +28,7 @@ HIDDEN = 0.995
 
 
 @dataclass(frozen=True, eq=False)
-class Priced:
+class PricedBlock:
     """What a block costs in one recompute mode.
 
     Attributes:
@@ -51,7 +51,7 @@ def priced_block(
     rows: tuple[Ints, Floats, Floats],
     counts: Sequence[int],
     both: tuple[MachinePrices, MachinePrices],
-) -> Priced:
+) -> PricedBlock:
     """Sum up a block's segments for all stages.
 
     Args:
@@ -62,7 +62,7 @@ def priced_block(
     run = list(enumerate(counts))
     forward = stage_of(run, plain, prices, stack).forward
     share = min(1.0, forward.shares_s.get(MEMORY, 0.0) / forward.seconds) if forward.seconds else 0.0
-    return Priced(
+    return PricedBlock(
         costs=stage_costs(rows, segments, prices, stack),
         counts=np.array(counts, np.float64),
         send_s=piped.send_s(segments[0].sent_bytes),
@@ -84,7 +84,7 @@ class Rows:
     number: Ints
 
 
-def step_bounds(rows: Rows, priced: Priced, stack: Stack, devices: int) -> tuple[Floats, Floats]:
+def step_bounds(rows: Rows, priced: PricedBlock, stack: Stack, devices: int) -> tuple[Floats, Floats]:
     """Least seconds of each layout, and of its pipeline: one that takes more makes all take so much more."""
     table, found, costs = rows.table, rows.found, priced.costs
     pipe, number = rows.pipe, rows.number
@@ -105,7 +105,7 @@ def step_bounds(rows: Rows, priced: Priced, stack: Stack, devices: int) -> tuple
     return steps + rest + (working + rest) * waited, spans
 
 
-def peak_bounds(rows: Rows, priced: Priced) -> Floats:
+def peak_bounds(rows: Rows, priced: PricedBlock) -> Floats:
     """Least bytes of the fullest rank of each layout."""
     alive = activations(rows.table, priced.costs, rows.alive)
     return np.max(alive[rows.pipe] + rows.found.bytes[rows.number], axis=1)
@@ -125,7 +125,7 @@ def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
     return np.where(cut, behind, np.where(split, 0.0, exposed))
 
 
-def _replicas(rows: Rows, flat: Bools, priced: Priced, stack: Stack) -> Floats:
+def _replicas(rows: Rows, flat: Bools, priced: PricedBlock, stack: Stack) -> Floats:
     """Seconds of layouts without a pipeline, optimizer apart ([Note: bound of replicas])."""
     table, found, costs = rows.table, rows.found, priced.costs
     number, pipe = rows.number[flat], rows.pipe[flat]
@@ -142,7 +142,7 @@ def _replicas(rows: Rows, flat: Bools, priced: Priced, stack: Stack) -> Floats:
     return times * (forward + backward) + np.where(zero == 3, times * cut, once)
 
 
-def _cut(priced: Priced, stack: Stack, of: tuple[Floats, Floats], computed: Floats, passes: Ints) -> Floats:
+def _cut(priced: PricedBlock, stack: Stack, of: tuple[Floats, Floats], computed: Floats, passes: Ints) -> Floats:
     """Seconds by which gathering cut parameters and reducing their gradients makes a micro-batch longer."""
     gathers, reduces = of
     every, reduced = gathers @ priced.counts, reduces @ priced.counts
@@ -159,7 +159,7 @@ def _beside(computed: Floats, network: Floats, alone: Floats, slowdown: float) -
     return np.maximum(network, computed + (network - alone) * (slowdown / (1 + slowdown)) + alone)
 
 
-def _gathered(priced: Priced, stack: Stack, of: tuple[Floats, Floats]) -> Floats:
+def _gathered(priced: PricedBlock, stack: Stack, of: tuple[Floats, Floats]) -> Floats:
     gathers, whole = of
     if not stack.overlap_param_gather:
         return whole

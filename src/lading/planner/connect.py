@@ -20,7 +20,7 @@ def connect(
     host_slots: Mapping[int, int] | None = None,
 ) -> tuple[Action, ...]:
     """The actions of an emission whose residency ``i`` lies at ``offsets[i]``, and what is staged in its slot."""
-    writer = _Writer(graph, emission, stretched, offsets, host_slots or {})
+    writer = _ActionWriter(graph, emission, stretched, offsets, host_slots or {})
     writer.write()
     return tuple(writer.actions)
 
@@ -57,7 +57,7 @@ class _Freed:
         return waits
 
 
-class _Writer:
+class _ActionWriter:
     """Turns items and residencies into actions.
 
     Per storage it knows the action that made it resident and the last one that touched it; per address range, the

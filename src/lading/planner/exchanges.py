@@ -20,7 +20,7 @@ from lading.ir.request import Request
 from lading.ir.stack import Stack
 from lading.memory.ranks import gathered_width, kept_state_bytes, shards, state_bytes
 from lading.planner.pipes import WATCHED, PipeTable, watched_rows
-from lading.planner.space import Block, Cut, Space
+from lading.planner.space import LayoutBlock, Space, StateLayout
 from lading.planner.stages import Floats, Ints, StageRows
 from lading.program.emit import GATHERED_AT_ONCE
 from lading.sim.phases import Phases
@@ -48,7 +48,7 @@ class Exchanges:
     """
 
     start: Ints
-    cuts: tuple[Cut, ...]
+    cuts: tuple[StateLayout, ...]
     zero: Ints
     gather_s: Floats
     optimizer_s: Floats
@@ -71,7 +71,7 @@ class Exchanges:
 
 
 def exchanges(
-    space: Space, block: Block, watched: Floats, table: PipeTable, segments: Sequence[Phases], known: Known
+    space: Space, block: LayoutBlock, watched: Floats, table: PipeTable, segments: Sequence[Phases], known: Known
 ) -> Exchanges:
     """Price all (pipeline shape, cut) of a block's mesh.
 
@@ -112,7 +112,7 @@ def watched_segments(table: PipeTable, rows: StageRows) -> Floats:
 
 
 def least_bytes(
-    space: Space, block: Block, watched: Floats, table: PipeTable, segments: Sequence[Phases], elements: Floats
+    space: Space, block: LayoutBlock, watched: Floats, table: PipeTable, segments: Sequence[Phases], elements: Floats
 ) -> Floats:
     """(pipeline shape, watched rank): least bytes of states that any cut leaves a rank; inf where there is no cut.
 
@@ -123,7 +123,7 @@ def least_bytes(
     """
     found: list[Floats] = []
     for shape in _all_shapes(space, block, watched, table, segments[len(segments) // 2 :], elements):
-        widest: dict[tuple[int, tuple[str, ...]], Cut] = {}  # more ranks that share states keep fewer each
+        widest: dict[tuple[int, tuple[str, ...]], StateLayout] = {}  # more ranks that share states keep fewer each
         for cut in shape.cuts:
             kind = cut.zero, cut.offload
             if kind not in widest or (widest[kind].shard and (not cut.shard or cut.shard > widest[kind].shard)):
@@ -155,14 +155,14 @@ class Shapes:
 
     pp: int
     chunks: list[int]
-    cuts: list[Cut]
+    cuts: list[StateLayout]
     held: Floats
     placeholders: Floats
     directions: Floats
 
 
 def _all_shapes(
-    space: Space, block: Block, watched: Floats, table: PipeTable, plain: Sequence[Phases], elements: Floats
+    space: Space, block: LayoutBlock, watched: Floats, table: PipeTable, plain: Sequence[Phases], elements: Floats
 ) -> Iterator[Shapes]:
     """Of each number of pipeline ranks, in the order of the table."""
     weights = np.concatenate([elements, np.ones((len(plain), 1))], axis=1)
@@ -200,7 +200,7 @@ def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
     return sum(shapes.values())
 
 
-def _layout(space: Space, block: Block, shape: Shapes, cut: Cut) -> Layout:
+def _layout(space: Space, block: LayoutBlock, shape: Shapes, cut: StateLayout) -> Layout:
     mesh, pp = block.mesh, shape.pp
     dp = space.ask.devices // (mesh.tp * mesh.cp * pp)
     return Layout(
@@ -210,7 +210,7 @@ def _layout(space: Space, block: Block, shape: Shapes, cut: Cut) -> Layout:
     )  # fmt: skip
 
 
-def _priced(space: Space, block: Block, shape: Shapes, alone: Floats, known: Known) -> list[Floats]:
+def _priced(space: Space, block: LayoutBlock, shape: Shapes, alone: Floats, known: Known) -> list[Floats]:
     """Columns of ``Exchanges``: all cuts of the first shape, then of the second."""
     number, wide = len(shape.held), len(shape.cuts)
     if not wide:
@@ -241,7 +241,7 @@ def _priced(space: Space, block: Block, shape: Shapes, alone: Floats, known: Kno
 
 
 def _by_cut(
-    space: Space, block: Block, shape: Shapes, every: Floats, known: Known
+    space: Space, block: LayoutBlock, shape: Shapes, every: Floats, known: Known
 ) -> tuple[Floats, Floats, Floats, Floats]:
     """Seconds of gathers, reductions and updates of rows of (dense, expert) parameters, by cut; and bytes of ranks.
 
@@ -268,7 +268,7 @@ def _by_cut(
         rows[3].append(_bytes(shape, layout, space.ask.request))
     kept = np.stack(rows[2])
     least = least_stack(space.ask.request)
-    updates = _optimizer(MachinePrices(space.ask.machine, _layout(space, block, shape, Cut(0, 0)), least), kept)
+    updates = _optimizer(MachinePrices(space.ask.machine, _layout(space, block, shape, StateLayout(0, 0)), least), kept)
     for place, cut in enumerate(shape.cuts):
         if cut.offload:
             updates[place] = _on_host(space, _layout(space, block, shape, cut), kept[place])

@@ -34,7 +34,7 @@ import numpy as np
 from lading.ir.machine import Tier, wires
 from lading.ir.plan import Option
 from lading.planner.linear import facets
-from lading.planner.relaxation import Candidate, Problem, Relaxed, spans
+from lading.planner.relaxation import Candidate, RelaxedResidency, ResidencyProblem, spans
 
 _HERE = (Option.KEEP, Option.RECOMPUTE)
 _ROUNDS = 16
@@ -42,7 +42,7 @@ _ROWS_PER_ROUND = 32
 
 
 @dataclass(frozen=True)
-class _Flow:
+class _GapColumns:
     """Columns of a gap in one tier: its share, and its reads and writes from window ``first`` on."""
 
     share: int
@@ -51,7 +51,7 @@ class _Flow:
     writes: range
 
 
-def flow(problem: Problem, budget_bytes: int, windows: int) -> Relaxed | None:
+def flow(problem: ResidencyProblem, budget_bytes: int, windows: int) -> RelaxedResidency | None:
     """Solve the flow.
 
     Args:
@@ -67,7 +67,7 @@ def flow(problem: Problem, budget_bytes: int, windows: int) -> Relaxed | None:
 class _Program:
     """One linear program in HiGHS, its columns and rows collected first and handed over at once."""
 
-    def __init__(self, problem: Problem, budget_bytes: int, windows: int) -> None:
+    def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
         self.problem, self.windows = problem, windows
         ended = np.cumsum(problem.op_seconds)
         self.window = np.minimum((ended / ended[-1] * windows * (1 - 1e-9)).astype(int), windows - 1)
@@ -75,7 +75,7 @@ class _Program:
         self.costs: list[float] = [1.0] * windows
         self.upper: list[float] = [np.inf] * windows
         self.rows: list[tuple[float, float, list[int], list[float]]] = []
-        self.flows: list[dict[Option, _Flow]] = []
+        self.flows: list[dict[Option, _GapColumns]] = []
         self.again: list[int | None] = []
         self.taken: set[int] = set()
         self._add_gaps()
@@ -106,7 +106,7 @@ class _Program:
 
     def _add_gap(
         self, candidate: Candidate, option: Option, earlier: dict[tuple[tuple[int, int], Option], list[int]]
-    ) -> _Flow:
+    ) -> _GapColumns:
         gap = candidate.gap
         first, last = int(self.window[gap.start]), int(self.window[gap.end]) + (self.windows if gap.wraps else 0)
         count = last - first + 1
@@ -116,14 +116,14 @@ class _Program:
             self._column()
         self._row(0.0, 0.0, [*reads, share], [*[1.0] * count, -1.0])
         if candidate.version is None:
-            return _Flow(share, first, reads, range(0))
+            return _GapColumns(share, first, reads, range(0))
         writes = range(len(self.costs), len(self.costs) + count)
         for _ in writes:
             self._column()
         before = earlier.setdefault((candidate.version, option), [])
         self._row(0.0, np.inf, [*writes, *before, share], [*[1.0] * count, *[1.0] * len(before), -1.0])
         before.append(share)
-        return _Flow(share, first, reads, writes)
+        return _GapColumns(share, first, reads, writes)
 
     def _add_times(self) -> None:
         compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
@@ -140,7 +140,7 @@ class _Program:
             self._add_limit([(tier, 1.0 / tier.read_bytes_per_s, 0.0) for tier in tiers])
             self._add_limit([(tier, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers])
 
-    def _flows_to(self, tier: Tier) -> list[tuple[Candidate, _Flow]]:
+    def _flows_to(self, tier: Tier) -> list[tuple[Candidate, _GapColumns]]:
         option = Option(tier.name)
         return [(c, f[option]) for c, f in zip(self.problem.candidates, self.flows, strict=True) if option in f]
 
@@ -188,7 +188,7 @@ class _Program:
                     self._row(0.0, np.inf, [there[storage], column], [1.0, -1.0])
             self._row(-np.inf, capacity / 1e6, list(there.values()), [size[s] / 1e6 for s in there])
 
-    def solve(self) -> Relaxed | None:
+    def solve(self) -> RelaxedResidency | None:
         if self.room.min(initial=0) < 0:
             return None
         import highspy
@@ -212,7 +212,7 @@ class _Program:
             if not worst:
                 break
             self._add_memory(worst)
-        return Relaxed(
+        return RelaxedResidency(
             tuple(self._shares(i, values) for i in range(len(self.flows))), float(values[: self.windows].sum())
         )
 

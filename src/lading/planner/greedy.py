@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from lading.ir.graph import Role
 from lading.ir.plan import Option
 from lading.memory.lifetime import Gap, can_recompute, is_pure
-from lading.planner.residency import MOST_RETIMED, Found, Step
+from lading.planner.residency import MOST_RETIMED, Found, StepProblem
 from lading.planner.streaming import persistent_away
 
 Choices = dict[tuple[int, int], Option]
@@ -42,7 +42,7 @@ class Greedy:
     step_s: float | None = None
 
 
-def evicting(step: Step, best_s: Callable[[], float]) -> Iterator[Found]:
+def evicting(step: StepProblem, best_s: Callable[[], float]) -> Iterator[Found]:
     """Plans that fit in which persistent storages wait on lower tiers, and activations are evicted by the greedy.
 
     Args:
@@ -61,23 +61,23 @@ def evicting(step: Step, best_s: Callable[[], float]) -> Iterator[Found]:
                 yield step.retimed(Found(choices, program, step), MOST_RETIMED)
 
 
-def run(step: Step, away: Choices, room_bytes: int, below_s: float = float("inf")) -> Greedy:
+def run(step: StepProblem, away: Choices, room_bytes: int, below_s: float = float("inf")) -> Greedy:
     """The step within ``room_bytes``; persistent storages whose gaps are in ``away`` are there only when used.
 
     Args:
         below_s: It is given up as soon as it cannot take less than this.
     """
-    return _Run(step, away, room_bytes, below_s).run()
+    return _GreedyRun(step, away, room_bytes, below_s).run()
 
 
 class _GivenUp(Exception):
     pass
 
 
-class _Run:
+class _GreedyRun:
     """State of one run. ``live`` holds what is resident, ``gone`` what was evicted or freed and can be made again."""
 
-    def __init__(self, step: Step, away: Choices, room_bytes: int, below_s: float) -> None:
+    def __init__(self, step: StepProblem, away: Choices, room_bytes: int, below_s: float) -> None:
         self.graph, self.lives, self.seconds = step.graph, step.lives, step.costs.op_seconds
         self.away, self.room, self.result = away, room_bytes, Greedy()
         self.whole_s = sum(self.seconds)

@@ -1,6 +1,6 @@
 """Where operations run: on the device, or on the host's processors where the host's memory holds their operands.
 
-Hosting a group (``lading.ir.hosting``) spares the moves of its states and costs the host ``h`` seconds, which pass
+Hosting a group (``lading.ir.host_ops``) spares the moves of its states and costs the host ``h`` seconds, which pass
 beside the device's but in the order of the step. Moves and host both draw on the host's memory, so the best share of
 the groups is seldom all of them: with share ``f`` on the host, a first guess balances
 
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from lading.cost.compute import host_processors, op_seconds
 from lading.ir.action import ActionKind
-from lading.ir.hosting import hosted, light_groups
+from lading.ir.host_ops import hosted, light_groups
 from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, write_stream
 from lading.memory.lifetime import lifetimes
-from lading.planner.residency import Found, Step
+from lading.planner.residency import Found, StepProblem
 
 _PARTS = 8
 #: Shares of the groups that are planned at most, the first guess included.
@@ -34,7 +34,7 @@ _MANY_OPS = 4000
 _LEAST_GAIN = 0.01
 
 
-def hosted_step(step: Step, ops: Iterable[int]) -> Step:
+def hosted_step(step: StepProblem, ops: Iterable[int]) -> StepProblem:
     """The step with these operations on the host.
 
     Raises:
@@ -51,7 +51,7 @@ def hosted_step(step: Step, ops: Iterable[int]) -> Step:
     return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
 
 
-def with_host(found: Found, plan: Callable[[Step], Found | None]) -> Found:
+def with_host(found: Found, plan: Callable[[StepProblem], Found | None]) -> Found:
     """``found``, or a faster plan of the same step with operations on the host.
 
     Args:
@@ -73,7 +73,7 @@ def with_host(found: Found, plan: Callable[[Step], Found | None]) -> Found:
     return best if best is found else dataclasses.replace(best, device_s=found.step_s)
 
 
-def _spared_s(found: Found, groups: Sequence[_Group]) -> float:
+def _spared_s(found: Found, groups: Sequence[_HostedOps]) -> float:
     """Seconds of transfers that hosting all of the groups spares."""
     return sum(_transfers_s(found, groups))
 
@@ -96,7 +96,7 @@ def _busy_s(found: Found) -> dict[str, float]:
     return busy
 
 
-def _transfers_s(found: Found, groups: Sequence[_Group]) -> tuple[float, float]:
+def _transfers_s(found: Found, groups: Sequence[_HostedOps]) -> tuple[float, float]:
     tier = found.step.machine.tier(found.step.machine.host_tier)
     assert tier is not None
     read, write = sum(group.read_bytes for group in groups), sum(group.write_bytes for group in groups)
@@ -104,7 +104,7 @@ def _transfers_s(found: Found, groups: Sequence[_Group]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _HostedOps:
     """Operations hosted together, what the host takes for them, and the bytes up and down that this spares."""
 
     ops: tuple[int, ...]
@@ -113,14 +113,14 @@ class _Group:
     write_bytes: int
 
 
-def _groups(found: Found, *, sums: bool = False) -> list[_Group]:
+def _groups(found: Found, *, sums: bool = False) -> list[_HostedOps]:
     """Groups whose operands are in no tier behind the host's memory, and that move less when hosted."""
     step, program = found.step, found.program
     graph, host = step.graph, host_processors(step.machine)
     far = {storage for tier, slots in program.slots.items() if tier != program.host_tier for storage, _ in slots}
     up, down = _moved(program)
     seconds: dict[object, float] = {}
-    rows: list[_Group] = []
+    rows: list[_HostedOps] = []
     for ops in light_groups(graph, sums=sums):
         touched = {s for i in ops for s in (*graph.op_reads[i], *graph.op_writes[i])}
         if touched & far:
@@ -137,7 +137,7 @@ def _groups(found: Found, *, sums: bool = False) -> list[_Group]:
                 seconds[key] = op_seconds(graph, op, host)
             total_s += seconds[key]
         if read + write > 0:
-            rows.append(_Group(ops, total_s, read, write))
+            rows.append(_HostedOps(ops, total_s, read, write))
     return rows
 
 
@@ -154,7 +154,7 @@ def _moved(program: Program) -> tuple[dict[int, int], dict[int, int]]:
     return up, down
 
 
-def _best_share(found: Found, groups: Sequence[_Group], plan: Callable[[Step], Found | None]) -> Found:
+def _best_share(found: Found, groups: Sequence[_HostedOps], plan: Callable[[StepProblem], Found | None]) -> Found:
     """The fastest plan of a few shares of the groups, from the first guess on in the direction that gains."""
     first = _shares(found, groups)
     best, tried = found, {0}
@@ -184,7 +184,7 @@ def _best_share(found: Found, groups: Sequence[_Group], plan: Callable[[Step], F
     return best
 
 
-def _shares(found: Found, groups: Sequence[_Group]) -> int:
+def _shares(found: Found, groups: Sequence[_HostedOps]) -> int:
     """The eighths of the groups that balance the streams, 1 at least."""
     busy, tier = _busy_s(found), found.step.machine.host_tier
     read, write = _transfers_s(found, groups)
@@ -199,10 +199,10 @@ def _shares(found: Found, groups: Sequence[_Group]) -> int:
     return min(range(1, _PARTS + 1), key=lambda part: (longest(part), part))
 
 
-def _spread(groups: Sequence[_Group], part: int) -> list[_Group]:
+def _spread(groups: Sequence[_HostedOps], part: int) -> list[_HostedOps]:
     """``part`` eighths of the groups, by what they take of the host, evenly over the step."""
     wanted, taken = 0.0, 0.0
-    chosen: list[_Group] = []
+    chosen: list[_HostedOps] = []
     for group in groups:
         wanted += group.host_s * part / _PARTS
         if taken + group.host_s / 2 <= wanted:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import chain, combinations
 
 from lading.ir.plan import Option
-from lading.planner.relaxation import Problem
+from lading.planner.relaxation import ResidencyProblem
 
 Choices = dict[tuple[int, int], Option]
 #: Choices tried times operations of the step.
@@ -28,7 +28,7 @@ def tries(num_ops: int) -> int:
 
 
 def improve(
-    choices: Choices, step_s: float, problem: Problem, seconds_of: Callable[[Choices], float | None]
+    choices: Choices, step_s: float, problem: ResidencyProblem, seconds_of: Callable[[Choices], float | None]
 ) -> Choices:
     """Choices that take at most ``step_s`` seconds, found by changing single ones, largest storage first.
 

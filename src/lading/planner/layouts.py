@@ -29,9 +29,9 @@ from lading.errors import ConfigError
 from lading.ir.clusterplan import ClusterPlan
 from lading.planner.nearest import hopeless, impossible, infeasible
 from lading.planner.peaks import room_of
-from lading.planner.reductions import Bucket, best_bucket
+from lading.planner.reductions import BucketComparison, best_bucket
 from lading.planner.refine import Proof, Refined, refine, refined
-from lading.planner.search import Search, Tell
+from lading.planner.search import LayoutSearch, Tell
 from lading.planner.space import Ask
 from lading.sim.simulate import Simulated
 
@@ -58,7 +58,7 @@ class Layouts:
     evaluated: int
     proof: Proof
     left_out: tuple[str, ...]
-    bucket: Bucket | None = None
+    bucket: BucketComparison | None = None
 
     @property
     def chosen(self) -> Simulated:
@@ -90,7 +90,7 @@ def find_layouts(ask: Ask, tell: Tell = lambda done, of, what: None) -> Layouts:
         ConfigError: no layout can be.
         PlanInfeasible: none fits; it names the binding moment, by how much, and the nearest plans that fit.
     """
-    search, room = Search(ask), room_of(ask)
+    search, room = LayoutSearch(ask), room_of(ask)
     if hopeless(ask):
         raise infeasible(search, [], None, tell)
     try:

@@ -9,7 +9,7 @@ import numpy as np
 
 from lading.ir.machine import Tier, wires
 from lading.ir.plan import Option
-from lading.planner.relaxation import Problem, Relaxed, spans
+from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, spans
 
 #: Price of moved or recomputed work that hides, against a second of step time.
 _TIE = 1e-3
@@ -18,7 +18,9 @@ _ROWS_PER_ROUND = 24
 _SETTLED = 6
 
 
-def solve(problem: Problem, budget_bytes: int, *, windows: int = 0, extra: np.ndarray | None = None) -> Relaxed | None:
+def solve(
+    problem: ResidencyProblem, budget_bytes: int, *, windows: int = 0, extra: np.ndarray | None = None
+) -> RelaxedResidency | None:
     """Solve the relaxation once. Arguments as of ``Relaxation`` and ``Relaxation.solve``."""
     return Relaxation(problem, windows).solve(budget_bytes, extra)
 
@@ -30,7 +32,7 @@ class Relaxation:
     then what a tier holds. Gaps are classed by ``planner.classes``: those of one class have the same shares.
     """
 
-    def __init__(self, problem: Problem, windows: int = 0) -> None:
+    def __init__(self, problem: ResidencyProblem, windows: int = 0) -> None:
         """Build all but the memory rows.
 
         Args:
@@ -42,7 +44,7 @@ class Relaxation:
         self.problem, self.bound, self.windows = problem, windows == 0, max(windows, 1)
         ended = np.cumsum(problem.op_seconds)
         self.window = np.minimum((ended / ended[-1] * self.windows * (1 - 1e-9)).astype(int), self.windows - 1)
-        self.table = Table.of(problem, self.bound)
+        self.table = CandidateArrays.of(problem, self.bound)
         self.inf = highspy.kHighsInf
         self.optimal = highspy.HighsModelStatus.kOptimal
         self.model = highspy.Highs()
@@ -190,7 +192,7 @@ class Relaxation:
         users = np.flatnonzero(table.has[option])
         return ((self.window[table.end[users]], self.column[option][table.class_of[users]], value[users]),)
 
-    def solve(self, budget_bytes: int, extra: np.ndarray | None = None) -> Relaxed | None:
+    def solve(self, budget_bytes: int, extra: np.ndarray | None = None) -> RelaxedResidency | None:
         """Solve for a budget.
 
         Args:
@@ -222,7 +224,7 @@ class Relaxation:
             self._add_memory(worst)
         return self._optimum()
 
-    def settled(self, relaxed: Relaxed) -> Relaxed:
+    def settled(self, relaxed: RelaxedResidency) -> RelaxedResidency:
         """The solution with the shares of the largest storages made whole, the others solved for again each time.
 
         Call it right after ``solve``. A share that is rounded moves up to a storage more than it should; what is small
@@ -278,7 +280,7 @@ class Relaxation:
         """Dual value of each row in the last solution."""
         return np.asarray(self.model.getSolution().row_dual)
 
-    def _relaxed(self, values: np.ndarray) -> Relaxed:
+    def _relaxed(self, values: np.ndarray) -> RelaxedResidency:
         by_class = self._shares(values)
         kept = 1.0 - sum(by_class.values(), np.zeros(self.table.num_classes))
         rows = {Option.KEEP: kept.tolist(), **{option: share.tolist() for option, share in by_class.items()}}
@@ -286,7 +288,7 @@ class Relaxation:
             {option: rows[option][index] for option in candidate.options}
             for candidate, index in zip(self.problem.candidates, self.table.class_of.tolist(), strict=True)
         )
-        return Relaxed(shares, float(values[: self.windows].sum()))
+        return RelaxedResidency(shares, float(values[: self.windows].sum()))
 
     def _shares(self, values: np.ndarray) -> dict[Option, np.ndarray]:
         """Share of each option but keep, by class; 0 where a class lacks it."""
@@ -352,7 +354,7 @@ _Terms = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Table:
+class CandidateArrays:
     """The candidates as arrays, one entry each.
 
     ``has`` says which offer an option but keep; ``held`` has (candidate, first, last position) of each range of
@@ -371,7 +373,7 @@ class Table:
     held: dict[Option, _Terms]
 
     @staticmethod
-    def of(problem: Problem, bound: bool) -> Table:
+    def of(problem: ResidencyProblem, bound: bool) -> CandidateArrays:
         """The candidates of a problem."""
         rows = problem.candidates
         versions = {key: number for number, key in enumerate(dict.fromkeys(c.version for c in rows if c.version))}
@@ -382,7 +384,7 @@ class Table:
         held = {Option.KEEP: _ranges([spans(c.gap, problem.num_ops) for c in rows])}
         if not bound:
             held |= {o: _ranges([c.held.get(o, ()) if o in c.options else () for c in rows]) for o in has}
-        return Table(
+        return CandidateArrays(
             num_classes=int(class_of.max(initial=-1)) + 1,
             class_of=class_of,
             storage=_ints(c.gap.storage for c in rows),

@@ -15,16 +15,15 @@ from lading.ir.graph import StepGraph
 from lading.ir.machine import PACKED_COLUMNS, Machine
 from lading.ir.plan import Option
 from lading.ir.program import Program, slot_sizes
-from lading.memory.arena import Item as ArenaItem
-from lading.memory.arena import Packing, pack
 from lading.memory.lifetime import Lifetimes
+from lading.memory.packing import Buffer, Packing, pack
 from lading.planner.connect import connect
 from lading.planner.emit import Choices, Emission, Item, emit
 from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
 
 
 @dataclass(frozen=True)
-class Costs:
+class StepCosts:
     """What the lowering and the policies know of the step's operations.
 
     Attributes:
@@ -90,7 +89,7 @@ _LARGEST_KEPT_BYTES, _KEPT_BYTES = 4 << 20, 5 << 20
 _VARIES = 0.36
 
 
-def overhead_bytes(machine: Machine, costs: Costs) -> int:
+def overhead_bytes(machine: Machine, costs: StepCosts) -> int:
     """What the running process needs besides tensors and scratch, by cause."""
     device = machine.device
     if device.kind != "cpu":
@@ -107,12 +106,12 @@ def overhead_bytes(machine: Machine, costs: Costs) -> int:
     return causes + int(_VARIES * device.overhead_bytes)
 
 
-def fixed_bytes(machine: Machine, costs: Costs) -> int:
+def fixed_bytes(machine: Machine, costs: StepCosts) -> int:
     """Bytes of the device's budget that are not the arena's."""
     return overhead_bytes(machine, costs) + max(_saving_bytes(costs), *costs.workspace_bytes, 0)
 
 
-def _saving_bytes(costs: Costs) -> int:
+def _saving_bytes(costs: StepCosts) -> int:
     """What is beside arena and overhead while saving: its buffers, and the step's largest scratch if that is kept."""
     if costs.kept_bytes is not None:  # saving then begins with giving freed scratch back
         return costs.save_bytes
@@ -124,7 +123,7 @@ def lower(
     graph: StepGraph,
     lives: Lifetimes,
     machine: Machine,
-    costs: Costs,
+    costs: StepCosts,
     choices: Choices,
     budgets: dict[str, int],
     *,
@@ -179,7 +178,7 @@ class _Placed:
         return self.packed[0].size_bytes
 
 
-def unlimited_bytes(graph: StepGraph, machine: Machine, costs: Costs, emission: Emission) -> int:
+def unlimited_bytes(graph: StepGraph, machine: Machine, costs: StepCosts, emission: Emission) -> int:
     """Bytes of the arena if every transfer gets all the time it takes."""
     seconds = [_item_seconds(graph, machine, costs, item) for item in emission.items]
     cut, stretched = wrapped(emission, stretch(graph, machine, emission, seconds, _NO_LIMIT))
@@ -202,7 +201,7 @@ def _one_tier(choices: Choices, machine: Machine) -> Choices:
     }
 
 
-def _item_seconds(graph: StepGraph, machine: Machine, costs: Costs, item: Item) -> float:
+def _item_seconds(graph: StepGraph, machine: Machine, costs: StepCosts, item: Item) -> float:
     if item.op is not None:
         return 0.0 if item.op in graph.on_host else costs.op_seconds[item.op]
     assert item.storage is not None
@@ -226,7 +225,7 @@ def _pack(graph: StepGraph, emission: Emission, stretched: Stretched, limit_byte
         owners.append(len(spans))
         spans.append([(first, last)])
         sizes.append(graph.storages[stay.storage].size_bytes)
-    items = [ArenaItem(size, tuple(span)) for size, span in zip(sizes, spans, strict=True)]
+    items = [Buffer(size, tuple(span)) for size, span in zip(sizes, spans, strict=True)]
     return pack(items, limit_bytes), owners
 
 
@@ -237,7 +236,7 @@ def _program(
     packed: tuple[Packing, list[int]],
     budgets: dict[str, int],
     machine: Machine,
-    costs: Costs,
+    costs: StepCosts,
 ) -> Program:
     packing, owners = packed
     offsets = [packing.offsets[owner] for owner in owners]
@@ -294,11 +293,11 @@ def _tier_slots(
 class _Staged:
     """What is staged for the host's processors: until they should have used it, and until they must have."""
 
-    lasting: list[ArenaItem]
-    least: list[ArenaItem]
+    lasting: list[Buffer]
+    least: list[Buffer]
 
 
-def _staged(graph: StepGraph, emission: Emission, costs: Costs, seconds: Sequence[float], unit: int) -> _Staged:
+def _staged(graph: StepGraph, emission: Emission, costs: StepCosts, seconds: Sequence[float], unit: int) -> _Staged:
     """The host takes its operations in order, each when it is free; items that last ``seconds`` go on meanwhile.
 
     Args:
@@ -311,6 +310,6 @@ def _staged(graph: StepGraph, emission: Emission, costs: Costs, seconds: Sequenc
             free_s = max(free_s, float(start[index])) + costs.op_seconds[item.op]
             ended[index] = min(int(np.searchsorted(start, free_s, side="left")), len(emission.items) - 1)
     sizes = {s: -(-graph.storages[s].size_bytes // unit) * unit for s in emission.staged}
-    least = [ArenaItem(sizes[s], (span,)) for s, span in emission.staged.items()]
-    lasting = [ArenaItem(sizes[s], ((first, max(last, ended[last])),)) for s, (first, last) in emission.staged.items()]
+    least = [Buffer(sizes[s], (span,)) for s, span in emission.staged.items()]
+    lasting = [Buffer(sizes[s], ((first, max(last, ended[last])),)) for s, (first, last) in emission.staged.items()]
     return _Staged(lasting, least)

@@ -17,7 +17,7 @@ from lading.sim.simulate import segments_of
 
 
 @dataclass(frozen=True)
-class _Block:
+class _BlockMemory:
     """One block at the moment.
 
     Attributes:
@@ -52,7 +52,7 @@ def tree_of(chosen: Chosen, table: ModelTable) -> Branch:
         homes = {atom.module: buckets[first + n] for n, atom in enumerate(block.atoms)}
         first += len(block.atoms)
         there = at < moment.place or (moment.is_backward and at == moment.place)
-        whole = _Block(
+        whole = _BlockMemory(
             segment,
             _keeps(chosen, segment, block.again) if there else {},
             {module: _scales(chosen, home) for module, home in homes.items()},
@@ -94,7 +94,7 @@ def _keeps(chosen: Chosen, segment: RankSegment, again: bool) -> dict[int, int]:
     return kept_sizes(segment, kept, stack.fusion, fused_loss=stack.fused_loss)
 
 
-def _branches(module: str, block: _Block) -> Branch:
+def _branches(module: str, block: _BlockMemory) -> Branch:
     """A module with its operations of forward, and the modules in it, in order."""
     depth = module.count(".") + 1 if module else 0
     below: list[Branch] = []
@@ -112,7 +112,7 @@ def _branches(module: str, block: _Block) -> Branch:
     return Branch(module, "module", block.notes.get(module, ""), {}, tuple(_as_one(below)))
 
 
-def _operation(kernel: Kernel, block: _Block) -> Branch:
+def _operation(kernel: Kernel, block: _BlockMemory) -> Branch:
     """An operation with its parameters and what it made that is kept."""
     tensors = block.segment.tensors
     parameters = {tensor for tensor, _ in block.segment.parameters}

@@ -24,7 +24,7 @@ from lading.ir.graph import DTYPE_BYTES
 from lading.planner.least import Least
 from lading.planner.peaks import budget_for, room_of
 from lading.planner.refine import Proof, Refined, refine, refined
-from lading.planner.search import Search, Tell
+from lading.planner.search import LayoutSearch, Tell
 from lading.planner.space import Ask
 from lading.sim.simulate import MEMORY_SPREAD
 from lading.units import format_bytes, format_seconds
@@ -196,13 +196,13 @@ def _met(ask: Ask, tell: Tell) -> Refined | None:
     try:
         if hopeless(ask):
             return None
-        good, _, _ = refined(Search(ask), room_of(ask), tell)
+        good, _, _ = refined(LayoutSearch(ask), room_of(ask), tell)
     except ConfigError:  # no layout of it can be
         return None
     return good[0] if good else None
 
 
-def _lightest(search: Search) -> Refined | None:
+def _lightest(search: LayoutSearch) -> Refined | None:
     """The layout that needs least of the device, of those whose host suffices; None where it never does.
 
     Layouts are simulated in the order of their bounds, until no bound left is below what the best needs.
@@ -243,7 +243,7 @@ def hopeless(ask: Ask) -> str:
 
 
 def infeasible(
-    search: Search, over: Sequence[Refined], proof: Proof | None, tell: Tell
+    search: LayoutSearch, over: Sequence[Refined], proof: Proof | None, tell: Tell
 ) -> PlanInfeasible | ConfigError:
     """Why nothing fits, how far that is proven, and what would.
 
@@ -289,7 +289,7 @@ def impossible(ask: Ask, why: str, tell: Tell) -> ConfigError:
     return ConfigError("\n".join([why, *(["nearest plans:"] if near else []), *(f"  {each}" for each in near)]))
 
 
-def _verdict(search: Search, proof: Proof | None) -> str:
+def _verdict(search: LayoutSearch, proof: Proof | None) -> str:
     devices = _devices(search.ask.devices)
     if proof is None:
         return f"no layout of {devices} fits"

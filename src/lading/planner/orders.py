@@ -4,8 +4,8 @@ A deferred update finds a forward to hide its transfers under, and its gradient 
 exchange (``lading.ir.defer``). With n the updates deferred, the last ones of the step, and x the choices of a plan,
 
     minimise    T(n, x)   seconds of the step as simulated
-    subject to  n of 0, the updates that find no cover, all                                ``_counts``
-                x a plan of the step in that order, within all budgets                     ``deferred_step``, ``Search``
+    subject to  n of 0, the updates that find no cover, all                     ``_counts``
+                x a plan of the step in that order, within all budgets          ``deferred_step``, ``ResidencySearch``
 
 Which order pays depends on the step, the machine and the budget. Each is planned once; those whose first plan stays
 within reach of the best are searched to the end (``_finished``), and the fastest plan wins (``best_order``). The bound
@@ -28,8 +28,8 @@ from lading.planner.greedy import evicting
 from lading.planner.host_balance import with_host
 from lading.planner.residency import (
     Found,
-    Search,
-    Step,
+    ResidencySearch,
+    StepProblem,
     Tell,
     flow_bound_s,
     good_enough,
@@ -60,12 +60,12 @@ class Ordered:
     """
 
     deferred: int
-    step: Step
+    step: StepProblem
     found: Found
     bound_s: float
 
 
-def deferred_step(step: Step, count: int) -> Step:
+def deferred_step(step: StepProblem, count: int) -> StepProblem:
     """The step with its last ``count`` updates deferred."""
     if not count:
         return step
@@ -79,12 +79,12 @@ def deferred_step(step: Step, count: int) -> Step:
     return dataclasses.replace(step, graph=graph, lives=lifetimes(graph), costs=costs)
 
 
-def smallest_order_bytes(step: Step) -> int:
+def smallest_order_bytes(step: StepProblem) -> int:
     """The smallest device budget that a plan was found for in any of the orders."""
     return min(smallest_budget_bytes(deferred_step(step, count))[0] for count in _counts(step))
 
 
-def best_order(step: Step, others: Iterable[Found], progress: PlanProgress = SILENT) -> Ordered:
+def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgress = SILENT) -> Ordered:
     """Plan the orders of a step: the first plan of each, then the rest of the search in those within reach of the best.
 
     Args:
@@ -99,7 +99,7 @@ def best_order(step: Step, others: Iterable[Found], progress: PlanProgress = SIL
         if not found.choices:  # each operation once and nothing moved: no plan in any order takes less
             return Ordered(0, step, found, found.step_s)
     bound_s = float("inf")
-    searches: list[tuple[int, Search]] = []
+    searches: list[tuple[int, ResidencySearch]] = []
     counts = _counts(step)
     for index, count in enumerate(counts):
         ordered, tell = (
@@ -108,7 +108,7 @@ def best_order(step: Step, others: Iterable[Found], progress: PlanProgress = SIL
         )
         tell(0.0, "a time that no plan can beat")
         bound_s = min(bound_s, lower_bound_s(ordered))
-        search = Search(ordered, () if count else others)
+        search = ResidencySearch(ordered, () if count else others)
         tell(0.3, "a first plan")
         search.advance()
         tell(0.6, "plans that only move, or only evict")
@@ -131,7 +131,7 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
     """The best plan over the orders, or a faster one with operations on the host; its bound is for the same places."""
     retimed = chosen.found.retimed
 
-    def plan(step: Step) -> Found | None:
+    def plan(step: StepProblem) -> Found | None:
         forced = {(gap.storage, gap.start) for gap in gaps(step.graph, step.lives) if beside_host(step.graph, gap)}
         choices = {key: option for key, option in chosen.found.choices.items() if key not in forced}
         program = step.lower(choices, retimed).program
@@ -140,7 +140,7 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
     found = with_host(chosen.found, plan)
     if found is chosen.found:
         return chosen
-    search = Search(found.step, [found])
+    search = ResidencySearch(found.step, [found])
     search.advance()
     assert search.best is not None, "the plan it started with"
     best = dataclasses.replace(search.best, device_s=found.device_s)
@@ -157,7 +157,9 @@ def _within(progress: PlanProgress, start: float, length: float, deferred: int) 
     return tell
 
 
-def _finished(searches: Sequence[tuple[int, Search]], bound_s: float, progress: PlanProgress) -> tuple[int, Found]:
+def _finished(
+    searches: Sequence[tuple[int, ResidencySearch]], bound_s: float, progress: PlanProgress
+) -> tuple[int, Found]:
     """The best plan of the searches that are worth finishing."""
     firsts = [search.best.step_s for _, search in searches if search.best is not None]
     reach = (1 + _REACH) * min(firsts, default=float("inf"))
@@ -180,7 +182,7 @@ def _finished(searches: Sequence[tuple[int, Search]], bound_s: float, progress: 
     return best
 
 
-def _sharper(step: Step, bound_s: float) -> float:
+def _sharper(step: StepProblem, bound_s: float) -> float:
     """The bound that knows when bytes have to move, where that is not too much work; ``bound_s`` elsewhere.
 
     An order in which it is no sharper ends the matter, as the least over the orders counts.
@@ -196,7 +198,7 @@ def _sharper(step: Step, bound_s: float) -> float:
     return least if least < float("inf") else bound_s
 
 
-def _counts(step: Step) -> tuple[int, ...]:
+def _counts(step: StepProblem) -> tuple[int, ...]:
     """Numbers of deferred updates worth a plan, the likeliest first; of a large step only the first of them."""
     total = len(updates(step.graph))
     last = max((i for i, op in enumerate(step.graph.ops) if op.phase is Phase.BACKWARD), default=0)

@@ -18,19 +18,19 @@ _ADAMW_FLOPS = 100.0
 
 
 @dataclass(frozen=True)
-class Costs:
+class DirectionCosts:
     """Of owners. Operations have all matrices at one rate; a machine knows decompositions, small ones and launches."""
 
     machine: Machine | None
 
     @staticmethod
-    def of(name: str) -> Costs:
+    def of(name: str) -> DirectionCosts:
         """Of a machine of the catalog or a probe's file; "" for operations.
 
         Raises:
             ConfigError: no such machine.
         """
-        return Costs(load_machine(name) if name else None)
+        return DirectionCosts(load_machine(name) if name else None)
 
     def matrix(self, rule: MatrixRule, rows: int, columns: int) -> float:
         """Of a direction, the mean over updates.

@@ -26,7 +26,7 @@ _LEAST_BYTES, _MOST_BUCKETS, _WORTH = 1 << 20, 512, 1e-3
 
 
 @dataclass(frozen=True)
-class Bucket:
+class BucketComparison:
     """What a size of buckets does for a layout.
 
     Attributes:
@@ -52,7 +52,7 @@ class Bucket:
         return f"{said}; {size}, the best of other sizes, would change the step by {-share:+.2%}"
 
 
-def best_bucket(found: Simulated) -> Bucket | None:
+def best_bucket(found: Simulated) -> BucketComparison | None:
     """The best size of buckets for a simulated layout; None where nothing is reduced beside backward."""
     layout, stack = found.request.layout, found.request.stack
     alone = layout.dp * layout.cp == 1 or layout.zero >= (2 if layout.is_pipeline else 3)
@@ -80,4 +80,4 @@ def best_bucket(found: Simulated) -> Bucket | None:
     first = min(octaves, key=step_s)
     size = min((round(first * 2 ** (quarter / 4)) for quarter in range(-3, 4)), key=step_s)
     saves_s = found.step.step_s - step_s(size)
-    return Bucket(block, size, tried[size], saves_s, saves_s > _WORTH * found.step.step_s)
+    return BucketComparison(block, size, tried[size], saves_s, saves_s > _WORTH * found.step.step_s)

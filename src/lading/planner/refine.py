@@ -4,7 +4,7 @@ With B(x) <= T(x) the bound of a layout's seconds, b(x) <= M(x) that of its byte
 
     minimise    T(x)                                                                       ``refine``
     subject to  M_k(x) <= room, k over the five moments and tiers                          ``Refined.fits``
-    in order    of B(x), layouts with b(x) over the room left out                          ``Search.bounded``
+    in order    of B(x), layouts with b(x) over the room left out                          ``LayoutSearch.bounded``
     until       B of the next >= the slowest wanted T in F: proven                         ``refined``
                 or so many were simulated since the first that fits: not proven            ``_Queue.is_tired``
     if F is {}  those of least b(x) are simulated; what is left unseen is said             ``_Queue.take_lightest``
@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from lading.ir.layout import Layout
 from lading.memory.moments import Room, binding, over_bytes
 from lading.planner.peaks import peaks_of
-from lading.planner.search import Bounded, Family, Member, Opened, Search, Sifted, Tell
+from lading.planner.search import Bounded, Family, FamilyMember, LayoutSearch, Opened, Tell, UnpricedBlock
 from lading.sim.noise import waiting_share
 from lading.sim.simulate import Simulated, simulate
 
@@ -104,7 +104,7 @@ class Proof:
         return self.rest_s == float("inf")
 
 
-def refined(search: Search, room: Room, tell: Tell) -> tuple[list[Refined], list[Refined], Proof]:
+def refined(search: LayoutSearch, room: Room, tell: Tell) -> tuple[list[Refined], list[Refined], Proof]:
     """The fastest layouts that fit, those among them that turned out not to, and how far that is proven.
 
     Always what has the least bound comes next: a family is divided, a block opened, a layout simulated. Once a pipeline
@@ -131,13 +131,13 @@ class _Layout:
     exact: bool = False
 
 
-_Item = Family | Member | Sifted | Opened | _Layout
+_Item = Family | FamilyMember | UnpricedBlock | Opened | _Layout
 
 
 class _Queue:
     """What is left of a search, by bounds; ties go by the order in which they came."""
 
-    def __init__(self, search: Search, room: Room, tell: Tell) -> None:
+    def __init__(self, search: LayoutSearch, room: Room, tell: Tell) -> None:
         self.search, self.room, self.tell = search, room, tell
         self.good: list[Refined] = []
         self.over: list[Refined] = []
@@ -184,13 +184,13 @@ class _Queue:
         if isinstance(item, Family):
             for member in item.members:
                 self._push(member.bound_s, member)
-        elif isinstance(item, Member):
-            for sifted in self.search.sifted(item, self.room.device_bytes):
-                self._push(max(bound_s, sifted.sieved.step_s), sifted)
-        elif isinstance(item, Sifted):
+        elif isinstance(item, FamilyMember):
+            for unpriced in self.search.unpriced(item, self.room.device_bytes):
+                self._push(max(bound_s, unpriced.prefiltered.step_s), unpriced)
+        elif isinstance(item, UnpricedBlock):
             opened = self.search.opened(item, self.room.device_bytes)
             if opened is not None:
-                self._push(max(bound_s, opened.sieved.step_s), opened)
+                self._push(max(bound_s, opened.prefiltered.step_s), opened)
         elif isinstance(item, Opened):
             self._following(self.search.bounded(item, self.room.device_bytes))
         else:
@@ -231,7 +231,7 @@ class _Queue:
         insort(self.good if one.fits else self.over, one, key=lambda layout: layout.order)
 
 
-def refine(search: Search, found: Bounded, room: Room) -> Refined:
+def refine(search: LayoutSearch, found: Bounded, room: Room) -> Refined:
     """One layout, simulated."""
     request = search.request(search.layout(found))
     simulated = simulate(request, search.ask.table, search.segments(found))

@@ -39,7 +39,7 @@ from lading.ir.machine import Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import slot_bytes
 from lading.memory.lifetime import Gap, Lifetimes, beside_host, can_recompute, gaps, is_movable
-from lading.planner.lower import Costs
+from lading.planner.lower import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Folding:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ResidencyProblem:
     """Everything about a step that the relaxation needs, independent of the budget.
 
     Attributes:
@@ -91,7 +91,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Relaxed:
+class RelaxedResidency:
     """Share of each option for each candidate, and the optimum."""
 
     shares: tuple[dict[Option, float], ...]
@@ -102,13 +102,13 @@ def build(
     graph: StepGraph,
     lives: Lifetimes,
     machine: Machine,
-    costs: Costs,
+    costs: StepCosts,
     min_bytes: int,
     *,
     every: bool = False,
     moving: bool = False,
     across: bool = False,
-) -> Problem:
+) -> ResidencyProblem:
     """Collect the candidate gaps and the bytes that are there whatever is chosen.
 
     Args:
@@ -150,7 +150,7 @@ def build(
     seconds = np.asarray([0.0 if op in graph.on_host else took for op, took in enumerate(costs.op_seconds)])
     if every:
         seconds += _with_caller(graph, lives, machine)
-    return Problem(len(graph.ops), tuple(candidates), _base(graph, lives, chosen), seconds, machine.tiers)
+    return ResidencyProblem(len(graph.ops), tuple(candidates), _base(graph, lives, chosen), seconds, machine.tiers)
 
 
 def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:

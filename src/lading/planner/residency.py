@@ -32,8 +32,8 @@ from lading.planner.emit import emit
 from lading.planner.fluid import flow
 from lading.planner.improve import improve, tries
 from lading.planner.linear import Relaxation, solve
-from lading.planner.lower import Costs, Lowered, fixed_bytes, lower, unlimited_bytes
-from lading.planner.relaxation import Problem, Relaxed, build
+from lading.planner.lower import Lowered, StepCosts, fixed_bytes, lower, unlimited_bytes
+from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build
 from lading.planner.schedule import base_profile, item_seconds
 from lading.sim.engine import simulate, step_times
 from lading.units import format_bytes, format_seconds
@@ -55,13 +55,13 @@ _SMALLEST_SHARE = 1 / 4000
 
 
 @dataclass(frozen=True)
-class Step:
+class StepProblem:
     """A step with everything the planner works on."""
 
     graph: StepGraph
     lives: Lifetimes
     machine: Machine
-    costs: Costs
+    costs: StepCosts
     budgets: dict[str, int]
 
     @property
@@ -127,12 +127,12 @@ class Step:
 class Found:
     """Choices that fit, with what they lead to; times are predicted when they are asked for.
 
-    ``retimed`` as of ``Step.lower``; ``device_s``: the step with nothing on the host, where something is; else 0.
+    ``retimed`` as of ``StepProblem.lower``; ``device_s``: the step with nothing on the host, where something is, else 0
     """
 
     choices: dict[tuple[int, int], Option]
     program: Program
-    step: Step
+    step: StepProblem
     retimed: int = 0
     device_s: float = 0.0
 
@@ -168,7 +168,7 @@ def good_enough(found: Found, bound_s: float) -> bool:
     return found.step_s <= (1 + GOOD_ENOUGH) * bound_s
 
 
-class Search:
+class ResidencySearch:
     """The search of one step, which can be left after its first plan.
 
     Attributes:
@@ -176,7 +176,7 @@ class Search:
         looked_at: Candidates looked at, of ``num_candidates`` at most where one of them fits.
     """
 
-    def __init__(self, step: Step, others: Iterable[Found]) -> None:
+    def __init__(self, step: StepProblem, others: Iterable[Found]) -> None:
         self.step = step
         self.looked_at, self.num_candidates = 0, len(aims(len(step.graph.ops))[0])
         self.best: Found | None = min(others, key=lambda found: found.step_s, default=None)
@@ -229,7 +229,7 @@ def polished(found: Found, bound_s: float) -> Found:
     return _improved(step, found) if tries(len(step.graph.ops)) else found
 
 
-def _improved(step: Step, found: Found) -> Found:
+def _improved(step: StepProblem, found: Found) -> Found:
     def seconds_of(choices: dict[tuple[int, int], Option]) -> float | None:
         program = step.lower(choices, found.retimed).program
         return None if program is None else step.seconds(program)
@@ -242,7 +242,7 @@ def _improved(step: Step, found: Found) -> Found:
     return Found(choices, program, step, found.retimed)
 
 
-def lower_bound_s(step: Step) -> float:
+def lower_bound_s(step: StepProblem) -> float:
     """No plan within the budget takes less, as modelled; 0 where no plan exists."""
     problem = _problem(step, every=True)
     folding = fold(step.graph, problem.candidates, _CLASSES)
@@ -252,19 +252,19 @@ def lower_bound_s(step: Step) -> float:
     return relaxed.step_s if relaxed is not None else 0.0
 
 
-def flow_bound_s(step: Step) -> float:
+def flow_bound_s(step: StepProblem) -> float:
     """A sharper bound than ``lower_bound_s``, for more work; 0 where there is none."""
     flowing = flow(_problem(step, every=True), step.arena_bytes, _FLOW_WINDOWS)
     return flowing.step_s if flowing is not None else 0.0
 
 
-def smallest_budget_bytes(step: Step) -> tuple[int, Lowered]:
+def smallest_budget_bytes(step: StepProblem) -> tuple[int, Lowered]:
     """The smallest device budget a plan was found for: everything that can leave the device leaves it."""
     size, _, lowered = _tightest(step)
     return size, lowered
 
 
-def _tightest(step: Step) -> tuple[int, dict[tuple[int, int], Option], Lowered]:
+def _tightest(step: StepProblem) -> tuple[int, dict[tuple[int, int], Option], Lowered]:
     """That budget, with the choices that fit it and what they lower to there."""
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
     found: list[tuple[int, dict[tuple[int, int], Option], Lowered]] = []
@@ -275,7 +275,7 @@ def _tightest(step: Step) -> tuple[int, dict[tuple[int, int], Option], Lowered]:
     return min(found, key=lambda row: row[0])
 
 
-def _shrink(step: Step, choices: dict[tuple[int, int], Option]) -> tuple[int, Lowered]:
+def _shrink(step: StepProblem, choices: dict[tuple[int, int], Option]) -> tuple[int, Lowered]:
     """The least budget found at which the choices can be lowered, with less and less room for transfers under way."""
 
     def at(arena_bytes: int) -> Lowered:
@@ -296,7 +296,7 @@ def _shrink(step: Step, choices: dict[tuple[int, int], Option]) -> tuple[int, Lo
     return high + fixed_bytes(step.machine, step.costs), best
 
 
-def _problem(step: Step, *, every: bool = False, moving: bool = False, across: bool = False) -> Problem:
+def _problem(step: StepProblem, *, every: bool = False, moving: bool = False, across: bool = False) -> ResidencyProblem:
     smallest = max(PAGE_BYTES, int(step.arena_bytes * _SMALLEST_SHARE))
     problem = build(
         step.graph, step.lives, step.machine, step.costs, smallest, every=every, moving=moving, across=across
@@ -307,7 +307,7 @@ def _problem(step: Step, *, every: bool = False, moving: bool = False, across: b
     return dataclasses.replace(problem, capacity_bytes=capacity, folding=folding)
 
 
-def _candidates(step: Step, every: Relaxations) -> Iterable[Found]:
+def _candidates(step: StepProblem, every: Relaxations) -> Iterable[Found]:
     """Lowered solutions; those that leave little room only where none that leaves more fits.
 
     Of a large step fewer are lowered, the likeliest first.
@@ -334,9 +334,9 @@ _Beliefs = tuple[bool, bool, bool]
 class Relaxations:
     """The linear programs of a step's aims, each built once, and what their choices lead to, each lowered once."""
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: StepProblem) -> None:
         self._step = step
-        self._problems: dict[_Beliefs, Problem] = {}
+        self._problems: dict[_Beliefs, ResidencyProblem] = {}
         self._solved: dict[tuple[_Beliefs, int], Relaxation] = {}
         self._lowered: dict[frozenset[tuple[tuple[int, int], Option]], Found | np.ndarray] = {}
 
@@ -363,7 +363,7 @@ class Relaxations:
         return self._lowered[key]
 
 
-def _repaired(step: Step, every: Relaxations, aim: Aim) -> tuple[Found | None, int]:
+def _repaired(step: StepProblem, every: Relaxations, aim: Aim) -> tuple[Found | None, int]:
     """Solve as aimed; where the lowering needs more than the relaxation thought, reserve that and retry.
 
     Returns what was found and the number of lowerings.
@@ -383,7 +383,7 @@ def _repaired(step: Step, every: Relaxations, aim: Aim) -> tuple[Found | None, i
     return None, _REPAIRS
 
 
-def rounded(problem: Problem, relaxed: Relaxed) -> dict[tuple[int, int], Option]:
+def rounded(problem: ResidencyProblem, relaxed: RelaxedResidency) -> dict[tuple[int, int], Option]:
     """Choices from shares: a gap that is not wholly kept takes its largest other option, and a storage one tier.
 
     Of a class of several gaps (``problem.folding``), as many as the shares say take an option, by their seats.
@@ -405,14 +405,16 @@ def rounded(problem: Problem, relaxed: Relaxed) -> dict[tuple[int, int], Option]
     return choices
 
 
-def _seats(problem: Problem) -> list[tuple[int, int]]:
+def _seats(problem: ResidencyProblem) -> list[tuple[int, int]]:
     """Place of each candidate in its class, and places there are."""
     if problem.folding is None:
         return [(0, 1)] * len(problem.candidates)
     return list(zip(problem.folding.seat.tolist(), problem.folding.seats.tolist(), strict=True))
 
 
-def _tier_of_storage(problem: Problem, relaxed: Relaxed, seats: list[tuple[int, int]]) -> dict[int, Option]:
+def _tier_of_storage(
+    problem: ResidencyProblem, relaxed: RelaxedResidency, seats: list[tuple[int, int]]
+) -> dict[int, Option]:
     """The tier in which most of each storage's gaps are spent: a storage has a place in one tier only.
 
     The storages of a class share out the tiers: the last seats take the farthest one.
@@ -426,7 +428,7 @@ def _tier_of_storage(problem: Problem, relaxed: Relaxed, seats: list[tuple[int, 
     return {storage: _at_seat(found, *seat_of[storage]) for storage, found in shares.items() if found}
 
 
-def _within_capacity(problem: Problem, tiers: dict[int, Option]) -> dict[int, Option]:
+def _within_capacity(problem: ResidencyProblem, tiers: dict[int, Option]) -> dict[int, Option]:
     """The same, but what is too much for a tier, the last storages first, goes to the one behind it."""
     size = {candidate.gap.storage: candidate.size_bytes for candidate in problem.candidates}
     options = {candidate.gap.storage: candidate.options for candidate in problem.candidates}
@@ -454,7 +456,7 @@ def _at_seat(shares: Counter[Option], seat: int, count: int) -> Option:
     return next(iter(shares))
 
 
-def _missing(step: Step, lowered: Lowered) -> np.ndarray:
+def _missing(step: StepProblem, lowered: Lowered) -> np.ndarray:
     """Bytes to reserve at each position so that the next solution fits: the lowering's excess around its items."""
     extra = np.zeros(len(step.graph.ops), dtype=np.int64)
     over = base_profile(step.graph, lowered.emission) - step.arena_bytes
@@ -470,7 +472,7 @@ def _missing(step: Step, lowered: Lowered) -> np.ndarray:
     return extra
 
 
-def _smallest(step: Step) -> Found:
+def _smallest(step: StepProblem) -> Found:
     """The plan that needs least memory, if that fits; otherwise say what binds."""
     size, choices, lowered = _tightest(step)
     if size > step.budgets["device"]:
@@ -491,7 +493,7 @@ def _check_tiers(program: Program) -> None:
             )
 
 
-def infeasible(step: Step, smallest: int, lowered: Lowered) -> PlanInfeasible:
+def infeasible(step: StepProblem, smallest: int, lowered: Lowered) -> PlanInfeasible:
     """The error that names the binding moment, what is alive there, and the smallest budget that would do."""
     item = lowered.emission.items[lowered.peak_item]
     op = step.graph.ops[item.op] if item.op is not None else None

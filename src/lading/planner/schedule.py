@@ -6,7 +6,7 @@ stretched into bytes that nothing else needs, never beyond ``soft_bytes`` at any
 [Note: over the boundary] The step repeats, so time is a circle: what is needed first may be fetched while the step
 before ends, and what is written last may leave while the next step begins. Such a storage is on the device when a step
 starts and when it ends, at the same address; ``wrapped`` cuts its stay in two. A tier's copy counts for nothing when a
-step starts (``memory.layout.home_tiers``), so a fetch may only cross the boundary where the step writes the copy
+step starts (``memory.tier_layout.home_tiers``), so a fetch may only cross the boundary where the step writes the copy
 before it reads it again.
 """
 

@@ -1,9 +1,10 @@
 """Search: what the blocks of a space cost, and the bounds of all layouts of a block.
 
 [Note: bounds, one behind the other]
-What has the least bound is looked into next. A family of blocks has that of its members. A member has the floors of
-its kernels (``floors.py``): first of the whole model, never waiting, then of the pipelines that may fit (``sieve.py``).
-What is left is priced by the simulator's own code and sieved again; then each layout has a bound (``bounds.py``).
+What has the least bound is looked into next. A family of blocks has the least bound of its members. A member is bounded
+by its kernels (``kernel_bounds.py``): first of the whole model, never waiting, then of the pipelines that may fit
+(``prefilter.py``). What is left is priced by the simulator's own code and filtered again; then each layout has a bound
+(``bounds.py``).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from lading.ir.request import Request
 from lading.parallel.ranks import check_segment
 from lading.planner.bounds import Rows, peak_bounds, priced_block, step_bounds
 from lading.planner.exchanges import Exchanges, Known, exchanges
-from lading.planner.floors import Floors
+from lading.planner.kernel_bounds import KernelBounds
 from lading.planner.pipes import Bools
+from lading.planner.prefilter import Prefiltered, SegmentCosts, costs_of
 from lading.planner.shares import Shares
-from lading.planner.sieve import Costs, Sieved, costs_of
-from lading.planner.space import Ask, Block, Cut, Mesh, Pipe, Space, divisors
+from lading.planner.space import Ask, LayoutBlock, Mesh, Pipe, Space, StateLayout, divisors
 from lading.planner.stages import Floats
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases
@@ -49,27 +50,27 @@ class Bounded:
     step_s: float
     span_s: float
     peak_bytes: float
-    block: Block
+    block: LayoutBlock
     mode: str
     pipe: Pipe
-    cut: Cut
+    cut: StateLayout
     states: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Member:
-    """A block of a family; ``floors``: of the family, None where the block is all of it."""
+class FamilyMember:
+    """A block of a family; ``kernel_bounds``: those of its family, None where the block is all of it."""
 
     bound_s: float
-    block: Block
-    floors: Floors | None
+    block: LayoutBlock
+    kernel_bounds: KernelBounds | None
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
     """Blocks that differ in the micro-batch and in the ways of expert parallel."""
 
-    members: tuple[Member, ...]
+    members: tuple[FamilyMember, ...]
 
     @property
     def bound_s(self) -> float:
@@ -78,25 +79,25 @@ class Family:
 
 
 @dataclass(frozen=True, eq=False)
-class Sifted:
+class UnpricedBlock:
     """A member in a recompute mode, not priced: what its floors leave of its pipes."""
 
-    block: Block
+    block: LayoutBlock
     mode: str
-    sieved: Sieved
+    prefiltered: Prefiltered
 
 
 @dataclass(frozen=True, eq=False)
 class Opened:
     """A block in a recompute mode, priced, and what that leaves of its pipes."""
 
-    block: Block
+    block: LayoutBlock
     mode: str
-    sieved: Sieved
+    prefiltered: Prefiltered
 
 
 @dataclass
-class Search:
+class LayoutSearch:
     """One search: what its blocks share, and the prices of each.
 
     Attributes:
@@ -110,14 +111,14 @@ class Search:
     evaluated: int = 0
     refused: dict[str, int] = field(default_factory=lambda: {})
     over: list[Bounded] = field(default_factory=lambda: [])
-    _segments: dict[Block, dict[str, tuple[Phases, ...]]] = field(default_factory=lambda: {})
+    _segments: dict[LayoutBlock, dict[str, tuple[Phases, ...]]] = field(default_factory=lambda: {})
     _exchanges: dict[Mesh, Exchanges] = field(default_factory=lambda: {})
     _known: Known = field(default_factory=lambda: {})
-    _alone_s: dict[tuple[Block, str, Pipe], float] = field(default_factory=lambda: {})
-    _kept: dict[tuple[Block, str, Pipe], tuple[int, ...]] = field(default_factory=lambda: {})
-    _out: list[Sifted | Opened] = field(default_factory=lambda: [])
+    _alone_s: dict[tuple[LayoutBlock, str, Pipe], float] = field(default_factory=lambda: {})
+    _kept: dict[tuple[LayoutBlock, str, Pipe], tuple[int, ...]] = field(default_factory=lambda: {})
+    _out: list[UnpricedBlock | Opened] = field(default_factory=lambda: [])
     _families: list[Family] = field(default_factory=lambda: [])
-    _never: set[Block] = field(default_factory=set[Block])
+    _never: set[LayoutBlock] = field(default_factory=set[LayoutBlock])
 
     @cached_property
     def shares(self) -> Shares:
@@ -172,7 +173,7 @@ class Search:
         """
         for mode in self.space.modes():
             self.shares.table(mode)
-        alike: dict[tuple[object, ...], list[Block]] = {}
+        alike: dict[tuple[object, ...], list[LayoutBlock]] = {}
         for mesh in self.space.meshes():
             for block in self.space.blocks(mesh):
                 key = (mesh.tp, mesh.cp, mesh.etp, mesh.ep > 1, block.sp, block.cp_comm, block.precision)
@@ -190,7 +191,7 @@ class Search:
         self.counted = sum(self.shares.count(m.block) for family in self._families for m in family.members)
         return self._families
 
-    def _all_can_be(self, blocks: Sequence[Block]) -> bool:
+    def _all_can_be(self, blocks: Sequence[LayoutBlock]) -> bool:
         """Whether all blocks of a family can be if the last can, and have floors."""
         if self.ask.machine.device.gpu is None:
             return False
@@ -203,7 +204,7 @@ class Search:
             return False
         return True
 
-    def _family(self, blocks: Sequence[Block]) -> Family | None:
+    def _family(self, blocks: Sequence[LayoutBlock]) -> Family | None:
         """None if the leader cannot be."""
         leader, mode = blocks[-1], self.space.modes()[0]
         try:
@@ -214,16 +215,18 @@ class Search:
         plain = self._plain(leader, mode)
         if len(blocks) == 1:
             bound_s = self._ideal_s(leader, costs_of(plain, prices, len(plain)))
-            return Family((Member(bound_s, leader, None),))
+            return Family((FamilyMember(bound_s, leader, None),))
         outer = [
             one.precise or not (s.segment.enters and s.segment.leaves)
             for s, one in zip(plain, self.ask.table.segments, strict=True)
         ]
-        floors = Floors(leader, plain, prices, outer)
-        bounds = [self._ideal_s(block, floors.plain(block, self._prices(block))) for block in blocks]
-        return Family(tuple(Member(bound_s, block, floors) for bound_s, block in zip(bounds, blocks, strict=True)))
+        kernel_bounds = KernelBounds(leader, plain, prices, outer)
+        bounds = [self._ideal_s(block, kernel_bounds.plain(block, self._prices(block))) for block in blocks]
+        return Family(
+            tuple(FamilyMember(bound_s, block, kernel_bounds) for bound_s, block in zip(bounds, blocks, strict=True))
+        )
 
-    def _plain(self, block: Block, mode: str) -> tuple[Phases, ...]:
+    def _plain(self, block: LayoutBlock, mode: str) -> tuple[Phases, ...]:
         segments = self._segments[block][mode]
         return segments[len(segments) // 2 :]
 
@@ -241,61 +244,63 @@ class Search:
             + f" can be: {why}"
         )
 
-    def sifted(self, member: Member, budget_bytes: float) -> list[Sifted]:
+    def unpriced(self, member: FamilyMember, budget_bytes: float) -> list[UnpricedBlock]:
         """A member in each recompute mode in which some of its pipes may fit as far as its floors tell.
 
         Args:
             budget_bytes: Of the tensors of a device.
         """
-        found = [self._sifted(member, mode, budget_bytes) for mode in self.space.modes()]
-        self._out += [one for one in found if one.sieved.step_s == inf]
-        return [one for one in found if one.sieved.step_s < inf]
+        found = [self._unpriced(member, mode, budget_bytes) for mode in self.space.modes()]
+        self._out += [one for one in found if one.prefiltered.step_s == inf]
+        return [one for one in found if one.prefiltered.step_s < inf]
 
-    def _sifted(self, member: Member, mode: str, budget_bytes: float) -> Sifted:
+    def _unpriced(self, member: FamilyMember, mode: str, budget_bytes: float) -> UnpricedBlock:
         block = member.block
-        if member.floors is None:
-            return Sifted(block, mode, self._opened(block, mode, budget_bytes).sieved)
-        costs = self.floor(member, mode)
-        segments = self._segments[member.floors.leader][mode]
-        return Sifted(block, mode, self._sieved(block, mode, costs, segments, budget_bytes))
+        if member.kernel_bounds is None:
+            return UnpricedBlock(block, mode, self._opened(block, mode, budget_bytes).prefiltered)
+        costs = self.least_costs(member, mode)
+        segments = self._segments[member.kernel_bounds.leader][mode]
+        return UnpricedBlock(block, mode, self._prefiltered(block, mode, costs, segments, budget_bytes))
 
-    def floor(self, member: Member, mode: str) -> Costs:
+    def least_costs(self, member: FamilyMember, mode: str) -> SegmentCosts:
         """What a member takes at least in a recompute mode; its own prices where it has no floors."""
-        floors = member.floors
-        if floors is None:
+        kernel_bounds = member.kernel_bounds
+        if kernel_bounds is None:
             return self.costs(member.block, mode)
-        if not floors.knows(mode):
-            self._price(floors.leader, mode)
-            segments = self._segments[floors.leader][mode]
-            floors.learn(mode, segments[: len(segments) // 2])
-        return floors.costs(member.block, mode, self._prices(member.block))
+        if not kernel_bounds.knows(mode):
+            self._price(kernel_bounds.leader, mode)
+            segments = self._segments[kernel_bounds.leader][mode]
+            kernel_bounds.learn(mode, segments[: len(segments) // 2])
+        return kernel_bounds.costs(member.block, mode, self._prices(member.block))
 
-    def costs(self, block: Block, mode: str) -> Costs:
+    def costs(self, block: LayoutBlock, mode: str) -> SegmentCosts:
         """What a block takes in a recompute mode."""
         prices = self._price(block, mode)
         segments = self._segments[block][mode]
         return costs_of(segments, prices, len(segments) // 2)
 
-    def opened(self, sifted: Sifted, budget_bytes: float) -> Opened | None:
+    def opened(self, unpriced: UnpricedBlock, budget_bytes: float) -> Opened | None:
         """The same block, priced; None if none of its pipes may fit."""
         try:
-            one = self._opened(sifted.block, sifted.mode, budget_bytes)
+            one = self._opened(unpriced.block, unpriced.mode, budget_bytes)
         except ConfigError as error:  # of the leader's family, but not as it is
-            if sifted.block not in self._never:
-                self._never.add(sifted.block)
-                self.counted -= self.shares.count(sifted.block)
+            if unpriced.block not in self._never:
+                self._never.add(unpriced.block)
+                self.counted -= self.shares.count(unpriced.block)
                 self.refused[str(error)] = self.refused.get(str(error), 0) + 1
             return None
-        if one.sieved.step_s < inf:
+        if one.prefiltered.step_s < inf:
             return one
         self._out.append(one)
         return None
 
-    def _opened(self, block: Block, mode: str, budget_bytes: float) -> Opened:
+    def _opened(self, block: LayoutBlock, mode: str, budget_bytes: float) -> Opened:
         costs = self.costs(block, mode)
-        return Opened(block, mode, self._sieved(block, mode, costs, self._segments[block][mode], budget_bytes))
+        return Opened(block, mode, self._prefiltered(block, mode, costs, self._segments[block][mode], budget_bytes))
 
-    def _sieved(self, block: Block, mode: str, costs: Costs, segments: Sequence[Phases], budget_bytes: float) -> Sieved:
+    def _prefiltered(
+        self, block: LayoutBlock, mode: str, costs: SegmentCosts, segments: Sequence[Phases], budget_bytes: float
+    ) -> Prefiltered:
         """What is left of a block's pipes.
 
         Args:
@@ -308,10 +313,10 @@ class Search:
         fits, nearly = peaks <= budget_bytes, peaks <= _NEARLY * budget_bytes
         seconds = np.full(len(peaks), inf)
         if np.any(nearly):
-            sieve = self.shares.sieve(mode)
-            seconds = sieve.seconds(costs, share.micro_batches, blocking=stack.launch_blocking)
+            prefilter = self.shares.prefilter(mode)
+            seconds = prefilter.seconds(costs, share.micro_batches, blocking=stack.launch_blocking)
             seconds *= (1 + waiting_share(self.ask.devices, every_block=False)) * _ROUNDING
-        return Sieved(
+        return Prefiltered(
             pipes=fits,
             step_s=float(np.min(seconds, where=fits, initial=inf)),
             over_s=float(np.min(seconds, where=nearly & ~fits, initial=inf)),
@@ -320,18 +325,18 @@ class Search:
 
     def nearly(self, most: int, limit_s: float, budget_bytes: float) -> list[Bounded]:
         """The fastest layouts that are a little too large, of those that may take less than ``limit_s``."""
-        for one in sorted(self._out, key=lambda each: each.sieved.over_s)[:most]:
-            if one.sieved.over_s < limit_s:
+        for one in sorted(self._out, key=lambda each: each.prefiltered.over_s)[:most]:
+            if one.prefiltered.over_s < limit_s:
                 self._look_into(one, budget_bytes)
         return sorted(self.over, key=lambda found: (found.step_s, str(self.layout(found))))[:most]
 
-    def _look_into(self, one: Sifted | Opened, budget_bytes: float) -> None:
+    def _look_into(self, one: UnpricedBlock | Opened, budget_bytes: float) -> None:
         """Bound the layouts of a block of which none fits."""
-        opened = self.opened(Sifted(one.block, one.mode, one.sieved), inf)
+        opened = self.opened(UnpricedBlock(one.block, one.mode, one.prefiltered), inf)
         if opened is not None:
             next(self.bounded(opened, budget_bytes), None)
 
-    def _price(self, block: Block, mode: str) -> MachinePrices:
+    def _price(self, block: LayoutBlock, mode: str) -> MachinePrices:
         prices, known = self._prices(block), self._segments.setdefault(block, {})
         if mode not in known:
             before = next(iter(known.values()), ())
@@ -339,7 +344,7 @@ class Search:
             known.update(segments_by_mode(self.request(prices.layout), self.ask.table, prices, (mode,), plain))
         return prices
 
-    def _ideal_s(self, block: Block, costs: Costs) -> float:
+    def _ideal_s(self, block: LayoutBlock, costs: SegmentCosts) -> float:
         """Least seconds of a step of a block: all its work spread evenly, nothing recomputed and never waiting."""
         counts = np.zeros((1, costs.device.shape[1]))
         counts[0, -len(self.ask.table.counts) :] = self.ask.table.counts
@@ -348,13 +353,13 @@ class Search:
         waits = waiting_share(self.ask.devices, every_block=False)
         return self.ask.global_batch / block.micro_batch / ranks * work * (1 + waits) * _ROUNDING
 
-    def _prices(self, block: Block, pp: int = 1) -> MachinePrices:
+    def _prices(self, block: LayoutBlock, pp: int = 1) -> MachinePrices:
         """Prices of a block over all devices, in a pipeline of some length."""
-        plain = self.space.layout(block, "none", Pipe(pp, 1, "1f1b", -1), Cut(0, 0), global_batch=0)
+        plain = self.space.layout(block, "none", Pipe(pp, 1, "1f1b", -1), StateLayout(0, 0), global_batch=0)
         layout = replace(plain, recompute_modules=self.ask.pins.get("recompute_modules", ()))
         return MachinePrices(self.ask.machine, layout, self.ask.request.stack, self.ask.table.symbols.get("a", 1))
 
-    def _rows(self, block: Block, mode: str, pipes: Bools) -> Rows:
+    def _rows(self, block: LayoutBlock, mode: str, pipes: Bools) -> Rows:
         """All layouts of a block in some pipes."""
         shares, share = self.shares, self.shares.share(block, mode)
         if block.mesh not in self._exchanges:
@@ -391,9 +396,9 @@ class Search:
         """
         found: list[Bounded] = []
         members = [member for family in self._families or self.families(_silent) for member in family.members]
-        sifted = [self._sifted(member, mode, inf) for member in members for mode in self.space.modes()]
-        for one in sorted(sifted, key=lambda each: each.sieved.peak_bytes):
-            if one.sieved.peak_bytes > (found[-1].peak_bytes if len(found) == most else inf):
+        unpriced = [self._unpriced(member, mode, inf) for member in members for mode in self.space.modes()]
+        for one in sorted(unpriced, key=lambda each: each.prefiltered.peak_bytes):
+            if one.prefiltered.peak_bytes > (found[-1].peak_bytes if len(found) == most else inf):
                 break
             opened = self.opened(one, inf)
             if opened is not None and (bounds := self._bounds(opened)) is not None:
@@ -404,7 +409,7 @@ class Search:
     def _bounds(self, opened: Opened) -> _BlockBounds | None:
         """Of a block's layouts in the pipes that are left of it; None if there is none."""
         block, mode, ask = opened.block, opened.mode, self.ask
-        rows, prices = self._rows(block, mode, opened.sieved.pipes), self._prices(block)
+        rows, prices = self._rows(block, mode, opened.prefiltered.pipes), self._prices(block)
         if not len(rows.pipe):
             return None
         ways = next((n for n in divisors(prices.layout.dp) if n > 1), 1)
@@ -420,7 +425,7 @@ class Search:
 class _BlockBounds:
     """Bounds of the layouts of a block in one recompute mode, each an array over ``rows``."""
 
-    block: Block
+    block: LayoutBlock
     mode: str
     rows: Rows
     steps: Floats

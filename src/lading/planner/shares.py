@@ -11,8 +11,8 @@ import numpy as np
 from lading.errors import ConfigError
 from lading.planner.exchanges import least_bytes, watched_segments
 from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid
-from lading.planner.sieve import Sieve
-from lading.planner.space import Ask, Block, Mesh, Space
+from lading.planner.prefilter import Prefilter
+from lading.planner.space import Ask, LayoutBlock, Mesh, Space
 from lading.planner.stages import Floats, Ints, StageRows
 from lading.sim.phases import Phases
 
@@ -39,7 +39,7 @@ class Shares:
 
     ask: Ask
     _tables: dict[bool, PipeTable] = field(default_factory=lambda: {})
-    _sieves: dict[bool, Sieve] = field(default_factory=lambda: {})
+    _prefilters: dict[bool, Prefilter] = field(default_factory=lambda: {})
     _shares: dict[tuple[int, int, bool], Share] = field(default_factory=lambda: {})
     _least: dict[Mesh, Floats] = field(default_factory=lambda: {})
     _counts: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: {})
@@ -80,14 +80,14 @@ class Shares:
             self._tables[partial] = pipe_table(pipes, self.rows)
         return self._tables[partial]
 
-    def sieve(self, mode: str) -> Sieve:
+    def prefilter(self, mode: str) -> Prefilter:
         """Of the pipes of a recompute mode; stages of all modes must have been laid out."""
         partial = self.partial(mode)
-        if partial not in self._sieves:
-            self._sieves[partial] = Sieve.of(self.table(mode), self.rows.arrays()[2])
-        return self._sieves[partial]
+        if partial not in self._prefilters:
+            self._prefilters[partial] = Prefilter.of(self.table(mode), self.rows.arrays()[2])
+        return self._prefilters[partial]
 
-    def share(self, block: Block, mode: str) -> Share:
+    def share(self, block: LayoutBlock, mode: str) -> Share:
         """What a block has in common with others."""
         key = (block.mesh.tp * block.mesh.cp, block.micro_batch, self.partial(mode))
         if key not in self._shares:
@@ -98,22 +98,22 @@ class Shares:
             if "dp" in self.ask.pins:
                 good &= replicas == self.ask.pins["dp"]
             alive = alive_of(table, np.maximum(1.0, micro_batches), stack)
-            self._shares[key] = Share(good, micro_batches, alive, self.sieve(mode).kept(alive[0]))
+            self._shares[key] = Share(good, micro_batches, alive, self.prefilter(mode).kept(alive[0]))
         return self._shares[key]
 
-    def good(self, block: Block, mode: str) -> Bools:
+    def good(self, block: LayoutBlock, mode: str) -> Bools:
         """Which pipes a block can have."""
         ranks = self.ask.devices / self.table(mode).pp
         return self.share(block, mode).good & (np.mod(ranks, block.mesh.expert_ways) == 0)
 
-    def least_bytes(self, block: Block, segments: Sequence[Phases], elements: Floats) -> Floats:
+    def least_bytes(self, block: LayoutBlock, segments: Sequence[Phases], elements: Floats) -> Floats:
         """(pipeline shape, watched rank): least bytes of states; arguments as ``exchanges.least_bytes``."""
         if block.mesh not in self._least:
             table = self.table(self.space.modes()[0])
             self._least[block.mesh] = least_bytes(self.space, block, self.watched, table, segments, elements)
         return self._least[block.mesh]
 
-    def count(self, block: Block) -> int:
+    def count(self, block: LayoutBlock) -> int:
         """Layouts of a block."""
         mesh = block.mesh
         key = (mesh.tp, mesh.cp, mesh.expert_ways, block.micro_batch)

@@ -116,7 +116,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Block:
+class LayoutBlock:
     """All that a block's kernels and collectives depend on but the recompute mode."""
 
     mesh: Mesh
@@ -142,7 +142,7 @@ class Pipe:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Cut:
+class StateLayout:
     """Who keeps the states of a parameter, and what of these lies behind the device: the host updates it."""
 
     zero: int
@@ -303,7 +303,7 @@ class Space:
         tokens = self.ask.request.seq_len
         return [n for n in divisors(devices) if n == 1 or (tokens % (2 * n) == 0 and tokens // n >= _LEAST_TOKENS)]
 
-    def blocks(self, mesh: Mesh) -> Iterator[Block]:
+    def blocks(self, mesh: Mesh) -> Iterator[LayoutBlock]:
         """Of a mesh, in a fixed order."""
         most = max(_MOST_SEQUENCES, _MOST_TOKENS // self.ask.request.seq_len)
         batches = [n for n in divisors(self.ask.global_batch) if n <= most]
@@ -312,7 +312,7 @@ class Space:
                 ways = list(_CP_COMMS) if mesh.cp > 1 else ["ring"]
                 for comm in self._pinned("cp_comm", ways):
                     for precision in self.precisions:
-                        yield Block(mesh, micro_batch, sp, comm, precision)
+                        yield LayoutBlock(mesh, micro_batch, sp, comm, precision)
 
     def modes(self) -> list[str]:
         """Of recompute."""
@@ -347,17 +347,17 @@ class Space:
         both = ["interleaved", "zero-bubble"]
         return [*both, *V_SHAPED] if vpp == 2 else both
 
-    def cuts(self, data: int, pp: int) -> list[Cut]:
+    def cuts(self, data: int, pp: int) -> list[StateLayout]:
         """Of states over ``data`` replicas."""
         stages = [0, 1, 2, 3]
         if pp > 1:  # [Note: sharded in a pipeline] in lading.program.emit: 2 and 3 are one there
             stages = [0, 1, 3] if self.ask.request.stack.cuts_in_pipeline else [0, 1]
-        found: list[Cut] = []
+        found: list[StateLayout] = []
         for zero in self._pinned("zero", stages if data > 1 else [0]):
             parts = [0, *(n for n in divisors(data) if 1 < n < data)] if zero else [0]
             shards = [n for n in self._pinned("shard", parts) if not n or (zero and data % n == 0)]
             ways = [way for way in self._offloads if zero == 3 or "parameters" not in way[0]]
-            found += [Cut(zero, shard, *way) for way in ways for shard in shards]
+            found += [StateLayout(zero, shard, *way) for way in ways for shard in shards]
         return found
 
     @cached_property
@@ -378,7 +378,9 @@ class Space:
         """Bytes of a device that the optimizer's states need where the host updates, whatever the layout."""
         return Least.of(self.ask.request, self.ask.table, self.ask.devices).host_bytes
 
-    def layout(self, block: Block, mode: str, pipe: Pipe, cut: Cut, global_batch: int | None = None) -> Layout:
+    def layout(
+        self, block: LayoutBlock, mode: str, pipe: Pipe, cut: StateLayout, global_batch: int | None = None
+    ) -> Layout:
         """The layout of the four.
 
         Args:

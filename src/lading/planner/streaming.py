@@ -25,7 +25,7 @@ from lading.memory.verify import verify
 from lading.planner.host_balance import with_host
 from lading.planner.lower import Lowered
 from lading.planner.policies import checkpoint_every_block
-from lading.planner.residency import MOST_RETIMED, Found, Step, infeasible
+from lading.planner.residency import MOST_RETIMED, Found, StepProblem, infeasible
 from lading.planner.schedule import base_profile
 
 #: A gap of fewer operations is no time to go away.
@@ -47,7 +47,7 @@ _STAGED = 0.05
 _Choices = dict[tuple[int, int], Option]
 
 
-def streaming(step: Step) -> Found:
+def streaming(step: StepProblem) -> Found:
     """The streaming plan, or a plainer one that fits and takes no more time.
 
     Raises:
@@ -58,14 +58,14 @@ def streaming(step: Step) -> Found:
     return best
 
 
-def _fitting(step: Step) -> Found | None:
+def _fitting(step: StepProblem) -> Found | None:
     try:
         return _streamed(step)
     except PlanInfeasible:
         return None
 
 
-def _streamed(step: Step) -> Found:
+def _streamed(step: StepProblem) -> Found:
     """The plan of a step whose operations have their places."""
     found = [made for choices in _plainer(step) if (made := _found(step, choices)) is not None]
     if not found:
@@ -83,7 +83,7 @@ def _streamed(step: Step) -> Found:
     return min(found, key=lambda made: made.step_s)
 
 
-def moving(step: Step) -> Iterator[Found]:
+def moving(step: StepProblem) -> Iterator[Found]:
     """Plans that fit in which whatever is not used for a while is on a lower tier meanwhile; nothing is recomputed."""
     if not step.machine.tiers or len(step.graph.ops) > _MANY_OPS:
         return
@@ -98,7 +98,7 @@ def moving(step: Step) -> Iterator[Found]:
             yield step.retimed(found, MOST_RETIMED)
 
 
-def persistent_away(step: Step) -> Iterator[_Choices]:
+def persistent_away(step: StepProblem) -> Iterator[_Choices]:
     """Choices by which optimizer states, or whatever lasts over the step, are on lower tiers between uses."""
     least_bytes = max(PAGE_BYTES, int(_LEAST_MOVED_SHARE * step.arena_bytes))
     leaving = _leaving(step, {}, _LEAST_OPS, least_bytes) if step.machine.tiers else {}
@@ -106,31 +106,31 @@ def persistent_away(step: Step) -> Iterator[_Choices]:
         yield _placed(step, {}, {s: gaps for s, gaps in leaving.items() if step.graph.storages[s].role in roles}, 0)
 
 
-def _plainer(step: Step) -> Iterable[_Choices]:
+def _plainer(step: StepProblem) -> Iterable[_Choices]:
     """What to try first, where it could fit: everything stays, or only activations are recomputed."""
     if _outlives(step) < step.arena_bytes:
         yield {}
         yield checkpoint_every_block(step.graph, step.lives)
 
 
-def _outlives(step: Step) -> int:
+def _outlives(step: StepProblem) -> int:
     """Bytes that are on the device all the time when nothing leaves it."""
     graph = step.graph
     wrapping = {gap.storage for gap in gaps(graph, step.lives) if gap.wraps and not beside_host(graph, gap)}
     return sum(_size(step, storage) for storage in wrapping)
 
 
-def _found(step: Step, choices: _Choices) -> Found | None:
+def _found(step: StepProblem, choices: _Choices) -> Found | None:
     program = step.lower(choices).program
     return None if program is None else Found(choices, program, step)
 
 
-def _size(step: Step, storage: int) -> int:
+def _size(step: StepProblem, storage: int) -> int:
     return slot_bytes(step.graph.storages[storage].size_bytes)
 
 
 def _leaving(
-    step: Step, recomputed: _Choices, least_ops: int = _LEAST_OPS, least_bytes: int = _LEAST_BYTES
+    step: StepProblem, recomputed: _Choices, least_ops: int = _LEAST_OPS, least_bytes: int = _LEAST_BYTES
 ) -> dict[int, list[Gap]]:
     """Gaps over which a storage can be away, by storage."""
     away: dict[int, list[Gap]] = {}
@@ -145,7 +145,7 @@ def _leaving(
     return away
 
 
-def _placed(step: Step, recomputed: _Choices, away: dict[int, list[Gap]], room_bytes: int) -> _Choices:
+def _placed(step: StepProblem, recomputed: _Choices, away: dict[int, list[Gap]], room_bytes: int) -> _Choices:
     """Choices: what comes back most often stays while there is room, then goes to the nearest tier that has some."""
     choices = dict(recomputed)
     left = {tier.name: step.budgets[tier.name] for tier in step.machine.tiers if step.budgets[tier.name]}
@@ -169,7 +169,7 @@ def _placed(step: Step, recomputed: _Choices, away: dict[int, list[Gap]], room_b
     return choices
 
 
-def _worked_on(step: Step) -> int:
+def _worked_on(step: StepProblem) -> int:
     """Bytes of the host's memory for what its processors work on."""
     graph = step.graph
     passing = [_size(step, s) for s in graph.host_storages - graph.persistent]
@@ -177,7 +177,7 @@ def _worked_on(step: Step) -> int:
     return sum(_size(step, s) for s in graph.host_storages & graph.persistent) + staged
 
 
-def _infeasible(step: Step, choices: _Choices, lowered: Lowered) -> PlanInfeasible:
+def _infeasible(step: StepProblem, choices: _Choices, lowered: Lowered) -> PlanInfeasible:
     """The error of a plan that does not fit, with a device budget for which it does."""
     if not lowered.excess_bytes:
         return PlanInfeasible(

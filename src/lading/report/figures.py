@@ -20,7 +20,7 @@ ROLE_ORDER = (
 )  # fmt: skip
 
 
-class Kind(StrEnum):
+class SliceKind(StrEnum):
     """What a slice of a timeline is to a reader; finer than ActionKind for COMPUTE and MOVE."""
 
     FORWARD = "forward"
@@ -34,21 +34,21 @@ class Kind(StrEnum):
 
 
 _KINDS = {
-    ActionKind.RECOMPUTE: Kind.RECOMPUTE,
-    ActionKind.STEP: Kind.STEP,
-    ActionKind.FREE: Kind.FREE,
-    ActionKind.RESHARD: Kind.FREE,
+    ActionKind.RECOMPUTE: SliceKind.RECOMPUTE,
+    ActionKind.STEP: SliceKind.STEP,
+    ActionKind.FREE: SliceKind.FREE,
+    ActionKind.RESHARD: SliceKind.FREE,
 }
-_PHASES = {Phase.FORWARD: Kind.FORWARD, Phase.LOSS: Kind.FORWARD, Phase.BACKWARD: Kind.BACKWARD}
+_PHASES = {Phase.FORWARD: SliceKind.FORWARD, Phase.LOSS: SliceKind.FORWARD, Phase.BACKWARD: SliceKind.BACKWARD}
 
 
-def kind_of(program: Program, action: Action) -> Kind:
+def kind_of(program: Program, action: Action) -> SliceKind:
     """How a reader sees an action; the loss counts as forward, a MOVE is a read when it ends on the device."""
     if action.kind is ActionKind.COMPUTE and action.op is not None:
-        return _PHASES.get(program.graph.ops[action.op].phase, Kind.STEP)
+        return _PHASES.get(program.graph.ops[action.op].phase, SliceKind.STEP)
     if action.kind is ActionKind.MOVE:
-        return Kind.READ if action.target == DEVICE else Kind.WRITE
-    return _KINDS.get(action.kind, Kind.COMMUNICATION)
+        return SliceKind.READ if action.target == DEVICE else SliceKind.WRITE
+    return _KINDS.get(action.kind, SliceKind.COMMUNICATION)
 
 
 def role_names(names: Sequence[str] | set[str]) -> list[str]:
@@ -70,22 +70,22 @@ def seconds_by_kind(program: Program, timeline: Timeline) -> dict[str, float]:
         kind = kind_of(program, action)
         name = kind.value
         if action.kind is ActionKind.MOVE:
-            name = f"read {action.source}" if kind is Kind.READ else f"write {action.target}"
+            name = f"read {action.source}" if kind is SliceKind.READ else f"write {action.target}"
         seconds[name] += event.end_s - event.start_s
-    order = [kind.value for kind in Kind]
+    order = [kind.value for kind in SliceKind]
     names = sorted(seconds, key=lambda name: (order.index(name.split()[0]), name))
     return {name: seconds[name] for name in names if seconds[name]}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class OptionTotal:
     """Storages of one role that take one option."""
 
     num_storages: int = 0
     size_bytes: int = 0
 
 
-def placement(plan: Plan, graph: StepGraph) -> dict[str, dict[Option, Placed]]:
+def placement(plan: Plan, graph: StepGraph) -> dict[str, dict[Option, OptionTotal]]:
     """Bytes per role and option.
 
     A storage is under KEEP if no gap of its own has another option, else under each option that one of its gaps has:
@@ -95,13 +95,13 @@ def placement(plan: Plan, graph: StepGraph) -> dict[str, dict[Option, Placed]]:
     for choice in plan.choices.gaps:
         if choice.option != Option.KEEP:
             options[choice.storage].add(choice.option)
-    table: dict[str, dict[Option, Placed]] = {}
+    table: dict[str, dict[Option, OptionTotal]] = {}
     for role in role_names({storage.role.value for storage in graph.storages}):
         rows = [(i, s.size_bytes) for i, s in enumerate(graph.storages) if s.role == role]
         table[role] = {}
         for option in plan.options:
             sizes = [size for i, size in rows if option in (options.get(i) or {Option.KEEP})]
-            table[role][option] = Placed(num_storages=len(sizes), size_bytes=sum(sizes))
+            table[role][option] = OptionTotal(num_storages=len(sizes), size_bytes=sum(sizes))
     return table
 
 

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from lading.ir.program import Program
 from lading.ir.timeline import Event, Timeline
 from lading.report.charts import LEFT, PLOT, WIDTH
-from lading.report.figures import Kind, kind_of
+from lading.report.figures import SliceKind, kind_of
 from lading.report.svg import Frame, el, figure, legend, second_ticks, svg, words, x_axis
 
 ROW, GAP, HEAD = 22.0, 4.0, 24.0
 
 KIND_TITLES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.RECOMPUTE: "recompute",
-    Kind.STEP: "optimizer step",
-    Kind.READ: "read to device",
-    Kind.WRITE: "write from device",
-    Kind.COMMUNICATION: "communication",
-    Kind.FREE: "free",
+    SliceKind.FORWARD: "forward",
+    SliceKind.BACKWARD: "backward",
+    SliceKind.RECOMPUTE: "recompute",
+    SliceKind.STEP: "optimizer step",
+    SliceKind.READ: "read to device",
+    SliceKind.WRITE: "write from device",
+    SliceKind.COMMUNICATION: "communication",
+    SliceKind.FREE: "free",
 }
 
 
@@ -36,7 +36,7 @@ class Slice:
     """
 
     action: int
-    kind: Kind
+    kind: SliceKind
     start_s: float
     end_s: float
     count: int
@@ -71,7 +71,7 @@ def merge(program: Program, events: Sequence[Event], pixel_s: float) -> list[Sli
 
 
 def _merged(program: Program, events: Sequence[Event]) -> Slice:
-    seconds: dict[Kind, float] = {}
+    seconds: dict[SliceKind, float] = {}
     for event in events:
         kind = kind_of(program, program.actions[event.action])
         seconds[kind] = seconds.get(kind, 0.0) + event.end_s - event.start_s
@@ -96,7 +96,7 @@ def gantt_figure(program: Program, lines: Sequence[Timeline], duration_s: float)
         for value, _ in marks
     ]
     shown: set[int] = set()
-    kinds: set[Kind] = set()
+    kinds: set[SliceKind] = set()
     y = frame.top
     for stream in streams:
         body.append(words(stream.replace("_", " "), LEFT, y + 17, "strong label"))
@@ -111,7 +111,7 @@ def gantt_figure(program: Program, lines: Sequence[Timeline], duration_s: float)
             y += ROW + GAP
     body.append(x_axis(frame, marks))
     drawing = svg(WIDTH, frame.bottom + 24, "".join(body), "Timeline of one step")
-    keys = [(f"k-{kind.value}", KIND_TITLES[kind]) for kind in Kind if kind in kinds]
+    keys = [(f"k-{kind.value}", KIND_TITLES[kind]) for kind in SliceKind if kind in kinds]
     note = "Point at a slice for its action; slices under a pixel are merged. The trace file holds every action."
     data = el("script", _tooltip_data(program, lines, sorted(shown)), type="application/json", id="actions")
     return figure("Streams over one step", el("div", drawing, class_="timed") + legend(keys), note=note) + data

@@ -14,7 +14,7 @@ from lading.ir.plan import Plan
 from lading.ir.program import COMPUTE_STREAM, Program
 from lading.ir.timeline import Timeline
 from lading.report.charts import memory_bars, memory_figure, metric_figure, role_class
-from lading.report.figures import Kind, peak_storages, placement, role_title, seconds_by_kind, tiers_of
+from lading.report.figures import SliceKind, peak_storages, placement, role_title, seconds_by_kind, tiers_of
 from lading.report.gantt import gantt_figure
 from lading.report.plan_table import policy_cells
 from lading.report.promises import RunSummary, error_words, relative_error, remarks, verdict
@@ -134,7 +134,7 @@ def _seconds(program: Program, lines: Sequence[Timeline]) -> str:
 
 
 def _kind_title(name: str) -> str:
-    return "optimizer step" if name == Kind.STEP else name
+    return "optimizer step" if name == SliceKind.STEP else name
 
 
 def _seconds_row(name: str, seconds: Sequence[float]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lading.files import write_aside
 from lading.ir.program import slot_bytes
 from lading.ir.timeline import Held, MemorySample
-from lading.memory.arena import Item, pack
+from lading.memory.packing import Buffer, pack
 from lading.report.figures import role_names, role_title
 from lading.report.snapshot import Change, entry, frames, segment
 from lading.units import format_bytes, format_seconds
@@ -37,7 +37,7 @@ def held_snapshot(ranks: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
     """The snapshot, as plain data.
 
     What is there all the time is there at the end. Addresses are those of a good layout of one segment
-    (``lading.memory.arena``), not of torch's allocator. The first frame of an allocation is what it is and its role,
+    (``lading.memory.packing``), not of torch's allocator. The first frame of an allocation is what it is and its role,
     the second the rank.
     """
     traces: list[list[dict[str, Any]]] = []
@@ -58,7 +58,7 @@ def _changes(rank: str, held: Sequence[Held]) -> tuple[list[Change], int]:
     """What comes and goes, in order, and the bytes that its layout takes."""
     moments = sorted({time_s for one in held for time_s in (one.start_s, one.end_s)})
     spans = [(bisect_left(moments, one.start_s), bisect_left(moments, one.end_s) - 1) for one in held]
-    packing = pack([Item(one.size_bytes, (span,)) for one, span in zip(held, spans, strict=True)])
+    packing = pack([Buffer(one.size_bytes, (span,)) for one, span in zip(held, spans, strict=True)])
     changes: list[Change] = []
     for one, offset in zip(held, packing.offsets, strict=True):
         name = f"{one.name} ({one.role.value})"

@@ -11,7 +11,7 @@ from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program, slot_bytes
 from lading.ir.timeline import Timeline
-from lading.memory.layout import home_tiers
+from lading.memory.tier_layout import home_tiers
 from lading.units import format_bytes, format_seconds
 
 PARAMETERS, GRADIENTS, STATES = "parameters", "gradients", "optimizer state"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lading.errors import ConfigError
 from lading.ir.fleet import Fleet
-from lading.ir.placement import Placement, Problem, split_points
+from lading.ir.placement import Placement, PlacementProblem, split_points
 from lading.report.plan_table import figures_table
 from lading.units import format_bytes, format_seconds
 
@@ -20,7 +20,7 @@ _MOST_PARTS = 24
 _BUSY, _FULL = 0.8, 0.9
 
 
-def traffic(problem: Problem, devices: Sequence[int]) -> dict[tuple[int, int], int]:
+def traffic(problem: PlacementProblem, devices: Sequence[int]) -> dict[tuple[int, int], int]:
     """Bytes that one step sends between devices: (from, to) to bytes."""
     found: dict[tuple[int, int], int] = {}
     for flow in problem.flows:
@@ -33,7 +33,7 @@ def traffic(problem: Problem, devices: Sequence[int]) -> dict[tuple[int, int], i
     return found
 
 
-def limit(problem: Problem, placement: Placement) -> str:
+def limit(problem: PlacementProblem, placement: Placement) -> str:
     """What keeps the step from being shorter, in a sentence."""
     network, step_s = problem.network, placement.step_s or 1.0
     busy = [(s / step_s, f"{network.devices[d]} computes") for d, s in enumerate(placement.busy_s)]
@@ -48,7 +48,7 @@ def limit(problem: Problem, placement: Placement) -> str:
     return said + (f"; the memory of {' and '.join(full)} is full" if full else "")
 
 
-def _device_figures(problem: Problem, placement: Placement) -> list[dict[str, Any]]:
+def _device_figures(problem: PlacementProblem, placement: Placement) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
@@ -61,7 +61,7 @@ def _device_figures(problem: Problem, placement: Placement) -> list[dict[str, An
     ]
 
 
-def _split_points(problem: Problem, placement: Placement) -> list[str] | None:
+def _split_points(problem: PlacementProblem, placement: Placement) -> list[str] | None:
     """Where torch's pipeline would be split; None where parts are no pipeline."""
     try:
         return list(split_points(problem, placement))
@@ -84,7 +84,7 @@ def policies_table(placements: Sequence[Placement], failed: Sequence[tuple[str, 
     return table
 
 
-def devices_table(problem: Problem, placement: Placement) -> Table:
+def devices_table(problem: PlacementProblem, placement: Placement) -> Table:
     """What each device holds, computes and sends in one step."""
     table = figures_table("Devices", "device", "memory", "of", "computes", "share", "sends", "under way")
     sent = traffic(problem, placement.devices)
@@ -105,7 +105,7 @@ def devices_table(problem: Problem, placement: Placement) -> Table:
     return table
 
 
-def parts_table(problem: Problem, placement: Placement) -> Table | None:
+def parts_table(problem: PlacementProblem, placement: Placement) -> Table | None:
     """Runs of neighbors in order, each on its device; None where they are too many to read."""
     parts = placement.parts
     if len(parts) > _MOST_PARTS:
@@ -131,7 +131,7 @@ def parts_table(problem: Problem, placement: Placement) -> Table | None:
 
 
 def summary(
-    problem: Problem,
+    problem: PlacementProblem,
     placements: Sequence[Placement],
     failed: Sequence[tuple[str, str]],
     fleet: Fleet | None = None,

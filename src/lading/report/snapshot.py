@@ -19,8 +19,8 @@ from lading.files import write_aside
 from lading.ir.action import DEVICE, Action, ActionKind
 from lading.ir.program import Program, slot_bytes
 from lading.ir.timeline import Event, Timeline
-from lading.memory.layout import home_tiers
 from lading.memory.staircase import OVERHEAD, WORKSPACE
+from lading.memory.tier_layout import home_tiers
 
 #: Addresses at which the segments of a tier begin: its arena, and what lies outside.
 _BASE = {"arena": 1 << 40, WORKSPACE: 2 << 40, OVERHEAD: 3 << 40}

@@ -13,7 +13,7 @@ import torch
 from lading.errors import ConfigError, ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.program import COMPUTE_STREAM, Program, read_stream, slot_bytes, write_stream
-from lading.ir.updates import matrix_rule_of
+from lading.ir.update_ops import matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.device import Call, DeviceDriver, Lane, Memory
 from lading.runtime.fuse import Fused

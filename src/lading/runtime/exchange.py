@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lading.errors import LadingError
-from lading.ir.routes import Box, Piece
+from lading.ir.routes import Box, RoutedShard
 
 #: What a rule raises where a matrix cannot be decomposed.
 FAILURES = (LadingError, torch.linalg.LinAlgError)  # pyright: ignore[reportPrivateImportUsage]
@@ -124,7 +124,7 @@ class PieceExchange:
     """One direction of one group of matrices; every rank makes the same calls in the same order."""
 
     def __init__(
-        self, pieces: Sequence[Piece], team: Team, group: dist.ProcessGroup | None, dtype: torch.dtype
+        self, pieces: Sequence[RoutedShard], team: Team, group: dist.ProcessGroup | None, dtype: torch.dtype
     ) -> None:
         """An exchange of ``pieces``; those that stay on their rank are copied there."""
         rank, ranks = team.rank, team.ranks
@@ -162,7 +162,7 @@ class PieceExchange:
             _view(target, piece).copy_(_view(source, piece))
 
 
-def _pack(out: torch.Tensor, rows: Sequence[Sequence[Piece]], source: Place) -> None:
+def _pack(out: torch.Tensor, rows: Sequence[Sequence[RoutedShard]], source: Place) -> None:
     start = 0
     for row in rows:
         for piece in row:
@@ -170,7 +170,7 @@ def _pack(out: torch.Tensor, rows: Sequence[Sequence[Piece]], source: Place) -> 
             start += piece.box.size
 
 
-def _view(place: Place, piece: Piece) -> torch.Tensor:
+def _view(place: Place, piece: RoutedShard) -> torch.Tensor:
     tensor, box = place(piece.whole)
     return tensor[piece.box.within(box)]
 

@@ -19,7 +19,7 @@ import torch
 
 from lading.errors import ProgramError
 from lading.ir.graph import Arg, Literal, Op, Ref, StepGraph
-from lading.ir.updates import PREFIX, matrix_rule_of
+from lading.ir.update_ops import PREFIX, matrix_rule_of
 from lading.optim.rule import ParameterRule
 from lading.runtime.scratch import by_signature, bytes_of, extent, inner_bytes, out_bytes, wide_bytes
 from lading.runtime.update_kernels import matrix_kernel, parameter_kernel

@@ -32,7 +32,7 @@ from lading import __version__
 from lading.errors import StorageError
 from lading.files import make_folder, write_aside
 from lading.ir.graph import Op, OpKind, StepGraph
-from lading.ir.updates import rule_of
+from lading.ir.update_ops import rule_of
 from lading.runtime.host import host_id
 from lading.runtime.host_arena import view_of
 from lading.runtime.kernel_calls import View, workspace_of

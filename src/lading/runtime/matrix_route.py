@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 
-from lading.ir.routes import Box, Piece, Whole
+from lading.ir.routes import Box, RoutedShard, WholeMatrix
 from lading.optim.rule import Rule, SharedRule, States
 from lading.runtime.exchange import FAILURES, PieceExchange, RuleFailures, Team, Traffic, Under
 from lading.runtime.gangs import gangs_of, together_first
@@ -33,9 +33,13 @@ class MatrixRoute:
     """Who owns what, and the way there (``lading.runtime.in_flight.Route``)."""
 
     def __init__(
-        self, wholes: Sequence[tuple[Whole, Rule]], ranks: Sequence[tuple[int, ...]], groups: Sequence[Sequence[int]],
-        routes: tuple[Sequence[Piece], Sequence[Piece]], team: Team,
-    ) -> None:  # fmt: skip
+        self,
+        wholes: Sequence[tuple[WholeMatrix, Rule]],
+        ranks: Sequence[tuple[int, ...]],
+        groups: Sequence[Sequence[int]],
+        routes: tuple[Sequence[RoutedShard], Sequence[RoutedShard]],
+        team: Team,
+    ) -> None:
         """A route of ``wholes``.
 
         Args:

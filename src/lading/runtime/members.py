@@ -11,7 +11,7 @@ import torch
 
 from lading import __version__
 from lading.errors import ConfigError
-from lading.ir.routes import Whole
+from lading.ir.routes import WholeMatrix
 from lading.optim.rule import MatrixRule, ParameterRule, Rule, States, StateSpec
 from lading.runtime.agreement import ARRIVAL_S, Facts
 
@@ -165,7 +165,7 @@ def maths_of(rule: MatrixRule | ParameterRule, shift: int = 0, *, shared: bool =
     return rule.maths(shift, shared=shared) if isinstance(rule, MatrixRule) else PieceRule(rule)
 
 
-def rules_of(wholes: Sequence[Whole], members: Sequence[OptimizerMember], how: How) -> list[Rule | PieceRule]:
+def rules_of(wholes: Sequence[WholeMatrix], members: Sequence[OptimizerMember], how: How) -> list[Rule | PieceRule]:
     """The rule of each matrix; staggered, matrices of one shape take turns in the order of their names."""
     turns: dict[tuple[int, ...], int] = {}
     shifts: dict[str, int] = {}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lading.ir.graph import Arg, Literal, Op, OpKind, Phase, Ref
-from lading.ir.updates import PREFIX
+from lading.ir.update_ops import PREFIX
 from lading.optim.registry import DEFAULT
 from lading.runtime.kernel_calls import Call, Rate, bind
 from lading.units import KiB, MiB

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lading.ir.routes import Box, Whole
+from lading.ir.routes import Box, WholeMatrix
 from lading.optim.rule import Rule, SharedRule, States
 from lading.runtime.exchange import FAILURES, RuleFailures, Team, Traffic, Under
 from lading.runtime.gangs import gangs_of, together_first
@@ -29,7 +29,7 @@ class ReplicaRoute:
     """Owners of matrices, and of parameters that are none, whose states lie with their owner alone."""
 
     def __init__(
-        self, wholes: Sequence[tuple[Whole, Rule | PieceRule]], ranks: Sequence[tuple[int, ...]],
+        self, wholes: Sequence[tuple[WholeMatrix, Rule | PieceRule]], ranks: Sequence[tuple[int, ...]],
         groups: Sequence[Sequence[int]], team: Team,
     ) -> None:  # fmt: skip
         """A route of ``wholes``; groups of them travel together, in order."""

@@ -151,7 +151,7 @@ def salvage(
     """Where the values are after a step that stopped.
 
     Args:
-        homes: Of what lasts from step to step (``lading.memory.layout.home_tiers``).
+        homes: Of what lasts from step to step (``lading.memory.tier_layout.home_tiers``).
         bound: What ran, of which ``reached`` is how far each stream came.
         skipped: Actions that did nothing in this run.
     """

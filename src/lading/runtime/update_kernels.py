@@ -1,4 +1,4 @@
-"""Kernels that move parameters: operations ``lading.<rule>`` (``lading.ir.updates``), whatever the rule.
+"""Kernels that move parameters: operations ``lading.<rule>`` (``lading.ir.update_ops``), whatever the rule.
 
 A rule that treats elements alone is given as many at once as fit a cache, where it needs copies: of a gradient in
 another dtype, or temporaries of its own. Its bits are those of ``ParameterRule.plain``.
@@ -18,9 +18,9 @@ import torch
 
 from lading.errors import ConfigError
 from lading.ir.graph import Op
-from lading.ir.updates import matrix_rule_of, rule_of
+from lading.ir.update_ops import matrix_rule_of, rule_of
 from lading.optim.registry import name_of
-from lading.optim.rule import Held, MatrixCase, MatrixRule, ParameterRule, States, WorkspaceRule
+from lading.optim.rule import MatrixCase, MatrixRule, ParameterRule, StatePlace, States, WorkspaceRule
 from lading.runtime.resident import give_back
 from lading.runtime.scratch import bytes_of
 
@@ -231,7 +231,7 @@ def _direction(update: _Update, rule: Any, index: int, number: int, rows: int) -
     """The direction of one matrix, in the workspace where there is one."""
     states = {name: state[index] for name, state in update.states.items()}
     kinds = update.rule.states(*update.param.shape[-2:])
-    held = {name: state for name, state in states.items() if kinds[name].held is Held.ELEMENTWISE}
+    held = {name: state for name, state in states.items() if kinds[name].held is StatePlace.ELEMENTWISE}
     if update.workspace is None:
         matrix = rule.pre(_gradient(update, index, slice(None)), held, number).contiguous()
         return rule.direction(matrix, states, number).to(matrix.dtype)

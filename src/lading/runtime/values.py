@@ -10,7 +10,7 @@ from lading.errors import ConfigError, StorageError
 from lading.ir.action import DEVICE
 from lading.ir.graph import StepGraph, Tensor
 from lading.ir.program import Program
-from lading.memory.layout import home_tiers
+from lading.memory.tier_layout import home_tiers
 from lading.runtime.device import Memory
 from lading.runtime.host_arena import Arena, view_of
 from lading.runtime.interrupts import HeldInterrupts

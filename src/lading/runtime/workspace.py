@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from lading.ir.graph import Op, StepGraph
-from lading.ir.updates import always_due, step_of
+from lading.ir.update_ops import always_due, step_of
 from lading.runtime.accelerator import Api
 from lading.runtime.host_arena import view_of
 from lading.runtime.kernel_calls import Rate, View, bind

@@ -15,7 +15,7 @@ from lading.sim.goodput import Failures
 from lading.sim.parts import Span
 from lading.sim.rank_step import ListedStep
 from lading.sim.simulate import Simulated
-from lading.sim.step import Stage
+from lading.sim.step import SimulatedStage
 
 
 def job_of(simulated: Simulated, *, meetings: int = 2) -> Job:
@@ -57,7 +57,7 @@ def _stretches(region: Region, listed: ListedStep, meetings: int, meets: bool) -
     return Stretches(((1 - share) / number,) * number, (share / number,) * number)
 
 
-_SPANS: dict[Work, Callable[[Stage], tuple[Span, ...]]] = {
+_SPANS: dict[Work, Callable[[SimulatedStage], tuple[Span, ...]]] = {
     Work.FORWARD: lambda stage: (stage.forward,),
     Work.BACKWARD: lambda stage: (stage.again, stage.backward_input, stage.backward_weight),
     Work.BACKWARD_INPUT: lambda stage: (stage.again, stage.backward_input),

@@ -28,7 +28,7 @@ from lading.sim.parts import MEMORY, cause_of, span
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced, priced, prices_of, rank_segments
-from lading.sim.step import Stage as Chunk
+from lading.sim.step import SimulatedStage as Chunk
 from lading.sim.step import host_s, stage_of
 from lading.sim.updates import block_matrices, rank_update
 

@@ -28,7 +28,7 @@ from lading.sim.gathered import UnitBytes, gathered_passes, own_gradients
 from lading.sim.parts import Part
 from lading.sim.phases import Phases
 from lading.sim.simulate import WAITING, Simulated
-from lading.sim.step import Stage
+from lading.sim.step import SimulatedStage
 from lading.sim.storage import on_device, units_of
 
 #: Of more passes through segments than this in a step, a chunk is drawn as one.
@@ -144,7 +144,9 @@ def _spans(simulated: Simulated, rank: int) -> list[tuple[float, float]]:
     return found
 
 
-def _fixed(simulated: Simulated, rank: int, stages: Sequence[Stage], computing: tuple[float, float]) -> Iterator[Held]:
+def _fixed(
+    simulated: Simulated, rank: int, stages: Sequence[SimulatedStage], computing: tuple[float, float]
+) -> Iterator[Held]:
     """What does not depend on micro-batches."""
     roles, until = simulated.memory[rank], simulated.step.step_s
     placeholders = sum({shape: size for stage in stages for shape, size in stage.placeholders.items()}.values())
@@ -180,7 +182,7 @@ class _Part:
     gradient: int = 0
 
 
-def _parts(stage: Stage, simulated: Simulated, *, together: bool) -> list[_Part]:
+def _parts(stage: SimulatedStage, simulated: Simulated, *, together: bool) -> list[_Part]:
     if together:
         forward, backward = stage.transients
         part = _Part("all segments", stage.saved_bytes, forward, backward, 1.0, 1.0)
@@ -197,7 +199,7 @@ def _parts(stage: Stage, simulated: Simulated, *, together: bool) -> list[_Part]
     return _gathering(found, stage, simulated)
 
 
-def _gathering(parts: list[_Part], stage: Stage, simulated: Simulated) -> list[_Part]:
+def _gathering(parts: list[_Part], stage: SimulatedStage, simulated: Simulated) -> list[_Part]:
     """The same where parameters are gathered a unit at a time, with what of them is there in each pass."""
     request = simulated.request
     units = units_of(request, stage, simulated.segments)
@@ -226,7 +228,7 @@ def _gathering(parts: list[_Part], stage: Stage, simulated: Simulated) -> list[_
     return found
 
 
-def _gathering_all(part: _Part, stage: Stage, simulated: Simulated) -> _Part:
+def _gathering_all(part: _Part, stage: SimulatedStage, simulated: Simulated) -> _Part:
     """A whole chunk, likewise."""
     request = simulated.request
     units = units_of(request, stage, simulated.segments)

@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 
 from lading.errors import SimulationError
 from lading.ir.fleet import Hop
-from lading.ir.placement import Problem
+from lading.ir.placement import PlacementProblem
 from lading.ir.timeline import Event, Timeline
 
 
@@ -59,7 +59,7 @@ class _Edge:
 class PlacedSimulator:
     """Runs placements of one problem."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         """Whatever does not depend on the placement."""
         self.problem = problem
         self.edges: list[_Edge] = []

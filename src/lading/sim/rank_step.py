@@ -29,7 +29,7 @@ from lading.sim.step import (
     COPIES,
     DATA_PARALLEL,
     Run,
-    Stage,
+    SimulatedStage,
     Step,
     buckets_s,
     flops_of,
@@ -46,7 +46,11 @@ _SHARDS = {0: "", 1: "optimizer", 2: "gradients", 3: "parameters"}
 
 
 def rank_step(
-    request: Request, stages: Sequence[Stage], runs: Sequence[Run], segments: Sequence[Phases], prices: MachinePrices
+    request: Request,
+    stages: Sequence[SimulatedStage],
+    runs: Sequence[Run],
+    segments: Sequence[Phases],
+    prices: MachinePrices,
 ) -> Step:
     """One step of all ranks.
 
@@ -130,7 +134,7 @@ class ListedStep:
     """
 
     request: Request
-    stages: Sequence[Stage]
+    stages: Sequence[SimulatedStage]
     runs: Sequence[Run]
     segments: Sequence[Phases]
     prices: MachinePrices
@@ -155,7 +159,7 @@ class ListedStep:
         """Whether computing waits for what is copied out of and into the buffers of collectives with these."""
         return self.layout.is_pipeline or not self.request.stack.overlap_param_gather
 
-    def _num_buckets(self, stage: Stage) -> int:
+    def _num_buckets(self, stage: SimulatedStage) -> int:
         size = sum(stage.trained.values()) * DTYPE_BYTES[self.request.stack.gradient_dtype]
         return max(1, -(-size // self.layout.bucket_bytes))
 
@@ -169,7 +173,7 @@ class ListedStep:
         return max(away, default=0)
 
     @cached_property
-    def ranks(self) -> list[list[Stage]]:
+    def ranks(self) -> list[list[SimulatedStage]]:
         """Stages of each rank of the pipeline."""
         plan = self.program.plan
         return [[self.stages[stage] for stage in plan.stages_of(rank)] for rank in range(plan.ranks)]
@@ -252,14 +256,14 @@ class ListedStep:
         return [[variant for variant, count in run for _ in range(count)] for run in self.runs]
 
     @cached_property
-    def _each(self) -> dict[int, Stage]:
+    def _each(self) -> dict[int, SimulatedStage]:
         """Each distinct segment as a stage of its own."""
         distinct = {variant for run in self.runs for variant, _ in run}
         apart = self.layout.is_pipeline
         once = self.segments if apart else [segment.without_tied for segment in self.segments]
         return {v: stage_of([(v, 1)], once, self.prices, self.request.stack) for v in distinct}
 
-    def _unit(self, stage: int, unit: int) -> Stage:
+    def _unit(self, stage: int, unit: int) -> SimulatedStage:
         return self._each[self._order[stage][unit]]
 
     def _region_s(self, region: Region) -> float:
@@ -395,7 +399,7 @@ class ListedStep:
         return waited + max(0.0, times.step_s - self.optimizer_s - self.host_s - sums - computed)
 
 
-def _work_s(stage: Stage, work: Work) -> float:
+def _work_s(stage: SimulatedStage, work: Work) -> float:
     if work is Work.FORWARD:
         return stage.forward.seconds
     if work is Work.BACKWARD:

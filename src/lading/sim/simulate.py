@@ -38,7 +38,7 @@ from lading.sim.phases import Phases, as_held, groups_apart, phases
 from lading.sim.prices import MachinePrices
 from lading.sim.processes import processes_step
 from lading.sim.rank_step import rank_step
-from lading.sim.step import DATA_PARALLEL, Stage, Step, stage_of
+from lading.sim.step import DATA_PARALLEL, SimulatedStage, Step, stage_of
 from lading.sim.storage import device_roles, stored
 from lading.sim.updates import Updated, updated
 from lading.sim.variants import Parts, moved, parts_of
@@ -386,7 +386,9 @@ def uneven_layers(request: Request, layers: int) -> tuple[int, ...]:
     return (each - fewer, *(each for _ in range(stages - 2)), each - fewer)
 
 
-def _stages(parts: Sequence[Parts], both: Sequence[Phases], request: Request, prices: MachinePrices) -> list[Stage]:
+def _stages(
+    parts: Sequence[Parts], both: Sequence[Phases], request: Request, prices: MachinePrices
+) -> list[SimulatedStage]:
     """Chunks of the model summed up, equal ones once."""
     each = {run: stage_of(run, both, prices, request.stack) for run in set(parts)}
     return [_copied(each[run], prices) for run in parts]
@@ -402,7 +404,7 @@ def _eager(request: Request, table: ModelTable) -> list[dict[Role, int]]:
     )
 
 
-def _copied(stage: Stage, prices: MachinePrices) -> Stage:
+def _copied(stage: SimulatedStage, prices: MachinePrices) -> SimulatedStage:
     """With the seconds by which copies of activations last longer than the computing they run beside."""
     if not stage.moved_bytes:
         return stage

@@ -50,7 +50,7 @@ class Exchange(Protocol):
 
 
 @dataclass(frozen=True)
-class Stage:
+class SimulatedStage:
     """A chunk of the model on one pipeline rank, for one micro-batch.
 
     Attributes:
@@ -109,14 +109,14 @@ class Step:
 
     step_s: float
     shares_s: dict[str, float]
-    stages: tuple[Stage, ...]
+    stages: tuple[SimulatedStage, ...]
     pipeline: PipelineRun | None
     flops: float
     listed: ListedStep | None = None
     times: RankTimes | None = None
 
 
-def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -> Stage:
+def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -> SimulatedStage:
     """Sum up a chunk of the model."""
 
     def summed(pick: str) -> Span:
@@ -134,7 +134,7 @@ def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -
         _add(trained, phases[segment].trained, count)
         for size in phases[segment].segment.summed_parameters:
             sums[size] = sums.get(size, 0) + count
-    return Stage(
+    return SimulatedStage(
         run,
         summed("forward"),
         summed("again"),
@@ -163,7 +163,7 @@ def _parameters(segment: RankSegment) -> int:
     return sum(t.shape[0] if t.storage in stacked else 1 for t in owned.values())
 
 
-def host_s(stages: Sequence[Stage], stack: Stack, exchange: Exchange) -> float:
+def host_s(stages: Sequence[SimulatedStage], stack: Stack, exchange: Exchange) -> float:
     """Seconds of a rank's host in a step besides micro-batches; the optimizer's Python beside its kernels."""
     parameters = stack.parameter_s * sum(stage.parameters for stage in stages)
     if not parameters:
@@ -184,7 +184,7 @@ def _transient_bytes(run: Run, phases: Sequence[Phases], way: int) -> int:
     return peak - kept
 
 
-def buckets_s(again: Sequence[Stage], elements: int, exchange: Exchange) -> tuple[list[float], list[float]]:
+def buckets_s(again: Sequence[SimulatedStage], elements: int, exchange: Exchange) -> tuple[list[float], list[float]]:
     """Seconds of backward until each bucket of so many gradients is full, and of its reduction.
 
     Args:
@@ -204,7 +204,7 @@ def buckets_s(again: Sequence[Stage], elements: int, exchange: Exchange) -> tupl
     return np.diff(full).tolist(), [known[key] for key in keys]
 
 
-def shares_of(stage: Stage, times: float, extra: Mapping[str, float]) -> dict[str, float]:
+def shares_of(stage: SimulatedStage, times: float, extra: Mapping[str, float]) -> dict[str, float]:
     """Seconds by cause of a rank that runs a stage so many times."""
     shares: dict[str, float] = {}
     for part in (stage.forward, stage.backward_input, stage.backward_weight):
@@ -216,11 +216,11 @@ def shares_of(stage: Stage, times: float, extra: Mapping[str, float]) -> dict[st
     return shares
 
 
-def flops_of(stages: Sequence[Stage]) -> float:
+def flops_of(stages: Sequence[SimulatedStage]) -> float:
     return sum(s.flops for s in stages)
 
 
-def elements_of(stages: Sequence[Stage]) -> dict[str, int]:
+def elements_of(stages: Sequence[SimulatedStage]) -> dict[str, int]:
     """Parameters of some stages, by the axes over which they are replicated."""
     elements: dict[str, int] = {}
     for stage in stages:
@@ -228,7 +228,7 @@ def elements_of(stages: Sequence[Stage]) -> dict[str, int]:
     return elements
 
 
-def trained_of(stages: Sequence[Stage]) -> dict[str, int]:
+def trained_of(stages: Sequence[SimulatedStage]) -> dict[str, int]:
     """Of those, what is trained."""
     trained: dict[str, int] = {}
     for stage in stages:

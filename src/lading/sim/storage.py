@@ -16,13 +16,15 @@ from lading.program.emit import most_gathered
 from lading.program.schedules import alive_peaks
 from lading.sim.gathered import Peak, Stretch, UnitBytes, gathered_passes, unit_bytes
 from lading.sim.phases import Phases
-from lading.sim.step import Stage, Step, elements_of, trained_of
+from lading.sim.step import SimulatedStage, Step, elements_of, trained_of
 
 #: Bytes by role on the device, and behind it.
 Places = tuple[dict[Role, int], dict[Role, int]]
 
 
-def stored(request: Request, given: Sequence[dict[Role, int]], stages: Sequence[Stage], step: Step) -> list[Places]:
+def stored(
+    request: Request, given: Sequence[dict[Role, int]], stages: Sequence[SimulatedStage], step: Step
+) -> list[Places]:
     """Of each pipeline rank what is on the device, and what lies where the layout moves it.
 
     Args:
@@ -44,7 +46,7 @@ def stored(request: Request, given: Sequence[dict[Role, int]], stages: Sequence[
 
 
 def device_roles(
-    request: Request, both: Sequence[Phases], stages: Sequence[Stage], step: Step
+    request: Request, both: Sequence[Phases], stages: Sequence[SimulatedStage], step: Step
 ) -> list[dict[Role, int]]:
     """Of each pipeline rank, bytes by role when their sum is largest; moved activations are left out.
 
@@ -75,7 +77,7 @@ def device_roles(
     return found
 
 
-def held_stages(stages: Sequence[Stage], step: Step) -> list[list[Stage]]:
+def held_stages(stages: Sequence[SimulatedStage], step: Step) -> list[list[SimulatedStage]]:
     """Stages of each rank."""
     if step.pipeline is None:
         return [[stages[0]]]
@@ -83,7 +85,7 @@ def held_stages(stages: Sequence[Stage], step: Step) -> list[list[Stage]]:
     return [[stages[s] for s in plan.stages_of(rank)] for rank in range(plan.ranks)]
 
 
-def _alive(stages: Sequence[Stage], step: Step) -> list[float]:
+def _alive(stages: Sequence[SimulatedStage], step: Step) -> list[float]:
     """Most that activations take on the device of each rank."""
     if step.pipeline is None:
         return [float(stages[0].saved_bytes + max(stages[0].transients))]
@@ -92,7 +94,7 @@ def _alive(stages: Sequence[Stage], step: Step) -> list[float]:
     return alive_peaks(step.pipeline.schedule, saved, saved, spikes[:, 1], spikes[:, 0]).tolist()
 
 
-def _moved(stages: Sequence[Stage], step: Step) -> list[float]:
+def _moved(stages: Sequence[SimulatedStage], step: Step) -> list[float]:
     """Most that activations take behind the device of each rank."""
     if step.pipeline is None:
         return [float(stages[0].moved_bytes)]
@@ -101,11 +103,11 @@ def _moved(stages: Sequence[Stage], step: Step) -> list[float]:
     return alive_peaks(plan, moved, moved).tolist() if moved.any() else [0.0] * plan.ranks
 
 
-def _updated(own: Sequence[Stage], layout: Layout) -> float:
+def _updated(own: Sequence[SimulatedStage], layout: Layout) -> float:
     return sum(number / shards(axes, layout) for axes, number in trained_of(own).items())
 
 
-def _largest(own: Sequence[Stage]) -> dict[str, int]:
+def _largest(own: Sequence[SimulatedStage]) -> dict[str, int]:
     return max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))
 
 
@@ -115,7 +117,7 @@ def _gathers_units(request: Request) -> bool:
     return layout.zero == 3 and not layout.is_pipeline and request.task not in ("lora", "qlora")
 
 
-def units_of(request: Request, stage: Stage, segments: Sequence[Phases]) -> list[UnitBytes]:
+def units_of(request: Request, stage: SimulatedStage, segments: Sequence[Phases]) -> list[UnitBytes]:
     """The units of a stage in order of forward, where parameters are gathered a unit at a time; else none."""
     if not _gathers_units(request):
         return []
@@ -141,7 +143,7 @@ def on_device(peak: Peak, layout: Layout) -> int:
     return peak.total - (peak.gradients if layout.updates_on_host else 0)
 
 
-def _gathered_roles(request: Request, both: Sequence[Phases], stage: Stage) -> dict[Role, int]:
+def _gathered_roles(request: Request, both: Sequence[Phases], stage: SimulatedStage) -> dict[Role, int]:
     """Of a rank whose parameters are gathered a unit at a time."""
     layout = request.layout
     passes = gathered_passes(units_of(request, stage, both), layout, request.stack)

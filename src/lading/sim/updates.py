@@ -26,7 +26,7 @@ from lading.optim.rule import MatrixRule
 from lading.parallel.matrices import BlockMatrix, matrices_of
 from lading.parallel.ranks import DENSE, EXPERTS
 from lading.sim.prices import MachinePrices
-from lading.sim.step import Stage, Step, trained_of
+from lading.sim.step import SimulatedStage, Step, trained_of
 from lading.sim.storage import held_stages
 
 
@@ -116,7 +116,7 @@ def segment_directions_s(request: Request, table: ModelTable, machine: Machine) 
 
 
 def rank_update(
-    own: Sequence[Stage], of_variant: Sequence[tuple[BlockMatrix, ...]], request: Request, machine: Machine
+    own: Sequence[SimulatedStage], of_variant: Sequence[tuple[BlockMatrix, ...]], request: Request, machine: Machine
 ) -> RankUpdate:
     """The update of a pipeline rank.
 
@@ -169,7 +169,7 @@ def _adamw_s(elements: Mapping[str, int], request: Request, machine: Machine) ->
     return MachinePrices(machine, request.layout, request.stack).optimizer_s(elements)
 
 
-def _counted(own: Sequence[Stage], of_variant: Sequence[tuple[BlockMatrix, ...]]) -> dict[BlockMatrix, int]:
+def _counted(own: Sequence[SimulatedStage], of_variant: Sequence[tuple[BlockMatrix, ...]]) -> dict[BlockMatrix, int]:
     """Matrices of a pipeline rank, each as often as its block is there."""
     found: dict[BlockMatrix, int] = {}
     for stage in own:

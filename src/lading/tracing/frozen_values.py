@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from lading.errors import ConfigError
-from lading.ir.frozen import Frozen, Kind
+from lading.ir.frozen import Frozen, ValueKind
 from lading.tracing.attributes import (
     COMPARED,
     GONE,
@@ -463,15 +463,15 @@ def recorded(value: Any) -> object:
     if is_leaf(value) or value is GONE:
         return value
     if isinstance(value, _FUNCTIONS):
-        return Kind(f"function {named(value)}")
+        return ValueKind(f"function {named(value)}")
     if isinstance(value, type):
-        return Kind(f"class {value.__module__}.{value.__qualname__}")
+        return ValueKind(f"class {value.__module__}.{value.__qualname__}")
     if isinstance(value, torch.Tensor):
-        return Kind(f"a tensor of {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}")
+        return ValueKind(f"a tensor of {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}")
     if isinstance(value, _NAMED):
-        return Kind(value)
+        return ValueKind(value)
     name = type(value).__name__
-    return Kind(f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}")
+    return ValueKind(f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}")
 
 
 def is_named(value: Any) -> bool:
@@ -488,7 +488,7 @@ def _defaults_of(function: FunctionType, name: str) -> object:
 
 
 def _default(value: Any) -> object:
-    return Kind(repr(value)) if is_plain(value) and not is_leaf(value) else recorded(value)
+    return ValueKind(repr(value)) if is_plain(value) and not is_leaf(value) else recorded(value)
 
 
 def _functions_in(value: Any) -> list[FunctionType]:

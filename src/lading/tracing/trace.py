@@ -48,7 +48,7 @@ def capture(
         accumulation: Micro-batches of a step, >= 1; the loss is divided by it, so a step uses the mean.
 
     Returns:
-        The StepGraph of one micro-batch; ``lading.ir.step.expand`` adds accumulation, clipping and the optimizer.
+        The StepGraph of one micro-batch; ``lading.ir.expand.expand`` adds accumulation, clipping and the optimizer.
 
     Raises:
         CaptureError: an operation cannot be captured; says which, in which module, and what to do.

@@ -47,7 +47,7 @@ import numpy as np
 
 from lading.errors import ConfigError
 from lading.ir.fleet import Network
-from lading.ir.placement import Flow, Placement, Problem, Task
+from lading.ir.placement import Placement, PlacementProblem, Task, TaskFlow
 from lading.planner.placement.micro_peaks import peaks
 from lading.planner.placement.trial import Trial, key_of
 from lading.sim.placed import PlacedSimulator
@@ -64,7 +64,7 @@ _MOST_ENDS = 6
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChainPlacement:
     """A plan: which devices, in order, each from which group on.
 
     Attributes:
@@ -131,7 +131,9 @@ def _fitting(trial: Trial, *, windowed: bool, once: bool) -> list[Placement]:
     return [*orders.values(), *([] if found is None else [found])]
 
 
-def best_cut(problem: Problem, memory: Sequence[int], *, windowed: bool = True, once: bool = True) -> Cut | None:
+def best_cut(
+    problem: PlacementProblem, memory: Sequence[int], *, windowed: bool = True, once: bool = True
+) -> ChainPlacement | None:
     """The optimum of the objective above; None where nothing fits.
 
     Args:
@@ -144,7 +146,7 @@ def best_cut(problem: Problem, memory: Sequence[int], *, windowed: bool = True, 
     return min(plans, key=lambda cut: cut.total_s(problem.micro_batches), default=None)
 
 
-def _plans(parts: _Parts, copies: int) -> list[Cut]:
+def _plans(parts: _Parts, copies: int) -> list[ChainPlacement]:
     """Plans of more and less period, the best to within ``_EXACT`` among them.
 
     The least latency falls as the limit of the period rises. Between limits low and high, no plan takes less than the
@@ -178,7 +180,7 @@ class _Parts:
     """Costs of parts and cuts as arrays."""
 
     def __init__(
-        self, problem: Problem, memory: Sequence[int], peaks: np.ndarray, *, windowed: bool, once: bool
+        self, problem: PlacementProblem, memory: Sequence[int], peaks: np.ndarray, *, windowed: bool, once: bool
     ) -> None:
         groups = problem.groups
         self.count, self.devices = len(groups), len(problem.network.devices)
@@ -234,7 +236,7 @@ class _Parts:
         window = min(self.copies, left) if self.windowed else 1
         return self.resident + (window - 1) * self.kept + self.peaks <= self.memory[device]
 
-    def solve(self, limit: float) -> Cut | None:
+    def solve(self, limit: float) -> ChainPlacement | None:
         """The least latency with no part or cut busier than ``limit``."""
         return self._solve(limit, period=False)
 
@@ -243,7 +245,7 @@ class _Parts:
         cut = self._solve(inf, period=True)
         return inf if cut is None else cut.period_s
 
-    def _solve(self, limit: float, *, period: bool) -> Cut | None:
+    def _solve(self, limit: float, *, period: bool) -> ChainPlacement | None:
         """The best of the recursions, one for each device that may be the last where that matters."""
         ends = [d for d in range(self.devices) if self.twin[d] < 0]
         if period or not self.ends.any() or self.devices > _MOST_ENDS:
@@ -251,7 +253,7 @@ class _Parts:
         found = [cut for end in ends if (cut := self._recursion(limit, end, period=period)) is not None]
         return min(found, key=lambda cut: cut.latency_s, default=None)
 
-    def _recursion(self, limit: float, last: int | None, *, period: bool) -> Cut | None:
+    def _recursion(self, limit: float, last: int | None, *, period: bool) -> ChainPlacement | None:
         """The recursion, with any device or a given one last; with ``period``, sums become maxima."""
         n, join = self.count, np.maximum if period else np.add
         cost = self.busy if period else self.cost
@@ -294,7 +296,7 @@ class _Parts:
         chosen: dict[tuple[frozenset[int], int], tuple[np.ndarray, np.ndarray]],
         answer: tuple[frozenset[int], int, int],
         latency_s: float,
-    ) -> Cut:
+    ) -> ChainPlacement:
         """The plan that the recursion found, from the devices of its last step, the first of them and where it ends."""
         members, d, end = answer
         devices, starts = [d], [0]
@@ -302,7 +304,7 @@ class _Parts:
         while True:
             period_s = max(period_s, float(self.busy[d, start, end]))
             if end == self.count:
-                return Cut(tuple(devices), tuple(starts), latency_s, period_s)
+                return ChainPlacement(tuple(devices), tuple(starts), latency_s, period_s)
             following = int(chosen[members, d][1][end])
             period_s = max(period_s, float(self.cuts[end, d, following]))
             members, d, start = members - {d}, following, end
@@ -330,7 +332,7 @@ def _inside(members: Sequence[int], count: int) -> np.ndarray:
     return np.maximum(total[None, :] - total[:-1, None], 0.0)
 
 
-def _ends(problem: Problem) -> np.ndarray:
+def _ends(problem: PlacementProblem) -> np.ndarray:
     """[what, a, b]: seconds from the last backward on a, the first part's device, for weights tied to b's, the last's.
 
     What: until b's gradient is on a; until b has updated them; their update on a. 0 where nothing is tied.
@@ -352,15 +354,15 @@ def _exchange(network: Network, ends: tuple[int, int], size_bytes: int) -> tuple
     """Seconds until two devices have each other's bytes, the second sending when it hears of the first."""
     quiet, (a, b) = (0.0,) * len(network.devices), ends
     tasks = (Task("a", quiet), Task("b", quiet), Task("at a", quiet), Task("at b", quiet))
-    flows = (Flow(0, (1,), 0), Flow(0, (3,), size_bytes), Flow(1, (2,), size_bytes))
+    flows = (TaskFlow(0, (1,), 0), TaskFlow(0, (3,), size_bytes), TaskFlow(1, (2,), size_bytes))
     roomy = replace(network, memory_bytes=(3 * size_bytes,) * len(network.devices))
-    simulator = PlacedSimulator(Problem("exchange", tasks, flows, roomy))
+    simulator = PlacedSimulator(PlacementProblem("exchange", tasks, flows, roomy))
     run = simulator.run((a, b, a, b), (1,) * len(network.devices), record=True)
     ended = {label: end for _, label, _, end in run.events}
     return ended["at a"], ended["at b"]
 
 
-def crossings(problem: Problem) -> np.ndarray:
+def crossings(problem: PlacementProblem) -> np.ndarray:
     """[j, a, b]: seconds of all flows of a micro-batch over the cut before group j, with a before and b behind it."""
     n, network = len(problem.groups), problem.network
     devices = range(len(network.devices))

@@ -15,15 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lading.errors import ConfigError, PlanInfeasible
-from lading.ir.placement import Placement, Problem
+from lading.ir.placement import Placement, PlacementProblem
 from lading.planner.placement.chain import MOST_DEVICES, place_chain
 from lading.planner.placement.local_search import improve
-from lading.planner.placement.relaxed import Relaxed, place_branch, place_lp, relax
+from lading.planner.placement.relaxed import RelaxedPlacement, place_branch, place_lp, relax
 from lading.planner.placement.trial import Trial, key_of
 from lading.units import format_bytes
 
 #: From a trial, the relaxation (None: it has no solution) and an effort, a placement or None.
-Policy = Callable[[Trial, Relaxed | None, int], Placement | None]
+Policy = Callable[[Trial, RelaxedPlacement | None, int], Placement | None]
 _EFFORT = 6
 #: Placements that are improved once more: the fastest ones.
 _IMPROVED = 2
@@ -39,7 +39,7 @@ class Contest:
         failed: Policies that found none, and why.
     """
 
-    problem: Problem
+    problem: PlacementProblem
     placements: tuple[Placement, ...]
     failed: tuple[tuple[str, str], ...]
     bound_s: float
@@ -50,7 +50,7 @@ class Contest:
         return self.placements[-1]
 
 
-def place(problem: Problem, policy: str = BEST, *, effort: int = _EFFORT) -> Placement:
+def place(problem: PlacementProblem, policy: str = BEST, *, effort: int = _EFFORT) -> Placement:
     """A placement by one policy, simulated, with the bound on all placements.
 
     Args:
@@ -72,7 +72,7 @@ def place(problem: Problem, policy: str = BEST, *, effort: int = _EFFORT) -> Pla
     return dataclasses.replace(found, bound_s=max(found.bound_s, relaxed.bound_s if relaxed else 0.0))
 
 
-def contest(problem: Problem, *, effort: int = _EFFORT) -> Contest:
+def contest(problem: PlacementProblem, *, effort: int = _EFFORT) -> Contest:
     """All policies side by side.
 
     Raises:
@@ -108,7 +108,7 @@ def contest(problem: Problem, *, effort: int = _EFFORT) -> Contest:
     return Contest(problem, tuple(dataclasses.replace(p, bound_s=bound_s) for p in placements), tuple(failed), bound_s)
 
 
-def too_full(problem: Problem, found: Placement | None, policy: str) -> PlanInfeasible:
+def too_full(problem: PlacementProblem, found: Placement | None, policy: str) -> PlanInfeasible:
     """An error that says what binds: a group that no device holds, all together, or where the nearest is too full."""
     network, groups = problem.network, problem.groups
     need = problem.alone_bytes
@@ -145,14 +145,14 @@ def too_full(problem: Problem, found: Placement | None, policy: str) -> PlanInfe
     )
 
 
-def _single(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | None:
+def _single(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Placement | None:
     problem = trial.problem
     whole = [[d] * len(problem.groups) for d in range(len(problem.network.devices))]
     found = [trial.of(devices) for devices in whole if trial.can_run(devices)]
     return min((p for p in found if p.fits), key=lambda p: p.step_s, default=None)
 
 
-def _even(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | None:
+def _even(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Placement | None:
     """Cut where the fastest device's seconds reach each share."""
     problem, count = trial.problem, len(trial.problem.network.devices)
     seconds = [min(g.seconds) + min(g.once_s) for g in problem.groups]

@@ -23,14 +23,14 @@ from typing import Any, cast
 from lading.errors import ConfigError
 from lading.files import read_json
 from lading.ir.fleet import Join, network_of
-from lading.ir.placement import Flow, Problem, Shared, Task
+from lading.ir.placement import PlacementProblem, Shared, Task, TaskFlow
 from lading.ir.reading import read_as
 
 _ADVICE = "lading.planner.placement.from_file has the keys"
 
 
 @dataclass(frozen=True)
-class _Device:
+class _ProblemDevice:
     name: str
     memory_bytes: int
 
@@ -48,7 +48,7 @@ class _Task:
 
 
 @dataclass(frozen=True)
-class _Flow:
+class _ProblemFlow:
     source: str
     targets: tuple[str, ...]
     size_bytes: int
@@ -61,17 +61,17 @@ class _Shared:
 
 
 @dataclass(frozen=True)
-class _File:
+class _ProblemFile:
     name: str
     micro_batches: int
-    devices: tuple[_Device, ...]
+    devices: tuple[_ProblemDevice, ...]
     links: tuple[Join, ...]
     tasks: tuple[_Task, ...]
-    flows: tuple[_Flow, ...]
+    flows: tuple[_ProblemFlow, ...]
     shared: tuple[_Shared, ...]
 
 
-def read_problem(path: Path) -> Problem:
+def read_problem(path: Path) -> PlacementProblem:
     """The problem that a JSON file describes.
 
     Raises:
@@ -82,7 +82,7 @@ def read_problem(path: Path) -> Problem:
         raise ConfigError(f"{path}: expected a table, got {type(data).__name__}; {_ADVICE}")
     table: dict[str, Any] = {"shared": [], **cast("dict[str, Any]", data)}
     try:
-        read: _File = read_as(_File, table, str(path), _ADVICE)
+        read: _ProblemFile = read_as(_ProblemFile, table, str(path), _ADVICE)
     except ConfigError as error:
         raise _at(path, error) from error
     number = {task.name: n for n, task in enumerate(read.tasks)}
@@ -95,11 +95,11 @@ def read_problem(path: Path) -> Problem:
     if len({device.name for device in read.devices}) != len(read.devices):
         raise ConfigError(f"{path}: expected devices of different names; number those that repeat")
     tasks = tuple(_task(task) for task in read.tasks)
-    flows = tuple(Flow(number[f.source], tuple(number[t] for t in f.targets), f.size_bytes) for f in read.flows)
+    flows = tuple(TaskFlow(number[f.source], tuple(number[t] for t in f.targets), f.size_bytes) for f in read.flows)
     shared = tuple(Shared(tuple(number[t] for t in own.tasks), own.size_bytes) for own in read.shared)
     try:
         network = network_of({device.name: device.memory_bytes for device in read.devices}, read.links)
-        return Problem(read.name, tasks, flows, network, read.micro_batches, (), shared)
+        return PlacementProblem(read.name, tasks, flows, network, read.micro_batches, (), shared)
     except ConfigError as error:
         raise _at(path, error) from error
 

@@ -22,7 +22,7 @@ from lading.errors import ConfigError
 from lading.ir.fleet import Fleet
 from lading.ir.graph import DTYPE_BYTES, Op, Phase, StepGraph
 from lading.ir.machine import Device
-from lading.ir.placement import Flow, Problem, Shared, Task
+from lading.ir.placement import PlacementProblem, Shared, Task, TaskFlow
 from lading.ir.retarget import retarget
 from lading.planner.placement.tied import Holder, Weight, tie
 
@@ -47,7 +47,7 @@ class Grain:
 
 def problem_of(
     graph: StepGraph, fleet: Fleet, *, grain: Grain | None = None, micro_batches: int = 1, name: str = "graph"
-) -> Problem:
+) -> PlacementProblem:
     """The placement of a captured micro-batch (``lading.capture``) on a fleet.
 
     Args:
@@ -66,15 +66,21 @@ def problem_of(
     tasks, flows = built.tasks(seconds, devices), built.flows()
     shared = built.shared(tasks, flows, devices)
     said = dict.fromkeys(assumed)
-    return Problem(name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said), tuple(shared))
+    return PlacementProblem(
+        name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said), tuple(shared)
+    )
 
 
-def _modules(graph: StepGraph, grain: Grain) -> list[Unit]:
+def _modules(graph: StepGraph, grain: Grain) -> list[PlacementUnit]:
     return modules(graph, grain.most, training=grain.training)
 
 
 def _seconds(
-    base: StepGraph, graphs: dict[str, StepGraph], units: Sequence[Unit], devices: Sequence[Device], grain: Grain
+    base: StepGraph,
+    graphs: dict[str, StepGraph],
+    units: Sequence[PlacementUnit],
+    devices: Sequence[Device],
+    grain: Grain,
 ) -> tuple[list[tuple[float, ...]], list[str]]:
     """Of every unit on every device; and what that assumes."""
     columns: list[list[float]] = []
@@ -110,7 +116,7 @@ class _Need:
 class _Built:
     """One graph's units as tasks and flows."""
 
-    def __init__(self, graph: StepGraph, units: Sequence[Unit], training: bool) -> None:
+    def __init__(self, graph: StepGraph, units: Sequence[PlacementUnit], training: bool) -> None:
         self.graph, self.units, self.training = graph, units, training
         self.unit_of = {i: n for n, unit in enumerate(units) for i in range(unit.first, unit.last + 1)}
         self.groups = self._groups()
@@ -184,7 +190,7 @@ class _Built:
             if back is not None and inner:
                 units.setdefault(back)
 
-    def _peak(self, unit: Unit, ends: dict[int, int]) -> int:
+    def _peak(self, unit: PlacementUnit, ends: dict[int, int]) -> int:
         """Most bytes at once of storages that only the unit itself sees."""
         graph, now, peak, there = self.graph, 0, 0, set[int]()
         for index in range(unit.first, unit.last + 1):
@@ -271,7 +277,7 @@ class _Built:
         """Groups with an update of what they alone hold, in order."""
         return [group for group in dict.fromkeys(self.groups) if (group,) in self.needs and self.needs[group,].trained]
 
-    def shared(self, tasks: list[Task], flows: list[Flow], devices: Sequence[Device]) -> list[Shared]:
+    def shared(self, tasks: list[Task], flows: list[TaskFlow], devices: Sequence[Device]) -> list[Shared]:
         """What several groups hold; with updates of what is trained."""
         first: dict[str, int] = {}
         for number, group in enumerate(self.groups):
@@ -295,7 +301,7 @@ class _Built:
                 kept[home] += self.graph.storages[storage].size_bytes
         return kept
 
-    def flows(self) -> list[Flow]:
+    def flows(self) -> list[TaskFlow]:
         """What units give each other; those of the same ends are one."""
         sizes: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         for (storage, made), units in self.readers.items():
@@ -303,14 +309,14 @@ class _Built:
         for number, group in enumerate(self._updated()):
             for unit in self._makers(group):
                 sizes[unit, (len(self.units) + number,)] += 0
-        return [Flow(source, targets, size) for (source, targets), size in sizes.items()]
+        return [TaskFlow(source, targets, size) for (source, targets), size in sizes.items()]
 
     def _makers(self, group: str) -> Iterable[int]:
         """Backward units of a group."""
         return [n for n, u in enumerate(self.units) if self.groups[n] == group and u.phase is Phase.BACKWARD]
 
 
-def _named(unit: Unit) -> str:
+def _named(unit: PlacementUnit) -> str:
     name = unit.key or "(model)"
     return f"{name} backward" if unit.phase is Phase.BACKWARD else name
 
@@ -319,7 +325,7 @@ LOSS = "loss"
 
 
 @dataclass(slots=True)
-class Unit:
+class PlacementUnit:
     """Operations ``first`` to ``last`` of the graph.
 
     Attributes:
@@ -332,7 +338,7 @@ class Unit:
     last: int
 
 
-def modules(graph: StepGraph, most: int, *, training: bool) -> list[Unit]:
+def modules(graph: StepGraph, most: int, *, training: bool) -> list[PlacementUnit]:
     """Units by module, at the greatest depth that has at most ``most`` modules in forward; at least depth 1.
 
     A module that runs several times, such as a cell over time, is a unit each time.
@@ -349,13 +355,13 @@ def modules(graph: StepGraph, most: int, *, training: bool) -> list[Unit]:
             return best
 
 
-def operations(graph: StepGraph, *, training: bool) -> list[Unit]:
+def operations(graph: StepGraph, *, training: bool) -> list[PlacementUnit]:
     """A unit for each operation."""
     ops = _chosen(graph, training=training)
-    return [Unit(f"{i} {graph.ops[i].module or LOSS}", _phase(graph.ops[i]), i, i) for i in ops]
+    return [PlacementUnit(f"{i} {graph.ops[i].module or LOSS}", _phase(graph.ops[i]), i, i) for i in ops]
 
 
-def like(graph: StepGraph, units: Sequence[Unit], most: int, *, training: bool) -> list[Unit] | None:
+def like(graph: StepGraph, units: Sequence[PlacementUnit], most: int, *, training: bool) -> list[PlacementUnit] | None:
     """Units of another graph of the same model, one for each of ``units``; None where they differ."""
     found = modules(graph, most, training=training)
     same = [(u.key, u.phase) for u in found] == [(u.key, u.phase) for u in units]
@@ -375,32 +381,32 @@ def _chosen(graph: StepGraph, *, training: bool) -> list[int]:
     return [i for i, op in enumerate(graph.ops) if op.phase in wanted]
 
 
-def _cut(graph: StepGraph, name: Callable[[str], str], *, training: bool) -> list[Unit]:
-    runs: list[Unit] = []
+def _cut(graph: StepGraph, name: Callable[[str], str], *, training: bool) -> list[PlacementUnit]:
+    runs: list[PlacementUnit] = []
     for index in _chosen(graph, training=training):
         op = graph.ops[index]
         key, phase = (LOSS if op.phase is Phase.LOSS else name(op.module)), _phase(op)
         if runs and runs[-1].key == key and runs[-1].phase is phase and runs[-1].last == index - 1:
             runs[-1].last = index
         else:
-            runs.append(Unit(key, phase, index, index))
+            runs.append(PlacementUnit(key, phase, index, index))
     return _absorbed(_absorbed(runs, Phase.FORWARD), Phase.BACKWARD)
 
 
-def _absorbed(runs: list[Unit], phase: Phase) -> list[Unit]:
+def _absorbed(runs: list[PlacementUnit], phase: Phase) -> list[PlacementUnit]:
     """Runs of a module between those of its children put to a child's; what is left of the model, to the loss."""
     if phase is Phase.BACKWARD:
-        runs = [Unit(u.key, u.phase, -u.last, -u.first) for u in reversed(runs)]
-    found: list[Unit] = []
+        runs = [PlacementUnit(u.key, u.phase, -u.last, -u.first) for u in reversed(runs)]
+    found: list[PlacementUnit] = []
     for run in runs:
         before = found[-1] if found and found[-1].phase is phase else None
         inside = before is not None and (before.key == run.key or _is_inside(before.key, run.key))
         if run.phase is phase and before is not None and inside and before.last == run.first - 1:
             before.last = run.last
         else:
-            found.append(Unit(run.key, run.phase, run.first, run.last))
+            found.append(PlacementUnit(run.key, run.phase, run.first, run.last))
     if phase is Phase.BACKWARD:
-        found = [Unit(u.key, u.phase, -u.last, -u.first) for u in reversed(found)]
+        found = [PlacementUnit(u.key, u.phase, -u.last, -u.first) for u in reversed(found)]
         for unit in found:
             unit.key = unit.key or LOSS
     return found

@@ -17,7 +17,7 @@ from lading.ir.fleet import Fleet
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.machine import Device, Machine
-from lading.ir.placement import Flow, Problem, Shared, Task
+from lading.ir.placement import PlacementProblem, Shared, Task, TaskFlow
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import RankSegment
@@ -31,7 +31,7 @@ from lading.sim.prices import MachinePrices
 
 
 @dataclass(frozen=True)
-class _Block:
+class _SegmentCosts:
     """A segment's numbers: seconds forward, backward and of the update, by device."""
 
     forward_s: tuple[float, ...]
@@ -52,7 +52,7 @@ def chain_of(
     batch: int = 1,
     micro_batches: int = 1,
     training: bool = True,
-) -> Problem:
+) -> PlacementProblem:
     """The placement of a model's blocks on a fleet.
 
     Args:
@@ -66,7 +66,7 @@ def chain_of(
     sizes = {**table.symbols, "s": seq_len}
     layout = Layout(micro_batch=batch)
     said: dict[str, None] = dict.fromkeys(table.assumed)
-    blocks: list[_Block] = []
+    blocks: list[_SegmentCosts] = []
     elements = _tied_elements(table, sizes)
     tied: Weight | None = None
     for number, segment in enumerate(table.segments):
@@ -80,7 +80,7 @@ def chain_of(
     chain = [(names[n].format(i), blocks[n]) for n, count in enumerate(table.counts) for i in range(count)]
     tasks, flows = _tasks(chain, training=training)
     shared = () if tied is None else (_tie(tied, tasks, flows, (chain[0][0], chain[-1][0]), training=training),)
-    return Problem(table.name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said), shared)
+    return PlacementProblem(table.name, tuple(tasks), tuple(flows), fleet.network(), micro_batches, tuple(said), shared)
 
 
 def _tied_elements(table: ModelTable, sizes: Mapping[str, int]) -> int:
@@ -145,7 +145,7 @@ def _block(
     how: tuple[Layout, Stack],
     *,
     training: bool,
-) -> _Block:
+) -> _SegmentCosts:
     forward: list[float] = []
     backward: list[float] = []
     update: list[float] = []
@@ -163,7 +163,7 @@ def _block(
     states = state_bytes(ranked.parameter_elements, *how)
     memory = segment_memory(ranked, None, how[1].fusion, fused_loss=how[1].fused_loss)
     peak = max(memory.forward_peak, memory.backward_peak) if training else memory.forward_peak
-    return _Block(
+    return _SegmentCosts(
         forward_s=tuple(forward),
         backward_s=tuple(backward),
         update_s=tuple(update),
@@ -189,13 +189,13 @@ def _passing(ranked: RankSegment, peak: int, saved: int) -> int:
     return max(peak - saved, max(activations, default=0))
 
 
-def _tasks(chain: Sequence[tuple[str, _Block]], *, training: bool) -> tuple[list[Task], list[Flow]]:
+def _tasks(chain: Sequence[tuple[str, _SegmentCosts]], *, training: bool) -> tuple[list[Task], list[TaskFlow]]:
     """Forward in order, backward in reverse, then updates in order; numbered so."""
     last = len(chain) - 1
     tasks = [
         Task(name, b.forward_s, b.resident_bytes, 0, b.working_bytes, name if training else "") for name, b in chain
     ]
-    flows = [Flow(n, (n + 1,), chain[n][1].border_bytes) for n in range(last)]
+    flows = [TaskFlow(n, (n + 1,), chain[n][1].border_bytes) for n in range(last)]
     if not training:
         return tasks, flows
     for number in range(last, -1, -1):
@@ -203,18 +203,18 @@ def _tasks(chain: Sequence[tuple[str, _Block]], *, training: bool) -> tuple[list
         tasks.append(Task(f"{name} backward", block.backward_s, 0, 0, block.working_bytes, name, backward=True))
     for number, (_, block) in enumerate(chain):
         back = 2 * last + 1 - number
-        flows.append(Flow(number, (back,), block.kept_bytes))
+        flows.append(TaskFlow(number, (back,), block.kept_bytes))
         tasks[number] = dataclasses.replace(tasks[number], kept_bytes=block.kept_bytes)
         if number:
-            flows.append(Flow(back, (back + 1,), chain[number - 1][1].border_bytes))
+            flows.append(TaskFlow(back, (back + 1,), chain[number - 1][1].border_bytes))
     for number, (name, block) in enumerate(chain):
         if any(block.update_s):
-            flows.append(Flow(2 * last + 1 - number, (len(tasks),), 0))
+            flows.append(TaskFlow(2 * last + 1 - number, (len(tasks),), 0))
             tasks.append(Task(f"update of {name}", block.update_s, group=name, once=True))
     return tasks, flows
 
 
-def _tie(tied: Weight, tasks: list[Task], flows: list[Flow], ends: tuple[str, str], *, training: bool) -> Shared:
+def _tie(tied: Weight, tasks: list[Task], flows: list[TaskFlow], ends: tuple[str, str], *, training: bool) -> Shared:
     """Tied weights of the first block and the last: an update at each end, from the gradients of both."""
     count = sum(not (task.backward or task.once) for task in tasks)
     if not training:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from lading.ir.placement import Problem
+from lading.ir.placement import PlacementProblem
 
 #: Groups beyond which parts are too many; the sum of what is kept and what the hungriest group needs stands for them.
 _MOST_GROUPS = 200
 
 
-def peaks(problem: Problem) -> np.ndarray:
+def peaks(problem: PlacementProblem) -> np.ndarray:
     """[i, j]: bytes beside what is resident, of groups i..j-1 on one device."""
     groups = problem.groups
     count = len(groups)
@@ -27,17 +27,17 @@ def peaks(problem: Problem) -> np.ndarray:
         for i in range(count):
             found[i, i + 1 :] = np.cumsum(kept[i:]) + np.maximum.accumulate(working[i:])
         return found
-    walk = _Walk(problem)
+    walk = _FlowArrays(problem)
     for i in range(count):
         for j in range(i + 1, count + 1):
             found[i, j] = walk.peak(i, j)
     return found
 
 
-class _Walk:
+class _FlowArrays:
     """Flows and their targets as arrays."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         flows = [flow for flow in problem.flows if not flow.held]
         self.tasks = len(problem.tasks)
         self.group = np.array(problem.group_of)

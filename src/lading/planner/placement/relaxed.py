@@ -51,7 +51,7 @@ from math import isfinite
 import numpy as np
 
 from lading.errors import SimulationError
-from lading.ir.placement import Flow, Placement, Problem
+from lading.ir.placement import Placement, PlacementProblem, TaskFlow
 from lading.planner.placement.chain import crossings
 from lading.planner.placement.local_search import improve
 from lading.planner.placement.program import LinearProgram
@@ -69,7 +69,7 @@ _MOST_BRANCHED, _NODES, _BRANCHED = 5000, 3, 2
 
 
 @dataclass(frozen=True)
-class Relaxed:
+class RelaxedPlacement:
     """The optimum of the relaxation.
 
     Attributes:
@@ -83,7 +83,7 @@ class Relaxed:
     columns: int
 
 
-def relax(problem: Problem, *, nodes: int = 0) -> Relaxed | None:
+def relax(problem: PlacementProblem, *, nodes: int = 0) -> RelaxedPlacement | None:
     """Solve the relaxation; None where not even shares fit.
 
     Args:
@@ -92,7 +92,7 @@ def relax(problem: Problem, *, nodes: int = 0) -> Relaxed | None:
     return _Relaxation(problem).solve(nodes)
 
 
-def place_lp(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | None:
+def place_lp(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Placement | None:
     """The relaxation rounded, repaired and improved; None where it has no solution."""
     if relaxed is None:
         return None
@@ -111,7 +111,7 @@ def place_lp(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | 
     return min(better, key=lambda p: key_of(p, memory), default=None)
 
 
-def place_branch(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placement | None:
+def place_branch(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Placement | None:
     """The program branched on, until shares are whole or the nodes are used up, and improved; with its own bound.
 
     None where the program is too large for that, and for pipelines, whose bound it does not move.
@@ -136,7 +136,7 @@ def place_branch(trial: Trial, relaxed: Relaxed | None, effort: int) -> Placemen
     return replace(improve(trial, placed, effort / 2), bound_s=bounds[0])
 
 
-def rounded(problem: Problem, shares: np.ndarray) -> Iterator[list[int]]:
+def rounded(problem: PlacementProblem, shares: np.ndarray) -> Iterator[list[int]]:
     """Assignments of groups to devices."""
     yield [int(d) for d in shares.argmax(axis=1)]
     count = shares.shape[1]
@@ -149,7 +149,7 @@ def rounded(problem: Problem, shares: np.ndarray) -> Iterator[list[int]]:
                 yield [order[int(place)] for place in places]
 
 
-def repaired(problem: Problem, devices: Sequence[int], memory: Sequence[int], cuts: np.ndarray) -> list[int]:
+def repaired(problem: PlacementProblem, devices: Sequence[int], memory: Sequence[int], cuts: np.ndarray) -> list[int]:
     """The same, with groups moved off devices that the planner's count says are too full, while there is room.
 
     Of a full device goes the group whose move costs the fewest seconds for each byte, those of the cuts before and
@@ -185,7 +185,7 @@ def repaired(problem: Problem, devices: Sequence[int], memory: Sequence[int], cu
 class _Relaxation:
     """The program above; times in units of ``unit`` seconds, bytes in those of the largest memory."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         self.problem, self.network = problem, problem.network
         self.devices = range(len(problem.network.devices))
         self.sparable = problem.spared([0] * len(problem.groups))
@@ -209,15 +209,15 @@ class _Relaxation:
             self.program.row([(self.whole, 1.0), (self.start[task], -1.0), *self._work(int(task), -1.0)], low=0.0)
         self._load()
 
-    def solve(self, nodes: int) -> Relaxed | None:
+    def solve(self, nodes: int) -> RelaxedPlacement | None:
         try:
             found = self.program.solve(nodes=nodes)
         except SimulationError:
             return None
         shares = np.clip(found.values[self.share], 0.0, 1.0)
-        return Relaxed(shares, max(0.0, found.bound * self.unit * (1 - _TOLERANCE)), len(found.values))
+        return RelaxedPlacement(shares, max(0.0, found.bound * self.unit * (1 - _TOLERANCE)), len(found.values))
 
-    def _groups(self, flow: Flow) -> list[int]:
+    def _groups(self, flow: TaskFlow) -> list[int]:
         """Other groups that a flow goes to."""
         group_of = self.problem.group_of
         return sorted({group_of[t] for t in flow.targets} - {group_of[flow.source]})
@@ -257,7 +257,7 @@ class _Relaxation:
                     [(c, bytes_ * scale) for c, bytes_ in zip(columns, need, strict=True)], high=size * scale
                 )
 
-    def _order(self, flow: Flow, *, detailed: bool) -> None:
+    def _order(self, flow: TaskFlow, *, detailed: bool) -> None:
         group_of = self.problem.group_of
         source = group_of[flow.source]
         ways: dict[int, list[tuple[int, float]]] = {source: []}
@@ -288,7 +288,7 @@ class _Relaxation:
             self.program.row([(self.share[group][d], -1.0), *((c, 1.0) for c in columns[:, d])], low=0.0, high=0.0)
         return columns
 
-    def _leaving(self, flow: Flow, source: int, group: int) -> list[tuple[int, float]]:
+    def _leaving(self, flow: TaskFlow, source: int, group: int) -> list[tuple[int, float]]:
         columns = self.program.columns(len(self.devices))
         terms: list[tuple[int, float]] = []
         for a in self.devices:
@@ -298,7 +298,7 @@ class _Relaxation:
             terms.append((columns[a], -least / self.unit))
         return terms
 
-    def _sent(self, flow: Flow, moved: list[np.ndarray]) -> None:
+    def _sent(self, flow: TaskFlow, moved: list[np.ndarray]) -> None:
         """What of a flow passes each channel: for each micro-batch, or once for what works once a step."""
         tasks, number = self.problem.tasks, self.problem.group_of
         for late, times in ((False, self.problem.micro_batches), (True, 1)):
@@ -307,7 +307,7 @@ class _Relaxation:
             if part:
                 self._passes(flow, part, times)
 
-    def _passes(self, flow: Flow, moved: list[np.ndarray], times: int) -> None:
+    def _passes(self, flow: TaskFlow, moved: list[np.ndarray], times: int) -> None:
         for a in self.devices:
             for b in self.devices:
                 hops = self.network.routes[a][b]
@@ -348,7 +348,7 @@ _ROUNDS = 16
 _STEP = 0.6
 
 
-def priced(problem: Problem, memory: Sequence[int]) -> Iterator[list[int]]:
+def priced(problem: PlacementProblem, memory: Sequence[int]) -> Iterator[list[int]]:
     """Assignments of groups to devices, one a round."""
     groups, copies = problem.groups, problem.micro_batches
     seconds = np.array([[s + o / copies for s, o in zip(g.seconds, g.once_s, strict=True)] for g in groups])

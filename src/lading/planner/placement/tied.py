@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lading.ir.placement import Flow, Shared, Task
+from lading.ir.placement import Shared, Task, TaskFlow
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Weight:
     update_s: tuple[float, ...]
 
 
-def tie(tasks: list[Task], flows: list[Flow], holders: Sequence[Holder], weight: Weight) -> Shared:
+def tie(tasks: list[Task], flows: list[TaskFlow], holders: Sequence[Holder], weight: Weight) -> Shared:
     """Add what ties groups: an update of each, of all gradients.
 
     Args:
@@ -48,10 +48,10 @@ def tie(tasks: list[Task], flows: list[Flow], holders: Sequence[Holder], weight:
             continue
         senders.append(len(tasks))
         tasks.append(Task(f"tied gradient at {holder.group}", idle, group=holder.group, once=True))
-        flows += [Flow(maker, (senders[-1],), 0) for maker in (*holder.makers, *holders[0].makers)]
+        flows += [TaskFlow(maker, (senders[-1],), 0) for maker in (*holder.makers, *holders[0].makers)]
     updates = tuple(range(len(tasks), len(tasks) + len(holders)))
     for holder, sender, update in zip(holders, senders, updates, strict=True):
         tasks.append(Task(f"update of {names} at {holder.group}", weight.update_s, group=holder.group, once=True))
-        flows += [Flow(maker, (update,), 0) for maker in holder.makers]
-        flows.append(Flow(sender, tuple(u for u in updates if u != update), weight.gradient_bytes, held=True))
+        flows += [TaskFlow(maker, (update,), 0) for maker in holder.makers]
+        flows.append(TaskFlow(sender, tuple(u for u in updates if u != update), weight.gradient_bytes, held=True))
     return Shared(updates, weight.resident_bytes)

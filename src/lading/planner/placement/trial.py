@@ -10,7 +10,7 @@ from math import inf
 
 import numpy as np
 
-from lading.ir.placement import Placement, Problem
+from lading.ir.placement import Placement, PlacementProblem
 from lading.planner.placement.micro_peaks import peaks
 from lading.sim.placed import PlacedSimulator, Run
 
@@ -27,7 +27,7 @@ class Trial:
         runs: Placements simulated so far.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlacementProblem) -> None:
         self.problem = problem
         self.simulator = PlacedSimulator(problem)
         self.runs = 0
@@ -91,7 +91,7 @@ class Trial:
         return all(g.seconds[d] + g.once_s[d] < inf for g, d in zip(groups, devices, strict=True))
 
 
-def windows_of(problem: Problem, devices: Sequence[int]) -> tuple[int, ...]:
+def windows_of(problem: PlacementProblem, devices: Sequence[int]) -> tuple[int, ...]:
     """Micro-batches under way on each device: as many as it has devices behind it, itself included, if they fit.
 
     That is one-forward-one-backward: the last of K parts holds one, the first K. None holds more than the one before,

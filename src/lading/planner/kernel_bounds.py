@@ -1,6 +1,6 @@
-"""Floors: what every block of a family takes at least, from the kernels of one of them.
+"""Kernel bounds: what every block of a family takes at least, from the kernels of one of them.
 
-[Note: floors]
+[Note: kernel bounds]
 Blocks of a family are cut alike and differ in the micro-batch and in the ways of expert parallel. The one with most of
 both leads. With a share r of its micro-batch and more experts a rank, each kernel has at least a share r of its bytes
 and FLOP, as these are sums of products of lengths of which at most one are tokens; so it takes at least what
@@ -10,7 +10,7 @@ products, which loses least. A micro-batch keeps at least a share r of what the 
 
 So the sum is below what the member takes, with no margin but what integers are rounded by. One thing is taken for
 granted: that fewer tokens fuse no better (what is fused depends on which tensors are under 64 KiB). Tests compare all
-members of families with their floors.
+members of families with their bounds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lading.catalog.kernels import kernel_rates
 from lading.cost.kernels import KernelFloor, floor_of, memory_s
 from lading.ir.machine import Device
 from lading.ir.work import Collective, Kernel
-from lading.planner.sieve import Costs, alone_of, exposed, host_of, saved_of
-from lading.planner.space import Block
+from lading.planner.prefilter import SegmentCosts, alone_of, exposed, host_of, saved_of
+from lading.planner.space import LayoutBlock
 from lading.planner.stages import Floats, Ints
 from lading.sim.parts import cause_of
 from lading.sim.phases import Phases, stretches
@@ -41,7 +41,7 @@ _Sent = tuple[bool, Collective]
 
 
 @dataclass(frozen=True, eq=False)
-class _Moved:
+class _MovingKernels:
     """Kernels of one class that move bytes: where each is counted, its bytes, and how many times longer it takes."""
 
     places: Ints
@@ -66,7 +66,7 @@ class _Terms:
 
     linear_s: Floats
     fixed_s: Floats
-    moved: dict[str, _Moved]
+    moved: dict[str, _MovingKernels]
     grouped: tuple[_Grouped, ...]
     sent: dict[_Sent, Floats]
 
@@ -103,7 +103,7 @@ def _terms(kernels: Sequence[Sequence[Kernel]], prices: Sequence[MachinePrices],
                 fixed[place] += factor * floor.fixed_s
             for kind, size in floor.moved:
                 moved.setdefault(kind, []).append((place, size, factor))
-    arrays = {kind: _Moved(*map(np.array, zip(*rows, strict=True))) for kind, rows in moved.items()}
+    arrays = {kind: _MovingKernels(*map(np.array, zip(*rows, strict=True))) for kind, rows in moved.items()}
     counts = {key: np.array([float(count[place]) for place in range(len(kernels))]) for key, count in sent.items()}
     return _Terms(linear, fixed, arrays, tuple(grouped), counts)
 
@@ -115,10 +115,12 @@ def _floor(kernel: Kernel, prices: MachinePrices) -> tuple[KernelFloor, float]:
     return floor, factor * (prices.stack.imbalance if kernel.is_experts else 1.0)
 
 
-class Floors:
-    """What the blocks of a family take at least ([Note: floors])."""
+class KernelBounds:
+    """What the blocks of a family take at least ([Note: kernel bounds])."""
 
-    def __init__(self, leader: Block, plain: Sequence[Phases], prices: MachinePrices, outer: Sequence[bool]) -> None:
+    def __init__(
+        self, leader: LayoutBlock, plain: Sequence[Phases], prices: MachinePrices, outer: Sequence[bool]
+    ) -> None:
         """Of a leader.
 
         Args:
@@ -147,7 +149,7 @@ class Floors:
         again = [stretches(s.segment, s.kept, stack)[1] if s.kept.kernels else [] for s in segments]
         self._again[mode] = _terms(again, *self._priced(1)), segments
 
-    def plain(self, block: Block, prices: MachinePrices) -> Costs:
+    def plain(self, block: LayoutBlock, prices: MachinePrices) -> SegmentCosts:
         """Of a member of which nothing is recomputed.
 
         Args:
@@ -155,8 +157,8 @@ class Floors:
         """
         return self._costs(block, prices, self._own_s(block, prices).reshape(4, -1), self._plain)
 
-    def costs(self, block: Block, mode: str, prices: MachinePrices) -> Costs:
-        """Of a member in a recompute mode, as ``Costs`` has them: segments as it recomputes them, then plain ones."""
+    def costs(self, block: LayoutBlock, mode: str, prices: MachinePrices) -> SegmentCosts:
+        """Least costs of a family's member in a recompute mode: segments as it recomputes them, then plain ones."""
         terms, segments = self._again[mode]
         own = self._own_s(block, prices).reshape(4, -1)
         first = own.copy()
@@ -164,17 +166,19 @@ class Floors:
         both = np.concatenate([first, own], axis=1)
         return self._costs(block, prices, both, [*segments, *self._plain])
 
-    def _costs(self, block: Block, prices: MachinePrices, device: Floats, segments: Sequence[Phases]) -> Costs:
+    def _costs(
+        self, block: LayoutBlock, prices: MachinePrices, device: Floats, segments: Sequence[Phases]
+    ) -> SegmentCosts:
         share = block.micro_batch / self.leader.micro_batch
         fewer = self.leader.mesh.ep / block.mesh.ep
         saved: Floats = saved_of(segments) * share
         elements = self._elements * np.array([1.0, fewer])
-        return Costs(device * _WHOLE, host_of(segments, prices.stack), saved * _WHOLE, elements)
+        return SegmentCosts(device * _WHOLE, host_of(segments, prices.stack), saved * _WHOLE, elements)
 
-    def _own_s(self, block: Block, prices: MachinePrices) -> Floats:
+    def _own_s(self, block: LayoutBlock, prices: MachinePrices) -> Floats:
         return self._of(self._own, "", block, prices)
 
-    def _of(self, terms: _Terms, key: str, block: Block, prices: MachinePrices) -> Floats:
+    def _of(self, terms: _Terms, key: str, block: LayoutBlock, prices: MachinePrices) -> Floats:
         """Seconds of each stretch."""
         share, device = block.micro_batch / self.leader.micro_batch, prices.machine.device
         known = key, block.micro_batch
@@ -190,7 +194,7 @@ class Floors:
                 total[one.place] += one.factor * max(share * one.linear_s + one.fixed_s, launches)
         return total + self._sent_s(terms.sent, block, prices)
 
-    def _sent_s(self, sent: Mapping[_Sent, Floats], block: Block, prices: MachinePrices) -> Floats | float:
+    def _sent_s(self, sent: Mapping[_Sent, Floats], block: LayoutBlock, prices: MachinePrices) -> Floats | float:
         """Seconds of collectives of each stretch, less what computing may hide."""
         share = block.micro_batch / self.leader.micro_batch
         total: Floats | float = 0.0

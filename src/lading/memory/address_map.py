@@ -9,7 +9,7 @@ from lading.memory.order import START, Uses
 
 
 @dataclass(slots=True, eq=False)
-class Residency:
+class AddressedResidency:
     """One stay of a storage on the device, at one address, from the action that places it to its FREE.
 
     Attributes:
@@ -25,7 +25,7 @@ class Residency:
     uses: Uses = field(default_factory=Uses)
 
 
-class Occupancy:
+class AddressMap:
     """Disjoint segments of the arena, sorted, each with the last residency that lay there.
 
     Only the last one matters: it was placed after the one before it was freed, which was checked then.
@@ -34,9 +34,9 @@ class Occupancy:
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._owners: list[Residency] = []
+        self._owners: list[AddressedResidency] = []
 
-    def place(self, residency: Residency, size_bytes: int) -> list[Residency]:
+    def place(self, residency: AddressedResidency, size_bytes: int) -> list[AddressedResidency]:
         """Put ``residency`` at its offset; returns the residencies that it covers, wholly or in part."""
         start, end = residency.offset, residency.offset + size_bytes
         low, high = bisect_right(self._ends, start), bisect_left(self._starts, end)

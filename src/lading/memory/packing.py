@@ -20,7 +20,7 @@ _MANY = 3000
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class Buffer:
     """Something that needs ``size_bytes`` at one address during each ``[first, last]`` of ``spans`` (inclusive)."""
 
     size_bytes: int
@@ -35,12 +35,12 @@ class Packing:
     size_bytes: int
 
 
-def peak_bytes(items: Sequence[Item]) -> int:
+def peak_bytes(items: Sequence[Buffer]) -> int:
     """Most bytes alive at one moment: no packing can be smaller."""
     return int(profile(items).max(initial=0))
 
 
-def profile(items: Sequence[Item]) -> np.ndarray:
+def profile(items: Sequence[Buffer]) -> np.ndarray:
     """Bytes alive at each moment."""
     last = max((span[1] for item in items for span in item.spans), default=-1)
     change = [0] * (last + 2)
@@ -52,7 +52,7 @@ def profile(items: Sequence[Item]) -> np.ndarray:
     return np.cumsum(np.asarray(change, dtype=np.int64))[:-1]
 
 
-def pack(items: Sequence[Item], limit_bytes: int = 0) -> Packing:
+def pack(items: Sequence[Buffer], limit_bytes: int = 0) -> Packing:
     """Place every item, by the first of several orders that needs at most ``limit_bytes``, else by the best one.
 
     What lives all the time goes to the bottom, one after another; only the rest needs a search. Of that, what is

@@ -19,7 +19,7 @@ from typing import cast
 from lading.grouping import Described, Grouping, Matrices, Use, group
 from lading.ir.graph import Arg, Op, OpKind, Parameter, Phase, Ref, StepGraph, Tensor, refs
 from lading.optim.registry import DEFAULT, make_rule
-from lading.optim.rule import MatrixRule, ParameterRule, Work
+from lading.optim.rule import MatrixRule, ParameterRule, UpdateWork
 
 PREFIX = "lading."
 #: Tables are looked up in by these.
@@ -52,7 +52,7 @@ def matrices_of(graph: StepGraph, op: Op) -> tuple[int, int, int]:
     return (1, *shape) if len(shape) == 2 else cast("tuple[int, int, int]", shape)
 
 
-def work_of(graph: StepGraph, op: Op) -> tuple[MatrixRule, int, Work] | None:
+def work_of(graph: StepGraph, op: Op) -> tuple[MatrixRule, int, UpdateWork] | None:
     """Rule, number of matrices, and the work for each; None if the operation moves no matrices."""
     rule = matrix_rule_of(op)
     if rule is None:
@@ -62,7 +62,7 @@ def work_of(graph: StepGraph, op: Op) -> tuple[MatrixRule, int, Work] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MatrixStack:
     """Matrices of equal shape that lie regularly in a parameter.
 
     Attributes:
@@ -79,7 +79,7 @@ class Member:
         """(count, rows, columns)."""
         return (1, *self.value.shape) if len(self.value.shape) == 2 else cast("tuple[int, int, int]", self.value.shape)
 
-    def stacked(self, most_elements: int) -> Iterator[tuple[int, Member]]:
+    def stacked(self, most_elements: int) -> Iterator[tuple[int, MatrixStack]]:
         """Runs of whole matrices of at least so many elements, with the number of the first."""
         count, rows, columns = self.shape
         if len(self.value.shape) == 2:
@@ -93,21 +93,21 @@ class Member:
                 )
                 for t in (self.value, self.gradient)
             ]
-            yield start, Member(self.label, *cut)
+            yield start, MatrixStack(self.label, *cut)
 
 
-def members(name: str, value: Tensor, gradient: Tensor, parts: Sequence[int]) -> list[Member]:
+def members(name: str, value: Tensor, gradient: Tensor, parts: Sequence[int]) -> list[MatrixStack]:
     """The matrices of a parameter: one, or one for each part of its rows."""
     if not parts:
-        return [Member(name, value, gradient)]
-    found: list[Member] = []
+        return [MatrixStack(name, value, gradient)]
+    found: list[MatrixStack] = []
     start = 0
     for number, rows in enumerate(parts):
         cut = [
             dataclasses.replace(t, shape=(*t.shape[:-2], rows, t.shape[-1]), offset=t.offset + start * t.stride[-2])
             for t in (value, gradient)
         ]
-        found.append(Member(f"{name}.{number}", *cut))
+        found.append(MatrixStack(f"{name}.{number}", *cut))
         start += rows
     return found
 

@@ -1,6 +1,6 @@
-"""Sieve: which pipelines of a block may fit and how fast these can be, before its layouts are bounded one by one.
+"""Prefilter: which pipelines of a block may fit and how fast these can be, before its layouts are bounded one by one.
 
-[Note: sieve]
+[Note: prefilter]
 What a rank keeps of activations is linear in what each segment saves, and so is the work of all stages in what each
 segment takes. With ``alive`` micro-batches of each of a rank's stages and m of a step on p ranks, every pipe has
 
@@ -30,7 +30,7 @@ from lading.sim.prices import MachinePrices
 
 
 @dataclass(frozen=True, eq=False)
-class Sieve:
+class Prefilter:
     """Of all pipes of a table, what blocks share.
 
     Attributes:
@@ -46,7 +46,7 @@ class Sieve:
     last: Floats
 
     @staticmethod
-    def of(table: PipeTable, weights: Floats) -> Sieve:
+    def of(table: PipeTable, weights: Floats) -> Prefilter:
         """Sum up stages.
 
         Args:
@@ -56,7 +56,7 @@ class Sieve:
         before = np.cumsum(each, axis=0) - each
         begin = table.held_stage[table.held_first[:, WATCHED - 1]]
         last = _summed(each[table.held_stage], table.held_first)[:, WATCHED - 1]
-        return Sieve(
+        return Prefilter(
             table,
             weights,
             whole=np.add.reduceat(each, table.first),
@@ -73,8 +73,8 @@ class Sieve:
         each = self.weights[self.table.row[self.table.held_stage]]
         return _summed(alive[:, None] * each, self.table.held_first)
 
-    def seconds(self, costs: Costs, micro_batches: Floats, *, blocking: bool) -> Floats:
-        """Least seconds of each pipe ([Note: sieve]).
+    def seconds(self, costs: SegmentCosts, micro_batches: Floats, *, blocking: bool) -> Floats:
+        """Least seconds of each pipe ([Note: prefilter]).
 
         Args:
             blocking: The host waits for each kernel.
@@ -88,7 +88,7 @@ class Sieve:
 
 
 @dataclass(frozen=True, eq=False)
-class Costs:
+class SegmentCosts:
     """Least costs of a block's segments, as it recomputes them and then plain.
 
     Attributes:
@@ -109,7 +109,7 @@ class Costs:
         return device + host if blocking else np.maximum(device, host)
 
 
-def costs_of(segments: Sequence[Phases], prices: MachinePrices, plain: int) -> Costs:
+def costs_of(segments: Sequence[Phases], prices: MachinePrices, plain: int) -> SegmentCosts:
     """Of a priced block, of whose segments so many at the end are those of the model."""
     shown = {
         axis: exposed(axis, prices) for axis in {axis for s in segments for part in s.parts for axis in part.comm_s}
@@ -123,7 +123,7 @@ def costs_of(segments: Sequence[Phases], prices: MachinePrices, plain: int) -> C
         for s in segments
     ]
     elements = alone_of(segments[-plain:])
-    return Costs(np.array(device).T, host_of(segments, prices.stack), saved_of(segments), elements)
+    return SegmentCosts(np.array(device).T, host_of(segments, prices.stack), saved_of(segments), elements)
 
 
 def exposed(axis: str, prices: MachinePrices) -> float:
@@ -147,7 +147,7 @@ def saved_of(segments: Sequence[Phases]) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Sieved:
+class Prefiltered:
     """What is left of a block in a recompute mode.
 
     Attributes:

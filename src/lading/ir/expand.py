@@ -13,7 +13,7 @@ the parameter becomes the master rounded; ``lading.optim.master`` is the same in
 views of the parameter and its gradient, so that they can pass through the device one after another. Fused kernels
 treat elements alone, in vectors from the start of what they are given: cut at whole vectors, parts give the bits of
 the whole (tests/optim/test_parameter_rules.py). A rule that needs the whole parameter says so
-(``ParameterRule.whole``); for a rule for matrices (``lading.ir.updates``) states are cut between matrices only.
+(``ParameterRule.whole``); for a rule for matrices (``lading.ir.update_ops``) states are cut between matrices only.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from lading.ir.graph import (
     rename_op,
     row_major,
 )
-from lading.ir.updates import (
+from lading.ir.update_ops import (
     PREFIX,
-    Member,
+    MatrixStack,
     Tensors,
     grouped,
     members,
@@ -90,7 +90,7 @@ def expand(
     trained = [p for p in graph.parameters if p.gradient is not None]
     if not trained:
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")
-    builder = _Builder(graph, master_weights, optimizer or default_rule(), matrices)
+    builder = _StepBuilder(graph, master_weights, optimizer or default_rule(), matrices)
     for micro in range(graph.accumulation):
         builder.add_micro_batch(micro)
     coefficient = builder.add_clipping(trained, clip_norm) if clip_norm else None
@@ -99,7 +99,7 @@ def expand(
     return builder.finish()
 
 
-class _Builder:
+class _StepBuilder:
     """Grows the expanded graph; ``ops`` holds the operations in their final order.
 
     Attributes:
@@ -371,7 +371,9 @@ class _Builder:
             self.states.append(State(f"{name}.step", "float32", (), (step,)))
         return ops
 
-    def _matrix_states(self, parameter: Parameter, matrices: Matrices, piece: Member, start: int) -> dict[str, int]:
+    def _matrix_states(
+        self, parameter: Parameter, matrices: Matrices, piece: MatrixStack, start: int
+    ) -> dict[str, int]:
         """States of the matrices of one update, by suffix; those after the first run of a stack are numbered."""
         count, rows, columns = piece.shape
         stack = (count,) if len(piece.value.shape) == 3 else ()
@@ -382,7 +384,7 @@ class _Builder:
             found[suffix] = self._fresh(name, dtype, (*stack, *state.shape), Role.OPTIMIZER_STATE)
         return found
 
-    def _master_of(self, parameter: Parameter, piece: Member, param: int, whole: int | None) -> int | None:
+    def _master_of(self, parameter: Parameter, piece: MatrixStack, param: int, whole: int | None) -> int | None:
         """The master of the matrices of one update: a storage of its own, or a view of ``whole``."""
         if not self.has_master(parameter):
             return None
@@ -392,7 +394,7 @@ class _Builder:
         name = f"{parameter.names[0]}.master" + (f"[{value.offset}]" if value.offset else "")
         return self._fresh(name, "float32", value.shape, Role.OPTIMIZER_STATE)
 
-    def _workspace(self, matrices: Matrices, piece: Member) -> int | None:
+    def _workspace(self, matrices: Matrices, piece: MatrixStack) -> int | None:
         """What the rule works in, if that has a place in the arena."""
         rule = matrices.made()
         elements = rule.workspace_elements(*piece.shape[1:])

@@ -11,7 +11,7 @@ from lading.errors import ProgramError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import Op, OpKind, Phase, Role, StepGraph, Storage, Tensor
 from lading.ir.machine import Device, Machine, Tier
-from lading.ir.program import PAGE_BYTES, Program, slot_bytes
+from lading.ir.program import PAGE_BYTES, ActionList, Program, slot_bytes
 from lading.memory.verify import verify
 
 DEVICE = "device"
@@ -255,8 +255,8 @@ class ProgramBuilder:
         """The program so far, with budgets that fit exactly."""
         arena = max(self.end, 0)
         program = Program(
-            self.graph, tuple(self.actions), arena, workspace_bytes, self.resident, self.slots, {}, overhead_bytes,
-            tiers=machine().tiers,
+            (ActionList().extend(self.actions),), self.graph, arena_bytes=arena, workspace_bytes=workspace_bytes,
+            resident=self.resident, slots=self.slots, overhead_bytes=overhead_bytes, tiers=machine().tiers,
         )  # fmt: skip
         program.budgets[DEVICE] = program.peak_bytes
         program.budgets.update({tier: program.tier_bytes(tier) for tier in self.slots})
@@ -356,7 +356,7 @@ def find(program: Program, test: Callable[[Action], bool], nth: int = 0) -> Acti
 
 def with_actions(program: Program, actions: Iterable[Action]) -> Program:
     """The same Program with other actions."""
-    return replace(program, actions=tuple(actions))
+    return replace(program, ranks=(ActionList().extend(actions),))
 
 
 def edit(program: Program, index: int, **changes: object) -> Program:

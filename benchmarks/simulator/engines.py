@@ -8,7 +8,8 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from typing import Any
 
-from lading.program.schedules import Schedule, Work
+from lading.ir.action import Work
+from lading.program.schedules import Schedule
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 
 

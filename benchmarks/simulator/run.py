@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from lading.clusters import Question, request_of
-from lading.program.schedules import Work, schedule
+from lading.ir.action import Work
+from lading.program.schedules import schedule
 from lading.report.perfetto import write_trace
 from lading.sim.cluster import Stretches, simulate_cluster
 from lading.sim.noise import Noise

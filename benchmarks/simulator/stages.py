@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lading.ir.action import ActionKind
+from lading.ir.action import ActionKind, Work
+from lading.ir.program import Border, Region
 from lading.program.emit import RUN, ListShape, UnitShape, emit
-from lading.program.lists import Border, Region
-from lading.program.schedules import Schedule, Work
+from lading.program.schedules import Schedule
 from lading.sim.cluster import Job, Stretches
 from lading.sim.rank_engine import Priced, action_seconds
 

@@ -113,8 +113,8 @@ def test_recompute_places_exactly_the_outputs_that_are_not_resident() -> None:
 
 
 def test_ids_are_positions(base: Program) -> None:
-    with pytest.raises(ProgramError, match="expected id 3") as caught:
-        verify(edit(base, 3, id=4))
+    with pytest.raises(ProgramError, match=r"expected action 3, got \[4 ") as caught:
+        edit(base, 3, id=4)
     assert caught.value.action_id == 4
 
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lading.errors import ProgramError, SimulationError
-from lading.ir.action import ActionKind
+from lading.ir.action import ActionKind, Work
+from lading.ir.program import NETWORK, ActionList, ParameterGroup, Program, Region, parse_program
 from lading.program.check import check_ranks
 from lading.program.emit import BEGIN, END, RUN, ListShape, UnitShape, emit
-from lading.program.lists import NETWORK, ParameterGroup, RankList, RankProgram, Region, parse_lists
-from lading.program.schedules import KINDS, V_SHAPED, Work, schedule
+from lading.program.schedules import KINDS, V_SHAPED, schedule
 from lading.sim.rank_engine import Priced, RankTimes, action_seconds, run_ranks
 
 WHOLE = (((BEGIN, 0, 0), (RUN, 0, 1), (END, 0, 0)),) * 4
@@ -45,7 +45,7 @@ def pipeline(kind: str, shards: str, *, units: int = 2, micro_batches: int = 8, 
 
 
 def timed(
-    program: RankProgram,
+    program: Program,
     unshard: float | Callable[[ParameterGroup], float],
     reduce: float,
     forward: float,
@@ -139,7 +139,7 @@ def test_what_is_emitted_holds_and_reads_back(number: int) -> None:
     program = emit(SHAPES[number])
     check_ranks(program)
     text = program.text()
-    again = parse_lists(text)
+    again = parse_program(text.splitlines())
     assert again.text() == text
     check_ranks(again)
     assert timed(program, 1, 1, 2, 4).step_s > 0
@@ -150,13 +150,13 @@ def test_what_is_emitted_holds_and_reads_back(number: int) -> None:
 )
 def test_a_line_that_is_no_action_is_refused(line: str) -> None:
     with pytest.raises(ProgramError, match="expected"):
-        parse_lists(f"rank 0\n{line}\n")
+        parse_program([line])
 
 
-def broken(program: RankProgram, rank: int, change: Callable[[RankList], None]) -> RankProgram:
-    ranks = [parse_lists(program.text()).ranks[place] for place in range(len(program.ranks))]
+def broken(program: Program, rank: int, change: Callable[[ActionList], None]) -> Program:
+    ranks = parse_program(program.text().splitlines()).ranks
     change(ranks[rank])
-    return dataclasses.replace(program, ranks=tuple(ranks))
+    return dataclasses.replace(program, ranks=ranks)
 
 
 def test_every_wait_that_orders_two_streams_is_needed() -> None:
@@ -170,19 +170,19 @@ def test_every_wait_that_orders_two_streams_is_needed() -> None:
             gathers = [(n, w) for n, w in waits if actions.kind[w] is ActionKind.UNSHARD]
             assert gathers
 
-            def drop(own: RankList, number: int = gathers[-1][0], wait: int = gathers[-1][1]) -> None:
+            def drop(own: ActionList, number: int = gathers[-1][0], wait: int = gathers[-1][1]) -> None:
                 own.waits[number] = tuple(w for w in own.waits[number] if w != wait)
 
             with pytest.raises(ProgramError, match="expected to wait for action"):
                 check_ranks(broken(program, rank, drop))
 
 
-def _kinds(actions: RankList, kind: ActionKind) -> list[int]:
+def _kinds(actions: ActionList, kind: ActionKind) -> list[int]:
     return [number for number, each in enumerate(actions.kind) if each is kind]
 
 
-def _becomes(kind: ActionKind, to: ActionKind, place: int = 0) -> Callable[[RankList], None]:
-    def change(actions: RankList) -> None:
+def _becomes(kind: ActionKind, to: ActionKind, place: int = 0) -> Callable[[ActionList], None]:
+    def change(actions: ActionList) -> None:
         number = _kinds(actions, kind)[place]
         actions.kind[number] = to
         if to is ActionKind.STEP:
@@ -191,16 +191,16 @@ def _becomes(kind: ActionKind, to: ActionKind, place: int = 0) -> Callable[[Rank
     return change
 
 
-def _swap_meetings(actions: RankList) -> None:
+def _swap_meetings(actions: ActionList) -> None:
     first, second = _kinds(actions, ActionKind.ALL_REDUCE)[-2:]
     actions.group[first], actions.group[second] = actions.group[second], actions.group[first]
 
 
-def _other_micro_batch(actions: RankList) -> None:
+def _other_micro_batch(actions: ActionList) -> None:
     actions.micro_batch[_kinds(actions, ActionKind.SEND)[0]] += 1
 
 
-def _waits_ahead(actions: RankList) -> None:
+def _waits_ahead(actions: ActionList) -> None:
     actions.waits[0] = (5,)
 
 
@@ -228,7 +228,7 @@ def test_a_broken_list_is_refused(number: int) -> None:
 def test_ranks_that_wait_for_each_other_are_found() -> None:
     """A rank whose forward takes the gradient, and whose backward the activation, waits for itself."""
 
-    def crossed(actions: RankList) -> None:
+    def crossed(actions: ActionList) -> None:
         first, second = _kinds(actions, ActionKind.RECV)
         for column in (actions.storage, actions.peer):
             column[first], column[second] = column[second], column[first]

@@ -14,7 +14,7 @@ from tests.plans import some_plan
 from lading.ir.action import Action, ActionKind
 from lading.ir.graph import Op, OpKind, Phase, Role, StepGraph, Storage, Tensor
 from lading.ir.plan import Choice, Option, Plan, PolicyRow
-from lading.ir.program import Program
+from lading.ir.program import ActionList, Program
 from lading.ir.timeline import Event, MemorySample, Timeline
 from lading.report.promises import RunSummary
 from lading.units import MiB
@@ -108,8 +108,9 @@ def build(blocks: int = 12) -> tuple[Program, tuple[Choice, ...]]:
     tensors = tuple(Tensor(i, "float32", (s.size_bytes // 4,), (1,)) for i, s in enumerate(b.storages))
     graph = StepGraph(tuple(b.storages), tensors, tuple(b.ops), (), (), ((),), ())
     program = Program(
-        graph, tuple(b.actions), 560 * MiB, 8 * MiB, tuple(b.resident), {"disk": tuple(b.slots)}, {"device": BUDGET},
-        30 * MiB, tiers=small_machine().tiers,
+        (ActionList().extend(b.actions),), graph, arena_bytes=560 * MiB, workspace_bytes=8 * MiB,
+        resident=tuple(b.resident), slots={"disk": tuple(b.slots)}, budgets={"device": BUDGET},
+        overhead_bytes=30 * MiB, tiers=small_machine().tiers,
     )  # fmt: skip
     return program, tuple(b.choices)
 

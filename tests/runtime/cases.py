@@ -15,7 +15,7 @@ from lading.ir.expand import expand
 from lading.ir.graph import PERSISTENT, OpKind, StepGraph
 from lading.ir.machine import Device, Machine, Tier
 from lading.ir.plan import Option
-from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
+from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, ActionList, Program, slot_bytes
 from lading.memory.lifetime import can_recompute, gaps, is_movable, lifetimes
 from lading.memory.verify import verify
 from lading.models.reference import build_model
@@ -169,7 +169,10 @@ def keep_all(graph: StepGraph) -> Program:
     for tensor in graph.losses:
         add(ActionKind.MOVE, storage=graph.storage_of(tensor), source="device", target=CALLER)
     resident = tuple((i, offsets[i]) for i, s in enumerate(graph.storages) if s.role in PERSISTENT)
-    return Program(graph, tuple(actions), end, max(workspace_of(graph)), resident, {}, {"device": GiB})
+    return Program(
+        (ActionList().extend(actions),), graph, arena_bytes=end, workspace_bytes=max(workspace_of(graph)),
+        resident=resident, budgets={"device": GiB},
+    )  # fmt: skip
 
 
 def differing(executor: Executor, model: torch.nn.Module) -> list[str]:

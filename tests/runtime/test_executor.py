@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.programs import with_actions
 from tests.runtime.cases import (
     OPTIMIZER,
     RATES,
@@ -86,7 +87,7 @@ def test_a_missing_wait_shows(tmp_path: Path) -> None:
         if action.stream == "disk_read":
             time.sleep(1e-3)
 
-    program = dataclasses.replace(program, actions=careless)
+    program = with_actions(program, careless)
     with executor_of(program, tmp_path, poison=True, jitter=jitter) as executor:
         load(executor, model_of("gpt"))
         with contextlib.suppress(ProgramError):  # tokens of poison are no tokens
@@ -104,7 +105,7 @@ def test_a_use_after_free_shows(tmp_path: Path) -> None:
     use = dataclasses.replace(actions[first + 1], places=(*actions[first + 1].places, (weight, home)))
     actions[first + 1] = use
     numbered = tuple(dataclasses.replace(a, id=i) for i, a in enumerate(actions))
-    with executor_of(dataclasses.replace(program, actions=numbered), tmp_path, poison=True) as executor:
+    with executor_of(with_actions(program, numbered), tmp_path, poison=True) as executor:
         load(executor, model_of("llama"))
         (loss,) = executor.step(batches_of(1, 1)[0], lr=1e-3)
         assert math.isnan(loss)

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.simulator.stages import job_of
 
 from lading.errors import ConfigError, SimulationError
-from lading.program.schedules import Work, schedule
+from lading.ir.action import Work
+from lading.program.schedules import schedule
 from lading.sim.cluster import Job, Stretches, simulate_cluster
 from lading.sim.noise import Jitter, Noise, largest_factor, largest_of, stalled_share
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline

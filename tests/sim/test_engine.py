@@ -20,6 +20,7 @@ from tests.programs import (
     keep_all,
     machine,
     offloaded,
+    with_actions,
 )
 from tests.random_programs import random_program
 
@@ -190,7 +191,7 @@ def test_what_has_no_cost_is_an_error() -> None:
         simulate(program, replace(toy, tiers=toy.tiers[:1]), op_seconds=[1.0, 1.0])
     gather = Action(0, ActionKind.UNSHARD, "compute")
     with pytest.raises(SimulationError, match=r"action 0 \[0 UNSHARD compute\] has no cost"):
-        simulate(replace(program, actions=(gather,)), toy, op_seconds=[1.0, 1.0])
+        simulate(with_actions(program, (gather,)), toy, op_seconds=[1.0, 1.0])
 
 
 # What holds of every program.

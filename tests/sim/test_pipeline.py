@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.sim.pipeline_bounds import closed_form_s, lower_bound_s
 
 from lading.errors import SimulationError
-from lading.program.schedules import KINDS, V_SHAPED, Schedule, Work, alive_peaks, schedule
+from lading.ir.action import Work
+from lading.program.schedules import KINDS, V_SHAPED, Schedule, alive_peaks, schedule
 from lading.sim.pipeline import PipelineRun, PipelineSeconds, simulate_pipeline
 
 TINY = 1e-9

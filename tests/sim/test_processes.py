@@ -13,13 +13,13 @@ from lading.catalog.load import load_machine, machine_from_dict, machine_to_toml
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import family_table
 from lading.errors import ConfigError
-from lading.ir.action import ActionKind
+from lading.ir.action import ActionKind, Work
 from lading.ir.layout import parse_layout
 from lading.ir.machine import Curve, Machine, Processes
+from lading.ir.program import Program, Region
 from lading.ir.request import Architecture, Request
 from lading.program.emit import ListShape, emit
-from lading.program.lists import RankProgram, Region
-from lading.program.schedules import Schedule, Work, schedule
+from lading.program.schedules import Schedule, schedule
 from lading.sim.pipeline import PipelineRun, PipelineSeconds, pipeline_run, simulate_pipeline
 from lading.sim.rank_engine import Priced, action_seconds, run_sharing
 from lading.sim.simulate import Simulated, simulate
@@ -105,7 +105,7 @@ def test_groups_beside_each_other_share_the_processors(tmp_path: Path) -> None:
 
 def shared(plan: Schedule, slower: list[float], send_s: float = 0.0) -> PipelineRun:
     """A pipeline of forwards of 1 s and backwards of 2 s, so much slower while 1, 2, ... ranks compute."""
-    program: RankProgram = emit(ListShape(plan, ((),) * plan.stages, whole_first=False))
+    program: Program = emit(ListShape(plan, ((),) * plan.stages, whole_first=False))
 
     def seconds(key: Priced, factor: float) -> float:
         kind, what, _ = key
@@ -114,7 +114,7 @@ def shared(plan: Schedule, slower: list[float], send_s: float = 0.0) -> Pipeline
         return factor * (1.0 if what.work is Work.FORWARD else 2.0) if isinstance(what, Region) else 0.0
 
     levels = [action_seconds(program, lambda key, factor=factor: seconds(key, factor)) for factor in slower]
-    return pipeline_run(run_sharing(program, levels), overlap=True)
+    return pipeline_run(plan, run_sharing(program, levels), overlap=True)
 
 
 @pytest.mark.parametrize("kind", ["gpipe", "1f1b"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 from lading.errors import ProgramError
 
@@ -36,6 +36,15 @@ class ActionKind(StrEnum):
     RECV = "RECV"
     MOVE = "MOVE"
     FREE = "FREE"
+
+
+class Work(IntEnum):
+    """What a region computes; BACKWARD is both gradients at once."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,8 +99,8 @@ class _Verifier:
         for storage, home in self.homes.items():
             if home == self.host_tier:
                 self._take_slot(None, storage)
-        for position, action in enumerate(self.program.actions):
-            self._check_form(position, action)
+        for action in self.program.actions:
+            self._check_form(action)
             self.order.append(action)
             if action.kind is ActionKind.FREE:
                 self._free(action)
@@ -117,11 +117,9 @@ class _Verifier:
 
     # What an action must look like.
 
-    def _check_form(self, position: int, action: Action) -> None:
-        if action.id != position:
-            _fail(action, f"expected id {position}, the action's position, got {action.id}; number actions from 0")
-        if bad := [w for w in action.waits if not 0 <= w < position]:
-            _fail(action, f"expected waits on ids in 0..{position - 1}, got {bad}; a wait points backward")
+    def _check_form(self, action: Action) -> None:
+        if bad := [w for w in action.waits if not 0 <= w < action.id]:
+            _fail(action, f"expected waits on ids in 0..{action.id - 1}, got {bad}; a wait points backward")
         if action.stream not in self.streams:
             _fail(action, f"expected a stream among {self.streams}, got {action.stream!r}")
         if action.kind in _RUNS_OP:

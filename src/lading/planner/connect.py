@@ -5,9 +5,17 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Mapping, Sequence
 
-from lading.ir.action import CALLER, DEVICE, Action, ActionKind
+from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, read_stream, slot_sizes, write_stream
+from lading.ir.program import (
+    COMPUTE_STREAM,
+    HOST_STREAM,
+    PAGE_BYTES,
+    ActionList,
+    read_stream,
+    slot_sizes,
+    write_stream,
+)
 from lading.planner.emit import Emission, Item
 from lading.planner.schedule import Stretched
 
@@ -18,11 +26,11 @@ def connect(
     stretched: Stretched,
     offsets: Sequence[int],
     host_slots: Mapping[int, int] | None = None,
-) -> tuple[Action, ...]:
+) -> ActionList:
     """The actions of an emission whose residency ``i`` lies at ``offsets[i]``, and what is staged in its slot."""
     writer = _ActionWriter(graph, emission, stretched, offsets, host_slots or {})
     writer.write()
-    return tuple(writer.actions)
+    return writer.actions
 
 
 class _Freed:
@@ -73,8 +81,8 @@ class _ActionWriter:
         host_slots: Mapping[int, int],
     ) -> None:
         self.graph, self.emission = graph, emission
-        self.actions: list[Action] = []
-        self.known: dict[tuple[str, str], int] = {}
+        self.actions = ActionList()
+        self.known: dict[tuple[int, int], int] = {}
         self.ready: dict[int, int] = {}  # storage -> the action after which it can be read
         self.touched: dict[int, int] = {}
         self.written: dict[int, int] = {}  # storage -> the action that wrote its tier copy
@@ -111,19 +119,37 @@ class _ActionWriter:
     def _last_stay(self, storage: int) -> tuple[int, ...]:
         return (self.gone[storage],) if storage in self.gone else ()
 
-    def _add(self, kind: ActionKind, stream: str, waits: Sequence[int], **fields: object) -> int:
-        action_id = len(self.actions)
-        needed: dict[str, int] = {}
+    def _add(
+        self,
+        kind: ActionKind,
+        stream_name: str,
+        waits: Sequence[int],
+        *,
+        op: int | None = None,
+        storage: int | None = None,
+        route: tuple[str, str] = ("", ""),
+        places: tuple[tuple[int, int], ...] = (),
+    ) -> int:
+        actions, needed = self.actions, dict[int, int]()
+        stream = actions.stream_number(stream_name)
         for wait in waits:
-            other = self.actions[wait].stream
+            other = actions.stream[wait]
             if other != stream and wait > self.known.get((stream, other), -1):
                 needed[other] = max(needed.get(other, -1), wait)
         for other, wait in needed.items():
             self.known[stream, other] = wait
-        self.actions.append(
-            Action(action_id, kind, stream, waits=tuple(sorted(needed.values())), **fields)  # pyright: ignore[reportArgumentType]
+        action = actions.add(
+            kind,
+            stream,
+            tuple(sorted(needed.values())),
+            op=-1 if op is None else op,
+            storage=-1 if storage is None else storage,
         )
-        return action_id
+        if any(route):
+            actions.routes[action] = route
+        if places:
+            actions.places[action] = places
+        return action
 
     def _fetch(self, index: int) -> None:
         stay = self.emission.residencies[index]
@@ -135,8 +161,7 @@ class _ActionWriter:
             read_stream(stay.tier),
             waits,
             storage=stay.storage,
-            source=stay.tier,
-            target=DEVICE,
+            route=(stay.tier, DEVICE),
             places=((stay.storage, self.offsets[index]),),
         )
 
@@ -151,7 +176,9 @@ class _ActionWriter:
         for storage in dict.fromkeys((*reads, *writes)):
             if self.emission.staged.get(storage, (0, -1))[1] == index:
                 waits = [self.fetched[storage]] if storage in self.fetched else []
-                freed = self._add(ActionKind.FREE, HOST_STREAM, waits, storage=storage, source=self.emission.host_tier)
+                freed = self._add(
+                    ActionKind.FREE, HOST_STREAM, waits, storage=storage, route=(self.emission.host_tier, "")
+                )
                 self.freed_on_host.give(*self._host_range(storage), freed)
 
     def _host_range(self, storage: int) -> tuple[int, int]:
@@ -178,8 +205,7 @@ class _ActionWriter:
             waits,
             op=item.op,
             storage=item.storage,
-            source=item.source,
-            target=item.target,
+            route=(item.source, item.target),
             places=places,
         )
         for storage in (*used, *(s for s, _ in places)):
@@ -203,10 +229,10 @@ class _ActionWriter:
                 waits += self._take_on_host(stay.storage)
                 waits += [self.worked[stay.storage]] if stay.storage in self.worked else []
             self.written[stay.storage] = self._add(
-                ActionKind.MOVE, stream, waits, storage=stay.storage, source=DEVICE, target=stay.to_tier
+                ActionKind.MOVE, stream, waits, storage=stay.storage, route=(DEVICE, stay.to_tier)
             )
         waits = [a for a in (self.touched.get(stay.storage), self.ready.get(stay.storage)) if a is not None]
-        freed = self._add(ActionKind.FREE, stream, waits, storage=stay.storage, source=DEVICE)
+        freed = self._add(ActionKind.FREE, stream, waits, storage=stay.storage, route=(DEVICE, ""))
         self.gone[stay.storage] = freed
         low = self.offsets[index]
         self.freed.give(low, low + self.sizes[stay.storage], freed)

@@ -244,7 +244,7 @@ def _program(
     slots = _tier_slots(graph, machine, emission, lambda unit: _staged(graph, emission, costs, seconds, unit), budgets)
     return Program(
         graph=graph,
-        actions=connect(graph, emission, stretched, offsets, dict(slots.get(emission.host_tier, ()))),
+        ranks=(connect(graph, emission, stretched, offsets, dict(slots.get(emission.host_tier, ()))),),
         arena_bytes=packing.size_bytes,
         workspace_bytes=max(costs.workspace_bytes, default=0),
         resident=tuple(

@@ -10,10 +10,10 @@ from collections import Counter
 
 from lading.errors import ProgramError
 from lading.ir.action import ActionKind
-from lading.program.lists import COMPUTE, NETWORK, RECEIVE, STREAMS, Border, RankList, RankProgram
+from lading.ir.program import COMPUTE, NETWORK, RECEIVE, STREAMS, ActionList, Border, Program
 
 
-def check_ranks(program: RankProgram) -> None:
+def check_ranks(program: Program) -> None:
     """Prove the lists of all ranks.
 
     A list waits for earlier actions only. Every SEND has one RECV of the rank that it goes to, and every RECV one SEND.
@@ -31,12 +31,12 @@ def check_ranks(program: RankProgram) -> None:
     _check_ends(program)
 
 
-def _fail(program: RankProgram, rank: int, number: int, expected: str) -> ProgramError:
-    actions = program.ranks[rank]
-    return ProgramError(f"rank {rank}, action [{actions.action(number)}], {program.label(rank, number)}: {expected}")
+def _fail(program: Program, rank: int, number: int, expected: str) -> ProgramError:
+    action = program.ranks[rank].action(number)
+    return ProgramError(f"rank {rank}, action [{action}], {program.label(action)}: {expected}")
 
 
-def _check_waits(rank: int, actions: RankList) -> None:
+def _check_waits(rank: int, actions: ActionList) -> None:
     for number, waits in enumerate(actions.waits):
         if bad := [wait for wait in waits if not 0 <= wait < number]:
             raise ProgramError(
@@ -44,7 +44,7 @@ def _check_waits(rank: int, actions: RankList) -> None:
             )
 
 
-def _check_gathered(program: RankProgram, rank: int) -> None:
+def _check_gathered(program: Program, rank: int) -> None:
     """Follow one list: which sharded parameters are gathered, and which of that computing has waited for."""
     actions = program.ranks[rank]
     there: dict[int, int] = {}  # storage -> its UNSHARD
@@ -69,14 +69,14 @@ def _check_gathered(program: RankProgram, rank: int) -> None:
             there[storage] = number
         elif kind is ActionKind.RESHARD and there.pop(storage, None) is None:
             raise _fail(program, rank, number, "expected a gathered storage, got a sharded one")
-    if there and program.plan.kind != "1f1b":
+    if there and program.schedule != "1f1b":
         return  # torch's lists of actions release what is left when the step ends
     if there:
         storage, number = next(iter(there.items()))
         raise _fail(program, rank, number, f"expected storage {storage} released by the end of the step")
 
 
-def _check_sends(program: RankProgram) -> None:
+def _check_sends(program: Program) -> None:
     """Match sends and receives by what they hand over."""
     sent: Counter[tuple[int, int, int, int]] = Counter()
     for rank, actions in enumerate(program.ranks):
@@ -99,7 +99,7 @@ def _check_sends(program: RankProgram) -> None:
             )
 
 
-def _check_meetings(program: RankProgram) -> None:
+def _check_meetings(program: Program) -> None:
     """Compare the order in which ranks come to the collectives that several of them take part in."""
     orders: dict[int, list[str]] = {
         rank: [
@@ -119,7 +119,7 @@ def _check_meetings(program: RankProgram) -> None:
                 )
 
 
-def _check_ends(program: RankProgram) -> None:
+def _check_ends(program: Program) -> None:
     """Run the lists without times: every action must come to its turn."""
     sends: set[tuple[int, int]] = set()
     ended = [[False] * len(actions) for actions in program.ranks]
@@ -144,7 +144,7 @@ def _check_ends(program: RankProgram) -> None:
             raise _fail(program, rank, done.index(False), "expected to come to its turn, got ranks that wait for it")
 
 
-def _queues(actions: RankList) -> list[list[int]]:
+def _queues(actions: ActionList) -> list[list[int]]:
     """Actions of each stream in order, and every RECV by itself, as it has a buffer of its own."""
     queues: list[list[int]] = [[] for _ in STREAMS]
     for number, stream in enumerate(actions.stream):
@@ -155,7 +155,7 @@ def _queues(actions: RankList) -> list[list[int]]:
     return queues
 
 
-def _meetings(program: RankProgram) -> dict[str, set[int]]:
+def _meetings(program: Program) -> dict[str, set[int]]:
     """Ranks that have yet to come to each all-reduce of several classes of ranks."""
     coming: dict[str, set[int]] = {}
     for rank, actions in enumerate(program.ranks):
@@ -166,7 +166,7 @@ def _meetings(program: RankProgram) -> dict[str, set[int]]:
 
 
 def _may_end(
-    rank: int, actions: RankList, number: int, sends: set[tuple[int, int]], coming: dict[str, set[int]]
+    rank: int, actions: ActionList, number: int, sends: set[tuple[int, int]], coming: dict[str, set[int]]
 ) -> bool:
     """Whether an action that has come to its turn can end; a SEND can without its RECV, which has a buffer."""
     key, kind, group = (

@@ -41,23 +41,23 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from lading.ir.action import ActionKind
+from lading.ir.action import ActionKind, Work
 from lading.ir.clusterplan import Keep
-from lading.program.lists import (
+from lading.ir.program import (
     ALL_UNITS,
     COMPUTE,
     NETWORK,
     RECEIVE,
     SEND_NEXT,
     SEND_PREVIOUS,
+    ActionList,
     Border,
     ParameterGroup,
-    RankList,
-    RankProgram,
+    Program,
     Region,
-    Storage,
+    UnitStorage,
 )
-from lading.program.schedules import Schedule, Work
+from lading.program.schedules import Schedule
 
 #: What happens in a pass of a unit, in order: a group begins (its number), kernels run (from, to), a group ends.
 BEGIN, RUN, END = range(3)
@@ -126,14 +126,22 @@ class ListShape:
 
 
 @lru_cache(maxsize=256)
-def emit(shape: ListShape) -> RankProgram:
+def emit(shape: ListShape) -> Program:
     """The lists of all ranks of a step."""
     numbers = _Numbers({}, {}, {})
     ranks = tuple(_Rank(shape, rank, numbers).write() for rank in range(shape.plan.ranks))
     repeat = (1, shape.more) if shape.more else (0, 0)
     alike = tuple(_alike(runs) for runs in shape.stages)
     uses = tuple(frozenset(numbers.uses.get(number, ())) for number in range(len(numbers.regions)))
-    return RankProgram(shape.plan, ranks, tuple(numbers.regions), tuple(numbers.storages), uses, alike, repeat)
+    return Program(
+        ranks=ranks,
+        regions=tuple(numbers.regions),
+        storages=tuple(numbers.storages),
+        uses=uses,
+        alike=alike,
+        repeat=repeat,
+        schedule=shape.plan.kind,
+    )
 
 
 def _alike(runs: Sequence[tuple[UnitShape, int]]) -> tuple[int, ...]:
@@ -147,13 +155,13 @@ class _Numbers:
     """Numbers of regions and storages, given as they come; and the sharded storages that a region uses."""
 
     regions: dict[Region, int]
-    storages: dict[Storage, int]
+    storages: dict[UnitStorage, int]
     uses: dict[int, tuple[int, ...]]
 
     def region(self, region: Region) -> int:
         return self.regions.setdefault(region, len(self.regions))
 
-    def storage(self, storage: Storage) -> int:
+    def storage(self, storage: UnitStorage) -> int:
         return self.storages.setdefault(storage, len(self.storages))
 
 
@@ -162,7 +170,7 @@ class _Rank:
 
     def __init__(self, shape: ListShape, rank: int, numbers: _Numbers) -> None:
         self.shape, self.plan, self.rank, self.numbers = shape, shape.plan, rank, numbers
-        self.actions = RankList()
+        self.actions = ActionList()
         self.stages = {stage: _units(shape.stages[stage]) for stage in self.plan.stages_of(rank)}
         self.left = dict.fromkeys(self.stages, self.plan.micro_batches)
         self.sharded = shape.shards == "parameters"
@@ -184,7 +192,7 @@ class _Rank:
         ]
         self.place = {group: at for at, group in enumerate(self.ended)}
 
-    def write(self) -> RankList:
+    def write(self) -> ActionList:
         """Write the whole step."""
         rows: list[list[int]] = self.plan.orders[self.rank].tolist()
         changes = gathering(self.plan, self.rank) if self.sharded and self.shape.pipelined and not self.direct else None

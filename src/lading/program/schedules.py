@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from lading.errors import ConfigError
+from lading.ir.action import Work
 from lading.ir.layout import Layout
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe-v")
@@ -30,15 +30,6 @@ V_SHAPED = ("zbv", "dualpipe-v")
 
 #: Rows of (work, chunk, micro-batch, joint); joint is 1 where an action runs as one with the action after it.
 Order = npt.NDArray[np.int32]
-
-
-class Work(IntEnum):
-    """What an action computes; BACKWARD is both gradients at once."""
-
-    FORWARD = 0
-    BACKWARD = 1
-    BACKWARD_INPUT = 2
-    BACKWARD_WEIGHT = 3
 
 
 _LETTERS = "FBIW"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from lading.ir.action import Work
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
@@ -14,7 +15,6 @@ from lading.memory.ranks import replicas
 from lading.parallel.ranks import EXPERTS
 from lading.parallel.recompute import Recomputed
 from lading.program.emit import BEGIN, END, RUN, Pass, UnitShape
-from lading.program.schedules import Work
 
 _WHOLE: Pass = ((RUN, 0, 0),)
 

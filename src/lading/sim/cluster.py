@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from lading.errors import SimulationError
 from lading.ir.action import ActionKind
+from lading.ir.program import STREAMS, Program, Region
 from lading.program.emit import WORLD
-from lading.program.lists import STREAMS, RankProgram, Region
 from lading.sim.noise import Jitter, Noise
 from lading.sim.rank_engine import wired
 
@@ -70,7 +70,7 @@ class Job:
         steps: How many in a row.
     """
 
-    program: RankProgram
+    program: Program
     seconds: Sequence[float]
     stretches: Mapping[Region, Stretches]
     group: int = 1
@@ -178,7 +178,7 @@ class _State:
         for stream, queue in enumerate(self._wires.queues):
             if at[stream] < len(queue):
                 raise SimulationError(
-                    f"schedule {self._job.program.plan.kind}: actions wait for each other; check the orders"
+                    f"schedule {self._job.program.schedule}: actions wait for each other; check the orders"
                 )
         return float(self.free.max()) - began
 
@@ -245,7 +245,7 @@ class _State:
                 rows.append((float(before[member, replica]), float(now[member, replica]), action, stretch))
 
 
-def _rows(program: RankProgram) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
+def _rows(program: Program) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
     """For each region of each class: the schedule's action it belongs to, and 1000 for each region of it before."""
     rows: list[dict[int, int]] = []
     before: list[dict[int, int]] = []

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lading.errors import ConfigError
+from lading.ir.action import Work
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.stack import Stack
@@ -34,7 +35,7 @@ from lading.ir.work import RankSegment, Stage
 from lading.memory.ranks import adapter_bytes, shards, state_bytes
 from lading.parallel.memory import alive_bytes
 from lading.parallel.recompute import recomputed
-from lading.program.schedules import Schedule, Work
+from lading.program.schedules import Schedule
 from lading.sim.phases import groups_apart, less
 
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 
 from lading.errors import ConfigError
+from lading.ir.action import Work
 from lading.ir.graph import Role
+from lading.ir.program import Region
 from lading.memory.ranks import replicas, state_bytes
-from lading.program.lists import Region
-from lading.program.schedules import Work
 from lading.sim.cluster import Job, Stretches
 from lading.sim.goodput import Failures
 from lading.sim.parts import Span

@@ -20,10 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lading.errors import ConfigError
+from lading.ir.action import Work
 from lading.ir.graph import Role
 from lading.ir.request import Request
 from lading.ir.timeline import Held, MemorySample
-from lading.program.schedules import Schedule, Work, schedule
+from lading.program.schedules import Schedule, schedule
 from lading.sim.gathered import UnitBytes, gathered_passes, own_gradients
 from lading.sim.parts import Part
 from lading.sim.phases import Phases

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lading.errors import SimulationError
-from lading.ir.action import ActionKind
+from lading.ir.action import ActionKind, Work
+from lading.ir.program import ActionList, Border
 from lading.program.emit import ListShape, emit
-from lading.program.lists import Border, RankList
-from lading.program.schedules import Schedule, Work
+from lading.program.schedules import Schedule
 from lading.sim.rank_engine import RankTimes, run_ranks
 
 Floats = npt.NDArray[np.float64]
@@ -187,17 +187,17 @@ def simulate_pipeline(plan: Schedule, seconds: PipelineSeconds, *, overlap: bool
                 lasts.append(layers[4 if border.forward else 5][sender][micro_batch])
             else:
                 lasts.append(0.0)
-    return pipeline_run(run_ranks(program, lasts), overlap=overlap)
+    return pipeline_run(plan, run_ranks(program, lasts), overlap=overlap)
 
 
-def _joint(actions: RankList) -> set[int]:
+def _joint(actions: ActionList) -> set[int]:
     """Regions that run as one with another."""
     pairs = [(first, last) for first, last in actions.rows if last > first]
     return {number for first, last in pairs for number in range(first, last + 1)}
 
 
-def pipeline_run(times: RankTimes, *, overlap: bool) -> PipelineRun:
-    """The actions of a pipeline's schedule, as they ran."""
+def pipeline_run(plan: Schedule, times: RankTimes, *, overlap: bool) -> PipelineRun:
+    """Times of the actions of a pipeline's schedule, of the lists that stand for it."""
     program = times.program
     columns: list[tuple[list[float], ...]] = []
     for base, actions in zip(program.bounds, program.ranks, strict=False):
@@ -211,4 +211,4 @@ def pipeline_run(times: RankTimes, *, overlap: bool) -> PipelineRun:
             )
         )
     starts, ends, leaves, arrivals = (tuple(np.array(rank[at]) for rank in columns) for at in range(4))
-    return PipelineRun(program.plan, starts, ends, leaves, arrivals, times, overlap)
+    return PipelineRun(plan, starts, ends, leaves, arrivals, times, overlap)

@@ -22,13 +22,12 @@ from functools import cached_property
 import numpy as np
 
 from lading.errors import ConfigError
-from lading.ir.action import ActionKind
+from lading.ir.action import ActionKind, Work
 from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Machine, Processes
+from lading.ir.program import ALL_UNITS, ParameterGroup, Program
 from lading.ir.request import Request
-from lading.program.lists import ALL_UNITS, ParameterGroup, RankProgram
-from lading.program.schedules import Work
 from lading.sim.phases import Phases
 from lading.sim.pipeline import pipeline_run
 from lading.sim.prices import MachinePrices
@@ -94,7 +93,7 @@ class _HostStep:
         return self.listed[-1]
 
     @property
-    def program(self) -> RankProgram:
+    def program(self) -> Program:
         """The lists of all ranks."""
         return self.busiest.program
 
@@ -117,7 +116,7 @@ class _HostStep:
         shares |= {"gradients": adds, "optimizer": listed.optimizer_s, "host": listed.host_s + self.hooks_s}
         if layout.is_pipeline:
             shares["bubble"] = times.step_s - sum(shares.values())
-        run = pipeline_run(times, overlap=True) if layout.is_pipeline else None
+        run = pipeline_run(listed.shape.plan, times, overlap=True) if layout.is_pipeline else None
         flops = flops_of(listed.stages) * layout.micro_batches
         return Step(times.step_s, shares, tuple(listed.stages), run, flops, times=times)
 

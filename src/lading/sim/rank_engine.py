@@ -17,24 +17,24 @@ from typing import TypeVar
 
 from lading.errors import SimulationError
 from lading.ir.action import ActionKind
-from lading.program.lists import (
+from lading.ir.program import (
     COMPUTE,
     NETWORK,
     STREAMS,
     Border,
     ParameterGroup,
-    RankProgram,
+    Program,
     Region,
-    Storage,
+    UnitStorage,
 )
 
-T = TypeVar("T", Region, ParameterGroup, Border, Storage)
+T = TypeVar("T", Region, ParameterGroup, Border, UnitStorage)
 
 #: Share of an action that is left at its end for rounding's sake.
 _DONE = 1e-12
 #: What an action's seconds follow from: its kind, its region or storage, of the first unit that is like its own (None
 #: for neither), and its group.
-Priced = tuple[ActionKind, Region | Storage | None, str]
+Priced = tuple[ActionKind, Region | UnitStorage | None, str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class RankTimes:
         end: Seconds of the step, with micro-batches that stand for others counted as often.
     """
 
-    program: RankProgram
+    program: Program
     start_s: list[float]
     end_s: list[float]
     network_wait_s: list[float]
@@ -75,7 +75,7 @@ class RankTimes:
 
 
 @lru_cache(maxsize=256)
-def wired(program: RankProgram) -> Wired:
+def wired(program: Program) -> Wired:
     """The lists of a program, wired up once.
 
     Raises:
@@ -118,7 +118,7 @@ def _first_alike(what: T, alike: Sequence[Sequence[int]]) -> T:
     return what._replace(unit=alike[what.stage][what.unit])
 
 
-def _sends(program: RankProgram) -> dict[tuple[int, int], int]:
+def _sends(program: Program) -> dict[tuple[int, int], int]:
     """Every SEND by the storage and micro-batch that it hands on."""
     return {
         (actions.storage[number], actions.micro_batch[number]): base + number
@@ -128,7 +128,7 @@ def _sends(program: RankProgram) -> dict[tuple[int, int], int]:
     }
 
 
-def _meetings(program: RankProgram) -> list[list[tuple[int, int]]]:
+def _meetings(program: Program) -> list[list[tuple[int, int]]]:
     """All-reduces that ranks with lists of their own take part in: (rank, number) of each, by group."""
     found: dict[str, list[tuple[int, int]]] = {}
     if len(program.ranks) > 1:
@@ -143,7 +143,7 @@ def _meet(
     meeting: Sequence[tuple[int, int]],
     queues: Sequence[Sequence[int]],
     waits: list[tuple[int, ...]],
-    program: RankProgram,
+    program: Program,
 ) -> None:
     """Let each of an all-reduce's ranks wait for what the others wait for."""
     before: list[int] = []
@@ -156,14 +156,14 @@ def _meet(
         waits[program.bounds[rank] + number] = tuple(before)
 
 
-def action_seconds(program: RankProgram, seconds_of: Callable[[Priced], float]) -> list[float]:
+def action_seconds(program: Program, seconds_of: Callable[[Priced], float]) -> list[float]:
     """Seconds of every action, from those of each distinct kind of action."""
     wires = wired(program)
     prices = [seconds_of(key) for key in wires.priced]
     return [prices[key] for key in wires.price]
 
 
-def run_ranks(program: RankProgram, seconds: Sequence[float], slowdown: Sequence[float] = ()) -> RankTimes:
+def run_ranks(program: Program, seconds: Sequence[float], slowdown: Sequence[float] = ()) -> RankTimes:
     """Times of every action.
 
     Args:
@@ -177,7 +177,7 @@ def run_ranks(program: RankProgram, seconds: Sequence[float], slowdown: Sequence
     return run.times()
 
 
-def run_sharing(program: RankProgram, levels: Sequence[Sequence[float]]) -> RankTimes:
+def run_sharing(program: Program, levels: Sequence[Sequence[float]]) -> RankTimes:
     """Times of every action of ranks that share processors: regions last the longer the more ranks compute.
 
     Args:
@@ -194,7 +194,7 @@ def run_sharing(program: RankProgram, levels: Sequence[Sequence[float]]) -> Rank
 class _Run:
     """One run of the lists: where each stream stands."""
 
-    def __init__(self, program: RankProgram, wires: Wired, seconds: Sequence[float], slowdown: Sequence[float]) -> None:
+    def __init__(self, program: Program, wires: Wired, seconds: Sequence[float], slowdown: Sequence[float]) -> None:
         self.program, self.wires, self.seconds = program, wires, seconds
         self.slowdown = slowdown
         count, streams = len(seconds), len(wires.queues)
@@ -343,9 +343,9 @@ class _Run:
 
     def _stuck(self, stream: int, action: int) -> None:
         rank = stream // len(STREAMS)
-        number = action - self.program.bounds[rank]
+        stuck = self.program.ranks[rank].action(action - self.program.bounds[rank])
         raise SimulationError(
-            f"schedule {self.program.plan.kind}: rank {rank} waits forever at {self.program.label(rank, number)}; what "
+            f"schedule {self.program.schedule}: rank {rank} waits forever at {self.program.label(stuck)}; what "
             "it waits for waits for it: check the orders"
         )
 

@@ -8,17 +8,17 @@ from functools import cached_property
 
 import numpy as np
 
-from lading.ir.action import ActionKind
+from lading.ir.action import ActionKind, Work
 from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
+from lading.ir.program import ALL_UNITS, Border, ParameterGroup, Program, Region, UnitStorage
 from lading.ir.request import Request
 from lading.ir.work import Collective, Kernel
 from lading.memory.ranks import replicas
 from lading.program.emit import COPIES as TIED
 from lading.program.emit import ListShape, emit
-from lading.program.lists import ALL_UNITS, Border, ParameterGroup, RankProgram, Region, Storage
-from lading.program.schedules import Work, schedule, schedule_of
+from lading.program.schedules import schedule, schedule_of
 from lading.program.units import Unit, unit_shape
 from lading.sim.parts import MEMORY, cause_of
 from lading.sim.phases import Phases
@@ -147,12 +147,16 @@ class ListedStep:
         return self.request.layout
 
     @cached_property
-    def program(self) -> RankProgram:
-        """The lists of all ranks."""
+    def shape(self) -> ListShape:
+        """What the lists follow from."""
         buckets = [self._num_buckets(stage) for stage in self.stages] if self.layout.bucket_bytes else ()
         stages = units_of_runs(self.request, self.runs, self.segments)
-        shape = list_shape(self.request, stages, buckets=buckets, tied=self._tied > 0, every=self.every, keep=self.keep)
-        return emit(shape)
+        return list_shape(self.request, stages, buckets=buckets, tied=self._tied > 0, every=self.every, keep=self.keep)
+
+    @cached_property
+    def program(self) -> Program:
+        """Lists of all ranks."""
+        return emit(self.shape)
 
     @property
     def _copies_apart(self) -> bool:
@@ -175,7 +179,7 @@ class ListedStep:
     @cached_property
     def ranks(self) -> list[list[SimulatedStage]]:
         """Stages of each rank of the pipeline."""
-        plan = self.program.plan
+        plan = self.shape.plan
         return [[self.stages[stage] for stage in plan.stages_of(rank)] for rank in range(plan.ranks)]
 
     @cached_property
@@ -245,7 +249,7 @@ class ListedStep:
         """Seconds of a step that the host takes besides, likewise."""
         return max(host_s(held, self.request.stack, self.prices) for held in self.ranks)
 
-    def _sums_s(self, group: Region | Storage | None = None) -> float:
+    def _sums_s(self, group: Region | UnitStorage | None = None) -> float:
         if not isinstance(group, ParameterGroup):
             return max(sum(self.prices.sums_s(stage.summed) for stage in held) for held in self.ranks)
         return self.prices.sums_s(self._unit(group.stage, group.unit).summed)
@@ -362,7 +366,7 @@ class ListedStep:
     def step(self, times: RankTimes) -> Step:
         """Seconds by cause of the rank that computes longest; the others wait for it."""
         layout = self.layout
-        run = pipeline_run(times, overlap=True) if layout.is_pipeline else None
+        run = pipeline_run(self.shape.plan, times, overlap=True) if layout.is_pipeline else None
         busiest = int(np.argmax(run.busy_s)) if run else 0
         shares: dict[str, float] = {}
         for stage in self.ranks[busiest]:
@@ -386,7 +390,7 @@ class ListedStep:
         if not self.layout.cuts_parameters:
             return self._sums_s() if self.program.ranks and any(stage.summed for stage in self.stages) else 0.0
         times = 1 if self.layout.is_pipeline else self.layout.micro_batches
-        units = [self._each[v] for stage in self.program.plan.stages_of(rank) for v in self._order[stage]]
+        units = [self._each[v] for stage in self.shape.plan.stages_of(rank) for v in self._order[stage]]
         return times * sum(self.prices.sums_s(unit.summed) for unit in units)
 
     def _exposed_s(self, times: RankTimes, rank: int) -> float:

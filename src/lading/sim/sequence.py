@@ -12,17 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lading.ir.action import ActionKind
+from lading.ir.action import ActionKind, Work
 from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
+from lading.ir.program import ALL_UNITS, Border, ParameterGroup, Program, Region
 from lading.ir.request import Request
 from lading.ir.table import ModelTable
 from lading.ir.work import Collective, Kernel
 from lading.memory.ranks import gathered_width, gradient_width, replicas
 from lading.parallel.recompute import recomputed
-from lading.program.emit import emit
-from lading.program.lists import ALL_UNITS, Border, ParameterGroup, RankProgram, Region
-from lading.program.schedules import Work
+from lading.program.emit import ListShape, emit
 from lading.program.units import Unit, groups_of, without_tied
 from lading.sim.phases import groups_apart
 from lading.sim.rank_step import list_shape
@@ -103,10 +102,15 @@ class _Kernels:
         return stages
 
     @cached_property
-    def program(self) -> RankProgram:
-        """The lists of all ranks, with every micro-batch."""
+    def shape(self) -> ListShape:
+        """What the lists follow from, with every micro-batch."""
         shape = list_shape(self.request, [[(unit, 1) for unit in units] for units in self.stages], every=True)
-        return emit(replace(shape, keep=self.keep))
+        return replace(shape, keep=self.keep)
+
+    @cached_property
+    def program(self) -> Program:
+        """Lists of all ranks."""
+        return emit(self.shape)
 
     @cached_property
     def first(self) -> list[int]:
@@ -203,7 +207,7 @@ class _Kernels:
 
     def _sums(self, rank: int) -> Iterator[Issued]:
         """The sum over tp of gradients of what is whole on all ranks, in one, where parameters are not sharded."""
-        units = [unit for stage in self.program.plan.stages_of(rank) for unit in self.stages[stage]]
+        units = [unit for stage in self.shape.plan.stages_of(rank) for unit in self.stages[stage]]
         size = sum(unit.segment.summed_elements for unit in units) * DTYPE_BYTES[self.request.stack.gradient_dtype]
         if size:
             yield Issued(-1, -1, None, Collective("all_reduce", "tp", size))

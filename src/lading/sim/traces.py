@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from lading.errors import ConfigError
 from lading.ir.action import ActionKind
+from lading.ir.program import COMPUTE as COMPUTE_STREAM
 from lading.ir.timeline import Event, Timeline
-from lading.program.lists import COMPUTE as COMPUTE_STREAM
 from lading.sim.cluster import ClusterRun
 from lading.sim.occupancy import occupancy
 from lading.sim.pipeline import PipelineRun
@@ -60,7 +60,7 @@ def rank_timeline(times: RankTimes, *, ranks: Sequence[int] | None = None) -> Ti
             start_s, end_s = times.start_s[base + number], times.end_s[base + number]
             if kind in (ActionKind.RECV, ActionKind.RESHARD) or (end_s <= start_s and kind not in _ALWAYS):
                 continue
-            labels[base + number] = program.label(rank, number)
+            labels[base + number] = program.label(actions.action(number))
             events.append(Event(rank, _stream(kind, actions.stream[number], key, times), base + number, start_s, end_s))
     events.sort(key=lambda event: event.start_s)
     flows = tuple((sent[key], taker) for key, taker in taken if key in sent and sent[key] in labels)
@@ -81,14 +81,15 @@ def cluster_timeline(run: ClusterRun) -> Timeline:
         A "predicted" timeline; ``rank_class`` of an event is its rank, and labels name its action of the schedule.
     """
     program, events, labels = run.job.program, list[Event](), dict[int, str]()
-    rows = [(rank, first) for rank, actions in enumerate(program.ranks) for first, _ in actions.rows]
+    rows = [(actions, first) for actions in program.ranks for first, _ in actions.rows]
     for rank, watched in run.watched.items():
         before = (-1.0, -1.0)
         logged: list[list[float]] = watched.tolist()
         for start, end, action, stretch in logged:
             stream = COLLECTIVE if (action, stretch) == before else COMPUTE
             before = (action, stretch)
-            labels[int(action)] = program.label(*rows[int(action)])
+            actions, first = rows[int(action)]
+            labels[int(action)] = program.label(actions.action(first))
             events.append(Event(rank, stream, int(action), start, end))
     events.sort(key=lambda event: event.start_s)
     return Timeline("predicted", tuple(events), (), labels)

@@ -1,4 +1,4 @@
-"""A device with memory and an order of its own: lanes are its streams, waits are its events, the host only issues.
+"""Devices with memory and an order of their own: lanes are streams, waits are events, the host only issues.
 
 Everything but the few calls of ``Api`` is the same for every such device, and runs in the tests on one whose streams
 are threads.
@@ -25,7 +25,7 @@ class DeviceEvent(Protocol):
     """Point in the work of a device's stream, as ``torch.cuda.Event``."""
 
     def record(self, stream: Any = None) -> None:
-        """Stand behind all that the stream (None: the current one) was given."""
+        """Place the event behind all that the stream (None: the current one) was given."""
         ...
 
     def synchronize(self) -> None:
@@ -33,53 +33,53 @@ class DeviceEvent(Protocol):
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from this to another; both have been reached."""
+        """Milliseconds from this event to another; the device has reached both."""
         ...
 
 
 class Api(Protocol):
-    """The calls into a vendor's runtime that the executor makes.
+    """Calls into a vendor's runtime that the executor makes.
 
     Attributes:
-        kind: As ``lading.ir.machine.Device.kind``.
+        kind: Kind of the device, as ``lading.ir.machine.Device.kind``.
     """
 
     kind: str
 
     def zeros(self, size_bytes: int) -> torch.Tensor:
-        """uint8 on the device."""
+        """Allocate uint8[size_bytes] of zeros on the device."""
         ...
 
     def pin(self, memory: torch.Tensor) -> Call:
-        """Page-lock host memory; returns what undoes it."""
+        """Page-lock host memory; returns the call that undoes it."""
         ...
 
     def stream(self) -> Any:
-        """A new stream, or the one that is current to the caller."""
+        """Make a new stream, or return the one that is current to the caller."""
         ...
 
     def current(self) -> Any:
-        """The stream that is current in this thread."""
+        """Stream that is current in this thread."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """While open, the stream is current in this thread."""
+        """Context in which the stream is current in this thread."""
         ...
 
     def launched(self, stream: Any, call: Call) -> Call:
-        """What issues ``call``, which itself only launches kernels and copies, on a stream."""
+        """Wrap ``call``, which only launches kernels and copies, into one that issues it to a stream."""
         ...
 
     def event(self) -> DeviceEvent:
-        """A new event that keeps the time."""
+        """Make a new event that keeps the time."""
         ...
 
     def wait(self, stream: Any, event: DeviceEvent) -> None:
-        """What the stream is given from now on runs after the event."""
+        """Run what the stream is given from now on after the event."""
         ...
 
     def meter(self) -> Meter:
-        """A meter of the memory that tensors take on the device."""
+        """Make a meter of the memory that tensors take on the device."""
         ...
 
 
@@ -130,7 +130,7 @@ class AsyncLane:
         return event
 
     def restart(self) -> None:
-        """Use the events of the step before again."""
+        """Use the events of the last step again."""
         self._next = 0
 
 
@@ -249,10 +249,10 @@ class BouncedTier:
 
 
 class AcceleratorDevice:
-    """A device behind an Api.
+    """A device that is driven through an Api.
 
     Args:
-        clock: Seconds, monotone.
+        clock: Gives monotone seconds of the host.
     """
 
     def __init__(self, api: Api, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -293,7 +293,7 @@ class AcceleratorDevice:
         return self._api.meter()
 
     def handed(self, batches: Batches) -> Batches:
-        """See Device: in page-locked memory of their own, unless they lie on the device already."""
+        """See DeviceDriver: in page-locked memory of their own, unless they lie on the device already."""
         return [
             {name: self._handed(micro, name, tensor) for name, tensor in batch.items()}
             for micro, batch in enumerate(batches)
@@ -337,6 +337,6 @@ class AcceleratorDevice:
         ]
 
     def close(self) -> None:
-        """Give back what batches were handed over in."""
+        """Give back the page-locked memory in which batches were handed over."""
         self._inbox.clear()
         self._pinned.close()

@@ -72,7 +72,7 @@ def agree_on(
 
 
 def structure(model: nn.Module) -> dict[str, str]:
-    """Facts of a model: its modules with their settings, and its tensors; values and devices are none."""
+    """Facts of a model's structure: its modules with their settings, and its tensors, without values and devices."""
     modules = {
         f"module {path or 'the model'}": f"{type(module).__qualname__}({_settled(module.extra_repr())})"
         + (" in training" if module.training else " in evaluation")
@@ -96,8 +96,8 @@ def digests(model: nn.Module) -> dict[str, str]:
     """Facts of the values of a model's parameters, each a hash of 64 bits: equal values give equal ones on any device.
 
     Of a DTensor the piece that lies here counts. Every byte is added up, as integers, whose sum no order changes; some
-    thousand elements are hashed besides, as the sum of rows that changed places stays. A parameter without values
-    (on the meta device, or fake) says that it has none.
+    thousand elements are hashed besides, as the sum of rows that changed places stays. A parameter without values (on
+    the meta device, or fake) says that it has none.
     """
     return {name: _digest(parameter) for name, parameter in model.named_parameters()}
 
@@ -130,14 +130,14 @@ def flattened(value: object, name: str = "") -> dict[str, str]:
 
 
 def ordered(text: str) -> str:
-    """A printed value with what stands in braces sorted: a set prints in another order in each process."""
+    """Sort what stands in braces in a printed value: a set prints in another order in each process."""
     parts = _PRINTED.findall(text)
     told, end = _sorted(parts, 0, "")
     return told if end == len(parts) else text
 
 
 def _sorted(parts: Sequence[str], start: int, closing: str) -> tuple[str, int]:
-    """The parts up to a closing bracket as text, and where they end; -1 where brackets do not match."""
+    """Text of the parts up to a closing bracket, and the index where they end; -1 where brackets do not match."""
     items, at = [""], start
     while at < len(parts) and parts[at] != closing:
         part = parts[at]
@@ -155,7 +155,7 @@ def _sorted(parts: Sequence[str], start: int, closing: str) -> tuple[str, int]:
 
 
 def _settled(text: str) -> str:
-    """What a module prints of itself, without what differs between processes for no reason of the user's."""
+    """Take from what a module prints of itself whatever differs between processes for no reason of the user's."""
     return re.sub(r"\b(cuda|xpu|hpu|npu|mtia):\d+", r"\1", re.sub(r"0x[0-9a-fA-F]+", "0x", text))
 
 
@@ -164,10 +164,10 @@ class Meeting:
     """One comparison between ranks ([Note: meeting]).
 
     Attributes:
-        call: What the user called.
-        ranks: That are to agree, in order; the first compares.
-        rank: This one.
-        store: ``torch.distributed``'s, with keys of this comparison alone.
+        call: Name of what the user called.
+        ranks: Ranks that are to agree, in order; the first compares.
+        rank: Number of this one.
+        store: Store of ``torch.distributed``, with keys of this comparison alone.
         timeout_s: Seconds within which all are to come.
     """
 
@@ -235,7 +235,7 @@ class Meeting:
         return self.conclude(self._absent())
 
     def _wait(self, keys: list[str], timeout_s: float) -> bool:
-        """Until all keys are there, or a verdict, or the time is over; whether the keys are."""
+        """Wait until all keys are there, or a verdict, or the time is over; returns whether the keys are."""
         deadline, pause_s = time.monotonic() + timeout_s, _SHORTEST_S
         while not self.store.check(keys):
             if time.monotonic() > deadline or self.store.check(["verdict"]):
@@ -280,7 +280,7 @@ class Meeting:
 def _difference(
     expected: Mapping[str, Mapping[str, str]], usual: int, got: Mapping[str, Mapping[str, str]], ranks: Sequence[int]
 ) -> str:
-    """In words, the first fact in which ranks differ from the usual one, and in how many more."""
+    """Say in words the first fact in which ranks differ from the usual one, and in how many more they do."""
     different: list[str] = []
     for section in dict.fromkeys((*expected, *got)):
         here, there = expected.get(section, {}), got.get(section, {})

@@ -2,8 +2,8 @@
 
 A column is an argument of the model's forward. Rows are copied once into a file next to the run,
 
-    arrays-FINGERPRINT.rows    row after row, each column's bytes in turn
-    arrays-FINGERPRINT.json    the columns, how many rows, and their hash; written last
+    arrays-FINGERPRINT.rows    row after row, each column's bytes in turn arrays-FINGERPRINT.json    the columns, how
+    many rows, and their hash; written last
 
 and read from there, as a mapping would add its pages to the resident set that a budget is about.
 """
@@ -44,7 +44,7 @@ Columns = Mapping[str, Input]
 
 
 def inputs_of(config: DataConfig) -> dict[str, Input]:
-    """What a batch holds, by name: as ``data.inputs`` says, else as the first file's columns are.
+    """Columns of a batch by name: as ``data.inputs`` says, else as the first file's are.
 
     Raises:
         ConfigError: neither says it, or the file cannot be read.
@@ -68,7 +68,7 @@ def inputs_of(config: DataConfig) -> dict[str, Input]:
 
 
 def made_up(columns: Columns, rows: int, seed: int, step: int, micro: int) -> Batch:
-    """A batch of random numbers: normal ones, integers below their limit (0 and 1 without), and masks all true.
+    """Draw a batch of random numbers: normal ones, integers below their limit (0 and 1 without), and masks all true.
 
     Source: Philox counters, as for text: step and micro-batch are the high words.
     """
@@ -88,23 +88,23 @@ def made_up(columns: Columns, rows: int, seed: int, step: int, micro: int) -> Ba
 
 
 class RandomDataset:
-    """Batches of numbers that mean nothing, for a model whose data is not at hand."""
+    """Batches of random numbers, for a model whose data is not at hand."""
 
     def __init__(self, config: DataConfig, *, seed: int) -> None:
         self._columns, self._rows, self._seed = inputs_of(config), config.batch_size, seed
         self.fingerprint = f"random {self._columns}"
 
     def batch(self, step: int, micro: int) -> Batch:
-        """The micro-batch ``micro`` of step ``step``."""
+        """Batch of micro-batch ``micro`` of step ``step``."""
         _check_place(step, micro)
         return made_up(self._columns, self._rows, self._seed, step, micro)
 
 
 class ArrayDataset:
-    """Random rows of arrays.
+    """Random rows of arrays in files.
 
     Args:
-        folder: Where the rows are cached: the run's folder. They are made anew when a file changes.
+        folder: Folder of the run, where the rows are cached. They are made anew when a file changes.
 
     Raises:
         ConfigError: no files at the source, or a file has other columns than the first, or than ``data.inputs`` says.
@@ -125,7 +125,7 @@ class ArrayDataset:
             raise ConfigError(f"data.source {config.source!r}: expected rows, found none")
 
     def __len__(self) -> int:
-        """Rows in all."""
+        """Number of all rows."""
         return self._num_rows
 
     @property
@@ -134,7 +134,7 @@ class ArrayDataset:
         return sum(map(_row_bytes, self._columns.values()))
 
     def batch(self, step: int, micro: int) -> Batch:
-        """The micro-batch ``micro`` of step ``step``: rows drawn as windows of a text are.
+        """Batch of micro-batch ``micro`` of step ``step``: rows drawn as windows of a text are.
 
         Raises:
             StorageError: the cache is gone, cut short or cannot be read.
@@ -193,7 +193,7 @@ def _check_place(step: int, micro: int) -> None:
 
 
 def _facts(path: Path) -> dict[str, Any] | None:
-    """What the description of a cache says; None if the cache is not there whole."""
+    """Read the description of a cache; None if the cache is not there whole."""
     try:
         facts = parse_json(path.with_suffix(".json").read_bytes())
         whole = path.stat().st_size == int(facts["rows"]) * int(facts["row_bytes"]) and facts["sha256"]
@@ -217,7 +217,7 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 
 def _read(path: Path, columns: Columns) -> Iterator[bytes]:
-    """The rows of a file, some at a time.
+    """Read the rows of a file, some at a time, as the bytes of all columns.
 
     Raises:
         ConfigError: it lacks a column, or one is of another shape.
@@ -233,7 +233,7 @@ def _read(path: Path, columns: Columns) -> Iterator[bytes]:
 
 
 def _interleaved(path: Path, group: Mapping[str, torch.Tensor], columns: Columns) -> bytes:
-    """Rows of all columns, row after row."""
+    """Bytes of the rows of a group of columns: each row has all its columns in turn."""
     parts: list[torch.Tensor] = []
     for name, column in columns.items():
         value = group[name]
@@ -254,7 +254,11 @@ def _is_shaped(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def _check_numbers(path: Path, name: str, value: torch.Tensor, column: Input) -> None:
-    """Raises: ConfigError: the numbers are of another kind, or do not go into the column's dtype."""
+    """Refuse numbers that do not fit a column.
+
+    Raises:
+        ConfigError: the numbers are of another kind, or do not go into the column's dtype.
+    """
     wanted = getattr(torch, column.dtype)
     if wanted.is_floating_point != value.dtype.is_floating_point or value.is_complex():
         raise ConfigError(f"{path}: expected {column.dtype} in {name!r}, found {value.dtype}; see data.inputs")
@@ -338,7 +342,7 @@ def _parquet_columns(path: Path) -> dict[str, Input]:
 
 
 def _parquet(path: Path, columns: Columns | None) -> Iterator[dict[str, torch.Tensor]]:
-    """Columns of numbers, or of lists of as many numbers in each row."""
+    """Read columns of numbers, or of lists of as many numbers in each row, some rows at a time."""
     try:
         import pyarrow
         from pyarrow import parquet

@@ -1,4 +1,4 @@
-"""Arriving: whether micro-batches are as large as planned, by the shapes of what a model is called with.
+"""Checks of arriving micro-batches: whether they are as large as planned, by the shapes a model is called with.
 
 Memory and seconds were planned for so many sequences of so many tokens. More of them would take memory that nobody
 planned, so they are refused before the forward begins; fewer, as at the end of the data, take less.
@@ -21,7 +21,7 @@ _NAMES = ("input_ids", "tokens", "inputs_embeds", "x", "input")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The largest micro-batch that was planned: sequences, and tokens of each."""
+    """Largest micro-batch that was planned, by number of sequences and tokens of each."""
 
     sequences: int
     tokens: int
@@ -48,7 +48,7 @@ class MicroBatch:
             is_input = is_input and tensor.dtype is torch.bool
 
     def _excess(self, tensor: torch.Tensor, *, is_input: bool) -> str:
-        """What a tensor has, in words, if that is more than planned; else ""."""
+        """Say what a tensor has, in words, if that is more than planned; else ""."""
         shape, is_mask = tensor.shape, tensor.dtype is torch.bool
         is_whole = not (is_mask or tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         if is_whole and len(shape) == 1:
@@ -65,7 +65,7 @@ class MicroBatch:
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of at least one dim in an argument, with where they are in it."""
+    """Find the tensors of at least one dim in an argument; yields each with its path."""
     items: Iterator[tuple[object, Any]] = iter(())
     if isinstance(value, torch.Tensor):
         if value.ndim:

@@ -161,9 +161,7 @@ class Binder:
         return None if offset is None else self._view_at(Site(tensor, offset))
 
     def host_view(self, tensor: int) -> torch.Tensor | None:
-        """View of a graph tensor in its slot of the tier on which the host's processors work; None if it has no slot
-        there.
-        """
+        """View of a graph tensor in the tier on which the host's processors work; None if it has no slot there."""
         t, name = self.graph.tensors[tensor], self.program.host_tier
         offset, tier = self.slots.get(name, {}).get(t.storage), self.tiers.get(name)
         if offset is None:

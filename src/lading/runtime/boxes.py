@@ -1,4 +1,4 @@
-"""Boxes: what this rank holds of tensors that are cut, and the ranks that hold the rest."""
+"""Boxes: this rank's regions of tensors that are sharded, and the ranks that hold the rest."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lading.ir.routes import Box
 
 
 def shared_mesh(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> DeviceMesh | None:
-    """The mesh of all ranks that hold parameters; None where they have none, so that it is all ranks.
+    """Mesh of all ranks that hold parameters; None where they have none, so that it is all ranks.
 
     Args:
-        mesh: None for the largest of the parameters'.
+        mesh: Mesh that the user gives; None for the largest of the parameters'.
     Raises:
         ConfigError: this rank or some parameter lies outside it, or its dims have no names.
     """
@@ -43,7 +43,7 @@ def shared_mesh(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> Devi
 
 
 def ranks_of(mesh: DeviceMesh | None) -> list[int]:
-    """The job's numbers of a mesh's ranks; of all without, which is this process where there are no groups."""
+    """Numbers of a mesh's ranks within the job; without a mesh of all ranks, or of this process alone."""
     if mesh is not None:
         with unset_fake_temporarily():  # a model may be cut on fake tensors, its mesh is real
             return mesh.mesh.flatten().tolist()
@@ -51,14 +51,14 @@ def ranks_of(mesh: DeviceMesh | None) -> list[int]:
 
 
 def process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    """Of a mesh, flattened where it has several dims; None for all ranks."""
+    """Process group of a mesh, flattened where it has several dims; None for all ranks."""
     if mesh is None:
         return None
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
 def box_of(param: torch.Tensor) -> Box:
-    """This rank's, of a parameter."""
+    """Box of a parameter that lies on this rank: its offset and shape within the whole."""
     if not isinstance(param, DTensor):
         return Box((0,) * param.ndim, tuple(param.shape))
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
@@ -66,13 +66,13 @@ def box_of(param: torch.Tensor) -> Box:
 
 
 def piece(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """This rank's piece, of the shape of its box: with no elements FSDP2 and DTensors have shapes of their own."""
+    """This rank's piece of a tensor, in the shape of its box: without elements FSDP2 and DTensors have other shapes."""
     held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return held if held.shape == box.shape else held.reshape(box.shape)
 
 
 def gradient(param: torch.Tensor, box: Box) -> torch.Tensor | None:
-    """This rank's piece of a parameter's gradient, placed as the parameter is."""
+    """This rank's piece of a parameter's gradient, sharded as the parameter is; None without a gradient."""
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)

@@ -18,7 +18,7 @@ _PORTABLE = 1
 
 
 def device_of(kind: str) -> DeviceDriver:
-    """The device of this host that a plan for ``kind`` runs on.
+    """Driver of this host's device that a plan for ``kind`` runs on.
 
     Raises:
         ConfigError: there is none.
@@ -82,7 +82,7 @@ class CudaMeter:
         return torch.cuda.memory_allocated(self._index)
 
     def beside_bytes(self) -> int:
-        """See Meter: what is not free on the GPU and not the caching allocator's; other processes count here too."""
+        """See Meter: bytes neither free nor the caching allocator's; those of other processes count here too."""
         free, total = torch.cuda.mem_get_info(self._index)
         return max(0, total - free - torch.cuda.memory_reserved(self._index))
 
@@ -99,10 +99,10 @@ class CudaMeter:
 
 
 class Cuda:
-    """One GPU of this host.
+    """Api of one GPU of this host.
 
     Args:
-        index: Which; None takes the current one.
+        index: Number of the GPU; None takes the current one.
     """
 
     kind = "cuda"

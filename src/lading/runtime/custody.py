@@ -65,7 +65,7 @@ _HELD = (
 
 
 class _Held:
-    """What a tensor becomes while its values are elsewhere."""
+    """Class of a tensor while its values are elsewhere: it answers for shape and dtype, and refuses all use."""
 
     @classmethod
     def __torch_function__(
@@ -86,7 +86,7 @@ class _Held:
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Whether somebody else has the values of a tensor."""
+    """Whether a tensor's values are elsewhere (``Custody``)."""
     return isinstance(tensor, _Held)
 
 
@@ -113,7 +113,7 @@ class Custody:
         return len(self._taken)
 
     def take(self, name: str, tensor: torch.Tensor) -> None:
-        """Free a tensor's memory; its value has been copied."""
+        """Free a tensor's memory; the caller has copied its value."""
         kind = type(tensor)
         self._taken.append((name, tensor, kind, tensor.device))
         with torch.inference_mode(False):
@@ -132,8 +132,8 @@ class Custody:
         """Give every tensor its value, on the CPU.
 
         Returns:
-            (name, why) of each that ``read`` could not give. Such a tensor goes on refusing to be used; ``release``
-            ends custody of the others, ``take_again`` of none.
+            Pairs (name, error) of those that ``read`` could not give. Such a tensor goes on refusing to be used;
+            ``release`` ends custody of the others, ``take_again`` of none.
         """
         lost: list[tuple[str, Exception]] = []
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
@@ -165,7 +165,7 @@ class Custody:
 
 
 def _without_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """One element that stands for all of ``tensor``."""
+    """Tensor of the shape of ``tensor`` whose elements are all one element in memory, on ``device``."""
     return torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
@@ -176,8 +176,8 @@ class FreedBytes:
     as long as anything of it is there.
 
     Args:
-        tensors: All that will be dropped, still there.
-        now_bytes: Memory of the device in use.
+        tensors: All tensors that will be dropped; none has been yet.
+        now_bytes: Gives the memory of the device in use, in bytes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], now_bytes: Callable[[], int]) -> None:
@@ -209,7 +209,7 @@ class FreedBytes:
 
 
 def _tried_twice(read: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
-    """What ``read`` gives; what a handler of a signal raised in it is not the value's fault."""
+    """Read a value, a second time if a handler of a signal raised in the first: that is not the value's fault."""
     try:
         return read(name)
     except Exception:

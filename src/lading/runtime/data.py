@@ -20,15 +20,15 @@ Batch = dict[str, torch.Tensor]
 
 
 class Dataset(Protocol):
-    """What the training loop takes batches from."""
+    """Source of a training loop's batches."""
 
     @property
     def fingerprint(self) -> str:
-        """Of the values; a run that goes on with others would have another loss curve."""
+        """Text that identifies the values; a run that goes on with others would have another loss curve."""
         ...
 
     def batch(self, step: int, micro: int) -> Batch:
-        """The micro-batch ``micro`` of step ``step``."""
+        """Batch of micro-batch ``micro`` of step ``step``, both from 0."""
         ...
 
 
@@ -37,10 +37,10 @@ class TextDataset:
 
     Args:
         config: Source, tokenizer, sequence length T and batch size B.
-        folder: Where the tokens are cached: the run's folder. They are made anew when the source changes.
+        folder: Folder of the run, where the tokens are cached. They are made anew when the source changes.
         task: "causal-lm" gives ``{"tokens": int64 (B, T + 1)}``, targets shifted by one; others: ``models.tasks``.
         tokenizer: A tokenizer.json or its folder; None for one token a byte.
-        vocabulary, num_labels: Of the model; None where that is not known.
+        vocabulary, num_labels: Token values and classes that the model knows; None where that is not known.
     Raises:
         ConfigError: no text at the source, fewer tokens than one sequence takes, or tokens the model does not know.
         StorageError: the cache cannot be written.
@@ -74,7 +74,7 @@ class TextDataset:
             self._check_vocabulary(vocabulary)
 
     def __len__(self) -> int:
-        """Tokens of the text."""
+        """Number of tokens of the text."""
         return self._store.count
 
     @property
@@ -83,7 +83,7 @@ class TextDataset:
         return self._store.fingerprint
 
     def batch(self, step: int, micro: int) -> Batch:
-        """The micro-batch ``micro`` of step ``step``.
+        """Batch of micro-batch ``micro`` of step ``step``.
 
         Source: Philox counters (Salmon et al., SC'11): step and micro-batch are the high words of the counter, so no
             two batches share a random number; its raw words do not change between numpy versions.
@@ -146,7 +146,7 @@ class LatentDataset:
         self.fingerprint = f"latents {shape} of {num_classes} classes"
 
     def batch(self, step: int, micro: int) -> Batch:
-        """``{"latents": float32 (B, C, I, I), "labels": int64 (B,)}`` of micro-batch ``micro`` of step ``step``."""
+        """Batch of micro-batch ``micro`` of step ``step``: {"latents": float32 (B, C, I, I), "labels": int64 (B,)}."""
         if step < 0 or micro < 0:
             raise ConfigError(f"expected a step and a micro-batch >= 0, got {step} and {micro}")
         channels, rows, columns = self._shape
@@ -161,7 +161,7 @@ class LatentDataset:
 
 
 def example_batch(task: str, config: DataConfig, tokenizer: Path | None) -> Batch:
-    """A batch of a run's shape; the values mean nothing."""
+    """Batch of the shapes and dtypes of a run's batches; the values mean nothing."""
     specials = load_tokenizer(tokenizer).specials
     rows, length = config.batch_size, config.sequence_length
     if task == "classification":

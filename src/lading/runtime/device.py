@@ -28,12 +28,16 @@ Batches = Sequence[Mapping[str, torch.Tensor]]
 
 
 class Memory(Protocol):
-    """Bytes from which the tensors of a step are cut."""
+    """Bytes from which the tensors of a step are cut.
+
+    Attributes:
+        size_bytes: Bytes of it.
+    """
 
     size_bytes: int
 
     def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """uint8[size_bytes] at ``offset``, without a copy."""
+        """View of ``size_bytes`` bytes at ``offset`` as uint8[size_bytes], without a copy."""
         ...
 
     def close(self) -> None:
@@ -42,22 +46,22 @@ class Memory(Protocol):
 
 
 class Meter(Protocol):
-    """Highest memory of the device since the last reset.
+    """Measures the highest memory of the device since the last reset.
 
     Attributes:
         exact: Whether no peak can be missed.
-        sample: Bytes now, cheap enough to be called during a step; None where that means nothing.
+        sample: Gives the bytes in use now, cheap enough to be called during a step; None where that means nothing.
     """
 
     exact: bool
     sample: Callable[[], int] | None
 
     def now_bytes(self) -> int:
-        """Bytes in use."""
+        """Bytes in use now."""
         ...
 
     def beside_bytes(self) -> int:
-        """What the process takes on the device besides the bytes that are metered (a GPU's context, code)."""
+        """Bytes that the process takes on the device besides those that are metered (a GPU's context, code)."""
         ...
 
     def reset(self) -> None:
@@ -77,7 +81,7 @@ class Mark(Protocol):
     """A point in the work of a lane, recorded anew in every step."""
 
     def record(self) -> None:
-        """Stand behind everything issued on the lane so far."""
+        """Place the mark behind everything issued on the lane so far."""
         ...
 
 
@@ -85,66 +89,66 @@ class Lane(Protocol):
     """A stream of a Program on the device; one thread drives it."""
 
     def entered(self) -> AbstractContextManager[object]:
-        """While open, what the calling thread issues belongs to this lane."""
+        """Context in which what the calling thread issues belongs to this lane."""
         ...
 
     def bound(self, call: Call) -> Call:
-        """What the thread calls to issue ``call``."""
+        """Wrap ``call`` into one that issues it to this lane."""
         ...
 
     def mark(self) -> Mark | None:
-        """A new mark of this lane; None where what is issued has ended."""
+        """Make a new mark of this lane; None where work has ended as soon as it is issued."""
         ...
 
     def wait(self, marks: Sequence[Mark]) -> None:
-        """What is issued from now on runs after the marks of other lanes, as they were last recorded."""
+        """Run what is issued from now on after the marks of other lanes, as they were last recorded."""
         ...
 
     def stamp(self) -> Stamp:
-        """The moment at which all that was issued so far has ended."""
+        """Take the moment at which all that was issued so far has ended."""
         ...
 
 
 class DeviceDriver(Protocol):
-    """Memory, lower tiers and lanes of a device.
+    """Driver of a device: makes its memory, its lower tiers and its lanes.
 
     Attributes:
-        kind: As ``lading.ir.machine.Device.kind``: whose kernels run.
+        kind: Kind of the device, as ``lading.ir.machine.Device.kind``: whose kernels run.
     """
 
     kind: str
 
     def arena(self, size_bytes: int) -> Memory:
-        """Memory of the device, all zeros."""
+        """Allocate ``size_bytes`` of the device's memory, all zeros."""
         ...
 
     def host(self, size_bytes: int) -> Memory:
-        """Memory of the host that the device reads and writes at full speed."""
+        """Allocate ``size_bytes`` of the host's memory, which the device reads and writes at full speed."""
         ...
 
     def tier(self, tier: Tier, size_bytes: int, folder: Path) -> TierBytes:
-        """What serves a lower tier; ``folder`` is where it lies if it says nothing else."""
+        """Open the object that serves a lower tier, in ``folder`` where the tier names no location."""
         ...
 
     def lane(self, stream: str, *, blocking: bool) -> Lane:
-        """The lane of a stream of the Program.
+        """Make the lane of a stream of the Program.
 
         Args:
-            blocking: Whether what the stream does, the thread that drives it does itself: it works on the host, or
-                moves what the device cannot.
+            blocking: Whether the thread that drives the stream does its work itself: it works on the host, or moves
+                what the device cannot.
         """
         ...
 
     def meter(self) -> Meter:
-        """A meter of the device's memory."""
+        """Make a meter of the device's memory."""
         ...
 
     def handed(self, batches: Batches) -> Batches:
-        """The batches where the device can take them from without the host waiting."""
+        """Copy of the batches in memory from which the device can take them without the host waiting."""
         ...
 
     def begin(self) -> None:
-        """A step begins: lanes start after whatever the caller issued before."""
+        """Begin a step: lanes start after whatever the caller issued before."""
         ...
 
     def end(self) -> None:
@@ -152,16 +156,16 @@ class DeviceDriver(Protocol):
         ...
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
-        """Stamps of the step that ended, in seconds on the host's clock."""
+        """Convert stamps of the step that ended to seconds on the host's clock."""
         ...
 
     def close(self) -> None:
-        """Give back what is not given back with memory, tiers and meters."""
+        """Give back whatever is not given back by closing memory, tiers and meters."""
         ...
 
 
 class HostLane:
-    """A lane of the CPU: what is issued has ended."""
+    """A lane of the CPU, where work has ended once it is issued."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.stamp = clock
@@ -182,7 +186,7 @@ class HostLane:
 
 
 class HostMeter(PeakMeter):
-    """The resident set of this process."""
+    """Meter of the resident set of this process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,8 +201,8 @@ class CpuDevice:
     """The CPU as the device: memory is the process's own, every stream is a thread.
 
     Args:
-        clock: Seconds, monotone.
-        tiers: What makes the tier of a name, instead of what its kind says.
+        clock: Gives monotone seconds.
+        tiers: Functions that make the tiers of these names, instead of what their kinds say.
     """
 
     kind = "cpu"

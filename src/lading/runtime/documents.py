@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders and patterns of text, JSON lines and Parquet, in pieces of bounded size."""
+"""Documents: text from files, folders and patterns of text, JSON lines and Parquet, in pieces of bounded size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TextPiece(NamedTuple):
 
 
 def files_of(source: str) -> list[Path]:
-    """The files of a source, sorted by path.
+    """List the files of a source, sorted by path.
 
     Raises:
         ConfigError: there are none.
@@ -51,7 +51,7 @@ def files_of(source: str) -> list[Path]:
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
-    """Changes when a file does."""
+    """Hash of the names, sizes and times of files, which changes when one of them does."""
     digest = hashlib.sha256()
     for path in files:
         status = path.stat()
@@ -60,10 +60,10 @@ def fingerprint_of(files: Iterable[Path]) -> str:
 
 
 def pieces(files: Iterable[Path], config: DataConfig, *, labelled: bool = False) -> Iterator[TextPiece]:
-    """The text of files, in order.
+    """Read the text of files, in order.
 
     Args:
-        labelled: Each text has a label in ``config.label_field``.
+        labelled: Whether each text has a label in ``config.label_field``.
 
     Raises:
         ConfigError: a file is not what its format says; names the file and the line or row.
@@ -83,7 +83,7 @@ def pieces(files: Iterable[Path], config: DataConfig, *, labelled: bool = False)
 
 
 def _walk(root: Path, *, python_only: bool) -> Iterator[Path]:
-    """Files below ``root`` that are not empty and not hidden; of the library only its own source, without tests."""
+    """List files below ``root`` that are not empty and not hidden; of Python's library its own source, no tests."""
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if not f.startswith(".") and not (python_only and f in _NOT_TEXT)]
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
@@ -92,7 +92,7 @@ def _walk(root: Path, *, python_only: bool) -> Iterator[Path]:
 
 
 def _whole(path: Path) -> Iterator[TextPiece]:
-    """A file as one text; each piece but the last ends with a line, or with a word where a line is longer."""
+    """Read a file as one text; each piece but the last ends with a line, or with a word where a line is longer."""
     rest, first = b"", True
     with open(path, "rb") as file:
         while block := file.read(PIECE_BYTES):
@@ -107,7 +107,7 @@ def _whole(path: Path) -> Iterator[TextPiece]:
 
 
 def _last_character(data: bytes) -> int:
-    """Where the last character of UTF-8 text, which may not be whole, begins; the end of other bytes."""
+    """Offset at which the last, maybe cut, character of UTF-8 text begins; the end of bytes that are no UTF-8."""
     starts = (at for at in range(len(data) - 1, max(-1, len(data) - 5), -1) if data[at] & 0xC0 != 0x80)
     return next(starts, 0) or len(data)
 

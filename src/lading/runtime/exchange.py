@@ -29,11 +29,11 @@ Place = Callable[[int], tuple[torch.Tensor, Box]]
 
 @dataclass
 class Traffic:
-    """What an exchange has sent: counted, for tests and reports.
+    """Counts of what exchanges have sent, for tests and reports.
 
     Attributes:
-        collectives: Calls.
-        elements: That left this rank.
+        collectives: Number of calls.
+        elements: Elements that left this rank.
         waited_s: Seconds in which this rank had nothing else to do than wait for them.
     """
 
@@ -44,7 +44,7 @@ class Traffic:
 
 @dataclass
 class RuleFailures:
-    """What could not be computed in this step; all ranks are told at its end."""
+    """Last error of a rule in this step; all ranks are told at its end."""
 
     last: Exception | None = None
 
@@ -54,8 +54,9 @@ class Under:
     """An exchange under way.
 
     Attributes:
-        arrived: What came, piece after piece, from the first rank to the last.
-        sent: Kept until it has gone.
+        work: Handle to wait for; None once it has ended.
+        arrived: Elements that come, piece after piece, from the first rank to the last.
+        sent: Elements that go, alive until they have gone.
     """
 
     work: Any
@@ -63,7 +64,7 @@ class Under:
     sent: torch.Tensor
 
     def wait(self, traffic: Traffic) -> None:
-        """Until everything has come and gone."""
+        """Return once everything has come and gone; the time counts as waited."""
         if self.work is None:
             return
         start = time.perf_counter()
@@ -77,9 +78,12 @@ class Team:
     """Ranks that share matrices, numbered within the team.
 
     Attributes:
+        rank: Number of this rank.
+        ranks: Number of ranks.
+        group: Process group of the team; None for one rank alone.
         inbound, outbound: Process groups of their own, so that what returns does not hold up what comes; None for one
             rank alone.
-        members: The job's numbers of the team's ranks.
+        members: Numbers of the team's ranks within the job.
     """
 
     rank: int = 0
@@ -91,7 +95,7 @@ class Team:
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Team:
-        """The ranks of a process group (None: all), or this process alone where there are no groups."""
+        """Make the team of a process group (None: all ranks), or of this process alone where there are no groups."""
         if not dist.is_initialized():
             return Team()
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -102,18 +106,18 @@ class Team:
         return replace(team, inbound=inbound, outbound=outbound)
 
     def level(self) -> None:
-        """Have all ranks made as many process groups: torch names a group by that, and waits where names differ."""
+        """Have all ranks made equally many process groups: torch names groups by that, and waits where names differ."""
         made = len(distributed_c10d._world.pg_names)
         for _ in range(max(self.gather(made)) - made):
             dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     def part(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A process group of some of its ranks, who all make it after as many others (``level``)."""
+        """Make a process group of some ranks, who all make it after as many others (``level``)."""
         members = [self.members[rank] for rank in ranks]
         return cast(dist.ProcessGroup, dist.new_group(members, use_local_synchronization=True))
 
     def gather(self, what: object) -> list[Any]:
-        """Of every rank, in order."""
+        """Collect an object from every rank, in order of ranks."""
         found: list[Any] = [what] * self.ranks
         if self.ranks > 1:
             dist.all_gather_object(found, what, group=self.group)
@@ -126,7 +130,7 @@ class PieceExchange:
     def __init__(
         self, pieces: Sequence[RoutedShard], team: Team, group: dist.ProcessGroup | None, dtype: torch.dtype
     ) -> None:
-        """An exchange of ``pieces``; those that stay on their rank are copied there."""
+        """Make an exchange of ``pieces``; those that stay on their rank are copied there."""
         rank, ranks = team.rank, team.ranks
         self.group = group
         self.dtype = dtype
@@ -139,7 +143,7 @@ class PieceExchange:
         self.moves = any(p.source != p.target for p in pieces)
 
     def start(self, source: Place, device: torch.device, traffic: Traffic) -> Under:
-        """Pack what this rank sends, and begin."""
+        """Pack the pieces that this rank sends, and start the exchange."""
         out = torch.empty(sum(self._out), dtype=self.dtype, device=device)
         arrived = torch.empty(sum(self._in), dtype=self.dtype, device=device)
         _pack(out, self.sent, source)
@@ -151,7 +155,7 @@ class PieceExchange:
         return Under(work, arrived, out)
 
     def finish(self, under: Under, source: Place, target: Place) -> None:
-        """Put every piece that came into its place; what stayed on this rank is copied."""
+        """Copy every piece that came into its place; pieces that stayed on this rank, too."""
         start = 0
         for row in self.taken:
             for piece in row:
@@ -177,13 +181,13 @@ def _view(place: Place, piece: RoutedShard) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank knows as a step begins.
+    """Facts that a rank tells the others as a step begins.
 
     Attributes:
         has: By parameter's name, whether it has its gradient.
         changed: By name, whether a gradient is another one than has been sent already.
         finite: Whether all its gradients are.
-        sent: Groups that it has sent under backward.
+        sent: Number of groups that it has sent under backward.
         steps: Whether it is to take the step, not to give up what it has sent.
         settings: 64 bits that stand for the settings of its groups; None where these are wrong.
     """
@@ -198,12 +202,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks know of all.
+    """Result of comparing all ranks' reports.
 
     Attributes:
-        error: What was wrong on some rank, the same on every one; "" if nothing was.
+        error: What was wrong on some rank, the same text on every one; "" if nothing was.
         finite: Whether all gradients of all ranks are.
-        sent: Groups that some rank has sent.
+        sent: Most groups that any rank has sent.
         apart: Whether some ranks take the step and others give it up.
         settled: Whether all have the same settings, and none has wrong ones.
     """
@@ -216,10 +220,10 @@ class Verdict:
 
 
 def agree(report: Report, groups: int, team: Team, device: torch.device) -> Verdict:
-    """Tell all ranks what each knows, in one small reduction, before anything more is sent.
+    """Compare the reports of all ranks in one small reduction, before anything more is sent.
 
     Args:
-        groups: As many can have been sent.
+        groups: Most groups that can have been sent.
     """
     told = [int(one) for one in (*report.has.values(), *report.changed.values(), not report.finite)]
     told += [int(number == report.sent) for number in range(groups + 1)]
@@ -269,7 +273,7 @@ def _wrong(has: Mapping[str, int], changed: Mapping[str, int], ranks: int) -> st
 
 
 def all_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    """Whether all elements are; one answer is waited for."""
+    """Whether all elements of all tensors are finite; waits for the device once."""
     flags = [torch.isfinite(gradient).all() for gradient in gradients]
     return not flags or bool(torch.stack(flags).all())
 

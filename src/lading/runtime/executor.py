@@ -151,9 +151,7 @@ class Executor:
             )
 
     def _pack_largest(self) -> None:
-        """Run the product with the largest operand once, on zeros, so that the library's packing buffers serve all
-        others.
-        """
+        """Run the product with the largest operand on zeros, so that BLAS has buffers that fit all others."""
         product, compute = largest_product(self.program.graph), self._bound.streams.index(COMPUTE_STREAM)
         action = next((a.id for a in self.program.actions if product is not None and a.op == product), None)
         with torch.inference_mode():
@@ -234,9 +232,7 @@ class Executor:
         self.given_back(-change)
 
     def _end_step(self) -> None:
-        """Count a whole step: its rates become those of deferred updates, which now wait, and no value is half
-        changed.
-        """
+        """Count a whole step: no value is half changed, and deferred updates wait, with the rates of this step."""
         self.completed += 1
         self._rates.before.value, self._rates.before.matrices = self._rates.now.value, self._rates.now.matrices
         self._caught_up = frozenset()
@@ -295,9 +291,7 @@ class Executor:
 
     @property
     def changed(self) -> Mapping[int, tuple[int, int]]:
-        """After a step that stopped: by storage, how many of the step's changes its value has, and how many a whole
-        step makes.
-        """
+        """After a step that stopped: by storage, (changes of the step that its value has, changes of a whole step)."""
         return self._values.changed
 
     @property
@@ -443,18 +437,14 @@ class Executor:
         return cause
 
     def given_back(self, size_bytes: int) -> None:
-        """Say that the caller freed ``size_bytes`` it had before this executor: measured memory counts from that much
-        less.
-        """
+        """Count memory from ``size_bytes`` less: the caller freed that much of what it had before this executor."""
         self._baseline -= size_bytes
         if self._ceiling is not None:
             self._ceiling.limit_bytes -= size_bytes
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes that the process takes on the device besides what ``observe_peak`` measures: a GPU's context and
-        code.
-        """
+        """Bytes on the device that ``observe_peak`` does not measure: a GPU's context and code."""
         return self._meter.beside_bytes()
 
     @property
@@ -480,9 +470,7 @@ class Executor:
             raise ConfigError("expected no step under way, found one; wait for its end")
 
     def _run_streams(self, skipped: frozenset[int], end: Callable[[], None]) -> None:
-        """Run every stream once, then ``end`` if all came to their end. Whatever happens, none still runs when this
-        returns.
-        """
+        """Run every stream once, then ``end`` if all came to their end; none still runs when this returns or raises."""
         self._state = _ExecutorState.RUNNING
         self._running = self._bound.without(skipped) if skipped else self._bound
         if self._peaks is not None:
@@ -549,9 +537,7 @@ class Executor:
             self._gate.fail(failure)
 
     def _drain(self) -> None:
-        """Wait until an interrupted step uses nothing that is about to be given back; a device that failed does nothing
-        more.
-        """
+        """Wait until an interrupted step uses nothing any more; a device that failed is not waited for."""
         if not self._device_failed:
             self._device.end()
 
@@ -589,9 +575,7 @@ class Executor:
 
 
 def _actions_of(program: Program, *, updates: bool) -> frozenset[int]:
-    """Ids of the actions of deferred updates (``updates``), or else of the model and the caller; moves belong to
-    neither.
-    """
+    """Ids of the actions of deferred updates (``updates``), or else of the model and the caller; none of moves."""
     deferred = frozenset(program.graph.deferred)
     return frozenset(
         a.id

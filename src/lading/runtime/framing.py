@@ -1,4 +1,4 @@
-"""From tokens of a text to the batch of a task. Pure functions of the tokens and of raw random words.
+"""Framing: turn tokens of a text into the batch of a task. Pure functions of the tokens and of raw random words.
 
 Shapes: B batch, T tokens of a sequence.
 """
@@ -23,13 +23,13 @@ _CHOSEN, _MASKED, _RANDOM = 0.15, 0.8, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Specials:
-    """Tokens that are not text.
+    """Tokens of a tokenizer that are not text.
 
     Attributes:
-        prefix, suffix: What the tokenizer puts around a text.
-        separator: Between two texts; None puts nothing there.
-        mask, pad: None where the tokenizer has none.
-        vocabulary: Tokens in all.
+        prefix, suffix: Tokens that the tokenizer puts before and after a text.
+        separator: Token between two texts; None puts nothing there.
+        mask, pad: Tokens that hide and that fill; None where the tokenizer has none.
+        vocabulary: Number of all tokens.
     """
 
     vocabulary: int
@@ -41,7 +41,7 @@ class Specials:
 
 
 def window_tokens(task: str, length: int, specials: Specials) -> int:
-    """Neighbouring tokens of text that a sequence of ``length`` is made of.
+    """Number of neighbouring tokens of text that a sequence of ``length`` tokens is made of.
 
     Raises:
         ConfigError: no room for text between the special tokens.
@@ -57,7 +57,7 @@ def window_tokens(task: str, length: int, specials: Specials) -> int:
 
 
 def framed(task: str, windows: np.ndarray, length: int, specials: Specials, words: Words) -> Arrays:
-    """The batch of a task from windows of text, int64 (B, ``window_tokens``)."""
+    """Make the batch of a task from windows of text, int64 (B, ``window_tokens``)."""
     if task == "causal-lm":
         return {"tokens": windows}
     if task == "seq2seq-lm":  # a text and what follows it, which ends as the tokenizer ends texts
@@ -94,7 +94,7 @@ def masked(tokens_BT: np.ndarray, specials: Specials, words: Words) -> Arrays:
 
 
 def padded(texts: list[np.ndarray], labels: list[int], length: int, specials: Specials) -> Arrays:
-    """Labelled texts, cut or padded to ``length``."""
+    """Make a batch of labelled texts, cut or padded to ``length`` tokens."""
     tokens = np.full((len(texts), length), specials.pad or 0, dtype=np.int64)
     mask = np.zeros((len(texts), length), dtype=np.int64)
     for row, text in enumerate(texts):
@@ -111,5 +111,5 @@ def _around(text_BT: np.ndarray, prefix: tuple[int, ...], suffix: tuple[int, ...
 
 
 def _share(words: np.ndarray) -> np.ndarray:
-    """Numbers from 0 to below 1."""
+    """Turn random 64-bit words into numbers from 0 to below 1."""
     return (words >> np.uint64(11)) * 2.0**-53

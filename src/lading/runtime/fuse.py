@@ -2,8 +2,8 @@
 
 A region's operations become an FX graph whose last nodes copy what is kept into buffers that the caller hands in;
 Inductor fuses those copies into the loops that make the values. Products, attention and whatever else is a library's
-stay as they are bound. Regions with one signature are compiled once, so a block that repeats is compiled once.
-Sums are added in another order and products may be contracted, so results are close to eager's, not equal to the bit.
+stay as they are bound. Regions with one signature are compiled once, so a block that repeats is compiled once. Sums are
+added in another order and products may be contracted, so results are close to eager's, not equal to the bit.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Fused:
-    """A region and what runs it."""
+    """A region with the compiled function that runs it."""
 
     region: FusibleRegion
     compiled: Compiled
 
     def bind(self, view: Callable[[Site], torch.Tensor]) -> Callable[[], object]:
-        """The call, on the tensors at the region's places."""
+        """Bind the function to the tensors at the region's places."""
         tensors = tuple(view(place) for place in (*self.region.inputs, *self.region.outputs))
         function = self.compiled.function
         return lambda: function([*tensors])  # the function empties its list
@@ -55,7 +55,7 @@ def fuse(program: Program, kind: str = "cpu") -> list[Fused]:
     """Compile the regions of a Program; those that need more scratch than the plan has room for are cut smaller.
 
     Args:
-        kind: Of the device that will run them.
+        kind: Kind of the device that will run them.
 
     Raises:
         ConfigError: no working C++ compiler, or not a CPU.
@@ -78,7 +78,7 @@ def fuse(program: Program, kind: str = "cpu") -> list[Fused]:
 
 
 def compile_region(graph: StepGraph, region: FusibleRegion) -> Compiled:
-    """One region by Inductor; what an earlier process compiled comes from Inductor's own cache.
+    """Compile one region by Inductor; what an earlier process compiled comes from Inductor's own cache.
 
     Raises:
         ConfigError: no working C++ compiler.
@@ -111,7 +111,11 @@ def _fake(tensor: Tensor) -> torch.Tensor:
 
 
 def run_region(graph: StepGraph, region: FusibleRegion, *tensors: torch.Tensor) -> tuple[()]:
-    """The region on its inputs and outputs, one operation after another: what is traced, and the reference in tests."""
+    """Run a region eagerly on its inputs and outputs: this is traced to compile it, and is the reference in tests.
+
+    Args:
+        tensors: The region's inputs, then the tensors that its outputs are written to.
+    """
     given = {place.tensor: value for place, value in zip(region.inputs, tensors, strict=False)}
     made: dict[int, tuple[Tensor, torch.Tensor]] = {}
 
@@ -138,7 +142,7 @@ def run_region(graph: StepGraph, region: FusibleRegion, *tensors: torch.Tensor) 
 
 
 def derived(value: torch.Tensor, how: Derivation) -> torch.Tensor:
-    """The view that ``how`` says, of the value that covers its storage."""
+    """Derive a view as ``how`` says, from the value that covers its storage."""
     x = value.permute(how.order).reshape(how.dims)
     if how.column is not None:
         x = x.select(-1, how.column)
@@ -148,7 +152,7 @@ def derived(value: torch.Tensor, how: Derivation) -> torch.Tensor:
 
 
 def scratch_of(source: str) -> int:
-    """Bytes that compiled code takes at most beside its arguments."""
+    """Most bytes that compiled code allocates beside its arguments, told from its source."""
     if _LIBRARY.search(source):
         return _UNKNOWN
     rows = ((shape.replace(" ", ""), dtype) for shape, dtype in _ALLOCATION.findall(source))

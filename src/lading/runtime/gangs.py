@@ -1,8 +1,8 @@
 """Gangs: several ranks that compute one matrix's direction together, each some blocks of rows of every product.
 
 Its owner, the first of the gang, tells the others the matrix; after each product all get each other's rows, so that all
-end with the whole direction. Blocks follow from the matrix's shape alone (``SharedRule.blocks``), so that
-bits do not depend on how many share it.
+end with the whole direction. Blocks follow from the matrix's shape alone (``SharedRule.blocks``), so that bits do not
+depend on how many share it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Gang:
     """Ranks of a team that share matrices; each makes one with the same ranks."""
 
     def __init__(self, team: Team, ranks: Sequence[int]) -> None:
-        """Of ranks within the team; the first owns."""
+        """Make the gang of these ranks, numbered within the team; the first owns."""
         self._rank, self._ranks = team.rank, sorted(ranks)
         self._owner = team.members[ranks[0]]
         self._group = team.part(self._ranks)
 
     def direction(self, rule: SharedRule, matrix: torch.Tensor, traffic: Traffic) -> torch.Tensor:
-        """Of a matrix, on all of them.
+        """Compute the direction of a matrix together; every rank of the gang returns all of it.
 
         Args:
-            matrix: (rows, columns), contiguous; what it holds counts with the owner alone.
+            matrix: (rows, columns), contiguous; the owner's values count, on the others they are overwritten.
         """
         dist.broadcast(matrix, src=self._owner, group=self._group)
         self._count(traffic, matrix.numel() if dist.get_rank() == self._owner else 0)
@@ -41,7 +41,7 @@ class Gang:
         place = self._ranks.index(self._rank)
 
         def meet(product: torch.Tensor) -> torch.Tensor:
-            """Everyone's rows."""
+            """Gather every rank's rows of a product."""
             columns, start = product.shape[1], sum(rows[:place])
             own = product[start : start + rows[place]].reshape(-1)
             arrived = torch.empty_like(product)
@@ -58,9 +58,9 @@ class Gang:
 
 
 def gangs_of(ranks: Sequence[tuple[int, ...]], team: Team) -> dict[int, Gang]:
-    """By matrix, of those that this rank shares with others; equal gangs are one.
+    """Make the gangs that this rank is in, by matrix; equal gangs are one.
 
-    Whoever is not in one makes one of its own, so that all have made as many (``Team.level``).
+    A rank that is not in a gang makes a process group of its own, so that all have made as many (``Team.level``).
     """
     made: dict[tuple[int, ...], Gang] = {}
     several = sorted({gang for gang in ranks if len(gang) > 1})
@@ -75,13 +75,12 @@ def gangs_of(ranks: Sequence[tuple[int, ...]], team: Team) -> dict[int, Gang]:
 
 
 def together_first(numbers: Sequence[int], gangs: Mapping[int, Gang]) -> list[int]:
-    """Matrices in the order in which they are computed: shared ones in one order on all ranks, so that none waits for
-    one that waits for it."""
+    """Order matrices for computing: shared ones first, in one order on all ranks, so that none waits in a circle."""
     return sorted(numbers, key=lambda number: (number not in gangs, number))
 
 
 def shares(rule: Rule, rows_columns: tuple[int, int]) -> list[float]:
-    """Of a matrix's work, what each of 2, 4, 8 and 16 ranks that share it has; as far as it can be shared."""
+    """Largest share of a matrix's work that one of 2, 4, 8 and 16 ranks has; as many entries as it can be shared by."""
     if not rule.shared:
         return []
     blocks = len(cast(SharedRule, rule).blocks(min(rows_columns)))

@@ -1,4 +1,4 @@
-"""Which host this is, as text that a plan remembers. Imports no torch."""
+"""Identity of this host, as text that a plan remembers, and the memory it has. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def host_id() -> str:
 
 
 def check_host(host: str) -> None:
-    """Refuse what was made for another host than this one; "" is any host.
+    """Refuse a plan that was made for another host than this one; "" is any host.
 
     Raises:
-        ConfigError: it was.
+        ConfigError: it was made for another.
     """
     if host and host != host_id():
         raise ConfigError(f"the plan was made for the host {host!r}, this one is {host_id()!r}; plan again here")
 
 
 def memory_bytes() -> int:
-    """Physical memory, bytes."""
+    """Bytes of physical memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def usable_bytes() -> int:
-    """Memory that this process may have: all of it, or what its control group allows."""
+    """Bytes of memory that this process may have: all of the host's, or what its control group allows."""
     limits = [memory_bytes()]
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if path.is_file() and (text := path.read_text().strip()).isdigit():

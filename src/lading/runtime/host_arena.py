@@ -1,4 +1,4 @@
-"""Arena: one anonymous mapping from which every tensor of a step is cut, at addresses known beforehand."""
+"""Arena on the host: one anonymous mapping from which every tensor of a step is cut, at addresses known beforehand."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ from lading.units import format_bytes
 class Arena:
     """Page-aligned private memory; pages take up memory once they are first touched.
 
+    Args:
+        size_bytes: Bytes needed, >= 0.
+
     Attributes:
-        size_bytes: Whole pages, at least one.
-        memory: Its bytes, writable; slices are what tiers read into and write from.
+        size_bytes: Bytes of whole pages, at least one page.
+        memory: The bytes, writable; slices are what tiers read into and write from.
 
     Raises:
+        ConfigError: ``size_bytes`` is negative.
         StorageError: the system has no such memory for the process.
     """
 
@@ -38,7 +42,7 @@ class Arena:
         self.memory = memoryview(self._map)
 
     def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """uint8[size_bytes] at ``offset``, without a copy."""
+        """View of ``size_bytes`` bytes at ``offset`` as uint8[size_bytes], without a copy."""
         if offset < 0 or offset + size_bytes > self.size_bytes:
             raise ConfigError(f"bytes {offset}..{offset + size_bytes} lie outside the arena of {self.size_bytes} bytes")
         if size_bytes == 0:
@@ -60,7 +64,7 @@ class Arena:
 
 
 def view_of(memory: torch.Tensor, tensor: Tensor) -> torch.Tensor:
-    """The tensor of a graph, as a view of its storage's bytes (uint8)."""
+    """View a storage's bytes (uint8) as a tensor of the graph: in its dtype, shape, strides and offset."""
     item = DTYPE_BYTES[tensor.dtype]
     typed = memory[: memory.numel() // item * item].view(getattr(torch, tensor.dtype))
     return typed.as_strided(tensor.shape, tensor.stride, typed.storage_offset() + tensor.offset)

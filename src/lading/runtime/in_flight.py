@@ -1,15 +1,13 @@
-"""Flights: a group of matrices on its way to owners and back, when it starts, and when it must have landed.
+"""Matrices in flight: groups on their way to owners and back, when they start, and when they must have landed.
 
-[Note: pipeline]
-While group k computes, group k + 1 travels to its owners and group k - 1 returns (``run``). Groups that have been sent
-under backward (``Early``) wait there for ``run``; those that need not have landed when a step returns (``Late``) land
-before somebody reads what they move.
+[Note: pipeline] While group k computes, group k + 1 travels to its owners and group k - 1 returns (``run``). Groups
+that have been sent under backward (``Early``) wait there for ``run``; those that need not have landed when a step
+returns (``Late``) land before somebody reads what they move.
 
-[Note: order]
-Every rank sends group 0 first, then 1, and so on; so an exchange never meets another one. Under backward a group goes
-when all its gradients are final *and* all groups before it have gone. Ranks may have sent unlike many when a step
-begins; the first to know tells all (``lading.runtime.exchange.agree``), and who is behind follows: with its gradients
-if the step is taken, with zeros that nobody reads if it is not.
+[Note: order] Every rank sends group 0 first, then 1, and so on; so an exchange never meets another one. Under backward
+a group goes when all its gradients are final *and* all groups before it have gone. Ranks may have sent unlike many when
+a step begins; the first to know tells all (``lading.runtime.exchange.agree``), and who is behind follows: with its
+gradients if the step is taken, with zeros that nobody reads if it is not.
 """
 
 from __future__ import annotations
@@ -26,12 +24,13 @@ from lading.optim.rule import States
 
 @dataclass(frozen=True)
 class Moving:
-    """A parameter in one step.
+    """A parameter in one step, as this rank has it.
 
     Attributes:
-        param, travels: This rank's pieces of the parameter and of what goes to owners; of ``box``'s shape.
+        param, travels: This rank's pieces of the parameter, and of what goes to owners; both of ``box``'s shape.
+        box: Region of the parameter that lies on this rank.
         held: Elementwise states after this update.
-        update: Of this parameter, from 1.
+        update: Number of this parameter's update, from 1.
     """
 
     param: torch.Tensor
@@ -46,15 +45,15 @@ class Flight(Protocol):
 
     @property
     def parameters(self) -> Collection[int]:
-        """That it moves."""
+        """Numbers of the parameters that it moves."""
         ...
 
     def send(self) -> None:
-        """What this rank has goes to owners."""
+        """Start sending this rank's pieces to owners."""
         ...
 
     def compute(self, whole: Mapping[int, States], rates: Mapping[int, float]) -> None:
-        """Wait for what came, compute what this rank owns, and send it back.
+        """Wait for what came, compute what this rank owns, and start sending it back.
 
         Args:
             whole: Whole states of the matrices that this rank owns, by matrix.
@@ -67,7 +66,7 @@ class Flight(Protocol):
         ...
 
     def drop(self) -> None:
-        """Wait for what was sent; nothing moves."""
+        """Wait for what was sent, and move nothing."""
         ...
 
 
@@ -76,25 +75,25 @@ class Route(Protocol):
 
     @property
     def groups(self) -> Sequence[Sequence[int]]:
-        """Matrices that travel together, in the order in which they are sent."""
+        """Numbers of the matrices that travel together, in the order in which they are sent."""
         ...
 
     def parameters(self, group: int) -> Collection[int]:
-        """That a group's matrices are of."""
+        """Numbers of the parameters that a group's matrices belong to."""
         ...
 
     def flights(self, group: int, moving: Mapping[int, Moving]) -> Sequence[Flight]:
-        """Of the matrices of a group whose parameter is in ``moving``, the same ones on every rank."""
+        """Make the flights of a group's matrices whose parameter is in ``moving``, the same ones on every rank."""
         ...
 
 
 def run(
     flights: Sequence[Flight], sent: int, whole: Mapping[int, States], rates: Mapping[int, float], *, late: bool
 ) -> None:
-    """Send, compute and apply ([Note: pipeline]).
+    """Send, compute and apply flights, overlapping one with the next ([Note: pipeline]).
 
     Args:
-        sent: As many have been sent already.
+        sent: Number of flights that have been sent already.
         whole, rates: As ``Flight.compute`` takes them.
         late: Whether somebody else applies them.
     """
@@ -113,11 +112,11 @@ class Early:
     """Groups that are sent as soon as backward has made their gradients ([Note: order])."""
 
     def __init__(self, route: Route, prepare: Callable[[int], Moving], blank: Callable[[int], Moving]) -> None:
-        """Of a route.
+        """Start with nothing sent.
 
         Args:
-            prepare: What travels of a parameter whose gradient is final.
-            blank: Zeros of the same shape and dtype.
+            prepare: Makes what travels of a parameter whose gradient is final, from its number.
+            blank: Makes zeros of the same shape and dtype.
         """
         self._route, self._prepare, self._blank = route, prepare, blank
         self._ready: set[int] = set()
@@ -130,7 +129,7 @@ class Early:
         self.last = True
 
     def arrived(self, number: int, gradient: torch.Tensor) -> None:
-        """A parameter has its gradient, of which this is the rank's piece; send what can be."""
+        """Take note that a parameter has its gradient, of which this is the rank's piece; send what is ready."""
         if not self.last or number in self.moving:
             return
         self._ready.add(number)
@@ -157,7 +156,7 @@ class Early:
         self.groups += 1
 
     def changed(self, gradients: Mapping[int, torch.Tensor]) -> set[int]:
-        """Parameters whose gradient is not what has been sent; one answer is waited for."""
+        """Numbers of the parameters whose gradient is not what has been sent; waits for the device once."""
         gone = set(self.moving) - set(gradients)
         there = sorted(set(self.moving) - gone)
         if not there:
@@ -167,7 +166,7 @@ class Early:
         return gone | {number for number, equal in zip(there, same.tolist(), strict=True) if not equal}
 
     def take(self) -> tuple[list[Flight], dict[int, Moving], int]:
-        """What is under way, with the parameters and the number of groups; it is the caller's from now on."""
+        """Hand over the flights under way, their parameters and the number of groups sent; begin again with none."""
         found = (self.flights, self.moving, self.groups)
         self.flights, self.moving, self.groups = [], {}, 0
         self._ready, self._seen = set(), {}
@@ -177,7 +176,7 @@ class Early:
         """Follow the rank that has sent most, wait for everything, and forget it.
 
         Args:
-            groups: That some rank has sent.
+            groups: Most groups that any rank has sent.
         """
         while self.groups < groups:
             self._send({number: self._blank(number) for number in self._route.parameters(self.groups)})
@@ -190,7 +189,7 @@ class Late:
     """Flights that have returned, or will, and are applied before somebody reads what they move.
 
     Attributes:
-        moved: When the last of them was, for streams that read it; None where there are no streams.
+        moved: Event after the last that was applied, for streams that read; None where there are no streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -199,12 +198,12 @@ class Late:
         self.moved: Any = None
 
     def keep(self, flights: Sequence[Flight]) -> None:
-        """For later."""
+        """Remember flights to be applied later."""
         self._waiting.extend(flights)
 
     @torch.no_grad()
     def finish(self, parameters: Collection[int] | None = None) -> None:
-        """Apply those that move any of these parameters; all without."""
+        """Apply the flights that move any of these parameters; without, all."""
         if not self._waiting:
             return
         due = [f for f in self._waiting if parameters is None or not set(f.parameters).isdisjoint(parameters)]
@@ -216,7 +215,7 @@ class Late:
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Two integers that differ where values do: the sums of all bit patterns and of all values.
+    """Two integers that differ where values do, int64[2]: the sums of all bit patterns and of all values.
 
     Versions of tensors would not tell: DTensors' in-place operations leave them as they are.
     """

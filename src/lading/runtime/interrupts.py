@@ -1,4 +1,4 @@
-"""Interrupts: what handlers of signals raise waits for the end of what must not be cut in two."""
+"""Interrupts: hold back what handlers of signals raise until the end of what must not be cut in two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HANDLED = tuple(sorted(signal.valid_signals()))
 
 
 class HeldInterrupts:
-    """A block whose end the exceptions of signal handlers wait for; the handlers themselves run at once.
+    """Context that holds back the exceptions of signal handlers until its end; the handlers themselves run at once.
 
     The first exception is raised when the block has ended. Python runs handlers on the main thread only, so on another
     thread nothing is to be done, nor for a signal without a handler of Python's. Blocks may lie in each other.
@@ -69,10 +69,10 @@ class HeldInterrupts:
 
 
 class StopRequest:
-    """A block that takes note of the first SIGINT or SIGTERM; a second one does what it would have done without.
+    """Context that takes note of the first SIGINT or SIGTERM; a second one does what it would have done without.
 
     Attributes:
-        number: Of the signal; 0 while none came.
+        number: Number of the signal; 0 while none came.
     """
 
     def __init__(self) -> None:
@@ -106,6 +106,6 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def deliver(self) -> None:
-        """Behind the block, let the signal do what it would have done."""
+        """After the block, let the signal that was noted do what it would have done."""
         if self.number:
             signal.raise_signal(self.number)

@@ -221,9 +221,7 @@ _METHODS = frozenset({"add_", "copy_", "div_", "fill_", "mul_", "sub_", "zero_"}
 
 
 def decode(op: Op, view: View) -> _Call:
-    """Resolve an operation: its overload, its arguments with tensors in place of ids, and the views its results go
-    to.
-    """
+    """Resolve an operation: its overload, arguments with tensors in place of ids, and views its results go to."""
     args, kwargs = _arguments(op, view)
     return _Call(
         op=op,
@@ -545,9 +543,7 @@ def _layer_norm(function: Callable[..., Any], args: Sequence[Any], outs: Outs) -
 
 
 def _layer_norm_backward(function: Callable[..., Any], args: Sequence[Any], outs: Outs) -> Pieces | None:
-    """Part a layer norm's backward: the input's gradient by rows; those of weight and bias, sums over rows, in one
-    call.
-    """
+    """Part a layer norm's backward: the input's gradient by rows; those of weight and bias, sums over rows, whole."""
     grad, x, shape, mean, rstd, weight, bias, mask = args
     width = prod(shape)
     wide, narrow = _rows([grad, x, outs[0]], width), _rows([mean, rstd], 1)

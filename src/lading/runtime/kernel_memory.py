@@ -1,4 +1,4 @@
-"""Kernel memory: what a CPU's libraries take beside a step's tensors, found by running its kernels in a fresh process.
+"""Kernel memory: bytes that a CPU's libraries take beside a step's tensors, measured in a fresh process.
 
 How much a library packs, compiles or copies for a kernel depends on the processor, the threads and the shapes, and no
 library says it beforehand. So each distinct operation of a step runs once, in program order, in a process that has run
@@ -63,11 +63,11 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class KernelMemory:
-    """What the kernels of a step take of the host beside its tensors.
+    """Memory of the host that the kernels of a step take beside its tensors.
 
     Attributes:
-        scratch_bytes: Of each operation, while it runs.
-        kept_bytes: What they leave behind together, once.
+        scratch_bytes: Bytes of each operation while it runs, in program order.
+        kept_bytes: Bytes that all of them together leave behind, once.
         unmeasured: Names of operations that were not run; their scratch is worked out from their shapes.
         threads: Compute threads it was measured with.
     """
@@ -79,7 +79,7 @@ class KernelMemory:
 
     @property
     def heap_bytes(self) -> int:
-        """Room for freed scratch that stays with the allocator, where pieces of different sizes lie side by side.
+        """Bytes of room for freed scratch that the allocator keeps, where pieces of different sizes lie side by side.
 
         Measured: 2.3 to 2.9 MiB for a GPT whose operations take 1.0, 0.6, 0.5 and 0.5, torch 2.13. Larger pieces go
         back at once; where one of them is more, it has that room, and the executor gives freed scratch back before it
@@ -90,19 +90,19 @@ class KernelMemory:
 
     @property
     def workspace_bytes(self) -> int:
-        """Room beside arena and what is kept: for the largest scratch or the heap, and for what equal runs vary by."""
+        """Bytes of room beside arena and kept memory: the largest scratch or the heap, and what equal runs vary by."""
         largest = max(self.scratch_bytes, default=0)
         varies = _VARIES_BYTES + _VARIES_BYTES_PER_THREAD * (self.threads - 1)
         return max(self.heap_bytes, largest + int(_SCRATCH_VARIES * largest)) + varies
 
     @property
     def spare_bytes(self) -> int:
-        """Part of the workspace that some of equal runs take and others do not."""
+        """Bytes of the workspace that some of equal runs take and others do not."""
         return self.workspace_bytes - max(self.heap_bytes, max(self.scratch_bytes, default=0))
 
 
 def kernel_memory(graph: StepGraph, threads: int, *, cache: Path | None) -> KernelMemory:
-    """Measure the kernels of a step on this host, or recall what was measured.
+    """Measure the kernels of a step on this host, or recall what was measured before.
 
     Args:
         graph: The whole step.
@@ -124,7 +124,7 @@ def kernel_memory(graph: StepGraph, threads: int, *, cache: Path | None) -> Kern
 
 
 def _key(graph: StepGraph, threads: int) -> str:
-    """Names what decides the numbers: host, libraries and their settings, Lading's kernels, operations in order.
+    """Hash of all that decides the numbers: host, libraries and their settings, Lading's kernels, operations in order.
 
     Kernels of updates are those of their rules, which need not be Lading's.
     """
@@ -138,7 +138,7 @@ def _key(graph: StepGraph, threads: int) -> str:
 
 
 def _recalled(path: Path, graph: StepGraph) -> KernelMemory | None:
-    """What a file says; None where there is none, or it is not whole."""
+    """Read a measurement from its file; None where there is none, or it is not whole."""
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         measured = KernelMemory(
@@ -225,7 +225,7 @@ def measure_here(graph: StepGraph) -> dict[str, Any]:
 
 
 def largest_product(graph: StepGraph) -> int | None:
-    """The operation whose operand takes most to pack; None in a step without products of float32 numbers.
+    """Id of the operation whose operand takes most to pack; None in a step without products of float32 numbers.
 
     MKL keeps each buffer it has packed into and takes a new one for a product that fits none. An executor, and whoever
     measures for it, runs this operation before all others: then the rest fits the buffer that is there.
@@ -236,7 +236,7 @@ def largest_product(graph: StepGraph) -> int | None:
 
 
 def _packed_elements(graph: StepGraph, op: Op) -> int:
-    """Elements of the second operand that are packed at once. Measured with MKL 2024.2: up to 768 rows of 16384."""
+    """Elements of a product's second operand that MKL packs at once. Measured, 2024.2: up to 768 rows of 16384."""
     operands = [graph.tensors[tensor] for tensor in op.inputs if len(graph.tensors[tensor].shape) >= 2]
     if len(operands) < 2 or operands[-1].dtype != "float32":
         return 0
@@ -255,7 +255,7 @@ def _start_autograd() -> None:
 
 
 def _taken(run: Callable[[], object], meter: PeakMeter) -> int:
-    """Bytes that one call takes for its own time: its peak above what stays."""
+    """Bytes that one call takes only while it runs: its peak above what stays."""
     give_back()
     meter.reset()
     run()
@@ -283,7 +283,7 @@ class _Operands:
         return op.flops <= _LARGEST_FLOP and self._bytes({*op.inputs, *_written(op)}) <= _LARGEST_BYTES
 
     def of(self, op: Op) -> View:
-        """Tensors of an operation, by id."""
+        """View that gives the tensors of an operation by id."""
         start, places = 0, dict[int, torch.Tensor]()
         for tensor in _written(op):
             size = self._bytes([tensor])
@@ -298,7 +298,7 @@ class _Operands:
         return view
 
     def _bytes(self, tensors: Iterable[int]) -> int:
-        """Bytes that tensors take one after another, each from an aligned place."""
+        """Total bytes of tensors laid out one after another, each from an aligned place."""
         sized = (self.graph.tensors[tensor] for tensor in tensors)
         sizes = ((t.offset + max(1, extent(t))) * getattr(torch, t.dtype).itemsize for t in sized)
         return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)

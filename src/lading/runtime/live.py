@@ -1,4 +1,4 @@
-"""Live: what the groups of parameters of an optimizer say now, read before each of its steps.
+"""Live settings: what the groups of parameters of an optimizer say now, read before each of its steps.
 
 A schedule, or the user, writes ``group["lr"]`` or ``group["momentum"]`` between steps, as with torch's optimizers. What
 an update is computed with counts from the next step on. What shapes states, what travels or who owns what was planned
@@ -30,7 +30,7 @@ _KEPT = frozenset(("params", "param_names", "name", "lr", "parts", "initial_lr",
 
 @dataclass(frozen=True)
 class Setting:
-    """What moves a group of parameters in one step."""
+    """Rule and learning rate that move a group of parameters in one step."""
 
     rule: MatrixRule | ParameterRule
     lr: float
@@ -40,7 +40,7 @@ class LiveSettings:
     """Settings of groups, as they were when the optimizer was made and as they are.
 
     Attributes:
-        current: What the optimizer computes with; what groups say counts once all ranks have it.
+        current: Settings that the optimizer computes with; what groups say counts once all ranks have it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LiveSettings:
         self.current: list[Setting] = []
 
     def read(self, *, begun: bool = False) -> list[Setting]:
-        """What groups say now, in order.
+        """Settings that groups have now, in order.
 
         Args:
             begun: Whether gradients of the step travel already.
@@ -88,7 +88,7 @@ class LiveSettings:
         return settings
 
     def read_or_error(self, *, begun: bool) -> list[Setting] | ConfigError:
-        """As ``read``, for who tells the error to all ranks."""
+        """Call ``read``, returning its error for a caller who tells it to all ranks."""
         try:
             return self.read(begun=begun)
         except ConfigError as error:
@@ -98,11 +98,11 @@ class LiveSettings:
         self, call: str, ranks: Sequence[int], facts: Facts, timeout_s: float,
         settings: list[Setting] | ConfigError | None = None,
     ) -> list[Setting]:  # fmt: skip
-        """What groups say, once all ranks have said the same (``agree_on``).
+        """Settings of groups, once all ranks have said the same (``agree_on``).
 
         Args:
-            facts: What else is to be the same.
-            settings: As they have been read; None reads them.
+            facts: Other facts that are to be the same.
+            settings: Settings as they have been read; None reads them.
         """
 
         def prepare() -> tuple[list[Setting], Facts]:
@@ -114,10 +114,10 @@ class LiveSettings:
         return agree_on(call, ranks, prepare, timeout_s=timeout_s)
 
     def saved(self, parameters: Sequence[tuple[str, int]]) -> dict[str, dict[str, Any]]:
-        """What a checkpoint has of the groups of parameters: rates and settings, by the parameters' names.
+        """Entries of a checkpoint about the groups of parameters: rates and settings, by the parameters' names.
 
         Args:
-            parameters: Each with the number of its group.
+            parameters: Names, each with the number of its group.
         """
         live = [sorted(LIVE & _settings(rule).keys()) for rule in self._rules]
         return {
@@ -128,7 +128,7 @@ class LiveSettings:
     def loadable(
         self, names: Sequence[Sequence[str]], rates: Mapping[str, float], settings: Mapping[str, Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Of each group what ``saved`` had of its parameters, by their names.
+        """By group, what ``saved`` had of its parameters, found by their names.
 
         Raises:
             ConfigError: parameters of one group had several.
@@ -200,7 +200,7 @@ def _begins_unlike(one: Setting, other: Setting) -> bool:
 
 
 def digest(settings: Sequence[Setting]) -> int:
-    """64 bits that differ where settings do."""
+    """Hash settings to 64 bits, which differ where settings do."""
     return int.from_bytes(hashlib.sha256(repr(settings).encode()).digest()[:8], "big")
 
 
@@ -218,7 +218,11 @@ def _replaced(place: str, rule: MatrixRule | ParameterRule, changed: Mapping[str
 
 
 def _as(place: str, value: Any, made: bool | float) -> bool | float:
-    """A value of the type of the one that it replaces."""
+    """Convert a value to the type of the one that it replaces.
+
+    Raises:
+        ConfigError: it is no number, or no truth value, where the other is.
+    """
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     if isinstance(made, bool) and isinstance(number, bool):
         return number

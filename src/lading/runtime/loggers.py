@@ -1,4 +1,4 @@
-"""Figures of a run to TensorBoard and Weights & Biases, where they are installed and asked for.
+"""Loggers: figures of a run to TensorBoard and Weights & Biases, where they are installed and asked for.
 
 metrics.jsonl is the record of a run; what is written here is a copy for people, and a run never reads it.
 """
@@ -22,10 +22,10 @@ _WRITERS = {"tensorboard": "torch.utils.tensorboard", "tensorboardX": "tensorboa
 
 
 class Logger(Protocol):
-    """Where figures go."""
+    """Receiver of the figures of a run."""
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
-        """Add the figures of a step."""
+        """Add the figures of a step, by name."""
         ...
 
     def close(self) -> None:
@@ -34,7 +34,7 @@ class Logger(Protocol):
 
 
 def check_logging(config: LoggingConfig) -> None:
-    """Refuse, before anything is done, to log to what is not installed.
+    """Refuse to log to what is not installed, before anything is done.
 
     Raises:
         ConfigError: names what to install.
@@ -46,12 +46,12 @@ def check_logging(config: LoggingConfig) -> None:
 
 
 def open_loggers(config: LoggingConfig, folder: Path, *, first_step: int, settings: dict[str, Any]) -> list[Logger]:
-    """The loggers that a run asks for.
+    """Open the loggers that a run asks for.
 
     Args:
-        folder: The run's folder: TensorBoard's events go into ``tensorboard`` there, what W&B keeps into ``wandb``.
-        first_step: Of this process; what was logged of it and later ones before a kill is dropped.
-        settings: Of the run, for W&B.
+        folder: Folder of the run: TensorBoard's events go into ``tensorboard`` there, what W&B keeps into ``wandb``.
+        first_step: First step of this process; what was logged of it and later ones before a kill is dropped.
+        settings: Settings of the run, for W&B.
     """
     check_logging(config)
     loggers: list[Logger] = []
@@ -81,7 +81,7 @@ class _TensorBoard:
 
 
 class _WandB:
-    """A run of the same folder is the same run there; WANDB_MODE=offline keeps it on this machine."""
+    """Logger to Weights & Biases: one folder is one run there; WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any]) -> None:
         name = str(folder.absolute())

@@ -1,8 +1,9 @@
-"""The route of matrices of which ranks hold pieces: gradients travel to owners, directions back.
+"""Route of matrices whose pieces lie on several ranks: gradients travel to owners, directions back.
 
-What travels in is what ``Rule.pre`` made of each rank's own piece; what returns is applied by ``Rule.post`` to each
-rank's own piece. The bits are those of ``lading.optim.rule.update_matrix`` on one process, whatever the owners, the
-groups and the cuts: elementwise parts do not see cuts, and the rest sees the same whole matrix, laid out the same.
+An owner is the rank that computes a matrix's direction, along which the matrix then moves. What travels in is what
+``Rule.pre`` made of each rank's own piece; what returns is applied by ``Rule.post`` to each rank's own piece. The bits
+are those of ``lading.optim.rule.update_matrix`` on one process, whatever the owners, the groups and the cuts:
+elementwise parts do not see cuts, and the rest sees the same whole matrix, laid out the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lading.runtime.in_flight import Moving
 
 @dataclass(frozen=True)
 class _Ways:
-    """Matrices that travel together in one dtype, and their two exchanges."""
+    """Numbers of matrices that travel together in one dtype, and their two exchanges."""
 
     numbers: list[int]
     inbound: PieceExchange
@@ -30,7 +31,7 @@ class _Ways:
 
 
 class MatrixRoute:
-    """Who owns what, and the way there (``lading.runtime.in_flight.Route``)."""
+    """Owners of matrices, and the exchanges to them and back (a ``lading.runtime.in_flight.Route``)."""
 
     def __init__(
         self,
@@ -40,11 +41,11 @@ class MatrixRoute:
         routes: tuple[Sequence[RoutedShard], Sequence[RoutedShard]],
         team: Team,
     ) -> None:
-        """A route of ``wholes``.
+        """Make the route of ``wholes``.
 
         Args:
-            wholes: Each with the rule that moves it.
-            ranks: Of each the owner, and who else computes it.
+            wholes: Matrices, each with the rule that moves it.
+            ranks: By matrix: its owner, then the ranks that compute it with the owner.
             groups: Numbers of matrices that travel together, in order.
             routes: Pieces to owners, and back (``lading.ir.routes.pieces``).
         """
@@ -56,11 +57,11 @@ class MatrixRoute:
         self._known: dict[object, list[_Ways]] = {}
 
     def parameters(self, group: int) -> Collection[int]:
-        """That a group's matrices are of."""
+        """Numbers of the parameters that a group's matrices belong to."""
         return {self.wholes[number].parameter for number in self.groups[group]}
 
     def flights(self, group: int, moving: Mapping[int, Moving]) -> list[MatrixFlight]:
-        """One for each dtype that travels."""
+        """Make one flight for each dtype that travels."""
         by_dtype: dict[torch.dtype, list[int]] = {}
         for number in self.groups[group]:
             parameter = self.wholes[number].parameter
@@ -80,11 +81,13 @@ class MatrixRoute:
 
 @dataclass
 class MatrixFlight:
-    """``lading.runtime.in_flight.Flight`` of a ``MatrixRoute``.
+    """Matrices of a ``MatrixRoute`` that travel in one step (a ``lading.runtime.in_flight.Flight``).
 
     Attributes:
         matrices: Directions that this rank has computed, by matrix.
-        landing: Where directions come back to, by matrix, of the piece that this rank holds.
+        landing: By matrix, the tensor that its direction comes back to, and the box of it that this rank holds.
+        under: The exchange under way.
+        rates: Learning rates by parameter.
     """
 
     route: MatrixRoute
@@ -100,7 +103,7 @@ class MatrixFlight:
 
     @property
     def parameters(self) -> Collection[int]:
-        """That it moves."""
+        """Numbers of the parameters that it moves."""
         return {self.route.wholes[number].parameter for number in self.ways.numbers}
 
     @property
@@ -108,11 +111,11 @@ class MatrixFlight:
         return next(iter(self.moving.values())).param.device
 
     def send(self) -> None:
-        """Pieces go to owners."""
+        """Start sending this rank's pieces to owners."""
         self.under = self.ways.inbound.start(self._held, self._device, self.route.traffic)
 
     def drop(self) -> None:
-        """Wait for what was sent."""
+        """Wait for what was sent, and use none of it."""
         assert self.under is not None
         self.under.wait(self.route.traffic)
 
@@ -124,7 +127,7 @@ class MatrixFlight:
         return own.travels, own.box
 
     def compute(self, whole: Mapping[int, States], rates: Mapping[int, float]) -> None:
-        """Directions of the matrices that this rank owns, sent back."""
+        """Compute the directions of the matrices that this rank owns, and start sending them back."""
         assert self.under is not None
         self.rates = {number: rates[number] for number in self.moving}
         wholes, inbound, outbound = self.route.wholes, self.ways.inbound, self.ways.outbound
@@ -146,7 +149,9 @@ class MatrixFlight:
         return self.matrices[number], self.route.wholes[number].box
 
     def _direction(self, number: int, seen: torch.Tensor, states: States) -> torch.Tensor:
-        """What the rule makes of a matrix; where it fails, zeros travel, and all ranks are told at the end."""
+        """Direction that the rule makes of a matrix, (rows, columns); zeros where it fails, which is told at the
+        end.
+        """
         if number in self.route.gangs:
             rule = self.route.rules[number]
             return self.route.gangs[number].direction(cast(SharedRule, rule), seen, self.route.traffic)

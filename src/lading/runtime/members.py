@@ -1,4 +1,4 @@
-"""Members: what an optimizer of whole matrices is given, parameter by parameter, and how its steps are run."""
+"""Members of an optimizer of whole matrices: its parameters, their rules, and settings of how its steps are run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _KEYS = frozenset(("params", "rule", "lr", "parts", "name", "initial_lr"))
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """How a step is run.
+    """Settings of how a step is run.
 
     Attributes:
-        groups: All-to-alls in each direction that it is cut into, at most.
+        groups: Most all-to-alls in each direction that it is cut into.
         stagger: Spread what is due every so many updates (roots, bases) over the updates between, matrix by matrix, and
             give owners as much of it at each. When a matrix's turn is does not depend on who owns it.
         reduces: Gradients are each rank's own: owners take their mean over ranks, hold all states and send results to
@@ -35,9 +35,9 @@ class How:
             matrices. Its products are then taken by blocks of rows, on one rank, too: any number of ranks gives the
             same bits, which on some processors differ in rounding from those without.
         state_cap_bytes: Most bytes on one rank of states that lie with owners.
-        machine: What each rank is, a name in the catalog or what ``lading probe`` wrote: owners are planned by seconds
-            there, decompositions, launches and what ranks of a shared matrix tell each other included; "" plans by
-            operations.
+        machine: Machine of each rank, a name in the catalog or what ``lading probe`` wrote: owners are planned by
+            seconds there, decompositions, launches and what ranks of a shared matrix tell each other included; "" plans
+            by operations.
         overlap: What exchanges may hide under, beside the step itself; with ``model=``. "backward": a group's gradients
             travel as soon as they are final, which clipping and unscaling would be too late for. "forward": ``step``
             returns once directions travel, and whoever gathers or runs a module waits for those of its parameters;
@@ -73,13 +73,13 @@ class How:
 
 
 class PieceRule:
-    """A ``ParameterRule`` that moves the pieces which ranks have of a parameter; there is no direction of a whole."""
+    """A ``ParameterRule`` applied to the pieces that ranks have of a parameter; no direction of a whole is needed."""
 
     def __init__(self, settings: ParameterRule) -> None:
         self.settings = settings
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
-        """States of a piece."""
+        """States of a piece of this shape, by name."""
         return self.settings.states(shape)
 
     def step(self, param: torch.Tensor, grad: torch.Tensor, held: States, *, lr: float, update: int) -> None:
@@ -89,7 +89,11 @@ class PieceRule:
 
 @dataclass(frozen=True)
 class OptimizerMember:
-    """A parameter, the group that has its learning rate, that group's number, and what moves it."""
+    """One parameter of an optimizer, with its group, its group's number, and the rule that moves it.
+
+    Attributes:
+        group: Entry of ``param_groups``, which has its learning rate.
+    """
 
     name: str
     param: torch.Tensor
@@ -104,7 +108,7 @@ class OptimizerMember:
 
 
 def groups_of(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[Any], list[MatrixRule | ParameterRule]]:
-    """Groups as torch takes them, and the rule of each.
+    """Split parameters into groups as torch takes them, and the rule of each.
 
     Raises:
         ConfigError: a group has what nobody reads, or something else for a rule.
@@ -137,7 +141,7 @@ def members_of(number: int, group: dict[str, Any], rule: MatrixRule | ParameterR
 
 
 def facts_of(members: Sequence[OptimizerMember], how: How) -> Facts:
-    """What all ranks must have alike, but for the settings of groups."""
+    """Facts that must be alike on all ranks, but for the settings of groups: parameters, how steps run, versions."""
     parameters = {
         m.name: f"{str(m.param.dtype).removeprefix('torch.')} {tuple(m.param.shape)} of group {m.number}"
         + (f", parts {tuple(m.group['parts'])}" if m.group["parts"] else "")
@@ -152,7 +156,11 @@ def facts_of(members: Sequence[OptimizerMember], how: How) -> Facts:
 
 
 def split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, How]:
-    """The rule, and how its steps are run."""
+    """Split keyword settings into a rule of class ``kind`` and how its steps are run.
+
+    Raises:
+        ConfigError: a setting that neither has.
+    """
     own, ways = ({f.name for f in dataclasses.fields(k)} for k in (kind, How))
     for key in settings:
         if key not in own | ways:
@@ -166,7 +174,7 @@ def maths_of(rule: MatrixRule | ParameterRule, shift: int = 0, *, shared: bool =
 
 
 def rules_of(wholes: Sequence[WholeMatrix], members: Sequence[OptimizerMember], how: How) -> list[Rule | PieceRule]:
-    """The rule of each matrix; staggered, matrices of one shape take turns in the order of their names."""
+    """Rule of each matrix; when staggered, matrices of one shape take turns in the order of their names."""
     turns: dict[tuple[int, ...], int] = {}
     shifts: dict[str, int] = {}
     for whole in sorted(wholes, key=lambda w: w.name):

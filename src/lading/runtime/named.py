@@ -16,7 +16,7 @@ from lading.runtime.executor import Executor
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A parameter, buffer or state: ``storages`` hold its elements one after another."""
+    """A parameter, buffer or state by name: ``storages`` hold its elements one after another."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -24,12 +24,12 @@ class Value:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all elements."""
+        """Bytes of all its elements."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def values_of(graph: StepGraph) -> dict[str, Value]:
-    """What lasts from step to step, by name: parameters, buffers, then states."""
+    """All values that last from step to step, by name: parameters, buffers, then states."""
     named = [*((p.names[0], p.tensor) for p in graph.parameters), *graph.buffers]
     single = [(name, graph.tensors[tensor]) for name, tensor in named]
     values = {name: Value(tensor.dtype, tensor.shape, (tensor.storage,)) for name, tensor in single}
@@ -39,21 +39,25 @@ def values_of(graph: StepGraph) -> dict[str, Value]:
 
 
 def read_value(executor: Executor, value: Value) -> torch.Tensor:
-    """A copy of all parts of a value, in its own shape."""
+    """Copy all parts of a value into one tensor of the value's shape."""
     parts = [executor.read_storage(storage) for storage in value.storages]
     return parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts]).view(value.shape)
 
 
 class Reader(Protocol):
-    """What has values."""
+    """Anything that reads values by name."""
 
     def value(self, name: str) -> torch.Tensor:
-        """A copy of a value."""
+        """Copy the value of this name."""
         ...
 
 
 class StateDict(Mapping[str, torch.Tensor]):
-    """Values of a trainer, read one at a time; ``keys`` maps each name to the trainer's."""
+    """State dict of a trainer whose values are read one at a time, as they are asked for.
+
+    Args:
+        keys: Maps each name of the state dict to the trainer's name.
+    """
 
     def __init__(self, reader: Reader, keys: Mapping[str, str]) -> None:
         self._reader, self._keys = reader, keys
@@ -75,7 +79,7 @@ class StateDict(Mapping[str, torch.Tensor]):
 
 
 def state_keys(model: torch.nn.Module | None, buffers: Iterable[str], first_name: Mapping[str, str]) -> dict[str, str]:
-    """The trainer's name of each entry of a model's state dict; without a model, of every parameter and buffer."""
+    """Map each entry of a model's state dict, or without a model each parameter and buffer, to the trainer's name."""
     if model is None:
         return {**first_name, **{name: name for name in buffers}}
     names = {id(tensor): name for name, tensor in tensors_of(model)}

@@ -1,7 +1,7 @@
-"""Hooks: when a gradient is final, and when a parameter is about to be read.
+"""Hooks of an optimizer: called when a gradient is final, and before a parameter is read.
 
 A gradient of FSDP2 is final once it is reduced, which is when FSDP2 runs a parameter's hooks; any other one when
-autograd has summed it up. FSDP2 reads parameters when it gathers a unit, whoever asked for it: forward, backward, a
+autograd has summed it up. FSDP2 reads parameters when it unshards a unit, whoever asked for it: forward, backward, a
 prefetch, or the user. Elsewhere a module's forward reads them: its own, and those of everything in it where it is an
 element of a list or the outermost, so that a weight used beside its module's forward is final, too.
 """
@@ -25,7 +25,7 @@ from lading.runtime.in_flight import Late
 def when_final(
     parameters: Mapping[int, tuple[torch.Tensor, Box]], tell: Callable[[int, torch.Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call ``tell(number, piece)`` whenever a gradient is final, with this rank's piece, the box of the whole.
+    """Call ``tell(number, piece)`` whenever a gradient is final, with this rank's piece, of the shape of its box.
 
     Raises:
         ConfigError: a parameter's gradient is told to somebody already, who would send it, too.
@@ -85,7 +85,7 @@ def _finishing(late: Late, numbers: Collection[int] | None) -> Callable[..., Non
 
 
 def _hook_gathers(model: nn.Module, number_of: Mapping[int, int], late: Late) -> set[int]:
-    """Of FSDP2's units; returns the parameters that these gather."""
+    """Hook the unsharding of FSDP2's units; returns the numbers of the parameters that they unshard."""
     found: set[int] = set()
     groups: dict[int, Any] = {}
     for module in model.modules():
@@ -103,8 +103,11 @@ def _hook_gathers(model: nn.Module, number_of: Mapping[int, int], late: Late) ->
 
 
 def _gathering(group: Any, late: Late, numbers: Collection[int]) -> Callable[..., None]:
-    """What a unit gathers is moved before. FSDP2 copies it on a stream that waits for the stream of forward only as the
-    outermost unit begins, so that it is told to wait for whatever has moved since."""
+    """Wrap a unit's ``unshard`` so that its parameters are moved before.
+
+    FSDP2 copies them on a stream that waits for the stream of forward only as the outermost unit begins, so that stream
+    is told to wait for whatever has moved since.
+    """
     gather: Callable[..., None] = group.unshard
 
     def unshard(async_op: bool = False) -> None:
@@ -118,8 +121,10 @@ def _gathering(group: Any, late: Late, numbers: Collection[int]) -> Callable[...
 
 
 def _needs(model: nn.Module, number_of: Mapping[int, int]) -> list[tuple[nn.Module, set[int]]]:
-    """What each module reads: its own parameters, and of the outermost and of elements of lists all that no inner
-    element has."""
+    """Pair each module with the parameters it reads: its own, and of the outermost and of elements of lists all below.
+
+    Parameters of an inner element of a list belong to that element alone.
+    """
     elements = {
         id(child)
         for module in model.modules()

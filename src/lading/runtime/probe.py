@@ -110,7 +110,7 @@ def probe(
 
 
 def _busy_sentence(load: float) -> str:
-    """What every plan for the machine says, as any text that begins like this."""
+    """Sentence that every plan for a machine measured under load repeats, with the share of processors others took."""
     return (
         f"assumption: the host was busy while it was measured, others took {load:.0%} of its processors: a step may "
         f"take anything from {1 - load:.0%} of the predicted time to all of it; measure again when it is quiet: lading "
@@ -119,7 +119,7 @@ def _busy_sentence(load: float) -> str:
 
 
 def _sources(target: torch.device, how: str, today: str, disk: DiskProbe, with_host: bool) -> dict[str, str]:
-    """How each number came about."""
+    """Say how each number of the machine came about, by the number's name."""
     host = {
         "tiers.host": how,
         "tiers.host.capacity_bytes": f"{_HOST_SHARE:.0%} of the memory that the process may have",
@@ -136,7 +136,7 @@ def _sources(target: torch.device, how: str, today: str, disk: DiskProbe, with_h
 
 
 def _block() -> Callable[[], object]:
-    """A product and a pass over memory in about the shares they have in a training step."""
+    """Make a call of one product and one pass over memory, in about the shares they have in a training step."""
     a, b, out = torch.rand(512, 512), torch.rand(512, 1024), torch.empty(512, 1024)
 
     def run() -> None:
@@ -159,7 +159,12 @@ def _threads(threads: int | None) -> Iterator[int]:
 def _probe_device(
     target: torch.device, seconds: float, threads: int, say: Progress
 ) -> tuple[Device, Tier | None, int, float]:
-    """The device, the host's memory behind a GPU, samples of a case at most, and the load of others meanwhile."""
+    """Measure the device.
+
+    Returns:
+        The device; the host's memory as a tier of a GPU, else None; the most samples that a case has; the share of the
+        processors that others took meanwhile.
+    """
     pool = Pool(target)
     shaped = product_cases(pool)
     typed = list(dtype_cases(pool))
@@ -202,7 +207,7 @@ def _probe_device(
 
 
 def _quiet_rounds(watch: Stopwatch, seconds: float, say: Progress) -> tuple[int, float]:
-    """Time all cases, and again for half as long while others load the host; keeps what was measured most quietly.
+    """Time all cases, and again for half as long while others load the host; keep what was measured most quietly.
 
     Returns:
         The most samples of a case, and the share of the processors that others took meanwhile (0 where nobody says).
@@ -246,7 +251,7 @@ def _launch_seconds(run: Call, count: int = 1000) -> float:
 
 
 def _gpu_overhead_bytes() -> int:
-    """What this process takes on the GPU besides tensors, and the workspace of products on one more stream."""
+    """Bytes this process takes on the GPU besides tensors, with the workspace of products on one more stream."""
     before = torch.cuda.memory_allocated()
     a = torch.rand(256, 256, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -279,12 +284,12 @@ def _rounded(curve: Curve) -> Curve:
 
 
 def _round(value: float) -> float:
-    """Four significant digits: more would be noise."""
+    """Round to four significant digits: more would be noise."""
     return float(f"{value:.4g}")
 
 
 def _peaks(peak: float, base_name: str, names: Sequence[str], times: Sequence[float]) -> dict[str, float]:
-    """Peak of each dtype: that of the base, scaled by how long the same product took."""
+    """Peak FLOP/s of each dtype: that of the base, scaled by how long the same product took."""
     base = times[names.index(base_name)]
     return {name: _round(peak * base / seconds) for name, seconds in zip(names, times, strict=True)}
 
@@ -298,7 +303,7 @@ def _device_memory(target: torch.device) -> int:
 
 
 def _host_tier(seconds: float) -> Tier:
-    """Copies between page-locked host memory and the device, alone and both ways at once."""
+    """Measure copies between page-locked host memory and the device, alone and both ways at once."""
     near = [torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
     far = [torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -344,7 +349,7 @@ def _seconds_of(run: Callable[[], object]) -> float:
 
 
 def scratch_bytes(threads: int) -> tuple[int, int, int]:
-    """Memory a process needs on top of its tensors, to pack products, and for each distinct 16-bit product.
+    """Bytes a process needs on top of its tensors, to pack products, and for each distinct 16-bit product.
 
     Raises:
         StorageError: the child process failed; its last words are in the message.
@@ -360,14 +365,17 @@ def scratch_bytes(threads: int) -> tuple[int, int, int]:
 
 
 class LoadMeter:
-    """Measures from its creation on; what a hypervisor gives to other guests counts too, as far as it says so."""
+    """Measures what share of this process's processors others take, from its creation on.
+
+    What a hypervisor gives to other guests counts too, as far as it says so.
+    """
 
     def __init__(self) -> None:
         self._cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self._begun = self._read()
 
     def share(self) -> float | None:
-        """Share of the processors' time since then that others took, in [0, 1]; None where nobody says."""
+        """Share in [0, 1] of the processors' time since the meter was made that others took; None where nobody says."""
         if self._begun is None or (now := self._read()) is None:
             return None
         wall_s, busy_s, own_s = (after - before for after, before in zip(now, self._begun, strict=True))

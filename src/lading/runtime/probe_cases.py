@@ -1,7 +1,7 @@
-"""What the probe times: for each rate of the cost model an operation that stands for it, bound as in the executor.
+"""Cases of the probe: for each rate of the cost model an operation that stands for it, bound as in the executor.
 
-Results go to memory that exists already, so neither allocation nor page faults are in a rate unless the executor
-would pay them too. Bytes are counted as the cost model counts them: every tensor read and written, once.
+Results go to memory that exists already, so neither allocation nor page faults are in a rate unless the executor would
+pay them too. Bytes are counted as the cost model counts them: every tensor read and written, once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DISTURBANCE_BYTES = {"cpu": 24 * MiB, "cuda": 512 * MiB}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One timing: ``work`` bytes or FLOP in one ``run``, a point of the rate ``key`` at ``size``."""
+    """One timing: a ``run`` does ``work`` bytes or FLOP, and gives the point at ``size`` of the rate ``key``."""
 
     key: str
     size: float
@@ -54,12 +54,12 @@ def bind_call(
     outs: Sequence[torch.Tensor | None] = (),
     named: Mapping[str, Any] | None = None,
 ) -> Call:
-    """The kernel of one operation on these tensors, as the executor would run it.
+    """Bind the kernel of one operation to tensors, as the executor would.
 
     Args:
         name: ATen overload, such as "aten.mm.default".
         args: Its arguments: tensors, numbers, None, Literals and tuples of them.
-        outs: Where its results go.
+        outs: Tensors that its results go to.
         named: Arguments by name.
     """
     tensors: list[torch.Tensor] = []
@@ -104,11 +104,11 @@ class Pool:
         }
 
     def cut(self, region: str, *shape: int) -> torch.Tensor:
-        """A contiguous tensor at the start of region "a", "b" (read) or "o" (written)."""
+        """Cut a contiguous tensor from the start of region "a", "b" (read) or "o" (written)."""
         return self._regions[region][: prod(shape)].view(shape)
 
     def index(self, count: int, limit: int) -> torch.Tensor:
-        """``count`` row numbers below ``limit`` in no order."""
+        """Draw ``count`` row numbers below ``limit``, int64, in no order."""
         return torch.randint(limit, (count,), device=self.device)
 
 
@@ -117,7 +117,7 @@ _Make = Callable[[Pool, int], _Spec]
 
 
 def rate_cases(pool: Pool) -> Iterator[Case]:
-    """A case for each rate in bytes/s and each size."""
+    """Make a case for each rate in bytes/s and each size."""
     for key, make in _MAKERS.items():
         for size in _SLOW_SIZES if key in _SLOW else pool.sizes:
             name, args, outs = make(pool, size)
@@ -139,7 +139,7 @@ _LOW_SIZES = (16 * KiB, 128 * KiB, 1 * MiB, 8 * MiB)
 
 
 def low_cases(pool: Pool, wide: Pool) -> Iterator[Case]:
-    """The classes of ``rate_cases`` that a bfloat16 step consists of, casts and updates of master weights included."""
+    """Make cases of the classes that a bfloat16 step consists of, casts and updates of master weights included."""
     suffix = str(pool.dtype).removeprefix("torch.")
     for key in _LOW_KEYS:
         for size in _LOW_SIZES if key not in _SLOW else _LOW_SIZES[:3]:
@@ -161,7 +161,7 @@ def _cast(key: str, source: torch.Tensor, target: torch.Tensor, add: int = 0) ->
 
 
 def _master_update(key: str, pool: Pool, wide: Pool, size: int) -> Case:
-    """An update of float32 masters and moments by a gradient of the pool's dtype: 30 bytes an element."""
+    """Case of an update of float32 masters and moments by a gradient of the pool's dtype: 30 bytes an element."""
     rows, width = _rows(size, 7)
     moments = torch.zeros(2, rows, width)
     args = (pool.cut("o", rows, width), pool.cut("a", rows, width), moments[0], moments[1], torch.zeros(()))
@@ -171,7 +171,7 @@ def _master_update(key: str, pool: Pool, wide: Pool, size: int) -> Case:
 
 
 def runs_case(pool: Pool) -> Case:
-    """Four heads of 32 elements times a table of 32 for each token: the rate of starting on a small piece of memory."""
+    """Case of many short runs of memory: four heads of 32 elements times a table of 32, for each of 2048 tokens."""
     tokens = 2048
     table = pool.cut("b", tokens, 1, 32)
     run = bind_call("aten.mul.Tensor", (pool.cut("a", tokens, 4, 32), table), (pool.cut("o", tokens, 4, 32),))
@@ -191,7 +191,7 @@ def _touched(tensor: torch.Tensor) -> int:
 
 
 def _rows(size: int, arrays: int, width: int = _ROW) -> tuple[int, int]:
-    """(rows, width) of ``arrays`` fp32 tensors that take ``size`` bytes together."""
+    """Shape (rows, width) of each of ``arrays`` fp32 tensors that take ``size`` bytes together."""
     elements = max(16, size // (4 * arrays))
     width = min(width, elements)
     return max(1, elements // width), width
@@ -291,7 +291,7 @@ def _embedding(pool: Pool, size: int) -> _Spec:
 
 
 def _embedding_backward(pool: Pool, size: int) -> _Spec:
-    """A table with four times as many rows as there are tokens."""
+    """Operation that scatters gradients into a table with four times as many rows as there are tokens."""
     tokens, width = _rows(size, 5)
     args = (pool.cut("a", tokens, width), pool.index(tokens, 4 * tokens), 4 * tokens, -1, False)
     return "aten.embedding_dense_backward.default", args, (pool.cut("o", 4 * tokens, width),)
@@ -323,7 +323,7 @@ def _dropout(pool: Pool, size: int) -> _Spec:
 
 
 def _update(pool: Pool, size: int) -> _Spec:
-    """Seven passes of one fp32 tensor: weight, gradient and two moments read, all but the gradient written."""
+    """Operation of seven passes of an fp32 tensor: reads weight, gradient, two moments; writes all but the gradient."""
     rows, width = _rows(size, 7)
     moments = torch.zeros(2, rows, width, device=pool.device)
     step = torch.zeros((), device=pool.device)
@@ -372,12 +372,12 @@ _TICK_S = 5e-7
 
 
 class Stopwatch:
-    """Seconds of many cases, each call timed after other work as it would be inside a step.
+    """Times many cases, each call after other work, as it would be inside a step.
 
-    A call that repeats at once finds its operands and even its code in the nearest cache and is up to five times
-    faster than in a step, so a copy that is larger than a core's cache runs before each. Every round times each case,
-    so that a busy moment hits them alike; the lower quartile is kept, for the host may be shared. One thread is timed
-    by its processor time, which waiting for a shared core does not lengthen.
+    A call that repeats at once finds its operands and even its code in the nearest cache and is up to five times faster
+    than in a step, so a copy that is larger than a core's cache runs before each. Every round times each case, so that
+    a busy moment hits them alike; the lower quartile is kept, for the host may be shared. One thread is timed by its
+    processor time, which waiting for a shared core does not lengthen.
     """
 
     def __init__(self, cases: Sequence[Case], device: torch.device) -> None:
@@ -390,7 +390,7 @@ class Stopwatch:
         self._samples = [self._first(case) for case in self.cases]
 
     def _first(self, case: Case) -> list[float]:
-        """One sample, after a call that loads code and scratch."""
+        """Take one sample, after a call that loads code and scratch."""
         case.run()
         return [self._sample(case)]
 
@@ -402,7 +402,7 @@ class Stopwatch:
         return clock() - start
 
     def _sample_on_gpu(self, case: Case) -> float:
-        """By the GPU's own clock, between two events."""
+        """Time a case by the GPU's own clock, between two events, in seconds."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._disturb()
         start.record()

@@ -31,7 +31,7 @@ _NAME = "lading-probe.tmp"
 
 @dataclass(frozen=True, slots=True)
 class DiskProbe:
-    """A measured tier and, when it is not what it seems, why."""
+    """A measured tier and, where it is not what it seems, a note that says why."""
 
     tier: Tier
     rounds: int
@@ -42,7 +42,9 @@ def probe_disk(folder: Path, seconds: float, work: Work = None, file_bytes: int 
     """Measure the disk under ``folder`` with a temporary file, which is removed whatever happens.
 
     Args:
-        work: What the device does meanwhile, for transfers run beside compute; how much it slows becomes the tier's.
+        seconds: Time to measure for.
+        work: Call that keeps the device busy during transfers; how much it slows becomes the tier's.
+        file_bytes: Bytes of the file.
 
     Raises:
         StorageError: the folder is missing, read-only or without ``file_bytes`` of space; says what to change.
@@ -120,13 +122,13 @@ class _ProbeFile:
         os.fsync(self.fd)
 
     def buffer(self) -> mmap.mmap:
-        """A page-aligned piece of random bytes."""
+        """Make a page-aligned piece of random bytes."""
         piece = mmap.mmap(-1, PIECE_BYTES)
         piece[:] = self._piece
         return piece
 
     def settle(self) -> None:
-        """Without O_DIRECT: make what was written reach the disk, and forget what was read."""
+        """Without O_DIRECT, make what was written reach the disk, and forget what was read."""
         if not self.direct:
             os.fsync(self.fd)
             if hasattr(os, "posix_fadvise"):
@@ -174,12 +176,12 @@ def _measure(file: _ProbeFile, seconds: float, free: int, work: Work) -> DiskPro
 
 
 def _slowdown(busy: list[float], idle: list[float]) -> float:
-    """How much longer on average: a step adds up its operations."""
+    """Mean of the busy times over the mean of the idle ones: mean, for a step adds up its operations."""
     return max(0.0, round(fmean(busy) / fmean(idle) - 1.0, 3)) if busy and idle else 0.0
 
 
 def _times(work: Work, seconds: float) -> list[float]:
-    """Seconds of each call of ``work`` until ``seconds`` are over."""
+    """Seconds of each call of ``work``, called until ``seconds`` are over."""
     samples: list[float] = []
     end = time.perf_counter() + seconds
     while work is not None and time.perf_counter() < end:
@@ -198,7 +200,7 @@ def _run(
     read: bool = False,
     write: bool = False,
 ) -> tuple[float, float]:
-    """(read, write) bytes/s of the threads asked for, reading the first half of the file and writing the second.
+    """Rates (read, write) in bytes/s of the threads asked for: one reads the file's first half, one writes the second.
 
     Meanwhile this thread does ``work``, as it would in a step; its times go to ``samples``.
     """

@@ -1,4 +1,4 @@
-"""Products and attention: what to time, and the fit of timings to peak, efficiency curve and skinny_dim."""
+"""Products and attention: the cases to time, and the fit of timings to peak, efficiency curve and skinny_dim."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class TimedProduct:
 
     @property
     def flops(self) -> float:
-        """A multiply-add counts two."""
+        """FLOP of the product; a multiply-add counts two."""
         return 2.0 * self.m * self.k * self.n
 
 
 def base_dtype(device: torch.device) -> str:
-    """The dtype in which products are timed: what a device multiplies fastest and is trained in."""
+    """Name of the dtype in which products are timed: what a device multiplies fastest and is trained in."""
     if device.type == "cpu":
         return "float32"
     return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
 
 def product_cases(pool: Pool) -> list[tuple[tuple[int, int, int], Case]]:
-    """Every shape in every layout, with its shape."""
+    """Make a case for every shape (m, k, n) in every layout; returned with the shape."""
     cases: list[tuple[tuple[int, int, int], Case]] = []
     shapes = SHAPES if pool.device.type == "cpu" else CUDA_SHAPES
     place = _matrices(pool, shapes)
@@ -72,7 +72,7 @@ _Place = Callable[[str, int, int], torch.Tensor]
 
 
 def _matrices(pool: Pool, shapes: Sequence[tuple[int, int, int]]) -> _Place:
-    """What cuts a matrix of the base dtype from region "a", "b" or "o"."""
+    """Make a function that cuts a matrix of the base dtype from region "a", "b" or "o" of the pool."""
     if pool.device.type == "cpu":
         return pool.cut
     sizes = {"a": max(m * k for m, k, _ in shapes), "b": max(k * n for _, k, n in shapes)}
@@ -87,7 +87,7 @@ _LOW_SHAPES = ((64, 64, 64), (256, 256, 256), (512, 512, 512), (1024, 1024, 1024
 
 
 def low_product_cases(pool: Pool) -> Iterator[Case]:
-    """Products in the pool's dtype, each layout in turn: FLOP/s against the FLOP of one."""
+    """Make cases of products in the pool's dtype, each layout in turn: FLOP/s against the FLOP of one."""
     suffix = str(pool.dtype).removeprefix("torch.")
     for m, k, n in _LOW_SHAPES:
         calls = [_product(pool.cut, m, k, n, layout) for layout in LAYOUTS]
@@ -107,7 +107,7 @@ def _product(place: _Place, m: int, k: int, n: int, layout: str) -> Callable[[],
 
 
 def batched_cases(pool: Pool, key: str = "bmm") -> Iterator[Case]:
-    """Products of many small matrices: FLOP/s against the FLOP of one."""
+    """Make cases of products of many small matrices: FLOP/s against the FLOP of one."""
     for side in _BATCHED:
         count = max(4, min(64, (1 << 20) // side**2))
         operands = (pool.cut("a", count, side, side), pool.cut("b", count, side, side))
@@ -118,7 +118,7 @@ def batched_cases(pool: Pool, key: str = "bmm") -> Iterator[Case]:
 
 
 def attention_cases(pool: Pool, suffix: str = "") -> Iterator[Case]:
-    """Causal attention forward and backward: FLOP/s of the half that is not masked, against the FLOP of one head."""
+    """Make cases of causal attention, forward and backward: FLOP/s of the unmasked half, by the FLOP of one head."""
     if pool.device.type != "cpu":
         yield from _cuda_attention_cases(pool)
         return
@@ -139,13 +139,13 @@ def attention_cases(pool: Pool, suffix: str = "") -> Iterator[Case]:
 def _heads(
     batch: int, heads: int, length: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """q, k, v and a gradient, each [batch, heads, length, dim] as a projection leaves it."""
+    """Draw q, k, v and a gradient, each [batch, heads, length, dim] as a projection leaves it."""
     drawn = torch.rand(4, batch, length, heads, dim, dtype=dtype, device=device)
     return tuple(t.transpose(1, 2) for t in drawn)
 
 
 def _cuda_attention_cases(pool: Pool) -> Iterator[Case]:
-    """The kernels that ``lading.ir.retarget`` takes: flash in 16 bits, and the memory-efficient one in float32."""
+    """Make cases of the kernels ``lading.ir.retarget`` takes: flash in 16 bits, memory-efficient in float32."""
     flash, efficient = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
     half = getattr(torch, base_dtype(pool.device))
     if torch.cuda.get_device_capability(pool.device) >= (8, 0):  # flash attention needs Ampere
@@ -187,7 +187,7 @@ def _cuda_attention(
 
 
 def dtype_cases(pool: Pool) -> Iterator[tuple[str, Case]]:
-    """The same product in each floating dtype, for the ratio of their peaks."""
+    """Make cases of one product in each floating dtype, for the ratio of their peaks; returned with the dtype."""
     side = 256 if pool.device.type == "cpu" else 4096
     names = ("float32", "float64", "bfloat16", "float16")
     emulated = {"bfloat16"} - {base_dtype(pool.device)} if pool.device.type == "cuda" else set[str]()
@@ -199,7 +199,7 @@ def dtype_cases(pool: Pool) -> Iterator[tuple[str, Case]]:
 
 @dataclass(frozen=True, slots=True)
 class ProductFit:
-    """``seconds = overhead + flops / (peak * efficiency(flops) * prod d / (d + skinny_dim))``, and how well it fits."""
+    """Model ``seconds = overhead + flops / (peak * efficiency(flops) * prod d / (d + skinny_dim))``, with its error."""
 
     peak: float
     efficiency: Curve
@@ -208,8 +208,10 @@ class ProductFit:
 
 
 def fit_products(products: Sequence[TimedProduct], overhead_s: float) -> ProductFit:
-    """Least squares on the logarithm of the rate, for every candidate skinny_dim; the best is kept.
+    """Fit timed products by least squares on the logarithm of the rate; takes the best of all candidates of skinny_dim.
 
+    Args:
+        overhead_s: Seconds that any operation takes.
     Raises:
         ConfigError: fewer products than the curve has points.
     """

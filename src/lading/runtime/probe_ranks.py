@@ -1,4 +1,4 @@
-"""Collectives among processes of this host, measured: what gloo takes for each operation, number of ranks and size."""
+"""Collectives among processes of this host, measured: seconds of gloo by operation, number of ranks and size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FASTEST_SHARE = 0.5
 
 
 def probe_ranks(ranks: int, seconds: float = 5.0, sizes: tuple[int, ...] = SIZES) -> dict[str, Curve]:
-    """Bytes/s of each operation among 2, ... ``ranks`` processes of this host over gloo.
+    """Measure bytes/s of each operation among 2, ... ``ranks`` processes of this host over gloo.
 
     Args:
         ranks: Most processes, >= 2; each gets its part of the processors.
@@ -51,7 +51,7 @@ def probe_ranks(ranks: int, seconds: float = 5.0, sizes: tuple[int, ...] = SIZES
 
 
 def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: float) -> None:
-    """One process: every operation at every size; the first writes what all of them took."""
+    """Run one process: every operation at every size; the first process writes the times of all."""
     torch.set_num_threads(max(1, (os.cpu_count() or count) // count))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
     try:
@@ -65,7 +65,7 @@ def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: fl
 
 
 def call_of(op: str, size: int, rank: int, count: int) -> Callable[[], object]:
-    """One collective of so many bytes, ready to be called on this rank of ``count``."""
+    """Make the call of one collective of ``size`` bytes on rank ``rank`` of ``count``."""
     whole = torch.zeros(max(count, size // 4 // count * count))
     part = torch.zeros(whole.numel() // count)
     other = torch.zeros_like(whole)

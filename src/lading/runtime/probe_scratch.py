@@ -1,4 +1,4 @@
-"""A fresh process that runs the kernels of a training step once and prints by how many bytes it grew, and why.
+"""Process that runs the kernels of a training step once and prints by how many bytes it grew, and why.
 
 It first does what capturing a model does, so that only what the kernels themselves bring in is counted: code pages,
 thread pools, the buffers in which products are packed, and the code compiled for products of 16-bit numbers. What freed
@@ -21,7 +21,7 @@ from lading.runtime.resident import resident_bytes, reuse_pages, trim
 
 
 def forward_backward(size: int) -> None:
-    """One step of a small decoder layer through autograd."""
+    """Run one step of a small decoder layer on ``size`` tokens through autograd."""
     x = torch.rand(1, size, 64)
     weight = torch.nn.Parameter(torch.rand(64, 64))
     table = torch.nn.Parameter(torch.rand(64, 64))
@@ -33,7 +33,7 @@ def forward_backward(size: int) -> None:
 
 
 def kernels(shared: torch.Tensor) -> None:
-    """Products of several shapes in memory that exists, and an update, as the executor calls them."""
+    """Run products of several shapes in memory that exists, and an update, as the executor calls them."""
     views: list[Callable[[int, int], torch.Tensor]] = [
         lambda n, m, k=k: shared[k, : n * m].view(n, m) for k in range(3)
     ]
@@ -79,13 +79,13 @@ def compiled(shared: torch.Tensor) -> int:
 
 
 def anonymous_bytes() -> int:
-    """Resident memory that no file backs."""
+    """Bytes of resident memory that no file backs."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
 
 def main() -> None:
-    """``python -m lading.runtime.probe_scratch THREADS``: prints overhead_bytes, packing_bytes, kernel_bytes."""
+    """Run as ``python -m lading.runtime.probe_scratch THREADS``: print overhead_bytes, packing_bytes, kernel_bytes."""
     torch.set_num_threads(int(sys.argv[1]))
     with FakeTensorMode():
         forward_backward(64)

@@ -1,4 +1,4 @@
-"""What processes of this host that train together share, measured: processors, caches, bandwidth; and PyTorch's host.
+"""Sharing: measure what processes of this host that train together take from each other, and PyTorch's own overhead.
 
 1, 2, ... processes of one thread run the same kernels at once, and each round lasts until the last of them is done, as
 it does in a step. Rounds are longer than a scheduler's turn.
@@ -35,7 +35,7 @@ _LAYERS, _KERNELS = 12, 6
 
 
 def probe_sharing(ranks: int, seconds: float = 12.0) -> Processes:
-    """Slowdowns of kernels, processors that collectives keep busy, and seconds of PyTorch's host.
+    """Measure slowdowns of kernels, processors that collectives keep busy, and seconds that PyTorch takes on the host.
 
     Args:
         ranks: Most processes, >= 2.
@@ -65,7 +65,7 @@ def probe_sharing(ranks: int, seconds: float = 12.0) -> Processes:
 
 
 def _run(rank: int, count: int, folder: str, seconds: float) -> None:
-    """One process; the first writes what all of them took."""
+    """Run one process; the first process writes the times of all."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
     try:
@@ -84,7 +84,7 @@ def _run(rank: int, count: int, folder: str, seconds: float) -> None:
 
 
 def kernels_s(seconds: float) -> dict[str, float]:
-    """Seconds of a kernel of each cause while all processes run it: the mean of the faster half of rounds.
+    """Seconds of a kernel, by what slows it, while all processes run it: the mean of the faster half of rounds.
 
     Args:
         seconds: Time to measure for; a process group is there.
@@ -110,7 +110,7 @@ def kernels_s(seconds: float) -> dict[str, float]:
 
 
 def _repeats(call: Callable[[], object]) -> int:
-    """As many calls as a round has, the same on all processes."""
+    """Number of calls that make a round, the same on all processes."""
     call()
     start = time.perf_counter()
     call()
@@ -129,7 +129,7 @@ def _faster(times: list[float]) -> float:
 
 
 def _busy(op: str, rank: int, count: int, times: int = 12) -> float:
-    """Processors that all processes together keep busy in a collective."""
+    """Number of processors that all processes together keep busy in a collective."""
     call = call_of(op, _BUSY_BYTES, rank, count)
     for _ in range(2):
         call()
@@ -148,7 +148,7 @@ def _tiny() -> nn.Sequential:
 
 
 def _pass_s(model: nn.Module, times: int = 40) -> float:
-    """Seconds of its own thread that a tiny model takes forward and back: waiting for others is not in it."""
+    """Processor seconds of a thread that runs a tiny model forward and back: waiting for others is not in it."""
     x, found = torch.rand(4, 32), list[float]()
     for _ in range(times + 5):
         start = time.thread_time()

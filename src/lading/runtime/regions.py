@@ -1,9 +1,9 @@
 """Regions: runs of operations that may be compiled into one call, found in a Program without running anything.
 
-[Note: what may be one region] A region is a run of operations of the compute stream with nothing decided in between:
-no action in it but the first waits, so nothing it reads arrives meanwhile, and whoever waits for one of its actions
-may as well wait for its end. What it makes and frees again is seen by nobody and needs no place. What it makes and
-leaves is written when it may still be reading, so no such address may be one that it reads from.
+[Note: what may be one region] A region is a run of operations of the compute stream with nothing decided in between: no
+action in it but the first waits, so nothing it reads arrives meanwhile, and whoever waits for one of its actions may as
+well wait for its end. What it makes and frees again is seen by nobody and needs no place. What it makes and leaves is
+written when it may still be reading, so no such address may be one that it reads from.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class FusibleRegion:
     """A run of actions that becomes one call.
 
     Attributes:
-        actions, freed: Ids of the operations and of the FREEs among and behind them, in order.
-        inputs, outputs: What is read from and written to the arena; everything else vanishes.
+        actions, freed: Ids of the operations, and of the FREEs among and behind them, in order.
+        inputs, outputs: Tensors read from and written to the arena; everything else vanishes.
         signature: Equal for two regions that one compiled function serves.
-        elements: What it was made from.
+        elements: Actions that it was made from.
     """
 
     actions: tuple[int, ...]
@@ -51,9 +51,9 @@ class FusibleRegion:
 
 @dataclass(slots=True)
 class _Element:
-    """An action of a run: an operation with the stays it reads and makes, or the FREE of a stay.
+    """One action of a run: an operation with the stays it reads and makes, or the FREE of a stay.
 
-    A stay is (storage, number of its placement); ``offset`` gives a stay's address.
+    A stay is one placement of a storage in the arena: (storage, number of its placement).
     """
 
     action: Action
@@ -83,7 +83,7 @@ class RegionFinder:
         return [region for run in self._runs() for region in self._cut(run)]
 
     def halves(self, region: FusibleRegion) -> list[FusibleRegion]:
-        """What a region can be cut into so that no part has more than half of its operations; of one, nothing."""
+        """Cut a region so that no part has more than half of its operations; of a single operation, nothing."""
         if len(region.actions) == 1:
             return []
         middle = region.actions[len(region.actions) // 2]
@@ -121,7 +121,7 @@ class RegionFinder:
         return _Element(action, op, reads, makes)
 
     def _cut(self, run: Sequence[_Element]) -> list[FusibleRegion]:
-        """A run as regions: from its start, always the longest that may be one."""
+        """Cut a run into regions: from its start, always the longest that may be one."""
         found: list[FusibleRegion] = []
         start = 0
         while start < len(run):
@@ -132,7 +132,7 @@ class RegionFinder:
         return found
 
     def _longest(self, run: Sequence[_Element], start: int) -> int:
-        """End of the longest region from ``start``; ``start`` if there is none."""
+        """Index of the end of the longest region from ``start``; ``start`` if there is none."""
         best = start
         made: dict[tuple[int, int], int] = {}  # stay -> the tensor that its operation made
         read: set[tuple[int, int]] = set()
@@ -151,7 +151,7 @@ class RegionFinder:
         return best
 
     def _may_join(self, element: _Element, made: dict[tuple[int, int], int], read: set[tuple[int, int]]) -> bool:
-        """Whether all it reads of what the region made can be derived, and it makes nothing anew that was read."""
+        """Whether all that an element reads of the region's can be derived, and it makes nothing anew that was read."""
         tensors, storages = self.graph.tensors, {storage for storage, _ in (*read, *made)}
         return all(
             stay not in made or derivation(tensors[made[stay]], tensors[t]) is not None
@@ -159,7 +159,7 @@ class RegionFinder:
         ) and not any(storage in storages for storage, _ in element.makes.values())
 
     def _apart(self, read: set[tuple[int, int]], kept: set[tuple[int, int]]) -> bool:
-        """Whether nothing is written where something is read."""
+        """Whether the addresses that are written (``kept``) and those that are read do not overlap."""
         spans = sorted((*self._span(stay), stay in kept) for stay in read | kept)
         high, high_kept = -1, -1  # ends of all spans so far, and of those written
         for low, end, is_kept in spans:
@@ -202,7 +202,7 @@ class RegionFinder:
 def _signature(
     graph: StepGraph, ops: Sequence[Op], inputs: Sequence[int], outputs: Sequence[Site]
 ) -> tuple[object, ...]:
-    """What a compiled function depends on: operations, shapes, strides and numbers, but not which tensors they are."""
+    """Everything a compiled function depends on: operations, shapes, strides, numbers; not which tensors they are."""
     number = {t: i for i, t in enumerate(inputs)}
     for op in ops:
         for t in (*op.inputs, *op.outputs):
@@ -234,10 +234,10 @@ def _signature(
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """How one view of a storage is got from another that covers it, by operations on values alone.
+    """Operations on values alone that make one view of a storage from another that covers it.
 
-    Permute by ``order``, reshape to ``dims``, cut each dim to ``cuts``, take ``column`` of the last one (None: there
-    is no such dim), permute by ``turn``, then reshape to ``ones`` and expand to ``shape``.
+    Permute by ``order``, reshape to ``dims``, cut each dim to ``cuts``, take ``column`` of the last one (None: there is
+    no such dim), permute by ``turn``, then reshape to ``ones`` and expand to ``shape``.
     """
 
     order: tuple[int, ...]
@@ -250,7 +250,7 @@ class Derivation:
 
 
 def derivation(base: Tensor, wanted: Tensor) -> Derivation | None:
-    """How to get ``wanted`` from ``base``, which covers the same storage densely; None if there is no such way."""
+    """Find how to make ``wanted`` from ``base``, which covers the same storage densely; None if there is no way."""
     if base.dtype != wanted.dtype:
         return None
     count = prod(base.shape)

@@ -1,9 +1,8 @@
-"""The route of replicas (ZeRO-1): gradients are summed at owners, owners' results return to every replica.
+"""Route of replicas (ZeRO-1): gradients are summed at owners, owners' results return to every replica.
 
-[Note: bytes]
-A matrix's gradient goes from every rank to its owner and its direction from the owner to every rank. Each rank sends
-and takes (R - 1) / R of all elements each way: what a reduce-scatter and an all-gather of them move, and no more. The
-direction may travel in fewer bytes than a parameter would.
+[Note: bytes] A matrix's gradient goes from every rank to its owner and its direction from the owner to every rank. Each
+rank sends and takes (R - 1) / R of all elements each way: what a reduce-scatter and an all-gather of them move, and no
+more. The direction may travel in fewer bytes than a parameter would.
 
 Owners add up in the order of ranks and divide at the end, so that the sum is that of one process which does the same.
 """
@@ -32,24 +31,29 @@ class ReplicaRoute:
         self, wholes: Sequence[tuple[WholeMatrix, Rule | PieceRule]], ranks: Sequence[tuple[int, ...]],
         groups: Sequence[Sequence[int]], team: Team,
     ) -> None:  # fmt: skip
-        """A route of ``wholes``; groups of them travel together, in order."""
+        """Make the route of ``wholes``.
+
+        Args:
+            ranks: By matrix: its owner, then the ranks that compute it with the owner.
+            groups: Numbers of matrices that travel together, in order.
+        """
         self.wholes, self.groups, self.team = wholes, groups, team
         self.owners, self.gangs = [gang[0] for gang in ranks], gangs_of(ranks, team)
         self.traffic, self.failures = Traffic(), RuleFailures()
 
     def parameters(self, group: int) -> Collection[int]:
-        """That a group's matrices are of."""
+        """Numbers of the parameters that a group's matrices belong to."""
         return {self.wholes[number][0].parameter for number in self.groups[group]}
 
     def flights(self, group: int, moving: Mapping[int, Moving]) -> list[ReplicaFlight]:
-        """One, or none if nothing of it moves."""
+        """Make one flight of the group's matrices, or none if nothing of it moves."""
         numbers = [number for number in self.groups[group] if self.wholes[number][0].parameter in moving]
         return [ReplicaFlight(self, numbers, moving)] if numbers else []
 
 
 @dataclass
 class ReplicaFlight:
-    """``lading.runtime.in_flight.Flight`` of a ``ReplicaRoute``."""
+    """Matrices of a ``ReplicaRoute`` that travel in one step (a ``lading.runtime.in_flight.Flight``)."""
 
     route: ReplicaRoute
     numbers: list[int]
@@ -62,7 +66,7 @@ class ReplicaFlight:
 
     @property
     def parameters(self) -> Collection[int]:
-        """That it moves."""
+        """Numbers of the parameters that it moves."""
         return {self.route.wholes[number][0].parameter for number in self.numbers}
 
     def _size(self, number: int) -> int:
@@ -78,7 +82,7 @@ class ReplicaFlight:
         return [number for number in self.numbers if self.route.owners[number] == rank]
 
     def send(self) -> None:
-        """Every rank's gradients to their owners."""
+        """Start sending every rank's gradients to their owners."""
         team = self.route.team
         rows = [self._of(rank) for rank in range(team.ranks)]
         parts = [self._view(number, self._own(number).travels).reshape(-1) for row in rows for number in row]
@@ -87,12 +91,12 @@ class ReplicaFlight:
         self.under = self._exchange(torch.cat(parts), [mine] * team.ranks, sizes, team.inbound)
 
     def drop(self) -> None:
-        """Wait for what was sent."""
+        """Wait for what was sent, and use none of it."""
         assert self.under is not None
         self.under.wait(self.route.traffic)
 
     def compute(self, whole: Mapping[int, States], rates: Mapping[int, float]) -> None:
-        """What every replica is to get of the matrices that this rank owns, sent to all."""
+        """Compute what every replica is to get of the matrices that this rank owns, and start sending it to all."""
         self.rates = {number: rates[number] for number in self.moving}
         gradients = self._summed()
         found: dict[int, torch.Tensor] = {}
@@ -107,7 +111,7 @@ class ReplicaFlight:
         self._send_out([found[number] for number in self._of(self.route.team.rank)])
 
     def _summed(self) -> dict[int, torch.Tensor]:
-        """The mean over ranks of the gradients that this rank owns, by matrix."""
+        """Mean over ranks of the gradients that this rank owns, by matrix."""
         assert self.under is not None
         self.under.wait(self.route.traffic)
         ranks, arrived = self.route.team.ranks, self.under.arrived
@@ -145,7 +149,7 @@ class ReplicaFlight:
             return torch.zeros_like(matrix)
 
     def _send_out(self, found: list[torch.Tensor]) -> None:
-        """Results to every replica; one dtype travels, that of the group's widest."""
+        """Start sending results to every replica in one dtype, that of the group's widest."""
         team = self.route.team
         dtype = max({self._travels(number) for number in self.numbers}, key=lambda kind: kind.itemsize)
         device = next(iter(self.moving.values())).param.device

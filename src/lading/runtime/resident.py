@@ -1,4 +1,4 @@
-"""What the operating system says this process occupies, and how to keep its allocator from wandering."""
+"""Memory of this process as the operating system counts it, and settings that keep its allocator from wandering."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+ \d+)")
 
 
 def resident_bytes() -> int:
-    """Resident set of this process now (VmRSS), bytes."""
+    """Bytes of this process's resident set now (VmRSS)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -64,7 +64,7 @@ def give_back() -> None:
 
 
 def files_at(addresses: Iterable[int]) -> list[str | None]:
-    """The file that is mapped at each address, as its device and inode; None where memory is the process's own."""
+    """Identify the file mapped at each address by its device and inode; None where memory is the process's own."""
     mappings = [match for line in _lines("maps") if (match := _MAPPING.match(line))]
     starts = [int(mapping[1], 16) for mapping in mappings]
 
@@ -99,7 +99,7 @@ class ResidentSet:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
 
     def now_bytes(self) -> int:
-        """As ``resident_bytes``."""
+        """Bytes of the resident set now, as ``resident_bytes``."""
         return int(os.pread(self._file, 256, 0).split()[1]) * self._page_bytes
 
     def close(self) -> None:
@@ -116,8 +116,8 @@ class Ceiling:
     as to touch their pages again, so it is done when there is need, not each time.
 
     Args:
-        now_bytes: The resident set.
-        limit_bytes: Its limit.
+        now_bytes: Gives the bytes of the resident set.
+        limit_bytes: Most bytes that it is to have.
     """
 
     def __init__(self, now_bytes: Callable[[], int], limit_bytes: int) -> None:
@@ -125,16 +125,19 @@ class Ceiling:
         self.limit_bytes = limit_bytes
 
     def make_room(self, size_bytes: int) -> None:
-        """See that so much can be taken below the limit, as far as giving freed memory back helps."""
+        """Give freed memory back if ``size_bytes`` more would not fit below the limit."""
         if self._now_bytes() + size_bytes > self.limit_bytes:
             give_back()
 
 
 class PeakMeter:
-    """Highest resident set since the last reset.
+    """Meter of the highest resident set since the last reset.
 
     The kernel's own high-water mark where it may be reset (``/proc/self/clear_refs``), otherwise samples taken by a
     thread, which can miss short peaks.
+
+    Args:
+        period_s: Seconds between two samples.
 
     Attributes:
         exact: Whether the kernel keeps the mark.
@@ -156,11 +159,11 @@ class PeakMeter:
             _reset_kernel_mark()
 
     def now_bytes(self) -> int:
-        """The resident set now; until closed."""
+        """Bytes of the resident set now; not to be called once closed."""
         return self._resident.now_bytes()
 
     def peak_bytes(self) -> int:
-        """Highest resident set since the last reset, bytes."""
+        """Highest bytes of the resident set since the last reset."""
         if self.exact:
             return max(_kernel_mark(), resident_bytes())
         self._peak = max(self._peak, resident_bytes())

@@ -1,4 +1,4 @@
-"""Salvage: where every value lies after a step that stopped half-way, told from how far its streams came.
+"""Salvage: find where every value lies after a step that stopped half-way, from how far its streams came.
 
 A step changes values in few of its actions. Which have run is known, and so is every address, so one walk over the
 actions that ended tells where the newest copy of each value is, and how many of the step's changes are in it. An
@@ -22,7 +22,7 @@ from lading.runtime.streams import Reached
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a copy of a storage lies; ``offset`` is the arena's, or that of the storage's slot in a lower tier."""
+    """Place of a copy of a storage: a tier, and an offset in bytes in the arena or in that tier."""
 
     tier: str
     offset: int
@@ -30,12 +30,12 @@ class Location:
 
 @dataclass(frozen=True)
 class Salvage:
-    """The values after a step that stopped, by storage.
+    """Values that survive a step that stopped, by storage.
 
     Attributes:
-        places: Where the newest copy lies, of all that have one.
-        changed: (changes of the step that are in the value, changes of a whole step), where there are any.
-        lost: Those without a copy.
+        places: Place of the newest copy of each storage that has one.
+        changed: Pairs (changes of the step that the value has, changes of a whole step), of values that have some.
+        lost: Storages without a copy.
         caught_up: Deferred operations that need not, or can not, run any more.
     """
 
@@ -45,7 +45,7 @@ class Salvage:
     caught_up: frozenset[int]
 
     def without(self, lost: Set[int], graph: StepGraph) -> Salvage:
-        """The same with more that is lost: a deferred update that would read any of it takes with it what it moves."""
+        """Copy in which more storages are lost: a deferred update that would read one loses what it would move, too."""
         gone, caught_up = self.lost | lost, self.caught_up
         while blocked := {op for op in graph.deferred if op not in caught_up and gone & {*graph.op_reads[op]}}:
             caught_up |= blocked
@@ -59,20 +59,26 @@ class Salvage:
 
 @dataclass(slots=True)
 class _Copies:
-    """Copies of a storage: where, and how many changes are in each; how many of all changes were deferred ones."""
+    """Copies of one storage, by tier, each with the number of changes that are in it.
+
+    Attributes:
+        by_tier: Pairs (changes, place).
+        changes: Changes made so far.
+        deferred: Changes among them that were deferred from the step before.
+    """
 
     by_tier: dict[str, tuple[int, Location]]
     changes: int = 0
     deferred: int = 0
 
     def newest(self) -> tuple[int, Location] | None:
-        """(changes, place) of the newest copy."""
+        """Newest copy, as (changes, place); None without one."""
         return max(self.by_tier.values(), key=lambda copy: copy[0], default=None)
 
 
 @dataclass
 class _SalvageWalk:
-    """Follows the copies of what lasts from step to step over actions that have ended, or were cut short."""
+    """Follows the copies of persistent storages over actions that have ended, or were cut short."""
 
     program: Program
     copies: dict[int, _Copies]
@@ -82,7 +88,7 @@ class _SalvageWalk:
     run: set[int] = field(default_factory=set[int])
 
     def ended(self, action: Action) -> None:
-        """The action has done what it does."""
+        """Account for an action that came to its end."""
         self._placed(action)
         graph = self.program.graph
         if action.op is not None:
@@ -103,7 +109,7 @@ class _SalvageWalk:
                 self._put(action.storage, action.target, None if source is None else source[0])
 
     def cut(self, action: Action) -> None:
-        """The action may have done a part of what it does."""
+        """Account for an action that may have done a part of its work: what it was writing is spoilt."""
         self._placed(action)
         graph = self.program.graph
         if action.op is not None and action.id not in self.skipped:
@@ -115,7 +121,7 @@ class _SalvageWalk:
             self.copies[action.storage].by_tier.pop(action.target or action.source, None)
 
     def _placed(self, action: Action) -> None:
-        """What the action makes resident takes its place over; copies that lay there are gone."""
+        """Drop the copies that lay where an action places its storages."""
         sizes = self.program.graph.storages
         for storage, offset in action.places:
             end = offset + slot_bytes(sizes[storage].size_bytes)
@@ -148,11 +154,11 @@ class _SalvageWalk:
 def salvage(
     program: Program, homes: Mapping[int, str], bound: Bound, reached: Iterable[Reached], skipped: Set[int]
 ) -> Salvage:
-    """Where the values are after a step that stopped.
+    """Find where the values are after a step that stopped.
 
     Args:
-        homes: Of what lasts from step to step (``lading.memory.tier_layout.home_tiers``).
-        bound: What ran, of which ``reached`` is how far each stream came.
+        homes: Tier of each persistent storage between steps (``lading.memory.layout.home_tiers``).
+        bound: The queues that ran; ``reached`` is how far each of its streams came.
         skipped: Actions that did nothing in this run.
     """
     graph, slots = program.graph, {tier: dict(places) for tier, places in program.slots.items()}
@@ -194,7 +200,7 @@ def _actions(program: Program, bound: Bound, reached: Iterable[Reached]) -> tupl
 
 
 def _changes(program: Program) -> dict[int, int]:
-    """How often a whole step changes each storage, without what is deferred."""
+    """Number of times that a whole step changes each storage, deferred updates left out."""
     graph, found = program.graph, dict[int, int]()
     for action in program.actions:
         if action.op is not None and action.op not in graph.deferred:
@@ -206,7 +212,7 @@ def _changes(program: Program) -> dict[int, int]:
 def bring_home(
     program: Program, homes: Mapping[int, str], found: Salvage, copy: Callable[[int, Location, Location], None]
 ) -> None:
-    """Let ``copy`` take every value where it is between steps.
+    """Take every value to where it is between steps, by calls of ``copy(storage, source, target)``.
 
     First everything on the device that is not at home there goes down, into the slot that is its own in a lower tier:
     nothing is written over. Then what is at home on the device comes up, into a place that is its own too.

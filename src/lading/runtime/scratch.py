@@ -1,6 +1,6 @@
-"""Scratch: what a kernel allocates inside, beside its arguments and results.
+"""Scratch: bytes that a kernel allocates inside, beside its arguments and results.
 
-Found by the profiler's memory events on torch 2.13 CPU kernels; a test compares. Buffers of the BLAS library are not
+Told by the profiler's memory events on torch 2.13 CPU kernels; a test compares. Buffers of the BLAS library are not
 seen there: they belong to the overhead that the probe measures.
 """
 
@@ -35,12 +35,12 @@ _CHANNEL_BLOCK = 16
 
 
 def bytes_of(tensors: Sequence[torch.Tensor | None]) -> int:
-    """Bytes of the elements of tensors, dense."""
+    """Total bytes of the elements of tensors, as if dense."""
     return sum(t.element_size() * prod(t.shape) for t in tensors if t is not None)
 
 
 def inner_bytes(operation: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> int:
-    """Upper bound of what the functional kernel of ``operation`` allocates inside.
+    """Upper bound of the bytes that the functional kernel of ``operation`` allocates inside.
 
     Args:
         operation: Name without namespace and overload. One that is not known counts a copy of every input.
@@ -74,7 +74,7 @@ def inner_bytes(operation: str, inputs: Sequence[torch.Tensor], outputs: Sequenc
 
 
 def out_bytes(operation: str, inputs: Sequence[torch.Tensor]) -> int:
-    """Upper bound of what an out= or in-place kernel allocates inside: copies of inputs it cannot read as they are."""
+    """Upper bound of the bytes that an out= or in-place kernel allocates inside: copies of inputs it cannot read."""
     if operation in _PRODUCTS:
         return bytes_of([t for t in inputs if t.dim() >= 2 and not _blas_can_read(t)])
     if operation in _SOFTMAXES:
@@ -85,7 +85,7 @@ def out_bytes(operation: str, inputs: Sequence[torch.Tensor]) -> int:
 
 
 def wide_bytes(operation: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor | None]) -> int:
-    """Upper bound of what a CPU's product of 16-bit numbers takes: its result in 32 bits, and its operands packed.
+    """Upper bound of the bytes that a CPU's product of 16-bit numbers takes: its result in 32 bits, operands packed.
 
     Measured on processors with matrix units (AMX), torch 2.13: 16 to 20 MiB where this says 25.
     """
@@ -95,7 +95,7 @@ def wide_bytes(operation: str, inputs: Sequence[torch.Tensor], outputs: Sequence
 
 
 def _cast_bytes(inputs: Sequence[torch.Tensor]) -> int:
-    """Bytes of the inputs that are cast to the type the others have before anything is computed."""
+    """Bytes of the inputs that an elementwise kernel first casts to the dtype all inputs have in common."""
     if not inputs:
         return 0
     common = inputs[0].dtype
@@ -111,7 +111,9 @@ def _blas_can_read(t: torch.Tensor) -> bool:
 
 
 def _flash_backward_bytes(inputs: Sequence[torch.Tensor]) -> int:
-    """Sums of q's gradient and of rows in float32, in whole tiles; k's and v's gradients for every query head.
+    """Bytes that the backward of a GPU's flash attention allocates inside.
+
+    Sums of q's gradient and of rows in float32, in whole tiles; k's and v's gradients for every query head.
 
     Source: ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd.
     """
@@ -126,20 +128,23 @@ def _is_half(inputs: Sequence[torch.Tensor]) -> bool:
 
 
 def _attention_tile(inputs: Sequence[torch.Tensor]) -> tuple[int, int, int]:
-    """(rows of q, rows of k, width) of one thread's tile. Source: ATen/native/cpu/FlashAttentionKernel.cpp."""
+    """Size (rows of q, rows of k, width of a head) of the tile that one thread of a CPU's attention works on.
+
+    Source: ATen/native/cpu/FlashAttentionKernel.cpp.
+    """
     queries, keys, width = inputs[0].shape[2], inputs[1].shape[2], inputs[0].shape[3]
     rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
     return min(rows, queries), min(512, keys), width
 
 
 def _blocked_bytes(t: torch.Tensor) -> int:
-    """Bytes in oneDNN's blocked layout: channels in whole blocks."""
+    """Bytes of a tensor in oneDNN's blocked layout: channels in whole blocks."""
     channels = -(-t.shape[1] // _CHANNEL_BLOCK) * _CHANNEL_BLOCK if t.dim() > 1 else 1
     return t.element_size() * prod(t.shape) // max(1, t.shape[1] if t.dim() > 1 else 1) * channels
 
 
 def by_signature(graph: StepGraph, scratch: Callable[[Op], _T]) -> list[_T]:
-    """Scratch of each operation, found once for those that differ in nothing but the tensors they work on."""
+    """Apply ``scratch`` to each operation of a graph, once for those that differ only in which tensors they work on."""
     known: dict[object, _T] = {}
     found: list[_T] = []
     for op in graph.ops:
@@ -151,7 +156,7 @@ def by_signature(graph: StepGraph, scratch: Callable[[Op], _T]) -> list[_T]:
 
 
 def signature(graph: StepGraph, op: Op) -> object:
-    """Everything of an operation but which tensors it works on; its text is the same in every process."""
+    """Everything about an operation but which tensors it works on; its text is the same in every process."""
     return (
         op.name, _geometry(graph, op.args), tuple((name, _geometry(graph, arg)) for name, arg in op.kwargs),
         tuple(None if r is None else _geometry(graph, Ref(r)) for r in op.results), bool(op.mutates),
@@ -159,7 +164,7 @@ def signature(graph: StepGraph, op: Op) -> object:
 
 
 def _geometry(graph: StepGraph, arg: Arg) -> object:
-    """An argument with tensors by their geometry, and numbers by type, as True is no 1 here."""
+    """Replace tensors in an argument by (dtype, shape, stride), and numbers by (type, number), as True is no 1."""
     if isinstance(arg, Ref):
         t = graph.tensors[arg.tensor]
         return t.dtype, t.shape, t.stride
@@ -167,5 +172,5 @@ def _geometry(graph: StepGraph, arg: Arg) -> object:
 
 
 def extent(t: Tensor) -> int:
-    """Elements from the first to the last of a tensor."""
+    """Number of elements in memory from the first to the last of a tensor, gaps between them counted."""
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride, strict=True)) if 0 not in t.shape else 0

@@ -24,7 +24,7 @@ class Pieces(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, parts: Mapping[Box, torch.Tensor]) -> Pieces:
-        """Of a tensor of ``shape``; parts have their box's shape, and share memory with what is saved."""
+        """Make one of a tensor of ``shape``; parts have their box's shape, and share memory with what is saved."""
         first = next(iter(parts.values()))
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
         assert isinstance(made, Pieces)
@@ -32,7 +32,7 @@ class Pieces(torch.Tensor):
         return made
 
     def __init__(self, shape: torch.Size, parts: Mapping[Box, torch.Tensor]) -> None:
-        """As ``__new__``."""
+        """Do nothing: ``__new__`` has made it."""
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Pieces({tuple(self.shape)}, {sorted(self.parts)})"
@@ -47,7 +47,7 @@ class Pieces(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Copies are taken of it, by checkpoints that save while training goes on, too; nothing is computed with it."""
+        """Copy it, as checkpoints that save while training goes on do; refuse to compute anything with it."""
         if func in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
             return Pieces(args[0].shape, {box: func(part) for box, part in args[0].parts.items()})
         if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
@@ -82,7 +82,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def check_states(name: str, into: Mapping[str, torch.Tensor], of: Mapping[str, torch.Tensor] | None) -> None:
-    """Make sure that ``of`` has what is to be taken over.
+    """Make sure that ``of`` has the states to be copied into ``into``.
 
     Raises:
         ConfigError: other states, or of other shapes, or other pieces.
@@ -102,7 +102,7 @@ def check_states(name: str, into: Mapping[str, torch.Tensor], of: Mapping[str, t
 
 
 def take_over(into: torch.Tensor, of: torch.Tensor) -> None:
-    """Copy a state, as ``check_states`` has found it."""
+    """Copy one state from ``of``, which ``check_states`` has accepted."""
     if isinstance(into, Pieces) and isinstance(of, Pieces):
         for box, part in into.parts.items():
             part.copy_(of.parts[box])

@@ -208,9 +208,7 @@ class Workers:
             self._done.get()
 
     def settle(self) -> None:
-        """Return when no stream runs, whichever were started and joined: for use after the thread that did so
-        failed.
-        """
+        """Return when no stream runs, whichever were started: for use after the thread that started them failed."""
         reached = {name: threading.Event() for name in self._orders}
         for name, event in reached.items():
             self._orders[name].put(event)

@@ -181,9 +181,7 @@ class FileTier:
             memory[whole:] = self._read_page.memory[: len(memory) - whole]
 
     def _check_whole(self) -> None:
-        """Refuse a file that was cut and written on: it has holes, which read as zeros, so it has fewer blocks than
-        reserved.
-        """
+        """Refuse a file that was cut and written on: its holes read as zeros, and it has fewer blocks than reserved."""
         with _swapping(self.folder):
             blocks = os.fstat(self._file).st_blocks
         if blocks < self._blocks * 15 // 16:

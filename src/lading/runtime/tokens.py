@@ -39,19 +39,19 @@ _USUAL = {
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer file; None stands for one token a byte."""
+    """Turns text into tokens by a tokenizer file; without one, into one token a byte."""
 
     path: Path | None
     specials: Specials
     made: Any = None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of each text, none of them special."""
+        """Tokens of each text, none of them special."""
         return [encoding.ids for encoding in self.made.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 def load_tokenizer(path: Path | None) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json`` or of the folder that holds it; of bytes for None.
+    """Load the tokenizer of a ``tokenizer.json`` or of the folder that holds it; for None, the one of bytes.
 
     Raises:
         ConfigError: no such file, or it is something else.
@@ -92,7 +92,7 @@ def _specials(made: Any, path: Path) -> Specials:
 
 
 def _special(made: Any, key: str, path: Path) -> int | None:
-    """The id of a special token that a file beside the tokenizer names, or that is called as usual."""
+    """Id of a special token that a file beside the tokenizer names, or that has the usual name; None without one."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = path.with_name(name)
         try:
@@ -107,10 +107,10 @@ def _special(made: Any, key: str, path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """The tokens of a text, on disk.
+    """Tokens of a text, in a file.
 
     Attributes:
-        count: Tokens in all. ``highest`` is the largest of them.
+        count: Number of all tokens. ``highest`` is the largest of them.
         fingerprint: Hash of the tokens: a run that goes on with another text would have another loss curve.
         documents: Start, length and label of each text, int64 (texts, 3); empty where texts have no labels.
     """
@@ -124,7 +124,7 @@ class TokenStore:
     specials: Specials
 
     def read(self, spans: Iterable[tuple[int, int]]) -> list[np.ndarray]:
-        """The tokens of each (start, length), int64.
+        """Tokens of each span (start, length), int64.
 
         Raises:
             StorageError: the cache file is gone, cut short or cannot be read.
@@ -144,7 +144,7 @@ class TokenStore:
 
 
 def open_store(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, labelled: bool = False) -> TokenStore:
-    """The tokens of a text from the cache in ``folder``; made anew if the text or the tokenizer changed.
+    """Open the tokens of a text in the cache in ``folder``; make them anew if the text or the tokenizer changed.
 
     Raises:
         ConfigError: no text at the source, or a file of it cannot be read as text.
@@ -169,7 +169,7 @@ def open_store(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, labell
 
 
 def _opened(path: Path, specials: Specials) -> TokenStore | None:
-    """The store at ``path``; None if it is not there whole."""
+    """Open the store at ``path``; None if it is not there whole."""
     try:
         facts = parse_json(path.with_suffix(".json").read_bytes())
         dtype = np.dtype(facts["dtype"])
@@ -190,7 +190,7 @@ def _opened(path: Path, specials: Specials) -> TokenStore | None:
 
 
 class _TokenWriter:
-    """Tokens on their way to a file, hashed; remembers where texts begin."""
+    """Writes tokens to a file and hashes them; remembers where texts begin."""
 
     def __init__(self, file: BinaryIO, specials: Specials) -> None:
         self._file, self._specials = file, specials
@@ -244,7 +244,7 @@ def _write(path: Path, texts: Iterable[TextPiece], tokenizer: Tokenizer) -> None
 
 
 def _encoded(texts: Iterable[TextPiece], tokenizer: Tokenizer) -> Iterator[tuple[TextPiece, np.ndarray]]:
-    """Each piece and its tokens."""
+    """Encode each piece of text; yields the piece with its tokens."""
     if tokenizer.path is None:
         for piece in texts:
             yield piece, np.frombuffer(piece.data, dtype=np.uint8)

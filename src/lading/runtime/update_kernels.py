@@ -31,7 +31,14 @@ Rate = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """Decoded arguments of an update of matrices; a leading dim counts them."""
+    """Decoded arguments of one operation that updates matrices of one shape: tensors are (matrices, rows, columns).
+
+    Attributes:
+        counts: Whether it adds one to ``step``, the number of updates.
+        master: The parameter in float32, where it has fewer bits.
+        coefficient: Scalar that clips the gradient.
+        workspace: Place in the arena for the rule's products.
+    """
 
     rule: MatrixRule
     param: torch.Tensor
@@ -45,12 +52,12 @@ class _Update:
 
     @property
     def moved(self) -> torch.Tensor:
-        """What the rule moves: the master, where there is one."""
+        """Tensor that the rule moves: the master, where there is one."""
         return self.param if self.master is None else self.master
 
     @property
     def rounds(self) -> bool:
-        """Whether what moves has fewer than 32 bits: copies of it are widened and rounded again."""
+        """Whether the moved tensor has fewer than 32 bits: copies of it are widened and rounded again."""
         return self.moved.itemsize < 4
 
     @property
@@ -59,19 +66,22 @@ class _Update:
         return self.master is not None and self.grad.dtype is not torch.float32
 
     def rows_at_once(self, kind: str) -> int:
-        """Rows of about as many elements as are worked on at once."""
+        """Number of rows that hold about as many elements as are worked on at once."""
         return max(1, _AT_ONCE[kind] // self.param.shape[-1])
 
 
 def parameter_kernel(
     op: Op, args: list[Any], kwargs: dict[str, Any], kind: str, optimizer: ParameterRule | None, rate: Rate
 ) -> tuple[Callable[[], None], int]:
-    """The call that moves a parameter or a part of it, and the bytes it allocates beside its tensors.
+    """Make the call that moves a parameter, or a part of it, by a rule that treats elements alone.
 
     Args:
-        args, kwargs: Of the operation, with tensors where they lie.
+        args, kwargs: Arguments of the operation, with tensors where they lie.
         optimizer: The rule with the settings of the run; None takes those that were planned, and the class's defaults.
-        rate: Learning rate of the step.
+        rate: Gives the learning rate of the step.
+
+    Returns:
+        The call, and the bytes it allocates beside its tensors.
 
     Raises:
         ConfigError: the operation was planned for another rule, or for other settings.
@@ -115,7 +125,7 @@ def parameter_kernel(
 
 
 def check_planned(op: Op, optimizer: ParameterRule | None) -> ParameterRule:
-    """The rule that an operation runs by.
+    """Rule that an operation runs by: the planned one with the settings of ``optimizer``.
 
     Raises:
         ConfigError: ``optimizer`` is another than the operation was planned for.
@@ -138,14 +148,14 @@ def check_planned(op: Op, optimizer: ParameterRule | None) -> ParameterRule:
 
 
 def _pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) -> list[list[torch.Tensor]]:
-    """(param, grad, what moves, states...) in pieces whose temporaries stay small; whole where there are none."""
+    """Cut (param, grad, what moves, states...) alike, so that temporaries stay small; without any, leave them whole."""
     if rule.whole or not rule.temporaries or not all(t.is_contiguous() for t in tensors):
         return [tensors]
     return _cut(tensors, _AT_ONCE[kind])
 
 
 def _master_pieces(tensors: list[torch.Tensor], rule: ParameterRule, kind: str) -> tuple[list[list[torch.Tensor]], int]:
-    """(param, grad, master, states...) in pieces that are widened at once, and the bytes that widening takes."""
+    """Cut (param, grad, master, states...) into pieces to widen at once; returns the bytes of widening as well."""
     grad, master = tensors[1], tensors[2]
     if grad.dtype is torch.float32 and grad.stride() == master.stride():
         return _pieces(tensors, rule, kind), 0
@@ -163,12 +173,15 @@ def _cut(tensors: list[torch.Tensor], at_once: int) -> list[list[torch.Tensor]]:
 def matrix_kernel(
     op: Op, args: list[Any], kwargs: dict[str, Any], out: torch.Tensor | None, kind: str, rate: Rate
 ) -> tuple[Callable[[], None], int]:
-    """The call that moves whole matrices, and the bytes it allocates beside its tensors.
+    """Make the call that moves whole matrices by a rule for matrices.
 
     Args:
-        args, kwargs: Of the operation, with tensors where they lie.
-        out: The workspace.
-        rate: Learning rate of the step.
+        args, kwargs: Arguments of the operation, with tensors where they lie.
+        out: The workspace; None without one.
+        rate: Gives the learning rate of the step.
+
+    Returns:
+        The call, and the bytes it allocates beside its tensors.
     """
     rule = matrix_rule_of(op)
     assert rule is not None
@@ -203,7 +216,7 @@ def _case(update: _Update, kind: str) -> MatrixCase:
 
 
 def _matrices(update: _Update, kind: str, rate: Rate) -> Callable[[], None]:
-    """One matrix after another: its direction, then a few rows at a time along it."""
+    """Make the call that moves one matrix after another: its direction first, then a few rows at a time along it."""
     rule, rows = update.rule.maths(), update.rows_at_once(kind)
     shape = (update.param.shape[1], update.param.shape[2])
 
@@ -228,7 +241,12 @@ def _matrices(update: _Update, kind: str, rate: Rate) -> Callable[[], None]:
 
 
 def _direction(update: _Update, rule: Any, index: int, number: int, rows: int) -> torch.Tensor:
-    """The direction of one matrix, in the workspace where there is one."""
+    """Compute the direction of matrix ``index``, (rows, columns), in the workspace where there is one.
+
+    Args:
+        number: Number of this update, from 1.
+        rows: Rows that are worked on at once.
+    """
     states = {name: state[index] for name, state in update.states.items()}
     kinds = update.rule.states(*update.param.shape[-2:])
     held = {name: state for name, state in states.items() if kinds[name].held is StatePlace.ELEMENTWISE}
@@ -243,7 +261,7 @@ def _direction(update: _Update, rule: Any, index: int, number: int, rows: int) -
 
 
 def _gradient(update: _Update, index: int, part: slice) -> torch.Tensor:
-    """Some rows of a gradient as the rule sees them."""
+    """Rows ``part`` of a gradient as the rule sees them: in float32 and clipped, where it is cast on its way."""
     given = update.grad[index, part]
     if not update.widens:
         return given

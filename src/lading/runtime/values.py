@@ -23,11 +23,12 @@ BOUNCE_BYTES = MiB
 
 
 class Values:
-    """What a Program keeps from step to step, while none runs.
+    """Values that last from step to step, read and written while no step runs.
 
     Attributes:
-        homes: Tier in which each storage lies.
-        changed: After a step that stopped: (its changes that are in the value, those of a whole step) by storage.
+        homes: Tier in which each storage lies between steps.
+        changed: After a step that stopped: by storage, (changes of the step that its value has, changes of a whole
+            step).
         lost: Storages whose value is gone, until it is written again.
     """
 
@@ -41,11 +42,11 @@ class Values:
         self._views = named_tensors(program.graph)
 
     def close(self) -> None:
-        """Give the memory back through which values pass."""
+        """Give back the host memory that values pass through."""
         self._bounce.close()
 
     def discard(self) -> None:
-        """Give that memory back until it is used again."""
+        """Give back the host memory that values pass through, until it is used again."""
         self._bounce.discard()
 
     def write(self, storage: int, tensor: torch.Tensor) -> None:
@@ -59,7 +60,7 @@ class Values:
             self.lost -= {storage}
 
     def takes_chunks(self, storage: int) -> bool:
-        """Whether its bytes lie in the order of its elements, so that ``write_chunks`` can set it."""
+        """Whether a storage's bytes lie in the order of its tensor's elements, so that ``write_chunks`` can set it."""
         view = self._views.get(storage)
         return view is None or (view.is_row_major and view.spans(self._graph.storages[storage].size_bytes))
 
@@ -105,7 +106,7 @@ class Values:
             yield piece.cpu().numpy().data
 
     def copy(self, storage: int, source: Location, target: Location) -> None:
-        """Take a storage from one place to another, which may be none of its home."""
+        """Copy a storage from one place to another; neither need be where it lies between steps."""
         size = self._graph.storages[storage].size_bytes
         room = torch.empty(min(size, BOUNCE_BYTES), dtype=torch.uint8, device="cpu")
         for start in range(0, size, BOUNCE_BYTES):
@@ -114,13 +115,13 @@ class Values:
             self._put(target, start, piece)
 
     def write_constants(self, storages: Container[int]) -> None:
-        """Write those of the storages that are constants."""
+        """Write the graph's constants among the storages."""
         for index, storage in enumerate(self._graph.storages):
             if storage.data and index in storages:
                 self.write(index, torch.frombuffer(bytearray(storage.data), dtype=torch.uint8))
 
     def _fetch(self, source: Location, start: int, piece: torch.Tensor) -> None:
-        """Fill ``piece``, in host memory, from byte ``start`` of what lies there."""
+        """Fill ``piece``, in host memory, from byte ``start`` of the storage at ``source``."""
         if source.tier == DEVICE:
             piece.copy_(self._arena.bytes_at(source.offset + start, piece.numel()))
             return
@@ -146,14 +147,18 @@ class Values:
         return Location(tier, self._places[tier][storage])
 
     def _present(self, storage: int) -> Location:
-        """Where a value lies, which is not lost."""
+        """Location of a storage's value.
+
+        Raises:
+            StorageError: the value is lost.
+        """
         if storage in self.lost:
             name = self._graph.storages[storage].name
             raise StorageError(f"the value of {name!r} was lost in a step that failed; load a checkpoint")
         return self._home(storage)
 
     def _as_bytes(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
-        """The bytes a storage must have; no copy if ``tensor`` lies in memory as the graph wants it."""
+        """Bytes that a storage must have to hold ``tensor``; no copy if it lies in memory as the graph wants it."""
         item = self._graph.storages[storage]
         given = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if given == ("uint8", (item.size_bytes,)):
@@ -171,13 +176,17 @@ class Values:
 
 
 class _Stream:
-    """Chunks of bytes read on as if they were one."""
+    """Chunks of bytes, read as if they were one."""
 
     def __init__(self, chunks: Iterable[memoryview]) -> None:
         self._chunks, self._left = iter(chunks), memoryview(b"")
 
     def fill(self, room: memoryview) -> None:
-        """The next bytes, as many as there is room for."""
+        """Fill ``room`` with the next bytes.
+
+        Raises:
+            ConfigError: there are fewer.
+        """
         while room:
             self._left = self._left or next(self._chunks, memoryview(b""))
             if not self._left:
@@ -187,20 +196,20 @@ class _Stream:
             room, self._left = room[count:], self._left[count:]
 
     def end(self) -> None:
-        """See that nothing is left; a source that checks its bytes does so here."""
+        """Refuse bytes that are left; a source that checks its bytes does so here."""
         if self._left or next(self._chunks, None) is not None:
             raise ConfigError("expected the bytes of a value to end, found more")
 
 
 def _pieces(home: Location, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of what passes at once: all of it, or what the memory between takes."""
+    """Ranges (start, end) of bytes that are copied at once: all, or as many as the host memory between takes."""
     step = max(1, size_bytes) if home.tier == DEVICE else BOUNCE_BYTES
     for start in range(0, size_bytes, step):
         yield start, min(start + step, size_bytes)
 
 
 def named_tensors(graph: StepGraph) -> dict[int, Tensor]:
-    """The tensor by which each parameter, buffer and state is known, by storage."""
+    """Tensor by which each parameter, buffer and state is known, by storage."""
     ids = [p.tensor for p in graph.parameters] + [t for _, t in graph.buffers]
     ids += [part for state in graph.states for part in state.parts]
     return {graph.tensors[t].storage: graph.tensors[t] for t in ids}

@@ -1,4 +1,4 @@
-"""Workspace: scratch of each operation on a device that is here, found by running it once."""
+"""Workspace: scratch bytes of each operation on a device that is here, measured by running it once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lading.runtime.scratch import by_signature, extent
 
 
 def measured_workspace(graph: StepGraph, api: Api) -> list[int]:
-    """Scratch bytes of each operation, in program order: what the device's allocator gives out while it runs.
+    """Measure the scratch bytes of each operation, in program order, by what the device's allocator gives out.
 
     Operations that differ only in which tensors they take run once, on zeros, with room for their own tensors alone;
     those that decompose matrices now and then run as at the first update and as when that is due.
@@ -43,7 +43,7 @@ def measured_workspace(graph: StepGraph, api: Api) -> list[int]:
 
 
 def runs_of(op: Op, view: View, kind: str) -> list[Callable[[], object]]:
-    """Calls that show all an operation takes: an update whose decompositions are due now and then runs in both ways."""
+    """Make calls that show all that an operation takes: two for an update that decomposes now and then, else one."""
     step = step_of(op)
     kernel = bind(always_due(op), view, kind=kind, rate=Rate(0.0))
     counted = None if step is None else view(step)
@@ -58,7 +58,7 @@ def runs_of(op: Op, view: View, kind: str) -> list[Callable[[], object]]:
 
 
 def _zeros(graph: StepGraph, api: Api) -> View:
-    """Tensors of the graph, each in memory of its own."""
+    """View that makes each tensor of the graph on first use, of zeros in memory of its own."""
     made: dict[int, torch.Tensor] = {}
 
     def view(tensor: int) -> torch.Tensor:

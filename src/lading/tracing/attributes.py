@@ -1,4 +1,4 @@
-"""What a step leaves in plain Python: attributes of modules, and of objects, containers and functions they hold.
+"""Attributes that a step leaves in plain Python: of modules, and of objects, containers and functions they hold.
 
 A captured step is the same in every step, so a counter that decides what the next forward does, or a tensor that the
 next forward reads, would give other numbers than eager. Most models leave nothing. Where something is left, the step is
@@ -53,12 +53,12 @@ Place = tuple[int, Any]
 
 @dataclass(frozen=True)
 class AttributeTable:
-    """The attributes of a module or of an object it holds, or the items of a container.
+    """Attributes of a module or of an object it holds, or items of a container; with a copy of what they were.
 
     Attributes:
         label: Dotted path, for messages.
-        held: The table itself.
-        before: A copy of it.
+        held: The dict, container or variable itself.
+        before: Copy of it, made before the step.
         owner: Class of the module or object; None for a container.
         attribute: Name of the attribute that leads to a container; empty where a variable or an argument does.
     """
@@ -99,7 +99,7 @@ def _is_untouched(held: Any, before: Any) -> bool:
 
 @dataclass
 class Left:
-    """What a forward left.
+    """Changes that a forward left in attributes.
 
     Attributes:
         labels: Path of each attribute.
@@ -119,7 +119,7 @@ class Left:
 
 
 def tables_of(model: torch.nn.Module, loss: Any = None) -> list[AttributeTable]:
-    """Every table in which a step of the model and its loss could leave something, copied."""
+    """Copy every table in which a step of the model and its loss could leave something."""
     found: dict[int, AttributeTable] = {}
     _add_modules(found, "", model)
     if isinstance(loss, torch.nn.Module):
@@ -130,7 +130,7 @@ def tables_of(model: torch.nn.Module, loss: Any = None) -> list[AttributeTable]:
 
 
 def tables_at(label: str, value: Any) -> list[AttributeTable]:
-    """The tables that a value, known as ``label``, is or holds."""
+    """Copy the tables that a value, known as ``label``, is or holds."""
     found: dict[int, AttributeTable] = {}
     _walk(found, label, value, _DEEPEST)
     return list(found.values())
@@ -150,12 +150,12 @@ def _add_modules(found: dict[int, AttributeTable], prefix: str, root: torch.nn.M
 
 
 def joined(*parts: object) -> str:
-    """A dotted path of parts, of which some may be empty."""
+    """Join parts, of which some may be empty, to a dotted path."""
     return ".".join(part for part in map(str, parts) if part)
 
 
 def _walk(found: dict[int, AttributeTable], label: str, value: Any, depth: int, attribute: str = "") -> None:
-    """The tables that a value is or holds; the attribute is the one that leads there."""
+    """Add the tables that a value is or holds to ``found``; ``attribute`` is the name that leads there."""
     if isinstance(value, MethodType):
         value = value.__self__
     elif isinstance(value, partial):
@@ -188,24 +188,24 @@ def _add(
 
 
 def copied(held: Any) -> Any:
-    """A table with the same in it; a cell is a variable of a function that an inner one assigns."""
+    """Shallow copy of a table; a cell is a variable of a function that an inner one assigns."""
     if isinstance(held, CellType):
         return CellType(*(value for _, value in items_of(held)))
     return copy.copy(held)
 
 
 def is_apart(value: Any) -> bool:
-    """An object that is no part of a step."""
+    """Whether an object is no part of a step, such as a logger."""
     return any(kind.__module__.partition(".")[0] in _APART for kind in type(value).__mro__)
 
 
 def is_looked_into(value: Any) -> bool:
-    """A container, array, object or variable whose items and attributes are known by their paths."""
+    """Whether a value is a container, array, object or variable whose items and attributes are known by their paths."""
     return type(value) in (*_CONTAINERS, CellType) or _is_array(value) or _is_plain_object(value)
 
 
 def _is_plain_object(value: Any) -> bool:
-    """An object of the user's, or a function, that is no module, tensor or class."""
+    """Whether a value is an object of the user's, or a function, that is no module, tensor or class."""
     if isinstance(value, (torch.nn.Module, torch.Tensor, ModuleType, type)):
         return False
     if is_apart(value):
@@ -218,7 +218,7 @@ def _is_array(value: Any) -> bool:
 
 
 def fakes_in(value: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
-    """Tensors of a step that a value is or holds."""
+    """Find the tensors of a step that a value is or holds, ``depth`` containers deep."""
     if isinstance(value, FakeTensor):
         yield value
     elif depth:
@@ -234,14 +234,14 @@ def fakes_in(value: Any, depth: int = _DEEPEST) -> Iterator[torch.Tensor]:
 
 
 def is_leaf(value: Any, depth: int = _DEEPEST) -> bool:
-    """A number, a text or a flag, or what holds nothing else and cannot change."""
+    """Whether a value is a number, a text or a flag, or holds nothing else and cannot change."""
     if isinstance(value, _PLAIN):
         return True
     return isinstance(value, (tuple, frozenset)) and depth > 0 and all(is_leaf(inner, depth - 1) for inner in value)
 
 
 def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
-    """A number, a text or a flag, or a container of nothing else."""
+    """Whether a value is a number, a text or a flag, or a container of nothing else."""
     if isinstance(value, _PLAIN) or (depth == _DEEPEST and _is_array(value)):
         return True
     if not depth or not (isinstance(value, (tuple, frozenset)) or type(value) in _CONTAINERS):
@@ -250,7 +250,7 @@ def is_plain(value: Any, depth: int = _DEEPEST) -> bool:
 
 
 def left_in(tables: list[AttributeTable]) -> Left:
-    """What has changed since the tables were copied."""
+    """Collect what has changed in tables since they were copied."""
     left = Left()
     for table in tables:
         before, now = dict(items_of(table.before)), dict(items_of(table.held))
@@ -271,7 +271,7 @@ def left_in(tables: list[AttributeTable]) -> Left:
 
 
 def carried(tables: list[AttributeTable]) -> Iterator[str]:
-    """What held a tensor and now holds one that was made in the step."""
+    """Paths of attributes that held a tensor and now hold one that was made in the step."""
     for table in tables:
         before = dict(items_of(table.before))
         for key, value in items_of(table.held):
@@ -289,7 +289,7 @@ def _is_other(value: Any, old: Any) -> bool:
 
 
 def items_of(held: Any) -> Iterator[tuple[Any, Any]]:
-    """What is in a table by name; of a list or the like the length and the first items."""
+    """Pairs (name, value) of what is in a table; of a list or the like the length and the first items."""
     if isinstance(held, dict):
         yield from held.items()
     elif isinstance(held, set):
@@ -305,7 +305,7 @@ def items_of(held: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def read_item(held: Any, key: Any) -> object:
-    """What is in a table under a name that ``items_of`` gave; GONE for nothing."""
+    """Value in a table under a name that ``items_of`` gave; GONE where there is none."""
     if isinstance(held, dict):
         return held.get(key, GONE)
     if isinstance(held, set):
@@ -320,7 +320,7 @@ def read_item(held: Any, key: Any) -> object:
 
 
 def carry(tables: list[AttributeTable], left: Left, seen: set[str]) -> None:
-    """Put into the tables what the step before left; numbers tell ``seen`` when something is decided by them."""
+    """Put into the tables what the last step left; add the names of numbers that decide something to ``seen``."""
     places: dict[int, list[Place]] = {}
     for place in left.labels:
         places.setdefault(place[0], []).append(place)
@@ -335,7 +335,7 @@ def carry(tables: list[AttributeTable], left: Left, seen: set[str]) -> None:
 
 
 def _set(held: Any, key: Any, value: Any) -> None:
-    """One attribute or item; a list grows by its items, but for those that are not compared."""
+    """Set one attribute or item; a list grows by its items, but for those that are not compared."""
     if isinstance(held, CellType):
         held.cell_contents = value
     elif isinstance(held, dict):
@@ -360,8 +360,8 @@ def check_steady(graph: StepGraph, left: Left, again: Callable[[set[str]], tuple
     """Refuse a step that is another one the next time.
 
     Args:
-        left: What the captured forward left.
-        again: Captures once more with that carried over; takes a set for the names of the numbers that decide
+        left: Changes that the captured forward left.
+        again: Captures once more with these carried over; takes a set for the names of the numbers that decide
             something.
 
     Raises:
@@ -385,7 +385,7 @@ def check_steady(graph: StepGraph, left: Left, again: Callable[[set[str]], tuple
 
 
 def _watched(value: Any, label: str, seen: set[str]) -> Any:
-    """A number that notices when it is compared, counted with or turned into another; anything else as it is."""
+    """Wrap a number so that it notices when it is compared, counted with or converted; anything else stays as it is."""
     if type(value) not in (int, float):
         return value
     return _watching(type(value), label, seen)(value)

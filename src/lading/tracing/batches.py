@@ -23,7 +23,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), Enum, torch.dtype, torch.
 
 
 def input_leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
-    """Tensors of a batch by name, in order: the key itself for a flat dict, else the path.
+    """Find the tensors of a batch: (name, tensor) in order, where a name is the key of a flat dict, else the path.
 
     Raises:
         CaptureError: the batch holds something in which tensors could hide.
@@ -39,7 +39,7 @@ def input_leaves(batch: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def plain_leaves(batch: Any) -> dict[str, object]:
-    """What of a batch is no tensor, by name: numbers, texts, flags and None; of another object its type and attributes.
+    """Find what of a batch is no tensor, by name: numbers, texts, flags, None; of other objects type and attributes.
 
     Raises:
         CaptureError: as ``input_leaves``.
@@ -50,7 +50,7 @@ def plain_leaves(batch: Any) -> dict[str, object]:
 
 
 def map_batch(batch: Any, visit: Visit) -> Any:
-    """The same tree with each tensor exchanged for ``visit(name, tensor)``; the batch itself is left as it is."""
+    """Copy the tree of a batch with each tensor exchanged for ``visit(name, tensor)``."""
     return _mapped(batch, "", visit, lambda _, value: None)
 
 
@@ -84,7 +84,7 @@ def _mapped(value: Any, path: str, visit: Visit, note: Note) -> Any:
 
 
 def _plain(value: Any) -> object:
-    """A value that can be compared with that of another batch, whose objects are others."""
+    """Form of a value that can be compared with that of another batch, whose objects are others."""
     if isinstance(value, _PLAIN):
         return value
     if callable(value):

@@ -44,7 +44,7 @@ class FakeRunner:
         self._cacheable: dict[Any, bool] = {}
 
     def run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Result of ``func(*args, **kwargs)``; ``tensors`` are the tensors among its arguments, in order."""
+        """Run ``func(*args, **kwargs)``; ``tensors`` are the tensors among its arguments, in order."""
         key = self._key(func, args, kwargs)
         known = None if key is None else self._known.get(key)
         if known is not None and tensors:
@@ -62,7 +62,7 @@ class FakeRunner:
         return out
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-        """What decides the geometry of the result, or None where that is more than the arguments' geometry."""
+        """Key of what decides the result's geometry; None where that is more than the arguments' geometry."""
         good = self._cacheable.get(func)
         if good is None:
             good = func.namespace == "aten" and not func._schema.is_mutable and not set(_UNCACHED) & set(func.tags)
@@ -81,7 +81,7 @@ class FakeRunner:
 
 
 def flat_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors among the arguments or results of an operation: plain, or in lists."""
+    """Find the tensors among the arguments or results of an operation: plain, or in lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -110,7 +110,7 @@ def _append(parts: list[Any], arg: Any) -> bool:
 
 
 def _corrected(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> Any:
-    """The result with the strides that the kernel really gives."""
+    """Give a result the strides that the kernel really gives."""
     outs = list(flat_tensors(out))
     held = {t.untyped_storage()._cdata for t in tensors}
     if any(type(t) is not FakeTensor or t.layout is not torch.strided or t.is_complex() for t in outs):
@@ -126,7 +126,7 @@ def _corrected(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], o
 
 
 def _corrected_view(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> Any:
-    """A view with the strides that the kernel really gives."""
+    """Give a view the strides that the kernel really gives."""
     if type(out) is not FakeTensor or len(tensors) != 1 or any(out is t for t in tensors):
         return out
     with unset_fake_temporarily():
@@ -135,7 +135,7 @@ def _corrected_view(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tenso
 
 
 def _describe(out: Any, tensors: list[torch.Tensor]) -> _Result | tuple[_Result | None, ...] | None:
-    """What ``_make`` needs to give the like of ``out``; None where it could not."""
+    """Geometry from which ``_make`` can make the like of ``out``; None where it could not."""
     if isinstance(out, (tuple, list)):
         parts = [None if item is None else _describe(item, tensors) for item in out]
         new = [item.untyped_storage()._cdata for item, p in zip(out, parts, strict=True) if p and p.alias < 0]  # pyright: ignore[reportAttributeAccessIssue]
@@ -154,7 +154,7 @@ def _describe(out: Any, tensors: list[torch.Tensor]) -> _Result | tuple[_Result 
 
 
 def _make(mode: FakeTensorMode, result: _Result, tensors: list[torch.Tensor]) -> FakeTensor:
-    """A fake tensor of a known geometry."""
+    """Make a fake tensor of a known geometry."""
     if result.alias < 0:
         made = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
     else:
@@ -164,7 +164,7 @@ def _make(mode: FakeTensorMode, result: _Result, tensors: list[torch.Tensor]) ->
 
 
 def _run_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """Torch's own fake rule, but for grouped_mm, whose rule knows bf16 only."""
+    """Run torch's own fake rule; for grouped_mm, whose rule knows bf16 only, make the result here."""
     if func is not getattr(torch.ops.aten._grouped_mm, "default", None) or args[0].dtype is torch.bfloat16:
         return func(*args, **kwargs)
     a, b = args[0], args[1]
@@ -208,7 +208,7 @@ def real_strides(func: Any, args: Any, kwargs: Any, outs: Sequence[torch.Tensor]
 
 
 def real_view(func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, ...] | None:
-    """Strides of the view ``out`` as torch's own view gives them on memory that is not there; None if they are right.
+    """Strides of the view ``out`` as torch's own view gives them without memory; None if the fake rule's are right.
 
     The fake rule of a view keeps other strides for dims of size 1. To be called with no mode active.
     """
@@ -220,21 +220,21 @@ def real_view(func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int
 
 
 def _no_memory(arg: Any) -> Any:
-    """The same geometry on the meta device."""
+    """Copy of an argument in which tensors lie on the meta device."""
     if not isinstance(arg, torch.Tensor):
         return arg
     return torch.empty_strided(tuple(arg.shape), tuple(arg.stride()), dtype=arg.dtype, device="meta")
 
 
 def _is_plain(t: torch.Tensor) -> bool:
-    """Row by row; dims of size 1 count too, as convolutions look at them to tell channels-last memory."""
+    """Whether a tensor lies row by row; dims of size 1 count, by which convolutions tell channels-last memory."""
     return t.dim() < 2 or (
         t.is_contiguous() and tuple(t.stride()) == _dense(tuple(t.shape), tuple(range(t.dim(), 0, -1)))
     )
 
 
 def _size(n: int, small: bool) -> int:
-    """A size for stand-ins: equal sizes stay equal, 1 stays 1."""
+    """Length of a stand-in's dim for a dim of ``n``: equal lengths stay equal, 1 stays 1."""
     return n if small or n <= 16 else 16 + n % 13
 
 
@@ -249,7 +249,7 @@ def _stand_in(arg: Any, small: bool) -> Any:
 
 
 def _tensor(t: torch.Tensor, small: bool) -> torch.Tensor:
-    """Zeros in the memory order of ``t``: dims in the same order, stride 0 and gaps kept."""
+    """Stand-in of ``t``: zeros in its memory order, dims in the same order, stride 0 and gaps kept."""
     shape = tuple(_size(n, small) for n in t.shape)
     stride = tuple(t.stride()) if small else _dense(shape, tuple(t.stride()))
     span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
@@ -259,7 +259,7 @@ def _tensor(t: torch.Tensor, small: bool) -> torch.Tensor:
 
 
 def _dense(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides without gaps for a shape, in the order of other strides; 0 stays 0."""
+    """Strides without gaps for a shape, in the order of the strides ``like``; 0 stays 0."""
     stride, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (like[d], shape[d] != 1, -d)):
         if like[dim]:
@@ -269,7 +269,7 @@ def _dense(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _as_ordered(made: torch.Tensor, shape: tuple[int, ...], stated: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides for ``shape`` in the memory order of a stand-in's result; those stated by the rule if they agree."""
+    """Strides for ``shape`` in the memory order of a stand-in's result; those the rule stated if they agree."""
     if tuple(made.shape) == shape:
         return tuple(made.stride())
     whole = all(s for n, s in zip(made.shape, made.stride(), strict=True) if n > 1)

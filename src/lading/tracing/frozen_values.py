@@ -1,9 +1,9 @@
-"""What a captured step froze, and whether it still is so: plain values of the batch, the model and the loss.
+"""Frozen values: plain values of the batch, the model and the loss, recorded at capture and compared before each step.
 
 A step is traced once, so a number, a text or a flag that Python reads while it is traced is the same in every step.
-Such values are recorded at capture and compared before each step; ``docs/frozen.md`` says which, and what is not seen.
-Of what is none (a list, a function, a submodule) it is compared whether it is still the same object; where it is not,
-all is read again by its path, so that an equal list in the place of a list makes no difference.
+``docs/frozen.md`` says which values are recorded, and what is not seen. Of what is no such value (a list, a function, a
+submodule) it is compared whether it is still the same object; where it is not, all is read again by its path, so that
+an equal list in the place of a list makes no difference.
 
 Attributes of objects and variables of functions count where the step's code names them: a counter that a loop keeps in
 the object whose method the loss is may move on.
@@ -105,8 +105,8 @@ class Watch:
     """Compares what a step was captured with to what is there now.
 
     Args:
-        frozen: Of the captured graph; None where it was made without a capture.
-        model: What is trained; None where nobody has it.
+        frozen: Values of the captured graph; None where it was made without a capture.
+        model: The model that is trained; None where nobody has it.
 
     Raises:
         ConfigError: it differs already.
@@ -125,7 +125,7 @@ class Watch:
         ]
 
     def _read(self) -> Iterator[Entry]:
-        """What was recorded, as it is now.
+        """Read what was recorded, as it is now.
 
         Raises:
             ConfigError: a value or kind differs.
@@ -142,10 +142,10 @@ class Watch:
             yield from _checked(frozen.loss, of_loss)
 
     def check(self, batches: Sequence[Any], inputs: Collection[str]) -> None:
-        """Compare before a step.
+        """Compare everything before a step.
 
         Args:
-            batches: Micro-batches.
+            batches: The step's micro-batches.
             inputs: Names of the tensors of one.
 
         Raises:
@@ -189,7 +189,7 @@ def _is_unchanged(entry: Entry) -> bool:
 
 
 def _is_alike(now: object, before: object) -> bool:
-    """Whether something of the same kind, in which all that is recorded is the same, makes the same step."""
+    """Whether an object of the same kind, in which all that is recorded is the same, makes the same step."""
     if now is before or is_leaf(now):
         return _same(now, before)
     if type(now) is not type(before) or isinstance(now, (torch.Tensor, torch.nn.Module)):
@@ -230,7 +230,15 @@ def _refuse_batch(
     inputs: Collection[str],
     tensors: Collection[str],
 ) -> None:
-    """Say where a batch first differs from the captured one; both also have tensors, by name."""
+    """Say where a batch first differs from the captured one.
+
+    Args:
+        number: Number of the micro-batch.
+        wanted, given: Plain values of the captured batch and of this one, by name.
+        inputs, tensors: Names of the tensors of the captured batch and of this one.
+    Raises:
+        ConfigError: always.
+    """
     path = next(path for path in (*wanted, *given) if not _same(wanted.get(path, GONE), given.get(path, GONE)))
     expected = "a tensor" if path in inputs else _said(wanted.get(path, GONE))
     got = "a tensor" if path in tensors else _said(given.get(path, GONE))
@@ -249,7 +257,7 @@ def _all_same(wanted: Mapping[str, object], given: Mapping[str, object]) -> bool
 
 
 def _checked(wanted: Mapping[str, object], entries: Iterable[Entry]) -> Iterator[Entry]:
-    """The entries of what was recorded.
+    """Pass on the entries of what was recorded, comparing each.
 
     Raises:
         ConfigError: a value differs.
@@ -276,7 +284,7 @@ def _said(value: object) -> str:
 
 
 def _entries(model: torch.nn.Module | None, loss: Any) -> tuple[list[Entry], list[Entry], list[Entry]]:
-    """Values in reach of a step: what every instance of the model must have, what this one has, the loss's."""
+    """Values in reach of a step: of every instance of the model, of this instance, and of the loss."""
     tables = tables_of(model if model is not None else torch.nn.Module())
     of_loss = [table for table in tables_of(torch.nn.Module(), loss) if table.label]
     whole, alone = Reach([*tables, *of_loss], model, loss), Reach(of_loss, None, loss)
@@ -289,8 +297,7 @@ def _entries(model: torch.nn.Module | None, loss: Any) -> tuple[list[Entry], lis
 
 
 def _of_modules(model: torch.nn.Module, names: set[str]) -> Iterator[Entry]:
-    """Types, training flags, hooks, numbers, functions and dtypes of modules, and of parameters whether they are
-    trained."""
+    """Recorded facts of modules: types, training flags, hooks, numbers, functions and dtypes, and what is trained."""
     yield _entry("hooks of all modules", described_global)
     for name, module in model.named_modules():
         path, said = f"{name}." if name else "", name or "the model"
@@ -306,7 +313,7 @@ def _of_modules(model: torch.nn.Module, names: set[str]) -> Iterator[Entry]:
 
 
 def hooks_label(name: str) -> str:
-    """Path of the hooks of a module."""
+    """Path under which the hooks of a module are recorded."""
     return f"hooks of {name or 'the model'}"
 
 
@@ -326,10 +333,10 @@ class Reach:
 
     Args:
         tables: Attributes of the model and the loss (``lading.tracing.attributes.tables_of``).
-        model: None for the loss alone.
+        model: The model; None for the loss alone.
 
     Attributes:
-        names: Of attributes that are read, and texts that may be such.
+        names: Names of attributes that are read, and texts that may be such.
     """
 
     def __init__(self, tables: Iterable[AttributeTable], model: torch.nn.Module | None, loss: Any) -> None:
@@ -454,12 +461,12 @@ class Reach:
 
 
 def length_of(label: str) -> str:
-    """Path of the number of entries of a dict or set."""
+    """Path under which the number of entries of a dict or set is recorded."""
     return f"len({label})"
 
 
 def recorded(value: Any) -> object:
-    """What a capture keeps of a value: itself, or its kind in words."""
+    """Form in which a capture remembers a value: itself, or its kind in words."""
     if is_leaf(value) or value is GONE:
         return value
     if isinstance(value, _FUNCTIONS):
@@ -475,7 +482,7 @@ def recorded(value: Any) -> object:
 
 
 def is_named(value: Any) -> bool:
-    """Whether a value says by itself which one it is, in every process alike: a function, a class, a dtype."""
+    """Whether a value has a name that is the same in every process: a function, a class, a dtype."""
     return isinstance(value, _NAMED)
 
 
@@ -492,7 +499,7 @@ def _default(value: Any) -> object:
 
 
 def _functions_in(value: Any) -> list[FunctionType]:
-    """The Python functions that a callable or a member of a class is made of."""
+    """Python functions that a callable or a member of a class is made of."""
     if isinstance(value, property):
         value = value.fget
     elif isinstance(value, cached_property):
@@ -513,7 +520,7 @@ def _holds_settings(owner: type | None) -> bool:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Code, and that of the functions and classes inside it."""
+    """Yield code, and that of the functions and classes inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -552,5 +559,5 @@ def _is_of_library(module: str | None) -> bool:
 
 
 def values_of(entries: Iterable[Entry]) -> Mapping[str, object]:
-    """What was read, by path, as it is recorded."""
+    """Recorded form of the values of entries, by path."""
     return {label: recorded(value) for label, _, value in entries}

@@ -1,8 +1,8 @@
 """Operations that are one kernel on a GPU but several on the CPU, kept whole while a table is captured.
 
 A StepGraph says what the processor at hand would run; a table is what any accelerator runs, and torch has one kernel
-there for RMS norm and for dropout. Attention is whole on fake CPU tensors already, but where values are not as wide
-as keys.
+there for RMS norm and for dropout. Attention is whole on fake CPU tensors already, but where values are not as wide as
+keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from torch.overrides import TorchFunctionMode
 def _rms_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``aten._fused_rms_norm``, which decomposes on the CPU: the result, and the reciprocal root mean squares."""
+    """Compute ``aten._fused_rms_norm``, which decomposes on the CPU.
+
+    Returns:
+        The result, of x's shape and dtype, and the reciprocal root mean squares, with 1 in the normalised dims.
+    """
     wide = x if x.dtype == torch.float64 else x.float()
     dims = list(range(x.dim() - len(shape), x.dim()))
     rstd = (wide.square().mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
@@ -49,7 +53,7 @@ def _rms_norm_backward(
     weight: torch.Tensor | None,
     output_mask: Sequence[bool],
 ) -> list[torch.Tensor]:
-    """Gradients of the input, and of the weight if there is one."""
+    """Gradients of an RMS norm's input, and of its weight if there is one."""
     dims = list(range(x.dim() - len(shape), x.dim()))
     normed = x.to(rstd.dtype) * rstd
     wide = grad.to(rstd.dtype)
@@ -89,7 +93,7 @@ torch.library.register_autograd("lading::_fused_rms_norm", _backward, setup_cont
 
 @torch.library.custom_op("lading::_scaled_dot_product_flash_attention", mutates_args=())
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention with values of any width, and the log-sums that backward needs."""
+    """Attention with values of any width: q, k [batch, heads, length, dim] -> out, and the log-sums backward needs."""
     raise NotImplementedError("this operation has shapes only")
 
 
@@ -110,7 +114,7 @@ def _attention_backward(
     logsumexp: torch.Tensor,
     is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of queries, keys and values."""
+    """Gradients of an attention's queries, keys and values, each of its tensor's shape."""
     raise NotImplementedError("this operation has shapes only")
 
 
@@ -153,14 +157,14 @@ def _whole_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inpla
 
 
 def _wider_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    """Whether an attention is of keys and values of unlike width, with neither mask nor dropout."""
+    """Whether an attention has keys and values of unlike width, and neither mask nor dropout."""
     masked = args[0] if args else kwargs.get("attn_mask")
     dropped = args[1] if len(args) > 1 else kwargs.get("dropout_p", 0.0)
     return q.shape[-1] != v.shape[-1] and masked is None and not dropped
 
 
 class WholeKernels(TorchFunctionMode):
-    """Within it, norms, dropouts and attentions are one operation each."""
+    """Mode in which norms, dropouts and attentions are one operation each."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

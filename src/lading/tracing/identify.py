@@ -1,4 +1,4 @@
-"""Which polynomial in named sizes a number is, given what it was for several values of them.
+"""Polynomials in named sizes: find the one that a number is, given what it was for several values of the sizes.
 
 A single product of sizes is tried first, then a sum of two, then every sum of products without powers, then the sum of
 two or three lengths that were found (a matrix whose columns are parts of several).
@@ -26,11 +26,11 @@ _DIVISORS = (1, 2, 128)
 
 
 class Identifier:
-    """Finds sizes.
+    """Finds the polynomials that lengths are, from observations at several sizes.
 
     Args:
         values: Value of each symbol, one mapping for each observation; the symbols should vary independently.
-        largest: Coefficients are at most this; None means any (where the model's own sizes are numbers).
+        largest: Largest coefficient; None means any (where the model's own sizes are numbers).
     """
 
     def __init__(self, values: Sequence[Mapping[str, int]], largest: int | None) -> None:
@@ -40,14 +40,14 @@ class Identifier:
         self._found: dict[tuple[int, ...], Size | None] = {}
 
     def size(self, observed: Sequence[int]) -> Size | None:
-        """The polynomial with these values; None if there is none of a simple form."""
+        """Find the polynomial with these values, one for each observation; None if there is none of a simple form."""
         key = tuple(observed)
         if key not in self._found:
             self._found[key] = self._search(np.array(observed, dtype=np.int64))
         return self._found[key]
 
     def learn(self, lengths: Iterable[Sequence[int]]) -> None:
-        """Find these, those that are sums of others too."""
+        """Find the polynomials of these lengths, those that are sums of others too."""
         rest = {tuple(observed) for observed in lengths}
         rest = {key for key in rest if self.size(key) is None}
         parts = sorted((key for key, size in self._found.items() if size is not None and min(key) > 0), key=sum)
@@ -55,7 +55,7 @@ class Identifier:
             self._found[key] = self._sum_of_found(key, parts, 3)
 
     def _sum_of_found(self, key: tuple[int, ...], parts: Sequence[tuple[int, ...]], most: int) -> Size | None:
-        """``key`` as the sum of at most so many lengths that were found."""
+        """Find ``key`` as the sum of at most ``most`` lengths that are known; None without one."""
         if most == 1 or min(key) <= 0:
             return self._found.get(key)
         for part in parts:
@@ -75,7 +75,7 @@ class Identifier:
 
     @cached_property
     def _monomials(self) -> tuple[list[Monomial], NDArray[np.int64]]:
-        """Every product, lowest degree first, and its value in each observation."""
+        """Every product of symbols, lowest degree first, and its values, (products, observations)."""
         names: list[Monomial] = []
         for degree in range(_DEGREE + 1):
             for chosen in combinations_with_replacement(self.names, degree):
@@ -97,7 +97,7 @@ class Identifier:
         return self.largest is None or abs(coefficient) <= self.largest
 
     def _sum(self, observed: NDArray[np.int64]) -> Size | None:
-        """``p*x + q*y`` of two products, those of low degree first."""
+        """Find ``p*x + q*y`` of two products, trying those of low degree first; None without one."""
         names, _ = self._monomials
         for degree in range(1, _SUM_DEGREE + 1):
             count = sum(sum(power for _, power in m) <= degree for m in names)
@@ -111,7 +111,7 @@ class Identifier:
     def _solved(
         self, observed: NDArray[np.int64], at: tuple[int, int], left: NDArray[np.intp], right: NDArray[np.intp]
     ) -> Size | None:
-        """The sum whose coefficients two observations give, if the others agree."""
+        """Find the sum of two products whose coefficients the observations ``at`` give, if the others agree."""
         names, rows = self._monomials
         (first, second), wide = at, rows.astype(float)
         a, b, c, d = wide[left, first], wide[right, first], wide[left, second], wide[right, second]
@@ -130,7 +130,7 @@ class Identifier:
         return None
 
     def _multilinear(self, observed: NDArray[np.int64]) -> Size | None:
-        """Sum of all products without powers, where there are enough observations to tell."""
+        """Find a sum of products without powers, where there are enough observations to tell."""
         names, rows = self._monomials
         chosen = [i for i, m in enumerate(names) if all(power == 1 for _, power in m)]
         if len(chosen) > len(self.values):

@@ -32,13 +32,13 @@ _OVERWRITE = frozenset(
     "lading::trunc_normal_", mutates_args=("tensor",), tags=(torch.Tag.nondeterministic_seeded,), device_types="cpu"
 )
 def _trunc_normal_(tensor: torch.Tensor, mean: float, std: float, a: float, b: float) -> None:
-    """``torch.nn.init.trunc_normal_`` as one operation: it draws until all values lie within the limits."""
+    """Run ``torch.nn.init.trunc_normal_`` as one operation: it draws until all values lie within the limits."""
     torch.nn.init.trunc_normal_(tensor, mean, std, a, b)
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """A model on fake tensors, and how to make its values.
+    """A model on fake tensors, with the operations that make its values.
 
     Attributes:
         named: Graph tensor of each parameter and buffer, by its first name.
@@ -75,7 +75,7 @@ class Deferred:
                     sink(name, values.tensor(self.named[name]))
 
     def keeping(self, names: Collection[str]) -> Deferred:
-        """The same for some parameters and buffers only, without the operations that they do not need.
+        """Copy for some parameters and buffers only, without the operations that they do not need.
 
         All operations stay where a needed one is random, as its numbers depend on those drawn before.
         """
@@ -90,12 +90,12 @@ class Deferred:
         return dataclasses.replace(self, named=named, ops=kept)
 
     def _made_dtype(self, op: Op) -> torch.dtype:
-        """What torch's default was, where the operation makes floats: a factory that was given no dtype took it."""
+        """Default dtype of torch when the operation made floats: a factory that was given no dtype took it."""
         made = [getattr(torch, self.tensors[t].dtype) for t in op.outputs]
         return next((dtype for dtype in made if dtype in _DEFAULTS), torch.get_default_dtype())
 
     def _last_uses(self) -> dict[int, list[tuple[int, bool]]]:
-        """Op index -> storages whose value nothing needs after it, and whether that value is the final one.
+        """By index of operation, storages that nothing needs after it, each with whether its value is the final one.
 
         A value that is overwritten as a whole (a module's own initialisation, before the model's) is dropped at once.
         """

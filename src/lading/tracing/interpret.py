@@ -1,4 +1,4 @@
-"""The reference interpreter: operations of a graph on plain tensors, one after another."""
+"""Reference interpreter: runs operations of a graph on plain tensors, one after another."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lading.ir.graph import Arg, Literal, Op, Ref, Role, Storage, Tensor
 
 
 class Interpreter:
-    """Storages with real bytes, by id, and the operations that fill them.
+    """Runs operations on storages with real bytes.
 
     Args:
         only: Ids of the storages that will be used; None for all.
 
     Attributes:
-        bytes: Each storage that has a value, as uint8.
+        bytes: Storages that have a value, as uint8, by id.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Interpreter:
                 self.put(tensor, value)
 
     def tensor(self, index: int) -> torch.Tensor:
-        """The view of its storage that a graph tensor is; the bytes mean nothing where it has no value yet."""
+        """View a storage as a graph tensor; its elements mean nothing where it has no value yet."""
         t = self.tensors[index]
         if t.storage not in self.bytes:
             self.bytes[t.storage] = torch.empty(self.storages[t.storage].size_bytes, dtype=torch.uint8)
         return self.bytes[t.storage].view(getattr(torch, t.dtype)).as_strided(t.shape, t.stride, t.offset)
 
     def put(self, index: int, value: torch.Tensor) -> None:
-        """Set a graph tensor.
+        """Copy a value into a graph tensor.
 
         Raises:
             CaptureError: the value has another dtype or shape.
@@ -68,7 +68,7 @@ class Interpreter:
 
 
 def decode_literal(arg: Literal) -> Any:
-    """The torch object a Literal names."""
+    """Torch object that a Literal names, such as a dtype."""
     if arg.kind == "device":
         return torch.device(arg.value)
     if arg.kind in ("float", "complex"):

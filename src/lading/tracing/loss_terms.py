@@ -1,4 +1,4 @@
-"""What ``loss(model, batch)`` may return: a scalar, or several by name or in order, whose sum is trained."""
+"""Terms of a loss: ``loss(model, batch)`` may return a scalar, or several by name or in order, whose sum is trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOTAL = "loss"
 
 
 def named_losses(value: Any) -> dict[str, torch.Tensor]:
-    """The scalars of a loss by name, in order; those of a list or tuple by their number.
+    """Scalars of a loss by name, in order; those of a list or tuple by their number.
 
     Raises:
         CaptureError: none, or one is no scalar tensor or depends on no trainable parameter.
@@ -43,7 +43,7 @@ def named_losses(value: Any) -> dict[str, torch.Tensor]:
 
 
 def total_of(terms: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Their sum, added in order: what is trained."""
+    """Sum of the terms, added in order: the scalar that is trained."""
     first, *others = terms.values()
     for term in others:
         first = first + term

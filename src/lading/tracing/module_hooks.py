@@ -1,4 +1,4 @@
-"""Hooks: what capture makes of those on parameters, and which there are, in words.
+"""Hooks of modules and parameters: which there are, in words, and how capture carries those of parameters over.
 
 Hooks of modules run as the step is traced, so what they compute is part of it. A parameter is exchanged for a fake one,
 so its hooks go along; they see the gradient of one micro-batch before it is added up, as in eager.
@@ -29,7 +29,7 @@ _TABLES = tuple(name for name, table in vars(torch.nn.Module()).items() if "hook
 
 
 def hooks_of(held: torch.nn.Module | torch.Tensor) -> Iterator[tuple[str, Any]]:
-    """Hooks of a module or a parameter: the kind, as in ``register_KIND``, and the function."""
+    """Hooks of a module or a parameter: pairs of the kind, as in ``register_KIND``, and the function."""
     kinds = _OF_MODULES if isinstance(held, torch.nn.Module) else _OF_PARAMETERS
     for table, kind in kinds.items():
         for hook in (getattr(held, table) or {}).values():
@@ -37,21 +37,21 @@ def hooks_of(held: torch.nn.Module | torch.Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def described(held: torch.nn.Module | torch.Tensor) -> tuple[str, ...]:
-    """Each hook in words, such as ``"forward_hook scaled (net.py:12)"``."""
+    """Describe each hook in words, such as ``"forward_hook scaled (net.py:12)"``."""
     return tuple(f"{kind} {named(hook)}" for kind, hook in hooks_of(held))
 
 
 def described_global() -> tuple[str, ...]:
-    """Hooks of all modules, in words."""
+    """Describe the hooks that all modules have, in words."""
     scope = vars(torch.nn.modules.module)
     return tuple(f"{kind} {named(h)}" for table, kind in _OF_MODULES.items() for h in scope[f"_global{table}"].values())
 
 
 @contextmanager
 def hooks_as_they_were(model: torch.nn.Module) -> Iterator[Callable[[], set[str]]]:
-    """Take away what forwards hook into modules, as transformers does at the first call that asks for hidden states.
+    """At the end, take away what forwards hook into modules, as transformers does where hidden states are asked for.
 
-    Gives a function that says which modules have other hooks by now.
+    Gives a function that names the modules with other hooks by now.
     """
     tables = [
         (module_name, table, table.copy())
@@ -73,7 +73,7 @@ def hooks_as_they_were(model: torch.nn.Module) -> Iterator[Callable[[], set[str]
 
 
 def named(hook: Any) -> str:
-    """A function by name and line, such as ``"scaled (net.py:12)"``."""
+    """Name a function by its name and line, such as ``"scaled (net.py:12)"``."""
     while isinstance(hook, partial):
         hook = hook.func
     code = getattr(hook, "__code__", None)

@@ -1,4 +1,4 @@
-"""Segments of a captured step: what is before the blocks, each block, what is after them; forward and backward each.
+"""Segments of a captured step: operations before the blocks, of each block, and after them; forward and backward each.
 
 Sizes are numbers here; ``lading.tracing.tabulate`` finds how they depend on those of the batch and the model.
 """
@@ -26,11 +26,11 @@ _STATISTICS = frozenset({"aten.native_layer_norm.default", "aten.native_group_no
 def table_at_sizes(
     graph: StepGraph, views: list[tuple[int, Op]], tied: Sequence[tuple[str, str]], name: str
 ) -> ModelTable:
-    """The table of one capture: every size a number.
+    """Make the table of one capture, in which every size is a number.
 
     Args:
-        views: As ``Tracer`` gives them.
-        tied: Pairs of parameters that are one, by name.
+        views: Views as ``Tracer`` gives them: (number of operations before it, the view as an operation).
+        tied: Pairs of names of parameters that are one.
     Raises:
         CaptureError: the blocks do not run one after another.
     """
@@ -42,7 +42,7 @@ class _SegmentCutter:
 
     Attributes:
         ops: Operations and views in order.
-        places: Segment of each operation.
+        places: Number of the segment of each operation.
         items: Block that each segment is an occurrence of; "" for what is between blocks.
     """
 
@@ -66,7 +66,7 @@ class _SegmentCutter:
         self.forward = [op.phase is not Phase.BACKWARD for op in self.ops]
 
     def table(self, tied: Sequence[tuple[str, str]], name: str) -> ModelTable:
-        """The segments, equal ones in a row as one with its count."""
+        """Make the table: the segments, equal ones in a row as one with its count."""
         count = len(self.items)
         leaves = self._crossing(forward=True)
         back = self._crossing(forward=False)
@@ -98,7 +98,9 @@ class _SegmentCutter:
         return ModelTable(name, _uniquely_named(segments), tuple(counts), {}, pairs)
 
     def _crossing(self, *, forward: bool) -> list[list[int]]:
-        """For each border the tensors made on one side and taken on the other, those that live longest first."""
+        """By border between segments, tensors made on one side and taken on the other; those that live longest
+        first.
+        """
         reach: dict[tuple[int, int], int] = {}  # (segment, tensor): the farthest segment that takes it
         for index, op in enumerate(self.ops):
             if self.forward[index] is not forward:
@@ -119,13 +121,13 @@ class _SegmentCutter:
         return [sorted(found, key=lambda t: (-found[t], self.producers[t][0])) for found in borders]
 
     def _made(self, tensor: int, until: int) -> int | None:
-        """The operation that made a tensor for one that takes it: a view may be made again in every block."""
+        """Operation that made a tensor for one that takes it, or None; a view may be made again in every block."""
         places = self.producers.get(tensor, [])
         at = bisect_left(places, until)
         return places[at - 1] if at else None
 
     def _as_leaves(self, grads: list[int], leaves: list[int]) -> list[int]:
-        """Gradients in the order of the activations that they are of; the shapes are equal."""
+        """Order gradients as the activations that they belong to; the shapes are equal."""
         rest, ordered = list(grads), list[int]()
         for leaf in leaves:
             shape = self.graph.tensors[leaf].shape
@@ -136,12 +138,12 @@ class _SegmentCutter:
         return [*ordered, *rest]
 
     def _carried(self, before: list[int], after: list[int]) -> list[int]:
-        """What leaves a block if it hands on what the last block has no use for, as the blocks before it do."""
+        """Tensors that leave a block if it hands on what the last block has no use for, as the blocks before it do."""
         new = iter(t for t in after if t not in before)
         return [t if t in after or self._passes(t, before) else next(new, t) for t in before]
 
     def _passes(self, tensor: int, leaves: list[int]) -> bool:
-        """Whether one of the leaves of a block was there before the block: it has no gradient that would tell."""
+        """Whether one of a block's leaves was there before the block: it has no gradient that would tell."""
         at = self.producers.get(tensor)
         return at is not None and self.places[at[0]] == 0 and tensor in leaves
 
@@ -179,13 +181,13 @@ class _SegmentCutter:
         return "before" if at == 0 else "after" if at == len(self.items) - 1 else "between"
 
     def _parameters(self, at: int) -> list[Parameter]:
-        """Parameters that the segment's operations use; those that none uses are the first segment's."""
+        """Parameters that the operations of segment ``at`` use; those that none uses are the first segment's."""
         used = self.used[at]
         unused = set[int]() if at else self.parameters.keys() - set[int]().union(*self.used)
         return [self.parameters[storage] for storage in sorted(used | unused) if storage in self.parameters]
 
     def _saved(self, chosen: list[int]) -> list[int]:
-        """Tensors of the forward that the backward takes."""
+        """Ids of the tensors of the forward that the backward takes."""
         made: set[int] = set()
         saved: dict[int, None] = {}
         for i in chosen:
@@ -229,7 +231,7 @@ class _SegmentNumbers:
         return tuple(self.numbers[t] for t in tensors)
 
     def complete(self) -> None:
-        """Of each storage a tensor that is all of it."""
+        """Make sure that each storage has a tensor that is all of it."""
         graph = self.cutter.graph
         largest: dict[int, int] = {}
         for t in self.numbers:
@@ -262,7 +264,11 @@ class _SegmentNumbers:
 
 
 def _merged(graph: StepGraph, views: list[tuple[int, Op]]) -> tuple[list[Op], list[bool]]:
-    """Operations and views in order; views that nobody takes, or that change nothing, are left out."""
+    """Merge operations and views in order; views that nobody takes, or that change nothing, are left out.
+
+    Returns:
+        The operations, and of each whether it is a view.
+    """
     rows: list[tuple[Op, bool]] = []
     rest = iter([*views, (len(graph.ops) + 1, None)])
     position, view = next(rest)
@@ -284,7 +290,7 @@ def _merged(graph: StepGraph, views: list[tuple[int, Op]]) -> tuple[list[Op], li
 
 
 def _blocks(ops: Sequence[Op]) -> list[str]:
-    """The block each operation belongs to: an item of a module list that has attention or at least two products."""
+    """Path of the block of each operation: an item of a module list that has attention or at least two products."""
     items = block_items(ops)
     products: dict[str, int] = {}
     for op, item in zip(ops, items, strict=True):
@@ -295,7 +301,7 @@ def _blocks(ops: Sequence[Op]) -> list[str]:
 
 
 def _placed(ops: Sequence[Op], items: list[str]) -> tuple[list[str], list[int]]:
-    """The items of the segments in the order of forward, and the segment of each operation."""
+    """Blocks of the segments in the order of forward, and the number of the segment of each operation."""
     kinds = [(op.phase is Phase.BACKWARD, item) for op, item in zip(ops, items, strict=True)]
     runs = [(back, item, len(list(group))) for (back, item), group in groupby(kinds)]
     order = [item for back, item, _ in runs if not back]
@@ -327,7 +333,7 @@ def _backward_place(order: list[str], at: int, item: str, following: str) -> int
 
 
 def _local(name: str, item: str) -> str:
-    """A module's or parameter's name within a block."""
+    """Name of a module or parameter within its block."""
     if item and (name == item or name.startswith(item + ".")):
         return name[len(item) + 1 :]
     return name

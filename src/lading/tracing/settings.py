@@ -77,7 +77,7 @@ def _others(op: Op, base: str, named: dict[str, Any], rank: int) -> Settings:
 
 
 def _named(op: Op) -> dict[str, Any]:
-    """Arguments by their names."""
+    """Arguments of an operation by their schema names."""
     names = _argument_names(op.name)
     named: dict[str, Any] = dict(zip(names, op.args, strict=False))
     named.update(op.kwargs)
@@ -101,7 +101,10 @@ def _defaults(name: str) -> dict[str, Any]:
 
 
 def regrouped(before: tuple[int, ...], after: tuple[int, ...]) -> Groups:
-    """Which dims of one shape make which dims of another, in order; a dim of length 1 may come from, or go to, none."""
+    """Groups of dims of one shape that make groups of dims of another, in order.
+
+    A dim of length 1 may come from, or go to, none.
+    """
     groups: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(before) or j < len(after):
@@ -122,7 +125,7 @@ def regrouped(before: tuple[int, ...], after: tuple[int, ...]) -> Groups:
 
 
 def _merged(before: tuple[int, ...], after: tuple[int, ...], at: tuple[int, int], groups: list[Any]) -> tuple[int, int]:
-    """Add the smallest group of dims from ``at`` on that hold equally many elements; gives where it ends."""
+    """Add the smallest group of dims from ``at`` on that hold equally many elements; returns where it ends."""
     i, j = at[0] + 1, at[1] + 1
     left, right = before[at[0]], after[at[1]]
     while left != right:
@@ -159,7 +162,7 @@ def _reduced(named: dict[str, Any], rank: int) -> Settings:
 
 
 def number_settings(settings: Settings) -> list[Size]:
-    """The lengths among settings, in order: they may depend on sizes."""
+    """Lengths among settings, in order: they may depend on sizes."""
     found: list[Size] = []
     for _, value in settings:
         if isinstance(value, Size):
@@ -170,7 +173,7 @@ def number_settings(settings: Settings) -> list[Size]:
 
 
 def with_numbers(settings: Settings, numbers: list[Size]) -> Settings:
-    """The same settings with other lengths, in order."""
+    """Copy of settings with other lengths, in the order of ``number_settings``."""
     rest = iter(numbers)
     return tuple(
         (
@@ -186,7 +189,7 @@ def with_numbers(settings: Settings, numbers: list[Size]) -> Settings:
 
 
 def number_args(op: Op) -> list[int | float]:
-    """The numbers among arguments, in order: they may depend on sizes."""
+    """Numbers among the arguments of an operation, in order: they may depend on sizes."""
     return [number for arg in (*op.args, *(arg for _, arg in op.kwargs)) for number in _numbers(arg)]
 
 
@@ -199,7 +202,7 @@ def _numbers(arg: Arg) -> Iterator[int | float]:
 
 
 def with_number_args(op: Op, numbers: list[Arg]) -> Op:
-    """The same operation with other numbers among its arguments, in order."""
+    """Copy of an operation with other numbers among its arguments, in the order of ``number_args``."""
     rest = iter(numbers)
 
     def exchanged(arg: Arg) -> Arg:

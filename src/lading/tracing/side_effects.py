@@ -1,4 +1,4 @@
-"""What a forward changes besides tensors: attributes of modules, and random generators torch does not own."""
+"""Side effects of a forward besides tensors: attributes of modules, and random generators that torch does not own."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lading.tracing.attributes import Left, carried, carry, copied, left_in, tab
 def left_as_it_was(
     model: torch.nn.Module, before: Left | None = None, seen: set[str] | None = None, loss: Any = None
 ) -> Iterator[Left]:
-    """Put every attribute of every module, and of the loss, back; gives what the step left in them.
+    """At the end, put every attribute of every module, and of the loss, back; gives what the step left in them.
 
     Args:
-        before: What an earlier step left, to begin with; ``seen`` then gets the names of the numbers that decide
-            something.
+        before: Changes that an earlier step left, to begin with; ``seen`` then gets the names of the numbers that
+            decide something.
 
     Raises:
         CaptureError: what was traced depends on something that the next step would find changed: numbers of another
@@ -81,7 +81,7 @@ def branches_of_eager() -> Iterator[None]:
 
 
 def as_written(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile`` was given, where a model is what it gave; its parameters have plain names."""
+    """Module that ``torch.compile`` was given, where ``model`` is what it returned; its parameters have plain names."""
     compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     while compiled is not None and isinstance(model, compiled):
         model = model._orig_mod  # pyright: ignore[reportAssignmentType]
@@ -106,7 +106,7 @@ def uncompiled() -> Iterator[None]:
 def _unconverted(
     name: str, module: torch.nn.Module, convert: Callable[[torch.Tensor], Any], recurse: bool = True
 ) -> Any:
-    """``module.to(...)`` inside a forward, where it changes nothing.
+    """Stand in for ``module.to(...)`` inside a forward, where it changes nothing.
 
     Raises:
         CaptureError: it would change a parameter or buffer.
@@ -122,7 +122,7 @@ def _unconverted(
 
 
 def _generators() -> tuple[Any, Any, Any]:
-    """The states of the generators a forward could draw from; torch's own draws nothing while tracing."""
+    """States of the generators a forward could draw from; torch's own draws nothing while tracing."""
     kind, keys, *rest = np.random.get_state()
     return (kind, bytes(np.asarray(keys)), rest), random.getstate(), torch.get_rng_state()
 

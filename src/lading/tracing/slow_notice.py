@@ -1,4 +1,4 @@
-"""A line on standard error, now and then, while something takes long."""
+"""Notices on standard error, now and then, while something takes long."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _EVERY_S = 5.0
 
 @contextmanager
 def told_if_slow(what: str, count: Callable[[], int], *, every_s: float = _EVERY_S) -> Iterator[None]:
-    """Say how far something is, as long as it takes.
+    """Print how far something is every few seconds, as long as it takes.
 
     Args:
-        what: What is done, such as "capture".
-        count: Operations so far; called from another thread.
+        what: Name of what is done, such as "capture".
+        count: Gives the number of operations so far; called from another thread.
         every_s: Seconds before the first line, and between two.
     """
     done, start = Event(), time.monotonic()

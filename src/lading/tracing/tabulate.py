@@ -37,7 +37,7 @@ Make = Callable[[Mapping[str, int]], tuple[torch.nn.Module, Any]]
 def traced(
     model: torch.nn.Module, batch: Any, loss: Loss, *, whole: bool = True
 ) -> tuple[StepGraph, list[tuple[int, Op]], list[tuple[str, str]]]:
-    """A step with its views, norms and dropouts whole and tied parameters apart.
+    """Capture a step with its views, with norms and dropouts whole and tied parameters apart.
 
     Args:
         whole: False leaves norms and dropouts as the processor runs them.
@@ -74,7 +74,7 @@ def _tied_pairs(model: torch.nn.Module) -> list[tuple[str, str]]:
 
 
 def captured_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "", *, whole: bool = True) -> ModelTable:
-    """The table of a model at the sizes it has: no symbols.
+    """Make the table of a model at the sizes it has: no symbols.
 
     Raises:
         CaptureError: it cannot be captured, or its blocks do not run one after another.
@@ -85,12 +85,12 @@ def captured_table(model: torch.nn.Module, batch: Any, loss: Loss, name: str = "
 def module_table(
     model: torch.nn.Module, batch: Any, loss: Loss, name: str = "", *, tokens: int = 0, whole: bool = True
 ) -> ModelTable:
-    """The table of any module in the symbols ``b`` (sequences) and ``s`` (tokens).
+    """Make the table of any module in the symbols ``b`` (sequences) and ``s`` (tokens).
 
     Args:
         batch: A tree of tensors, or ``batch(b, s)`` that makes one. Of a tree the first dims vary with ``b``.
         loss: As ``lading.capture`` takes it.
-        tokens: Of a sequence: other dims of a tree that are as long vary with ``s``, those longer by one with
+        tokens: Tokens of a sequence: other dims of a tree that are as long vary with ``s``, those longer by one with
             ``s + 1``; 0 for the second dim of the first tensor, if that is of numbered tokens or of vectors.
         whole: Norms and dropouts are one operation each, as on a GPU; False for what a processor runs.
     Raises:
@@ -129,7 +129,7 @@ def module_table(
 
 @contextmanager
 def _shortened(model: torch.nn.Module, counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Within it at most two of equal blocks in a row stand in the model; gives how often each then does.
+    """Leave at most two of equal blocks in a row in the model while open; gives how often each then stands.
 
     All stay where it is not plain which list of modules the blocks are.
     """
@@ -149,7 +149,7 @@ def _shortened(model: torch.nn.Module, counts: tuple[int, ...]) -> Iterator[tupl
 
 
 def _tokens(batch: Any) -> int:
-    """Tokens of a batch's first tensor; 0 for images and the like."""
+    """Number of tokens of a batch's first tensor; 0 for images and the like."""
     leaves = [leaf for _, leaf in input_leaves(batch)]
     if not leaves or not leaves[0].dim():
         raise CaptureError("expected a batch whose first tensor has a dim for its sequences, got none")
@@ -158,7 +158,7 @@ def _tokens(batch: Any) -> int:
 
 
 def _resized(batch: Any, tokens: int, b: int, s: int) -> Any:
-    """A batch like one, of other lengths."""
+    """Copy of a batch with ``b`` sequences of ``s`` tokens."""
     known = {tokens: s, tokens + 1: s + 1} if tokens else {}
     first = next(leaf for _, leaf in input_leaves(batch)).shape[0]
 
@@ -173,12 +173,12 @@ def _resized(batch: Any, tokens: int, b: int, s: int) -> Any:
 def table_over(
     sizes: Sequence[Mapping[str, int]], make: Make, loss: Loss, name: str, largest: int | None = None
 ) -> ModelTable:
-    """One table from captures at several sizes.
+    """Make one table from captures at several sizes.
 
     Args:
         sizes: Values of the symbols; the last are not fitted but checked.
-        make: The model and a batch of such sizes.
-        largest: Coefficients are at most this; None means any.
+        make: Makes the model and a batch of such sizes.
+        largest: Largest coefficient; None means any.
     Raises:
         CaptureError: the captures differ by more than lengths, or a length is no polynomial; says where.
     """
@@ -186,7 +186,7 @@ def table_over(
 
 
 def _joined(tables: Sequence[ModelTable], sizes: Sequence[Mapping[str, int]], largest: int | None) -> ModelTable:
-    """One table from those of several sizes."""
+    """Join the tables of several sizes to one whose lengths are polynomials in them."""
     for table, at in zip(tables[1:], sizes[1:], strict=True):
         _check_alike(tables[0], table, f"at {_said(sizes[0])} and at {_said(at)}")
     identifier = Identifier(sizes[:-1], largest)
@@ -222,7 +222,7 @@ def _check_alike(left: ModelTable, right: ModelTable, where: str) -> None:
 
 
 def _lengths(tables: Sequence[Sequence[Segment]]) -> Iterator[list[int]]:
-    """Every dim of every tensor, of all tables."""
+    """Yield every dim of every tensor, as its lengths in all tables."""
     for segments in zip(*tables, strict=True):
         for same in zip(*(segment.tensors for segment in segments), strict=True):
             for dims in zip(*(tensor.dims for tensor in same), strict=True):
@@ -239,7 +239,7 @@ def _no_dims(tensor: Any) -> Any:
 
 
 def _unified(segments: Sequence[Segment], identifier: Identifier, check: Mapping[str, int]) -> Segment:
-    """One segment with polynomials for the lengths of several."""
+    """Join a segment at several sizes to one whose lengths are polynomials; ``check`` are the sizes not fitted."""
 
     def find(lengths: Sequence[Size], what: str) -> Size:
         numbers = [int(length.at({})) for length in lengths]
@@ -270,7 +270,7 @@ def _unified(segments: Sequence[Segment], identifier: Identifier, check: Mapping
 
 
 def _argument(numbers: Sequence[int | float], identifier: Identifier, check: Mapping[str, int]) -> Arg:
-    """An argument that was these numbers at the sizes captured; UNKNOWN where it is no simple polynomial in them."""
+    """Join an argument's numbers at the sizes captured; UNKNOWN where they are no simple polynomial in them."""
     if len(set(numbers)) == 1:
         return numbers[0]
     if all(float(number).is_integer() for number in numbers):

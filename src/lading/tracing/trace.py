@@ -80,7 +80,7 @@ def _once(
     before: Left | None = None,
     seen: set[str] | None = None,
 ) -> tuple[StepGraph, Left]:
-    """One capture, from what an earlier step left; and what this one leaves."""
+    """Capture once, from what an earlier step left in attributes; returns what this one leaves, too."""
     tracer = Tracer()
     with mode:
         fakes = fake_copies(model)
@@ -106,7 +106,7 @@ def _once(
 def forward_backward(
     loss: Any, tracer: Tracer, accumulation: int, fakes: Mapping[str, torch.Tensor], model: torch.nn.Module, batch: Any
 ) -> dict[str, torch.Tensor]:
-    """What is traced; gives the loss and its terms by name.
+    """Run forward, loss and backward inside the tracer; returns the loss and its terms by name.
 
     Backward is inside too, as a model with its own checkpointing runs its modules again there.
     """
@@ -133,7 +133,7 @@ def forward_backward(
 
 
 def _keep_assigned_buffers(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor]) -> None:
-    """A buffer that the forward assigns anew (``self.mean = 0.9 * self.mean + ...``) is written in place instead."""
+    """Write a buffer in place that the forward assigns anew (``self.mean = 0.9 * self.mean + ...``)."""
     with torch.no_grad():
         for name, now in model.named_buffers(remove_duplicate=False):
             before = fakes.get(name)
@@ -159,14 +159,14 @@ class _Step(torch.nn.Module):
         return self.loss(self.model, batch)
 
     def __call__(self, batch: Any) -> Any:
-        """Without the hooks that all modules have: this one is none of the user's."""
+        """Run without the hooks that all modules have: this one is none of the user's."""
         return self.forward(batch)
 
 
 def call_on(
     model: torch.nn.Module, fakes: Mapping[str, torch.Tensor], batch: Any, loss: Any, *, tied: bool = True
 ) -> dict[str, torch.Tensor]:
-    """``loss(model, batch)`` with the model's parameters and buffers exchanged for ``fakes``.
+    """Call ``loss(model, batch)`` with the model's parameters and buffers exchanged for ``fakes``.
 
     Args:
         tied: Parameters with several names have one tensor.
@@ -178,7 +178,7 @@ def call_on(
 
 
 def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode | None:
-    """The mode of a model that was built from fake tensors, so that its tensors can be used as they are."""
+    """Fake mode of a model that was built from fake tensors, so that its tensors can be used as they are; else None."""
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, FakeTensor):
             tensor.fake_mode.allow_non_fake_inputs = True
@@ -187,7 +187,7 @@ def fake_mode_of(model: torch.nn.Module) -> FakeTensorMode | None:
 
 
 def fake_copies(model: torch.nn.Module, *, tied: bool = True) -> dict[str, torch.Tensor]:
-    """Fresh fake CPU tensors for every parameter and buffer by every name; tied ones are shared if ``tied``."""
+    """Make fake CPU tensors of every parameter and buffer by every name; tied ones are shared if ``tied``."""
     check_alone(model)
     made: dict[int | str, torch.Tensor] = {}
     fakes: dict[str, torch.Tensor] = {}
@@ -211,7 +211,7 @@ def _fake_like(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fake_batch(batch: Any) -> tuple[list[tuple[str, torch.Tensor]], Any]:
-    """Fake tensors of a batch by name, and the batch made of them."""
+    """Make fake tensors of a batch: pairs (name, tensor), and the batch made of them."""
     inputs: list[tuple[str, torch.Tensor]] = []
 
     def visit(name: str, leaf: torch.Tensor) -> torch.Tensor:

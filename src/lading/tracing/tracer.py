@@ -93,8 +93,8 @@ class Tracer(TorchDispatchMode):
     """Records every operation that creates or mutates a storage.
 
     Args:
-        outside: What runs when no module's forward does, for messages.
-        views: Takes each view as (number of operations before it, the view as an operation); None drops them.
+        outside: Name of what runs when no module's forward does, for messages.
+        views: Receives each view as (number of operations before it, the view as an operation); None drops them.
     """
 
     def __init__(self, outside: str = "the loss", views: list[tuple[int, Op]] | None = None) -> None:
@@ -135,7 +135,7 @@ class Tracer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No wrapper that keeps torch.compile out of every call: nothing is compiled here."""
+        """Say no: no wrapper is needed that keeps torch.compile out of every call, as nothing is compiled here."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,7 +167,11 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _data_dependent(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
-        """The result of an operation that must see values, where they are known; otherwise it cannot be captured."""
+        """Result of an operation that must see values, where they are known.
+
+        Raises:
+            CaptureError: they are not, so it cannot be captured.
+        """
         name = func._schema.name
         if name == "aten::index" and (plain := self._plain_indices(args[1])) is not None:
             return self.__torch_dispatch__(func, (), (args[0], plain), kwargs)
@@ -187,7 +191,7 @@ class Tracer(TorchDispatchMode):
         return self._constant_from(out) if isinstance(out, torch.Tensor) else out
 
     def _number_of_batch(self, func: Any, tensor: torch.Tensor, error: Exception) -> int | bool:
-        """A truth or integer of this batch, with an operation that makes sure the next batches give the same.
+        """Truth or integer of this batch; records an operation that makes sure the next batches give the same.
 
         Where a model asks whether its numbers are still finite, they are, until that operation says otherwise.
         """
@@ -209,13 +213,13 @@ class Tracer(TorchDispatchMode):
         return number
 
     def _known(self, tensors: list[torch.Tensor], *, batch: bool = False) -> list[torch.Tensor] | None:
-        """Values that follow from constants, or also from the batch."""
+        """Real values of tensors that follow from constants, or with ``batch`` also from the batch; None if unknown."""
         ids = [self.tensor_id(t) for t in tensors]
         with unset_fake_temporarily():
             return self._trace.values(ids, batch=batch)
 
     def _plain_indices(self, indices: Any) -> list[torch.Tensor | None] | None:
-        """The same indices with known masks as positions, as the kernel itself takes them."""
+        """Indices with known masks turned into positions, as the kernel itself takes them."""
         plain: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -230,13 +234,13 @@ class Tracer(TorchDispatchMode):
         return plain
 
     def _constant_from(self, real: torch.Tensor) -> torch.Tensor:
-        """A fake tensor that stands for known values."""
+        """Make a fake tensor that stands for known values."""
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
         self._constant(fake, real)
         return fake
 
     def _check_real(self, func: Any, tensors: list[torch.Tensor], mutated: list[torch.Tensor]) -> None:
-        """Tensors nobody declared are constants: they are neither trained nor written."""
+        """Refuse to train or write a tensor that nobody declared: such tensors are constants."""
         if all(type(t) is FakeTensor or isinstance(t, FakeTensor) for t in tensors):
             return
         if any(not isinstance(t, FakeTensor) for t in mutated):
@@ -249,7 +253,7 @@ class Tracer(TorchDispatchMode):
         return self.tensor_id(args[0]) if func._schema.is_mutable and moves_view(func) else None
 
     def _record_moved(self, func: Any, args: Any, before: int) -> None:
-        """A view in place: nothing is written, but the tensor has another geometry from now on."""
+        """Record a view in place: nothing is written, but the tensor has another geometry from now on."""
         self._check_size(func, args[0].untyped_storage())
         after = self.tensor_id(args[0])
         if id(args[0]) in self._declared and after != before:
@@ -260,7 +264,7 @@ class Tracer(TorchDispatchMode):
             self.views.append((len(self.ops), Op(*view, OpKind.COPY)))
 
     def _check_size(self, func: Any, storage: torch.UntypedStorage) -> None:
-        """A storage keeps the size that it was made with."""
+        """Refuse an operation that changed the size of a storage."""
         number = self._storage_ids.get(storage._cdata)
         if number is None or self.storages[number].size_bytes != storage.nbytes():
             raise CaptureError(self._refusal(func, _ADVICE["memory"]))
@@ -269,7 +273,7 @@ class Tracer(TorchDispatchMode):
         return f"cannot capture {func} in {self.place()}: {advice}"
 
     def place(self) -> str:
-        """The running module, for people."""
+        """Name of the running module, for messages."""
         inside = bool(self.modules) or self.phase is Phase.BACKWARD
         return f"module {self._module()!r}" if self._module() else "the model itself" if inside else self.outside
 
@@ -353,16 +357,16 @@ class Tracer(TorchDispatchMode):
         return is_random
 
     def _remember(self, module: str) -> None:
-        """Which module the newest autograd node is of, for the operations of its backward."""
+        """Remember which module the newest autograd node belongs to, for the operations of its backward."""
         if self.phase is Phase.FORWARD:
             newest = torch.autograd._get_sequence_nr() - 1  # pyright: ignore[reportPrivateImportUsage]
             self._node_modules.setdefault(newest, module)
 
     def _functional(self, func: Any, args: Any, kwargs: Any, mutated: list[torch.Tensor]) -> Any:
-        """The out-of-place form of an in-place operation on a whole temporary, so that it can be recomputed.
+        """Run the out-of-place form of an in-place operation on a whole temporary, so that it can be recomputed.
 
-        None where the operation must stay in place: it is random, writes only part of its storage, writes what
-        lives on (a parameter, a buffer, the batch), or its out-of-place form gives another dtype.
+        None where the operation must stay in place: it is random, writes only part of its storage, writes what lives on
+        (a parameter, a buffer, the batch), or its out-of-place form gives another dtype.
         """
         target = mutated[0]
         storage = self.storages[self._storage_ids[target.untyped_storage()._cdata]]
@@ -394,7 +398,7 @@ class Tracer(TorchDispatchMode):
         self.storages.append(Storage(name, storage.nbytes(), role, data))
 
     def _constant(self, t: torch.Tensor, real: torch.Tensor) -> None:
-        """``t`` holds the values of ``real``, a tensor made from Python numbers or a plain attribute of a module."""
+        """Register ``t`` as a constant with the values of ``real``, made from numbers or a module's plain attribute."""
         with unset_fake_temporarily():
             dense = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(real)
             data = torch.empty(0, dtype=torch.uint8).set_(dense.untyped_storage()).numpy().tobytes()
@@ -426,7 +430,11 @@ class Tracer(TorchDispatchMode):
         return self._tensor_ids[key]
 
     def _adopt(self, t: torch.Tensor) -> None:
-        """A tensor nobody declared: a constant if its values are known, otherwise not capturable."""
+        """Register a tensor nobody declared: a constant if its values are known.
+
+        Raises:
+            CaptureError: they are not known.
+        """
         real = t.constant if isinstance(t, FakeTensor) else t
         if real is None:
             raise CaptureError(
@@ -455,7 +463,7 @@ class Tracer(TorchDispatchMode):
         inputs: list[tuple[str, torch.Tensor]],
         losses: Mapping[str, torch.Tensor],
     ) -> StepGraph:
-        """The finished StepGraph, not yet folded."""
+        """Make the StepGraph of all that was recorded, not yet folded."""
         parameters = tuple(self._parameters(fakes))
         final = {self.tensors[p.gradient].storage for p in parameters if p.gradient is not None}
         storages = [
@@ -495,7 +503,7 @@ class Tracer(TorchDispatchMode):
 
 
 def _check_constants(graph: StepGraph) -> None:
-    """A constant is there in every step as it was captured, so nothing may write it."""
+    """Refuse a graph that writes a constant, which is there in every step as it was captured."""
     for op in graph.ops:
         for t in op.mutates:
             if graph.storages[graph.storage_of(t)].role is Role.CONSTANT:
@@ -516,7 +524,7 @@ _LITERALS: dict[str, type] = {
 
 
 def _exchanged(value: Any, real: Mapping[int, torch.Tensor]) -> Any:
-    """Arguments with each tensor exchanged for its real value."""
+    """Exchange each tensor among arguments for its real value."""
     if isinstance(value, torch.Tensor):
         return real[id(value)]
     if isinstance(value, dict):
@@ -537,10 +545,10 @@ class Trace:
         self.inputs: dict[int, torch.Tensor] = {}
 
     def values(self, wanted: Sequence[int], *, batch: bool = False) -> list[torch.Tensor] | None:
-        """Real values of graph tensors; None if they are not known. To be called with no mode active.
+        """Compute real values of graph tensors; None if they are not known. To be called with no mode active.
 
         Args:
-            batch: Values that follow from the batch at hand will do.
+            batch: Whether values that follow from the batch at hand will do.
         """
         needed = {self.tensors[t].storage for t in wanted}
         chosen: list[Op] = []
@@ -624,7 +632,7 @@ def moves_view(func: Any) -> bool:
 
 
 def out_of_place(func: Any) -> str:
-    """Name of the operation that gives a new view where this one changes its argument."""
+    """Name of the operation that returns a new view where ``func`` changes its argument."""
     name = func.overloadpacket.__name__.removesuffix("_")
     return f"aten.{name}.{'int' if name == 'transpose' else func._overloadname}"
 

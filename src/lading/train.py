@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lading.alone import check_only_rank
 from lading.catalog.models import resolved
 from lading.checkpoint.lock import run_lock
 from lading.checkpoint.store import Checkpoint, latest_checkpoint, open_checkpoint
@@ -113,9 +114,11 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
 
     Raises:
         BudgetExceeded: measured memory went above the budget; everything is saved and reported first.
-        ConfigError: a setting, a plan made for another model or machine, or an out folder of another run.
+        ConfigError: a setting, a plan made for another model or machine, an out folder of another run, or a job of
+            several ranks.
         StorageError: another run is using the folder, or the disk is full; checkpoints saved before stay whole.
     """
+    check_only_rank()
     if isinstance(what, RunConfig):
         what = resolved(what)
         check_logging(what.logging)

@@ -111,6 +111,11 @@ def test_updates_come_once_after_the_last_reader(accumulation: int, clip_norm: f
         ]
 
 
+def test_more_micro_batches_than_can_be_planned_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"accumulation: expected at most [\d,]+ micro-batches.*got 1,000,000,000 \("):
+        step_of(accumulation=10**9)
+
+
 def test_clipping_is_that_of_torch() -> None:
     graph = step_of(clip_norm=0.5)
     tail = [op for op in graph.ops if op.phase is Phase.OPTIMIZER]

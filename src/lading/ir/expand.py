@@ -56,6 +56,8 @@ from lading.optim.rule import ParameterRule
 
 #: Least elements of a part: 4 MiB of float32, which a disk moves at nearly full speed.
 PART_ELEMENTS = 1 << 20
+#: Operations of a step that is planned, at most, where micro-batches multiply them: 55 of a Llama of 32 blocks.
+_MOST_OPERATIONS = 200_000
 #: A model has about this many parts at most, so that the step stays short.
 _PARTS = 256
 #: Parts begin at whole pages of float32, which are whole vectors of every CPU.
@@ -83,10 +85,16 @@ def expand(
         part_elements: Least elements of a part of an optimizer state. See [Note: states in parts].
 
     Raises:
-        ConfigError: negative clip_norm, no parameter has a gradient, gradients of several dtypes to clip, or a
-            parameter that the rule cannot move.
+        ConfigError: negative clip_norm, no parameter has a gradient, gradients of several dtypes to clip, a parameter
+            that the rule cannot move, or more micro-batches than can be planned.
     """
     check_rate("clip_norm", clip_norm)  # 0 is off
+    if (count := graph.accumulation * len(graph.ops)) > _MOST_OPERATIONS and graph.accumulation > 1:
+        raise ConfigError(
+            f"accumulation: expected at most {max(1, _MOST_OPERATIONS // len(graph.ops)):,} micro-batches of "
+            f"{len(graph.ops):,} operations, as a step is planned operation by operation, got {graph.accumulation:,} "
+            f"({count:,} operations); make micro-batches larger"
+        )
     trained = [p for p in graph.parameters if p.gradient is not None]
     if not trained:
         raise ConfigError("no parameter has a gradient: nothing would be trained; check requires_grad")

@@ -31,8 +31,11 @@ PIECE_BYTES = 512 * KiB
 Call = Callable[[], object]
 #: Where the results of an operation go; None for one that is dropped.
 Outs = Sequence[torch.Tensor | None]
-#: Calls with the results that each gives, by position; and the scratch bytes of the largest call.
-Pieces = tuple[list[tuple[Call, list[tuple[int, torch.Tensor]]]], int]
+#: A call on a part of an operation, with the places of its results by position.
+_Piece = tuple[Call, list[tuple[int, torch.Tensor]]]
+#: What makes the pieces of an operation each time it runs, and the scratch bytes of the largest. Kept, their views
+#: would take up to 84 KB an operation, 2.4 MB of a step of GPT-2; to make one costs some microseconds.
+Pieces = tuple[Callable[[], Iterator[_Piece]], int]
 View = Callable[[int], torch.Tensor | None]
 
 
@@ -497,11 +500,11 @@ def in_pieces(
     return None if pieces is None else (_runner(pieces[0]), pieces[1])
 
 
-def _runner(calls: list[tuple[Call, list[tuple[int, torch.Tensor]]]]) -> Call:
-    """Make one call that runs each of ``calls`` and copies its results to their places, by position."""
+def _runner(pieces: Callable[[], Iterator[_Piece]]) -> Call:
+    """Make one call that runs each piece and copies its results to their places, by position."""
 
     def run() -> None:
-        for call, places in calls:
+        for call, places in pieces():
             results: Any = call()
             for index, place in places:
                 place.copy_(results[index])
@@ -532,14 +535,15 @@ def _layer_norm(function: Callable[..., Any], args: Sequence[Any], outs: Outs) -
     if wide is None or narrow is None:
         return None
     step = max(1, PIECE_BYTES // (width * x.element_size()))
-    calls: list[tuple[Call, list[tuple[int, torch.Tensor]]]] = []
-    for cut in _cuts(x.numel() // width, step):
-        part = [None if t is None else t[cut] for t in (wide[1], *narrow)]
-        assert wide[0] is not None
-        calls.append(
-            (partial(function, wide[0][cut], [width], *map(_flat_or_none, (weight, bias)), eps), _places(part))
-        )
-    return calls, step * (width * x.element_size() + 16)
+    rows, places, scales = wide[0], (wide[1], *narrow), [_flat_or_none(t) for t in (weight, bias)]
+    assert rows is not None
+
+    def pieces() -> Iterator[_Piece]:
+        for cut in _cuts(len(rows), step):
+            part = [None if t is None else t[cut] for t in places]
+            yield partial(function, rows[cut], [width], *scales, eps), _places(part)
+
+    return pieces, step * (width * x.element_size() + 16)
 
 
 def _layer_norm_backward(function: Callable[..., Any], args: Sequence[Any], outs: Outs) -> Pieces | None:
@@ -550,16 +554,18 @@ def _layer_norm_backward(function: Callable[..., Any], args: Sequence[Any], outs
     if wide is None or narrow is None or outs[0] is None:
         return None
     step = max(1, PIECE_BYTES // (width * x.element_size()))
-    calls: list[tuple[Call, list[tuple[int, torch.Tensor]]]] = []
-    for cut in _cuts(x.numel() // width, step):
-        g, y, place, m, r = (t[cut] for t in (*wide, *narrow) if t is not None)
-        parts = (g, y, [width], m, r, _flat_or_none(weight), _flat_or_none(bias), [True, False, False])
-        calls.append((partial(function, *parts), [(0, place)]))
+    scales = [_flat_or_none(t) for t in (weight, bias)]
     rest = [False, mask[1] and outs[1] is not None, mask[2] and outs[2] is not None]
-    if any(rest):
-        calls.append((partial(function, *args[:7], rest), _places((None, *outs[1:]))))
+
+    def pieces() -> Iterator[_Piece]:
+        for cut in _cuts(x.numel() // width, step):
+            g, y, place, m, r = (t[cut] for t in (*wide, *narrow) if t is not None)
+            yield partial(function, g, y, [width], m, r, *scales, [True, False, False]), [(0, place)]
+        if any(rest):
+            yield partial(function, *args[:7], rest), _places((None, *outs[1:]))
+
     inner = inner_bytes("native_layer_norm_backward", [grad, x], outs)
-    return calls, max(step * width * x.element_size(), bytes_of(outs[1:]) + inner)
+    return pieces, max(step * width * x.element_size(), bytes_of(outs[1:]) + inner)
 
 
 def _flat_or_none(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -585,16 +591,22 @@ def _attention(
     if any(t.shape[:2] != (batch, heads) for t in tensors):
         return None
     rows, some = _tile(batch, heads, bytes_of(outs) // (batch * heads), torch.get_num_threads())
-    calls: list[tuple[Call, list[tuple[int, torch.Tensor]]]] = []
-    scratch = 0
-    for row, head in product(_cuts(batch, rows), _cuts(heads, some)):
+    cuts = list(product(_cuts(batch, rows), _cuts(heads, some)))
+
+    def at(row: slice, head: slice) -> tuple[list[torch.Tensor], dict[str, Any], list[torch.Tensor | None]]:
+        """View what one piece takes, and where its results go."""
         parts = [_part(t, row, head) for t in tensors]
         named = {k: _part(v, row, head) if k == "attn_mask" and v is not None else v for k, v in kwargs.items()}
-        places = [None if out is None else _part(out, row, head) for out in outs]
-        calls.append((partial(function, *parts, *rest, **named), _places(places)))
-        masks = [v for v in named.values() if isinstance(v, torch.Tensor)]
-        scratch = max(scratch, bytes_of(places) + inner_bytes(operation, [*parts, *masks], places))
-    return calls, scratch
+        return parts, named, [None if out is None else _part(out, row, head) for out in outs]
+
+    def pieces() -> Iterator[_Piece]:
+        for cut in cuts:
+            parts, named, places = at(*cut)
+            yield partial(function, *parts, *rest, **named), _places(places)
+
+    parts, named, places = at(*cuts[0])  # the largest
+    masks = [v for v in named.values() if isinstance(v, torch.Tensor)]
+    return pieces, bytes_of(places) + inner_bytes(operation, [*parts, *masks], places)
 
 
 def _tile(batch: int, heads: int, head_bytes: int, threads: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import numpy as np
 from tools.validate.requests import request_of
 from tools.validate.rows import read_rows
 
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.parallel import adapters
 from lading.sim.simulate import simulate
 
@@ -35,14 +35,14 @@ SHORT_S = {
 }
 
 
-def requests_of(path: Path) -> list[tuple[Request, float]]:
+def requests_of(path: Path) -> list[tuple[StepRequest, float]]:
     """Requests of Qwen's rows, with measured seconds."""
     rows, _ = read_rows([path])
     chosen = [row for row in rows if row.family == "qwen-finetune"]
     return [(request_of(row), row.measured["iteration_s"]) for row in chosen]
 
 
-def element_bytes(rows: list[tuple[Request, float]]) -> None:
+def element_bytes(rows: list[tuple[StepRequest, float]]) -> None:
     """Errors of the Q-LoRA rows by bytes of an element."""
     quantized = [(request, seconds) for request, seconds in rows if request.task == "qlora"]
     print("bytes of an element: sum of absolute errors, each row's error")
@@ -54,7 +54,7 @@ def element_bytes(rows: list[tuple[Request, float]]) -> None:
     adapters.ELEMENT_BYTES = kept
 
 
-def block_seconds(rows: list[tuple[Request, float]]) -> None:
+def block_seconds(rows: list[tuple[StepRequest, float]]) -> None:
     """Seconds of the host for each pass of a block, by stack."""
     for name, measured in SHORT_S.items():
         found: list[float] = []

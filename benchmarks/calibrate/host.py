@@ -22,7 +22,7 @@ from scipy.optimize import least_squares
 from tools.validate.requests import request_of
 from tools.validate.rows import Row, read_rows
 
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.sim.simulate import Priced, priced, simulate
 
 FOLDER = Path(__file__).parents[1] / "validation"
@@ -48,7 +48,7 @@ FITS = (
     Fit("measurements.jsonl", "bloom-tuning", {"collective_wait_s": 2e-4}, ("megatron-deepspeed-bigscience",)),
 )  # fmt: skip
 
-Known = tuple[Request, Priced, float]
+Known = tuple[StepRequest, Priced, float]
 
 
 def is_even(row: Row) -> bool:

@@ -20,7 +20,7 @@ from tools.validate.requests import request_of
 from tools.validate.rows import read_rows
 
 from lading.errors import LadingError
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.sim.noise import largest_of
 from lading.sim.simulate import WAITING, simulate
 from lading.sim.step import DATA_PARALLEL
@@ -37,7 +37,7 @@ class Point:
     error: float
 
 
-def group_of(request: Request, family: str) -> tuple[str, ...]:
+def group_of(request: StepRequest, family: str) -> tuple[str, ...]:
     """What is equal in rows that differ in replicas alone."""
     layout = dataclasses.asdict(request.layout)
     own = {key: str(value) for key, value in layout.items() if key not in ("dp", "global_batch", "shard")}

@@ -31,7 +31,7 @@ from tools.validate.shrinkage import Cell, expected
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import DEFAULT
 from lading.errors import LadingError
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.sim.parts import ATTENTION, LOW, MEMORY, PRODUCTS
 from lading.sim.simulate import Priced, priced, simulate
 
@@ -48,7 +48,7 @@ _WITHIN, _FITTED, _OTHER_ROWS, _OTHER = 0.9, 1.1, 10, 0.15
 class Row:
     """A measured step and what is asked for it."""
 
-    request: Request
+    request: StepRequest
     measured_s: float
     architecture: str
     parts: Priced

@@ -20,11 +20,12 @@ from collections.abc import Sequence
 
 from benchmarks.optimizers.owner_policies import POLICIES
 
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.cost.collective import collective_s
 from lading.cost.owned import GROUPS, Update
 from lading.cost.topology import group_of
 from lading.cost.updates import direction_s, shared_s
+from lading.ir.request import Request
 from lading.optim.muon import Muon
 from lading.parallel.matrices import projections
 from lading.planner.owners import Matrix, Owners, assign
@@ -86,8 +87,8 @@ def _layerwise_s(matrices: Sequence[Matrix], sim: Simulated) -> float:
 def _asked(args: argparse.Namespace, each: int) -> Simulated:
     replicas = int(next(part[2:] for part in args.layout.split(",") if part.startswith("dp")))
     layout = f"{args.layout},gb{replicas * each}"
-    question = Question(model=args.model, machine=args.machine, layout=layout, seq_len=args.seq, optimizer="muon")
-    return simulate(*request_of(question))
+    question = Request(model=args.model, machine=args.machine, layout=layout, seq_len=args.seq, optimizer="muon")
+    return simulate(*step_of(question))
 
 
 def main() -> None:

@@ -40,13 +40,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import start_processes
 
-from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.ir.layout import parse_layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, Request, StepRequest
 from lading.models.reference import build_model, model_class
 from lading.planner.peaks import peaks_of
-from lading.planner.space import Ask
 from lading.sim.simulate import simulate
 from lading.tracing.tabulate import module_table
 from lading.units import MiB
@@ -67,7 +65,7 @@ def predicted(save: str) -> dict[str, int]:
     table = module_table(
         module, random_batch("llama", SIZES, rows=3, tokens=TOKENS, seed=0), loss, "llama", tokens=TOKENS, whole=False
     )
-    request = Request(
+    request = StepRequest(
         name="llama",
         model=Architecture(family="llama", symbols={}, blocks=(("block", SIZES["num_layers"]),)),
         seq_len=TOKENS,
@@ -75,8 +73,8 @@ def predicted(save: str) -> dict[str, int]:
         layout=parse_layout(LAYOUT),
         stack=stack_by_name("torch-eager-cpu"),
     )
-    ask = Ask(request=request, table=table, machine=load_machine("h100"), devices=2, global_batch=4, save=save)
-    return {moment: sum(tiers.values()) for moment, tiers in peaks_of(simulate(request, table), ask).items()}
+    asked = Request(model="llama", machine="h100", save=save)
+    return {moment: sum(tiers.values()) for moment, tiers in peaks_of(simulate(request, table), asked).items()}
 
 
 class Rank:

@@ -25,10 +25,10 @@ from tools.validate.requests import request_of
 from tools.validate.rows import read_rows
 
 from lading.errors import LadingError, PlanInfeasible
-from lading.ir.request import Request
+from lading.ir.request import Request, StepRequest
 from lading.planner.layouts import find_layouts
 from lading.planner.peaks import budget_for, peaks_of
-from lading.planner.space import Ask
+from lading.planner.space import Space
 from lading.sim.simulate import Simulated, machine_of, simulate
 
 #: By which equal steps may differ.
@@ -53,7 +53,7 @@ def setups(files: list[Path]) -> dict[str, Simulated]:
     return found
 
 
-def name_of(request: Request) -> str:
+def name_of(request: StepRequest) -> str:
     """What makes a set-up."""
     model, layout = request.model, request.layout
     blocks = "+".join(f"{count} {kind}" for kind, count in model.blocks)
@@ -67,32 +67,31 @@ def name_of(request: Request) -> str:
     )
 
 
-def ask_of(published: Simulated) -> Ask:
+def space_of(published: Simulated) -> Space:
     """What a published layout was an answer to."""
     request = published.request
     plain = dataclasses.replace(request.layout, recompute_modules=())
-    return Ask(
+    devices, batch = request.layout.devices, request.layout.global_batch
+    return Space(
+        asked=Request(model=request.name, machine=request.machine, devices=devices, global_batch=batch, top=1),
         request=dataclasses.replace(request, layout=plain, schedule_detail="", edge_layers_fewer=0),
         table=published.table,
         machine=machine_of(request),
-        devices=request.layout.devices,
-        global_batch=request.layout.global_batch,
-        top=1,
     )
 
 
-def roomy(ask: Ask, published: Simulated) -> Ask:
+def roomy(space: Space, published: Simulated) -> Space:
     """The same on a device on which the published layout fits as predicted: its run shows that it did."""
-    needed = max(tiers["device"] for tiers in peaks_of(published, ask).values())
-    device = ask.machine.device
-    memory = max(device.memory_bytes, budget_for(needed, ask.machine))
-    machine = dataclasses.replace(ask.machine, device=dataclasses.replace(device, memory_bytes=memory))
-    return dataclasses.replace(ask, machine=machine)
+    needed = max(tiers["device"] for tiers in peaks_of(published, space.asked).values())
+    device = space.machine.device
+    memory = max(device.memory_bytes, budget_for(needed, space.machine))
+    machine = dataclasses.replace(space.machine, device=dataclasses.replace(device, memory_bytes=memory))
+    return dataclasses.replace(space, machine=machine)
 
 
 def compare(published: Simulated) -> dict[str, Any]:
     """The plan found for a set-up, next to the published layout."""
-    request, ask = published.request, ask_of(published)
+    request, space = published.request, space_of(published)
     row: dict[str, Any] = {
         "published": str(request.layout),
         "published_s": published.step.step_s,
@@ -101,7 +100,7 @@ def compare(published: Simulated) -> dict[str, Any]:
     }
     begun = time.process_time()
     try:
-        found = find_layouts(ask)
+        found = find_layouts(space)
     except PlanInfeasible as error:
         row |= {"found": "", "ratio": None, "why": str(error).splitlines()[0]}
     else:
@@ -114,7 +113,7 @@ def compare(published: Simulated) -> dict[str, Any]:
             "cpu_s": round(time.process_time() - begun, 1),
         }
     if (row["ratio"] is None or row["ratio"] > 1 + _EQUAL) and not row["published_fits"]:
-        other = find_layouts(roomy(ask, published)).winner
+        other = find_layouts(roomy(space, published)).winner
         row |= {
             "ratio_with_its_memory": other.step_s / published.step.step_s,
             "found_with_its_memory": str(other.layout),

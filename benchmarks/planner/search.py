@@ -29,13 +29,12 @@ CALCULON_CPU_HOURS = (23, 50)
 
 def measure(model: str) -> dict[str, Any]:
     """Search once in this process."""
-    from lading.catalog.load import load_machine
-    from lading.clusters import Question, request_of
+    from lading.clusters import space_of
+    from lading.ir.request import Request
     from lading.planner import layouts, refine
-    from lading.planner.space import Ask
 
-    request, table = request_of(Question(model=model, machine="h100", seq_len=MODELS[model]))
-    ask = Ask(request=request, table=table, machine=load_machine("h100"), devices=DEVICES, global_batch=BATCH)
+    asked = Request(model=model, machine="h100", seq_len=MODELS[model], devices=DEVICES, global_batch=BATCH)
+    space = space_of(asked)
     events: list[float] = []
     plain = refine.refine
 
@@ -47,7 +46,7 @@ def measure(model: str) -> dict[str, Any]:
 
     refine.refine = layouts.refine = timed
     begun, clock = time.process_time(), time.perf_counter()
-    found = layouts.find_layouts(ask)
+    found = layouts.find_layouts(space)
     seconds = time.process_time() - begun
     return {
         "model": model,

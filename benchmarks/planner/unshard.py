@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
+from lading.ir.request import Request
 from lading.planner.unshard import choose_groups, neighbor_peaks
 
 #: Model, machine, devices, layout, tokens, software stack.
@@ -34,8 +35,8 @@ SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 def rows_of(case: tuple[str, str, int, str, int, str]) -> list[dict[str, Any]]:
     """Every policy at every budget."""
     model, machine, devices, layout, tokens, stack = case
-    asked = Question(model=model, machine=machine, devices=devices, layout=layout, seq_len=tokens, stack=stack)
-    request, table = request_of(asked)
+    asked = Request(model=model, machine=machine, devices=devices, layout=layout, seq_len=tokens, stack=stack)
+    request, table = step_of(asked)
     low, high = neighbor_peaks(request, table)
     found: list[dict[str, Any]] = []
     for share in SHARES:

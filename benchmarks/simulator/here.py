@@ -27,7 +27,7 @@ from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.cost.product import product_s
 from lading.ir.machine import Machine
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, StepRequest
 from lading.ir.work import Product
 from lading.models.reference import build_model, model_class
 from lading.runtime.probe_sharing import PRODUCT
@@ -58,7 +58,7 @@ def predicted(run: Run, machine: Path) -> Simulated:
         tokens=0 if run.model == "dit" else run.tokens,
         whole=False,
     )
-    request = Request(
+    request = StepRequest(
         name=str(run),
         model=Architecture(family=run.model, symbols={}, blocks=(("block", run.sizes["num_layers"]),)),
         seq_len=run.tokens,

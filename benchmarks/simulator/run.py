@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.ir.action import Work
+from lading.ir.request import Request
 from lading.program.schedules import schedule
 from lading.report.perfetto import write_trace
 from lading.sim.cluster import Stretches, simulate_cluster
@@ -144,8 +145,8 @@ def predictions(repeats: int) -> list[dict[str, Any]]:
     """A step with its explanation; each repeat has a sequence length of its own, so that no number is known before."""
     rows = []
     for model, devices, layout in PREDICTED:
-        question = Question(model=model, machine="h100", devices=devices, layout=layout)
-        request, table = request_of(question)
+        question = Request(model=model, machine="h100", devices=devices, layout=layout)
+        request, table = step_of(question)
         lengths = count(4096, 256)
 
         def predict(request: Any = request, table: Any = table, lengths: Any = lengths) -> float:

@@ -11,15 +11,14 @@ from lading.catalog.models import model_names, named_model
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
 from lading.cost.hosting import tier_of
-from lading.errors import ConfigError
 from lading.ir.layout import Layout, parse_layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, Request, StepRequest
 from lading.ir.table import ModelTable
-from lading.optim.registry import DEFAULT
+from lading.planner.space import Space
 from lading.report.lines import say, say_list
 from lading.report.plan_table import figures_table
 from lading.sim.occupancy import occupancy
-from lading.sim.simulate import Simulated
+from lading.sim.simulate import Simulated, machine_of
 from lading.units import format_bytes, format_flops, format_seconds
 
 if TYPE_CHECKING:
@@ -28,55 +27,39 @@ if TYPE_CHECKING:
     from lading.cost.owned import Update
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Question:
-    """What ``lading simulate --model`` is asked.
-
-    Attributes:
-        devices: 0 for what the layout says; else replicas are added or, if there are too few, it is refused.
-        seq_len: Tokens of a sequence; 0 for the catalog's.
-        lora, qlora: Rank of adapters that are trained beside frozen weights, of 4 bits for the second; 0 for none.
-        optimizer: Name of a rule (``lading.optim.registry``); one for matrices moves those of blocks.
-    """
-
-    model: str
-    machine: str
-    layout: str = ""
-    devices: int = 0
-    seq_len: int = 0
-    stack: str = "default"
-    network: str = ""
-    lora: int = 0
-    qlora: int = 0
-    optimizer: str = DEFAULT
-
-
-def request_of(question: Question) -> tuple[Request, ModelTable]:
-    """The request and the table of its model.
+def step_of(request: Request) -> tuple[StepRequest, ModelTable]:
+    """The step that is asked for, and the table of its model.
 
     Raises:
         ConfigError: a name is not known, or devices and layout do not go together.
     """
-    table, seq_len = _table(question)
-    load_machine(question.machine)
-    if min(question.lora, question.qlora) < 0 or (question.lora and question.qlora):
-        raise ConfigError(f"expected one rank above 0, got --lora {question.lora} and --qlora {question.qlora}")
-    layout = _layout(question)
+    table, seq_len = _table(request)
+    load_machine(request.machine)
     model = Architecture(family=table.name, symbols=table.symbols, blocks=(("block", sum(table.counts) - 2),))
-    request = Request(
-        name=question.model,
+    step = StepRequest(
+        name=request.model,
         model=model,
         seq_len=seq_len,
-        machine=question.machine,
-        layout=layout,
-        stack=stack_by_name(question.stack),
-        network=question.network,
-        task="lora" if question.lora else "qlora" if question.qlora else "pretrain",
-        lora_rank=question.lora or question.qlora,
-        optimizer=question.optimizer,
-        assumed=_longer(question.model, seq_len),
+        machine=request.machine,
+        layout=_layout(request),
+        stack=stack_by_name(request.stack),
+        network=request.network,
+        task="lora" if request.lora else "qlora" if request.qlora else "pretrain",
+        lora_rank=request.lora or request.qlora,
+        optimizer=request.optimizer,
+        assumed=_longer(request.model, seq_len),
     )
-    return request, table
+    return step, table
+
+
+def space_of(request: Request) -> Space:
+    """The layouts to choose from, for a model on so many devices.
+
+    Raises:
+        ConfigError: a name is not known, or such layouts are not searched.
+    """
+    step, table = step_of(dataclasses.replace(request, devices=0, global_batch=0))
+    return Space(request, step, table, machine_of(step))
 
 
 def _longer(name: str, seq_len: int) -> tuple[str, ...]:
@@ -87,31 +70,33 @@ def _longer(name: str, seq_len: int) -> tuple[str, ...]:
     return (f"{name} is for sequences of up to {most:,} tokens: taken as if it were for {seq_len:,}",)
 
 
-def _table(question: Question) -> tuple[ModelTable, int]:
-    name = question.model
+def _table(request: Request) -> tuple[ModelTable, int]:
+    name = request.model
     if name in model_names():
-        return model_table(name), question.seq_len or named_model(name).default_tokens
-    return _captured(question)
+        return model_table(name), request.seq_len or named_model(name).default_tokens
+    return _captured(request)
 
 
-def _captured(question: Question) -> tuple[ModelTable, int]:
+def _captured(request: Request) -> tuple[ModelTable, int]:
     """The table of a model that is in no catalog, captured; this imports torch."""
     from lading.fit import run_of_model
     from lading.run import build, example_batch, loss_of
     from lading.tracing.initial import defer
     from lading.tracing.tabulate import module_table
 
-    run = run_of_model(question.model, question.seq_len or None)
+    run = run_of_model(request.model, request.seq_len or None)
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, batch_size=3))
     module = defer(lambda: build(run.model, "bf16")).model
     tokens = run.data.sequence_length
-    table = module_table(module, example_batch(run), loss_of(run.model), question.model, tokens=tokens)
+    table = module_table(module, example_batch(run), loss_of(run.model), request.model, tokens=tokens)
     return table, tokens
 
 
-def _layout(question: Question) -> Layout:
+def _layout(request: Request) -> Layout:
     """Replicas fill the devices; a step is one micro-batch of each, or two for each stage, unless it says more."""
-    layout = parse_layout(question.layout, question.devices)
+    layout = parse_layout(request.layout, request.devices)
+    if request.global_batch:
+        return dataclasses.replace(layout, global_batch=request.global_batch)
     if layout.global_batch:
         return layout
     batch = layout.dp * layout.micro_batch * (2 * layout.pp if layout.pp > 1 else 1)

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lading.catalog.stacks import stack_by_name
-from lading.clusters import Question
-from lading.clusters import request_of as question_request
+from lading.clusters import step_of
 from lading.ir.layout import parse_layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, Request, StepRequest
 from lading.ir.table import ModelTable
 from lading.sim.simulate import simulate
 
@@ -53,7 +52,7 @@ class Case:
 
     Attributes:
         model: Of the catalog, or of ``MODELS``.
-        asked: Fields of ``lading.clusters.Question`` for a catalog's model, and of ``lading.ir.request.Request``.
+        asked: Fields of ``Request`` for a catalog's model, and of ``StepRequest`` (``lading.ir.request``).
         stack: Name in the catalog; ``switches`` are what differs from it.
     """
 
@@ -71,14 +70,14 @@ class Case:
         more = "".join(f" {key}={value}" for key, value in {**self.asked, **self.switches}.items())
         return f"{self.model} {self.machine} {self.layout} s{self.seq_len} {self.stack}{more}"
 
-    def request(self) -> tuple[Request, ModelTable | None]:
+    def request(self) -> tuple[StepRequest, ModelTable | None]:
         """What is simulated; no table where the simulation makes it from the architecture."""
         asked = {**self.asked}
         machine = str(HOST) if self.machine == "host" else self.machine
         stack = dataclasses.replace(stack_by_name(self.stack), **self.switches)
         if self.model in MODELS:
             layout = parse_layout(self.layout)
-            request = Request(
+            request = StepRequest(
                 name=self.model,
                 model=MODELS[self.model],
                 seq_len=self.seq_len,
@@ -88,10 +87,10 @@ class Case:
                 **asked,
             )
             return request, None
-        known = {field.name for field in dataclasses.fields(Question)}
+        known = {field.name for field in dataclasses.fields(Request)}
         question = {key: asked.pop(key) for key in list(asked) if key in known}
-        request, table = question_request(
-            Question(model=self.model, machine=machine, layout=self.layout, seq_len=self.seq_len, **question)
+        request, table = step_of(
+            Request(model=self.model, machine=machine, layout=self.layout, seq_len=self.seq_len, **question)
         )
         return dataclasses.replace(request, stack=stack, **asked), table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,9 @@ from tools.validate.document import document_of
 from tools.validate.rows import Row, read_rows
 from tools.validate.scoring import outcomes_of
 
-from lading.catalog.load import load_machine
-from lading.clusters import Question
-from lading.clusters import request_of as question_request
+from lading.clusters import space_of
+from lading.ir.request import Request
 from lading.planner.layouts import find_layouts
-from lading.planner.space import Ask
 from lading.sim.simulate import Simulator
 
 _FOLDER = Path(__file__).parents[2] / "benchmarks" / "validation"
@@ -49,22 +48,22 @@ def leaderboard() -> dict[str, Any]:
 
 
 #: Searches that take a moment: what is asked, devices, sequences of a step, and what is pinned.
-SEARCHES: dict[str, tuple[Question, int, int, dict[str, Any]]] = {
-    "gpt2": (Question(model="gpt2", machine="h100", seq_len=512), 4, 8, {"micro_batch": 2, "cp": 1}),
+SEARCHES: dict[str, tuple[Request, int, int, dict[str, Any]]] = {
+    "gpt2": (Request(model="gpt2", machine="h100", seq_len=512), 4, 8, {"micro_batch": 2, "cp": 1}),
     "gpt2 muon": (
-        Question(model="gpt2", machine="h100", seq_len=512, optimizer="muon"),
+        Request(model="gpt2", machine="h100", seq_len=512, optimizer="muon"),
         4,
         8,
         {"micro_batch": 2, "cp": 1, "recompute": "none"},
     ),
     "llama3-8b": (
-        Question(model="llama3-8b", machine="h100", seq_len=4096, stack="torchtitan-compile"),
+        Request(model="llama3-8b", machine="h100", seq_len=4096, stack="torchtitan-compile"),
         8,
         32,
         {"micro_batch": 1, "cp": 1},
     ),
     "mixtral": (
-        Question(model="mixtral-8x7b", machine="h100", seq_len=4096, stack="megatron-core"),
+        Request(model="mixtral-8x7b", machine="h100", seq_len=4096, stack="megatron-core"),
         32,
         64,
         {"micro_batch": 1, "cp": 1, "schedule": "1f1b", "vpp": 1},
@@ -72,18 +71,14 @@ SEARCHES: dict[str, tuple[Question, int, int, dict[str, Any]]] = {
 }
 #: Those of benchmarks/planner/search.py: 34 and 271 million plans.
 LARGE_SEARCHES = {
-    "gpt-1t": (Question(model="gpt-1t", machine="h100", seq_len=2048), 10_240, 10_240, {}),
-    "deepseek-v3": (Question(model="deepseek-v3", machine="h100", seq_len=4096), 10_240, 10_240, {}),
+    "gpt-1t": (Request(model="gpt-1t", machine="h100", seq_len=2048), 10_240, 10_240, {}),
+    "deepseek-v3": (Request(model="deepseek-v3", machine="h100", seq_len=4096), 10_240, 10_240, {}),
 }
 
 
-def searched(question: Question, devices: int, batch: int, pins: dict[str, Any]) -> dict[str, Any]:
+def searched(request: Request, devices: int, batch: int, pins: dict[str, Any]) -> dict[str, Any]:
     """What a search finds: how much it saw, what is proven, and its first ten rows."""
-    request, table = question_request(question)
-    machine = load_machine(question.machine)
-    found = find_layouts(
-        Ask(request=request, table=table, machine=machine, devices=devices, global_batch=batch, pins=pins)
-    )
+    found = find_layouts(space_of(replace(request, devices=devices, global_batch=batch, pins=pins)))
     return {
         "counted": found.counted,
         "proven": found.proven,

@@ -8,11 +8,10 @@ from functools import cache
 from typing import Any
 
 from lading.catalog.tables import family_table
-from lading.clusters import Question
-from lading.clusters import request_of as question_request
+from lading.clusters import step_of
 from lading.ir.clusterplan import Keep
 from lading.ir.layout import parse_layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, Request, StepRequest
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import Attention, Product
@@ -55,7 +54,7 @@ class Case:
     def text(self) -> str:
         """One line an item."""
         model = Architecture(family=self.family, symbols=SIZES[self.family], blocks=(("block", self.layers),))
-        request = Request(
+        request = StepRequest(
             name="golden",
             model=model,
             seq_len=SEQ_LEN,
@@ -115,8 +114,8 @@ PIPELINES = (
 
 def pipeline(layout: str) -> dict[str, Any]:
     """Start and end of each action of each rank of a pipeline of a GPT of twelve blocks, in seconds."""
-    asked = Question(model="gpt2", machine="h100", layout=layout, seq_len=512, stack="torchtitan-eager")
-    request, table = question_request(asked)
+    asked = Request(model="gpt2", machine="h100", layout=layout, seq_len=512, stack="torchtitan-eager")
+    request, table = step_of(asked)
     run = simulate(request, table).step.pipeline
     assert run is not None
     return {
@@ -130,18 +129,18 @@ def pipeline(layout: str) -> dict[str, Any]:
 
 #: Models whose parameters are gathered in groups: a share of the bytes between ZeRO-3's and ZeRO-2's is the budget.
 UNSHARDED = {
-    "gpt2 half a budget": (Question(model="gpt2", machine="h100", devices=64, layout="zero3", seq_len=4096), 12, 0.4),
+    "gpt2 half a budget": (Request(model="gpt2", machine="h100", devices=64, layout="zero3", seq_len=4096), 12, 0.4),
     "micro-batches": (
-        Question(
+        Request(
             model="llama3.2-1b", machine="h100", devices=64, layout="zero3,gb256", seq_len=4096,
             stack="torchtitan-compile",
         ), 5, 0.3,
     ),
     "experts": (
-        Question(model="qwen3-30b-a3b", machine="h100", devices=64, layout="zero3,ep8", seq_len=4096), 3, 0.5
+        Request(model="qwen3-30b-a3b", machine="h100", devices=64, layout="zero3,ep8", seq_len=4096), 3, 0.5
     ),
     "recomputed": (
-        Question(
+        Request(
             model="llama3.2-3b", machine="h100", devices=512, layout="zero3,recompute=full", seq_len=4096,
             stack="torchtitan-compile",
         ), 6, 0.3,
@@ -153,7 +152,7 @@ UNSHARDED = {
 def chosen(name: str) -> Chosen:
     """The groups of a case."""
     question, layers, share = UNSHARDED[name]
-    request, table = question_request(question)
+    request, table = step_of(question)
     table = _shallow(table, layers)
     low, high = neighbor_peaks(request, table)
     return choose_groups(request, table, int(low + share * (high - low)))

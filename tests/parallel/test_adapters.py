@@ -19,7 +19,7 @@ from lading.catalog.tables import family_table
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind, Role
 from lading.ir.layout import Layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, StepRequest
 from lading.ir.work import Attention, Kernel, LocalTensor, Product, RankSegment, Stage
 from lading.parallel.adapters import Adapters, adapted, adapters_of, packed
 from lading.parallel.ranks import rank_segment
@@ -168,13 +168,13 @@ def test_packed_documents_see_themselves_only() -> None:
         assert after.flops == pytest.approx(before.flops / 4)
 
 
-def request(task: str, **settings: Any) -> Request:
+def request(task: str, **settings: Any) -> StepRequest:
     model = Architecture(
         family="llama", symbols={"h": 2048, "n": 16, "k": 16, "d": 128, "v": 32000, "f": 5504}, blocks=(("block", 8),)
     )
     stack = settings.pop("stack", stack_by_name("hf-transformers"))
     given = {"name": task, "model": model, "seq_len": 2048, "machine": "a100", "stack": stack, "task": task, **settings}
-    return Request(layout=layout_of(recompute="full"), **given)
+    return StepRequest(layout=layout_of(recompute="full"), **given)
 
 
 def test_memory_and_time_of_the_ways_to_tune() -> None:

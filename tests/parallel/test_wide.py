@@ -8,9 +8,10 @@ import pytest
 import torch
 from tools.batches import random_batch
 
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
+from lading.ir.request import Request
 from lading.ir.table import ModelTable
 from lading.ir.work import RankSegment
 from lading.models.reference import build_model, model_class
@@ -50,7 +51,7 @@ def test_sixteen_bits_widened_are_a_capture_in_thirty_two(name: str, sizes: dict
 
 def step(layout: str, **others: Any) -> Simulated:
     asked = {"model": "llama3-8b", "machine": "h100", "devices": 8, "seq_len": 4096, **others}
-    return simulate(*request_of(Question(**asked, layout=layout)))
+    return simulate(*step_of(Request(**asked, layout=layout)))
 
 
 def test_nothing_of_a_step_in_fp32_has_fewer_bits() -> None:

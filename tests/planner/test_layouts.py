@@ -18,24 +18,25 @@ from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.cli.main import main
 from lading.cli.plan_command import like_text, shown
-from lading.clusters import Question, request_of
+from lading.clusters import space_of, step_of
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import ClusterPlan
 from lading.ir.layout import parse_layout
+from lading.ir.request import Request
 from lading.planner.bounds import HIDDEN
 from lading.planner.layouts import find_layouts
 from lading.planner.peaks import peaks_of, room_of
 from lading.planner.refine import refine
 from lading.planner.search import Bounded, LayoutSearch
-from lading.planner.space import Ask, parse_pins, pins_of, precisions_of
+from lading.planner.space import Space, parse_pins, pins_of, precisions_of
 from lading.sim.simulate import Simulated, simulate
 
 
-def ask(
+def space(
     model: str = "gpt2", devices: int = 4, batch: int = 16, seq: int = 512, stack: str = "default", **rest: Any
-) -> Ask:
-    request, table = request_of(Question(model=model, machine="h100", seq_len=seq, stack=stack))
-    return Ask(request=request, table=table, machine=load_machine("h100"), devices=devices, global_batch=batch, **rest)
+) -> Space:
+    asked = Request(model=model, machine="h100", seq_len=seq, stack=stack, devices=devices, global_batch=batch, **rest)
+    return space_of(asked)
 
 
 def every(search: LayoutSearch) -> list[Bounded]:
@@ -46,9 +47,9 @@ def every(search: LayoutSearch) -> list[Bounded]:
         for block in space.blocks(mesh):
             for mode in space.modes():
                 for pipe in space.pipes(partial=mode == "full"):
-                    if search.ask.devices % (mesh.tp * mesh.cp * pipe.pp):
+                    if search.space.asked.devices % (mesh.tp * mesh.cp * pipe.pp):
                         continue
-                    replicas = search.ask.devices // (mesh.tp * mesh.cp * pipe.pp)
+                    replicas = search.space.asked.devices // (mesh.tp * mesh.cp * pipe.pp)
                     for cut in space.cuts(replicas * mesh.cp, pipe.stages):
                         found.append(Bounded(0.0, 0.0, 0.0, block, mode, pipe, cut))
     return found
@@ -72,7 +73,7 @@ def every(search: LayoutSearch) -> list[Bounded]:
 def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
     free = {"precisions": pins["precisions"]} if "precisions" in pins else {}
     pins = {key: value for key, value in pins.items() if key not in free}
-    asked = ask(stack=stack, pins=pins, batch=8, proven=64, **free)
+    asked = space(stack=stack, pins=pins, batch=8, proven=64, **free)
     search, room = LayoutSearch(asked), room_of(asked)
     found = find_layouts(asked)
     truth: list[tuple[float, int, str]] = []
@@ -85,7 +86,7 @@ def test_search_equals_brute_force(stack: str, pins: dict[str, Any]) -> None:
             continue
         possible += 1
         if simulated.prediction.fits:
-            most = max(tiers["device"] for tiers in peaks_of(simulated, asked).values())
+            most = max(tiers["device"] for tiers in peaks_of(simulated, asked.asked).values())
             truth.append((float(f"{simulated.step.step_s:.11g}"), most, str(layout)))
     assert found.counted == possible > 50
     truth.sort()
@@ -108,7 +109,7 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
     pins: dict[str, Any] = {"micro_batch": 1, "cp": 1}
     if stack == "cut in pipelines":
         stack, pins = "default", {**pins, "zero": 3, "tp": 1, "pp": 4}
-    asked = ask(model, devices, batch, seq, stack, pins=pins, top=1)
+    asked = space(model, devices, batch, seq, stack, pins=pins, top=1)
     search, budget = LayoutSearch(asked), room_of(asked).device_bytes
     found: list[Bounded] = []
     for family in search.families(lambda done, of, what: None):
@@ -148,7 +149,9 @@ def test_bounds_are_below_the_truth(model: str, devices: int, batch: int, seq: i
 )
 def test_floors_are_below_every_member(model: str, devices: int, seq: int, stack: str) -> None:
     """Of a family's floors each segment, each phase and all that is kept, beside the member's own prices."""
-    search = LayoutSearch(ask(model, devices, 64, seq, stack, pins={"pp": 1} if model != "mixtral-8x7b" else {"tp": 1}))
+    search = LayoutSearch(
+        space(model, devices, 64, seq, stack, pins={"pp": 1} if model != "mixtral-8x7b" else {"tp": 1})
+    )
     ratios: list[float] = []
     for family in search.families(lambda done, of, what: None):
         for member in family.members:
@@ -174,7 +177,7 @@ def test_floors_are_below_every_member(model: str, devices: int, seq: int, stack
 )
 def test_bounds_of_pipelines_that_were_run(model: str, batch: int, pins: dict[str, Any]) -> None:
     """What a pipeline takes longer than its bound is added to layouts with it: that must not pass what they take."""
-    asked = ask(
+    asked = space(
         model, 24, batch, 4096, pins={"cp": 1, "pp": 3, "recompute": "none", "offload": (), "sp": False, **pins}
     )
     search, room, cut = LayoutSearch(asked), room_of(asked), 0
@@ -193,7 +196,7 @@ def test_bounds_of_pipelines_that_were_run(model: str, batch: int, pins: dict[st
 
 def test_rows_of_the_table_are_choices_that_matter() -> None:
     """Of layouts that differ in little one is shown, with how many there are; where all differ so, all are shown."""
-    asked = ask(devices=4, batch=16, pins={"cp": 1, "micro_batch": 2, "recompute": "none"})
+    asked = space(devices=4, batch=16, pins={"cp": 1, "micro_batch": 2, "recompute": "none"})
     best = find_layouts(asked).best
     rows = shown(best, 10)
     assert [row[0].order for row in rows] == sorted(row[0].order for row in rows)
@@ -205,18 +208,20 @@ def test_rows_of_the_table_are_choices_that_matter() -> None:
     for row in shown(best, 2):
         assert len({(one.layout.dp, one.layout.tp, one.layout.pp) for one in row}) == 1
     pinned = {"cp": 1, "micro_batch": 2, "recompute": "none", "tp": 1, "pp": 1, "zero": 3, "offload": ()}
-    assert [row[0].layout.shard for row in shown(find_layouts(ask(pins=pinned)).best, 10)] in ([0, 2], [2, 0])
+    assert [row[0].layout.shard for row in shown(find_layouts(space(pins=pinned)).best, 10)] in ([0, 2], [2, 0])
 
 
 def test_experts_over_all_ranks() -> None:
-    found = find_layouts(ask("mixtral-8x7b", 8, 32, 2048, pins={"ep": 8, "tp": 1, "cp": 1, "micro_batch": 1, "pp": 1}))
+    found = find_layouts(
+        space("mixtral-8x7b", 8, 32, 2048, pins={"ep": 8, "tp": 1, "cp": 1, "micro_batch": 1, "pp": 1})
+    )
     assert found.proven
     assert found.winner.layout.ep == 8
 
 
 def test_pins() -> None:
     text = "dp2,tp2,pp2,vpp2,sp,zero1,mb2,gb16,interleaved,recompute=full,recompute_layers=1"
-    asked = ask(devices=8, pins=pins_of(text))
+    asked = space(devices=8, pins=pins_of(text))
     found = find_layouts(asked)
     layout = dataclasses.replace(parse_layout(text), global_batch=16)
     assert [one.layout for one in found.best] == [layout]
@@ -230,15 +235,15 @@ def test_pins() -> None:
     with pytest.raises(ConfigError, match="--pin cp_comm: expected ring, all_gather, all_to_all, got 'rng'"):
         parse_pins(("cp_comm=rng",))
     with pytest.raises(ConfigError, match="micro-batches and vpp that the schedule takes"):
-        find_layouts(ask(pins={"tp": 1, "cp": 1, "pp": 2, "vpp": 2, "schedule": "gpipe", "micro_batch": 1}))
+        find_layouts(space(pins={"tp": 1, "cp": 1, "pp": 2, "vpp": 2, "schedule": "gpipe", "micro_batch": 1}))
     with pytest.raises(ConfigError, match="expected a whole number, got 'eight'"):
         parse_pins(("tp=eight",))
     with pytest.raises(ConfigError, match="heads"):
-        find_layouts(ask(devices=8, pins={"tp": 8}))
+        find_layouts(space(devices=8, pins={"tp": 8}))
 
 
 def test_what_does_not_fit_names_the_moment_and_what_would() -> None:
-    asked = ask("llama3-8b", 1, 4, 8192, pins={"micro_batch": 1, "offload": (), "tp": 1, "cp": 1})
+    asked = space("llama3-8b", 1, 4, 8192, pins={"micro_batch": 1, "offload": (), "tp": 1, "cp": 1})
     with pytest.raises(PlanInfeasible, match="at moment 'step'") as raised:
         find_layouts(asked)
     assert raised.value.missing_bytes > 0
@@ -247,25 +252,25 @@ def test_what_does_not_fit_names_the_moment_and_what_would() -> None:
     assert "none can: parameters, gradients and optimizer states" in text
     assert "3 devices instead of 1: " in text
     assert "offload not pinned to none: " in text
-    hosted = find_layouts(dataclasses.replace(asked, pins={"micro_batch": 1, "tp": 1, "cp": 1}))
+    hosted = find_layouts(asked.asking(pins={"micro_batch": 1, "tp": 1, "cp": 1}))
     assert hosted.winner.layout.offload == ("optimizer",)
     assert hosted.winner.peaks["step"]["host"] > hosted.winner.peaks["step"]["device"] / 4
     with pytest.raises(PlanInfeasible):
-        find_layouts(dataclasses.replace(asked, devices=2))
-    more = find_layouts(dataclasses.replace(asked, devices=3))
+        find_layouts(asked.asking(devices=2))
+    more = find_layouts(asked.asking(devices=3))
     assert str(more.winner.layout) in text
 
 
 def test_smallest_budget_is_one_that_works() -> None:
     pins = {"micro_batch": 1, "cp": 1, "offload": (), "pp": 1}
-    asked = ask(devices=2, pins=pins, budget_bytes=2_540_000_000)
+    asked = space(devices=2, pins=pins, budget_bytes=2_540_000_000)
     with pytest.raises(PlanInfeasible, match="proven for all") as raised:
         find_layouts(asked)
     budget = raised.value.smallest_budget_bytes
-    found = find_layouts(dataclasses.replace(asked, budget_bytes=budget))
+    found = find_layouts(asked.asking(budget_bytes=budget))
     assert found.winner.fits
     with pytest.raises(PlanInfeasible):
-        find_layouts(dataclasses.replace(asked, budget_bytes=budget - 100))
+        find_layouts(asked.asking(budget_bytes=budget - 100))
     assert f"a budget of {budget} bytes instead of 2540000000: {found.winner.layout}" in str(raised.value)
 
 
@@ -274,7 +279,9 @@ def test_giving_up_is_not_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lading.planner.refine._LEAST", 4)
     monkeypatch.setattr("lading.planner.refine._LIGHTEST", 4)
     monkeypatch.setattr("lading.planner.nearest._DOUBLINGS", 1)
-    asked = ask(devices=4, pins={"offload": (), "tp": 1, "cp": 1, "pp": 1, "recompute": "full"}, save="gathered", top=1)
+    asked = space(
+        devices=4, pins={"offload": (), "tp": 1, "cp": 1, "pp": 1, "recompute": "full"}, save="gathered", top=1
+    )
     tiers = tuple(dataclasses.replace(t, capacity_bytes=1 << 28) for t in asked.machine.tiers)
     asked = dataclasses.replace(asked, machine=dataclasses.replace(asked.machine, tiers=tiers))
     with pytest.raises(PlanInfeasible, match="was found that fits, which is not proven") as raised:
@@ -287,7 +294,7 @@ def test_giving_up_is_not_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_patience_counts_from_the_first_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
 
-    def peaks(simulated: Simulated, asked: Ask) -> dict[str, dict[str, int]]:
+    def peaks(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
         calls.append(None)
         found = peaks_of(simulated, asked)
         return found if len(calls) > 6 else {**found, "start": {"device": 1 << 60, "host": 0}}
@@ -295,7 +302,7 @@ def test_patience_counts_from_the_first_that_fits(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("lading.planner.refine.peaks_of", peaks)
     monkeypatch.setattr("lading.planner.refine._LEAST", 2)
     monkeypatch.setattr("lading.planner.refine._PATIENCE", 1)
-    found = find_layouts(ask(pins={"cp": 1, "micro_batch": 2}, top=4, proven=4))
+    found = find_layouts(space(pins={"cp": 1, "micro_batch": 2}, top=4, proven=4))
     assert (len(found.best), found.proof.simulated) == (4, 10)
 
 
@@ -303,10 +310,10 @@ def test_what_does_not_divide_says_what_would() -> None:
     small: dict[str, Any] = {"cp": 1, "recompute": "none", "micro_batch": 1}
     for pins, what in (({"shard": 3}, "shard not pinned to 3"), ({"tp": 3}, "6 devices instead of 4")):
         with pytest.raises(ConfigError, match=r"with a global batch of 16 and .* can be: expected") as raised:
-            find_layouts(ask(pins={**small, **pins}))
+            find_layouts(space(pins={**small, **pins}))
         assert what in str(raised.value)
     with pytest.raises(ConfigError, match="16 devices instead of 17"):
-        find_layouts(ask(devices=17, batch=7, pins=small))
+        find_layouts(space(devices=17, batch=7, pins=small))
 
 
 def test_same_plan_on_every_rank(tmp_path: Path) -> None:
@@ -378,9 +385,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_longer_than_the_model_takes_is_said() -> None:
-    long, _ = request_of(Question(model="gpt2", machine="h100", seq_len=4096))
+    long, _ = step_of(Request(model="gpt2", machine="h100", seq_len=4096))
     assert long.assumed == ("gpt2 is for sequences of up to 1,024 tokens: taken as if it were for 4,096",)
-    assert request_of(Question(model="llama3-8b", machine="h100", seq_len=4096))[0].assumed == ()
+    assert step_of(Request(model="llama3-8b", machine="h100", seq_len=4096))[0].assumed == ()
 
 
 def test_precisions_to_choose_from() -> None:
@@ -403,7 +410,7 @@ def test_precisions_to_choose_from() -> None:
 
 
 def test_fewer_bits_are_chosen_only_if_asked_for() -> None:
-    kept, free = (find_layouts(ask(stack="torchtitan-compile", precisions=p)) for p in ((), ("bf16", "fp8")))
+    kept, free = (find_layouts(space(stack="torchtitan-compile", precisions=p)) for p in ((), ("bf16", "fp8")))
     assert free.counted == 2 * kept.counted
     assert free.winner.step_s <= kept.winner.step_s
     assert {one.layout.precision for one in kept.best} == {"bf16"}
@@ -414,12 +421,12 @@ def test_fewer_bits_are_chosen_only_if_asked_for() -> None:
 def test_cut_parameters_are_searched_in_pipelines() -> None:
     """Of stacks that have them there; 2 and 3 are one, so only one is counted."""
     pins = {"pp": 2, "micro_batch": 1, "cp": 1, "tp": 1, "recompute": "none"}
-    asked = ask("llama3-8b", 16, 64, 4096, stack="torchtitan-compile", pins=pins)
+    asked = space("llama3-8b", 16, 64, 4096, stack="torchtitan-compile", pins=pins)
     assert {cut.zero for cut in LayoutSearch(asked).space.cuts(8, 2)} == {0, 1, 3}
-    found = find_layouts(dataclasses.replace(asked, pins={**pins, "zero": 3}))
+    found = find_layouts(asked.asking(pins={**pins, "zero": 3}))
     assert found.proven
     assert (found.winner.layout.pp, found.winner.layout.zero) == (2, 3)
-    none = LayoutSearch(ask("llama3-8b", 16, 64, 4096, stack="megatron-core", pins=pins))
+    none = LayoutSearch(space("llama3-8b", 16, 64, 4096, stack="megatron-core", pins=pins))
     assert {cut.zero for cut in none.space.cuts(8, 2)} == {0, 1}
     assert any("zero 2, 3" in text for text in none.space.left_out())
 
@@ -428,11 +435,13 @@ def test_what_does_not_fit_is_put_behind_the_device() -> None:
     """70 billion parameters on two devices: their states are too large for the hosts, not for their disks."""
     pins = {"micro_batch": 1, "tp": 1, "cp": 1, "pp": 1, "recompute": "full", "recompute_layers": -1}
     with pytest.raises(PlanInfeasible) as error:
-        find_layouts(ask("llama3-70b", 2, 4, 4096, pins=pins))
+        find_layouts(space("llama3-70b", 2, 4, 4096, pins=pins))
     near = next(line for line in str(error.value).splitlines() if "offload=parameters, offload_to=disk" in line)
     layout = parse_layout(near.partition("): ")[2].partition(", step")[0])
     assert (layout.zero, layout.offload, layout.offload_to) == (3, ("parameters",), "disk")
-    found = find_layouts(ask("llama3-70b", 2, 4, 4096, pins={**pins, "offload": ("parameters",), "offload_to": "disk"}))
+    found = find_layouts(
+        space("llama3-70b", 2, 4, 4096, pins={**pins, "offload": ("parameters",), "offload_to": "disk"})
+    )
     assert found.winner.layout == layout
     assert found.winner.simulated.prediction.fits
     with pytest.raises(ConfigError, match="expected none, optimizer or parameters, got 'activations'"):

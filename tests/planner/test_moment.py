@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from lading.cli.main import main
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.ir.clusterplan import ClusterPlan
 from lading.ir.reporting import Branch
+from lading.ir.request import Request
 from lading.planner.moment import tree_of
 from lading.planner.unshard import choose_groups, neighbor_peaks
 from lading.report.tree import print_tree
@@ -25,8 +26,8 @@ from lading.report.tree import print_tree
     ],
 )
 def test_all_bytes_once(model: str, layout: str, stack: str, share: float) -> None:
-    asked = Question(model=model, machine="h100", devices=64, layout=layout, seq_len=2048, stack=stack)
-    request, table = request_of(asked)
+    asked = Request(model=model, machine="h100", devices=64, layout=layout, seq_len=2048, stack=stack)
+    request, table = step_of(asked)
     low, high = neighbor_peaks(request, table)
     chosen = choose_groups(request, table, int(low + share * (high - low)))
     total, moment = tree_of(chosen, table).total, chosen.gathered.peak

@@ -7,10 +7,9 @@ import dataclasses
 import pytest
 
 from lading.catalog.load import load_machine
-from lading.clusters import Question, request_of
-from lading.ir.layout import parse_layout
+from lading.clusters import space_of, step_of
+from lading.ir.request import Request
 from lading.planner.peaks import budget_for, peaks_of, room_of
-from lading.planner.space import Ask
 from lading.sim.simulate import simulate
 
 #: Of the model, and of its embedding, the largest parameter; of a gate, the largest of a block; layers.
@@ -19,13 +18,10 @@ AHEAD = 10_000_000
 
 
 def peaks(layout: str, save: str = "sharded", stack: str = "default", longest: int = 0) -> dict[str, dict[str, int]]:
-    request, table = request_of(Question(model="llama3-8b", machine="h100", seq_len=1024, stack=stack))
-    request = dataclasses.replace(request, layout=parse_layout(layout))
-    asked = Ask(
-        request=request, table=table, machine=load_machine("h100"), devices=8, global_batch=8, save=save,
-        longest=longest,
-    )  # fmt: skip
-    return peaks_of(simulate(request, table), asked)
+    asked = Request(
+        model="llama3-8b", machine="h100", layout=layout, seq_len=1024, stack=stack, save=save, longest=longest
+    )
+    return peaks_of(simulate(*step_of(asked)), asked)
 
 
 def test_cut_over_all() -> None:
@@ -76,11 +72,8 @@ def test_the_longest_batch_has_its_own_peak() -> None:
 
 
 def test_a_budget_for_some_bytes_has_room_for_them() -> None:
-    request, table = request_of(Question(model="gpt2", machine="h100", seq_len=64))
+    one = Request(model="gpt2", machine="h100", seq_len=64, devices=1, global_batch=1)
     machine = load_machine("h100")
     for size in (1, 12_345_678, 70_000_000_001):
-        asked = Ask(
-            request=request, table=table, machine=machine, devices=1, global_batch=1,
-            budget_bytes=budget_for(size, machine),
-        )  # fmt: skip
-        assert size <= room_of(asked).device_bytes <= size + 2
+        space = space_of(dataclasses.replace(one, budget_bytes=budget_for(size, machine)))
+        assert size <= room_of(space).device_bytes <= size + 2

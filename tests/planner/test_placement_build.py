@@ -12,11 +12,12 @@ from tests.captured import SIZES
 from lading.catalog.fleets import load_fleet
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.cost.compute import op_costs
 from lading.errors import ConfigError
 from lading.ir.graph import Phase, StepGraph
 from lading.ir.placement import PlacementProblem
+from lading.ir.request import Request
 from lading.ir.retarget import retarget
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
@@ -148,7 +149,7 @@ def test_a_device_without_the_dtype_is_left_out_and_said() -> None:
 def test_a_table_on_one_device_is_what_simulate_says(name: str) -> None:
     stack = stack_by_name("default")
     problem = chain_of(model_table(name), load_fleet("b200"), stack, seq_len=1024, batch=2)
-    request, table = request_of(Question(model=name, machine="b200", layout="mb2,gb2", seq_len=1024))
+    request, table = step_of(Request(model=name, machine="b200", layout="mb2,gb2", seq_len=1024))
     known = simulate(request, table)
     step_s, peak_bytes = _alone(problem)
     assert step_s == pytest.approx(known.step.step_s, rel=0.1)

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from lading.clusters import Question, request_of
+from lading.clusters import space_of, step_of
 from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
+from lading.ir.request import Request
 from lading.planner.layouts import cluster_plan, find_layouts
 from lading.planner.reductions import best_bucket
-from lading.planner.space import Ask
 from lading.sim.prices import MachinePrices
-from lading.sim.simulate import Simulated, machine_of, simulate
+from lading.sim.simulate import Simulated, simulate
 from lading.sim.step import DATA_PARALLEL
 
 
 def step(layout: str, model: str = "llama3-8b", devices: int = 64) -> Simulated:
-    return simulate(*request_of(Question(model=model, machine="h100", seq_len=4096, devices=devices, layout=layout)))
+    return simulate(*step_of(Request(model=model, machine="h100", seq_len=4096, devices=devices, layout=layout)))
 
 
 def test_a_layout_says_its_buckets() -> None:
@@ -70,12 +70,11 @@ def test_cut_parameters_and_one_replica_have_none() -> None:
 
 
 def test_a_plan_has_the_size_that_is_worth_it() -> None:
-    request, table = request_of(Question(model="gpt2", machine="h100", seq_len=1024))
-    ask = Ask(request=request, table=table, machine=machine_of(request), devices=8, global_batch=64, top=2)
-    found = find_layouts(ask)
+    space = space_of(Request(model="gpt2", machine="h100", seq_len=1024, devices=8, global_batch=64, top=2))
+    found = find_layouts(space)
     assert found.bucket is not None
     assert found.bucket.is_worth
     plan = cluster_plan(found, "0")
     layout = parse_layout(plan.layout)
     assert layout == replace(found.winner.layout, bucket_bytes=found.bucket.best_bytes)
-    assert simulate(replace(request, layout=layout), table).step.step_s == plan.step_s < found.winner.step_s
+    assert simulate(replace(space.request, layout=layout), space.table).step.step_s == plan.step_s < found.winner.step_s

@@ -10,9 +10,10 @@ from random import Random
 
 import pytest
 
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import Keep
+from lading.ir.request import Request
 from lading.planner.unshard import POLICIES, Chosen, _most, choose_groups, neighbor_peaks, plan_of
 from lading.planner.unshardbound import lower_bound
 from lading.sim.buckets import Bucket, Costs
@@ -30,8 +31,8 @@ CASES = {
 @cache
 def chosen(case: str, share: float, policy: str = "residency") -> Chosen:
     model, layout, devices, stack = CASES[case]
-    asked = Question(model=model, machine="h100", devices=devices, layout=layout, seq_len=4096, stack=stack)
-    request, table = request_of(asked)
+    asked = Request(model=model, machine="h100", devices=devices, layout=layout, seq_len=4096, stack=stack)
+    request, table = step_of(asked)
     low, high = peaks(case)
     return choose_groups(request, table, int(low + share * (high - low)), policy)
 
@@ -40,8 +41,8 @@ def chosen(case: str, share: float, policy: str = "residency") -> Chosen:
 def peaks(case: str) -> tuple[int, int]:
     """Of ZeRO-3 and of ZeRO-2."""
     model, layout, devices, stack = CASES[case]
-    asked = Question(model=model, machine="h100", devices=devices, layout=layout, seq_len=4096, stack=stack)
-    request, table = request_of(asked)
+    asked = Request(model=model, machine="h100", devices=devices, layout=layout, seq_len=4096, stack=stack)
+    request, table = step_of(asked)
     return neighbor_peaks(request, table)
 
 
@@ -78,8 +79,8 @@ def test_groups_have_every_parameter_once() -> None:
 
 def _tiny() -> Modules:
     """Four atoms: before, two blocks as they are, after."""
-    asked = Question(model="gpt2", machine="h100", devices=16, layout="zero3,gb32", seq_len=512)
-    request, table = request_of(asked)
+    asked = Request(model="gpt2", machine="h100", devices=16, layout="zero3,gb32", seq_len=512)
+    request, table = step_of(asked)
     return modules_of(request, dataclasses.replace(table, counts=(1, 2, 1)))
 
 
@@ -115,8 +116,8 @@ def test_bound_is_below_everything_that_can_be() -> None:
 )
 def test_bound_is_below_random_plans(model: str, layout: str, stack: str) -> None:
     """Any borders, stays and distances, under the budget that each needs; the closest come within 10% of it."""
-    asked = Question(model=model, machine="h100", devices=64, layout=layout, seq_len=2048, stack=stack)
-    request, table = request_of(asked)
+    asked = Request(model=model, machine="h100", devices=64, layout=layout, seq_len=2048, stack=stack)
+    request, table = step_of(asked)
     counts = tuple(min(count, 5) for count in table.counts)
     of = modules_of(request, dataclasses.replace(table, counts=counts))
     costs, draw, steps = Costs(of), Random(3), []
@@ -148,8 +149,8 @@ def test_why_the_budget_is_not_full() -> None:
     assert full.why == "full"
     assert all_there.why.endswith(" left: nothing is gathered twice")
     assert sum(all_there.gathered.backward) == 0
-    asked = Question(model="gpt2", machine="h100", devices=64, layout="zero3", seq_len=1024, stack="torchtitan-compile")
-    request, table = request_of(asked)
+    asked = Request(model="gpt2", machine="h100", devices=64, layout="zero3", seq_len=1024, stack="torchtitan-compile")
+    request, table = step_of(asked)
     low, high = neighbor_peaks(request, table)
     found = choose_groups(request, table, int(low + 0.75 * (high - low)))
     assert found.peak_bytes < 0.98 * found.budget_bytes
@@ -179,7 +180,7 @@ def test_plan_is_saved_as_chosen(tmp_path) -> None:
 
 
 def test_refused() -> None:
-    request, table = request_of(Question(model="gpt2", machine="h100", devices=8, layout="zero3"))
+    request, table = step_of(Request(model="gpt2", machine="h100", devices=8, layout="zero3"))
     with pytest.raises(ConfigError, match="expected one of zero3, zero2, reverse-greedy, residency, got 'zero1'"):
         choose_groups(request, table, 0, "zero1")
     with pytest.raises(PlanInfeasible, match="expected at most 1,000,000 bytes, got ") as caught:

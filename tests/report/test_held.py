@@ -10,9 +10,10 @@ import pytest
 from torch.cuda import _memory_viz
 
 from lading.cli.main import main
-from lading.clusters import Question, fullest_chart, request_of, write_cluster_snapshot
+from lading.clusters import fullest_chart, step_of, write_cluster_snapshot
 from lading.ir.graph import Role
 from lading.ir.program import slot_bytes
+from lading.ir.request import Request
 from lading.ir.timeline import Held, MemorySample
 from lading.report.memory_chart import held_snapshot, memory_chart
 from lading.sim.occupancy import Occupancy
@@ -22,8 +23,8 @@ from lading.units import format_bytes
 
 @pytest.fixture(scope="module")
 def simulated() -> Simulated:
-    asked = Question(model="llama3-8b", machine="h100", layout="tp2,pp4,vpp2,sp,dp2,zero1,gb16", seq_len=4096)
-    return simulate(*request_of(asked))
+    asked = Request(model="llama3-8b", machine="h100", layout="tp2,pp4,vpp2,sp,dp2,zero1,gb16", seq_len=4096)
+    return simulate(*step_of(asked))
 
 
 def test_allocations_never_overlap_and_peak_as_reported(simulated: Simulated, tmp_path: Path) -> None:

@@ -6,15 +6,16 @@ from pathlib import Path
 
 from perfetto.protos.perfetto.trace.perfetto_trace_pb2 import Trace
 
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
+from lading.ir.request import Request
 from lading.report.perfetto import write_trace
 from lading.sim.simulate import simulate
 from lading.sim.traces import step_timeline
 
 
 def test_each_rank_has_counters_by_role(tmp_path: Path) -> None:
-    asked = Question(model="llama3-8b", machine="h100", layout="tp2,pp4,sp,zero1,gb8", seq_len=4096)
-    simulated = simulate(*request_of(asked))
+    asked = Request(model="llama3-8b", machine="h100", layout="tp2,pp4,sp,zero1,gb8", seq_len=4096)
+    simulated = simulate(*step_of(asked))
     write_trace(tmp_path / "trace", [step_timeline(simulated)])
     trace = Trace()
     trace.ParseFromString((tmp_path / "trace").read_bytes())

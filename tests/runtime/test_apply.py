@@ -16,7 +16,7 @@ from lading.catalog.architectures import architecture_table
 from lading.catalog.stacks import stack_by_name
 from lading.ir.clusterplan import ClusterPlan, Keep
 from lading.ir.layout import parse_layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, StepRequest
 from lading.planner.unshard import choose_groups, neighbor_peaks, plan_of
 
 #: tests.runtime.sharding.SIZES by the table's names.
@@ -31,7 +31,9 @@ def planned(layout: str, policy: str, share: float = 0.5, family: str = "llama")
     symbols = SIZES if family == "llama" else GPT_SIZES
     model = Architecture(family=family, symbols=symbols, blocks=(("block", 4),))
     stack = stack_by_name("torchtitan-eager")
-    request = Request(name="small", model=model, seq_len=64, machine="h100", layout=parse_layout(layout), stack=stack)
+    request = StepRequest(
+        name="small", model=model, seq_len=64, machine="h100", layout=parse_layout(layout), stack=stack
+    )
     table = architecture_table(model)
     low, high = neighbor_peaks(request, table)
     return plan_of(choose_groups(request, table, int(low + share * (high - low)), policy), "test")

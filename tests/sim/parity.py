@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lading.catalog.tables import family_table
 from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, StepRequest
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import Product
@@ -116,10 +116,12 @@ def table_of(family: str, layers: int = LAYERS) -> ModelTable:
     return family_table(family, layers=layers, **SIZES[family])
 
 
-def request_of(family: str, layout: str, *, seq: int = S, layers: int = LAYERS, stack: Stack = STACK) -> Request:
+def request_of(family: str, layout: str, *, seq: int = S, layers: int = LAYERS, stack: Stack = STACK) -> StepRequest:
     """A step of the small model under a layout."""
     model = Architecture(family=family, symbols=SIZES[family], blocks=(("block", layers),))
-    return Request(name="parity", model=model, seq_len=seq, machine="h100", layout=parse_layout(layout), stack=stack)
+    return StepRequest(
+        name="parity", model=model, seq_len=seq, machine="h100", layout=parse_layout(layout), stack=stack
+    )
 
 
 def torch_model(family: str, layers: int = LAYERS) -> nn.Module:
@@ -207,7 +209,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, sp: bool) -> nn.Modul
     return parallelize_module(model, mesh, {name: style for name, style in plan.items() if name in there})
 
 
-def own_peak(request: Request, *, rank: int = 0) -> int:
+def own_peak(request: StepRequest, *, rank: int = 0) -> int:
     """What Lading says is alive at most, without the optimizer's states."""
     memory = simulate(request, table_of(request.model.family, request.model.layers)).memory[rank]
     return sum(size for role, size in memory.items() if role is not Role.OPTIMIZER_STATE)

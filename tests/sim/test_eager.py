@@ -15,7 +15,7 @@ from lading.catalog.stacks import stack_by_name
 from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, StepRequest
 from lading.ir.table import ModelTable
 from lading.models.reference import build_model, model_class
 from lading.program.schedules import schedule_of
@@ -31,10 +31,10 @@ LLAMA = {
 NARROW = {**LLAMA, "dim": 384, "num_heads": 6, "num_kv_heads": 2, "hidden_dim": 1024}
 
 
-def request_of(model: str, sizes: dict[str, Any], layout: str) -> tuple[Request, ModelTable]:
+def request_of(model: str, sizes: dict[str, Any], layout: str) -> tuple[StepRequest, ModelTable]:
     batch = random_batch(model, sizes, rows=3, tokens=256, seed=0)
     table = module_table(build_model(model, **sizes), batch, model_class(model).loss, model, tokens=256, whole=False)
-    request = Request(
+    request = StepRequest(
         name=model,
         model=Architecture(family=model, symbols={}, blocks=(("block", 4),)),
         seq_len=256,

@@ -7,9 +7,10 @@ from functools import cache
 
 import pytest
 
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.errors import ConfigError
 from lading.ir.clusterplan import Keep
+from lading.ir.request import Request
 from lading.sim.buckets import Bucket, Costs, names_of
 from lading.sim.gathers import gathered_step
 from lading.sim.modules import Modules, modules_of
@@ -19,11 +20,11 @@ from lading.sim.simulate import simulate
 
 @cache
 def modules(model: str = "llama3-8b", layout: str = "zero3", devices: int = 64, stack: str = "default") -> Modules:
-    return modules_of(*request_of(question(model, layout, devices, stack)))
+    return modules_of(*step_of(question(model, layout, devices, stack)))
 
 
-def question(model: str, layout: str, devices: int, stack: str) -> Question:
-    return Question(model=model, machine="h100", devices=devices, layout=layout, seq_len=4096, stack=stack)
+def question(model: str, layout: str, devices: int, stack: str) -> Request:
+    return Request(model=model, machine="h100", devices=devices, layout=layout, seq_len=4096, stack=stack)
 
 
 def blocks(of: Modules, keep: Keep = Keep.RELEASE) -> list[Bucket]:
@@ -50,7 +51,7 @@ def blocks(of: Modules, keep: Keep = Keep.RELEASE) -> list[Bucket]:
 )
 def test_whole_blocks_take_what_the_step_does(model: str, layout: str, stack: str) -> None:
     of = modules(model, layout, 64, stack)
-    simulated = simulate(of.request, request_of(question(model, layout, 64, stack))[1])
+    simulated = simulate(of.request, step_of(question(model, layout, 64, stack))[1])
     found = gathered_step(Costs(of), blocks(of))
     assert found.step_s == pytest.approx(simulated.step.step_s, rel=0.01)
     assert found.peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.01)
@@ -131,7 +132,7 @@ def test_gathers_are_those_a_rank_issues(keep: Keep) -> None:
     """As many of the same bytes as the sequence has that is compared with FSDP2's own."""
     of = modules("llama3-8b", "zero3,gb192", 64, "torchtitan-compile")
     issued = sequence_of(
-        of.request, request_of(question("llama3-8b", "zero3,gb192", 64, "torchtitan-compile"))[1], keep=keep
+        of.request, step_of(question("llama3-8b", "zero3,gb192", 64, "torchtitan-compile"))[1], keep=keep
     )
     collectives = [each.collective for each in issued if each.collective and each.collective.axis == "dp"]
     costs, plan = Costs(of), blocks(of, keep)

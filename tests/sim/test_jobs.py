@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import pytest
 
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.errors import ConfigError
+from lading.ir.request import Request
 from lading.sim.cluster import simulate_cluster
 from lading.sim.goodput import best_interval_s, goodput
 from lading.sim.jobs import checkpoint_bytes, failures_of, job_of
@@ -20,8 +21,8 @@ from lading.sim.traces import COMPUTE, NETWORK, SEND_DOWN, step_timeline
 
 @lru_cache
 def simulated(model: str, machine: str, devices: int, layout: str, stack: str = "default") -> Simulated:
-    question = Question(model=model, machine=machine, devices=devices, layout=layout, stack=stack)
-    return simulate(*request_of(question))
+    question = Request(model=model, machine=machine, devices=devices, layout=layout, stack=stack)
+    return simulate(*step_of(question))
 
 
 CASES = [

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.errors import ConfigError
 from lading.ir.graph import Role
+from lading.ir.request import Request
 from lading.sim import occupancy as module
 from lading.sim.occupancy import occupancy
 from lading.sim.simulate import Simulated, simulate
@@ -30,7 +31,7 @@ LAYOUTS = [
 
 def step(layout: str, **others: Any) -> Simulated:
     asked = {"model": "gpt3-175b", "machine": "a100", "seq_len": 2048, "stack": "megatron-core", **others}
-    request, table = request_of(Question(**asked, layout=layout))
+    request, table = step_of(Request(**asked, layout=layout))
     return simulate(request, table)
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
-from lading.clusters import Question, request_of, summary, verdict
+from lading.clusters import step_of, summary, verdict
 from lading.cost.hosting import assumed_of_offload, copy_s, host_step_s, update_s
 from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.layout import Layout, parse_layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, Request, StepRequest
 from lading.sim.occupancy import occupancy
 from lading.sim.simulate import Simulated, simulate
 from lading.sim.step import COPIES
@@ -25,7 +25,7 @@ STACK = stack_by_name("default")
 
 def step(layout: str, **others: Any) -> Simulated:
     asked = {"model": "llama3-8b", "machine": "h100", "devices": 8, "seq_len": 8192, **others}
-    return simulate(*request_of(Question(**asked, layout=layout)))
+    return simulate(*step_of(Request(**asked, layout=layout)))
 
 
 def test_states_leave_the_device() -> None:
@@ -122,7 +122,7 @@ def test_llama_7b_on_eight_a800() -> None:
     ):
         kept, moved = (
             simulate(
-                Request(
+                StepRequest(
                     name="gist",
                     model=model,
                     seq_len=4096,

@@ -11,9 +11,10 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from lading.catalog.stacks import stack_by_name
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.ir.action import ActionKind
 from lading.ir.graph import Role
+from lading.ir.request import Request
 from lading.program.emit import gathering, most_gathered
 from lading.program.schedules import schedule
 from lading.sim.jobs import job_of
@@ -27,7 +28,7 @@ from lading.sim.traces import step_times
 
 def step(layout: str, **others: Any) -> Simulated:
     asked = {"model": "llama3-8b", "machine": "h100", "devices": 16, "seq_len": 4096, **others}
-    return simulate(*request_of(Question(**asked, layout=layout)))
+    return simulate(*step_of(Request(**asked, layout=layout)))
 
 
 @pytest.mark.parametrize(

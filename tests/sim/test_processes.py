@@ -17,7 +17,7 @@ from lading.ir.action import ActionKind, Work
 from lading.ir.layout import parse_layout
 from lading.ir.machine import Curve, Machine, Processes
 from lading.ir.program import Program, Region
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, StepRequest
 from lading.program.emit import ListShape, emit
 from lading.program.schedules import Schedule, schedule
 from lading.sim.pipeline import PipelineRun, PipelineSeconds, pipeline_run, simulate_pipeline
@@ -43,7 +43,7 @@ def host(shared: Processes | None = SHARED) -> Machine:
 def simulated(folder: Path, layout: str, machine: Machine | None = None) -> Simulated:
     path = folder / "machine.toml"
     save_machine(machine or host(), path)
-    request = Request(
+    request = StepRequest(
         name=layout,
         model=Architecture(family="gpt", symbols={}, blocks=(("block", 4),)),
         seq_len=256,

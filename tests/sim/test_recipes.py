@@ -8,7 +8,7 @@ import pytest
 
 from lading.catalog.stacks import stack_by_name
 from lading.ir.layout import parse_layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, StepRequest
 from lading.ir.stack import Stack
 from lading.sim.simulate import machine_of, priced, prices_of, simulate, table_of
 
@@ -17,11 +17,11 @@ EXPERTS = {"h": 2048, "n": 16, "k": 4, "d": 128, "v": 32000, "e": 32, "a": 4, "g
 STACK = dataclasses.replace(stack_by_name("megatron-bridge"), in_situ={})
 
 
-def _request(layout: str, family: str = "llama-fused", stack: Stack = STACK, **more: int) -> Request:
+def _request(layout: str, family: str = "llama-fused", stack: Stack = STACK, **more: int) -> StepRequest:
     symbols = EXPERTS if family == "moe" else DENSE
     blocks = (("moe" if family == "moe" else "block", 8),)
     model = Architecture(family=family, symbols=symbols, blocks=blocks)
-    return Request(
+    return StepRequest(
         name="t", model=model, seq_len=4096, machine="b200", layout=parse_layout(layout), stack=stack, **more
     )
 

@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 
 from lading.catalog.stacks import stack_by_name
-from lading.clusters import Question, request_of, summary
+from lading.clusters import step_of, summary
 from lading.errors import ConfigError
 from lading.ir.graph import Role
+from lading.ir.request import Request
 from lading.sim.simulate import Simulated, simulate
 
 GPT = {"model": "gpt3-175b", "machine": "a100", "seq_len": 2048, "stack": "megatron-2022"}
 
 
 def step(layout: str, **others: Any) -> Simulated:
-    request, table = request_of(Question(**{**GPT, "layout": layout, **others}))
+    request, table = step_of(Request(**{**GPT, "layout": layout, **others}))
     return simulate(request, table)
 
 
@@ -72,17 +73,17 @@ def test_flops_of_a_step() -> None:
 )
 def test_korthikanti_table_5(layout: str, published_s: float) -> None:
     """GPT-3 175B on 64 A100: within a tenth, with no factor fitted on these rows."""
-    request, table = request_of(Question(**{**GPT, "layout": layout}))
+    request, table = step_of(Request(**{**GPT, "layout": layout}))
     plain = dataclasses.replace(stack_by_name("megatron-2022"), in_situ={})
     found = simulate(dataclasses.replace(request, stack=plain), table)
     assert found.step.step_s == pytest.approx(published_s, rel=0.1)
 
 
 def test_devices_beyond_the_layout_are_replicas() -> None:
-    request, _ = request_of(Question(**{**GPT, "layout": "tp8,pp8", "devices": 256}))
+    request, _ = step_of(Request(**{**GPT, "layout": "tp8,pp8", "devices": 256}))
     assert request.layout.dp == 4
     with pytest.raises(ConfigError, match="expected a layout of 100 devices"):
-        request_of(Question(**{**GPT, "layout": "tp8,pp8", "devices": 100}))
+        step_of(Request(**{**GPT, "layout": "tp8,pp8", "devices": 100}))
 
 
 def test_summary_has_a_price() -> None:
@@ -93,9 +94,7 @@ def test_summary_has_a_price() -> None:
 
 def test_busy_experts_are_waited_for() -> None:
     """Twice the tokens on the busiest rank: its products and dispatches take longer, attention does not."""
-    request, table = request_of(
-        Question(model="mixtral-8x7b", machine="h100", layout="dp8,ep8,zero1,gb8", seq_len=4096)
-    )
+    request, table = step_of(Request(model="mixtral-8x7b", machine="h100", layout="dp8,ep8,zero1,gb8", seq_len=4096))
     graphs = dataclasses.replace(request.stack, cuda_graphs=True, in_situ={})
     even, skewed = (
         simulate(dataclasses.replace(request, stack=dataclasses.replace(graphs, imbalance=share)), table).step.shares_s
@@ -107,7 +106,7 @@ def test_busy_experts_are_waited_for() -> None:
 
 
 def test_what_is_not_simulated_is_said() -> None:
-    request, table = request_of(Question(**{**GPT, "layout": "tp8,pp8,gb16"}))
+    request, table = step_of(Request(**{**GPT, "layout": "tp8,pp8,gb16"}))
     other = dataclasses.replace(request, schedule_detail="ZB-2p")
     said = set(simulate(other, table).prediction.assumed) - set(simulate(request, table).prediction.assumed)
     assert said == {"schedule ZB-2p simulated as 1f1b"}

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from lading.catalog.architectures import table_parameters
-from lading.clusters import Question, request_of
+from lading.clusters import step_of
 from lading.ir.graph import Role
+from lading.ir.request import Request
 from lading.planner.peaks import peaks_of
-from lading.planner.space import Ask
 from lading.sim.sequence import collectives_of
 from lading.sim.simulate import Simulated, simulate
 from lading.sim.step import DATA_PARALLEL
@@ -21,8 +21,8 @@ TIED = {"gpt2": 50257 * 768, "llama3.2-1b": 128256 * 2048}
 
 def both(model: str, layout: str, stack: str = "default", **others: int) -> tuple[Simulated, Simulated]:
     """A step of a model, and of the same whose head has a weight of its own."""
-    asked = Question(model=model, machine="h100", layout=layout, seq_len=512, stack=stack)
-    request, table = request_of(dataclasses.replace(asked, **others))
+    asked = Request(model=model, machine="h100", layout=layout, seq_len=512, stack=stack)
+    request, table = step_of(dataclasses.replace(asked, **others))
     return simulate(request, table), simulate(request, dataclasses.replace(table, tied=()))
 
 
@@ -70,12 +70,7 @@ def test_gradients_are_reduced_once() -> None:
 
 def test_the_start_of_a_run_has_it_once() -> None:
     tied, untied = both("gpt2", "mb2,gb2")
-    starts = [
-        peaks_of(
-            found, Ask(request=found.request, table=found.table, machine=found.machine, devices=1, global_batch=2)
-        )["start"]["device"]
-        for found in (tied, untied)
-    ]
+    starts = [peaks_of(found, Request(model="gpt2", machine="h100"))["start"]["device"] for found in (tied, untied)]
     assert starts[1] - starts[0] == 18 * TIED["gpt2"]
 
 

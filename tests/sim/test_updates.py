@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,20 @@ from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
 from lading.cli.main import main
-from lading.clusters import Question, request_of, summary
+from lading.clusters import space_of, step_of, summary
 from lading.cost.owned import update_of
 from lading.cost.patterns import Kind, spread
 from lading.cost.product import peak_flops
 from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
+from lading.ir.request import Request
 from lading.ir.routes import Box, pieces, wholes_of
 from lading.optim.muon import Muon
 from lading.parallel.matrices import BlockMatrix, matrices_of, projections
 from lading.planner.layouts import find_layouts
 from lading.planner.owners import Matrix, assign
 from lading.planner.search import LayoutSearch
-from lading.planner.space import Ask
 from lading.sim.modules import modules_of
 from lading.sim.simulate import Simulated, simulate
 
@@ -32,8 +33,8 @@ QWEN3_8B = {"q": (4096, 4096), "kv": (1024, 4096), "up": (12288, 4096), "down": 
 
 
 def step(optimizer: str, layout: str, model: str = "qwen3-8b", **rest: Any) -> Simulated:
-    question = Question(model=model, machine="h100", layout=layout, seq_len=2048, optimizer=optimizer, **rest)
-    return simulate(*request_of(question))
+    question = Request(model=model, machine="h100", layout=layout, seq_len=2048, optimizer=optimizer, **rest)
+    return simulate(*step_of(question))
 
 
 @pytest.mark.parametrize("layout", ["dp8,zero3", "dp2,tp4,sp,zero1", "dp4,tp2,pp4,zero1,gb32", "dp2"])
@@ -57,7 +58,7 @@ def test_what_replaces_adamw(layout: str) -> None:
 
 def test_directions_are_the_owners_of_the_planner() -> None:
     """The simulator spreads kinds, the planner matrices: the same fullest rank, at the same bound."""
-    request, table = request_of(Question(model="qwen3-4b", machine="h100", layout="dp64,zero3", optimizer="muon"))
+    request, table = step_of(Request(model="qwen3-4b", machine="h100", layout="dp64,zero3", optimizer="muon"))
     found = simulate(request, table).updated
     assert found is not None
     directions = found.update.directions
@@ -114,8 +115,8 @@ def test_groups_of_parameters_know_the_optimizer() -> None:
     """Where parameters are cut, what stays gathered is chosen beside the same update and the same states."""
     found = {}
     for optimizer in ("adamw", "muon"):
-        request, table = request_of(
-            Question(model="gpt2", machine="h100", layout="dp4,zero3,gb16", seq_len=512, optimizer=optimizer)
+        request, table = step_of(
+            Request(model="gpt2", machine="h100", layout="dp4,zero3,gb16", seq_len=512, optimizer=optimizer)
         )
         simulated, modules = simulate(request, table), modules_of(request, table)
         found[optimizer] = (
@@ -177,15 +178,13 @@ def test_rules_of_all_parameters_count_their_states(optimizer: str, moments: int
 @pytest.mark.parametrize("optimizer", ["muon", "soap", "lion"])
 def test_the_search_finds_the_fastest(optimizer: str) -> None:
     """Every layout of a small space, simulated."""
-    request, table = request_of(Question(model="gpt2", machine="h100", seq_len=512, optimizer=optimizer))
     pins = {"micro_batch": 2, "cp": 1, "recompute": "none"}
-    asked = Ask(
-        request=request, table=table, machine=load_machine("h100"), devices=4, global_batch=8, pins=pins, proven=64
-    )
-    found = find_layouts(asked)
+    asked = Request(model="gpt2", machine="h100", seq_len=512, optimizer=optimizer, devices=4, global_batch=8)
+    space = space_of(replace(asked, pins=pins, proven=64))
+    found = find_layouts(space)
     assert found.proven == len(found.best)
     assert optimizer == "lion" or not any(one.layout.offload for one in found.best)
-    again = [simulate(LayoutSearch(asked).request(one.layout), table).step.step_s for one in found.best]
+    again = [simulate(LayoutSearch(space).request(one.layout), space.table).step.step_s for one in found.best]
     steps = [one.step_s for one in found.best]
     assert steps == pytest.approx(again, rel=1e-12)
     assert steps == pytest.approx(sorted(steps), rel=1e-9)

@@ -12,13 +12,13 @@ from tools.validate.rows import read_rows
 from tools.validate.words import machine_of, stack_rule_of
 
 from lading.errors import ConfigError
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from tests.validate.test_rows import FILES, changed
 
 ROWS = {row.id: row for row in read_rows(FILES)[0]}
 
 
-def of(name: str) -> Request:
+def of(name: str) -> StepRequest:
     return request_of(ROWS[name])
 
 

@@ -20,7 +20,7 @@ from tools.validate.scoring import Pair, memory_pairs, outcomes_of, step_pairs, 
 from tools.validate.shrinkage import Cell, expected
 
 from lading.errors import ConfigError
-from lading.ir.request import Prediction, Request
+from lading.ir.request import Prediction, StepRequest
 from lading.units import GiB
 from tests.validate.test_rows import FILES, changed
 
@@ -35,7 +35,7 @@ class Told:
         self.seconds = seconds
         self.more = more
 
-    def predict(self, request: Request) -> Prediction:
+    def predict(self, request: StepRequest) -> Prediction:
         if request.name not in self.seconds:
             raise ConfigError("not told")
         step_s = self.seconds[request.name]
@@ -115,7 +115,7 @@ def test_memory_is_compared_like_with_like() -> None:
 
 def test_a_fault_of_the_predictor_is_a_row_with_a_reason(tmp_path: Path) -> None:
     class Faulty:
-        def predict(self, request: Request) -> Prediction:
+        def predict(self, request: StepRequest) -> Prediction:
             raise ZeroDivisionError(request.name)
 
     (outcome,) = outcomes_of(rows_of(tmp_path, timed("a", 1.0)), Faulty())

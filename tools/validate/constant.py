@@ -10,7 +10,7 @@ from functools import cache
 
 from lading.catalog.load import load_machine
 from lading.errors import ConfigError
-from lading.ir.request import Architecture, Prediction, Request
+from lading.ir.request import Architecture, Prediction, StepRequest
 
 _DTYPES = {"fp8": "float8_e4m3fn", "mxfp8": "float8_e4m3fn", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -27,7 +27,7 @@ class ConstantEfficiency:
     share: float = 0.45
     spread: float = 0.5
 
-    def predict(self, request: Request) -> Prediction:
+    def predict(self, request: StepRequest) -> Prediction:
         """Seconds of a step.
 
         Raises:

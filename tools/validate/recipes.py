@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lading.ir.layout import Layout
-from lading.ir.request import Architecture, Request
+from lading.ir.request import Architecture, StepRequest
 
 _BRIDGE = "NVIDIA-NeMo/Megatron-Bridge scripts/performance/configs/llama/llama3_workload_base_configs.py"
 
@@ -29,7 +29,7 @@ class Recipe:
     Attributes:
         stack, machine, precision, zero: Of the request.
         hidden, layers: Of the model.
-        settings: Fields of Request and of Layout.
+        settings: Fields of StepRequest and of Layout.
         evidence: Where the settings are written.
     """
 
@@ -100,16 +100,16 @@ class Fact:
     """
 
     pattern: str
-    applies: Callable[[Request], bool]
+    applies: Callable[[StepRequest], bool]
     settings: dict[str, Any]
     evidence: str
 
 
-def _large(request: Request) -> bool:
+def _large(request: StepRequest) -> bool:
     return request.machine == "h100" and request.layout.devices >= 128
 
 
-def _attends_in_8_bits(request: Request) -> bool:
+def _attends_in_8_bits(request: StepRequest) -> bool:
     latent_gb200 = "kr" in request.model.symbols and request.machine == "gb200"
     return request.layout.precision == "mxfp8" and "e" in request.model.symbols and not latent_gb200
 
@@ -230,7 +230,7 @@ FACTS: tuple[Fact, ...] = (
 )
 
 
-def with_facts(request: Request, text: str) -> tuple[Request, list[str]]:
+def with_facts(request: StepRequest, text: str) -> tuple[StepRequest, list[str]]:
     """The request with what its source's own files set, and the evidence."""
     lowered = text.lower()
     evidence: list[str] = []
@@ -249,7 +249,7 @@ def with_facts(request: Request, text: str) -> tuple[Request, list[str]]:
     return request, evidence
 
 
-def high_precision_layers(request: Request, text: str) -> int:
+def high_precision_layers(request: StepRequest, text: str) -> int:
     """Layers that a recipe keeps in 16 bits.
 
     Nemotron 3 Super in 4 bits: the first and the last 14 (Megatron-Bridge src/megatron/bridge/training/

@@ -10,7 +10,7 @@ from typing import Any
 from lading.catalog.stacks import DEFAULT, stack_by_name, stack_names
 from lading.errors import ConfigError
 from lading.ir.layout import PRECISIONS, Layout
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
 from tools.validate.architecture import architecture_of
 from tools.validate.recipes import SWEEP, high_precision_layers, recipe_of, with_facts
@@ -37,7 +37,7 @@ _TASKS = (("q-lora", "qlora"), ("qlora", "qlora"), ("lora", "lora"), ("sft", "sf
 _RECIPES = (("delayed", "delayed"), ("row", "rowwise"), ("tensor", "tensorwise"), ("cs", "tensorwise"))
 
 
-def request_of(row: Row) -> Request:
+def request_of(row: Row) -> StepRequest:
     """What to simulate for a row.
 
     Raises:
@@ -52,7 +52,7 @@ def request_of(row: Row) -> Request:
     assumed += taken
     layout = _layout(row, text, stack, assumed)
     task = _task(row)
-    request = Request(
+    request = StepRequest(
         name=row.id,
         model=model,
         seq_len=int(row.model["seq_len"]),
@@ -80,7 +80,7 @@ def _padding(row: Row, stack: Stack) -> int:
     return _MEGATRON_PADDING * ways if stack.name.startswith(("megatron", "nemo")) else 1
 
 
-def _as_published(request: Request, text: str, assumed: list[str]) -> Request:
+def _as_published(request: StepRequest, text: str, assumed: list[str]) -> StepRequest:
     """With what the recipe it was made with sets and the table does not print."""
     kept = request.high_precision_layers or high_precision_layers(request, text)
     request, evidence = with_facts(dataclasses.replace(request, high_precision_layers=kept), text)

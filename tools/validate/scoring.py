@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lading.errors import LadingError
-from lading.ir.request import Prediction, Predictor, Request
+from lading.ir.request import Prediction, Predictor, StepRequest
 from lading.units import GiB
 from tools.validate.requests import request_of
 from tools.validate.rows import Row
@@ -26,7 +26,7 @@ class Outcome:
     """A row with what was predicted for it, or the reason why nothing was."""
 
     row: Row
-    request: Request | None = None
+    request: StepRequest | None = None
     prediction: Prediction | None = None
     reason: str = ""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lading.errors import ConfigError
-from lading.ir.request import Prediction, Request
+from lading.ir.request import Prediction, StepRequest
 
 _SYSTEMS = {"a100": "a100_80g.json", "h100": "h100_80g_nvl8.json"}
 _DTYPES = {"fp16": "float16", "bf16": "float16", "fp8": "float8"}
@@ -29,7 +29,7 @@ class Calculon:
 
     folder: Path
 
-    def predict(self, request: Request) -> Prediction:
+    def predict(self, request: StepRequest) -> Prediction:
         """Seconds of a step.
 
         Raises:
@@ -55,7 +55,7 @@ class Calculon:
         return Prediction(step_s=step_s, low_s=step_s, high_s=step_s)
 
 
-def _expressible(request: Request) -> None:
+def _expressible(request: StepRequest) -> None:
     layout = request.layout
     checks = {
         f"a system file for {request.machine}": request.machine in _SYSTEMS,
@@ -74,7 +74,7 @@ def _expressible(request: Request) -> None:
         raise ConfigError(f"Calculon does not express {'; '.join(missing)}")
 
 
-def _application(request: Request) -> dict[str, int]:
+def _application(request: StepRequest) -> dict[str, int]:
     sizes = request.model.symbols
     return {
         "hidden": sizes["h"],
@@ -86,7 +86,7 @@ def _application(request: Request) -> dict[str, int]:
     }
 
 
-def _execution(request: Request) -> dict[str, Any]:
+def _execution(request: StepRequest) -> dict[str, Any]:
     layout = request.layout
     far = 0 if layout.devices <= 8 else 1
     return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lading.errors import ConfigError
-from lading.ir.request import Prediction, Request
+from lading.ir.request import Prediction, StepRequest
 
 _GPUS = {
     "a100": "a100-sxm-80gb",
@@ -31,7 +31,7 @@ class LlmAnalysis:
 
     flops_efficiency: float
 
-    def predict(self, request: Request) -> Prediction:
+    def predict(self, request: StepRequest) -> Prediction:
         """Seconds of a step, and bytes of the fullest device.
 
         Raises:
@@ -84,7 +84,7 @@ class LlmAnalysis:
         return Prediction(step_s=step_s, low_s=step_s, high_s=step_s)
 
 
-def _expressible(request: Request) -> None:
+def _expressible(request: StepRequest) -> None:
     layout = request.layout
     checks = {
         f"the machine {request.machine}": request.machine in _GPUS,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lading.errors import ConfigError
-from lading.ir.request import Prediction, Request
+from lading.ir.request import Prediction, StepRequest
 
 _SYSTEMS = {"b200": "b200_bf16_ceperm.json"}
 _FAMILIES = ("llama", "gpt", "moe", "mla-moe")
@@ -30,7 +30,7 @@ class SimuMax:
 
     folder: Path
 
-    def predict(self, request: Request) -> Prediction:
+    def predict(self, request: StepRequest) -> Prediction:
         """Seconds of a step, and bytes of the fullest device.
 
         Raises:
@@ -75,7 +75,7 @@ def _seconds(value: object) -> float:
     return float(number) * {"ms": 1e-3, "s": 1.0, "us": 1e-6}[unit or "ms"]
 
 
-def _expressible(request: Request) -> None:
+def _expressible(request: StepRequest) -> None:
     layout = request.layout
     checks = {
         f"a system file for {request.machine}": request.machine in _SYSTEMS,
@@ -92,7 +92,7 @@ def _expressible(request: Request) -> None:
         raise ConfigError(f"SimuMax does not express {'; '.join(missing)}")
 
 
-def _model(request: Request) -> dict[str, Any]:
+def _model(request: StepRequest) -> dict[str, Any]:
     sizes = request.model.symbols
     found: dict[str, Any] = {
         "model_name": request.name,
@@ -126,7 +126,7 @@ def _model(request: Request) -> dict[str, Any]:
     return found
 
 
-def _strategy(request: Request) -> dict[str, Any]:
+def _strategy(request: StepRequest) -> dict[str, Any]:
     layout = request.layout
     return {
         "seq_len": request.seq_len,

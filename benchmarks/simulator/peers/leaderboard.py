@@ -18,7 +18,7 @@ from tools.validate.rows import Row, read_rows
 from tools.validate.scoring import Pair, grouped, outcomes_of, step_pairs
 
 from lading.errors import ConfigError
-from lading.ir.request import Prediction, Request
+from lading.ir.request import Prediction, StepRequest
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = Path(__file__).parents[2] / "validation"
@@ -44,7 +44,7 @@ class Recorded:
             if "step_s" in found:
                 self._seconds[found["id"]] = found["step_s"]
 
-    def predict(self, request: Request) -> Prediction:
+    def predict(self, request: StepRequest) -> Prediction:
         """What was written for the row.
 
         Raises:

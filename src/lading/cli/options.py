@@ -21,7 +21,7 @@ from lading.ir.reading import plan_kind
 from lading.optim.registry import DEFAULT, rule_names
 
 if TYPE_CHECKING:
-    from lading.clusters import Question
+    from lading.ir.request import Request
 
 
 class Command(Protocol):
@@ -93,23 +93,23 @@ class ModelOptions:
     ] = None
     price: Annotated[float | None, optional("PRICE", "Price of one device for an hour, in any currency.")] = None
 
-    def question(self, **more: Any) -> Question:
-        """What these options ask of ``lading.clusters``; those left out keep its defaults.
+    def request(self, **more: Any) -> Request:
+        """What these options ask for; those left out keep the defaults of a request.
 
         Args:
-            more: Further fields of the question; None for those left out.
+            more: Further fields of the request; None for those left out.
         Raises:
             ConfigError: no model or machine, or a price below 0.
         """
-        from lading.clusters import Question
+        from lading.ir.request import Request
 
         if self.model is None or self.machine is None:
             raise ConfigError("expected --machine NAME next to --model, such as --machine h100")
         if self.price is not None and self.price < 0:
             raise ConfigError(f"--price: expected a price of a device for an hour, 0 or more, got {self.price:g}")
-        asked = {"seq_len": self.seq, "stack": self.stack, "network": self.network, "optimizer": self.optimizer, **more}
-        asked = {name: value for name, value in asked.items() if value is not None}
-        return Question(model=self.model, machine=self.machine, **asked)
+        names = ("model", "machine", "devices", "global_batch", "stack", "network", "optimizer")
+        asked = {name: getattr(self, name) for name in names} | {"seq_len": self.seq, **more}
+        return Request(**{name: value for name, value in asked.items() if value is not None})
 
 
 def check_asked(source: Path | None, expected: str, model: ModelOptions) -> None:

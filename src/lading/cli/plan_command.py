@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lading.planner.layouts import Layouts
     from lading.planner.refine import Refined
     from lading.planner.search import Tell
-    from lading.planner.space import Ask
+    from lading.planner.space import Space
     from lading.report.layout_table import LayoutRow
 
 #: By what layouts have rows of their own in the table, coarse to fine.
@@ -153,22 +153,23 @@ def _plan_cluster(asked: PlanCommand) -> None:
     from lading.planner.layouts import cluster_plan, find_layouts
     from lading.report.layout_table import layouts_lines
 
-    ask = ask_of(asked)
+    space = asked_space(asked)
     console = Console(highlight=False, width=line_columns())
     begun = time.perf_counter()
     with _progress() as tell:
-        found = find_layouts(ask, tell)
+        found = find_layouts(space, tell)
     seconds = time.perf_counter() - begun
     alike = shown(found.best, asked.search.top)
     rows = [dataclasses.replace(_row(each[0], asked.with_model.price), like=like_text(*each)) for each in alike]
     over = [_row(one, asked.with_model.price) for one in found.over]
-    device = ask.machine.device.name
-    say(console, f"{ask.request.name} on {ask.devices:,} x {device}, {ask.global_batch:,} sequences of "
-        f"{ask.request.seq_len:,} tokens a step; software stack {ask.request.stack.name}", "bold")  # fmt: skip
+    device = space.machine.device.name
+    request, batch = space.request, space.asked.global_batch
+    say(console, f"{request.name} on {space.asked.devices:,} x {device}, {batch:,} sequences of {request.seq_len:,} "
+        f"tokens a step; software stack {request.stack.name}", "bold")  # fmt: skip
     title, *table = layouts_lines(rows, over, console.width)
     say(console, title, "bold")
     updated = found.winner.simulated.updated
-    update = [update_sentence(ask.request.optimizer, updated.update)] if updated is not None else []
+    update = [update_sentence(request.optimizer, updated.update)] if updated is not None else []
     for line in (*table, "", *update, *_said(found, seconds), *_moments(found.winner)):
         say(console, line)
     if asked.search.json is not None:
@@ -184,15 +185,15 @@ def _document(
     """What is written as JSON."""
     from lading.report.layout_table import layout_figures
 
-    ask = found.ask
+    space = found.space
     return {
-        "model": ask.request.name,
-        "machine": ask.machine.name,
-        "stack": ask.request.stack.name,
-        "devices": ask.devices,
-        "global_batch": ask.global_batch,
-        "seq_len": ask.request.seq_len,
-        "pins": dict(sorted(ask.pins.items())),
+        "model": space.request.name,
+        "machine": space.machine.name,
+        "stack": space.request.stack.name,
+        "devices": space.asked.devices,
+        "global_batch": space.asked.global_batch,
+        "seq_len": space.request.seq_len,
+        "pins": dict(sorted(space.asked.pins.items())),
         "plans": found.counted,
         "plans_bounded_one_by_one": found.evaluated,
         "plans_simulated": found.proof.simulated,
@@ -230,8 +231,8 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Co
     from lading.report.tree import print_tree
     from lading.sim.modules import unfit
 
-    ask = found.ask
-    request = dataclasses.replace(ask.request, layout=found.winner.layout)
+    space = found.space
+    request = dataclasses.replace(space.request, layout=found.winner.layout)
     if reason := unfit(request):
         if asked.search.unshard != "residency":
             raise ConfigError(
@@ -244,9 +245,9 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Co
         return plan
     moments = found.winner.peaks
     grown = max(0, moments["longest"]["device"] - moments["step"]["device"])
-    room = room_of(ask).device_bytes - grown
+    room = room_of(space).device_bytes - grown
     try:
-        chosen = choose_groups(request, ask.table, room, asked.search.unshard)
+        chosen = choose_groups(request, space.table, room, asked.search.unshard)
     except PlanInfeasible as error:  # its peak is counted buffer by buffer, that of the search by its largest
         raise PlanInfeasible(
             f"no plan written, as no groups of its parameters fit beside what {found.winner.layout} needs: {error}; "
@@ -258,7 +259,7 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Co
     if chosen.why:
         say(console, f"budget: {chosen.why}")
     if asked.search.tree:
-        print_tree(tree_of(chosen, ask.table), console)
+        print_tree(tree_of(chosen, space.table), console)
     own = plan_of(chosen, plan.version)
     forward, backward = own.gathers
     said = f"each rank gathers {forward} times in the forwards of a step and {backward} in the backwards"
@@ -277,15 +278,15 @@ def _instead(asked: PlanCommand, error: PlanInfeasible, room: int) -> str:
     return f"try {', '.join(changes)}, or give each device {format_bytes(error.missing_bytes)} more with --budget"
 
 
-def ask_of(asked: PlanCommand) -> Ask:
-    """What the options ask for.
+def asked_space(asked: PlanCommand) -> Space:
+    """The layouts that the options ask for.
 
     Raises:
         ConfigError: one that is needed is missing, or a name is not known.
     """
-    from lading.clusters import request_of
-    from lading.planner.space import Ask, parse_pins, precisions_of
-    from lading.sim.simulate import machine_of
+    from lading.clusters import space_of
+    from lading.ir.request import Request
+    from lading.planner.space import parse_pins, precisions_of
 
     model, search = asked.with_model, asked.search
     if model.machine is None or model.devices is None or model.global_batch is None:
@@ -295,22 +296,18 @@ def ask_of(asked: PlanCommand) -> Ask:
         raise ConfigError(f"--top: expected at least 1 layout to show, got {search.top}")
     if search.budget is not None and parse_bytes(search.budget, "--budget") < 1:
         raise ConfigError(f"--budget: expected memory of a device, such as 40GB, got {search.budget!r}")
-    pins = parse_pins(search.pin)
-    request, table = request_of(model.question())
-    machine = machine_of(request)
-    return Ask(
-        request=request,
-        table=table,
-        machine=machine,
-        precisions=precisions_of(search.precision, machine, request.stack) if search.precision else (),
-        devices=model.devices,
-        global_batch=model.global_batch,
-        pins=pins,
-        longest=search.longest or 0,
-        save=search.save,
-        top=max(Ask.top, search.top),
-        budget_bytes=parse_bytes(search.budget, "--budget") if search.budget else 0,
+    space = space_of(
+        model.request(
+            pins=parse_pins(search.pin),
+            longest=search.longest,
+            save=search.save,
+            top=max(Request.top, search.top),
+            budget_bytes=parse_bytes(search.budget, "--budget") if search.budget else None,
+        )
     )
+    if search.precision is None:
+        return space
+    return space.asking(precisions=precisions_of(search.precision, space.machine, space.request.stack))
 
 
 @contextmanager

@@ -163,15 +163,13 @@ def _simulate_model(asked: SimulateCommand) -> None:
     """Print what a step of a model takes on a cluster, and write its figures and trace if asked."""
     from rich.console import Console
 
-    from lading.clusters import fullest_chart, print_cluster, request_of, summary
+    from lading.clusters import fullest_chart, print_cluster, step_of, summary
     from lading.sim.simulate import simulate
 
     model, spread = asked.with_model, asked.spread
-    question = model.question(
-        layout=_layout(spread.layout, model.global_batch), devices=model.devices, lora=spread.lora, qlora=spread.qlora
-    )
-    request, table = request_of(question)
-    simulated = simulate(request, table)
+    _check_batch(spread.layout, model.global_batch)
+    request = model.request(layout=spread.layout, lora=spread.lora, qlora=spread.qlora)
+    simulated = simulate(*step_of(request))
     figures, sentences = _scaled(simulated, asked.scale, model.price)
     console = Console(width=line_columns(), highlight=False)
     print_cluster(simulated, console, model.price)
@@ -192,15 +190,14 @@ def _simulate_model(asked: SimulateCommand) -> None:
     _write_files(asked, simulated, whole)
 
 
-def _layout(layout: str | None, global_batch: int | None) -> str | None:
-    """The layout as asked for, with the sequences of a step in it."""
-    if global_batch is None:
-        return layout
-    if layout is not None and re.search(r"(^|,)\s*(gb|global_batch)\s*=?\s*\d", layout):
+def _check_batch(layout: str | None, global_batch: int | None) -> None:
+    """Refuse two numbers of sequences of a step."""
+    if global_batch is None or layout is None:
+        return
+    if re.search(r"(^|,)\s*(gb|global_batch)\s*=?\s*\d", layout):
         raise ConfigError(
             f"--global-batch {global_batch} and --layout {layout} both say how many sequences a step has; leave one out"
         )
-    return f"{layout},gb{global_batch}" if layout else f"gb{global_batch}"
 
 
 def _write_files(asked: SimulateCommand, simulated: Simulated, figures: dict[str, Any]) -> None:

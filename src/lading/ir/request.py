@@ -1,10 +1,10 @@
-"""Request and Prediction: what is asked of a simulated training step, and what it answers."""
+"""Request, StepRequest and Prediction: what is asked in names and numbers, one step of it, and what that takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from lading.errors import ConfigError
 from lading.ir.layout import Layout
@@ -46,7 +46,57 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A training step to be simulated.
+    """What is asked of a plan or a simulation, in names and numbers; what is left out is chosen or taken as usual.
+
+    Attributes:
+        model: Name in the catalog, "module:function", or the path of a configuration.
+        machine: Name in the catalog, or path of a machine file.
+        devices: How many; 0 for what the layout says. Those beyond the layout are replicas.
+        global_batch: Sequences of a step; 0 for what the layout says.
+        seq_len: Tokens of a sequence; 0 for the model's own.
+        longest: Tokens of the longest sequence, for the memory of that batch; 0 for ``seq_len``.
+        layout: How the model is spread, as ``lading.ir.layout.Layout`` prints; a search makes the layout itself.
+        pins: Choices of the layout that a search may not make, by the names of ``Layout``.
+        precisions: Number formats of products that a search chooses from; () for the layout's.
+        stack: Name of the software.
+        network: What links nodes; "" for what the machine has by itself.
+        lora, qlora: Rank of adapters that are trained beside frozen weights, of 4 bits for the second; 0 for none.
+        optimizer: Name of a rule (``lading.optim.registry``); one for matrices moves those of blocks.
+        budget_bytes: Memory of a device that may be used; 0 for all of it.
+        save: How checkpoints are written (``lading.memory.moments``).
+        top: Layouts that a search simulates and that fit; ``proven`` of them are the best of all.
+    """
+
+    model: str
+    machine: str
+    devices: int = 0
+    global_batch: int = 0
+    seq_len: int = 0
+    longest: int = 0
+    layout: str = ""
+    pins: Mapping[str, Any] = field(default_factory=lambda: {})
+    precisions: tuple[str, ...] = ()
+    stack: str = "default"
+    network: str = ""
+    lora: int = 0
+    qlora: int = 0
+    optimizer: str = DEFAULT
+    budget_bytes: int = 0
+    save: str = "sharded"
+    top: int = 64
+    proven: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.lora, self.qlora) < 0 or (self.lora and self.qlora):
+            raise ConfigError(f"expected one rank above 0, got --lora {self.lora} and --qlora {self.qlora}")
+        for name in ("top", "proven"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRequest:
+    """A training step to be simulated: a model in one layout, with all that a Request names looked up.
 
     Attributes:
         name: Of the request, for messages.
@@ -162,7 +212,7 @@ class Prediction:
 class Predictor(Protocol):
     """Whatever can answer a request."""
 
-    def predict(self, request: Request) -> Prediction:
+    def predict(self, request: StepRequest) -> Prediction:
         """The step's time and memory.
 
         Raises:

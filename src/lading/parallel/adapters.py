@@ -24,7 +24,7 @@ from typing import Any
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, OpKind, Role
 from lading.ir.layout import Layout
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.work import Attention, Collective, Kernel, LocalTensor, Product, RankSegment, Stage
 
 #: AutoGPTQ's kernels, by bytes read and written for each element of the weight: shift of the packed numbers (4 bits
@@ -73,7 +73,7 @@ class Adapters:
             raise ConfigError(f"adapters: quantizer must be one of {', '.join(QUANTIZERS)}, got {self.quantizer!r}")
 
 
-def adapters_of(request: Request) -> Adapters | None:
+def adapters_of(request: StepRequest) -> Adapters | None:
     """Adapters that a request trains; None where it trains all weights.
 
     Raises:

@@ -16,7 +16,7 @@ import numpy as np
 from lading.cost.hosting import host_step_s
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
 from lading.memory.ranks import gathered_width, kept_state_bytes, shards, state_bytes
 from lading.planner.pipes import WATCHED, PipeTable, watched_rows
@@ -131,7 +131,7 @@ def least_bytes(
         least = np.full(shape.placeholders.shape, np.inf)
         for cut in widest.values():
             layout = _layout(space, block, shape, cut)
-            least = np.minimum(least, _bytes(shape, layout, space.ask.request))
+            least = np.minimum(least, _bytes(shape, layout, space.request))
         found.append(least)
     return np.concatenate(found)
 
@@ -172,7 +172,7 @@ def _all_shapes(
     there = watched[:, :WATCHED]
     total, longest = there @ total, np.max((there > 0) * longest, axis=2)
     mesh, begin = block.mesh, 0
-    devices = space.ask.devices // (mesh.tp * mesh.cp)
+    devices = space.asked.devices // (mesh.tp * mesh.cp)
     for pp, group in groupby(table.geometries, key=lambda shape: shape[0]):
         shapes = list(group)
         can = devices % pp == 0 and devices // pp * mesh.cp * mesh.tp % mesh.expert_ways == 0
@@ -181,7 +181,7 @@ def _all_shapes(
         chunks = [0 if single else vpp for _, vpp, _ in shapes]
         own = slice(begin, begin + len(shapes))
         begin += len(shapes)
-        least = np.maximum(total[own] / max(1, space.ask.devices // pp), longest[own])
+        least = np.maximum(total[own] / max(1, space.asked.devices // pp), longest[own])
         yield Shapes(pp, chunks, cuts, held[own], placeholders[own], least)
 
 
@@ -202,7 +202,7 @@ def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
 
 def _layout(space: Space, block: LayoutBlock, shape: Shapes, cut: StateLayout) -> Layout:
     mesh, pp = block.mesh, shape.pp
-    dp = space.ask.devices // (mesh.tp * mesh.cp * pp)
+    dp = space.asked.devices // (mesh.tp * mesh.cp * pp)
     return Layout(
         dp=dp, pp=pp, vpp=max(1, *shape.chunks), tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, etp=mesh.etp,
         zero=cut.zero, shard=cut.shard, precision=block.precision, offload=cut.offload,
@@ -216,7 +216,7 @@ def _priced(space: Space, block: LayoutBlock, shape: Shapes, alone: Floats, know
     if not wide:
         empty = np.zeros((0, len(alone)))
         return [*(np.zeros(0) for _ in range(5)), *(np.zeros((0, WATCHED)) for _ in range(2)), empty, empty]
-    overlap = space.ask.request.stack.overlap_param_gather
+    overlap = space.request.stack.overlap_param_gather
     every = np.concatenate([shape.held.reshape(-1, 3)[:, :2], alone])
     gather, reduce, optimizer, size = _by_cut(space, block, shape, every, known)
     held = (wide, number, WATCHED + 2)
@@ -247,11 +247,11 @@ def _by_cut(
 
     Who exchanges an expert's does not depend on ``shard``, and who exchanges the others not on the experts.
     """
-    mesh, stack = block.mesh, space.ask.request.stack
+    mesh, stack = block.mesh, space.request.stack
     rows: list[list[Floats]] = [[], [], [], []]
     for cut in shape.cuts:
         layout = _layout(space, block, shape, cut)
-        prices = MachinePrices(space.ask.machine, layout, stack)
+        prices = MachinePrices(space.machine, layout, stack)
         moved = ("down " if cut.offload and cut.zero >= 2 else "") + (cut.tier if "parameters" in cut.offload else "")
         dense = (mesh.tp, mesh.cp, 0, shape.pp, cut.zero > 0, cut.shard, moved)
         expert = (mesh.tp, mesh.cp, mesh.expert_ways, shape.pp, cut.zero > 0, 0, moved)
@@ -265,10 +265,10 @@ def _by_cut(
         rows[0].append(np.asarray(found[0]))
         rows[1].append(np.asarray(found[1]))
         rows[2].append(every @ (1 / ways))
-        rows[3].append(_bytes(shape, layout, space.ask.request))
+        rows[3].append(_bytes(shape, layout, space.request))
     kept = np.stack(rows[2])
-    least = least_stack(space.ask.request)
-    updates = _optimizer(MachinePrices(space.ask.machine, _layout(space, block, shape, StateLayout(0, 0)), least), kept)
+    least = least_stack(space.request)
+    updates = _optimizer(MachinePrices(space.machine, _layout(space, block, shape, StateLayout(0, 0)), least), kept)
     for place, cut in enumerate(shape.cuts):
         if cut.offload:
             updates[place] = _on_host(space, _layout(space, block, shape, cut), kept[place])
@@ -277,9 +277,9 @@ def _by_cut(
 
 def _on_host(space: Space, layout: Layout, kept: Floats) -> Floats:
     """Seconds of the optimizer on the host, at least: what the most takes, by number, as all of it is affine."""
-    stack, most = space.ask.request.stack, float(np.max(kept))
+    stack, most = space.request.stack, float(np.max(kept))
     states = kept_state_bytes(stack)
-    return kept / most * host_step_s(most, layout, stack, space.ask.machine, state_bytes=states)
+    return kept / most * host_step_s(most, layout, stack, space.machine, state_bytes=states)
 
 
 def _each(seconds: Any, elements: Floats) -> Floats:
@@ -301,7 +301,7 @@ def _optimizer(prices: MachinePrices, kept: Floats) -> Floats:
     return seconds({"dp": kept})
 
 
-def _bytes(shape: Shapes, layout: Layout, request: Request) -> Floats:
+def _bytes(shape: Shapes, layout: Layout, request: StepRequest) -> Floats:
     """(shape, watched rank): states of a rank, and placeholders of gradients.
 
     Where parameters are cut, gradients come with backward, and gathered ones go with their unit: neither is counted, as

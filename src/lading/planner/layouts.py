@@ -32,7 +32,7 @@ from lading.planner.peaks import room_of
 from lading.planner.reductions import BucketComparison, best_bucket
 from lading.planner.refine import Proof, Refined, refine, refined
 from lading.planner.search import LayoutSearch, Tell
-from lading.planner.space import Ask
+from lading.planner.space import Space
 from lading.sim.simulate import Simulated
 
 #: Faster layouts that do not fit, shown beside those that do.
@@ -51,7 +51,7 @@ class Layouts:
         bucket: What other sizes of the winner's buckets would do; None where it has none.
     """
 
-    ask: Ask
+    space: Space
     best: tuple[Refined, ...]
     over: tuple[Refined, ...]
     counted: int
@@ -81,7 +81,7 @@ class Layouts:
         return min(self.winner.step_s, self.proof.rest_s)
 
 
-def find_layouts(ask: Ask, tell: Tell = lambda done, of, what: None) -> Layouts:
+def find_layouts(space: Space, tell: Tell = lambda done, of, what: None) -> Layouts:
     """Search, bound and simulate.
 
     Args:
@@ -90,45 +90,45 @@ def find_layouts(ask: Ask, tell: Tell = lambda done, of, what: None) -> Layouts:
         ConfigError: no layout can be.
         PlanInfeasible: none fits; it names the binding moment, by how much, and the nearest plans that fit.
     """
-    search, room = LayoutSearch(ask), room_of(ask)
-    if hopeless(ask):
+    search, room = LayoutSearch(space), room_of(space)
+    if hopeless(space):
         raise infeasible(search, [], None, tell)
     try:
         best, over, proof = refined(search, room, tell)
     except ConfigError as error:
-        raise impossible(ask, str(error), tell) from error
+        raise impossible(space, str(error), tell) from error
     if not best:
         raise infeasible(search, over, proof, tell)
     faster = [refine(search, found, room) for found in search.nearly(_OVER, best[0].step_s, room.device_bytes)]
     beside = sorted((one for one in (*over, *faster) if one.step_s < best[0].step_s), key=lambda one: one.order)
     return Layouts(
-        ask,
-        tuple(best[: ask.top]),
+        space,
+        tuple(best[: space.asked.top]),
         tuple(beside[:_OVER]),
         search.counted,
         search.evaluated,
         proof,
-        search.space.left_out(),
+        space.left_out(),
         best_bucket(best[0].simulated),
     )
 
 
 def cluster_plan(found: Layouts, version: str) -> ClusterPlan:
     """The winner, to be saved."""
-    winner, ask = found.winner, found.ask
+    winner, space = found.winner, found.space
     return ClusterPlan(
         version=version,
-        model=ask.request.name,
-        machine=ask.machine.name,
-        machine_fingerprint=ask.machine.fingerprint,
-        stack=ask.request.stack.name,
-        devices=ask.devices,
-        seq_len=ask.request.seq_len,
+        model=space.request.name,
+        machine=space.machine.name,
+        machine_fingerprint=space.machine.fingerprint,
+        stack=space.request.stack.name,
+        devices=space.asked.devices,
+        seq_len=space.request.seq_len,
         layout=str(found.chosen.request.layout),
         step_s=found.chosen.step.step_s,
         bound_s=min(found.bound_s, found.chosen.step.step_s),
         peaks=winner.peaks,
-        budget_bytes=ask.budget_bytes or ask.machine.device.memory_bytes,
+        budget_bytes=space.asked.budget_bytes or space.machine.device.memory_bytes,
         policy="layout search",
         assumptions=winner.simulated.assumed,
     )

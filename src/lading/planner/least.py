@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lading.catalog.architectures import table_parameters
 from lading.ir.graph import DTYPE_BYTES
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
 from lading.memory.ranks import kept_state_bytes, parameter_width
 from lading.sim.updates import least_stack
@@ -30,7 +30,7 @@ class Least:
     host_bytes: int
 
     @staticmethod
-    def of(request: Request, table: ModelTable, devices: int) -> Least:
+    def of(request: StepRequest, table: ModelTable, devices: int) -> Least:
         """Of a request whose layout has the precision.
 
         Args:

@@ -10,27 +10,28 @@ from typing import Any
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.machine import Machine
+from lading.ir.request import Request
 from lading.memory.moments import Held, Room, moments_of
 from lading.memory.ranks import kept_state_bytes, parameter_width, shards, state_bytes
-from lading.planner.space import Ask
+from lading.planner.space import Space
 from lading.program.schedules import schedule_of
 from lading.sim.simulate import MEMORY_SPREAD, Simulated, runs_of, simulate
 
 
-def room_of(ask: Ask) -> Room:
+def room_of(space: Space) -> Room:
     """What a device has for tensors, less what a prediction may be wrong by, and what its host has for it.
 
     Raises:
         ConfigError: the budget is less than a process needs.
     """
-    device = ask.machine.device
-    whole = ask.budget_bytes or device.memory_bytes
+    device = space.machine.device
+    whole = space.asked.budget_bytes or device.memory_bytes
     if whole <= device.overhead_bytes:
         raise ConfigError(
             f"expected a budget of more than the {device.overhead_bytes} bytes that a process needs on "
             f"{device.name}, got {whole}"
         )
-    host = ask.machine.tier("host")
+    host = space.machine.tier("host")
     return Room(
         device_bytes=int((whole - device.overhead_bytes) / (1 + MEMORY_SPREAD)),
         host_bytes=host.capacity_bytes if host else 0,
@@ -42,13 +43,13 @@ def budget_for(device_bytes: int, machine: Machine) -> int:
     return machine.device.overhead_bytes + int(device_bytes * (1 + MEMORY_SPREAD)) + 2
 
 
-def peaks_of(simulated: Simulated, ask: Ask) -> dict[str, dict[str, int]]:
-    """Bytes by moment and tier of the rank of a step that needs most."""
+def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
+    """Bytes by moment and tier of the rank of a step that needs most, with the checkpoints and sequences asked for."""
     request = simulated.request
     layout, longest = request.layout, simulated.memory
-    if ask.longest > request.seq_len:
+    if asked.longest > request.seq_len:
         unit = 2 * layout.cp * layout.tp
-        longest = simulate(replace(request, seq_len=-(-ask.longest // unit) * unit), simulated.table).memory
+        longest = simulate(replace(request, seq_len=-(-asked.longest // unit) * unit), simulated.table).memory
     plan = schedule_of(layout, rules="megatron" if request.stack.megatron_order else "torch")
     runs = runs_of(request, simulated.table)
     whole = _whole_elements(simulated)
@@ -68,7 +69,7 @@ def peaks_of(simulated: Simulated, ask: Ask) -> dict[str, dict[str, int]]:
             behind=behind if layout.offload_to == "host" else {},
             stages_all=request.stack.megatron_order,
         )
-        for moment, tiers in moments_of(held, ask.save).items():
+        for moment, tiers in moments_of(held, asked.save).items():
             most = peaks.setdefault(moment, dict.fromkeys(tiers, 0))
             most.update({tier: max(most[tier], size) for tier, size in tiers.items()})
     return peaks

@@ -155,18 +155,18 @@ class _Queue:
     @property
     def is_full(self) -> bool:
         """Whether as many fit as are wanted."""
-        return len(self.good) >= self.search.ask.top
+        return len(self.good) >= self.search.space.asked.top
 
     @property
     def worst_s(self) -> float:
         """Seconds of the slowest of those that are to be proven."""
-        return self.good[min(self.search.ask.proven, self.search.ask.top) - 1].step_s
+        return self.good[min(self.search.space.asked.proven, self.search.space.asked.top) - 1].step_s
 
     @property
     def is_tired(self) -> bool:
         """Whether as many have been simulated as may be, since the first that fits or before it."""
         times = _PATIENCE if self.good else _MOST
-        return self.simulated - self._before >= max(_LEAST, times * self.search.ask.top)
+        return self.simulated - self._before >= max(_LEAST, times * self.search.space.asked.top)
 
     def next(self) -> tuple[float, _Item] | None:
         """The least bound, and of what; None if nothing is left."""
@@ -216,11 +216,13 @@ class _Queue:
         if self.search.peak_bytes(found) > self.room.device_bytes:
             return None
         if not item.exact and (span_s := self.search.span_s(found)) is not None:
-            waits = waiting_share(self.search.ask.devices, every_block=found.cut.zero >= 2 and found.pipe.stages == 1)
+            waits = waiting_share(
+                self.search.space.asked.devices, every_block=found.cut.zero >= 2 and found.pipe.stages == 1
+            )
             later = (span_s - found.span_s) * (1 + waits)
             if later > 0:
                 return self._push(found.step_s + later, replace(item, exact=True))
-        top = self.search.ask.top
+        top = self.search.space.asked.top
         self.tell(min(self.simulated, top), top, "layouts simulated")
         one = refine(self.search, found, self.room)
         self._keep(one)
@@ -234,6 +236,6 @@ class _Queue:
 def refine(search: LayoutSearch, found: Bounded, room: Room) -> Refined:
     """One layout, simulated."""
     request = search.request(search.layout(found))
-    simulated = simulate(request, search.ask.table, search.segments(found))
+    simulated = simulate(request, search.space.table, search.segments(found))
     search.learn(found, simulated)
-    return Refined(simulated, found.step_s, peaks_of(simulated, search.ask), room)
+    return Refined(simulated, found.step_s, peaks_of(simulated, search.space.asked), room)

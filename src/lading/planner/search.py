@@ -20,7 +20,7 @@ import numpy as np
 from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.parallel.ranks import check_segment
 from lading.planner.bounds import Rows, peak_bounds, priced_block, step_bounds
 from lading.planner.exchanges import Exchanges, Known, exchanges
@@ -28,7 +28,7 @@ from lading.planner.kernel_bounds import KernelBounds
 from lading.planner.pipes import Bools
 from lading.planner.prefilter import Prefiltered, SegmentCosts, costs_of
 from lading.planner.shares import Shares
-from lading.planner.space import Ask, LayoutBlock, Mesh, Pipe, Space, StateLayout, divisors
+from lading.planner.space import LayoutBlock, Mesh, Pipe, Space, StateLayout, divisors
 from lading.planner.stages import Floats
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases
@@ -106,7 +106,7 @@ class LayoutSearch:
         over: The fastest of each block opened that are a little too large.
     """
 
-    ask: Ask
+    space: Space
     counted: int = 0
     evaluated: int = 0
     refused: dict[str, int] = field(default_factory=lambda: {})
@@ -123,16 +123,11 @@ class LayoutSearch:
     @cached_property
     def shares(self) -> Shares:
         """What blocks have in common."""
-        return Shares(self.ask)
+        return Shares(self.space)
 
-    @property
-    def space(self) -> Space:
-        """What is searched."""
-        return self.shares.space
-
-    def request(self, layout: Layout) -> Request:
+    def request(self, layout: Layout) -> StepRequest:
         """What is asked, for a layout."""
-        return replace(self.ask.request, layout=layout)
+        return replace(self.space.request, layout=layout)
 
     def layout(self, found: Bounded) -> Layout:
         """Of a bounded layout."""
@@ -140,7 +135,7 @@ class LayoutSearch:
 
     def segments(self, found: Bounded) -> Segments:
         """Of a bounded layout, for ``simulate``."""
-        return Segments(self.ask.machine, self.ask.table, self._segments[found.block][found.mode])
+        return Segments(self.space.machine, self.space.table, self._segments[found.block][found.mode])
 
     def span_s(self, found: Bounded) -> float | None:
         """Least seconds of a layout's pipeline; None if none was simulated that differs in who keeps states only."""
@@ -193,13 +188,13 @@ class LayoutSearch:
 
     def _all_can_be(self, blocks: Sequence[LayoutBlock]) -> bool:
         """Whether all blocks of a family can be if the last can, and have floors."""
-        if self.ask.machine.device.gpu is None:
+        if self.space.machine.device.gpu is None:
             return False
-        ask, layout = self.ask, self._prices(blocks[0]).layout
+        space, layout = self.space, self._prices(blocks[0]).layout
         try:
-            for segment in ask.table.segments:
-                sizes = {**ask.table.symbols, "s": ask.request.seq_len}
-                check_segment(segment, sizes, layout, regather=ask.request.stack.regathers)
+            for segment in space.table.segments:
+                sizes = {**space.table.symbols, "s": space.request.seq_len}
+                check_segment(segment, sizes, layout, regather=space.request.stack.regathers)
         except ConfigError:
             return False
         return True
@@ -218,7 +213,7 @@ class LayoutSearch:
             return Family((FamilyMember(bound_s, leader, None),))
         outer = [
             one.precise or not (s.segment.enters and s.segment.leaves)
-            for s, one in zip(plain, self.ask.table.segments, strict=True)
+            for s, one in zip(plain, self.space.table.segments, strict=True)
         ]
         kernel_bounds = KernelBounds(leader, plain, prices, outer)
         bounds = [self._ideal_s(block, kernel_bounds.plain(block, self._prices(block))) for block in blocks]
@@ -232,14 +227,14 @@ class LayoutSearch:
 
     def none_can_be(self) -> str:
         """Why there is no layout: the reason of most blocks, or that numbers do not divide."""
-        ask = self.ask
-        pins = ", ".join(f"{key}={value}" for key, value in sorted(ask.pins.items()))
+        asked = self.space.asked
+        pins = ", ".join(f"{key}={value}" for key, value in sorted(asked.pins.items()))
         each = "tp x cp x pp x dp = devices, dp x micro-batch that divides the batch, shard that divides dp x cp"
         why = f"expected {each}, no more stages pp x vpp than layers, and micro-batches and vpp that the schedule takes"
         if self.refused and not self.counted:
             why = max(self.refused.items(), key=lambda row: row[1])[0]
         return (
-            f"no layout of {ask.devices:,} devices with a global batch of {ask.global_batch:,}"
+            f"no layout of {asked.devices:,} devices with a global batch of {asked.global_batch:,}"
             + (f" and {pins} pinned" if pins else "")
             + f" can be: {why}"
         )
@@ -306,7 +301,7 @@ class LayoutSearch:
         Args:
             segments: Of any block of the family.
         """
-        share, stack = self.shares.share(block, mode), self.ask.request.stack
+        share, stack = self.shares.share(block, mode), self.space.request.stack
         states = self.shares.least_bytes(block, segments, costs.elements)[self.shares.table(mode).geometry]
         peaks = np.max(share.kept @ costs.saved + states, axis=1) * _ROUNDING
         peaks[~self.shares.good(block, mode)] = inf
@@ -315,7 +310,7 @@ class LayoutSearch:
         if np.any(nearly):
             prefilter = self.shares.prefilter(mode)
             seconds = prefilter.seconds(costs, share.micro_batches, blocking=stack.launch_blocking)
-            seconds *= (1 + waiting_share(self.ask.devices, every_block=False)) * _ROUNDING
+            seconds *= (1 + waiting_share(self.space.asked.devices, every_block=False)) * _ROUNDING
         return Prefiltered(
             pipes=fits,
             step_s=float(np.min(seconds, where=fits, initial=inf)),
@@ -341,23 +336,23 @@ class LayoutSearch:
         if mode not in known:
             before = next(iter(known.values()), ())
             plain = before[len(before) // 2 :]
-            known.update(segments_by_mode(self.request(prices.layout), self.ask.table, prices, (mode,), plain))
+            known.update(segments_by_mode(self.request(prices.layout), self.space.table, prices, (mode,), plain))
         return prices
 
     def _ideal_s(self, block: LayoutBlock, costs: SegmentCosts) -> float:
         """Least seconds of a step of a block: all its work spread evenly, nothing recomputed and never waiting."""
         counts = np.zeros((1, costs.device.shape[1]))
-        counts[0, -len(self.ask.table.counts) :] = self.ask.table.counts
-        work = float(np.sum(costs.spans(counts, blocking=self.ask.request.stack.launch_blocking)))
-        ranks = self.ask.devices / (block.mesh.tp * block.mesh.cp)
-        waits = waiting_share(self.ask.devices, every_block=False)
-        return self.ask.global_batch / block.micro_batch / ranks * work * (1 + waits) * _ROUNDING
+        counts[0, -len(self.space.table.counts) :] = self.space.table.counts
+        work = float(np.sum(costs.spans(counts, blocking=self.space.request.stack.launch_blocking)))
+        ranks = self.space.asked.devices / (block.mesh.tp * block.mesh.cp)
+        waits = waiting_share(self.space.asked.devices, every_block=False)
+        return self.space.asked.global_batch / block.micro_batch / ranks * work * (1 + waits) * _ROUNDING
 
     def _prices(self, block: LayoutBlock, pp: int = 1) -> MachinePrices:
         """Prices of a block over all devices, in a pipeline of some length."""
         plain = self.space.layout(block, "none", Pipe(pp, 1, "1f1b", -1), StateLayout(0, 0), global_batch=0)
-        layout = replace(plain, recompute_modules=self.ask.pins.get("recompute_modules", ()))
-        return MachinePrices(self.ask.machine, layout, self.ask.request.stack, self.ask.table.symbols.get("a", 1))
+        layout = replace(plain, recompute_modules=self.space.asked.pins.get("recompute_modules", ()))
+        return MachinePrices(self.space.machine, layout, self.space.request.stack, self.space.table.symbols.get("a", 1))
 
     def _rows(self, block: LayoutBlock, mode: str, pipes: Bools) -> Rows:
         """All layouts of a block in some pipes."""
@@ -408,15 +403,15 @@ class LayoutSearch:
 
     def _bounds(self, opened: Opened) -> _BlockBounds | None:
         """Of a block's layouts in the pipes that are left of it; None if there is none."""
-        block, mode, ask = opened.block, opened.mode, self.ask
+        block, mode, space = opened.block, opened.mode, self.space
         rows, prices = self._rows(block, mode, opened.prefiltered.pipes), self._prices(block)
         if not len(rows.pipe):
             return None
         ways = next((n for n in divisors(prices.layout.dp) if n > 1), 1)
         alone = replace(block, mesh=replace(block.mesh, ep=1, etp=0))  # sends do not depend on experts
         both = (prices, self._prices(alone, ways))
-        priced = priced_block(self._segments[block][mode], self.shares.rows.arrays(), ask.table.counts, both)
-        steps, spans = step_bounds(rows, priced, ask.request.stack, ask.devices)
+        priced = priced_block(self._segments[block][mode], self.shares.rows.arrays(), space.table.counts, both)
+        steps, spans = step_bounds(rows, priced, space.request.stack, space.asked.devices)
         peaks = peak_bounds(rows, priced)
         return _BlockBounds(block, mode, rows, steps * _ROUNDING, spans * _ROUNDING, peaks * _ROUNDING)
 

@@ -12,7 +12,7 @@ from lading.errors import ConfigError
 from lading.planner.exchanges import least_bytes, watched_segments
 from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid
 from lading.planner.prefilter import Prefilter
-from lading.planner.space import Ask, LayoutBlock, Mesh, Space
+from lading.planner.space import LayoutBlock, Mesh, Space
 from lading.planner.stages import Floats, Ints, StageRows
 from lading.sim.phases import Phases
 
@@ -37,7 +37,7 @@ class Share:
 class Shares:
     """Computed when they are first asked for."""
 
-    ask: Ask
+    space: Space
     _tables: dict[bool, PipeTable] = field(default_factory=lambda: {})
     _prefilters: dict[bool, Prefilter] = field(default_factory=lambda: {})
     _shares: dict[tuple[int, int, bool], Share] = field(default_factory=lambda: {})
@@ -45,14 +45,9 @@ class Shares:
     _counts: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: {})
 
     @cached_property
-    def space(self) -> Space:
-        """What is searched."""
-        return Space(self.ask)
-
-    @cached_property
     def rows(self) -> StageRows:
         """Stages of all pipes."""
-        return StageRows(self.ask.request, self.ask.table)
+        return StageRows(self.space.request, self.space.table)
 
     @cached_property
     def watched(self) -> Floats:
@@ -61,7 +56,7 @@ class Shares:
 
     def partial(self, mode: str) -> bool:
         """Whether only some layers of a chunk may be recomputed."""
-        return mode == "full" or "recompute_layers" in self.ask.pins
+        return mode == "full" or "recompute_layers" in self.space.asked.pins
 
     def table(self, mode: str) -> PipeTable:
         """Pipes of a recompute mode.
@@ -74,8 +69,8 @@ class Shares:
             pipes = self.space.pipes(partial=partial)
             if not pipes:
                 raise ConfigError(
-                    f"expected a pipeline that {self.ask.devices} devices, {self.space.layers} layers and the pins "
-                    "allow, found none; change pp, vpp, schedule or recompute_layers"
+                    f"expected a pipeline that {self.space.asked.devices} devices, {self.space.layers} layers and the "
+                    "pins allow, found none; change pp, vpp, schedule or recompute_layers"
                 )
             self._tables[partial] = pipe_table(pipes, self.rows)
         return self._tables[partial]
@@ -91,19 +86,19 @@ class Shares:
         """What a block has in common with others."""
         key = (block.mesh.tp * block.mesh.cp, block.micro_batch, self.partial(mode))
         if key not in self._shares:
-            table, stack = self.table(mode), self.ask.request.stack
-            replicas = self.ask.devices / key[0] / table.pp
-            micro_batches = self.ask.global_batch / (replicas * block.micro_batch)
+            table, stack = self.table(mode), self.space.request.stack
+            replicas = self.space.asked.devices / key[0] / table.pp
+            micro_batches = self.space.asked.global_batch / (replicas * block.micro_batch)
             good = valid(table, replicas, micro_batches, stack)
-            if "dp" in self.ask.pins:
-                good &= replicas == self.ask.pins["dp"]
+            if "dp" in self.space.asked.pins:
+                good &= replicas == self.space.asked.pins["dp"]
             alive = alive_of(table, np.maximum(1.0, micro_batches), stack)
             self._shares[key] = Share(good, micro_batches, alive, self.prefilter(mode).kept(alive[0]))
         return self._shares[key]
 
     def good(self, block: LayoutBlock, mode: str) -> Bools:
         """Which pipes a block can have."""
-        ranks = self.ask.devices / self.table(mode).pp
+        ranks = self.space.asked.devices / self.table(mode).pp
         return self.share(block, mode).good & (np.mod(ranks, block.mesh.expert_ways) == 0)
 
     def least_bytes(self, block: LayoutBlock, segments: Sequence[Phases], elements: Floats) -> Floats:
@@ -118,7 +113,7 @@ class Shares:
         mesh = block.mesh
         key = (mesh.tp, mesh.cp, mesh.expert_ways, block.micro_batch)
         if key not in self._counts:
-            ranks, total = self.ask.devices // (mesh.tp * mesh.cp), 0
+            ranks, total = self.space.asked.devices // (mesh.tp * mesh.cp), 0
             for mode in self.space.modes():
                 table, good = self.table(mode), self.good(block, mode)
                 ways = np.unique(np.where(table.flat, 0, table.pp)[good], return_counts=True)

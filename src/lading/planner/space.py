@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
 from typing import Any
@@ -18,7 +18,7 @@ from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.errors import ConfigError
 from lading.ir.layout import OFFLOAD_TIERS, PRECISIONS, RECOMPUTES, SCHEDULES, Layout, parse_layout
 from lading.ir.machine import Machine
-from lading.ir.request import Request
+from lading.ir.request import Request, StepRequest
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.planner.least import Least
@@ -40,64 +40,6 @@ _SCALED_BLOCKS = ("mxfp8", "nvfp4")
 _YES = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 #: A rank's part of a sequence under context parallel is no shorter; a micro-batch has no more tokens, or sequences.
 _LEAST_TOKENS, _MOST_TOKENS, _MOST_SEQUENCES = 1024, 1 << 17, 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What is to be planned.
-
-    Attributes:
-        request: Model, machine, stack and all else that is no choice; of its layout the precision counts.
-        table: The model's.
-        pins: Choices that are made, by the names of ``Layout``.
-        precisions: Of products, to choose from; () for that of the request.
-        top: Layouts that fit and are simulated by events; of them ``proven`` are the best of all.
-        longest: Tokens of the longest sequence, for the memory of that batch; 0 for that of the request.
-        save: How checkpoints are written (``lading.memory.moments``).
-        budget_bytes: Of a device; 0 for what the machine has.
-    """
-
-    request: Request
-    table: ModelTable
-    machine: Machine
-    devices: int
-    global_batch: int
-    pins: Mapping[str, Any] = field(default_factory=lambda: {})
-    precisions: tuple[str, ...] = ()
-    top: int = 64
-    proven: int = 1
-    longest: int = 0
-    save: str = "sharded"
-    budget_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        first = self.pins.get("precision", next(iter(self.precisions), self.request.layout.precision))
-        if first != self.request.layout.precision:  # with it goes what the stack keeps
-            layout = dataclasses.replace(self.request.layout, precision=first)
-            object.__setattr__(self, "request", dataclasses.replace(self.request, layout=layout))
-        for name in ("devices", "global_batch", "top", "proven"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"expected {name.replace('_', ' ')} >= 1, got {getattr(self, name)}")
-        memory = self.machine.device.memory_bytes
-        if not 0 <= self.budget_bytes <= memory:
-            raise ConfigError(
-                f"expected a budget of the {memory} bytes of {self.machine.device.name} or less, got "
-                f"{self.budget_bytes}; for another device take another machine"
-            )
-        if self.longest and self.longest < self.request.seq_len:
-            raise ConfigError(
-                f"expected longest >= the {self.request.seq_len} tokens of a sequence, got {self.longest}"
-            )
-        if self.machine.processes is not None:
-            raise ConfigError(
-                f"layouts of {self.machine.name}, whose processes share a host, are simulated, not searched; give "
-                "lading simulate a layout"
-            )
-        if self.request.task not in ("pretrain", "sft"):
-            raise ConfigError(
-                f"expected a task that trains all weights, got {self.request.task!r}: layouts of adapters are "
-                "simulated, not searched; give lading simulate a layout"
-            )
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -258,55 +200,99 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of an ask."""
+    """The layouts of a request.
 
-    ask: Ask
+    Attributes:
+        asked: What is asked for: how many devices, which choices are made, what may be used.
+        request: A step of it: model, software and all else that is no choice; of its layout the precision counts.
+        table: The model's.
+        machine: What each device is, and what links them.
+    """
+
+    asked: Request
+    request: StepRequest
+    table: ModelTable
+    machine: Machine
+
+    def __post_init__(self) -> None:
+        asked = self.asked
+        precision = asked.pins.get("precision", next(iter(asked.precisions), self.request.layout.precision))
+        if precision != self.request.layout.precision:  # with it goes what the stack keeps
+            layout = dataclasses.replace(self.request.layout, precision=precision)
+            object.__setattr__(self, "request", dataclasses.replace(self.request, layout=layout))
+        for name in ("devices", "global_batch"):
+            if getattr(asked, name) < 1:
+                raise ConfigError(f"expected {name.replace('_', ' ')} >= 1, got {getattr(asked, name)}")
+        memory = self.machine.device.memory_bytes
+        if not 0 <= asked.budget_bytes <= memory:
+            raise ConfigError(
+                f"expected a budget of the {memory} bytes of {self.machine.device.name} or less, got "
+                f"{asked.budget_bytes}; for another device take another machine"
+            )
+        if asked.longest and asked.longest < self.request.seq_len:
+            raise ConfigError(
+                f"expected longest >= the {self.request.seq_len} tokens of a sequence, got {asked.longest}"
+            )
+        if self.machine.processes is not None:
+            raise ConfigError(
+                f"layouts of {self.machine.name}, whose processes share a host, are simulated, not searched; give "
+                "lading simulate a layout"
+            )
+        if self.request.task not in ("pretrain", "sft"):
+            raise ConfigError(
+                f"expected a task that trains all weights, got {self.request.task!r}: layouts of adapters are "
+                "simulated, not searched; give lading simulate a layout"
+            )
+
+    def asking(self, **changes: Any) -> Space:
+        """The layouts of a request that differs in these fields."""
+        return dataclasses.replace(self, asked=dataclasses.replace(self.asked, **changes))
 
     @cached_property
     def directions_s(self) -> list[tuple[float, float]]:
         """Of each segment: seconds of a matrix optimizer on all its matrices, and on the longest; 0 without one."""
-        return segment_directions_s(self.ask.request, self.ask.table, self.ask.machine)
+        return segment_directions_s(self.request, self.table, self.machine)
 
     @cached_property
     def layers(self) -> int:
         """Of the model."""
-        return sum(self.ask.table.counts[1:-1])
+        return sum(self.table.counts[1:-1])
 
     @property
     def precisions(self) -> tuple[str, ...]:
         """Of products; parameters, gradients and states have as many bits in all of them."""
-        own = self.ask.request.layout.precision
-        return (own,) if "precision" in self.ask.pins else self.ask.precisions or (own,)
+        own = self.request.layout.precision
+        return (own,) if "precision" in self.asked.pins else self.asked.precisions or (own,)
 
     @property
     def experts(self) -> int:
         """Of a layer; 1 where there are none."""
-        return self.ask.table.symbols.get("e", 1)
+        return self.table.symbols.get("e", 1)
 
     def _pinned(self, key: str, otherwise: list[Any]) -> list[Any]:
-        return [self.ask.pins[key]] if key in self.ask.pins else otherwise
+        return [self.asked.pins[key]] if key in self.asked.pins else otherwise
 
     def meshes(self) -> Iterator[Mesh]:
         """In a fixed order."""
-        ask = self.ask
-        domain = ask.machine.links[0].ranks if ask.machine.links else 0
-        for tp in self._pinned("tp", [n for n in divisors(ask.devices) if n <= 2 * (domain or 4)]):
-            for cp in self._pinned("cp", self._contexts(ask.devices // tp)):
-                if ask.devices % (tp * cp):
+        devices = self.asked.devices
+        domain = self.machine.links[0].ranks if self.machine.links else 0
+        for tp in self._pinned("tp", [n for n in divisors(devices) if n <= 2 * (domain or 4)]):
+            for cp in self._pinned("cp", self._contexts(devices // tp)):
+                if devices % (tp * cp):
                     continue
-                for ep in self._pinned("ep", [n for n in divisors(self.experts) if ask.devices % n == 0]):
+                for ep in self._pinned("ep", [n for n in divisors(self.experts) if devices % n == 0]):
                     for etp in self._pinned("etp", [0, 1] if tp > 1 and ep > 1 else [0]):
-                        if ask.devices % (ep * (etp or tp)) == 0:
+                        if devices % (ep * (etp or tp)) == 0:
                             yield Mesh(tp, cp, ep, etp)
 
     def _contexts(self, devices: int) -> list[int]:
-        tokens = self.ask.request.seq_len
+        tokens = self.request.seq_len
         return [n for n in divisors(devices) if n == 1 or (tokens % (2 * n) == 0 and tokens // n >= _LEAST_TOKENS)]
 
     def blocks(self, mesh: Mesh) -> Iterator[LayoutBlock]:
         """Of a mesh, in a fixed order."""
-        most = max(_MOST_SEQUENCES, _MOST_TOKENS // self.ask.request.seq_len)
-        batches = [n for n in divisors(self.ask.global_batch) if n <= most]
+        most = max(_MOST_SEQUENCES, _MOST_TOKENS // self.request.seq_len)
+        batches = [n for n in divisors(self.asked.global_batch) if n <= most]
         for micro_batch in self._pinned("micro_batch", batches):
             for sp in self._pinned("sp", [False, True] if mesh.tp > 1 else [False]):
                 ways = list(_CP_COMMS) if mesh.cp > 1 else ["ring"]
@@ -316,7 +302,7 @@ class Space:
 
     def modes(self) -> list[str]:
         """Of recompute."""
-        layers = self.ask.pins.get("recompute_layers", -1)
+        layers = self.asked.pins.get("recompute_layers", -1)
         return self._pinned("recompute", list(RECOMPUTES) if layers < 0 else ["full"])
 
     def pipes(self, *, partial: bool) -> list[Pipe]:
@@ -326,7 +312,7 @@ class Space:
             partial: Whether only some layers of a chunk may be recomputed.
         """
         found: list[Pipe] = []
-        for pp in self._pinned("pp", [n for n in divisors(self.ask.devices) if n <= self.layers]):
+        for pp in self._pinned("pp", [n for n in divisors(self.asked.devices) if n <= self.layers]):
             for vpp in self._pinned("vpp", list(range(1, self.layers // pp + 1)) if pp > 1 else [1]):
                 if pp * vpp > self.layers:
                     continue
@@ -340,7 +326,7 @@ class Space:
         """That the stack can run: Megatron-LM has 1F1B and its interleaved form, torch has all."""
         if pp == 1:
             return ["1f1b"]
-        if self.ask.request.stack.megatron_order:
+        if self.request.stack.megatron_order:
             return ["1f1b"] if vpp == 1 else ["interleaved"]
         if vpp == 1:
             return ["gpipe", "1f1b", "zero-bubble"]
@@ -351,7 +337,7 @@ class Space:
         """Of states over ``data`` replicas."""
         stages = [0, 1, 2, 3]
         if pp > 1:  # [Note: sharded in a pipeline] in lading.program.emit: 2 and 3 are one there
-            stages = [0, 1, 3] if self.ask.request.stack.cuts_in_pipeline else [0, 1]
+            stages = [0, 1, 3] if self.request.stack.cuts_in_pipeline else [0, 1]
         found: list[StateLayout] = []
         for zero in self._pinned("zero", stages if data > 1 else [0]):
             parts = [0, *(n for n in divisors(data) if 1 < n < data)] if zero else [0]
@@ -363,20 +349,20 @@ class Space:
     @cached_property
     def _offloads(self) -> list[tuple[tuple[str, ...], str]]:
         """What may lie behind the device, and where; parameters only where that is pinned."""
-        tier = self.ask.pins.get("offload_to", "host")
-        if "offload" in self.ask.pins:
-            pinned = self.ask.pins["offload"]
+        tier = self.asked.pins.get("offload_to", "host")
+        if "offload" in self.asked.pins:
+            pinned = self.asked.pins["offload"]
             return [(pinned, tier if pinned else "host")]
         found: list[tuple[tuple[str, ...], str]] = [((), "host")]
-        behind = self.ask.machine.tier(tier)
-        if behind is None or self.ask.machine.host_device is None or self.ask.request.moves_matrices:
+        behind = self.machine.tier(tier)
+        if behind is None or self.machine.host_device is None or self.request.moves_matrices:
             return found  # the host updates elements, not whole matrices
         return [*found, (("optimizer",), tier)] if self._least_behind <= behind.capacity_bytes else found
 
     @cached_property
     def _least_behind(self) -> int:
         """Bytes of a device that the optimizer's states need where the host updates, whatever the layout."""
-        return Least.of(self.ask.request, self.ask.table, self.ask.devices).host_bytes
+        return Least.of(self.request, self.table, self.asked.devices).host_bytes
 
     def layout(
         self, block: LayoutBlock, mode: str, pipe: Pipe, cut: StateLayout, global_batch: int | None = None
@@ -384,13 +370,13 @@ class Space:
         """The layout of the four.
 
         Args:
-            global_batch: None for that of the ask.
+            global_batch: None for that of the request.
         Raises:
             ConfigError: it cannot be.
         """
         mesh = block.mesh
         return Layout(
-            dp=self.ask.devices // (mesh.tp * mesh.cp * pipe.pp),
+            dp=self.asked.devices // (mesh.tp * mesh.cp * pipe.pp),
             **dataclasses.asdict(mesh),
             pp=pipe.pp,
             vpp=pipe.vpp,
@@ -398,12 +384,12 @@ class Space:
             sp=block.sp,
             cp_comm=block.cp_comm,
             micro_batch=block.micro_batch,
-            global_batch=self.ask.global_batch if global_batch is None else global_batch,
+            global_batch=self.asked.global_batch if global_batch is None else global_batch,
             zero=cut.zero,
             shard=cut.shard,
             recompute=mode,
-            recompute_layers=pipe.layers if mode == "full" or "recompute_layers" in self.ask.pins else -1,
-            recompute_modules=self.ask.pins.get("recompute_modules", ()) if mode == "selective" else (),
+            recompute_layers=pipe.layers if mode == "full" or "recompute_layers" in self.asked.pins else -1,
+            recompute_modules=self.asked.pins.get("recompute_modules", ()) if mode == "selective" else (),
             precision=block.precision,
             offload=cut.offload,
             offload_to=cut.tier,
@@ -416,7 +402,7 @@ class Space:
             f"{_MOST_TOKENS:,} tokens and {_MOST_SEQUENCES} sequences",
             "tensor parallel over more than two domains of the nearest link",
         ]
-        stack, pins = self.ask.request.stack, self.ask.pins
+        stack, pins = self.request.stack, self.asked.pins
         if "offload" not in pins:
             found.append("activations or pieces of parameters behind the device, or what is on disk (--pin offload, "
                          "offload_to)")  # fmt: skip

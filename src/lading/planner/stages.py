@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from lading.cost.contention import MOST_LOST
 from lading.ir.layout import Layout
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.parallel.chunks import chunks
@@ -40,7 +40,7 @@ class StageRows:
         plain: Segments of the model: one that is not recomputed has this added to its number.
     """
 
-    request: Request
+    request: StepRequest
     table: ModelTable
     rows: dict[tuple[tuple[int, int], ...], int] = field(default_factory=lambda: {})
     _known: dict[tuple[int, int], Ints] = field(default_factory=lambda: {})

@@ -32,7 +32,7 @@ from itertools import accumulate
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
 from lading.ir.reporting import UnshardRow
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
 from lading.planner.bucketing import borders, children, halves, keeping, neighbors, partition, runs
 from lading.planner.unshardbound import lower_bound
@@ -78,7 +78,7 @@ class Chosen:
 
 
 def choose_groups(
-    request: Request,
+    request: StepRequest,
     table: ModelTable,
     budget_bytes: int = 0,
     policy: str = "residency",
@@ -124,7 +124,7 @@ def choose_groups(
     return Chosen(policy, budget, groups, step.step_s, bound, step.peak_bytes, rows, traced, buckets, modules, why)
 
 
-def neighbor_peaks(request: Request, table: ModelTable) -> tuple[int, int]:
+def neighbor_peaks(request: StepRequest, table: ModelTable) -> tuple[int, int]:
     """Bytes at the peak of ZeRO-3 and of ZeRO-2, with a group for each block."""
     search = _Search(modules_of(request, table), 0)
     low, high = (search.found(policy)[1].peak_bytes for policy in POLICIES[:2])

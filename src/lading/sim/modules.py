@@ -17,7 +17,7 @@ from functools import cached_property
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.machine import Machine
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
 from lading.ir.work import Collective, RankSegment, Stage
 from lading.memory.ranks import gathered_bytes, shards, state_bytes
@@ -113,7 +113,7 @@ class Modules:
             them up, and of what is kept for good.
     """
 
-    request: Request
+    request: StepRequest
     machine: Machine
     prices: MachinePrices
     blocks: tuple[Block, ...]
@@ -174,7 +174,7 @@ def is_in(module: str, outer: str) -> bool:
     return not outer or module == outer or module.startswith(outer + ".")
 
 
-def unfit(request: Request) -> str:
+def unfit(request: StepRequest) -> str:
     """Why groups of a request's parameters are not chosen; "" where they are."""
     layout = request.layout
     if layout.zero != 3 or layout.is_pipeline:
@@ -186,7 +186,7 @@ def unfit(request: Request) -> str:
     return ""
 
 
-def modules_of(request: Request, table: ModelTable, parts: Priced | None = None) -> Modules:
+def modules_of(request: StepRequest, table: ModelTable, parts: Priced | None = None) -> Modules:
     """The model of a request as modules.
 
     Args:
@@ -235,7 +235,7 @@ def modules_of(request: Request, table: ModelTable, parts: Priced | None = None)
 
 
 def _updates(
-    request: Request, table: ModelTable, machine: Machine, stage: Chunk, places: Sequence[int]
+    request: StepRequest, table: ModelTable, machine: Machine, stage: Chunk, places: Sequence[int]
 ) -> tuple[dict[Role, int], float]:
     """Bytes of a rank's states by role, and seconds of the optimizer and the host; ``places``: segments of blocks."""
     layout, stack = request.layout, request.stack
@@ -265,7 +265,7 @@ def _path(name: str, numbers: dict[str, int]) -> str:
     return f"{base}.{number}"
 
 
-def _block(ranked: RankSegment, prices: MachinePrices, whole: Phases, request: Request, again: bool) -> Block:
+def _block(ranked: RankSegment, prices: MachinePrices, whole: Phases, request: StepRequest, again: bool) -> Block:
     layout, stack = request.layout, request.stack
     mode = layout.recompute if again else "none"
     kept = recomputed(ranked, mode, layout.recompute_modules, early_stop=stack.early_stop)

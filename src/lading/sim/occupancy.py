@@ -22,7 +22,7 @@ import numpy.typing as npt
 from lading.errors import ConfigError
 from lading.ir.action import Work
 from lading.ir.graph import Role
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.timeline import Held, MemorySample
 from lading.program.schedules import Schedule, schedule
 from lading.sim.gathered import UnitBytes, gathered_passes, own_gradients
@@ -251,7 +251,7 @@ def _gathering_all(part: _Part, stage: SimulatedStage, simulated: Simulated) -> 
     )
 
 
-def _own(unit: UnitBytes, request: Request) -> int:
+def _own(unit: UnitBytes, request: StepRequest) -> int:
     """Gradients that come with a unit's backward and stay: where micro-batches add up they are there all the time."""
     layout = request.layout
     stays = layout.micro_batches == 1 and not layout.updates_on_host

@@ -27,7 +27,7 @@ from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Machine, Processes
 from lading.ir.program import ALL_UNITS, ParameterGroup, Program
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.sim.phases import Phases
 from lading.sim.pipeline import pipeline_run
 from lading.sim.prices import MachinePrices
@@ -42,7 +42,7 @@ _BUCKET_BYTES = 25 << 20
 _MAKE_GRADIENTS = (Work.BACKWARD, Work.BACKWARD_WEIGHT)
 
 
-def processes_step(request: Request, machine: Machine, segments: Sequence[Phases], runs: Sequence[Run]) -> Step:
+def processes_step(request: StepRequest, machine: Machine, segments: Sequence[Phases], runs: Sequence[Run]) -> Step:
     """Simulate a step ([Note: processors]).
 
     Args:
@@ -68,7 +68,7 @@ def processes_step(request: Request, machine: Machine, segments: Sequence[Phases
 
 @dataclass(frozen=True)
 class _HostStep:
-    request: Request
+    request: StepRequest
     machine: Machine
     shared: Processes
     segments: Sequence[Phases]

@@ -13,7 +13,7 @@ from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
 from lading.ir.program import ALL_UNITS, Border, ParameterGroup, Program, Region, UnitStorage
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.work import Collective, Kernel
 from lading.memory.ranks import replicas
 from lading.program.emit import COPIES as TIED
@@ -46,7 +46,7 @@ _SHARDS = {0: "", 1: "optimizer", 2: "gradients", 3: "parameters"}
 
 
 def rank_step(
-    request: Request,
+    request: StepRequest,
     stages: Sequence[SimulatedStage],
     runs: Sequence[Run],
     segments: Sequence[Phases],
@@ -63,7 +63,9 @@ def rank_step(
     return listed.step(listed.times())
 
 
-def units_of_runs(request: Request, runs: Sequence[Run], segments: Sequence[Phases]) -> list[list[tuple[Unit, int]]]:
+def units_of_runs(
+    request: StepRequest, runs: Sequence[Run], segments: Sequence[Phases]
+) -> list[list[tuple[Unit, int]]]:
     """Units of each stage, and how often each stands."""
     early_stop = request.stack.early_stop
     units = [Unit(one.segment, one.kept, early_stop, not one.segment.leaves) for one in segments]
@@ -71,7 +73,7 @@ def units_of_runs(request: Request, runs: Sequence[Run], segments: Sequence[Phas
 
 
 def list_shape(
-    request: Request,
+    request: StepRequest,
     stages: Sequence[Sequence[tuple[Unit, int]]],
     *,
     buckets: Sequence[int] = (),
@@ -133,7 +135,7 @@ class ListedStep:
         keep: How long unsharded parameters stay, where there is no pipeline.
     """
 
-    request: Request
+    request: StepRequest
     stages: Sequence[SimulatedStage]
     runs: Sequence[Run]
     segments: Sequence[Phases]

@@ -16,7 +16,7 @@ from lading.ir.action import ActionKind, Work
 from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.program import ALL_UNITS, Border, ParameterGroup, Program, Region
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
 from lading.ir.work import Collective, Kernel
 from lading.memory.ranks import gathered_width, gradient_width, replicas
@@ -50,7 +50,7 @@ class Issued:
 
 
 def sequence_of(
-    request: Request, table: ModelTable | None = None, *, rank: int = 0, keep: Keep = Keep.RELEASE
+    request: StepRequest, table: ModelTable | None = None, *, rank: int = 0, keep: Keep = Keep.RELEASE
 ) -> list[Issued]:
     """What a rank issues in one step.
 
@@ -64,7 +64,7 @@ def sequence_of(
     return list(_Kernels(request, table or table_of(request), keep).of_rank(rank))
 
 
-def collectives_of(request: Request, table: ModelTable | None = None, *, rank: int = 0) -> list[Collective]:
+def collectives_of(request: StepRequest, table: ModelTable | None = None, *, rank: int = 0) -> list[Collective]:
     """Collectives of a rank's step in order; arguments and errors as ``sequence_of``."""
     return [issued.collective for issued in sequence_of(request, table, rank=rank) if issued.collective]
 
@@ -73,7 +73,7 @@ def collectives_of(request: Request, table: ModelTable | None = None, *, rank: i
 class _Kernels:
     """The lists of a request, and the units that they name."""
 
-    request: Request
+    request: StepRequest
     table: ModelTable
     keep: Keep
 

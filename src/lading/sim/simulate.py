@@ -1,4 +1,4 @@
-"""A Request, answered: its table cut for a rank, priced, put in order, and what it needs of memory.
+"""A StepRequest, answered: its table cut for a rank, priced, put in order, and what it needs of memory.
 
 >>> simulate(request).step.step_s
 
@@ -25,7 +25,7 @@ from lading.cost.siblings import merge_siblings
 from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.machine import Machine
-from lading.ir.request import Prediction, Request
+from lading.ir.request import Prediction, StepRequest
 from lading.ir.table import ModelTable
 from lading.ir.work import RankSegment
 from lading.parallel.adapters import adapted, adapters_of, packed
@@ -59,7 +59,7 @@ class Simulated:
         updated: The update of matrices, where a rule for matrices moves them.
     """
 
-    request: Request
+    request: StepRequest
     machine: Machine
     table: ModelTable
     step: Step
@@ -125,7 +125,7 @@ class Simulated:
         )
 
 
-def _not_simulated(request: Request, table: ModelTable) -> tuple[str, ...]:
+def _not_simulated(request: StepRequest, table: ModelTable) -> tuple[str, ...]:
     """What the request says and the step does not know."""
     layout, stack, found = request.layout, request.stack, list[str]()
     if request.schedule_detail and layout.pp > 1:
@@ -140,7 +140,7 @@ def _not_simulated(request: Request, table: ModelTable) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _not_fitted(request: Request, machine: Machine) -> tuple[str, ...]:
+def _not_fitted(request: StepRequest, machine: Machine) -> tuple[str, ...]:
     """What is not known of the stack on these devices."""
     stack, gpu = request.stack, machine.device.gpu
     if gpu is None:
@@ -159,7 +159,7 @@ def _not_fitted(request: Request, machine: Machine) -> tuple[str, ...]:
 class Simulator:
     """``lading.ir.request.Predictor`` by simulation."""
 
-    def predict(self, request: Request) -> Prediction:
+    def predict(self, request: StepRequest) -> Prediction:
         """The step's time and memory."""
         return simulate(request).prediction
 
@@ -177,13 +177,13 @@ class Priced:
     segments: tuple[Phases, ...]
 
 
-def priced(request: Request, table: ModelTable | None = None) -> Priced:
+def priced(request: StepRequest, table: ModelTable | None = None) -> Priced:
     """Cut and price a request's segments; arguments and errors as ``simulate``."""
     machine, table = machine_of(request), table or table_of(request)
     return Priced(machine, table, tuple(_segments(request, table, prices_of(request, machine, table))))
 
 
-def machine_of(request: Request) -> Machine:
+def machine_of(request: StepRequest) -> Machine:
     """The machine of a request, on its network."""
     machine = load_machine(request.machine)
     if request.network or request.ranks_per_node:
@@ -191,7 +191,7 @@ def machine_of(request: Request) -> Machine:
     return machine
 
 
-def _on_host(request: Request, machine: Machine) -> Request:
+def _on_host(request: StepRequest, machine: Machine) -> StepRequest:
     """The request with what was measured of launching on a host, where its stack leaves that open."""
     if machine.processes is None or request.stack.launch_s:
         return request
@@ -199,12 +199,12 @@ def _on_host(request: Request, machine: Machine) -> Request:
     return replace(request, stack=stack)
 
 
-def prices_of(request: Request, machine: Machine, table: ModelTable) -> MachinePrices:
+def prices_of(request: StepRequest, machine: Machine, table: ModelTable) -> MachinePrices:
     """Prices of a request."""
     return MachinePrices(machine, request.layout, request.stack, table.symbols.get("a", 1))
 
 
-def simulate(request: Request, table: ModelTable | None = None, parts: Priced | None = None) -> Simulated:
+def simulate(request: StepRequest, table: ModelTable | None = None, parts: Priced | None = None) -> Simulated:
     """Simulate one step.
 
     Args:
@@ -239,7 +239,7 @@ def _waiting(step: Step, layout: Layout) -> Step:
     return dataclasses.replace(step, step_s=step.step_s + waited, shares_s={**step.shares_s, WAITING: waited})
 
 
-def table_of(request: Request) -> ModelTable:
+def table_of(request: StepRequest) -> ModelTable:
     """The table of a request's model: of its family, in the variant that the stack and the dropout need.
 
     Raises:
@@ -257,7 +257,7 @@ def table_of(request: Request) -> ModelTable:
     return with_precise_layers(table, first, min(kept, layers) - first, layers)
 
 
-def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> list[Phases]:
+def _segments(request: StepRequest, table: ModelTable, prices: MachinePrices) -> list[Phases]:
     """All variants of each segment, in the order of ``lading.sim.variants``."""
     mode = request.layout.recompute
     ranked = rank_segments(request, table, prices)
@@ -269,7 +269,7 @@ def _segments(request: Request, table: ModelTable, prices: MachinePrices) -> lis
 
 
 def segments_by_mode(
-    request: Request,
+    request: StepRequest,
     table: ModelTable,
     prices: MachinePrices,
     modes: Sequence[str],
@@ -287,7 +287,7 @@ def segments_by_mode(
 
 def _by_mode(
     ranked: Sequence[tuple[RankSegment, MachinePrices]],
-    request: Request,
+    request: StepRequest,
     modes: Sequence[str],
     plain: Sequence[Phases] = (),
 ) -> dict[str, tuple[Phases, ...]]:
@@ -313,7 +313,7 @@ def outside(prices: MachinePrices) -> MachinePrices:
 
 
 def rank_segments(
-    request: Request, table: ModelTable, prices: MachinePrices
+    request: StepRequest, table: ModelTable, prices: MachinePrices
 ) -> list[tuple[RankSegment, MachinePrices]]:
     """Each segment of a request as one rank runs it, and its prices."""
     return _with_prices(segments_of(request, table), table, prices)
@@ -329,7 +329,7 @@ def _with_prices(
     ]
 
 
-def segments_of(request: Request, table: ModelTable) -> list[RankSegment]:
+def segments_of(request: StepRequest, table: ModelTable) -> list[RankSegment]:
     """Each segment of the table as one rank of the layout runs it."""
     layout, stack = request.layout, request.stack
     sizes = {**table.symbols, "s": request.seq_len}
@@ -356,7 +356,7 @@ def _tied_elements(ranked: RankSegment, table: ModelTable, number: int) -> int:
     return sum(prod(tensor.shape) for tensor in own if tensor.name in names)
 
 
-def runs_of(request: Request, table: ModelTable) -> list[Chunk]:
+def runs_of(request: StepRequest, table: ModelTable) -> list[Chunk]:
     """What each stage holds, in order of forward."""
     layout = request.layout
     ranks = chunks(table, layout, uneven_layers(request, sum(table.counts[1:-1])))
@@ -367,7 +367,7 @@ def runs_of(request: Request, table: ModelTable) -> list[Chunk]:
     return [runs[stage] for stage in range(plan.stages)]
 
 
-def uneven_layers(request: Request, layers: int) -> tuple[int, ...]:
+def uneven_layers(request: StepRequest, layers: int) -> tuple[int, ...]:
     """Layers of each stage where the source says that the first and the last have fewer, or Megatron fills in order.
 
     Megatron-Bridge's recipes of DeepSeek-V3 (recipes/deepseek/deepseek_v3.py, layout_map) give every stage as many of
@@ -387,14 +387,14 @@ def uneven_layers(request: Request, layers: int) -> tuple[int, ...]:
 
 
 def _stages(
-    parts: Sequence[Parts], both: Sequence[Phases], request: Request, prices: MachinePrices
+    parts: Sequence[Parts], both: Sequence[Phases], request: StepRequest, prices: MachinePrices
 ) -> list[SimulatedStage]:
     """Chunks of the model summed up, equal ones once."""
     each = {run: stage_of(run, both, prices, request.stack) for run in set(parts)}
     return [_copied(each[run], prices) for run in parts]
 
 
-def _eager(request: Request, table: ModelTable) -> list[dict[Role, int]]:
+def _eager(request: StepRequest, table: ModelTable) -> list[dict[Role, int]]:
     return eager_memory(
         runs_of(request, table),
         segments_of(request, table),

@@ -10,7 +10,7 @@ import numpy as np
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.memory.ranks import adapter_bytes, behind, gathered_bytes, shards, state_bytes
 from lading.program.emit import most_gathered
 from lading.program.schedules import alive_peaks
@@ -23,7 +23,7 @@ Places = tuple[dict[Role, int], dict[Role, int]]
 
 
 def stored(
-    request: Request, given: Sequence[dict[Role, int]], stages: Sequence[SimulatedStage], step: Step
+    request: StepRequest, given: Sequence[dict[Role, int]], stages: Sequence[SimulatedStage], step: Step
 ) -> list[Places]:
     """Of each pipeline rank what is on the device, and what lies where the layout moves it.
 
@@ -46,7 +46,7 @@ def stored(
 
 
 def device_roles(
-    request: Request, both: Sequence[Phases], stages: Sequence[SimulatedStage], step: Step
+    request: StepRequest, both: Sequence[Phases], stages: Sequence[SimulatedStage], step: Step
 ) -> list[dict[Role, int]]:
     """Of each pipeline rank, bytes by role when their sum is largest; moved activations are left out.
 
@@ -111,13 +111,13 @@ def _largest(own: Sequence[SimulatedStage]) -> dict[str, int]:
     return max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))
 
 
-def _gathers_units(request: Request) -> bool:
+def _gathers_units(request: StepRequest) -> bool:
     """Whether parameters are cut and gathered a unit at a time, each of them trained."""
     layout = request.layout
     return layout.zero == 3 and not layout.is_pipeline and request.task not in ("lora", "qlora")
 
 
-def units_of(request: Request, stage: SimulatedStage, segments: Sequence[Phases]) -> list[UnitBytes]:
+def units_of(request: StepRequest, stage: SimulatedStage, segments: Sequence[Phases]) -> list[UnitBytes]:
     """The units of a stage in order of forward, where parameters are gathered a unit at a time; else none."""
     if not _gathers_units(request):
         return []
@@ -125,7 +125,7 @@ def units_of(request: Request, stage: SimulatedStage, segments: Sequence[Phases]
     return [found[variant] for variant, count in stage.run for _ in range(count)]
 
 
-def _unit(phases: Phases, request: Request) -> UnitBytes:
+def _unit(phases: Phases, request: StepRequest) -> UnitBytes:
     """A unit; where its activations are moved, two units' are there while it runs (``lading.sim.variants.moved``)."""
     unit = unit_bytes(phases.segment, phases.kept, request.layout, request.stack)
     if not phases.moved_bytes:
@@ -143,7 +143,7 @@ def on_device(peak: Peak, layout: Layout) -> int:
     return peak.total - (peak.gradients if layout.updates_on_host else 0)
 
 
-def _gathered_roles(request: Request, both: Sequence[Phases], stage: SimulatedStage) -> dict[Role, int]:
+def _gathered_roles(request: StepRequest, both: Sequence[Phases], stage: SimulatedStage) -> dict[Role, int]:
     """Of a rank whose parameters are gathered a unit at a time."""
     layout = request.layout
     passes = gathered_passes(units_of(request, stage, both), layout, request.stack)

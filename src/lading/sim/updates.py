@@ -17,7 +17,7 @@ from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.machine import Machine
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.memory.ranks import shards
@@ -70,7 +70,7 @@ class Updated:
 
 
 def updated(
-    request: Request, machine: Machine, table: ModelTable, step: Step, memory: Sequence[dict[Role, int]]
+    request: StepRequest, machine: Machine, table: ModelTable, step: Step, memory: Sequence[dict[Role, int]]
 ) -> Updated:
     """The step with the request's optimizer, from that with AdamW.
 
@@ -95,13 +95,13 @@ def updated(
     )
 
 
-def block_matrices(request: Request, table: ModelTable) -> list[tuple[BlockMatrix, ...]]:
+def block_matrices(request: StepRequest, table: ModelTable) -> list[tuple[BlockMatrix, ...]]:
     """Matrices of each segment."""
     sizes = {**table.symbols, "s": request.seq_len}
     return [matrices_of(segment, sizes) for segment in table.segments]
 
 
-def segment_directions_s(request: Request, table: ModelTable, machine: Machine) -> list[tuple[float, float]]:
+def segment_directions_s(request: StepRequest, table: ModelTable, machine: Machine) -> list[tuple[float, float]]:
     """Seconds of directions of each segment on one device: of all its matrices, and of the longest; 0 without
     a rule for matrices."""
     found = [(0.0, 0.0) for _ in table.segments]
@@ -116,7 +116,7 @@ def segment_directions_s(request: Request, table: ModelTable, machine: Machine) 
 
 
 def rank_update(
-    own: Sequence[SimulatedStage], of_variant: Sequence[tuple[BlockMatrix, ...]], request: Request, machine: Machine
+    own: Sequence[SimulatedStage], of_variant: Sequence[tuple[BlockMatrix, ...]], request: StepRequest, machine: Machine
 ) -> RankUpdate:
     """The update of a pipeline rank.
 
@@ -145,12 +145,12 @@ def rank_update(
     return RankUpdate(seconds, host, update, fewer, _saved_fewer(matrices, request, moment))
 
 
-def _rule(request: Request) -> MatrixRule:
+def _rule(request: StepRequest) -> MatrixRule:
     """The request's rule for matrices, with its default settings."""
     return matrix_rule(request.optimizer)()
 
 
-def _check(request: Request) -> None:
+def _check(request: StepRequest) -> None:
     if request.task in ("lora", "qlora"):
         raise ConfigError(
             f"--optimizer {request.optimizer}: expected all weights trained, got {request.task}; take adamw"
@@ -162,7 +162,7 @@ def _check(request: Request) -> None:
         )
 
 
-def _adamw_s(elements: Mapping[str, int], request: Request, machine: Machine) -> float:
+def _adamw_s(elements: Mapping[str, int], request: StepRequest, machine: Machine) -> float:
     """Seconds of AdamW over a rank's part of some parameters."""
     if not sum(elements.values()):
         return 0.0
@@ -188,7 +188,7 @@ def _on_rank(matrices: Mapping[BlockMatrix, int], layout: Layout) -> dict[str, i
     return found
 
 
-def _saved_fewer(matrices: Mapping[BlockMatrix, int], request: Request, moment: int) -> int:
+def _saved_fewer(matrices: Mapping[BlockMatrix, int], request: StepRequest, moment: int) -> int:
     """Bytes of AdamW's moments of these matrices, less those of the rule's states."""
     rule, found = _rule(request), 0
     for matrix, times in matrices.items():
@@ -198,7 +198,7 @@ def _saved_fewer(matrices: Mapping[BlockMatrix, int], request: Request, moment: 
     return found
 
 
-def least_stack(request: Request) -> Stack:
+def least_stack(request: StepRequest) -> Stack:
     """The stack for lower bounds of bytes and seconds under the request's optimizer: as few moments as it may keep."""
     if not request.moves_matrices:
         return request.stack

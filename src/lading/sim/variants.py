@@ -12,7 +12,7 @@ from itertools import groupby
 
 from lading.errors import ConfigError
 from lading.ir.layout import Layout
-from lading.ir.request import Request
+from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
 from lading.sim.phases import Phases
 
@@ -29,7 +29,7 @@ def moved(phases: Phases) -> Phases:
     )
 
 
-def parts_of(runs: Sequence[Parts], request: Request, table: ModelTable) -> list[Parts]:
+def parts_of(runs: Sequence[Parts], request: StepRequest, table: ModelTable) -> list[Parts]:
     """Variants in each chunk.
 
     Args:

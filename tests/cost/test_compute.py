@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lading.catalog.load import load_machine
 from lading.cost.access import op_bytes, walk
 from lading.cost.compute import (
-    attention_flops,
     compiled_products,
     fused_costs,
+    kernel_of,
     missing_rates,
     op_costs,
     op_seconds,
@@ -172,15 +172,15 @@ def attention(causal: bool, flops: int) -> StepGraph:
     return graph(name, [q, q, q], [q, stats], rest=(0.0, causal), flops=flops)
 
 
-def test_attention_flops_come_from_the_shapes_when_not_captured() -> None:
+def test_attention_flops_come_from_the_shapes() -> None:
     full = 4 * 2 * 3 * 128 * 128 * 16
     bare, given_flops = attention(False, 0), attention(False, full)
-    assert attention_flops(bare, bare.ops[0]) == full
+    assert kernel_of(bare, bare.ops[0]).flops == full
     assert seconds(bare, CPU) == seconds(given_flops, CPU)
     q, stats = tensor(2, 3, 128, 16), tensor(2, 3, 128)
     name = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
     backward = graph(name, [q, q, q, q, q, stats], [q, q, q], rest=(0.0, True))
-    assert attention_flops(backward, backward.ops[0]) == full * 5 // 2
+    assert kernel_of(backward, backward.ops[0]).flops == full * 5 / 4  # causal: half
 
 
 def test_causal_attention_does_half() -> None:

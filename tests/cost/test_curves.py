@@ -1,4 +1,4 @@
-"""Kernels on a processor go by the most specific rate that was measured, as the operations of a step do."""
+"""Kernels of a rank and operations of a step have one price on a device; a processor's goes by its measured rates."""
 
 from __future__ import annotations
 
@@ -68,12 +68,21 @@ def test_products_go_by_shape_and_many_small_ones_by_their_own_rate() -> None:
     assert found == pytest.approx(many.flops / 7e9)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("gpt", torch.float32), ("llama", torch.bfloat16)])
-def test_a_step_and_a_rank_pay_the_same_price(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "where"),
+    [
+        ("gpt", torch.float32, "cpu"),
+        ("llama", torch.bfloat16, "cpu"),
+        ("llama", torch.bfloat16, "rtx4090"),
+        ("gpt", torch.float32, "a100"),
+        ("llama", torch.bfloat16, "h100"),
+    ],
+)
+def test_a_step_and_a_rank_pay_the_same_price(name: str, dtype: torch.dtype, where: str) -> None:
     """All classes but one: a kernel has no strides, so what runs against the order of memory is cheaper there."""
     with torch.device("meta"):
         model = build_model(name, num_layers=1, dim=64, num_heads=4, vocab_size=128, max_seq_len=64).to(dtype)
-    batch, machine = {"tokens": torch.zeros(2, 65, dtype=torch.int64)}, load_machine("cpu").device
+    batch, machine = {"tokens": torch.zeros(2, 65, dtype=torch.int64)}, load_machine(where).device
     graph, table = (
         lading.capture(model, batch, next_byte_loss),
         captured_table(model, batch, next_byte_loss, whole=False),
@@ -87,6 +96,6 @@ def test_a_step_and_a_rank_pay_the_same_price(name: str, dtype: torch.dtype) -> 
             assert one.kind is not None
             of_rank[one.kind] += count * kernel_s(one, machine, STACK)
     assert of_step.keys() == of_rank.keys() > {OpKind.MATMUL, OpKind.ATTENTION, OpKind.SOFTMAX, OpKind.GATHER}
-    assert of_rank[OpKind.ELEMENTWISE] <= of_step[OpKind.ELEMENTWISE]
+    assert of_rank[OpKind.ELEMENTWISE] <= of_step[OpKind.ELEMENTWISE] * (1 + 1e-12)
     del of_rank[OpKind.ELEMENTWISE], of_step[OpKind.ELEMENTWISE]
     assert of_rank == pytest.approx(of_step)

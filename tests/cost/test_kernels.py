@@ -170,6 +170,8 @@ def test_unknown_kernels_and_devices_are_named():
         attention_s(attention, "bfloat16", device("h100"), "unfused")
     with pytest.raises(ConfigError, match="expected an architecture"):
         kernel_rates("volta")
+    with pytest.raises(ConfigError, match="expected a GPU whose kernels were measured"):
+        attention_s(attention, "bfloat16", device("rtx4090"))
     send = Kernel("send", None, Stage.FORWARD, "", "bfloat16", 0, 0, (), (), Collective("send", "pp", 8))
     with pytest.raises(ConfigError, match="the collective send"):
         kernel_s(send, device("h100"), stack_by_name("default"))
@@ -181,7 +183,9 @@ def test_devices_without_fitted_kernels_go_by_their_own_rates():
         dtype = "float32" if name == "cpu-server" else "float16"
         product = Product(4096, 4096, 4096)
         assert product_s(product, dtype, gpu) > product.flops / gpu.peak_flops_per_s[dtype]
-        assert attention_s(Attention(1, 8, 8, 2048, 2048, 64, 64, True, True), dtype, gpu) > 0
+        backward = Attention(1, 8, 8, 2048, 2048, 64, 64, True, True)
+        fused = Kernel("attention", OpKind.ATTENTION, Stage.BACKWARD_INPUT, "", dtype, 0, 0, (), (), backward)
+        assert kernel_s(fused, gpu, stack_by_name("default")) > backward.flops / gpu.peak_flops_per_s[dtype]
         assert memory_s(1e8, "norm_backward.fused", gpu) > 1e8 / gpu.memory_bandwidth_bytes_per_s
 
 

@@ -49,12 +49,12 @@ def attention_s(
             used there.
         sustained: As of ``product_s``.
     Raises:
-        ConfigError: nothing is known of the kernel, or of the device's kernels and its rate of attention.
+        ConfigError: nothing is known of the kernel, or of the device's kernels.
     Source: constants fitted in benchmarks/calibrate/attention.py; [Note: attention].
     """
     gpu = device.gpu
     if gpu is None:
-        return _by_curve(attention, dtype, device)
+        raise ConfigError(f"expected a GPU whose kernels were measured, got {device.name}: see cost.kernels.kernel_s")
     return seconds(attention, dtype, device, kernel_rates(gpu.architecture), kernel, sustained=sustained)
 
 
@@ -106,11 +106,3 @@ def _bytes(attention: Attention, dtype: str) -> float:
     queries = attention.batch * attention.heads * attention.query_tokens * (attention.qk_dim + attention.v_dim)
     keys = attention.batch * attention.kv_heads * attention.key_tokens * (attention.qk_dim + attention.v_dim)
     return max(2.0, DTYPE_BYTES[dtype]) * (queries + keys) * (2.5 if attention.backward else 1.0)
-
-
-def _by_curve(attention: Attention, dtype: str, device: Device) -> float:
-    """Where an architecture has not been fitted: the device's own rate of attention by FLOP of one head."""
-    rate = device.rates.get("attention_backward" if attention.backward else "attention")
-    if rate is None:
-        raise ConfigError(f"no rate of attention for {device.name}; add device.rates.attention to the machine file")
-    return attention.flops / rate.at(attention.flops / max(1, attention.batch * attention.heads))

@@ -1,5 +1,6 @@
 """Seconds of every operation of a StepGraph on one device.
 
+    on a GPU whose kernels were fitted    overhead + what a rank's kernel takes there (``lading.cost.kernels``)
     optimizer    as the rest if there is a rate "step", else overhead + elements / optimizer_elements_per_s
     of matrices  products of the rule, 9 n^3 of a decomposition at a share of the peak, and elementwise passes
     the rest     overhead + what its rates say (``lading.cost.curves``)
@@ -14,17 +15,25 @@ from collections.abc import Iterator
 from math import prod
 
 from lading.cost.access import ALLOCATIONS, base_name, op_bytes, walk
-from lading.cost.curves import LOW, Demand, curve_s, measured, product_curve_s, rate_of
+from lading.cost.curves import LOW, low_of, measured, rate_of
+from lading.cost.kernels import kernel_s, memory_s
+from lading.cost.product import product_s
 from lading.cost.updates import eigen_s, eigen_share
 from lading.errors import ConfigError
 from lading.ir import fusing
-from lading.ir.graph import Arg, Op, OpKind, Ref, StepGraph, Tensor
+from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
 from lading.ir.opkinds import kind_of
+from lading.ir.stack import Stack
 from lading.ir.update_ops import matrices_of, rule_of, work_of
-from lading.ir.work import Product
+from lading.ir.work import Attention, Kernel, Product, Stage
 from lading.optim.rule import MatrixRule, ParameterRule, UpdateWork
 
+#: PyTorch that runs a step's operations one by one, by its kernel of attention.
+_EAGER = {
+    kernel: Stack(name="torch-eager", title="PyTorch, eager", fusion="eager", attention=kernel)
+    for kernel in ("flash1", "flash2", "cudnn")
+}
 #: Of what BLAS packs for a product (``packed_columns``): its rows as columns, and the depth up to which it packs less.
 _PACKED_ROWS, _SHALLOW = 200, 256
 
@@ -111,30 +120,50 @@ def op_seconds(graph: StepGraph, op: Op, device: Device) -> float:
     """
     if op.kind is OpKind.STEP and (matrices := work_of(graph, op)) is not None:
         return _matrices_seconds(graph, op, device, matrices)
-    demand = op_demand(graph, op)
-    if op.kind is OpKind.STEP and rate_of(demand, device) is None:
+    kernel = kernel_of(graph, op)
+    if op.kind is OpKind.STEP and device.gpu is None and rate_of(kernel, device) is None:
         return device.op_overhead_s + _step_elements(graph, op) / device.optimizer_elements_per_s
-    return device.op_overhead_s + curve_s(demand, device)
+    if not kernel.bytes_read + kernel.bytes_written:
+        return device.op_overhead_s  # gives a tensor memory, and touches none of it
+    return device.op_overhead_s + kernel_s(kernel, device, _EAGER[_attention_kernel(op)])
 
 
-def op_demand(graph: StepGraph, op: Op) -> Demand:
-    """What an operation of a step asks of a device."""
-    product = _product(graph, op) if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION) else None
-    attention = attention_flops(graph, op) if op.kind is OpKind.ATTENTION else 0
-    path = walk(graph, op)
-    return Demand(
-        name=base_name(op.name),
-        kind=op.kind,
-        where=f"{op.name} in {op.module or '(loss)'}",
-        dtype=_dtype(graph, op),
-        low=_low_dtype(graph, op),
-        size_bytes=op_bytes(graph, op),
-        strided=path.strided,
-        runs=path.runs,
-        product=product,
-        flops=(op.flops or product.flops) if product else attention / 2 if _is_causal(op) else float(attention),
-        heads=_heads(graph, op) if attention else 1,
-    )
+def kernel_of(graph: StepGraph, op: Op) -> Kernel:
+    """An operation of a step as the kernel of a rank that is alone, with its walk through memory."""
+    size, path = op_bytes(graph, op), walk(graph, op)
+    written = sum(graph.tensors[t].touched_bytes for t in dict.fromkeys((*op.outputs, *op.mutates)))
+    if op.kind is OpKind.SCATTER and op.mutates:
+        written = size // 3  # of a table only the rows that are added to
+    detail: Product | Attention | None = None
+    stage = Stage.FORWARD if op.phase is Phase.FORWARD else Stage.BACKWARD_INPUT
+    if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
+        detail = _product(graph, op)
+        left = graph.tensors[operands[-2]] if len(operands := _operands(op)) > 1 else None
+        if stage is not Stage.FORWARD and left is not None and left.shape and left.stride[-1] > 1:
+            stage = Stage.BACKWARD_WEIGHT  # its left operand is turned: a gradient or an activation by its tokens
+    elif op.kind is OpKind.ATTENTION:
+        detail = _attention(graph, op)
+    dtype = _dtype(graph, op) if detail else _low_dtype(graph, op) or _dtype(graph, op)
+    written = min(size, written)
+    return Kernel(
+        op.name, op.kind, stage, op.module, dtype, size - written, written, op.inputs, op.outputs, detail,
+        strided=path.strided, runs=path.runs,
+    )  # fmt: skip
+
+
+def _attention(graph: StepGraph, op: Op) -> Attention | None:
+    """Shape of an attention; None where its operands do not tell it, and it goes by its bytes."""
+    backward = "backward" in op.name
+    shapes = [graph.tensors[a.tensor].shape for a in op.args if isinstance(a, Ref)][1 if backward else 0 :][:3]
+    if len(shapes) < 3 or any(len(shape) != 4 for shape in shapes):
+        return None
+    (batch, heads, queries, dim), (_, kv_heads, keys, _), (_, _, _, v_dim) = shapes
+    return Attention(batch, heads, kv_heads, queries, keys, dim, v_dim, _is_causal(op), backward)
+
+
+def _attention_kernel(op: Op) -> str:
+    """Kernel that runs an attention on a GPU, as a software stack names it."""
+    return "cudnn" if "cudnn" in op.name else "flash1" if "efficient" in op.name else "flash2"
 
 
 def packed_columns(graph: StepGraph) -> int:
@@ -201,23 +230,38 @@ def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
     if (matrices := work_of(graph, op)) is not None:
         yield from _assumed_of_matrices(matrices, device)
         return
-    demand = op_demand(graph, op)
-    low, kind = demand.low, op.kind.value
+    if device.gpu is not None:
+        yield from _assumed_on_gpu(graph, op, device)
+        return
+    kernel = kernel_of(graph, op)
+    low, kind, name = low_of(kernel), op.kind.value, base_name(op.name)
     if op.kind in (OpKind.MATMUL, OpKind.CONVOLUTION):
-        found = measured(demand.name, kind, low, device)
+        found = measured(name, kind, low, device)
         if found is None and op.kind is OpKind.CONVOLUTION:
-            yield f"no rate of {demand.name} on {device.name}: timed as a square product of its FLOP"
+            yield f"no rate of {name} on {device.name}: timed as a square product of its FLOP"
         if found is None and device.product_efficiency is None:
             yield f"no product_efficiency for {device.name}: products run at peak"
         if low and device.kind == "cpu" and (found is None or not found[1]):
             yield f"no {low} rate of products on {device.name}: timed as float32's times the ratio of the peaks"
         return
-    rate = rate_of(demand, device)
+    rate = rate_of(kernel, device)
     if rate is None and op.kind is not OpKind.STEP:
         way = "as a product of its FLOP" if op.kind is OpKind.ATTENTION else "by its bytes at memory bandwidth"
         yield f"no rate of {kind} on {device.name}: timed {way}"
-    elif low and device.kind == "cpu" and rate_of(demand, device, low) is None:
+    elif low and device.kind == "cpu" and rate_of(kernel, device, low) is None:
         yield f"no {low} rate of {kind} on {device.name}: timed as float32's"
+
+
+def _assumed_on_gpu(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
+    """What the cost of one operation assumes on a GPU whose kernels were fitted."""
+    if op.kind is OpKind.CONVOLUTION:
+        yield f"no rate of {base_name(op.name)} on {device.name}: timed as a square product of its FLOP"
+    elif op.kind is OpKind.ATTENTION and _attention(graph, op) is None:
+        yield f"the shape of {base_name(op.name)} is not known: timed by its bytes on {device.name}"
+    elif op.kind is OpKind.ATTENTION and _dtype(graph, op) not in LOW:
+        yield f"no attention in {_dtype(graph, op)} was measured on {device.name}: timed at that peak"
+    elif op.kind is OpKind.ATTENTION and _attention_kernel(op) == "flash1":
+        yield f"memory-efficient attention on {device.name}: timed as the first FlashAttention"
 
 
 def _assumed_of_matrices(matrices: tuple[MatrixRule, int, UpdateWork], device: Device) -> Iterator[str]:
@@ -226,7 +270,7 @@ def _assumed_of_matrices(matrices: tuple[MatrixRule, int, UpdateWork], device: D
     dtype = rule.product_dtype
     low = dtype if dtype in LOW else ""
     found = measured("mm", OpKind.MATMUL.value, low, device)
-    if found is None and device.product_efficiency is None:
+    if device.gpu is None and found is None and device.product_efficiency is None:
         yield f"no product_efficiency for {device.name}: products run at peak"
     if low and device.kind == "cpu" and (found is None or not found[1]):
         yield f"no {low} rate of products on {device.name}: timed as float32's times the ratio of the peaks"
@@ -242,38 +286,22 @@ def _low_dtype(graph: StepGraph, op: Op) -> str:
     return next((dtype for dtype in found if dtype in LOW), "")
 
 
-def attention_flops(graph: StepGraph, op: Op) -> int:
-    """FLOP of an attention: as captured, or from the shapes of q, k and v; 0 if these cannot be told.
-
-    The full square of scores counts here, causal or not, and 2.5 times as much in backward (five products, one of them
-    a second computing of the scores).
-    """
-    if op.flops:
-        return op.flops
-    backward = "backward" in op.name
-    shapes = [graph.tensors[a.tensor].shape for a in op.args if isinstance(a, Ref)][1 if backward else 0 :][:3]
-    if len(shapes) < 3 or any(len(shape) != 4 for shape in shapes):
-        return 0
-    (batch, heads, length, dim), (_, _, keys, _), (_, _, _, value_dim) = shapes
-    forward = 2 * batch * heads * length * keys * (dim + value_dim)
-    return forward * 5 // 2 if backward else forward
-
-
 def _matrices_seconds(graph: StepGraph, op: Op, device: Device, matrices: tuple[MatrixRule, int, UpdateWork]) -> float:
     """Seconds of an update of matrices: the mean over updates where something is due now and then."""
     rule, count, work = matrices
     dtype = rule.product_dtype
     seconds = launches = 0.0
     for times, m, n, k in work.products:
-        product = Product(m, n, k)
-        own = measured("mm", OpKind.MATMUL.value, dtype if dtype in LOW else "", device)
-        seconds += times * product_curve_s(product, product.flops, own, dtype, device, f"{op.name} in {op.module}")
+        seconds += times * product_s(Product(m, n, k), dtype, device)
         launches += times
     seconds += eigen_s(work, device)
     _, rows, columns = matrices_of(graph, op)
     size = rows * columns * rule.elementwise_bytes
     rate = device.rates.get("elementwise")
-    seconds += size / (rate.at(rows * columns * 12) if rate else device.memory_bandwidth_bytes_per_s)
+    if device.gpu is not None or rate is None:
+        seconds += memory_s(size, "elementwise", device)
+    else:
+        seconds += size / rate.at(rows * columns * 12)
     return count * (seconds + (launches + work.passes) * device.op_overhead_s)
 
 
@@ -326,11 +354,6 @@ def _is_causal(op: Op) -> bool:
             return arg
         after = after or isinstance(arg, float)
     return False
-
-
-def _heads(graph: StepGraph, op: Op) -> int:
-    """Heads of all sequences together."""
-    return max(1, prod(graph.tensors[op.inputs[0]].shape[:2]))
 
 
 def _signature(graph: StepGraph, op: Op) -> object:

@@ -4,19 +4,17 @@
     attention    flops done / rate(flops done for one head)
     the rest     bytes / rate(bytes)
 
-The operation of a step and the kernel of a rank are asked for the same facts (``Demand``), so that a device has one
-price for both. A rate is looked up by the operation's own name ("gelu_backward", "bmm"), then by its cost class
-("transcendental", "norm_backward"), each first with ".strided" appended when it walks against the order of memory; at
-last it is the memory bandwidth. "runs" bounds operations on many small pieces of memory. Own rates of products are
-FLOP/s against the FLOP of one matrix.
+The operation of a step is asked for as the kernel of a rank is, so that a device has one price for both. A rate is
+looked up by the operation's own name ("gelu_backward", "bmm"), then by its cost class ("transcendental",
+"norm_backward"), each first with ".strided" appended when it walks against the order of memory; at last it is the
+memory bandwidth. "runs" bounds operations on many small pieces of memory. Own rates of products are FLOP/s against the
+FLOP of one matrix.
 Operations on bfloat16 or float16 have rates of their own: each name is looked up with ".bfloat16" appended first.
 Without one, products go by float32's rates times the ratio of the peaks, the rest by float32's rate for their bytes.
 Rates hold for one operation at a time with whatever of its operands is in cache as in the probe.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from lading.cost.access import base_name
 from lading.errors import ConfigError
@@ -35,73 +33,32 @@ BACKWARD = "_backward"
 _FILLS = ("zeros_like", "ones_like", "full_like", "new_", "empty")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demand:
-    """What an operation asks of a device.
-
-    Attributes:
-        name: Base name, such as ``"gelu_backward"``.
-        where: For messages.
-        dtype: Of the operands.
-        low: The 16-bit float among its tensors, "" if there is none.
-        size_bytes: Moved between memory and the core.
-        strided: It walks against the order of memory.
-        runs: Two-dimensional pieces of memory that it goes through.
-        product: Of a matrix product or a convolution: its shape; ``flops`` are of all of it.
-        flops: Done by a product or an attention; 0 for the rest.
-        heads: Of all sequences of an attention together.
-    """
-
-    name: str
-    kind: OpKind
-    where: str
-    dtype: str
-    low: str
-    size_bytes: float
-    strided: bool = False
-    runs: int = 1
-    product: Product | None = None
-    flops: float = 0.0
-    heads: int = 1
-
-
-def demand_of(kernel: Kernel) -> Demand:
-    """What a rank's kernel asks of a device.
-
-    It has no strides: of what runs against the order of memory only sums over leading dims are told apart, gradients of
-    biases and of norms' weights.
-    """
-    name, detail, kind = base_name(kernel.name), kernel.detail, kernel.kind or OpKind.COPY
-    read = 0 if name.startswith(_FILLS) else kernel.bytes_read
-    return Demand(
-        name=name,
-        kind=kind,
-        where=f"{kernel.name} in {kernel.module or '(loss)'}",
-        dtype=kernel.dtype,
-        low=kernel.dtype if kernel.dtype in LOW else "",
-        size_bytes=read + kernel.bytes_written,
-        strided=kind is OpKind.REDUCTION and kernel.stage is Stage.BACKWARD_WEIGHT,
-        product=detail if isinstance(detail, Product) else None,
-        flops=kernel.flops,
-        heads=max(1, detail.batch * detail.heads) if isinstance(detail, Attention) else 1,
-    )
-
-
-def curve_s(demand: Demand, device: Device) -> float:
+def curve_s(kernel: Kernel, device: Device) -> float:
     """Seconds of an operation alone, without its launch.
+
+    A rank's kernel has no strides: of what runs against the order of memory only sums over leading dims are told apart,
+    gradients of biases and of norms' weights.
 
     Raises:
         ConfigError: a product's dtype has no peak on this device.
     Ignores: contention with moves, clock and power limits.
     """
-    if demand.product is not None:
-        own = measured(demand.name, demand.kind.value, demand.low, device)
-        return product_curve_s(demand.product, demand.flops, own, demand.dtype, device, demand.where)
-    if demand.kind is OpKind.ATTENTION and demand.flops > 0:
-        return _attention_s(demand, device)
-    size, rate = demand.size_bytes, rate_of(demand, device)
+    name, kind = base_name(kernel.name), kernel.kind or OpKind.COPY
+    if isinstance(kernel.detail, Product):
+        known = measured(name, kind.value, low_of(kernel), device)
+        where = f"{kernel.name} in {kernel.module or '(loss)'}"
+        return product_curve_s(kernel.detail, kernel.flops, known, kernel.dtype, device, where)
+    if isinstance(kernel.detail, Attention):
+        return _attention_s(kernel, kernel.detail, device)
+    size = kernel.bytes_written + (0 if name.startswith(_FILLS) else kernel.bytes_read)
+    rate = rate_of(kernel, device)
     bandwidth = rate.at(size) if rate and size else device.memory_bandwidth_bytes_per_s
-    return max(size / bandwidth, _runs_s(demand.runs, device))
+    return max(size / bandwidth, _runs_s(kernel.runs, device))
+
+
+def low_of(kernel: Kernel) -> str:
+    """The 16-bit float that a kernel works on, "" for none."""
+    return kernel.dtype if kernel.dtype in LOW else ""
 
 
 def _runs_s(runs: int, device: Device) -> float:
@@ -138,14 +95,15 @@ def product_curve_s(
     return flops / (device.peak_flops_per_s[dtype] * share)
 
 
-def _attention_s(demand: Demand, device: Device) -> float:
-    done = demand.flops
-    if rate := rate_of(demand, device):
-        guessed = demand.low and device.kind == "cpu" and rate_of(demand, device, demand.low) is None
-        return done / (rate.at(done / demand.heads) * (_peak_ratio(device, demand.low) if guessed else 1.0))
-    peak = device.peak_flops_per_s.get(demand.dtype)
+def _attention_s(kernel: Kernel, attention: Attention, device: Device) -> float:
+    done, low = attention.flops, low_of(kernel)
+    if rate := rate_of(kernel, device):
+        guessed = low and device.kind == "cpu" and rate_of(kernel, device, low) is None
+        each = done / max(1, attention.batch * attention.heads)
+        return done / (rate.at(each) * (_peak_ratio(device, low) if guessed else 1.0))
+    peak = device.peak_flops_per_s.get(kernel.dtype)
     if peak is None:
-        return demand.size_bytes / device.memory_bandwidth_bytes_per_s
+        return (kernel.bytes_read + kernel.bytes_written) / device.memory_bandwidth_bytes_per_s
     share = device.product_efficiency.at(done) if device.product_efficiency else 1.0
     return done / (peak * share)
 
@@ -170,13 +128,13 @@ def measured(name: str, kind: str, low: str, device: Device) -> tuple[Curve, boo
     return (device.rates[name], not low) if name in device.rates else None
 
 
-def rate_of(demand: Demand, device: Device, low: str | None = None) -> Curve | None:
+def rate_of(kernel: Kernel, device: Device, low: str | None = None) -> Curve | None:
     """The most specific measured rate of an operation, None if there is none; with ``low``, of that dtype only."""
-    name, kind = demand.name, demand.kind.value
+    name, kind = base_name(kernel.name), (kernel.kind or OpKind.COPY).value
     names = [name, kind + BACKWARD, kind] if "backward" in name else [name, kind]
-    if demand.strided:
+    if kernel.strided or (kernel.kind is OpKind.REDUCTION and kernel.stage is Stage.BACKWARD_WEIGHT):
         names = [form for key in names for form in (key + STRIDED, key)]
-    typed = low or demand.low
+    typed = low or low_of(kernel)
     forms = [f"{key}.{typed}" for key in names] if typed else []
     if low is None:
         forms += names

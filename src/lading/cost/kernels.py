@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from lading.catalog.kernels import kernel_rates
 from lading.cost.attention import attention_s
-from lading.cost.curves import curve_s, demand_of
+from lading.cost.curves import curve_s
 from lading.cost.fusion import unfused
 from lading.cost.libraries import QUANTIZED, SCAN, STRIDED
 from lading.cost.product import (
@@ -53,13 +53,13 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
         return memory_s(kernel.bytes_read + kernel.bytes_written, kernel.name.partition(".")[0], device)
     if isinstance(detail, Collective):
         raise ConfigError(f"expected a kernel that computes, got the collective {detail.op}: see cost.collective")
-    if device.kind == "cpu":
-        return curve_s(demand_of(kernel), device)
     if precision == "fp16" and kernel.dtype == "bfloat16":
         kernel = replace(kernel, dtype="float16")
+    if isinstance(detail, Attention) and stack.attention == "unfused":
+        return sum(kernel_s(part, device, stack, precision) for part in unfused(kernel))
+    if device.gpu is None and not runs_low(kernel, precision):
+        return curve_s(kernel, device)
     if isinstance(detail, Attention):
-        if stack.attention == "unfused":
-            return sum(kernel_s(part, device, stack, precision) for part in unfused(kernel))
         return attention_s(detail, kernel.dtype, device, stack.attention) + _attention_casts_s(detail, device, stack)
     if isinstance(detail, Product):
         return _product_s(kernel, detail, device, stack, precision)

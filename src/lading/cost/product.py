@@ -34,7 +34,9 @@ from functools import lru_cache
 from math import ceil
 
 from lading.catalog.kernels import KernelRates, ProductRates, kernel_rates
+from lading.cost.curves import LOW, measured, product_curve_s
 from lading.errors import ConfigError
+from lading.ir.graph import OpKind
 from lading.ir.machine import Device, Gpu
 from lading.ir.work import Product
 
@@ -95,7 +97,9 @@ def product_s(
     """
     gpu = device.gpu
     if gpu is None:
-        return _by_curve(product, peak_flops(device, precision), device)
+        dtype = _PEAK.get(precision, precision)
+        known = measured("mm", OpKind.MATMUL.value, dtype if dtype in LOW else "", device)
+        return product_curve_s(product, product.flops, known, dtype, device, "a matrix product")
     rates = kernel_rates(gpu.architecture)
     peak, operand, element, (limit, narrow) = _terms(product, precision, device, rates, out_bytes, of_weight)
     slow = (1 + sustained * (limit - 1)) * narrow
@@ -234,12 +238,3 @@ def _tiled(product: Product, tile: tuple[int, int], splits: int, rates: ProductR
     waves = (1 - rates.wave_share) * max(waves, 1.0) + rates.wave_share * ceil(waves)
     loads = 1 + rates.operand_columns * (1 / rows + 1 / columns)
     return waves * num_sms * 2.0 * rows * columns * (product.k / splits + rates.prologue_k) * loads
-
-
-def _by_curve(product: Product, peak: float, device: Device) -> float:
-    """Where an architecture has not been fitted: a share of the peak by FLOP and by each dim, as for one device."""
-    each = 2.0 * product.m * product.n * product.k
-    share = device.product_efficiency.at(each) if device.product_efficiency else 1.0
-    for dim in (product.m, product.n, product.k):
-        share *= dim / (dim + device.skinny_dim)
-    return product.groups * each / (peak * share)

@@ -103,7 +103,9 @@ class Kernel:
         kind: Cost class; None for a collective.
         detail: What the costs of its class need beside bytes.
         bytes_read, bytes_written: Of each operand once, as an operation alone.
-        inputs, outputs: Local tensors of the RankSegment.
+        inputs, outputs: Local tensors of the RankSegment, or tensors of a StepGraph.
+        strided: It walks against the order of memory, where strides are known.
+        runs: Two-dimensional pieces of memory that it goes through, likewise.
     """
 
     name: str
@@ -116,6 +118,8 @@ class Kernel:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     detail: Product | Attention | Collective | None = None
+    strided: bool = False
+    runs: int = 1
 
     @property
     def is_experts(self) -> bool:

@@ -157,7 +157,7 @@ def salvage(
     """Find where the values are after a step that stopped.
 
     Args:
-        homes: Tier of each persistent storage between steps (``lading.memory.layout.home_tiers``).
+        homes: Tier of each persistent storage between steps (``lading.memory.tier_layout.home_tiers``).
         bound: The queues that ran; ``reached`` is how far each of its streams came.
         skipped: Actions that did nothing in this run.
     """

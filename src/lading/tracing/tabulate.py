@@ -139,13 +139,18 @@ def _shortened(model: torch.nn.Module, counts: tuple[int, ...]) -> Iterator[tupl
         yield counts
         return
     starts = [sum(blocks[:run]) for run in range(len(blocks))]
-    kept = [start + i for start, count in zip(starts, blocks, strict=True) for i in range(min(count, 2))]
-    before = lists[0]._modules
-    lists[0]._modules = {str(i): before[str(at)] for i, at in enumerate(kept)}
+    modules = list(lists[0])
+    some = [modules[start + i] for start, count in zip(starts, blocks, strict=True) for i in range(min(count, 2))]
+    _refill(lists[0], some)
     try:
         yield (counts[0], *(min(count, 2) for count in blocks), counts[-1])
     finally:
-        lists[0]._modules = before
+        _refill(lists[0], modules)
+
+
+def _refill(modules: torch.nn.ModuleList, items: Sequence[torch.nn.Module]) -> None:
+    del modules[:]
+    modules.extend(items)
 
 
 def _tokens(batch: Any) -> int:

@@ -11,13 +11,14 @@ from lading.models.reference import model_class
 
 
 def random_batch(model: str, sizes: Mapping[str, Any], *, rows: int, tokens: int, seed: int) -> dict[str, torch.Tensor]:
-    """Tokens, or latents and labels for a diffusion transformer; the same for the same seed.
+    """Draw tokens, or latents and labels for a diffusion transformer; the same for the same seed.
 
     Args:
         model: Name of a reference model.
         sizes: Arguments of its configuration.
-        rows: Of the batch.
-        tokens: That the model reads of a row; one more is there to be predicted. An image's follow from its size.
+        rows: Rows of the batch.
+        tokens: Tokens that the model reads of a row; one more is there to be predicted. An image's follow from its
+            size.
     """
     draw = torch.Generator().manual_seed(seed)
     if model == "dit":

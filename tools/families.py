@@ -58,15 +58,15 @@ def _token_batch(at: Sizes) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Family:
-    """How a family is captured.
+    """Recipe for capturing a family of models.
 
     Attributes:
-        build: A model of two layers of each kind, of these sizes.
+        build: Makes a model of two layers of each kind, of these sizes.
         options: Values that each symbol takes in the captures; two symbols never take one.
-        counts: How often each segment stands, in the names of counts; checked against a capture.
-        source: Where the structure is from.
-        batch: A batch of ``b`` sequences.
-        loss: Of the model on it.
+        counts: Number of times each segment stands, in the names of counts; checked against a capture.
+        source: Publication or code that the structure is from.
+        batch: Makes a batch of ``b`` sequences.
+        loss: Loss of the model on the batch.
         layers: Counts that the model is built with.
     """
 
@@ -118,7 +118,7 @@ def _llama(at: Sizes) -> nn.Module:
 
 
 def _parts(at: Sizes, **parts: Any) -> nn.Module:
-    """A decoder of parts: heads that are grouped or plain, an MLP, experts, as far as there are sizes for them."""
+    """Make a decoder of parts: heads grouped or plain, an MLP, experts, as far as there are sizes for them."""
     sizes = {field: at[symbol] for field, symbol in _PART_SIZES.items() if symbol in at}
     base = {**_decoder({"d": 2, "n": 8, **at}), "num_layers": parts.pop("num_layers", 2)}
     if "mg" in at:
@@ -341,7 +341,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def captured_family(name: str, observations: int = 8) -> StoredTable:
-    """A family's table, captured.
+    """Capture the table of a family.
 
     Args:
         observations: Sizes to capture at; the last are checked, not fitted.
@@ -358,7 +358,7 @@ def captured_family(name: str, observations: int = 8) -> StoredTable:
 
 
 def build_at(name: str, at: Sizes) -> tuple[nn.Module, Any]:
-    """A model of a family in bfloat16, without memory, and a batch for it."""
+    """Build a model of a family in bfloat16, without memory, and a batch for it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -369,7 +369,9 @@ def build_at(name: str, at: Sizes) -> tuple[nn.Module, Any]:
 
 
 def sizes_of(family: Family, count: int) -> list[dict[str, int]]:
-    """So many choices of values, the same every time; each symbol goes through all of its values, in its own order."""
+    """Choose values of the symbols ``count`` times, always alike; each symbol goes through its values in its own
+    order.
+    """
     columns: dict[str, list[int]] = {}
     for name, values in sorted(family.options.items()):
         draw = random.Random(name)

@@ -34,10 +34,10 @@ class Module:
     """One file of the package.
 
     Attributes:
-        name: Dotted name; of an ``__init__.py`` that of its folder.
-        path: The file.
-        text: What it holds.
-        tree: Its syntax tree.
+        name: Dotted name; an ``__init__.py`` has its folder's.
+        path: Path of the file.
+        text: Content of the file.
+        tree: Syntax tree of the text.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Module:
 
 
 def read_package(folder: Path) -> dict[str, Module]:
-    """Modules of the package below ``folder``, by dotted name."""
+    """Parse the modules of the package below ``folder``, by dotted name."""
     modules: dict[str, Module] = {}
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -72,7 +72,7 @@ def read_package(folder: Path) -> dict[str, Module]:
 
 
 def imports_of(module: Module, modules: dict[str, Module]) -> set[str]:
-    """Modules that ``module`` imports; of ``from a.b import c`` it is ``a.b.c`` where that is a module."""
+    """Modules that ``module`` imports; ``from a.b import c`` counts as ``a.b.c`` where that is a module."""
     targets: set[str] = set()
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -129,7 +129,7 @@ def opening(text: str) -> str | None:
 
 
 def attribute_lines(text: str) -> Iterator[str]:
-    """What a docstring says of each argument or attribute: ``name: This text``."""
+    """Yield the description of each argument or attribute in a docstring: of ``name: This text``, the text."""
     _, _, listed = text.partition("\n")
     for line in listed.splitlines():
         if match := re.match(r"\s+\w+: (.*)", line):
@@ -137,7 +137,7 @@ def attribute_lines(text: str) -> Iterator[str]:
 
 
 def figures(modules: dict[str, Module]) -> dict[str, list[str]]:
-    """Everything counted: a figure's name, and the names of what it counts."""
+    """Count everything: a figure's name, and the names of what it counts."""
     edges = {name: imports_of(module, modules) for name, module in modules.items()}
     importers: defaultdict[str, set[str]] = defaultdict(set)
     for name, targets in edges.items():

@@ -1,10 +1,9 @@
-"""What plain PyTorch does on one rank, written down: products, collectives and live bytes, in the order issued.
+"""Recorder of what plain PyTorch does on one rank: products, collectives and live bytes, in the order issued.
 
 Used as an oracle: a model is cut by torch itself under a fake process group (``torch.testing._internal.distributed``),
 runs on small tensors whose values do not matter, and what this rank issued is compared with what Lading says.
 
->>> with Recorder({"dp": mesh.get_group()}) as recorder:
-...     model(batch).backward()
+>>> with Recorder({"dp": mesh.get_group()}) as recorder: ...     model(batch).backward()
 >>> recorder.events
 """
 
@@ -42,13 +41,13 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A product or a collective.
+    """One product or collective.
 
     Attributes:
         kind: "product", or the name of a collective as ``lading.ir.work.Collective`` has it.
-        shape: Of a product (m, n, k), with the number of groups in front if there are more than one.
-        size_bytes: Of a collective's whole tensor.
-        axis: Whose ranks take part: the name of the group.
+        shape: Sizes (m, n, k) of a product, with the number of groups in front if there are more than one.
+        size_bytes: Bytes of a collective's whole tensor.
+        axis: Name of the group whose ranks take part.
         peer: Other rank of a send or a receive.
     """
 
@@ -60,11 +59,11 @@ class Event:
 
 
 class Recorder(TorchDispatchMode):
-    """Products, collectives and live bytes of plain tensors; what DTensor tries on fake tensors is left out.
+    """Records products, collectives and live bytes of plain tensors; what DTensor tries on fake tensors is left out.
 
     Attributes:
-        events: In order.
-        live_bytes, peak_bytes: Of all storages seen so far that are alive.
+        events: Products and collectives in the order issued.
+        live_bytes, peak_bytes: Bytes now, and at most, of all storages seen so far that are alive.
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup], held: Iterable[torch.Tensor] = ()) -> None:
@@ -101,12 +100,12 @@ class Recorder(TorchDispatchMode):
 
     @property
     def collectives(self) -> list[Event]:
-        """Of the events those between ranks."""
+        """Events between ranks, in order."""
         return [event for event in self.events if event.kind in {*_COLLECTIVES.values()}]
 
     @property
     def products(self) -> list[tuple[int, ...]]:
-        """Shapes of products."""
+        """Shapes of the products, in order."""
         return [event.shape for event in self.events if event.kind == "product"]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The one-process reference of a capture: run a StepGraph in program order with plain tensors, freeing nothing."""
+"""Reference of a capture in one process: run a StepGraph in program order with plain tensors, freeing nothing."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ class Replay:
         return self.tensor(self.graph.losses[0])
 
     def tensor(self, index: int) -> torch.Tensor:
-        """The value of a graph tensor."""
+        """Value of a graph tensor."""
         return self._values.tensor(index)

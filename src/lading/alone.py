@@ -45,7 +45,7 @@ _WRAPPERS = (*_REDUCE, ("torch.distributed.fsdp", "FSDPModule", "fully_shard (FS
 
 
 def reducing_wrapper(params: Sequence[torch.Tensor]) -> nn.Module | None:
-    """A module of torch that reduces gradients of some of these parameters, whoever else does; None if there is none.
+    """Find a module of torch that reduces gradients of some of these parameters, whoever else does; None without one.
 
     A parameter does not know that a reducer waits for its gradient, so all objects of the process are looked through:
     some tens of milliseconds, for once.
@@ -59,7 +59,7 @@ def reducing_wrapper(params: Sequence[torch.Tensor]) -> nn.Module | None:
 
 
 def num_ranks() -> tuple[int, str]:
-    """Ranks of the job that this process is of, and what says so: torch.distributed, or the launcher."""
+    """Number of ranks of the job that this process belongs to, and what says so: torch.distributed, or the launcher."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         told = 1 if "fake" in distributed.get_backend() else distributed.get_world_size()

@@ -66,21 +66,21 @@ def _choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """How the parameters move.
+    """Settings of how the parameters move.
 
     Attributes:
         steps: Optimizer steps of the whole run.
-        optimizer: What moves every parameter, or those that ``matrices`` leaves: AdamW, or in a file any ``rule`` of
-            ``lading.optim.registry``, its name beside its settings.
-        matrices: A rule that moves whole matrices.
+        optimizer: Rule that moves every parameter, or those that ``matrices`` leaves: AdamW, or in a file any ``rule``
+            of ``lading.optim.registry``, its name beside its settings.
+        matrices: Rule that moves whole matrices.
         clip_norm: Largest norm of all gradients together; 0 switches clipping off.
         accumulation: Micro-batches per optimizer step.
-        schedule: After the warm-up, "constant" or "cosine" (down to 0 at ``steps``).
+        schedule: Learning rate after the warm-up, "constant" or "cosine" (down to 0 at ``steps``).
         warmup_steps: Steps of linear rise to the full learning rate; a run of fewer steps ends below it.
-        precision: "fp32"; or "bf16": parameters, activations and gradients in bfloat16, with float32 master weights
-            and moments, gradients summed over micro-batches and clipped in float32.
-        compile: Fuse runs of light operations with PyTorch's compiler: faster, but sums are added in another order,
-            so results are close to plain PyTorch's and not equal to the bit.
+        precision: "fp32"; or "bf16": parameters, activations and gradients in bfloat16, with float32 master weights and
+            moments, gradients summed over micro-batches and clipped in float32.
+        compile: Fuse runs of light operations with PyTorch's compiler: faster, but sums are added in another order, so
+            results are close to plain PyTorch's and not equal to the bit.
     """
 
     steps: int
@@ -124,15 +124,15 @@ def lr_at(optimization: Optimization, step: int, peak: float | None = None) -> f
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Which model, and what it learns.
+    """Settings of which model is trained, and what it learns.
 
     Attributes:
         name: "llama", "gpt", "moe", "dit"; a model of the catalog such as "llama3-8b"; "module:function" for your own;
             or a Hugging Face model: the path of a config.json (initial weights are drawn) or of a folder with it and
             safetensors (they are loaded).
         sizes: Arguments of that model, or settings of its Hugging Face configuration, by name.
-        task: What is learned; "auto" is what the model is made for. "own" is the loss that the model's forward gives
-            when it is called with the columns of the data (``data.kind`` "arrays" or "random").
+        task: Task that is learned; "auto" is what the model is made for. "own" is the loss that the model's forward
+            gives when it is called with the columns of the data (``data.kind`` "arrays" or "random").
         new_head: Draw the parameters that the folder's files lack, and leave out those that the model lacks.
     """
 
@@ -155,32 +155,32 @@ class ModelConfig:
 
     @property
     def is_hugging_face(self) -> bool:
-        """Whether the name is a path."""
+        """Whether the name is the path of a Hugging Face model."""
         return self.name.endswith(".json") or os.sep in self.name or os.path.isdir(self.name)
 
     @property
     def weights(self) -> str:
-        """The folder whose weights training starts from; "" where they are drawn."""
+        """Folder whose weights training starts from; "" where they are drawn."""
         return self.name if self.is_hugging_face and not self.name.endswith(".json") else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Which data: text and how it becomes tokens, or arrays.
+    """Settings of the data: text and how it becomes tokens, or arrays.
 
     Attributes:
         kind: "text"; "arrays" for the columns of npz, safetensors or Parquet files, which become the arguments of the
             model's forward; "random" for numbers made up, to plan or try a model whose data is not at hand.
         source: "stdlib" (the Python standard library's own source), or a file, a folder or a pattern ("text/*.jsonl");
             "synthetic" for the latents of a diffusion model.
-        inputs: Columns of arrays by name, each its dtype, the shape of a row and what its integers are below:
-            "float32 3 224 224", "int64 below 1000". Files of arrays need it only where they do not say the shape.
+        inputs: Columns of arrays by name, each its dtype, the shape of a row and what its integers are below: "float32
+            3 224 224", "int64 below 1000". Files of arrays need it only where they do not say the shape.
         sequence_length: Tokens of a sequence, T; the patches of an image for a diffusion model; of arrays it only
             counts, as so many tokens a row.
         batch_size: Sequences or rows of a micro-batch, B.
-        format: Of the files; "auto" goes by their endings (.jsonl, .parquet, else text).
-        text_field: Where the text is in a JSON line or Parquet row.
-        label_field: Where the label (an integer from 0) is; for classification.
+        format: Format of the files; "auto" goes by their endings (.jsonl, .parquet, else text).
+        text_field: Field of a JSON line or Parquet row that has the text.
+        label_field: Field that has the label (an integer from 0); for classification.
         tokenizer: A tokenizer.json, or a folder that holds one; "bytes" for one token a byte; "auto" is the model
             folder's, or bytes where it has none.
     """
@@ -208,7 +208,7 @@ class DataConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a micro-batch; its rows where a row has no tokens."""
+        """Number of tokens of a micro-batch; of its rows where a row has no tokens."""
         return self.batch_size * max(1, self.sequence_length)
 
     def __str__(self) -> str:
@@ -220,15 +220,15 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryConfig:
-    """What the run may use.
+    """Settings of the memory that a run may use.
 
     Attributes:
         budget: Device memory: "256MB", bytes, or a share such as "50%" or 0.5 of what keeping everything needs.
-        disk_budget: That of the tier called "disk": a size, or a share of the free space in its folder; 0 for none.
-        budgets: Those of other tiers of the machine by name, in the same way: a share is one of the free space where
+        disk_budget: Budget of the tier called "disk": a size, or a share of the free space in its folder; 0 for none.
+        budgets: Budgets of other tiers of the machine by name, in the same way: a share is one of the free space where
             the tier is a file, else of its capacity. A tier that is not named may be filled.
         policy: Name of the planner's policy.
-        folder: Where the swap file goes of a tier without a location; "" for the run's own ``out`` folder.
+        folder: Folder for the swap file of a tier without a location; "" for the run's own ``out`` folder.
     """
 
     budget: str | int | float
@@ -247,7 +247,7 @@ class MemoryConfig:
             raise ConfigError(f"budget: expected a size above 0, got {self.budget!r}")
 
     def budget_bytes(self, keep_all_bytes: int) -> int:
-        """Device budget, bytes; ``keep_all_bytes`` is the peak of a step that keeps everything."""
+        """Budget of the device in bytes; ``keep_all_bytes`` is the peak of a step that keeps everything."""
         return share_or_bytes(self.budget, keep_all_bytes)
 
     @property
@@ -257,19 +257,19 @@ class MemoryConfig:
 
     @staticmethod
     def setting_of(tier: str) -> str:
-        """Dotted key of a tier's budget."""
+        """Dotted key of the setting that has a tier's budget."""
         return "memory.disk_budget" if tier == DISK else f"memory.budgets.{tier}"
 
     def with_tier_budgets(self, sizes: Mapping[str, int]) -> MemoryConfig:
-        """The same with these budgets of tiers, bytes, and no others."""
+        """Copy with these budgets of tiers, in bytes, and no others."""
         others = {name: size for name, size in sizes.items() if name != DISK}
         return dataclasses.replace(self, disk_budget=sizes.get(DISK, 0), budgets=others)
 
     def tier_budgets(self, whole_bytes: Mapping[str, int]) -> dict[str, int]:
-        """Budgets of a machine's tiers, bytes, those left out that have none.
+        """Budgets of a machine's tiers in bytes; tiers without one are left out.
 
         Args:
-            whole_bytes: For each tier of the machine the bytes that a share is of.
+            whole_bytes: By tier of the machine, the bytes that a share is taken of.
         Raises:
             ConfigError: a budget is of no tier of the machine.
         """
@@ -286,11 +286,11 @@ class MemoryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save.
+    """Settings of when to save.
 
     Attributes:
         every_steps: Steps between two checkpoints; 0 saves none on the way.
-        keep: How many checkpoints stay.
+        keep: Number of checkpoints that stay.
         at_end: Whether to save when the run ends, and when it is stopped.
     """
 
@@ -310,7 +310,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Where figures go besides metrics.jsonl, which is always written.
+    """Settings of where figures go besides metrics.jsonl, which is always written.
 
     Attributes:
         tensorboard: Also write TensorBoard events into the run's folder.
@@ -328,7 +328,7 @@ class LoggingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A whole run.
+    """Configuration of a whole run.
 
     Attributes:
         machine: "probe" (the cached probe of this host), a name in the catalog, or the path of a machine file.
@@ -356,7 +356,7 @@ class RunConfig:
 
     @property
     def num_threads(self) -> int:
-        """Compute threads, ``threads`` 0 resolved."""
+        """Number of compute threads, with ``threads`` 0 resolved."""
         available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return self.threads or available or 1
 
@@ -367,7 +367,7 @@ _WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a t
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where values come from, for errors: a file, and the dotted keys that the command line set."""
+    """Origin of values, for errors: a file, and the dotted keys that the command line set."""
 
     file: str
     overrides: frozenset[str] = frozenset()
@@ -392,14 +392,14 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def run_to_dict(run: RunConfig) -> dict[str, Any]:
-    """The run as plain JSON values; ``run_from_dict`` reads it back."""
+    """Convert a run to plain JSON values, which ``run_from_dict`` reads back."""
     table = dataclasses.asdict(run)
     table["optimization"]["optimizer"] = rule_to_dict(run.optimization.optimizer)
     return table
 
 
 def run_from_dict(data: object, origin: str = "run") -> RunConfig:
-    """The run that ``run_to_dict`` wrote; raises as ``load_run``, with ``origin`` in errors."""
+    """Read the run that ``run_to_dict`` wrote; raises as ``load_run``, with ``origin`` in errors."""
     return _build(RunConfig, data, "", _Origin(origin))
 
 
@@ -432,7 +432,7 @@ def _override_value(key: str, text: str) -> object:
 
 
 def _build(cls: type[T], data: object, prefix: str, origin: _Origin) -> T:
-    """A ``cls`` from a table; ``prefix`` is "" or a dotted key with its closing dot."""
+    """Make a ``cls`` from a table; ``prefix`` is "" or a dotted key with its closing dot."""
     where = origin.of(prefix.rstrip("."))
     if not isinstance(data, dict):
         name = f"{prefix.rstrip('.')}: " if prefix else ""
@@ -455,7 +455,7 @@ def _build(cls: type[T], data: object, prefix: str, origin: _Origin) -> T:
 
 
 def _convert(hint: Any, value: object, key: str, origin: _Origin) -> object:
-    """``value`` as the annotated type; an integer is a number too, true and false are only themselves."""
+    """Convert ``value`` to the annotated type; an integer is a number too, true and false are only themselves."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for kind in kinds:
         if kind is ParameterRule:
@@ -475,7 +475,7 @@ def _convert(hint: Any, value: object, key: str, origin: _Origin) -> object:
 
 
 def _rule(value: object, prefix: str, origin: _Origin) -> ParameterRule:
-    """A rule from a table of its settings, and its name unless it is the default's."""
+    """Make a rule from a table of its settings, with its name unless it is the default's."""
     if not isinstance(value, dict):
         return _build(parameter_rule(DEFAULT), value, prefix, origin)
     settings = dict(cast("dict[str, object]", value))
@@ -490,7 +490,7 @@ def _rule(value: object, prefix: str, origin: _Origin) -> ParameterRule:
 
 
 def _expected(hint: Any) -> str:
-    """What to write for an annotated type, in words."""
+    """Say in words what to write for an annotated type."""
     if hint is ParameterRule or dataclasses.is_dataclass(hint) or get_origin(hint) is dict:
         return "a table"
     if get_origin(hint) is Literal:
@@ -501,7 +501,7 @@ def _expected(hint: Any) -> str:
 
 
 def _keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key of a configuration, tables included."""
+    """List every dotted key of a configuration, tables included."""
     hints = get_type_hints(cls)
     for name in [f.name for f in dataclasses.fields(cast(Any, cls))]:
         yield prefix + name
@@ -513,7 +513,7 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def _nearest_key(prefix: str, key: str) -> str:
-    """The nearest spelling among all keys; this section's win over others of the same name, then the first."""
+    """Nearest spelling among all keys; this section's win over others of the same name, then the first."""
     known = list(_keys(RunConfig))
     here = [k for k in known if k.startswith(prefix) and "." not in k[len(prefix) :]]
     by_name = {k.split(".")[-1]: k for k in (*reversed(known), *here)}

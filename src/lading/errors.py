@@ -1,14 +1,11 @@
-"""Every error Lading raises on purpose.
+"""Errors that Lading raises on purpose.
 
-    LadingError
-    |-- ConfigError (ValueError)     a setting, a file or an argument is wrong
-    |   |-- BudgetAboveDevice        a device budget is more than the device has
-    |-- CaptureError                 the model cannot be turned into a StepGraph
-    |-- PlanInfeasible               no plan fits the budget; says what binds and by how much
-    |-- ProgramError                 the verifier rejects a Program; names the action
-    |-- SimulationError              the simulator was handed something it cannot time
-    |-- BudgetExceeded               a run used more memory than its plan promised
-    |-- StorageError (OSError)       a file, a tier or a checkpoint is full, corrupt or missing; or memory is
+    LadingError |-- ConfigError (ValueError)     a setting, a file or an argument is wrong |   |-- BudgetAboveDevice
+    a device budget is more than the device has |-- CaptureError                 the model cannot be turned into a
+    StepGraph |-- PlanInfeasible               no plan fits the budget; says what binds and by how much |-- ProgramError
+    the verifier rejects a Program; names the action |-- SimulationError              the simulator was handed something
+    it cannot time |-- BudgetExceeded               a run used more memory than its plan promised |-- StorageError
+    (OSError)       a file, a tier or a checkpoint is full, corrupt or missing; or memory is
 
 ``BudgetWarning`` is a warning: the run goes on.
 
@@ -30,7 +27,7 @@ class LadingError(Exception):
         super().__init__(message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make it again from its message and its keyword arguments, each of which is an attribute of the same name."""
+        """Rebuild the error from its message and its keyword arguments, each an attribute of the same name."""
         parameters = inspect.signature(type(self)).parameters.values()
         named = {p.name: getattr(self, p.name) for p in parameters if p.kind is p.KEYWORD_ONLY}
         return partial(type(self), *self.args, **named), (), vars(self)
@@ -52,7 +49,7 @@ class PlanInfeasible(LadingError):
     """No plan fits the budget.
 
     Attributes:
-        missing_bytes: How far above the budget the binding moment is.
+        missing_bytes: Bytes by which the binding moment is above the budget.
         smallest_budget_bytes: The smallest budget for which a plan was found. Found by moving, or recomputing, all that
             can be, so a search that mixes both may do with less. 0 where no budget helps, as a lower tier is too small.
     """
@@ -99,10 +96,10 @@ class StorageError(LadingError, OSError):
 
 
 def check_type(name: str, value: object, kind: type, expected: str) -> None:
-    """Refuse an argument of another type.
+    """Refuse an argument of another type than ``kind``.
 
     Args:
-        name: Of the argument.
+        name: Name of the argument.
         expected: What to give, in words.
     Raises:
         ConfigError: it is of another type.
@@ -112,7 +109,7 @@ def check_type(name: str, value: object, kind: type, expected: str) -> None:
 
 
 def check_rate(name: str, value: object) -> None:
-    """Refuse what is no finite number of 0 or more.
+    """Refuse a learning rate or a norm that is no finite number of 0 or more.
 
     Raises:
         ConfigError: it is none.
@@ -126,7 +123,7 @@ LARGEST = (1 << 63) - 1
 
 
 def check_number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
-    """Refuse what is no finite number with ``low <= value < high``, or ``low < value < high`` when ``above``.
+    """Refuse a value that is no finite number with ``low <= value < high``, or ``low < value < high`` when ``above``.
 
     Raises:
         ConfigError: it is none.
@@ -138,5 +135,5 @@ def check_number(name: str, value: object, low: float, high: float = math.inf, *
 
 
 def short_repr(value: object) -> str:
-    """A value in an error message, in 60 characters at most."""
+    """Print a value for an error message, in 60 characters at most."""
     return "an integer of more than 63 bits" if type(value) is int and abs(value) > LARGEST else repr(value)[:60]

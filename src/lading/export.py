@@ -91,7 +91,7 @@ def _run_and_checkpoint(folder: Path) -> tuple[RunConfig, Checkpoint]:
 
 
 def _sources(module: torch.nn.Module, checkpoint: Checkpoint, twin: Twin | None) -> Iterator[TensorSource]:
-    """What the model saves, each once: of tied names the one that ``from_pretrained`` ties the others to."""
+    """List what the model saves, each once: of tied names the one that ``from_pretrained`` ties the others to."""
     groups, done = tied_names(module), set[str]()
     tied = getattr(module, "all_tied_weights_keys", {})
     for name, tensor in module.state_dict().items():
@@ -113,12 +113,12 @@ def _sources(module: torch.nn.Module, checkpoint: Checkpoint, twin: Twin | None)
 
 
 def _turned(checkpoint: Checkpoint, name: str) -> Iterator[memoryview]:
-    """The bytes of a matrix's transpose; it is read when they are asked for."""
+    """Yield the bytes of a matrix's transpose; it is read when they are asked for."""
     yield from tensor_source(name, checkpoint.read(name).t())[3]
 
 
 def _write_files(folder: Path, sources: list[TensorSource], shard_bytes: int, step: int) -> None:
-    """One file, or shards and their index."""
+    """Write one file, or shards and their index."""
     shards: list[list[TensorSource]] = [[]]
     for source in sources:
         if shards[-1] and sum(map(source_bytes, shards[-1])) + source_bytes(source) > shard_bytes:
@@ -140,7 +140,7 @@ def _write_files(folder: Path, sources: list[TensorSource], shard_bytes: int, st
 
 
 def _write_config(folder: Path, run: RunConfig, module: torch.nn.Module, twin: Twin | None) -> None:
-    """config.json, or lading.json; and what lay beside the model and its tokenizer."""
+    """Write config.json, or lading.json, and copy what lay beside the model and its tokenizer."""
     origins: list[Path] = []
     if run.model.is_hugging_face:
         config: Any = hugging_face.read_config(run.model)

@@ -29,13 +29,13 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def cannot_write(path: Path, error: OSError) -> StorageError:
-    """The error that says why ``path`` cannot be written, and what to change."""
+    """Error that says why ``path`` cannot be written, and what to change."""
     advice = _ADVICE.get(error.errno or 0, "check the disk (dmesg), or choose another folder")
     return StorageError(f"cannot write {path}: {error.strerror or error}; {advice}")
 
 
 def cannot_read(path: Path, error: OSError) -> StorageError:
-    """The error that says why ``path`` cannot be read, and what to change."""
+    """Error that says why ``path`` cannot be read, and what to change."""
     return StorageError(f"cannot read {path}: {error.strerror or error}; check its permissions and the disk (dmesg)")
 
 
@@ -77,7 +77,7 @@ def rename_file(path: Path, target: Path) -> None:
 
 @contextmanager
 def write_aside(path: Path) -> Generator[BinaryIO]:
-    """A file to fill that takes the place of ``path`` when the block ends, and is removed if the block raises.
+    """Open a file to fill, which takes the place of ``path`` when the block ends, and is removed if the block raises.
 
     The target of a link is replaced, not the link. What is no regular file (a pipe, a terminal) is written directly.
 
@@ -118,7 +118,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_bytes(path: Path) -> bytes:
-    """All bytes of a file.
+    """Read all bytes of a file.
 
     Raises:
         StorageError: it is missing or cannot be read.
@@ -130,10 +130,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path | str, what: str, advice: str) -> Any:
-    """Parsed JSON of a file, whose numbers are finite and whose keys differ.
+    """Parse the JSON of a file, whose numbers are finite and whose keys differ.
 
     Args:
-        what: What is expected there, such as "a plan".
+        what: Content that is expected there, such as "a plan".
         advice: How to get it.
 
     Raises:
@@ -148,7 +148,7 @@ def read_json(path: Path | str, what: str, advice: str) -> Any:
 
 
 def parse_json(data: bytes, *, finite: bool = True) -> Any:
-    """Parsed JSON.
+    """Parse JSON.
 
     Args:
         finite: Whether NaN and infinities, which Python writes and JSON lacks, are refused.
@@ -168,10 +168,10 @@ def parse_json(data: bytes, *, finite: bool = True) -> Any:
 
 
 def read_toml(path: Path, what: str, advice: str = "") -> dict[str, Any]:
-    """Parsed TOML of a file.
+    """Parse the TOML of a file.
 
     Args:
-        what: What is expected there, such as "a machine".
+        what: Content that is expected there, such as "a machine".
         advice: How to get it, or nothing.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Does a run fit a machine: planned for all that the machine has, shown by what the bytes are for.
+"""Fit: whether a run fits a machine, planned for all that the machine has, and shown by what the bytes are for.
 
 A run fits if a plan was found with which the step, the writing of a checkpoint and the reading of one each stay within
 what every tier has. If none was, the table is that of the nearest plan that was, and the changes listed below it are
@@ -56,7 +56,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A machine, and what replaces its sizes ("64GB"; None leaves them).
+    """A machine, and sizes that replace its own ("64GB"; None leaves them).
 
     Attributes:
         machine: A name in the catalog, the path of a machine file, or "probe" for this host.
@@ -74,7 +74,7 @@ class Hardware:
 
 
 def run_of_model(model: str, seq: int | None = None) -> RunConfig:
-    """A run of a model by name, one sequence at a time, that saves checkpoints and keeps one of them.
+    """Make a run of a model by name, one sequence at a time, that saves checkpoints and keeps one of them.
 
     Args:
         model: A name in the catalog, "module:function", or the path of a Hugging Face configuration.
@@ -108,7 +108,7 @@ def with_sizes(
     precision: str | None = None,
     keep: int | None = None,
 ) -> RunConfig:
-    """The run with other sizes; None leaves one as it is.
+    """Copy of a run with other sizes; None leaves one as it is.
 
     Args:
         keep: Checkpoints that stay while another is written; 0 saves none.
@@ -125,13 +125,13 @@ def with_sizes(
 
 
 def precision_for(machine: str) -> Literal["fp32", "bf16"]:
-    """What a model by name is trained in where nobody says: bf16 on an accelerator that multiplies it, else fp32."""
+    """Precision where none is given for a model by name: bf16 on an accelerator that multiplies it, else fp32."""
     device = None if machine == "probe" else load_machine(machine).device
     return "bf16" if device is not None and device.kind != "cpu" and "bfloat16" in device.peak_flops_per_s else "fp32"
 
 
 def _replaced(config: _T, **values: Any) -> _T:
-    """The configuration with those values that are not None."""
+    """Copy of a configuration with those values that are not None."""
     return dataclasses.replace(cast(Any, config), **{key: value for key, value in values.items() if value is not None})
 
 
@@ -152,9 +152,9 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
     """Plan a run for all the memory of a machine.
 
     Args:
-        run: Its own machine, budgets and folder play no part (``lading fit RUN.toml`` hands its budgets on as those
-            of ``hardware``).
-        name: What to call the model; "" for the name that the run gives it.
+        run: The run; its own machine, budgets and folder play no part (``lading fit RUN.toml`` hands its budgets on as
+            those of ``hardware``).
+        name: Name to call the model; "" for the name that the run gives it.
 
     Raises:
         ConfigError: no such machine, or the run cannot be built.
@@ -182,7 +182,7 @@ def fit_run(run: RunConfig, hardware: Hardware, name: str = "") -> FitResult:
 
 @dataclass(frozen=True)
 class _Case:
-    """What is asked: a run on a machine, of whose tiers ``reserved`` bytes are not the plan's."""
+    """A run on a machine, of whose tiers ``reserved`` bytes are not the plan's."""
 
     run: RunConfig
     machine: Machine
@@ -219,7 +219,7 @@ class _Case:
 
 @dataclass(frozen=True)
 class _Tried:
-    """A plan, what it needs and takes, and the device's error where the plan is not for the machine as it is."""
+    """A plan with what it needs and takes, and the device's error where the plan is not for the machine as it is."""
 
     planned: Planned
     needs: Needs
@@ -228,7 +228,7 @@ class _Tried:
 
 
 def _machine(run: RunConfig, hardware: Hardware) -> tuple[Machine, Bytes]:
-    """The machine with its sizes replaced, and what of them is reserved."""
+    """Make the machine with its sizes replaced; returns the bytes of its tiers that are reserved, too."""
     machine = machine_of(dataclasses.replace(run, machine=hardware.machine))
     if hardware.device is not None:
         device = dataclasses.replace(machine.device, memory_bytes=parse_bytes(hardware.device, "--device"))
@@ -255,12 +255,12 @@ def _machine(run: RunConfig, hardware: Hardware) -> tuple[Machine, Bytes]:
 
 
 def _budget_text(budget: str | float) -> str:
-    """A budget as people write it: bytes as a size."""
+    """Write a budget as people do: bytes as a size."""
     return format_bytes(budget) if isinstance(budget, int) else str(budget)
 
 
 def _resized(machine: Machine, capacity_bytes: Bytes) -> Machine:
-    """The machine with tiers of other sizes; one without any room has a byte."""
+    """Copy of the machine with tiers of other sizes; one without any room has a byte."""
     tiers = tuple(
         dataclasses.replace(tier, capacity_bytes=max(1, capacity_bytes.get(tier.name, tier.capacity_bytes)))
         for tier in machine.tiers
@@ -269,7 +269,7 @@ def _resized(machine: Machine, capacity_bytes: Bytes) -> Machine:
 
 
 def _nearest(case: _Case, captured: CapturedRun) -> _Tried:
-    """A plan for the machine; where there is none, for the same machine with as much more as it takes."""
+    """Find a plan for the machine; where there is none, for the same machine with as much more as it takes."""
     machine = case.machine
     if _cannot_hold(case, captured.graph):
         machine = _roomy(machine, captured.graph)
@@ -284,7 +284,7 @@ def _nearest(case: _Case, captured: CapturedRun) -> _Tried:
 
 
 def _planned(case: _Case, captured: CapturedRun, machine: Machine, *, search: bool = True) -> _Tried:
-    """A plan for the device's memory, and what a checkpoint leaves of the tier where it lies.
+    """Make a plan for the device's memory, and what a checkpoint leaves of the tier where it lies.
 
     Args:
         search: Whether to look for the fastest plan, where the step is small enough for that.
@@ -324,7 +324,7 @@ def _for_budget(
 
 
 def _not_searched(graph: StepGraph) -> tuple[str, ...]:
-    """What is said where the plan is not the fastest one that would be found."""
+    """Notes that say so where the plan is not the fastest one that would be found."""
     if _is_searched(graph):
         return ()
     return ("blocks recomputed and the rest streamed: the step is too large to look here for a faster plan",)
@@ -341,7 +341,7 @@ def _cannot_hold(case: _Case, graph: StepGraph) -> bool:
 
 
 def _roomy(machine: Machine, graph: StepGraph) -> Machine:
-    """The machine with a last tier that holds everything, if it has one."""
+    """Copy of the machine whose last tier, if it has one, holds everything."""
     if not machine.tiers:
         return machine
     everything = 8 * sum(slot_bytes(storage.size_bytes) for storage in graph.storages)
@@ -356,12 +356,12 @@ def _state_bytes(graph: StepGraph) -> int:
 
 
 def _saved_bytes(run: RunConfig, graph: StepGraph) -> int:
-    """Disk that checkpoints take while one more is written."""
+    """Bytes of disk that checkpoints take while one more is written."""
     return (run.checkpoint.keep + 1) * _state_bytes(graph) if run.checkpoint.saves else 0
 
 
 def _with_checkpoints(planned: Planned, case: _Case) -> Needs:
-    """What the step needs, with what saving and resuming need.
+    """Needs of the step together with those of saving and resuming.
 
     A checkpoint is written in a stream beside those that stay, and read back one tensor at a time. A new run draws its
     initial values one tensor at a time too.
@@ -387,13 +387,13 @@ def _with_checkpoints(planned: Planned, case: _Case) -> Needs:
 
 
 def _at_home_bytes(program: Program) -> int:
-    """Device memory of what lies there between two steps."""
+    """Bytes of the device's memory that are taken between two steps."""
     at_home = (storage for storage, home in home_tiers(program).items() if home == DEVICE)
     return sum(slot_bytes(program.graph.storages[storage].size_bytes) for storage in at_home)
 
 
 def _largest_bytes(graph: StepGraph) -> int:
-    """The largest tensor of a checkpoint: a parameter, or its state of four bytes an element."""
+    """Bytes of the largest tensor of a checkpoint: a parameter, or its state of four bytes an element."""
     return max(max(prod(t.shape) * 4, t.size_bytes) for t in (graph.tensors[p.tensor] for p in graph.parameters))
 
 
@@ -406,7 +406,7 @@ def _title(name: str, run: RunConfig, graph: StepGraph) -> str:
 
 
 def _too_small(tried: _Tried, over: Bytes, allowed: Bytes) -> PlanInfeasible:
-    """The error for tiers that overflow."""
+    """Error for tiers that overflow by ``over`` bytes."""
     texts: list[str] = []
     for tier, size in over.items():
         when = "a step" if tried.needs.step[tier] > allowed[tier] else "saving or resuming"
@@ -421,7 +421,7 @@ def _too_small(tried: _Tried, over: Bytes, allowed: Bytes) -> PlanInfeasible:
 
 
 def _changes(case: _Case, captured: CapturedRun, tried: _Tried, over: Bytes) -> list[Change]:
-    """What would make it fit, the cheapest for a token first."""
+    """Changes that would make it fit, those that cost least for a token first."""
     changes: list[Change] = []
     if over:  # this plan is the one that fits them
         sizes = " and ".join(f"{format_capacity_above(size)} of {tier}" for tier, size in over.items())
@@ -456,7 +456,7 @@ def _change(text: str, tried: _Tried, run: RunConfig) -> Change:
 
 
 def _that_fits(case: _Case, captured: CapturedRun) -> _Tried | None:
-    """A plan that fits the machine as it is."""
+    """Find a plan that fits the machine as it is; None without one."""
     if _cannot_hold(case, captured.graph):
         return None
     try:
@@ -467,7 +467,7 @@ def _that_fits(case: _Case, captured: CapturedRun) -> _Tried | None:
 
 
 def _variants(run: RunConfig, machine: Machine) -> Iterator[Iterator[tuple[str, RunConfig]]]:
-    """Kinds of changes to a run; of each, what to try in turn until something fits."""
+    """Kinds of changes to a run; each yields what to try in turn until something fits."""
     if run.memory.policy != "residency":
         memory = dataclasses.replace(run.memory, policy="residency")
         yield iter([("policy residency", dataclasses.replace(run, memory=memory))])
@@ -485,7 +485,7 @@ def _keeping_one(run: RunConfig) -> CheckpointConfig:
 
 
 def _smaller_batches(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Half the micro-batch with twice as many, and so on; the step stays the same."""
+    """Runs with half the micro-batch and twice as many of them, and so on; the step stays the same."""
     size, count = run.data.batch_size, run.optimization.accumulation
     while size % 2 == 0:
         size, count = size // 2, count * 2

@@ -1,5 +1,4 @@
-"""Which parameters of a run a rule for matrices moves, and which the rule beside it does: settings, and their sense
-for a model."""
+"""Grouping: which parameters of a run a rule for matrices moves, and which the rule beside it does, with reasons."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 class Use(StrEnum):
-    """What a model does with a parameter first."""
+    """First use that a model makes of a parameter."""
 
     PRODUCT = "product"
     TABLE = "embedding"
@@ -34,7 +33,7 @@ class Use(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A parameter: all its names, its shape and its use."""
+    """A parameter by all its names, its shape and its use."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -52,8 +51,10 @@ class Matrices:
         rule: Name of a rule for matrices (``lading.optim.registry``).
         lr: Learning rate at its peak; it follows the schedule as that of the optimizer beside it does.
         settings: Settings of the rule's class, by name.
-        parameters: By pattern of names ("layers.*.qkv.weight"), the first that matches: "matrix"; "rest", moved by the
-            optimizer beside it; for several matrices in one, how many of equal rows, or the rows of each ("64 32 32").
+        parameters: Ways to move parameters, by pattern of names ("layers.*.qkv.weight"), of which the first that
+            matches
+            counts: "matrix"; "rest", moved by the optimizer beside it; for several matrices in one, how many of equal
+            rows, or the rows of each ("64 32 32").
     """
 
     rule: str
@@ -70,7 +71,7 @@ class Matrices:
         self.made()
 
     def made(self) -> MatrixRule:
-        """The rule.
+        """Make the rule with its settings.
 
         Raises:
             ConfigError: no such rule or setting, or one out of range.
@@ -81,7 +82,7 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """What moves each parameter, by its number.
+    """Parameters by what moves them, each by its number.
 
     Attributes:
         matrices: Those a rule moves, with the rows of their parts; () for whole.
@@ -92,7 +93,7 @@ class Grouping:
     rest: dict[int, str]
 
     def describe(self, rule: str, named: Sequence[Described], beside: str = DEFAULT) -> str:
-        """Both, in one line, layers folded; ``beside`` names what moves the rest."""
+        """Describe both groups in one line, layers folded; ``beside`` names what moves the rest."""
         parted = " in parts" if any(self.matrices.values()) else ""
         moved = f"{rule} moves {_folded([named[i].names[0] for i in self.matrices])}{parted}"
         reasons: dict[str, list[str]] = {}
@@ -105,7 +106,7 @@ class Grouping:
 
 
 def group(matrices: Matrices, named: Sequence[Described]) -> Grouping:
-    """What moves each trained parameter.
+    """Decide what moves each trained parameter.
 
     Raises:
         ConfigError: a pattern that matches nothing, a parameter it cannot mean, or one that nobody says how to move.
@@ -132,7 +133,7 @@ def group(matrices: Matrices, named: Sequence[Described]) -> Grouping:
 
 
 def _by_itself(item: Described, rule: str) -> str:
-    """Why no matrix rule moves a parameter of which nobody says anything; "" if it is a matrix."""
+    """Reason why no matrix rule moves a parameter of which nobody says anything; "" if it is a matrix."""
     if len(item.shape) < 2:
         return _SMALL
     if item.use in (Use.TABLE, Use.HEAD):
@@ -148,7 +149,7 @@ def _by_itself(item: Described, rule: str) -> str:
 
 
 def _parts(item: Described, matrices: Matrices, pattern: str | None) -> tuple[int, ...]:
-    """Rows of the parts of a matrix."""
+    """Rows of each part of a matrix; () where it is one."""
     if len(item.shape) not in (2, 3) or 0 in item.shape:
         raise ConfigError(
             f"{item.names[0]}: expected a matrix or a stack of matrices for {matrices.rule}, got shape {item.shape}; "
@@ -168,7 +169,7 @@ def _parts(item: Described, matrices: Matrices, pattern: str | None) -> tuple[in
 
 
 def _rows(pattern: str, value: int | str) -> int | tuple[int, ...]:
-    """A number of parts, or the rows of each."""
+    """Read a number of parts, or the rows of each."""
     if isinstance(value, int) and value > 0:
         return value
     words = value.split() if isinstance(value, str) else []
@@ -188,7 +189,7 @@ def _unmatched(pattern: str, named: Sequence[Described]) -> str:
 
 
 def _folded(names: Sequence[str]) -> str:
-    """``"4 of layers.*.wq.weight, head.weight"``."""
+    """Fold names that differ in layers only: ``"4 of layers.*.wq.weight, head.weight"``."""
     counts: dict[str, list[str]] = {}
     for name in names:
         counts.setdefault(_NUMBER.sub(".*", name), []).append(name)
@@ -197,7 +198,7 @@ def _folded(names: Sequence[str]) -> str:
 
 
 def matrices_from(table: Mapping[str, object]) -> Matrices:
-    """What ``dataclasses.asdict`` of a ``Matrices`` gave.
+    """Read what ``dataclasses.asdict`` of a ``Matrices`` gave.
 
     Raises:
         ConfigError: as for ``Matrices``.

@@ -1,4 +1,4 @@
-"""The machine that a run names: one of the catalog, a file, or this host, measured."""
+"""Machines of runs: one of the catalog, a file, or this host, measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lading.runtime.probe import probe
 
 
 def machine_of(run: RunConfig) -> Machine:
-    """The machine a run names; "probe" is this host's CPU and the run's disk, measured now if they never were."""
+    """Find the machine a run names; "probe" is this host's CPU and the run's disk, measured now if they never were."""
     if run.machine != "probe":
         return load_machine(run.machine)
     folder = Path(run.memory.folder or run.out)
@@ -40,10 +40,13 @@ def probe_to(
     device: str | None = None,
     ranks: int = 1,
 ) -> Machine:
-    """Measure this host (its GPU if it has one, or ``device``) and the disk of ``folder``; writes the machine file.
+    """Measure this host (its GPU if it has one, or ``device``) and the disk of ``folder``; write the machine file.
 
     Args:
-        ranks: What so many processes share, and collectives among them, are measured too.
+        path: Machine file to write.
+        threads: Compute threads to measure with; None keeps torch's setting.
+        seconds: Time to spend.
+        ranks: Most processes to measure together: what they share, and collectives among them; 1 measures neither.
     """
     make_folder(folder)
     make_folder(path.parent)

@@ -1,4 +1,4 @@
-"""What a run names in words: columns of a batch (``"float32 3 224 224"``, ``"int64 below 1000"``), known models."""
+"""Inputs named in words: columns of a batch (``"float32 3 224 224"``, ``"int64 below 1000"``), known models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Input:
 
 
 def parse_input(name: str, text: str) -> Input:
-    """A column from ``"float32 3 224 224"`` or ``"int64 below 1000"``.
+    """Parse a column such as ``"float32 3 224 224"`` or ``"int64 below 1000"``.
 
     Raises:
         ConfigError: it says something else.
@@ -58,7 +58,7 @@ def _most(dtype: str) -> int:
 
 
 def check_inputs(kind: str, inputs: Mapping[str, str], sequence_length: int, *, has_source: bool) -> None:
-    """Whether the settings of data go together; errors begin with the setting's name.
+    """Refuse settings of data that do not go together; errors begin with the setting's name.
 
     Raises:
         ConfigError: they do not.

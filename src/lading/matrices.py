@@ -42,11 +42,11 @@ from lading.runtime.state_shards import Pieces, check_states, take_over
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """``torch.optim.Optimizer`` of rules that need whole matrices.
+    """Optimizer, as torch's, of rules that need whole matrices.
 
     Attributes:
-        skipped: Steps that were not taken as a gradient was not finite; nothing moved.
-        owners: Who computes which matrix, with the bound (``lading.planner.owners.Owners``); None with no matrix.
+        skipped: Number of steps that were not taken as a gradient was not finite; nothing moved.
+        owners: Ranks that compute each matrix, with the bound (``lading.planner.owners.Owners``); None with no matrix.
     """
 
     def __init__(
@@ -59,14 +59,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         how: How | None = None,
     ) -> None:
-        """An optimizer.
+        """Make an optimizer; every rank of the mesh makes it alike.
 
         Args:
             params: Parameters, (name, parameter) pairs, or groups of either; a group may have its own ``rule`` (also
                 ``lading.AdamW``, for what is no matrix), ``lr``, and ``parts``: rows of the parts of a fused matrix.
-            rule: Of groups that do not say.
+            rule: Rule of groups that name none.
+            lr: Learning rate of groups that name none.
             mesh: Ranks that share the work; None for the mesh of the parameters, or all ranks where they have none.
             model: The outermost module, cut as it will be, where exchanges overlap with it.
+            how: Settings of how steps are run.
         Raises:
             ConfigError: a parameter that is no matrix under a rule for matrices; ranks that differ in what they have.
         """
@@ -102,16 +104,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._hook(model)
 
     def report(self) -> str:
-        """Owners in words: loads, whole states and what travels, each beside what no owners are below."""
+        """Describe owners in words: loads, whole states and what travels, each beside what no owners are below."""
         return self._costs.report(self.owners, self.moves) if self.owners else "no matrices"
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent so far."""
+        """Counts of what this rank has sent so far."""
         return self._route.traffic
 
     def _wholes_of(self, number: int, member: OptimizerMember) -> list[WholeMatrix]:
-        """What of a parameter has an owner."""
+        """Parts of a parameter that have an owner each."""
         param = member.param
         if self.how.reduces and isinstance(param, DTensor):
             raise ConfigError(
@@ -129,7 +131,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 raise ConfigError(f"expected parameters of different names, found {twice[0]!r} more than once")
 
     def _holdings(self) -> list[list[Box]]:
-        """What every rank has of every parameter; the same list on all of them."""
+        """Boxes that every rank has of every parameter, by parameter and rank; the same list on all ranks."""
         everyone = self._team.gather([box_of(m.param) for m in self._members])
         return [[boxes[number] for boxes in everyone] for number in range(len(self._members))]
 
@@ -154,7 +156,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return MatrixRoute(wholes, ranks, travelling, routes, self._team)
 
     def _travelling(self, owner: list[int], model: nn.Module | None) -> list[list[int]]:
-        """Groups in the order in which backward or forward comes to them, with what cannot begin early in one apart."""
+        """Groups in the order in which backward or forward comes to them; what cannot begin early is a group apart."""
         order, apart = list(range(len(owner))), []
         if model is not None:
             place = {id(parameter): place for place, parameter in enumerate(model.parameters())}
@@ -170,7 +172,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @property
     def _hooked(self) -> set[int]:
-        """Parameters whose gradient is told as it becomes final."""
+        """Numbers of the parameters whose gradient is told as it becomes final."""
         members = enumerate(self._members)
         final = {n for n, m in members if self.how.reduces or (m.is_matrix and isinstance(m.param, DTensor))}
         return {number for number in final if self._members[number].param.requires_grad}
@@ -192,7 +194,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._handles += when_final(hooked, self._early.arrived)
 
     def _states_of(self, number: int) -> dict[str, StateSpec]:
-        """Of a matrix: those that lie with its owner."""
+        """Specifications of a matrix's states that lie with its owner, by name."""
         whole, rule = self._wholes[number], self._rules[number]
         found = (
             rule.states(whole.box.shape) if isinstance(rule, PieceRule) else rule.settings.states(*whole.rows_columns)
@@ -221,7 +223,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient.
+        """Update every parameter that has a gradient, once.
 
         Raises:
             ValueError: a parameter has a gradient on some ranks only, or one that was changed after it had been sent,
@@ -253,7 +255,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return loss
 
     def _follow(self, settings: list[Setting]) -> None:
-        """Compute with these from now on; what is still to land lands with those of before."""
+        """Compute with these settings from now on; what is still to land lands with those of before."""
         if settings == self._live.current:
             return
         self.finish()
@@ -275,7 +277,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return agree(report, len(self._route.groups), self._team, self._device)
 
     def _move(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Matrices by their owners, what is none here, while the first matrices travel."""
+        """Move matrices by their owners, and what is no matrix here, while the first matrices travel."""
         flights, moving, groups = self._early.take()
         for number, moved in moving.items():
             for key, value in self._held(number).items():
@@ -303,7 +305,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._agree_done()
 
     def _agree_done(self) -> None:
-        """Decompositions may fail; products do not."""
+        """Raise on all ranks if a decomposition failed on one; without decompositions, which alone may fail, do
+        nothing.
+        """
         try:
             agree_done(self._route.failures, self._team, self._device)
         except RuntimeError:
@@ -318,7 +322,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         )
 
     def _moving(self, number: int, grad: torch.Tensor, held: States) -> Moving:
-        """What travels of a parameter; ``held`` moves."""
+        """Make what travels of a parameter from its gradient; updates its elementwise states ``held``."""
         member, update = self._members[number], self._next(number)
         if not self.how.reduces:
             assert not isinstance(member.rule, PieceRule)
@@ -327,7 +331,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _prepared(self, number: int) -> Moving:
-        """The same under backward: states move once the step is taken."""
+        """Make what travels of a parameter under backward: its states move once the step is taken."""
         settings = None if self._early.moving else self._live.read_or_error(begun=False)
         if isinstance(settings, list):  # what is wrong is told to all by the step
             self._follow(settings)
@@ -336,14 +340,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return self._moving(number, grad, {key: value.clone() for key, value in self._held(number).items()})
 
     def _blank(self, number: int) -> Moving:
-        """Zeros that travel as ``_prepared`` does."""
+        """Make zeros that travel as ``_prepared`` does."""
         param = piece(self._members[number].param, self._boxes[number])
         rule = self._members[number].rule
         sent = None if self.how.reduces or isinstance(rule, PieceRule) else rule.travels
         return Moving(param, torch.zeros_like(param, dtype=sent), self._boxes[number], {}, self._next(number))
 
     def _next(self, number: int) -> int:
-        """The number of a parameter's next update."""
+        """Number of a parameter's next update, from 1."""
         return int(self.state[self._members[number].param]["step"]) + 1
 
     @property
@@ -352,7 +356,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around all backwards of a step but the last, where exchanges begin under backward.
+        """Context for all backwards of a step but the last, where exchanges begin under backward.
 
         Not needed where FSDP2 does not reduce then, by ``set_requires_gradient_sync(False)``.
         """
@@ -363,12 +367,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._early.last = True
 
     def finish(self) -> None:
-        """End the step before, where it ends under the next forward; for whoever reads parameters before."""
+        """End the last step where it ends under the next forward; for those who read parameters before."""
         self._late.finish()
 
     def close(self) -> None:
-        """Before another optimizer takes over the parameters: ends the step before, gives up what no step followed, and
-        takes its hooks off the model; on all ranks at once."""
+        """Give the parameters up, before another optimizer takes them over; on all ranks at once.
+
+        Ends the last step, gives up what no step followed, and takes the hooks off the model.
+        """
         self.finish()
         self._give_up()
         for handle in self._handles:
@@ -383,12 +389,12 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 raise ValueError(verdict.error)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; what has been sent under a backward that no step followed is given up, on all ranks at once."""
+        """Clear gradients, as torch's; gives up what a backward without a step has sent, on all ranks at once."""
         self._give_up()
         super().zero_grad(set_to_none)
 
     def _begin(self, member: OptimizerMember) -> None:
-        """This rank's elementwise states, before the first update."""
+        """Make this rank's elementwise states of a parameter, before the first update."""
         param, state = member.param, self.state[member.param]
         state["step"] = torch.zeros((), dtype=torch.float32)
         if self.how.reduces:
@@ -402,7 +408,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
                 state[name] = torch.zeros_like(param, dtype=dtype_of(kind, param.dtype), requires_grad=False)
 
     def _held(self, number: int) -> States:
-        """This rank's pieces of elementwise states."""
+        """This rank's pieces of a parameter's elementwise states, by name."""
         state = self.state[self._members[number].param]
         return {key: piece(value, self._boxes[number]) for key, value in state.items() if key != "step"}
 
@@ -457,7 +463,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             group.update(loaded)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch calls it while an optimizer is made.
+        """Add a group, as torch does while an optimizer is made; refuse one afterwards.
 
         Raises:
             ConfigError: the optimizer is made already; owners are planned for all parameters at once.
@@ -469,7 +475,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
 @lru_cache
 def optimizer_class(rule: type[MatrixRule]) -> type[MatrixOptimizer]:
-    """The ``MatrixOptimizer`` of one rule, called as torch's optimizers are.
+    """Make the ``MatrixOptimizer`` of one rule, called as torch's optimizers are.
 
     Its arguments are parameters, ``lr``, ``mesh`` and ``model`` as of ``MatrixOptimizer``, and by name the settings of
     the rule and of ``How``.

@@ -69,17 +69,18 @@ def plan(  # noqa: PLR0913  the public entry spells out all it takes
     """Plan the training step of a captured model, with the updates of its parameters.
 
     Args:
-        graph: From ``lading.capture``.
-        machine: What it is planned for: a name of the catalog ("h100"), the path of a file that ``lading probe`` wrote,
-            or a ``lading.Machine``.
+        graph: Graph from ``lading.capture``.
+        machine: Machine to plan for: a name of the catalog ("h100"), the path of a file that ``lading probe`` wrote, or
+            a ``lading.Machine``.
         budget: Device memory: "256MB", a number of bytes, or a share ("50%" or 0.5) of what keeping everything needs.
             Numbers that could mean several things, such as 1 or 50, are refused.
         disk_budget: Bytes allowed in the tier called "disk" ("20GB"); 0 for none; None allows what the machine has.
-        budgets: The same for any tiers of the machine, by name.
+        budgets: Bytes allowed in any tiers of the machine, by name.
         policy: "keep-all", "checkpoint-every-block" or "residency"; or ``policy(graph, lifetimes) -> choices``.
         clip_norm: Limit of the global gradient norm; 0, the default, switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master, as ``lading.optim.master`` does.
-        optimizer: What moves parameters (``lading.AdamW(...)``, ``lading.optimizer("lion", ...)``); None for AdamW.
+        optimizer: Rule that moves parameters (``lading.AdamW(...)``, ``lading.optimizer("lion", ...)``); None for
+            AdamW.
         matrices: A rule for matrices, as Muon, and which parameters it moves in its stead (``lading.Matrices``).
         compile: Fuse runs of light operations: faster, close to plain PyTorch's numbers, not equal to the bit.
         cache: Take the plan from the user's cache folder if an equal one was made before, which is said on standard
@@ -135,9 +136,9 @@ def plan_run(
     """Plan a run for its machine, or for ``machine``.
 
     Args:
-        step: From ``capture_run``, of a run that differs in memory at most; None captures it now.
+        step: Captured step of this run, or of one that differs in memory at most; None captures it now.
         cache: Whether to take the plan from the user's cache folder, and to keep it there (``planner.cache``).
-        progress: Is told what is being done.
+        progress: Receives what is being done, for people.
     """
     torch.set_num_threads(run.num_threads)
     run = resolved(run)
@@ -181,13 +182,13 @@ def sketch_run(run: RunConfig, machine: Machine, step: CapturedRun) -> Planned:
 
 @dataclass(frozen=True)
 class _KernelMemory:
-    """What a step's kernels take beside its tensors.
+    """Memory that a step's kernels take beside its tensors, measured or worked out.
 
     Attributes:
-        scratch_bytes: Of each operation, while it runs.
-        kept_bytes: What stays in the process once the step has run; None where that was not measured.
+        scratch_bytes: Bytes of each operation while it runs, in program order.
+        kept_bytes: Bytes that stay in the process once the step has run; None where that was not measured.
         spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
-        assumption: What was not measured, in words; "" where all was.
+        assumption: Sentence on what was not measured; "" where all was.
     """
 
     scratch_bytes: Sequence[int]
@@ -196,7 +197,7 @@ class _KernelMemory:
     spare_bytes: int = 0
 
     def settings(self, save_bytes: int) -> dict[str, float]:
-        """Settings of a plan that counts what stays, and what saving takes."""
+        """Settings of a plan that counts what stays, and ``save_bytes`` that saving takes."""
         saving = {SAVE_BYTES: float(save_bytes)}
         if self.kept_bytes is None:
             return saving
@@ -206,7 +207,7 @@ class _KernelMemory:
 def _told(
     plan: Plan, memory: _KernelMemory, captured: StepGraph, optimizer: ParameterRule, matrices: Matrices | None
 ) -> Plan:
-    """The plan with what moves its parameters, and with what was found out about the step beside planning it."""
+    """Copy of a plan that records what moves its parameters, and what was assumed about the step's memory."""
     said = (*plan.assumptions, *([memory.assumption] if memory.assumption else []))
     told = None if optimizer == default_rule() else rule_to_dict(optimizer)
     request = dataclasses.replace(plan.request, optimizer=told)
@@ -217,7 +218,7 @@ def _told(
 
 
 def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = SILENT) -> _KernelMemory:
-    """Measured where the machine is this host, else worked out from the bindings of the operations."""
+    """Measure kernels' memory where the machine is this host; else work it out from the bindings of the operations."""
     kind, here = machine.device.kind, machine.host_id == host_id()
     if kind == "cuda" and here and torch.cuda.is_available():
         return _KernelMemory(measured_workspace(graph, Cuda()))
@@ -239,7 +240,7 @@ def _kernel_memory(graph: StepGraph, machine: Machine, progress: PlanProgress = 
 
 
 def _save_bytes(graph: StepGraph, machine: Machine) -> int:
-    """What ``Trainer.save`` takes of a CPU: a block to write, a bounce buffer, and what it cannot read piece by piece.
+    """Bytes ``Trainer.save`` takes of a CPU: a block to write, a bounce buffer, and what it cannot read in chunks.
 
     On another device the buffers lie on the host.
     """
@@ -258,7 +259,7 @@ def _run_save_bytes(run: RunConfig, graph: StepGraph, machine: Machine) -> int:
 def _limits(
     machine: Machine, disk_budget: str | float | None, budgets: Mapping[str, str | float]
 ) -> Mapping[str, str | float]:
-    """Budgets of tiers by name, refused before anything is planned.
+    """Collect budgets of tiers by name, refusing bad ones before anything is planned.
 
     Raises:
         ConfigError: one means nothing, is said twice, or is of a tier that the machine has not.
@@ -274,14 +275,14 @@ def _limits(
 
 
 def _whole_bytes(tier: Tier, run: RunConfig) -> int:
-    """Bytes that a share of a tier is of: the free space where it is a file, else what it has."""
+    """Bytes that a share of a tier is taken of: the free space where it is a file, else its capacity."""
     if tier.kind != FILE:
         return tier.capacity_bytes
     return _free_bytes(Path(tier.location or run.memory.folder or run.out))
 
 
 def _free_bytes(folder: Path) -> int:
-    """Free space of a folder's disk, rounded down to five leading bits, so that equal runs get the same share of it."""
+    """Bytes free on a folder's disk, rounded down to five leading bits, so that equal runs get the same share of it."""
     while not folder.exists():
         folder = folder.absolute().parent
     free = shutil.disk_usage(folder).free

@@ -1,4 +1,4 @@
-"""A configured run, from its TOML to what the loop needs: model, data, initial values, captured step, Program.
+"""Configured runs, from a TOML to what the loop needs: model, data, initial values, captured step, Program.
 
 Nothing is planned here: ``prepare_plan`` takes a saved plan as it is. ``lading.prepare`` makes one.
 """
@@ -42,11 +42,11 @@ Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class CapturedRun:
-    """Step of a run, which any number of plans can be made for.
+    """Captured step of a run, for which any number of plans can be made.
 
     Attributes:
         initial: The model on fake tensors, with the recipe of its initial values.
-        captured: One micro-batch. ``graph`` is the whole step.
+        captured: Graph of one micro-batch. ``graph`` is that of the whole step.
     """
 
     initial: Deferred
@@ -65,12 +65,12 @@ class Prepared:
 
     @cached_property
     def predicted(self) -> Timeline:
-        """What one step does, as it was planned."""
+        """Predicted Timeline of one step, as it was planned."""
         return predicted_timeline(self.plan, self.program)
 
 
 def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
-    """Everything of a saved plan, checked against the run it records.
+    """Prepare a run from a saved plan, checked against the run that it records.
 
     Args:
         to_run: Refuse a plan made for another host; to look at one, any host will do.
@@ -119,7 +119,7 @@ def has_masters(run: RunConfig) -> bool:
 
 
 def build(model: ModelConfig, precision: str = "fp32") -> torch.nn.Module:
-    """The model of a configuration, in training mode, initialised from torch's generator.
+    """Build the model of a configuration, in training mode, initialised from torch's generator.
 
     Args:
         precision: "fp32" or "bf16", the dtype in which it is made.
@@ -155,13 +155,13 @@ def _built(model: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _where(error: Exception, here: str) -> str:
-    """The line of the user's code in which an error was raised, in words; "" where it was raised by the call itself."""
+    """Name the line of the user's code that raised an error, in words; "" where the call itself raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return "" if last.filename == here or last.filename.startswith("<") else f" ({last.filename}, line {last.lineno})"
 
 
 def task_of(model: ModelConfig) -> str:
-    """What a model learns: a task of ``lading.config.Task``, or "denoising" for a diffusion model.
+    """Task that a model learns: one of ``lading.config.Task``, or "denoising" for a diffusion model.
 
     Raises:
         ConfigError: another task than the model can learn.
@@ -177,7 +177,7 @@ def task_of(model: ModelConfig) -> str:
 
 
 def loss_of(model: ModelConfig) -> Loss:
-    """``loss(model, batch)``: a reference model's own, that of the task for one of Hugging Face, else next byte."""
+    """Loss function of a model: a reference model's own, its task's for one of Hugging Face, else of the next byte."""
     if model.name in MODELS:
         return model_class(model.name).loss
     task = task_of(model)
@@ -185,7 +185,7 @@ def loss_of(model: ModelConfig) -> Loss:
 
 
 def tokenizer_of(run: RunConfig) -> Path | None:
-    """The tokenizer file of a run; None for one token a byte."""
+    """Tokenizer file of a run; None for one token a byte."""
     if run.data.tokenizer == "bytes":
         return None
     if run.data.tokenizer != "auto":
@@ -197,7 +197,7 @@ def tokenizer_of(run: RunConfig) -> Path | None:
 
 
 def example_batch(run: RunConfig) -> dict[str, torch.Tensor]:
-    """A batch of the run's shape; the values mean nothing."""
+    """Batch of the shapes and dtypes of a run's batches; the values mean nothing."""
     if (task := _task(run)) == "denoising":
         return _latents(run).batch(0, 0)
     if task == "own":
@@ -206,7 +206,7 @@ def example_batch(run: RunConfig) -> dict[str, torch.Tensor]:
 
 
 def dataset_of(run: RunConfig, module: torch.nn.Module) -> Dataset:
-    """The batches of a run, for its model, which may be fake.
+    """Open the data of a run, for its model, which may be fake.
 
     Raises:
         ConfigError: the text cannot be read, is too short, or is not the model's kind of text.
@@ -233,10 +233,10 @@ def dataset_of(run: RunConfig, module: torch.nn.Module) -> Dataset:
 
 
 def _task(run: RunConfig) -> str:
-    """What a run's model learns.
+    """Task that a run's model learns.
 
     Raises:
-        ConfigError: not from data of this kind.
+        ConfigError: the run's kind of data cannot be learned so.
     """
     task, kind = task_of(run.model), run.data.kind
     if (task == "own") == (kind == "text"):
@@ -268,7 +268,7 @@ def _latents(run: RunConfig) -> LatentDataset:
 
 
 def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Callable[[str, torch.Tensor], None]) -> list[str]:
-    """Hand the weights of a model's folder on; says what was done with them.
+    """Hand the weights of a model's folder to ``sink``; returns notes on what was done with them.
 
     Args:
         module: The model, which may be fake.
@@ -281,7 +281,7 @@ def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Callable[[st
 
 
 def initial_values(run: RunConfig, initial: Deferred, sink: Callable[[str, torch.Tensor], None]) -> list[str]:
-    """Hand the values on that a run starts from, one after another; says where they come from.
+    """Hand the values that a run starts from to ``sink``, one after another; returns notes on where they come from.
 
     What a folder holds comes from there, the rest is made as building the model would make it. Random numbers of the
     steps start from the seed again after weights were loaded, however many it took to build the model.
@@ -302,7 +302,7 @@ def initial_values(run: RunConfig, initial: Deferred, sink: Callable[[str, torch
 
 
 def built_whole(run: RunConfig) -> torch.nn.Module:
-    """The model of a run with the values that it starts from, all in memory, as plain PyTorch would have it."""
+    """Build the model of a run with the values it starts from, all in memory, as plain PyTorch would have it."""
     torch.manual_seed(run.seed)
     module = build(run.model, run.optimization.precision)
     if run.model.weights:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: timelines, trace, report; and the same made again from its folder."""
+"""Summary of a run: its timelines, trace and report, written at the end or made again from its folder."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _write(prepared: Prepared, measured: Timeline | None, out: Path) -> None:
 
 
 def of_plan(plan: Plan, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The records of steps that ran under this plan; all of them where none says (an older file)."""
+    """Records of steps that ran under this plan; all of them where none says (an older file)."""
     own = [record for record in records if record.get("plan") == plan.fingerprint]
     return own or list(records)
 
@@ -81,7 +81,7 @@ def of_plan(plan: Plan, records: Sequence[Mapping[str, Any]]) -> list[Mapping[st
 def run_summary(
     prepared: Prepared, measured: Timeline | None, metrics: list[dict[str, Any]], plain: list[dict[str, Any]]
 ) -> RunSummary:
-    """The numbers at the top of the report."""
+    """Numbers at the top of the report."""
     run, graph = prepared.run, prepared.program.graph
     own = of_plan(prepared.plan, metrics)
     seconds = [r["step_s"] for r in own[2:] or own]

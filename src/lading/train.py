@@ -66,14 +66,14 @@ _CHANGEABLE = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run did.
+    """Result of a run.
 
     Attributes:
         losses: Loss of each step of this process; of the whole run if it had ended before.
         step_s: Median seconds of a step, the first two left out.
-        spread_s: Largest minus smallest of those.
-        budget_bytes: 0 where there was none (plain PyTorch).
-        checkpoint: The newest; "" where nothing was saved.
+        spread_s: Largest minus smallest seconds of those steps.
+        budget_bytes: Budget of the device; 0 where there was none (plain PyTorch).
+        checkpoint: Path of the newest; "" where nothing was saved.
     """
 
     out: str
@@ -153,7 +153,7 @@ def _planned(run: RunConfig, *, cache: bool) -> Prepared:
 
 
 def _short_of_peak(optimization: Optimization) -> str | None:
-    """What to say of a run that ends within its warm-up; None for any other."""
+    """Note that a run ends within its warm-up; None for any other run."""
     steps, warmup = optimization.steps, optimization.warmup_steps
     if steps >= warmup:
         return None
@@ -165,7 +165,7 @@ def _short_of_peak(optimization: Optimization) -> str | None:
 
 
 def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tuple[int, Timeline, int]:
-    """Train to the last step; returns the first one, what happened in the last, and the peak, saving included."""
+    """Train to the last step; returns the first one, the Timeline of the last, and the peak bytes, saving included."""
     run, out = prepared.run, Path(prepared.run.out)
     # Loggers first: what they import does not count as memory of the run.
     with _loggers(run, newest.step if newest else 0) as loggers, _trainer(prepared) as trainer:
@@ -192,7 +192,7 @@ def _trained(prepared: Prepared, data: Dataset, newest: Checkpoint | None) -> tu
 
 
 def _going_on(out: Path) -> str:
-    """How to go on with a run that was stopped."""
+    """Say how to go on with a run that was stopped."""
     newest = latest_checkpoint(out / "checkpoints")
     if newest is None:
         return "nothing is saved"
@@ -214,7 +214,7 @@ def _trainer(prepared: Prepared) -> Trainer:
 
 @contextmanager
 def _loggers(run: RunConfig, first_step: int) -> Generator[list[Logger], None, None]:
-    """The loggers a run asks for, closed at the end."""
+    """Open the loggers a run asks for; they are closed at the end."""
     with ExitStack() as stack:
         loggers = open_loggers(run.logging, Path(run.out), first_step=first_step, settings=run_to_dict(run))
         for logger in loggers:
@@ -223,7 +223,11 @@ def _loggers(run: RunConfig, first_step: int) -> Generator[list[Logger], None, N
 
 
 def _checked(result: RunResult) -> RunResult:
-    """The result, if the run kept its promise."""
+    """Return the result if the run kept its promise.
+
+    Raises:
+        BudgetExceeded: it did not.
+    """
     if result.peak_bytes > result.budget_bytes:
         raise BudgetExceeded(
             f"measured peak {format_bytes(result.peak_bytes)} is above the budget of "
@@ -236,7 +240,7 @@ def _checked(result: RunResult) -> RunResult:
 def _result(
     prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes: int = 0, checkpoint: Path | None = None
 ) -> RunResult:
-    """Figures of this plan's steps; what an earlier session did under another budget is not this plan's."""
+    """Make the result from this plan's steps; what an earlier session did under another budget is not this plan's."""
     own = of_plan(prepared.plan, records)
     seconds = [record["step_s"] for record in own]
     steady = seconds[2:] or seconds
@@ -254,7 +258,7 @@ def _result(
 
 
 def _newest(run: RunConfig, out: Path, data: Dataset | None, *, resume: bool) -> Checkpoint | None:
-    """The checkpoint to go on from; None starts afresh. Without ``data`` it is not compared."""
+    """Checkpoint to go on from; None starts afresh. Without ``data`` it is not compared."""
     path = latest_checkpoint(out / "checkpoints")
     if path is None:
         return None
@@ -270,20 +274,20 @@ def _newest(run: RunConfig, out: Path, data: Dataset | None, *, resume: bool) ->
 
 
 def _changes(run: RunConfig, checkpoint: Checkpoint, data: Dataset | None) -> dict[str, str]:
-    """What is set otherwise than when the checkpoint was saved, by dotted key, in words."""
+    """Settings that are not as when the checkpoint was saved, by dotted key, in words."""
     now, before = _meta(run, data), checkpoint.meta
     keys = (now.keys() | before.keys()) - (set[str]() if data is not None else {"data.source"})
     return {k: f"{k} (was {before.get(k)!r}, is {now.get(k)!r})" for k in sorted(keys) if before.get(k) != now.get(k)}
 
 
 def _may_change(key: str) -> bool:
-    """Whether a run may go on with another value: how parameters move, but not which states they have."""
+    """Whether a run may go on with another value: of how parameters move, but not of which states they have."""
     is_number = key.startswith("optimization.optimizer.") and key != "optimization.optimizer.rule"
     return key in _CHANGEABLE or is_number
 
 
 def _resuming(run: RunConfig, newest: Checkpoint | None) -> str:
-    """From where a run goes on, and with what that is not as it was."""
+    """Say from where a run goes on, and with which settings changed."""
     if newest is None:
         return f"no checkpoint in {run.out}: starting from the beginning"
     steps = run.optimization.steps
@@ -295,7 +299,7 @@ def _resuming(run: RunConfig, newest: Checkpoint | None) -> str:
 
 
 def _meta(run: RunConfig, data: Dataset | None) -> dict[str, Any]:
-    """What the losses of a run depend on, by dotted key."""
+    """Everything that the losses of a run depend on, by dotted key."""
     config = run_to_dict(run)
     kept = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
     source = f"content {data.fingerprint}" if data is not None else ""
@@ -312,7 +316,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _loop(
     trainer: Trainer, run: RunConfig, data: Dataset, out: Path, budget_bytes: int, loggers: Sequence[Logger]
 ) -> StopRequest:
-    """Steps until the end, or until a signal asks to stop, which is returned."""
+    """Run steps until the end, or until a signal asks to stop, which is returned."""
     tokens = run.data.num_tokens * run.optimization.accumulation
     total = run.optimization.steps
     save = partial(trainer.save, out / "checkpoints", meta=_meta(run, data), keep=run.checkpoint.keep)
@@ -362,7 +366,7 @@ def _loop(
 
 
 def _step(trainer: Trainer, run: RunConfig, batches: list[Any]) -> tuple[float, float]:
-    """One step at the rates of the schedule; returns the loss and the optimizer's rate."""
+    """Run one step at the rates of the schedule; returns the loss and the optimizer's rate."""
     lr, matrices = lr_at(run.optimization, trainer.steps), run.optimization.matrices
     matrix_lr = None if matrices is None else lr_at(run.optimization, trainer.steps, matrices.lr)
     return trainer.step(batches, lr=lr, matrix_lr=matrix_lr), lr
@@ -373,7 +377,7 @@ def _is_due(checkpoint: CheckpointConfig, steps: int) -> bool:
 
 
 def _save_after(error: LadingError, save: Callable[[], Path]) -> None:
-    """Keep what a run had reached when a step failed that has not happened."""
+    """Save what a run had reached before a step failed without changing anything."""
     try:
         error.add_note(f"saved in {save()}; go on with --resume when the cause is mended")
     except LadingError as other:
@@ -381,7 +385,7 @@ def _save_after(error: LadingError, save: Callable[[], Path]) -> None:
 
 
 def train_plain(run: RunConfig, out: Path) -> RunResult:
-    """The same run in plain PyTorch: everything in memory, autograd, torch's optimizer. Writes ``out/plain.jsonl``.
+    """Train a run in plain PyTorch: everything in memory, autograd, torch's optimizer. Writes ``out/plain.jsonl``.
 
     Matrices are moved by ``lading.optim`` where the run says so, of which Muon is ``torch.optim.Muon`` to the bit.
     """
@@ -423,7 +427,7 @@ def train_plain(run: RunConfig, out: Path) -> RunResult:
 def _plain_optimizers(
     run: RunConfig, model: torch.nn.Module, masters: MasterWeights
 ) -> list[tuple[torch.optim.Optimizer, float]]:
-    """What moves the parameters, each with its learning rate at the peak."""
+    """Make the optimizers that move the parameters, each with its learning rate at the peak."""
     chosen, matrices = run.optimization.optimizer, run.optimization.matrices
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     named = dict(zip(names, masters.parameters, strict=True))
@@ -454,7 +458,7 @@ def plain_step(
     run: RunConfig,
     step: int,
 ) -> float:
-    """One step of the reference, as anyone would write it; returns the loss averaged over micro-batches."""
+    """Run one step of the reference, as anyone would write it; returns the loss averaged over micro-batches."""
     for optimizer, peak in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr_at(run.optimization, step, peak)

@@ -1,4 +1,4 @@
-"""Trainer: the inside of a user's own loop. It holds every value of the step where the plan wants it."""
+"""Trainer: runs a planned step inside a user's own loop, and holds every value of the step where the plan wants it."""
 
 from __future__ import annotations
 
@@ -60,19 +60,21 @@ class Trainer:
     failed and others of the one before, the error says so, ``unfinished`` which, and only ``load`` helps.
 
     Args:
-        plan: From ``lading.plan``, for this ``graph``; or the path of one that was saved.
-        graph: From ``lading.capture``.
-        model: Its values are taken over now and written back by ``close``; None starts from zeros (see ``load``).
+        plan: Plan from ``lading.plan``, for this ``graph``; or the path of one that was saved.
+        graph: Graph from ``lading.capture``.
+        model: Model whose values are taken over now and written back by ``close``; None starts from zeros (see
+            ``load``).
         optimizer: The rule that the plan was made for, with the numbers that count now; None takes the plan's.
-        folder: Where the swap file goes.
+        folder: Folder for the swap file.
         threads: Compute threads; None keeps torch's setting.
-        device: Where it runs, for this trainer alone; None is what the plan was made for.
+        device: Driver of the device to run on, for this trainer alone; None is the one that the plan was made for.
         independent: Train for oneself where the job has several ranks, as in a sweep: nothing is reduced between them.
         program: The plan's Program, where it was restored and verified already (``lading.memory.restore``).
 
     Attributes:
-        losses: Of the last step, where the loss is several: the value of each by name, averaged over micro-batches.
-        excess: What of the memory was not predicted, a sentence a step; empty while the budget is kept.
+        losses: Terms of the last step's loss, where it is several: the value of each by name, averaged over
+            micro-batches.
+        excess: Memory that was not predicted, a sentence a step; empty while the budget is kept.
 
     Raises:
         ConfigError: the job has several ranks; the plan was made for another graph, its Program is not safe to run, or
@@ -154,13 +156,13 @@ class Trainer:
         self.close()
 
     def step(self, batches: Any, *, lr: float | None = None, matrix_lr: float | None = None) -> float:
-        """One optimizer step.
+        """Run one optimizer step.
 
         Args:
             batches: The batch, or a list of micro-batches, one for each of the accumulation. A batch that is itself a
                 list goes into a list.
             lr: Learning rate of this step; None is the optimizer's.
-            matrix_lr: That of the rule that moves matrices, if the plan has one; None is its own.
+            matrix_lr: Learning rate of the rule that moves matrices, if the plan has one; None is its own.
 
         Returns:
             The loss, averaged over micro-batches; where it is several, their sum (see ``losses``).
@@ -238,24 +240,24 @@ class Trainer:
         return usual, float(own["lr"] if matrix_lr is None else matrix_lr)
 
     def timeline(self) -> Timeline:
-        """What happened when in the last step."""
+        """Measured Timeline of the last step: when each action ran, and memory over time."""
         return self._executor.timeline()
 
     @property
     def compiled(self) -> tuple[int, int]:
-        """How many calls of compiled regions a step makes, and how many functions were compiled for them."""
+        """Number of calls of compiled regions that a step makes, and number of functions compiled for them."""
         return self._executor.compiled
 
     @property
     def peak_bytes(self) -> int:
-        """Highest memory during any step, above what was in use before this trainer.
+        """Highest memory in bytes during any step, above what was in use before this trainer.
 
-        The resident set on a CPU; on a GPU what tensors take, and what the process takes besides (its context).
+        On a CPU the resident set; on a GPU what tensors take, and what the process takes besides (its context).
         """
         return self._executor.peak_resident_bytes + self._executor.beside_bytes
 
     def value(self, name: str) -> torch.Tensor:
-        """A copy of a parameter, buffer or optimizer state (``"layers.0.weight.exp_avg"``).
+        """Copy a parameter, buffer or optimizer state (``"layers.0.weight.exp_avg"``).
 
         Raises:
             ConfigError: no such name.
@@ -309,7 +311,7 @@ class Trainer:
         return found
 
     def initialize(self, values: Callable[[Callable[[str, torch.Tensor], None]], list[str]]) -> list[str]:
-        """Let ``values`` set the parameters and buffers, through the ``set_value`` given; returns what it says."""
+        """Let ``values`` set the parameters and buffers, through the ``set_value`` given; returns its notes."""
         notes = values(self.set_value)
         self._executor.observe_peak()
         trim()
@@ -404,7 +406,7 @@ class Trainer:
             raise ConfigError(f"{self._state()}; load a checkpoint")
 
     def _state(self) -> str:
-        """What the values are after a step or a load that left them in parts."""
+        """Describe the values after a step or a load that left them in parts."""
         newest = f"the newest checkpoint is {self._saved}" if self._saved else "this trainer has saved no checkpoint"
         if self._half_loaded:
             return f"{self._half_loaded}; {newest}"
@@ -422,7 +424,7 @@ class Trainer:
         )
 
     def _checked(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model, which is the captured one; any other is refused."""
+        """Return the model if it is the captured one; refuse any other."""
         if held := [name for name, tensor in tensors_of(model) if is_held(tensor)]:
             raise ConfigError(
                 f"expected a model with its values, found that another Trainer has them ({first_few(held)}); close "
@@ -468,7 +470,7 @@ class Trainer:
 def _give_back(
     executor: Executor, custody: Custody, values: Mapping[str, Value], lock: AbstractContextManager[object], pid: int
 ) -> None:
-    """Write the values back and close the executor; also when nobody closed the trainer, which this knows not of."""
+    """Write the values back and close the executor; called by ``close``, or when nobody closed the trainer."""
     if os.getpid() != pid:  # a forked process has the memory, but neither threads nor a claim to the files
         return
     with lock, HeldInterrupts():
@@ -500,7 +502,7 @@ def _is_gone(error: Exception) -> bool:
 
 
 def _optimizers(names: Iterable[str], usual: str) -> str:
-    """Whose states there are among the tensors of a checkpoint, in words.
+    """Name the optimizers whose states are among the tensors of a checkpoint, in words.
 
     Args:
         usual: Rule to name where several have the same states.

@@ -36,10 +36,10 @@ class PartsConfig(LlamaConfig):
     Attributes:
         norm: "rms" or "layer".
         mlp: "swiglu", "gelu" or "relu2" (squared ReLU, no gate).
-        bias: Linear layers have one.
-        norm_bias: Layer norms have one.
+        bias: Whether linear layers have one.
+        norm_bias: Whether layer norms have one.
         rotary: Positions are rotary; otherwise attention knows none (ALiBi inside a fused kernel costs nothing more).
-        parts: Of each block, among ``PARTS``.
+        parts: Parts of each block, among ``PARTS``.
         mamba: Sizes of a state-space layer.
         num_experts, num_active, expert_dim: Experts, how many a token uses, and their hidden width.
         ahead: Tokens beyond the next that are predicted, each by a block of its own (DeepSeek-V3).
@@ -105,7 +105,7 @@ class PartsMLP(nn.Module):
 
 
 def activated(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """What is between the products of an MLP; "swiglu" halves the last dim."""
+    """Apply the function between the products of an MLP, x_...F; "swiglu" halves the last dim."""
     if kind == "swiglu":
         gate, value = x.chunk(2, dim=-1)
         return F.silu(gate) * value
@@ -258,7 +258,7 @@ class AheadBlock(nn.Module):
         self.block = PartsBlock(config, config.parts)
 
     def forward(self, x_BTD: torch.Tensor, tokens_BT: torch.Tensor, rope: nn.Module) -> torch.Tensor:
-        """What predicts one token further."""
+        """Stream from which one token further is predicted."""
         later_BTD = self.tokens(tokens_BT.roll(-self.distance, 1))
         both = torch.cat((self.x_norm(x_BTD), self.token_norm(later_BTD)), dim=-1)
         return self.block(self.join(both), rope)

@@ -30,8 +30,8 @@ class MambaConfig:
 
     Attributes:
         dim: Width of the stream.
-        groups: Of heads that share what they read from and write to the state.
-        heads: A multiple of ``groups``.
+        groups: Groups of heads that share what they read from and write to the state.
+        heads: Number of heads, a multiple of ``groups``.
         head_size: Width of a head.
         state: Numbers that each of a head's numbers remembers.
     Raises:
@@ -52,7 +52,7 @@ class MambaConfig:
 
 
 class Mamba(nn.Module):
-    """The layer. Shapes: x_BTD -> y_BTD, T a multiple of the chunk."""
+    """State-space layer. Shapes: x_BTD -> y_BTD, T a multiple of the chunk."""
 
     later_QQ: torch.Tensor
 
@@ -125,12 +125,12 @@ class Mamba(nn.Module):
         return x_BCQMP.transpose(2, 3).flatten(0, 2)
 
     def _decays(self, sums_BCQM: torch.Tensor) -> torch.Tensor:
-        """What is left of each token at each later one of its chunk: (B C) G R Q Q."""
+        """Share that is left of each token at each later one of its chunk: (B C) G R Q Q."""
         sums = sums_BCQM.transpose(2, 3).unflatten(2, (self.config.groups, -1)).flatten(0, 1)
         return (sums[..., :, None] - sums[..., None, :]).masked_fill(self.later_QQ, float("-inf")).exp()
 
     def _passed(self, states_ZNX: torch.Tensor, ends_BCM: torch.Tensor) -> torch.Tensor:
-        """The state before each chunk, from what each chunk adds to it."""
+        """State before each chunk, from what each chunk adds to it."""
         config, (batch, chunks, heads) = self.config, ends_BCM.shape
         total_BMC = ends_BCM.transpose(1, 2).cumsum(2)
         gaps_BMCC = (total_BMC - ends_BCM.transpose(1, 2))[..., :, None] - total_BMC[..., None, :]

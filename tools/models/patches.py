@@ -31,7 +31,7 @@ class PatchConfig:
 
     Attributes:
         patch_dim: Numbers of a patch.
-        num_patches: Of an input.
+        num_patches: Patches of an input.
         num_layers: Repeated blocks.
         dim: Width of the stream.
         num_heads, head_size: Attention heads and their width.

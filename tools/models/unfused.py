@@ -25,7 +25,7 @@ class UnfusedConfig(GptConfig):
     """Sizes of a GPT with attention in parts.
 
     Attributes:
-        dropout: Also of attention weights.
+        dropout: Probability, of attention weights too.
         alibi: Biases by distance stand for learned positions, and the embeddings are normalised (BLOOM).
     """
 

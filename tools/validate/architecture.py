@@ -23,11 +23,11 @@ _LABELS = 1000
 
 
 def architecture_of(model: Mapping[str, Any], notes: str, pad_vocabulary_to: int) -> tuple[Architecture, list[str]]:
-    """The architecture of a row's model, and what was taken for granted.
+    """Find the architecture of a row's model, and what was taken for granted.
 
     Args:
-        model: The row's fields.
-        notes: Of the row, in which dropout, ALiBi and the like are told.
+        model: Fields of the row about its model.
+        notes: Notes of the row, in which dropout, ALiBi and the like are told.
         pad_vocabulary_to: The vocabulary is rounded up to a multiple of this, down where it is negative.
 
     Raises:
@@ -158,7 +158,7 @@ def _state_space(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _diffusion(model: Mapping[str, Any], text: str, assumed: list[str]) -> dict[str, int]:
-    """Values of a patch, and what blocks are told: text, or a label."""
+    """Sizes of a diffusion transformer: values of a patch, and what blocks are told, text or a label."""
     assumed.append(f"{_PATCH} values in a token")
     if not _is_cross(model, text):
         return {"p": _PATCH, "v": _LABELS}

@@ -1,6 +1,7 @@
-"""A reference to beat: the FLOP of a step at one share of the peak, and the pipeline's bubble; no costs, no memory.
+"""Constant efficiency, a reference to beat: a step's FLOP at one share of the peak, and the pipeline's bubble.
 
-What an estimate on the back of an envelope gives; on the leaderboard it says what all the rest is worth.
+An estimate on the back of an envelope gives as much: it has no costs of kernels and no memory. On the leaderboard it
+says what all the rest is worth.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class ConstantEfficiency:
     """Predicts by one share of the peak for all; the intervals are as wide as such estimates miss by.
 
     Attributes:
-        share: Of the dense peak that products reach.
+        share: Share of the dense peak that products reach.
         spread: The interval reaches from ``1 / (1 + spread)`` to ``1 + spread`` of the prediction.
     """
 
@@ -28,7 +29,7 @@ class ConstantEfficiency:
     spread: float = 0.5
 
     def predict(self, request: StepRequest) -> Prediction:
-        """Seconds of a step.
+        """Predict the seconds of a step.
 
         Raises:
             ConfigError: the machine has no peak for the precision.
@@ -68,12 +69,12 @@ def forward_flop_of_token(model: Architecture, seq_len: int) -> float:
 
 
 def _only_experts(model: Architecture, kind: str) -> bool:
-    """In a hybrid, each kind of block is one half of what elsewhere is a block."""
+    """Whether a kind of block in a hybrid has experts alone: each kind there is one half of a block elsewhere."""
     return model.family == "mamba2" and kind == "moe"
 
 
 def _parameters_of_block(model: Architecture, kind: str) -> float:
-    """Active ones."""
+    """Number of the active parameters of a block of this kind."""
     sizes, width = model.symbols, model.symbols["h"]
     if kind == "mamba":
         inner = sizes["mh"] * sizes["md"]

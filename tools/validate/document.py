@@ -1,4 +1,4 @@
-"""The scores as one document: what ``python -m tools.validate --json`` writes and the terminal shows."""
+"""Document of scores: what ``python -m tools.validate --json`` writes and the terminal shows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tools.validate.scoring import (
 
 
 def document_of(outcomes: Sequence[Outcome], unfitted: Sequence[Outcome] = ()) -> dict[str, Any]:
-    """All scores; fractions, not percent.
+    """Collect all scores in one document; fractions, not percent.
 
     ``step_time`` and ``memory`` (allocated bytes) are of tier A, one row for each configuration; ``step_time_anchored``
     knows one run of each software stack, ``step_time_left_out`` only what other families say of it.
 
     Args:
-        unfitted: The same rows, predicted without what was fitted on whole steps: for ``step_time_left_out``, and for
-            anchors, which then stand in its place.
+        unfitted: Outcomes of these rows, predicted without what was fitted on whole steps: for ``step_time_left_out``,
+            and for anchors, which then stand in its place.
     """
     steps = step_pairs(outcomes)
     plain = step_pairs(unfitted)

@@ -18,7 +18,9 @@ SMALLEST_GROUP = 3
 
 
 def order(pairs: Sequence[Pair], *, any_batch: bool = False) -> dict[str, dict[str, Any]]:
-    """For each family with groups of one model, machine, number of devices and batch, and several layouts.
+    """Compare the predicted and measured order of layouts, by family with groups of several layouts.
+
+    A group has one model, machine, number of devices and batch.
 
     Args:
         any_batch: Groups share the model and the machine alone; compared are device-seconds of a token.
@@ -39,7 +41,7 @@ def order(pairs: Sequence[Pair], *, any_batch: bool = False) -> dict[str, dict[s
 
 
 def _same(row: Row, any_batch: bool) -> str:
-    """What the rows of a group share."""
+    """Key that the rows of a group share."""
     besides = ("name", "note", "params_b", *(("seq_len",) if any_batch else ()))
     model = {k: v for k, v in row.model.items() if k not in besides}
     shared = [row.hardware["gpu"], row.layout.get("precision")]
@@ -49,7 +51,7 @@ def _same(row: Row, any_batch: bool) -> str:
 
 
 def _of_a_token(pair: Pair) -> Pair:
-    """In device-seconds of a token, so that steps of different batches compare."""
+    """Pair in device-seconds of a token, so that steps of different batches compare."""
     request = pair.outcome.request
     assert request is not None
     share = request.layout.devices / request.tokens
@@ -68,7 +70,7 @@ def _figures(groups: Sequence[Sequence[Pair]]) -> dict[str, Any]:
 
 
 def regret(group: Sequence[Pair]) -> float:
-    """How much slower the layout predicted fastest ran than the fastest, as a fraction."""
+    """Fraction by which the layout predicted fastest ran slower than the fastest."""
     pick = min(group, key=lambda pair: (pair.predicted, pair.outcome.row.id))
     return pick.measured / min(pair.measured for pair in group) - 1
 
@@ -85,7 +87,7 @@ def kendall_tau(group: Sequence[Pair]) -> float:
 
 
 def noise(rows: Iterable[Row]) -> dict[str, Any]:
-    """How far apart one configuration was measured when it was published more than once, every stated field equal.
+    """Spread of the measurements of one configuration that was published more than once, every stated field equal.
 
     Returns:
         ``configurations``; ``median`` and ``p75`` of slowest over fastest, minus 1; and ``floor``: the mean error of a

@@ -20,7 +20,7 @@ from tools.validate.shrinkage import Cell, expected
 
 
 def anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, tuple[str, float]]]:
-    """Pairs scaled by what one row of each software stack says, those rows left out; and each stack's row and factor.
+    """Scale pairs by what one row of each software stack says; returns the rest, and each stack's row and factor.
 
     A stack of one row has none and is scaled by what the others say. Which row is the anchor depends on requests alone.
     """
@@ -48,10 +48,10 @@ def anchor_of(group: Sequence[Pair]) -> Pair:
 
 
 def left_out(pairs: Sequence[Pair]) -> list[Pair]:
-    """Pairs scaled by what all other families say of their software stack and architecture.
+    """Scale pairs by what all other families say of their software stack and architecture.
 
     Args:
-        pairs: Of predictions without any factor that was fitted on whole steps (``outcomes_of(..., fitted=False)``).
+        pairs: Predictions without any factor that was fitted on whole steps (``outcomes_of(..., fitted=False)``).
     """
     plain = _without_residual(pairs)
     cells = cells_of(plain)
@@ -62,7 +62,7 @@ def left_out(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def cells_of(pairs: Iterable[Pair]) -> list[Cell]:
-    """What pairs say, by source, stack and architecture."""
+    """Evidence of pairs by source, stack and architecture."""
     groups: dict[Cell, list[float]] = {}
     for pair in pairs:
         groups.setdefault(_cell(pair), []).append(math.log(pair.measured / pair.predicted))

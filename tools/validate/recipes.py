@@ -1,11 +1,11 @@
-"""What published recipes set that the tables made with them do not print, each with its evidence.
+"""Recipes: settings of published runs that the tables made with them do not print, each with its evidence.
 
-[Note: sweep of one node]
-All 765 rows of vTrain's sweep of one node are sums, to 0.1%, of one time per layer and one per head for each hidden
-size, tensor-parallel ways and micro-batch. Of a layer of 2,048 on 8 sequences it is 16.3 ms: products that ran at the
-A100's best rate through forward, backward and a second forward would leave 0.7 ms for the 6 ms of memory-bound kernels,
-so nothing was recomputed, whatever the configuration says. A head takes what one of 50,257 columns does, and of 25,128
-on each of two ranks, as in vTrain's own model (src/model/gpt_modeling.py @f8dda847: vocab_size // world_size).
+[Note: sweep of one node] All 765 rows of vTrain's sweep of one node are sums, to 0.1%, of one time per layer and one
+per head for each hidden size, tensor-parallel ways and micro-batch. Of a layer of 2,048 on 8 sequences it is 16.3 ms:
+products that ran at the A100's best rate through forward, backward and a second forward would leave 0.7 ms for the 6 ms
+of memory-bound kernels, so nothing was recomputed, whatever the configuration says. A head takes what one of 50,257
+columns does, and of 25,128 on each of two ranks, as in vTrain's own model (src/model/gpt_modeling.py @f8dda847:
+vocab_size // world_size).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Recipe:
     """Settings of a request that hold where all that is given here does.
 
     Attributes:
-        stack, machine, precision, zero: Of the request.
-        hidden, layers: Of the model.
-        settings: Fields of StepRequest and of Layout.
-        evidence: Where the settings are written.
+        stack, machine, precision, zero: Values that the request must have.
+        hidden, layers: Sizes that the model must have.
+        settings: Fields of Request and of Layout to set.
+        evidence: Place where the settings are written.
     """
 
     stack: str
@@ -76,7 +76,7 @@ RECIPES: tuple[Recipe, ...] = (
 
 
 def recipe_of(stack: str, machine: str, model: Architecture, layout: Layout) -> Recipe | None:
-    """The published recipe that a request is made with, if it is one of these."""
+    """Published recipe that a request is made with; None without one."""
     return next(
         (
             recipe
@@ -93,10 +93,10 @@ class Fact:
     """Settings of a software stack that a source's own files give for some of its rows.
 
     Attributes:
-        pattern: Found in what the row says, in lower case.
+        pattern: Searched in what the row says, in lower case.
         applies: Whether a request is one of them.
         settings: Fields of Stack, whose ``hidden`` is added to, and of Layout.
-        evidence: Where they are written.
+        evidence: Place where they are written.
     """
 
     pattern: str
@@ -231,7 +231,7 @@ FACTS: tuple[Fact, ...] = (
 
 
 def with_facts(request: StepRequest, text: str) -> tuple[StepRequest, list[str]]:
-    """The request with what its source's own files set, and the evidence."""
+    """Request with what its source's own files set, and the evidence."""
     lowered = text.lower()
     evidence: list[str] = []
     for fact in FACTS:
@@ -250,7 +250,7 @@ def with_facts(request: StepRequest, text: str) -> tuple[StepRequest, list[str]]
 
 
 def high_precision_layers(request: StepRequest, text: str) -> int:
-    """Layers that a recipe keeps in 16 bits.
+    """Number of layers that a recipe keeps in 16 bits.
 
     Nemotron 3 Super in 4 bits: the first and the last 14 (Megatron-Bridge src/megatron/bridge/training/
     mixed_precision.py: nemotron_3_super_bf16_with_nvfp4_mixed). Current scaling of Megatron-Bridge keeps the first and

@@ -1,4 +1,4 @@
-"""Rows to requests: what is stated is taken, what is not is assumed and said, what cannot be is an error."""
+"""Requests made of rows: what is stated is taken, what is not is assumed and said, what cannot be is an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _RECIPES = (("delayed", "delayed"), ("row", "rowwise"), ("tensor", "tensorwise")
 
 
 def request_of(row: Row) -> StepRequest:
-    """What to simulate for a row.
+    """Make the request to simulate for a row.
 
     Raises:
         ConfigError: the row lacks something that cannot be assumed, or its layout cannot be.
@@ -73,7 +73,7 @@ def request_of(row: Row) -> StepRequest:
 
 
 def _padding(row: Row, stack: Stack) -> int:
-    """What the vocabulary is rounded up to a multiple of; down where negative ([Note: sweep of one node])."""
+    """Number that the vocabulary is rounded up to a multiple of; down where negative ([Note: sweep of one node])."""
     ways = int(row.layout.get("tp") or 1)
     if SWEEP in row.source.lower():
         return -ways
@@ -81,7 +81,7 @@ def _padding(row: Row, stack: Stack) -> int:
 
 
 def _as_published(request: StepRequest, text: str, assumed: list[str]) -> StepRequest:
-    """With what the recipe it was made with sets and the table does not print."""
+    """Request with what the recipe it was made with sets and the table does not print."""
     kept = request.high_precision_layers or high_precision_layers(request, text)
     request, evidence = with_facts(dataclasses.replace(request, high_precision_layers=kept), text)
     assumed += evidence
@@ -96,7 +96,7 @@ def _as_published(request: StepRequest, text: str, assumed: list[str]) -> StepRe
 
 
 def said(row: Row) -> str:
-    """All that a row says in words."""
+    """All that a row says in words, joined."""
     compiled = row.layout.get("compile")
     parts = (row.family, row.source, row.layout.get("framework", ""), row.model.get("note", ""), row.notes)
     task = row.layout.get("task", "pretrain")
@@ -173,7 +173,7 @@ def _task(row: Row) -> str:
 
 
 def _rank(row: Row, assumed: list[str]) -> int:
-    """Of the adapters; where none is printed 16, as in Megatron-Bridge's recipe (recipes/llama/llama3.py, 70B)."""
+    """Rank of the adapters; where none is printed 16, as in Megatron-Bridge (recipes/llama/llama3.py, 70B)."""
     if found := re.search(r"\br *=? *(\d+)", str(row.layout.get("task", ""))):
         return int(found[1])
     assumed.append("adapters of rank 16")
@@ -181,7 +181,7 @@ def _rank(row: Row, assumed: list[str]) -> int:
 
 
 def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
-    """Mean length of what attends to itself in a packed sequence: SQuAD's examples are about 160 tokens long.
+    """Mean tokens of what attends to itself in a packed sequence: SQuAD's examples are about 160 tokens long.
 
     Megatron-Bridge's recipes to tune Llama 3 pack SQuAD unless told otherwise: recipes/utils/dataset_utils.py
     default_squad_config and scripts/performance/configs/llama/llama3_llm_finetune.py, v0.5.0.
@@ -253,7 +253,7 @@ def _zero(stated: Mapping[str, Any], assumed: list[str]) -> int:
 
 
 def _batches(row: Row, dp: int, assumed: list[str]) -> tuple[int, int]:
-    """Sequences of a micro-batch of a replica, and of a step."""
+    """Number of sequences of a micro-batch of a replica, and of a step."""
     stated = row.layout
     micro_batch, global_batch = int(stated.get("micro_batch") or 0), int(stated.get("global_batch") or 0)
     steps = int(stated.get("n_microbatches") or stated.get("grad_accum") or 0)
@@ -325,7 +325,7 @@ def _precision(stated: Mapping[str, Any], assumed: list[str]) -> str:
 
 
 def _recompute(row: Row, text: str, assumed: list[str]) -> tuple[str, int, tuple[str, ...]]:
-    """Mode, layers (-1 all) and modules."""
+    """Recomputing: its mode, number of layers (-1 all) and modules."""
     mode = str(row.layout.get("activation_checkpointing", "")).lower()
     detail = str(row.layout.get("ac_detail", "")).strip()
     if not mode:
@@ -356,7 +356,7 @@ def _recompute(row: Row, text: str, assumed: list[str]) -> tuple[str, int, tuple
 
 
 def _recomputed_share(row: Row) -> float | None:
-    """Of layers, by what hardware FLOP exceed the model's: a forward is a third of a step."""
+    """Share of layers recomputed, by what hardware FLOP exceed the model's: a forward is a third of a step."""
     mfu, hfu = row.measured.get("mfu"), row.measured.get("hfu")
     if not mfu or not hfu or row.layout.get("zero_stage") != 3:
         return None
@@ -364,7 +364,7 @@ def _recomputed_share(row: Row) -> float | None:
 
 
 def _extras(row: Row, text: str, layers: int) -> dict[str, Any]:
-    """The rest: what few sources tell."""
+    """Settings that few sources tell."""
     stated = row.layout
     detail = f"{stated.get('precision_detail', '')} {text}".lower()
     found: dict[str, Any] = {
@@ -383,7 +383,7 @@ def _extras(row: Row, text: str, layers: int) -> dict[str, Any]:
 
 
 def _offload(stated: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """What lies in host memory."""
+    """Settings of what lies in host memory."""
     if moved := re.search(r"activation[- ]offload\w* (?:of |for )?(\d+) layers", text):
         return {"offload": ("activations",), "offload_layers": int(moved[1])}
     offload = str(stated.get("offload", "none")).lower()

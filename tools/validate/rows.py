@@ -70,11 +70,11 @@ class Row:
     """One measured configuration.
 
     Attributes:
-        family: The source; errors are averaged over these.
+        family: Source of the row; errors are averaged over these.
         key: Equal for repeats of one configuration.
         tier: "A" all is stated, "B" something was inferred, "C" something material is missing.
         model, hardware, layout, measured: Fields as in the file, null ones left out.
-        line: In the file.
+        line: Number of the line in the file.
     """
 
     id: str
@@ -105,7 +105,7 @@ class Row:
 
 
 def read_rows(paths: Iterable[Path]) -> tuple[list[Row], list[str]]:
-    """Rows of files of JSON lines, and notes on fields that are not known and were not used.
+    """Read rows of files of JSON lines, with notes on fields that are not known and were not used.
 
     Raises:
         ConfigError: a file cannot be read, or a line is not JSON, lacks a field, or has a value of the wrong type or
@@ -167,7 +167,7 @@ def _row(line: str, number: int, place: str, unknown: dict[str, str]) -> Row:
 
 
 def _family_of(name: str) -> str:
-    """The source of a row that does not name it: its id without the number."""
+    """Source of a row that does not name it: its id without the number."""
     return name.rstrip("0123456789").rstrip("-_.") or name
 
 
@@ -189,7 +189,7 @@ def _part(name: str, value: object, place: str, unknown: dict[str, str]) -> dict
 def _checked(
     fields: Mapping[str, Any], known: Mapping[str, tuple[type, ...]], prefix: str, place: str, unknown: dict[str, str]
 ) -> dict[str, Any]:
-    """Fields that are not null, each of its type; a field of no known name is noted, a misspelled one is an error."""
+    """Select the fields that are not null, each of its type; unknown names are noted, misspelled ones are errors."""
     for name, value in fields.items():
         if name not in known:
             near = [n for n in difflib.get_close_matches(name, known, 1, 0.9) if n not in fields]

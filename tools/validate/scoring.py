@@ -43,7 +43,7 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """Signed, as a fraction of what was measured."""
+        """Signed error, as a fraction of what was measured."""
         return self.predicted / self.measured - 1
 
     @property
@@ -110,7 +110,7 @@ def _step_pair(outcome: Outcome) -> Pair:
 
 
 def memory_kind(row: Row) -> str:
-    """What a row's figure of memory counts: one of MEMORY_KINDS, or "" if it has none or does not tell."""
+    """Kind of a row's figure of memory: one of MEMORY_KINDS, or "" if it has none or does not tell."""
     if "peak_memory_gib" in row.measured:
         words = str(row.measured.get("memory_kind", "")).lower()
         return next((kind for kind in ("reserved", "allocated") if kind in words), "")
@@ -164,7 +164,7 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Of one group: rows, mean absolute error, bias, median, 90th percentile, largest error and coverage."""
+    """Figures of one group: rows, mean absolute error, bias, median, 90th percentile, largest error and coverage."""
     errors = np.array([pair.error for pair in pairs])
     absolute = np.abs(errors)
     return {
@@ -179,7 +179,7 @@ def figures(pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def grouped(pairs: Iterable[Pair], by: Callable[[Pair], str]) -> dict[str, list[Pair]]:
-    """Pairs by a label."""
+    """Group pairs by a label."""
     groups: dict[str, list[Pair]] = {}
     for pair in pairs:
         groups.setdefault(by(pair), []).append(pair)
@@ -218,7 +218,7 @@ def _task(pair: Pair) -> str:
 
 
 def _parallelism(pair: Pair) -> str:
-    """The axes that are used, such as "dp+tp+pp"."""
+    """Axes that a pair's layout uses, such as "dp+tp+pp"."""
     request = pair.outcome.request
     assert request is not None
     layout = request.layout
@@ -248,5 +248,5 @@ def breakdown(pairs: Sequence[Pair]) -> dict[str, dict[str, Any]]:
 
 
 def worst(pairs: Sequence[Pair], count: int = 10) -> list[Pair]:
-    """The pairs of largest error, largest first."""
+    """Pairs of largest error, largest first."""
     return sorted(pairs, key=lambda pair: (-abs(pair.error), pair.outcome.row.id))[:count]

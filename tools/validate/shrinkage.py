@@ -49,7 +49,7 @@ def expected(known: Sequence[Cell], target: Cell, spreads: Spreads | None = None
 
     Args:
         known: Cells with rows.
-        target: What is asked for; its source, median and rows do not count.
+        target: Cell that is asked for; its source, median and rows do not count.
     """
     spreads = spreads or Spreads()
     if not known:

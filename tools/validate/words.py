@@ -40,7 +40,7 @@ _MACHINES: tuple[tuple[str, str, str], ...] = (
 
 
 def machine_of(gpu: str) -> tuple[str, list[str]]:
-    """Catalog machine that a source's words for its GPU mean, and what is taken for granted by it.
+    """Find the catalog machine that a source's words for its GPU mean, and what is taken for granted by it.
 
     Raises:
         ConfigError: no machine of the catalog is meant.
@@ -66,7 +66,7 @@ class StackRule:
     Attributes:
         pattern: Searched in what the row says of its source, framework and notes, in lower case.
         stack: Name in the catalog.
-        evidence: Why this is the stack.
+        evidence: Reason why this is the stack.
     """
 
     pattern: str
@@ -105,6 +105,6 @@ STACK_RULES: tuple[StackRule, ...] = (
 
 
 def stack_rule_of(text: str) -> StackRule | None:
-    """The first rule whose words are in ``text``; None if no stack is known by them."""
+    """First rule whose words are in ``text``; None if no stack is known by them."""
     lowered = text.lower()
     return next((rule for rule in STACK_RULES if re.search(rule.pattern, lowered)), None)

@@ -68,7 +68,7 @@ class DemoCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """The planned run beside the plain one."""
+    """The planned run's result beside the plain one's."""
 
     out: str
     keep_all_bytes: int
@@ -143,7 +143,7 @@ def demo(out: Path, budget: str, seconds: float, optimizer: str = registry.DEFAU
 
 
 def _run(out: Path, budget: str, optimizer: str) -> RunConfig:
-    """A Llama on the standard library's source whose activations and optimizer states both matter."""
+    """Configure a Llama on the standard library's source, whose activations and optimizer states both matter."""
     matrices, usual = None, optimizer
     if registry.is_for_matrices(optimizer):
         matrices, usual = Matrices(rule=optimizer, lr=registry.matrix_rule(optimizer).usual_lr), registry.DEFAULT
@@ -195,7 +195,7 @@ def _show(prepared: Prepared) -> None:
 
 
 def _in_a_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Call in a fresh process, so that what is measured is that run's alone."""
+    """Call a function in a fresh process, so that what is measured is that run's alone."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 

@@ -63,11 +63,11 @@ class DoctorCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at.
+    """One thing that was looked at on this host.
 
     Attributes:
         state: "ok"; "lacking" costs something; "bad" keeps Lading from running.
-        cost: What a state other than "ok" costs, and what mends it.
+        cost: Price of a state other than "ok", and what mends it.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Finding:
 
 
 def doctor(folder: Path) -> list[Finding]:
-    """Look at everything; ``folder`` is on the disk that swap files and checkpoints would go to."""
+    """Look at everything Lading needs; ``folder`` is on the disk that swap files and checkpoints would go to."""
     findings = [*_software(), *_packages()]
     if all(finding.state != "bad" for finding in findings):
         findings += _torch()
@@ -88,13 +88,17 @@ def doctor(folder: Path) -> list[Finding]:
 
 
 def check(findings: list[Finding]) -> None:
-    """Raise if something keeps Lading from running."""
+    """Raise if a finding keeps Lading from running.
+
+    Raises:
+        ConfigError: one does.
+    """
     if bad := [finding for finding in findings if finding.state == "bad"]:
         raise LadingError(f"Lading cannot run here: {'; '.join(f'{f.name} {f.found} ({f.cost})' for f in bad)}")
 
 
 def as_json(findings: list[Finding]) -> list[dict[str, Any]]:
-    """The findings as plain values."""
+    """Convert findings to plain values."""
     return [asdict(finding) for finding in findings]
 
 
@@ -110,7 +114,7 @@ def _software() -> Iterator[Finding]:
 
 
 def _installed(name: str) -> str:
-    """The version of a package; "" if it is not there."""
+    """Version of an installed package; "" if it is not there."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -189,7 +193,11 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 
 def _direct(folder: Path) -> bool:
-    """Whether files there can be written past the page cache; OSError if they cannot be written at all."""
+    """Whether files in a folder can be written past the page cache.
+
+    Raises:
+        OSError: they cannot be written at all.
+    """
     with tempfile.NamedTemporaryFile(dir=folder, prefix="lading-doctor-") as file, mmap.mmap(-1, 4096) as page:
         try:
             direct = os.open(file.name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
@@ -204,7 +212,7 @@ def _direct(folder: Path) -> bool:
 
 
 def _probes(folder: Path) -> Iterator[Finding]:
-    """The measurements of this host that a run with machine = "probe" would use."""
+    """Findings on the measurements of this host that a run with machine = "probe" would use."""
     from lading.catalog.load import load_machine
 
     cost = "the first run on this disk measures for about a minute, or: lading probe"

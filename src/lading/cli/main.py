@@ -135,7 +135,7 @@ def _terminable() -> Generator[None, None, None]:
 
 
 def parse(argv: Sequence[str] | None = None) -> Command:
-    """The command that the arguments ask for.
+    """Parse the arguments into the command they ask for.
 
     Raises:
         SystemExit: after ``--help`` and ``--version`` (0), or when the arguments cannot be parsed (2).
@@ -173,7 +173,7 @@ def _fitted_output() -> Generator[None, None, None]:
 
 
 def _help() -> str:
-    """What ``lading --help`` prints."""
+    """Text that ``lading --help`` prints."""
     lines = [_HEAD, "", "commands:"]
     lines += [
         f"  {name:<{_NAMED}}{(inspect.getdoc(command) or '').splitlines()[0]}" for name, command in _COMMANDS.items()
@@ -187,7 +187,7 @@ def _say_error(error: Exception | str) -> None:
 
 
 def exit_code(error: LadingError) -> int:
-    """What the process returns for an error."""
+    """Exit code of the process for an error."""
     if isinstance(error, PlanInfeasible):
         return 3
     if isinstance(error, BudgetExceeded):

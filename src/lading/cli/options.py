@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 
 class Command(Protocol):
-    """What every command is."""
+    """A command of ``lading`` with its arguments."""
 
     def run(self) -> None:
-        """Do it, printing the result."""
+        """Do the command's work, printing the result."""
         ...
 
 
 def optional(metavar: str, text: str) -> object:
-    """An option that changes nothing when it is left out."""
+    """Declare an option that changes nothing when it is left out."""
     return arg(metavar=metavar, help=text, help_behavior_hint="")
 
 
 def flag(text: str) -> object:
-    """An option without a value."""
+    """Declare an option without a value."""
     return arg(help=text, help_behavior_hint="")
 
 

@@ -35,11 +35,11 @@ _TURNED = ("qkv.weight", "attn_out.weight", "mlp_in.weight", "mlp_out.weight")
 
 @dataclass(frozen=True)
 class Twin:
-    """A model of transformers that computes the same.
+    """A model of transformers that computes the same as a reference model.
 
     Attributes:
-        config: Its config.json, without version and dtype.
-        names: Name of each tensor here -> there.
+        config: Entries of its config.json, without version and dtype.
+        names: Name of each tensor there, by its name here.
         turned: Names here of the weights of which transformers keeps the transpose.
     """
 
@@ -49,7 +49,7 @@ class Twin:
 
 
 def twin_of(module: nn.Module) -> Twin | None:
-    """The model of transformers that computes what a reference model does; None if there is none."""
+    """Find the model of transformers that computes what a reference model does; None if there is none."""
     names = list(module.state_dict())
     if isinstance(module, GPT):
         if module.config.head_dim * module.config.num_heads != module.config.dim:

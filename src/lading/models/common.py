@@ -1,4 +1,4 @@
-"""What the reference decoders share: sizes and their ranges, initial weights, and next-byte input checks.
+"""Parts that the reference decoders share: sizes and their ranges, initial weights, and checks of inputs.
 
 Shapes: B batch, T tokens, D model width, V vocabulary.
 """
@@ -89,7 +89,7 @@ def init_normal(model: nn.Module, num_layers: int, residual: tuple[str, ...]) ->
     """Draw every weight matrix from torch's default generator, in the order of ``named_parameters``.
 
     Args:
-        model: Its biases become zero and its other vectors (norm weights) one.
+        model: Module to fill; its biases become zero and its other vectors (norm weights) one.
         num_layers: Blocks that add to the residual stream, each of them twice.
         residual: Name endings of the matrices that do so; their deviation shrinks with depth.
     """

@@ -46,7 +46,7 @@ _AUTO = {
 
 
 def read_config(model: ModelConfig) -> Any:
-    """The configuration that a model's name is the path of, with ``sizes`` in it.
+    """Read the configuration that a model's name is the path of, with ``sizes`` in it.
 
     Raises:
         ConfigError: transformers is missing, there is no such configuration, or a size is no setting of it.
@@ -88,7 +88,7 @@ def _check_repeated(settings: Mapping[str, Any]) -> None:
 
 
 def task_of(model: ModelConfig, config: Any) -> str:
-    """What a model learns, if "auto": what its configuration's architecture is made for.
+    """Task that a model learns; if "auto", the one its configuration's architecture is made for.
 
     Raises:
         ConfigError: transformers has no model for it.
@@ -109,10 +109,10 @@ def task_of(model: ModelConfig, config: Any) -> str:
 
 
 def build_from(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """The model with initial weights drawn from torch's generator, in training mode.
+    """Build the model with initial weights drawn from torch's generator, in training mode.
 
     Args:
-        dtype: Of its parameters, whatever the files hold; torch's default dtype now.
+        dtype: Dtype of its parameters, whatever the files hold; torch's default dtype now.
 
     Raises:
         ConfigError: no such model in transformers, or none of its kind for the task.
@@ -138,13 +138,13 @@ def build_from(model: ModelConfig, dtype: torch.dtype = torch.float32) -> torch.
 
 
 def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Sink) -> list[str]:
-    """Hand the weights of the model's folder on, by the first name of each parameter and buffer, one after another.
+    """Hand the weights of the model's folder to ``sink``, by the first name of each parameter and buffer, in turn.
 
     Only what one of them is made of is in memory at a time. Names and layouts of older files are converted as
     transformers does. A tensor that the model does not save (a table it computes) is passed over.
 
     Args:
-        module: From ``build_from``; its tensors may be fake.
+        module: Module from ``build_from``; its tensors may be fake.
         sink: Called with each name and value, in the parameter's dtype; it must copy what it keeps.
 
     Returns:
@@ -205,7 +205,7 @@ def _classes(task: str) -> Mapping[str, Any]:
 
 
 def _floats(value: Any) -> Any:
-    """Parsed JSON with the numbers that transformers writes as ``{"__float__": "Infinity"}``."""
+    """Replace the numbers that transformers writes as ``{"__float__": "Infinity"}`` in parsed JSON."""
     if isinstance(value, dict):
         number = value.get("__float__") if len(value) == 1 else None
         if number in ("Infinity", "-Infinity", "NaN"):
@@ -234,7 +234,7 @@ def _class_of(name: str) -> Any:
 
 
 def _said(error: Exception) -> str:
-    """What transformers or safetensors say, in one line of moderate length."""
+    """Message of an error of transformers or safetensors, in one line of moderate length."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."
 
@@ -245,7 +245,7 @@ def _short(value: object) -> str:
 
 
 class _Files:
-    """The tensors of a folder's safetensors files; each is read when it is asked for."""
+    """Tensors of a folder's safetensors files; each is read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -268,7 +268,7 @@ class _Files:
         }
 
     def _home(self, key: str, names: list[str], listed: Mapping[str, str]) -> str:
-        """Of several files with one tensor the index says which."""
+        """Name of the file that has a tensor; where several have it, the one that the index says."""
         if listed.get(key) not in names:
             raise StorageError(
                 f"{self.folder}: expected each tensor once, found {_short(key)} in {names[0]} and in {names[1]}; "
@@ -277,7 +277,7 @@ class _Files:
         return listed[key]
 
     def _index(self) -> dict[str, str]:
-        """Tensor -> file, as the index says; empty for a single file."""
+        """File of each tensor, as the index says; empty for a single file."""
         index = self.folder / INDEX
         if not index.is_file():
             if not (self.folder / SINGLE).is_file():
@@ -315,7 +315,7 @@ class _Files:
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether it names a file of the folder itself, as all file systems take it."""
+    """Whether a text names a file of the folder itself, as all file systems take it."""
     if not isinstance(name, str) or not 0 < len(name.encode()) < 256 or "\0" in name:
         return False
     return Path(name).name == name and name != ".."
@@ -336,7 +336,7 @@ def _check_header(path: Path) -> None:
 
 
 def _matched(files: _Files, module: Any) -> tuple[dict[str, Any], list[str]]:
-    """For each parameter, what transformers makes it of; and the keys it knows no parameter for."""
+    """Match parameters to keys of the files: how transformers makes each, and keys without a parameter."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -363,7 +363,7 @@ def _matched(files: _Files, module: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _converted(mapping: Any, first: str, module: Any) -> dict[str, torch.Tensor]:
-    """The values of the parameters that a mapping makes, its tensors read now."""
+    """Make the values of the parameters that a mapping makes, reading its tensors now."""
     try:
         made = mapping.convert(first, model=module, config=module.config)
     except LadingError:
@@ -374,13 +374,13 @@ def _converted(mapping: Any, first: str, module: Any) -> dict[str, torch.Tensor]
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
-    """Sorts numbers by value: experts are stacked in the order of their names."""
+    """Sorting key that orders numbers by value: experts are stacked in the order of their names."""
     numbers = [part.isascii() and part.isdecimal() and len(part) < 19 for part in key.split(".")]
     return [(0, int(part), "") if n else (1, 0, part) for n, part in zip(numbers, key.split("."), strict=True)]
 
 
 def _check_tie(ties: dict[str, str], name: str, target: str, value: torch.Tensor, files: _Files) -> None:
-    """Two names of one parameter must not bring two values."""
+    """Refuse files in which two names of one parameter bring two values."""
     before = ties.setdefault(name, target)
     if before != target and not torch.equal(files.read(before), value):
         raise ConfigError(

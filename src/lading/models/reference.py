@@ -16,7 +16,7 @@ from lading.errors import ConfigError
 
 
 class ReferenceModel(Protocol):
-    """What the class of a reference model has.
+    """Class of a reference model.
 
     Attributes:
         Config: Dataclass of its sizes, the one argument of its constructor.
@@ -30,7 +30,7 @@ class ReferenceModel(Protocol):
 
 
 def model_class(name: str) -> ReferenceModel:
-    """The class of a reference model.
+    """Find the class of a reference model.
 
     Raises:
         ConfigError: no such model; the nearest name is given.
@@ -40,7 +40,7 @@ def model_class(name: str) -> ReferenceModel:
 
 
 def build_model(name: str, **sizes: Any) -> nn.Module:
-    """A reference model with weights drawn from torch's default generator.
+    """Build a reference model with weights drawn from torch's default generator.
 
     Args:
         name: A key of ``MODELS``.
@@ -55,7 +55,11 @@ def build_model(name: str, **sizes: Any) -> nn.Module:
 
 
 def _known(name: str, what: str, names: list[str]) -> str:
-    """``name`` if it is one of ``names``."""
+    """Return ``name`` if it is one of ``names``.
+
+    Raises:
+        ConfigError: it is not; the nearest is given.
+    """
     if name in names:
         return name
     near = get_close_matches(name, names, n=1, cutoff=0.4)

@@ -1,5 +1,6 @@
-"""What a model of transformers learns: from text one loss for each task, on the batches of ``runtime.framing``; from
-arrays its own.
+"""Tasks that a model of transformers learns: from text one loss each, on the batches of ``runtime.framing``.
+
+From arrays it learns the loss of its own forward.
 
 Shapes: B batch, T tokens, V vocabulary, D width, C classes.
 """
@@ -56,7 +57,7 @@ def classification_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def contrastive_loss(model: Any, batch: Batch) -> torch.Tensor:
-    """Each text must find the one that follows it among all of the batch; ``{"first": (B, T), "second": (B, T)}``.
+    """Mean cross-entropy of finding, for each text, the one that follows it; ``{"first": (B, T), "second": (B, T)}``.
 
     A text is the mean of its tokens' last hidden states; similarity is the cosine.
 
@@ -69,7 +70,7 @@ def contrastive_loss(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def own_loss(model: Any, batch: Batch) -> Any:
-    """What the model's forward gives as its loss, called with the batch as arguments by name.
+    """Loss that the model's forward gives, called with the batch as arguments by name.
 
     Raises:
         ConfigError: it gives none.

@@ -149,9 +149,7 @@ class MatrixFlight:
         return self.matrices[number], self.route.wholes[number].box
 
     def _direction(self, number: int, seen: torch.Tensor, states: States) -> torch.Tensor:
-        """Direction that the rule makes of a matrix, (rows, columns); zeros where it fails, which is told at the
-        end.
-        """
+        """Direction that the rule makes of a matrix, (rows, columns); zeros, and a failure noted, where it raises."""
         if number in self.route.gangs:
             rule = self.route.rules[number]
             return self.route.gangs[number].direction(cast(SharedRule, rule), seen, self.route.traffic)

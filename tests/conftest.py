@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -37,3 +38,9 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs come first: where several processes share the work, the last files should be short ones."""
     items.sort(key=lambda item: len(item.path.parts))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later look for garbage, as each Trainer collects it."""
+    gc.collect()
+    gc.freeze()

@@ -369,9 +369,7 @@ def build_at(name: str, at: Sizes) -> tuple[nn.Module, Any]:
 
 
 def sizes_of(family: Family, count: int) -> list[dict[str, int]]:
-    """Choose values of the symbols ``count`` times, always alike; each symbol goes through its values in its own
-    order.
-    """
+    """Choose values of the symbols ``count`` times, always alike; each symbol goes through all of its values."""
     columns: dict[str, list[int]] = {}
     for name, values in sorted(family.options.items()):
         draw = random.Random(name)

@@ -252,7 +252,7 @@ class MemoryConfig:
 
     @property
     def by_tier(self) -> dict[str, str | int | float]:
-        """Budgets by the name of their tier."""
+        """Budgets as they were set, sizes or shares, by the name of their tier."""
         return {DISK: self.disk_budget, **self.budgets}
 
     @staticmethod
@@ -269,7 +269,7 @@ class MemoryConfig:
         """Budgets of a machine's tiers in bytes; tiers without one are left out.
 
         Args:
-            whole_bytes: By tier of the machine, the bytes that a share is taken of.
+            whole_bytes: Bytes that a share is taken of, by tier of the machine.
         Raises:
             ConfigError: a budget is of no tier of the machine.
         """

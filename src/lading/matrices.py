@@ -305,9 +305,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
             self._agree_done()
 
     def _agree_done(self) -> None:
-        """Raise on all ranks if a decomposition failed on one; without decompositions, which alone may fail, do
-        nothing.
-        """
+        """Raise on all ranks if a decomposition failed on one; do nothing where there are none to fail."""
         try:
             agree_done(self._route.failures, self._team, self._device)
         except RuntimeError:
@@ -493,7 +491,7 @@ def optimizer_class(rule: type[MatrixRule]) -> type[MatrixOptimizer]:
 
 
 def __getattr__(name: str) -> type[MatrixOptimizer]:
-    """The optimizer of a rule for matrices that comes with Lading, by the name of its settings' class."""
+    """Find the optimizer of a rule for matrices that comes with Lading, by the name of its settings' class."""
     for known in rule_names(parameters=False):
         rule = matrix_rule(known)
         if rule.__name__ == name:

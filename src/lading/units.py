@@ -24,12 +24,12 @@ _NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]
 
 
 def parse_bytes(size: str | float, name: str = "") -> int:
-    """Bytes from ``"256MB"``, ``"24GiB"``, or a number of bytes.
+    """Read ``"256MB"``, ``"24GiB"``, or a number of bytes, as bytes.
 
     A number below 1024 without a unit is refused: it may be meant as megabytes or gigabytes. 0 is none.
 
     Args:
-        name: What the size is of, for errors.
+        name: Name of what the size is of, for errors.
     Raises:
         ConfigError: not a number with a known unit, negative, or a number that could mean several things.
     """
@@ -59,14 +59,14 @@ def _shown(size: str | float) -> str:
 
 
 def _meanings(number: float, *, is_share: bool) -> str:
-    """What a small number without a unit may mean."""
+    """Say what a small number without a unit may mean."""
     percent = 100 * number if number <= 1 else number
     shares = [f"{percent:g}%"] if is_share and percent <= 100 else []
     return " or ".join(repr(text) for text in (*shares, *(f"{number:g}{unit}" for unit in ("B", "MB", "GB"))))
 
 
 def format_bytes(size_bytes: float) -> str:
-    """``'1.50 GiB'``: binary units, two decimals."""
+    """Format bytes in binary units with two decimals: ``'1.50 GiB'``."""
     for unit, scale in (("TiB", GiB << 10), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:.2f} {unit}"
@@ -74,13 +74,13 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_capacity(size_bytes: float) -> str:
-    """``'64 GB'``: vendors' units, to the nearest of three figures."""
+    """Format bytes in vendors' units, to the nearest of three figures: ``'64 GB'``."""
     unit, scale = _capacity_unit(size_bytes)
     return f"{size_bytes / scale:.3g} {unit}"
 
 
 def format_capacity_above(size_bytes: float) -> str:
-    """``'65 GB'``: vendors' units, two figures, never less than ``size_bytes``."""
+    """Format bytes in vendors' units with two figures, never less than ``size_bytes``: ``'65 GB'``."""
     unit, scale = _capacity_unit(size_bytes)
     step = 10.0 ** (floor(log10(max(1.0, size_bytes / scale))) - 1)
     return f"{round(ceil(size_bytes / scale / step) * step, 3):g} {unit}"
@@ -91,7 +91,9 @@ def _capacity_unit(size_bytes: float) -> tuple[str, float]:
 
 
 def format_seconds(seconds: float) -> str:
-    """``'2.5 h'``, ``'17.3 min'``, ``'1.234 s'``, ``'12.3 ms'``, ``'45.6 us'`` or ``'7.8 ns'``: by its size."""
+    """Format seconds in the unit of their size, from hours to nanoseconds: ``'17.3 min'``, ``'1.234 s'``, ``'7.8
+    ns'``.
+    """
     for unit, scale, least_s in _LONG_TIMES:
         if abs(seconds) >= least_s:
             return f"{seconds / scale:.1f} {unit}"
@@ -104,7 +106,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_flops(flops: float) -> str:
-    """``'1.23 GFLOP'`` with decimal prefixes."""
+    """Format FLOP with decimal prefixes: ``'1.23 GFLOP'``."""
     for unit, scale in (
         ("ZFLOP", 1e21),
         ("EFLOP", 1e18),
@@ -119,12 +121,12 @@ def format_flops(flops: float) -> str:
 
 
 def share_or_bytes(size: str | float, whole_bytes: int, name: str = "") -> int:
-    """Bytes of ``"256MB"``, of a number of bytes, or of a share of ``whole_bytes``: ``"50%"`` or ``0.5``.
+    """Read ``"256MB"``, a number of bytes, or a share of ``whole_bytes`` (``"50%"`` or ``0.5``) as bytes.
 
     A number between 0 and 1 is a share. 1 is refused, as it may be all of it or one byte; so are those below 1024.
 
     Args:
-        name: What the size is of, for errors.
+        name: Name of what the size is of, for errors.
     Raises:
         ConfigError: neither a size nor a share above 0% and up to 100%, or a number that could mean several things.
     """
@@ -133,7 +135,7 @@ def share_or_bytes(size: str | float, whole_bytes: int, name: str = "") -> int:
 
 
 def share_of(size: str | float, name: str = "") -> float | None:
-    """The share that ``"50%"`` or ``0.5`` says, above 0 and up to 1; None where it is a number of bytes.
+    """Read a share, ``"50%"`` or ``0.5``, above 0 and up to 1; None where it is a number of bytes.
 
     Raises:
         ConfigError: a percentage that is not above 0% and up to 100%.
@@ -152,7 +154,7 @@ def share_of(size: str | float, name: str = "") -> float | None:
 
 
 def format_count(number: float) -> str:
-    """``'4.56 million'``, ``'70.6 billion'`` or ``'8,192'``: three figures and a word from a million on."""
+    """Format a number with three figures and a word from a million on: ``'4.56 million'``, ``'8,192'``."""
     for word, scale in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
         if float(f"{number:.3g}") >= scale:
             return f"{float(f'{number:.3g}') / scale:.3g} {word}"

@@ -100,7 +100,7 @@ class PartsMLP(nn.Module):
         self.down = nn.Linear(hidden, config.dim, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Over the last dim."""
+        """Apply the MLP over the last dim: x_...D -> y_...D."""
         return self.down(activated(self.up(x), self.kind))
 
 
@@ -125,7 +125,7 @@ class FusedAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BTD: torch.Tensor, rope: nn.Module) -> torch.Tensor:
-        """Attend to this token and those before."""
+        """Attend to this token and those before: x_BTD -> y_BTD."""
         width = self.config.head_dim
         parts = self.qkv(x_BTD).split(self.widths, dim=-1)
         q_BNTH, k_BKTH, v_BKTH = (part.unflatten(2, (-1, width)).transpose(1, 2) for part in parts)
@@ -152,7 +152,7 @@ class LatentAttention(nn.Module):
         self.out = nn.Linear(heads * config.value_size, config.dim, bias=False)
 
     def forward(self, x_BTD: torch.Tensor, rope: nn.Module) -> torch.Tensor:
-        """Attend to this token and those before."""
+        """Attend to this token and those before: x_BTD -> y_BTD."""
         config, heads = self.config, self.config.num_heads
         latent = self.q_norm(self.q_down(x_BTD)) if config.query_rank else x_BTD
         q_BNTH = self.q_up(latent).unflatten(2, (heads, -1)).transpose(1, 2)
@@ -185,7 +185,7 @@ class DispatchedExperts(nn.Module):
         self.shared = PartsMLP(config, config.shared_dim) if config.shared_dim else None
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Route, dispatch, compute and add up."""
+        """Route, dispatch, compute and add up: x_BTD -> y_BTD."""
         x_SD = x_BTD.flatten(0, 1)
         sent_SD = self.into(x_SD)
         weights_SA, chosen_SA = self.route(x_SD)
@@ -233,7 +233,7 @@ class PartsBlock(nn.Module):
             self.experts = DispatchedExperts(config)
 
     def forward(self, x_BTD: torch.Tensor, rope: nn.Module) -> torch.Tensor:
-        """One block: x_BTD -> x_BTD."""
+        """Apply the block's parts in turn: x_BTD -> x_BTD."""
         if "attention" in self.parts:
             x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rope)
         if "mamba" in self.parts:
@@ -258,7 +258,7 @@ class AheadBlock(nn.Module):
         self.block = PartsBlock(config, config.parts)
 
     def forward(self, x_BTD: torch.Tensor, tokens_BT: torch.Tensor, rope: nn.Module) -> torch.Tensor:
-        """Stream from which one token further is predicted."""
+        """Make the stream from which one token further is predicted: x_BTD, tokens_BT -> y_BTD."""
         later_BTD = self.tokens(tokens_BT.roll(-self.distance, 1))
         both = torch.cat((self.x_norm(x_BTD), self.token_norm(later_BTD)), dim=-1)
         return self.block(self.join(both), rope)
@@ -294,7 +294,7 @@ class PartsDecoder(nn.Module):
         init_normal(self, config.num_layers, residual=("out.weight", "down.weight", "down_EGD"))
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Logits of the next token, and of those further ahead."""
+        """Compute logits of the next token, and of those further ahead: tokens_BT -> logits_BTV, or a tuple of them."""
         check_tokens(tokens_BT, self.config.max_seq_len)
         x_BTD = self.tokens(tokens_BT)
         for layer in self.layers:

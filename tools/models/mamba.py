@@ -72,7 +72,7 @@ class Mamba(nn.Module):
         self.out = nn.Linear(inner, config.dim, bias=False)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Convolve, scan and gate."""
+        """Convolve, scan and gate: x_BTD -> y_BTD."""
         tokens = x_BTD.shape[1]
         if tokens % CHUNK:
             raise ConfigError(f"expected a multiple of {CHUNK} tokens, got {tokens}")

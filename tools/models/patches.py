@@ -74,7 +74,7 @@ class PatchAttention(nn.Module):
         self.k_norm = RMSNorm(width, 1e-6) if normed else nn.Identity()
 
     def forward(self, x_BTD: torch.Tensor, rope: nn.Module) -> torch.Tensor:
-        """Attend to every patch."""
+        """Attend to every patch: x_BTD -> y_BTD."""
         q_BTD, k_BTD, v_BTD = self.qkv(x_BTD).chunk(3, dim=-1)
         parts = (self.q_norm(q_BTD), self.k_norm(k_BTD), v_BTD)
         q_BNTH, k_BNTH, v_BNTH = (y.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for y in parts)
@@ -94,7 +94,7 @@ class TextAttention(nn.Module):
         self.q_norm, self.k_norm = RMSNorm(width, 1e-6), RMSNorm(width, 1e-6)
 
     def forward(self, x_BTD: torch.Tensor, text_BLD: torch.Tensor) -> torch.Tensor:
-        """Attend to every token."""
+        """Attend to every token of the text: x_BTD, text_BLD -> y_BTD."""
         k_BLD, v_BLD = self.kv(text_BLD).chunk(2, dim=-1)
         parts = (self.q_norm(self.q(x_BTD)), self.k_norm(k_BLD), v_BLD)
         q_BNTH, k_BNLH, v_BNLH = (y.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for y in parts)
@@ -122,7 +122,7 @@ class PatchBlock(nn.Module):
     def forward(
         self, x_BTD: torch.Tensor, condition: torch.Tensor, text_BLD: torch.Tensor | None, rope: nn.Module
     ) -> torch.Tensor:
-        """One block: x_BTD -> x_BTD; the condition is (B, D), with text (B, 6 D)."""
+        """Apply the block: x_BTD -> x_BTD; the condition is (B, D), with text (B, 6 D)."""
         steered = self.modulation(F.silu(condition)) if text_BLD is None else condition + self.added
         parts = steered[:, None].chunk(6, dim=-1)
         attn_shift, attn_scale, attn_gate, mlp_shift, mlp_scale, mlp_gate = parts  # each (B, 1, D)
@@ -134,7 +134,7 @@ class PatchBlock(nn.Module):
 
 
 class PatchDiT(nn.Module):
-    """``layers`` between patches in and patches out.
+    """Diffusion transformer: ``layers`` between patches in and patches out.
 
     Shapes: patches_BTP, steps_B, labels_B (int64) or text_BLC -> patches_BTP.
     """
@@ -167,7 +167,7 @@ class PatchDiT(nn.Module):
         init_normal(self, config.num_layers, residual=("out.weight", "mlp_out.weight"))
 
     def forward(self, patches_BTP: torch.Tensor, steps_B: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
-        """Predict what was added to the patches; ``told`` is labels_B or text_BLC."""
+        """Predict what was added to the patches, of their shape patches_BTP; ``told`` is labels_B or text_BLC."""
         x_BTD, steps_BD = self.patches(patches_BTP), self.steps(steps_B)
         if self.config.text_dim:
             text_BLD = self.text_out(F.gelu(self.text_in(told), approximate="tanh"))

@@ -66,7 +66,7 @@ class UnfusedBlock(nn.Module):
             self.distances_N1T.copy_(slopes_N[:, None, None] * positions_T)
 
     def forward(self, x_TBD: torch.Tensor) -> torch.Tensor:
-        """One block: x_TBD -> x_TBD."""
+        """Apply attention and the MLP: x_TBD -> x_TBD."""
         x_TBD = x_TBD + self.dropout(self.attention(self.attn_norm(x_TBD)))
         return x_TBD + self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_TBD)))))
 
@@ -120,7 +120,7 @@ class UnfusedGPT(nn.Module):
         init_normal(self, config.num_layers, residual=("attn_out.weight", "mlp_out.weight"))
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Next-token logits: tokens_BT -> logits_BTV."""
+        """Compute next-token logits: tokens_BT -> logits_TBV."""
         check_tokens(tokens_BT, self.config.max_seq_len)
         x_BTD = self.tokens(tokens_BT)
         if self.positions is not None:

@@ -70,7 +70,7 @@ def _brief(pair: Pair, unit: float = 1.0) -> dict[str, Any]:
 
 
 def predictions_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """Every row with what was measured and predicted, and what was assumed: for a closer look."""
+    """List every row with what was measured, predicted and assumed, for a closer look."""
     found: list[dict[str, Any]] = []
     for outcome in outcomes:
         row, prediction, request = outcome.row, outcome.prediction, outcome.request

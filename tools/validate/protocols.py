@@ -34,7 +34,7 @@ def anchored(pairs: Sequence[Pair]) -> tuple[list[Pair], dict[str, tuple[str, fl
 
 
 def anchor_of(group: Sequence[Pair]) -> Pair:
-    """The row nearest to all others of its stack: of the most usual machine and precision, and of middling size."""
+    """Choose the row nearest to all others of its stack: the most usual machine and precision, and middling size."""
     points = np.array([_features(pair) for pair in group])
     kinds = [_kind(pair) for pair in group]
     spread = points.std(axis=0)

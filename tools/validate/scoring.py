@@ -53,10 +53,10 @@ class Pair:
 
 
 def outcomes_of(rows: Iterable[Row], predictor: Predictor, *, fitted: bool = True) -> list[Outcome]:
-    """Every row with its prediction; a row that cannot be simulated keeps the reason, a fault of ours included.
+    """Predict every row; one that cannot be simulated keeps the reason, a fault of ours included.
 
     Args:
-        fitted: With the factors of stacks that were fitted on whole steps (``Stack.in_situ``), and the
+        fitted: Whether to use the factors of stacks that were fitted on whole steps (``Stack.in_situ``), and the
             narrower intervals that come with them.
     """
     return [_outcome(row, predictor, fitted) for row in rows]
@@ -76,7 +76,7 @@ def _outcome(row: Row, predictor: Predictor, fitted: bool) -> Outcome:
 
 
 def newest(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """One outcome for each configuration: of repeats the newest, by the dates and releases its source names."""
+    """Choose one outcome for each configuration: of repeats the newest, by the dates and releases its source names."""
     kept: dict[str, Outcome] = {}
     for outcome in outcomes:
         other = kept.get(outcome.row.key)

@@ -91,14 +91,17 @@ class StepEmbedding(nn.Module):
         self.frequencies_F.copy_(10_000.0 ** (-exponents_F / (_FREQUENCIES // 2)))
 
     def forward(self, steps_B: torch.Tensor) -> torch.Tensor:
-        """Embed each step."""
+        """Embed each time step: steps_B -> y_BD."""
         angles_BF = steps_B[:, None].float() * self.frequencies_F
         waves_BF = torch.cat((angles_BF.cos(), angles_BF.sin()), dim=-1).to(self.mlp_in.weight.dtype)
         return self.mlp_out(F.silu(self.mlp_in(waves_BF)))
 
 
 class DitBlock(nn.Module):
-    """Attention and a four times wider MLP; the condition shifts, scales and gates each (adaLN-Zero)."""
+    """Block of a DiT: attention and a four times wider MLP; the condition shifts, scales and gates each.
+
+    Source: adaLN-Zero of Peebles and Xie 2023.
+    """
 
     def __init__(self, config: DitConfig) -> None:
         super().__init__()
@@ -113,7 +116,7 @@ class DitBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: torch.Tensor, condition_BD: torch.Tensor) -> torch.Tensor:
-        """One block: x_BTD -> x_BTD."""
+        """Apply attention and the MLP under a condition: x_BTD, condition_BD -> x_BTD."""
         parts = self.modulation(F.silu(condition_BD))[:, None].chunk(6, dim=-1)
         attn_shift, attn_scale, attn_gate, mlp_shift, mlp_scale, mlp_gate = parts  # each (B, 1, D)
         attended_BTD = self.attention(self.attn_norm(x_BTD) * (1 + attn_scale) + attn_shift)
@@ -154,7 +157,7 @@ def noise_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 class DiT(nn.Module):
-    """``layers`` between patches in and patches out; predicts the noise in noisy latents.
+    """Diffusion transformer: ``layers`` between patches in and patches out; predicts the noise in noisy latents.
 
     Raises:
         ConfigError: on latents of another shape than the configuration's.
@@ -204,7 +207,7 @@ class DiT(nn.Module):
         self.signal_S.copy_((1 - betas_S).cumprod(0))
 
     def forward(self, noisy_BCII: torch.Tensor, steps_B: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
-        """Predict the noise."""
+        """Predict the noise: noisy_BCII, steps_B, labels_B -> noise_BCII."""
         config, expected = self.config, (self.config.channels, self.config.image_size, self.config.image_size)
         if noisy_BCII.shape[1:] != expected:
             raise ConfigError(f"latents must have shape (batch, {expected}), got {tuple(noisy_BCII.shape)}")
@@ -225,7 +228,7 @@ class DiT(nn.Module):
         return split.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
     def unpatchify(self, x_BTP: torch.Tensor) -> torch.Tensor:
-        """The inverse of ``patchify``."""
+        """Put patches together, inverse to ``patchify``: x_BT(CPP) -> x_BCII."""
         config, side = self.config, self.config.patches_per_side
         split = x_BTP.unflatten(2, (config.channels, config.patch_size, config.patch_size)).unflatten(1, (side, side))
         return split.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)

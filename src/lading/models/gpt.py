@@ -54,7 +54,7 @@ class GptConfig(DecoderConfig):
 
 
 class GptBlock(nn.Module):
-    """Attention and a wider MLP, each normalised before and added to the stream after."""
+    """Block of a GPT: attention and a wider MLP, each normalised before and added to the stream after."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class GptBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """One block: x_BTD -> x_BTD."""
+        """Apply attention and the MLP: x_BTD -> x_BTD."""
         x_BTD = x_BTD + self.dropout(self.attention(self.attn_norm(x_BTD)))
         return x_BTD + self.dropout(self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x_BTD)))))
 
@@ -109,7 +109,7 @@ class GPT(nn.Module):
         init_normal(self, self.config.num_layers, residual=("attn_out.weight", "mlp_out.weight"))
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Next-token logits: tokens_BT -> logits_BTV."""
+        """Compute next-token logits: tokens_BT -> logits_BTV."""
         check_tokens(tokens_BT, self.config.max_seq_len)
         positions_TD = self.positions.weight[: tokens_BT.shape[1]]
         x_BTD = self.dropout(self.tokens(tokens_BT) + positions_TD)

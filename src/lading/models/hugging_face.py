@@ -174,13 +174,13 @@ def load_weights(model: ModelConfig, module: torch.nn.Module, sink: Sink) -> lis
 
 
 def weights_dtype(model: ModelConfig) -> str:
-    """The dtypes of the folder's files, as text: ``"bfloat16"``."""
+    """Name the dtypes of the folder's files, as text: ``"bfloat16"``."""
     files = _Files(Path(model.weights))
     return ", ".join(sorted({files.dtype(key) for key in files.names()}))
 
 
 def tied_names(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names of each parameter and buffer, by each of them."""
+    """All names that a parameter or buffer has, by each of its names."""
     groups: dict[int, list[str]] = {}
     named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     for name, tensor in named:
@@ -215,7 +215,7 @@ def _floats(value: Any) -> Any:
 
 
 def _architecture(model: ModelConfig, config: Any) -> str:
-    """The first class that a configuration names; "" if it names none."""
+    """Name of the first class that a configuration names; "" if it names none."""
     named = getattr(config, "architectures", None)
     if not named:
         return ""
@@ -228,7 +228,7 @@ def _architecture(model: ModelConfig, config: Any) -> str:
 
 
 def _class_of(name: str) -> Any:
-    """The class of models that transformers has by that name; None if there is none."""
+    """Class of models that transformers has by that name; None if there is none."""
     made = getattr(_transformers(), name, None) if name.isidentifier() else None
     return made if isinstance(made, type) and issubclass(made, _transformers().PreTrainedModel) else None
 

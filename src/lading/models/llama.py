@@ -80,12 +80,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise over the last dim."""
+        """Normalise over the last dim: x_...D -> y_...D."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))``. Shapes: x_...D -> y_...D."""
+    """Gated MLP ``down(silu(gate(x)) * up(x))``. Shapes: x_...D -> y_...D."""
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The gated MLP over the last dim."""
+        """Apply the gated MLP over the last dim: x_...D -> y_...D."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
@@ -105,7 +105,7 @@ class Rope(nn.Module):
     sin_TH: torch.Tensor
 
     def __init__(self, config: LlamaConfig, width: int | None = None) -> None:
-        """``width`` of what is turned; None means all of a head."""
+        """Make the tables for heads of ``width`` elements that are turned; None means all of a head."""
         super().__init__()
         self.theta = config.rope_theta
         shape = (config.max_seq_len, width or config.head_dim)
@@ -145,7 +145,7 @@ class LlamaAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x_BTD: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """Attend to this token and those before."""
+        """Attend to this token and those before: x_BTD -> y_BTD."""
         q_BNTH = rope(self.q_norm(self.heads(self.wq(x_BTD))))
         k_BKTH = rope(self.k_norm(self.heads(self.wk(x_BTD))))
         v_BKTH = self.heads(self.wv(x_BTD))
@@ -158,7 +158,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and an MLP (dense or routed), each normalised before and added to the stream after."""
+    """Block of a Llama: attention and an MLP (dense or routed), each normalised before and added afterwards."""
 
     def __init__(self, config: LlamaConfig, mlp: nn.Module) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class LlamaBlock(nn.Module):
         self.mlp = mlp
 
     def forward(self, x_BTD: torch.Tensor, rope: Rope) -> torch.Tensor:
-        """One block: x_BTD -> x_BTD."""
+        """Apply attention and the MLP: x_BTD -> x_BTD."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rope)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
@@ -199,7 +199,7 @@ class RotaryDecoder(nn.Module):
         init_normal(self, self.config.num_layers, residual=("wo.weight", "down.weight"))
 
     def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        """Next-token logits: tokens_BT -> logits_BTV."""
+        """Compute next-token logits: tokens_BT -> logits_BTV."""
         check_tokens(tokens_BT, self.config.max_seq_len)
         x_BTD = self.tokens(tokens_BT)
         for layer in self.layers:

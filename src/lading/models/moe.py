@@ -55,7 +55,7 @@ class RoutedExperts(nn.Module):
         self.experts = nn.ModuleList(SwiGLU(config.dim, config.mlp_dim) for _ in range(config.num_experts))
 
     def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
-        """Route and add up."""
+        """Route tokens to experts and add up the weighted results: x_BTD -> y_BTD."""
         weights = self.route(x_BTD).unsqueeze(-1).unbind(2)
         outputs = [weight_BT1 * expert(x_BTD) for weight_BT1, expert in zip(weights, self.experts, strict=True)]
         y_BTD = outputs[0]

@@ -84,13 +84,13 @@ class Api(Protocol):
 
 
 class EventMark:
-    """A mark that is an event."""
+    """Mark of a lane that is an event on its stream."""
 
     def __init__(self, api: Api, stream: Any) -> None:
         self.event, self._stream = api.event(), stream
 
     def record(self) -> None:
-        """See Mark."""
+        """Record the event on the lane's stream, behind everything issued so far."""
         self.event.record(self._stream)
 
 
@@ -103,25 +103,25 @@ class AsyncLane:
         self._next = 0
 
     def entered(self) -> AbstractContextManager[object]:
-        """See Lane."""
+        """Context in which the lane's stream is current in this thread."""
         return self._api.on(self.stream)
 
     def bound(self, call: Call) -> Call:
-        """See Lane."""
+        """Wrap ``call`` into one that launches it on the lane's stream."""
         return self._api.launched(self.stream, call)
 
     def mark(self) -> Mark | None:
-        """See Lane."""
+        """Make a new mark: an event of the lane's stream."""
         return EventMark(self._api, self.stream)
 
     def wait(self, marks: Sequence[Mark]) -> None:
-        """See Lane."""
+        """Have the stream run what it is given from now on after the marks of other lanes; the host goes on."""
         for mark in marks:
             assert isinstance(mark, EventMark)
             self._api.wait(self.stream, mark.event)
 
     def stamp(self) -> Stamp:
-        """See Lane; events are made once and used in every step."""
+        """Record an event behind all that was issued so far; events are made once and used in every step."""
         if self._next == len(self._events):
             self._events.append(self._api.event())
         event = self._events[self._next]
@@ -141,18 +141,18 @@ class BlockingLane:
         self._api, self.stream, self.stamp = api, api.stream(), clock
 
     def entered(self) -> AbstractContextManager[object]:
-        """See Lane."""
+        """Context in which the lane's stream is current in this thread."""
         return self._api.on(self.stream)
 
     def bound(self, call: Call) -> Call:
-        """See Lane."""
+        """Return ``call`` itself, which does its work on the calling thread."""
         return call
 
     def mark(self) -> None:
-        """See Lane."""
+        """Return None: an action has ended when its call returns."""
 
     def wait(self, marks: Sequence[Mark]) -> None:
-        """See Lane."""
+        """Wait on the host until the device has reached the marks of other lanes."""
         for mark in marks:
             assert isinstance(mark, EventMark)
             mark.event.synchronize()
@@ -171,11 +171,11 @@ class PinnedMemory:
             raise
 
     def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """See Memory."""
+        """View of ``size_bytes`` bytes at ``offset`` as uint8[size_bytes], without a copy."""
         return self._arena.bytes_at(offset, size_bytes)
 
     def close(self) -> None:
-        """See Memory."""
+        """Unlock the pages and give the memory back. May be called twice."""
         unpin, self._unpin = self._unpin, None
         if unpin is not None:
             unpin()
@@ -190,13 +190,13 @@ class DeviceMemory:
         self._memory = api.zeros(self.size_bytes)
 
     def bytes_at(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """See Memory."""
+        """View of ``size_bytes`` bytes at ``offset`` as uint8[size_bytes] on the device, without a copy."""
         if offset < 0 or offset + size_bytes > self.size_bytes:
             raise ConfigError(f"bytes {offset}..{offset + size_bytes} lie outside the arena of {self.size_bytes} bytes")
         return self._memory[offset : offset + size_bytes]
 
     def close(self) -> None:
-        """See Memory; tensors cut from it keep it alive."""
+        """Give the memory back; tensors cut from it keep it alive. May be called twice."""
         self._memory = self._memory[:0].clone()
 
 
@@ -214,7 +214,7 @@ class BouncedTier:
         self._current = api.current
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """See TierBytes."""
+        """Fill ``into`` (uint8 on the device) with the bytes at ``offset`` of the tier, by pieces through the host."""
         for turn, start in enumerate(range(0, len(into), PIECE_BYTES)):
             place = into[start : start + PIECE_BYTES]
             piece, copied = self._read[turn % 2]
@@ -226,7 +226,7 @@ class BouncedTier:
             copied.synchronize()
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """See TierBytes."""
+        """Put ``data`` (uint8 on the device) at ``offset`` of the tier, piece by piece through the host."""
         starts = range(0, len(data), PIECE_BYTES)
         self._fetch(data, 0)
         for turn, start in enumerate(starts):
@@ -243,7 +243,7 @@ class BouncedTier:
         copied.record(self._current())
 
     def close(self) -> None:
-        """See TierBytes."""
+        """Close the tier behind, and give the page-locked memory back."""
         self._behind.close()
         self._memory.close()
 
@@ -264,15 +264,15 @@ class AcceleratorDevice:
         self._pinned = ExitStack()
 
     def arena(self, size_bytes: int) -> Memory:
-        """See DeviceDriver."""
+        """Allocate ``size_bytes`` on the device, all zeros."""
         return DeviceMemory(self._api, size_bytes)
 
     def host(self, size_bytes: int) -> Memory:
-        """See DeviceDriver."""
+        """Allocate ``size_bytes`` of page-locked host memory."""
         return PinnedMemory(self._api, size_bytes)
 
     def tier(self, tier: Tier, size_bytes: int, folder: Path) -> TierBytes:
-        """See DeviceDriver."""
+        """Open the object that serves a lower tier; what is not host memory is bounced through page-locked pieces."""
         made = open_tier(tier, size_bytes, folder, self.host)
         if isinstance(made, HostBytes):
             return made
@@ -283,17 +283,17 @@ class AcceleratorDevice:
             raise
 
     def lane(self, stream: str, *, blocking: bool) -> Lane:
-        """See DeviceDriver."""
+        """Make the lane of a stream: one that only issues, or one whose thread waits for the device (``blocking``)."""
         lane = BlockingLane(self._api, self._clock) if blocking else AsyncLane(self._api)
         self._lanes.append(lane)
         return lane
 
     def meter(self) -> Meter:
-        """See DeviceDriver."""
+        """Make a meter of the memory that tensors take on the device."""
         return self._api.meter()
 
     def handed(self, batches: Batches) -> Batches:
-        """See DeviceDriver: in page-locked memory of their own, unless they lie on the device already."""
+        """Copy batches to page-locked memory of their own, unless they lie on the device already."""
         return [
             {name: self._handed(micro, name, tensor) for name, tensor in batch.items()}
             for micro, batch in enumerate(batches)
@@ -311,7 +311,9 @@ class AcceleratorDevice:
         return self._inbox[key].copy_(tensor)
 
     def begin(self) -> None:
-        """See DeviceDriver. The host waits for the device here, once a step, to set both clocks."""
+        """Begin a step: lanes start after what the caller issued; the host waits for the device once, to set both
+        clocks.
+        """
         before = self._api.event()
         before.record(self._api.current())
         for lane in self._lanes:
@@ -323,14 +325,14 @@ class AcceleratorDevice:
         self._zero_s = self._clock()
 
     def end(self) -> None:
-        """See DeviceDriver."""
+        """Return when the device has done all that the lanes were given."""
         for lane in self._lanes:
             done = self._api.event()
             done.record(lane.stream)
             done.synchronize()
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
-        """See DeviceDriver."""
+        """Convert stamps of the step that ended, which may be events, to seconds on the host's clock."""
         return [
             stamp if isinstance(stamp, float) else self._zero_s + self._origin.elapsed_time(stamp) / 1e3
             for stamp in stamps

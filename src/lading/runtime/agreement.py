@@ -179,7 +179,7 @@ class Meeting:
 
     @staticmethod
     def of(call: str, ranks: Sequence[int], timeout_s: float) -> Meeting:
-        """The next one of these ranks, in the store of the job's process group."""
+        """Make the next meeting of these ranks, in the store of the job's process group."""
         rank, everyone = dist.get_rank(), tuple(sorted(ranks))
         named = hashlib.sha256(repr(everyone).encode()).hexdigest()[:16]
         store = distributed_c10d.PrefixStore(f"lading/{named}", distributed_c10d._get_default_store())
@@ -187,7 +187,7 @@ class Meeting:
         return Meeting(call, everyone, rank, distributed_c10d.PrefixStore(str(number), store), timeout_s)
 
     def agree(self, prepare: Callable[[], tuple[T, Facts]]) -> T:
-        """As ``agree_on``."""
+        """Go on only if all ranks were given the same, as ``agree_on`` says; returns the result of ``prepare``."""
         try:
             result, facts = prepare()
         except Exception as error:
@@ -199,7 +199,7 @@ class Meeting:
         return result
 
     def _verdict(self, mine: Facts) -> str:
-        """What stands in the end, ``_AGREED`` or why not."""
+        """Tell this rank's facts and learn the verdict: ``_AGREED``, or why not."""
         plain = {section: {key: ordered(str(value)) for key, value in given.items()} for section, given in mine.items()}
         written = json.dumps(plain).encode()
         try:
@@ -216,11 +216,11 @@ class Meeting:
             ) from error
 
     def conclude(self, verdict: str) -> str:
-        """Write a verdict; gives the one that stands, which is another's where that was written before."""
+        """Write a verdict; returns the one that stands, which is another rank's where that was written before."""
         return bytes(self.store.compare_set("verdict", "", verdict)).decode()
 
     def _lead(self) -> str:
-        """Compare, once all have come."""
+        """Compare the facts of all ranks once all have come; returns the verdict."""
         if self._wait([f"digest {rank}" for rank in self.ranks], self.timeout_s):
             return self.conclude(self._compared())
         return self.conclude(self._absent())

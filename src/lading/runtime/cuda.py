@@ -78,24 +78,24 @@ class CudaMeter:
         self.sample: Callable[[], int] | None = None
 
     def now_bytes(self) -> int:
-        """See Meter."""
+        """Bytes that tensors take on the GPU now."""
         return torch.cuda.memory_allocated(self._index)
 
     def beside_bytes(self) -> int:
-        """See Meter: bytes neither free nor the caching allocator's; those of other processes count here too."""
+        """Bytes of the GPU neither free nor the caching allocator's: its context and code; and other processes'."""
         free, total = torch.cuda.mem_get_info(self._index)
         return max(0, total - free - torch.cuda.memory_reserved(self._index))
 
     def reset(self) -> None:
-        """See Meter."""
+        """Forget the peak so far."""
         torch.cuda.reset_peak_memory_stats(self._index)
 
     def peak_bytes(self) -> int:
-        """See Meter."""
+        """Highest bytes that tensors took on the GPU since the last reset."""
         return torch.cuda.max_memory_allocated(self._index)
 
     def close(self) -> None:
-        """See Meter."""
+        """Do nothing: the allocator goes on counting."""
 
 
 class Cuda:
@@ -112,7 +112,7 @@ class Cuda:
         self._target = torch.device("cuda", self.index)
 
     def zeros(self, size_bytes: int) -> torch.Tensor:
-        """See Api.
+        """Allocate uint8[size_bytes] of zeros on the GPU.
 
         Raises:
             StorageError: the GPU has not that much to give.
@@ -127,7 +127,11 @@ class Cuda:
             ) from error
 
     def pin(self, memory: torch.Tensor) -> Call:
-        """See Api: registered where it lies, as torch's own page-locked memory comes in powers of two."""
+        """Page-lock host memory where it lies, as torch's own comes in powers of two; returns the call that undoes it.
+
+        Raises:
+            StorageError: the system does not lock that much.
+        """
         runtime: Any = torch.cuda.cudart()
         code = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
         if code:
@@ -143,29 +147,29 @@ class Cuda:
         return unpin
 
     def stream(self) -> torch.cuda.Stream:
-        """See Api."""
+        """Make a new stream of the GPU."""
         return torch.cuda.Stream(self._target)
 
     def current(self) -> torch.cuda.Stream:
-        """See Api."""
+        """Stream of the GPU that is current in this thread."""
         return torch.cuda.current_stream(self._target)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """See Api; the device becomes current too."""
+        """Context in which the stream, and its GPU, are current in this thread."""
         return torch.cuda.stream(stream)
 
     def launched(self, stream: Any, call: Callable[[], object]) -> Call:
-        """See Api: the call issues to the stream its thread has entered."""
+        """Return ``call`` itself, which issues to the stream that its thread has entered."""
         return call
 
     def event(self) -> DeviceEvent:
-        """See Api; a host that waits for it sleeps."""
+        """Make a new event that keeps the time; a host that waits for it sleeps."""
         return torch.cuda.Event(enable_timing=True, blocking=True)
 
     def wait(self, stream: Any, event: Any) -> None:
-        """See Api."""
+        """Run what the stream is given from now on after the event."""
         stream.wait_event(event)
 
     def meter(self) -> CudaMeter:
-        """See Api."""
+        """Make a meter of the bytes that tensors take on the GPU."""
         return CudaMeter(self.index)

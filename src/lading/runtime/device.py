@@ -171,18 +171,18 @@ class HostLane:
         self.stamp = clock
 
     def entered(self) -> AbstractContextManager[object]:
-        """See Lane."""
+        """Empty context: calls run on the calling thread."""
         return nullcontext()
 
     def bound(self, call: Call) -> Call:
-        """See Lane."""
+        """Return ``call`` itself."""
         return call
 
     def mark(self) -> None:
-        """See Lane."""
+        """Return None: what was issued has ended."""
 
     def wait(self, marks: Sequence[Mark]) -> None:
-        """See Lane; there are none."""
+        """Do nothing: lanes of the CPU have no marks."""
 
 
 class HostMeter(PeakMeter):
@@ -193,7 +193,7 @@ class HostMeter(PeakMeter):
         self.sample: Callable[[], int] | None = self.now_bytes
 
     def beside_bytes(self) -> int:
-        """See Meter: the resident set is all."""
+        """Return 0: the resident set is all that the process takes."""
         return 0
 
 
@@ -213,40 +213,40 @@ class CpuDevice:
         self._clock, self._make = clock, dict(tiers or {})
 
     def arena(self, size_bytes: int) -> Memory:
-        """See DeviceDriver."""
+        """Map ``size_bytes`` of memory, all zeros."""
         return Arena(size_bytes)
 
     def host(self, size_bytes: int) -> Memory:
-        """See DeviceDriver."""
+        """Map ``size_bytes`` of memory, as ``arena`` does."""
         return Arena(size_bytes)
 
     def tier(self, tier: Tier, size_bytes: int, folder: Path) -> TierBytes:
-        """See DeviceDriver."""
+        """Open the object that serves a lower tier, in ``folder`` where the tier names no location."""
         if tier.name in self._make:
             return self._make[tier.name](size_bytes, tier.location or str(folder))
         return open_tier(tier, size_bytes, folder, Arena)
 
     def lane(self, stream: str, *, blocking: bool) -> Lane:
-        """See DeviceDriver."""
+        """Make a lane whose calls run on the thread that drives it."""
         return HostLane(self._clock)
 
     def meter(self) -> Meter:
-        """See DeviceDriver."""
+        """Make a meter of this process's resident set."""
         return HostMeter()
 
     def handed(self, batches: Batches) -> Batches:
-        """See DeviceDriver."""
+        """Return the batches as they are."""
         return batches
 
     def begin(self) -> None:
-        """See DeviceDriver."""
+        """Do nothing: nothing is under way between steps."""
 
     def end(self) -> None:
-        """See DeviceDriver."""
+        """Do nothing: what was issued has ended."""
 
     def seconds(self, stamps: Sequence[Stamp]) -> list[float]:
-        """See DeviceDriver."""
+        """Return the stamps, which are seconds already."""
         return list(stamps)
 
     def close(self) -> None:
-        """See DeviceDriver."""
+        """Do nothing: memory, tiers and meters are closed by themselves."""

@@ -184,8 +184,8 @@ class Report:
     """Facts that a rank tells the others as a step begins.
 
     Attributes:
-        has: By parameter's name, whether it has its gradient.
-        changed: By name, whether a gradient is another one than has been sent already.
+        has: Whether each parameter has its gradient, by name.
+        changed: Whether a gradient is another one than has been sent already, by name.
         finite: Whether all its gradients are.
         sent: Number of groups that it has sent under backward.
         steps: Whether it is to take the step, not to give up what it has sent.

@@ -11,7 +11,7 @@ from lading.units import GiB
 
 
 def host_id() -> str:
-    """``"model name | cores | memory"`` of this host, the same at every call."""
+    """Name this host as ``"model name | cores | memory"``, the same at every call."""
     return f"{_model_name()} | {os.cpu_count()} cores | {memory_bytes() / GiB:.1f} GiB"
 
 

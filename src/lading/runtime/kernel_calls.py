@@ -137,7 +137,7 @@ def workspace_of(graph: StepGraph, kind: str = "cpu") -> list[int]:
 
 
 def _overload(name: str) -> Any:
-    """``torch.ops`` entry of 'namespace.operation.overload'."""
+    """Entry of ``torch.ops`` by its name 'namespace.operation.overload'."""
     try:
         namespace, packet, overload = name.split(".")
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)

@@ -128,7 +128,7 @@ class LiveSettings:
     def loadable(
         self, names: Sequence[Sequence[str]], rates: Mapping[str, float], settings: Mapping[str, Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """By group, what ``saved`` had of its parameters, found by their names.
+        """Entries of each group's parameters in what ``saved`` gave, found by their names.
 
         Raises:
             ConfigError: parameters of one group had several.

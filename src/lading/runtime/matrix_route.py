@@ -45,7 +45,7 @@ class MatrixRoute:
 
         Args:
             wholes: Matrices, each with the rule that moves it.
-            ranks: By matrix: its owner, then the ranks that compute it with the owner.
+            ranks: Owner of each matrix, then the ranks that compute it with the owner.
             groups: Numbers of matrices that travel together, in order.
             routes: Pieces to owners, and back (``lading.ir.routes.pieces``).
         """
@@ -85,7 +85,7 @@ class MatrixFlight:
 
     Attributes:
         matrices: Directions that this rank has computed, by matrix.
-        landing: By matrix, the tensor that its direction comes back to, and the box of it that this rank holds.
+        landing: Tensor that a direction comes back to, and the box of it that this rank holds, by matrix.
         under: The exchange under way.
         rates: Learning rates by parameter.
     """

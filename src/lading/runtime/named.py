@@ -94,5 +94,5 @@ def tensors_of(model: torch.nn.Module, *, tied: bool = False) -> list[tuple[str,
 
 
 def first_few(names: Sequence[str]) -> str:
-    """The first three names, and how many there are besides."""
+    """List the first three names, and say how many there are besides."""
     return ", ".join([*names[:3], *([f"{len(names) - 3} more"] if len(names) > 3 else [])])

@@ -249,6 +249,6 @@ def _knots(flops: Sequence[float]) -> list[float]:
 
 
 def _hat(x: float, knots: Sequence[float]) -> list[float]:
-    """Weights of linear interpolation between the knots."""
+    """Weights of linear interpolation at ``x``, one for each knot."""
     step = knots[1] - knots[0]
     return [max(0.0, 1.0 - abs(x - knot) / step) for knot in knots]

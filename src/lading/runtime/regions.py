@@ -79,7 +79,7 @@ class RegionFinder:
         self.stay[storage], self.offset[stay] = stay, offset
 
     def longest(self) -> list[FusibleRegion]:
-        """The longest regions of the Program, in order."""
+        """Find the longest regions of the Program, in order."""
         return [region for run in self._runs() for region in self._cut(run)]
 
     def halves(self, region: FusibleRegion) -> list[FusibleRegion]:

@@ -34,7 +34,7 @@ class ReplicaRoute:
         """Make the route of ``wholes``.
 
         Args:
-            ranks: By matrix: its owner, then the ranks that compute it with the owner.
+            ranks: Owner of each matrix, then the ranks that compute it with the owner.
             groups: Numbers of matrices that travel together, in order.
         """
         self.wholes, self.groups, self.team = wholes, groups, team

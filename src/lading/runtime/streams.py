@@ -65,7 +65,9 @@ class Gate:
     """Counters of all streams of one step, how far each came, and the first failure.
 
     Attributes:
-        reached: By stream, once it has ended or given up; None while that is not known.
+        counts: Actions that each stream has ended.
+        reached: How far each stream came, once it has ended or given up; None while that is not known.
+        failure: First failure of any stream; None without one.
     """
 
     def __init__(self, num_streams: int) -> None:

@@ -107,15 +107,15 @@ class MemoryTier:
         return self._memory.bytes_at(offset, size_bytes)
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """See TierBytes; a copy that lets other threads run."""
+        """Fill ``into`` (uint8) with the bytes at ``offset``, by a copy that lets other threads run."""
         into.copy_(self._memory.bytes_at(offset, len(into)), non_blocking=True)
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """See TierBytes."""
+        """Put ``data`` (uint8) at ``offset``."""
         self._memory.bytes_at(offset, len(data)).copy_(data, non_blocking=True)
 
     def close(self) -> None:
-        """See TierBytes."""
+        """Give the memory back."""
         self._memory.close()
 
 
@@ -167,7 +167,7 @@ class FileTier:
             ) from error
 
     def read(self, offset: int, into: torch.Tensor) -> None:
-        """See TierBytes; into host memory. ``offset`` is a whole number of pages.
+        """Fill ``into`` (uint8 in host memory) with the bytes at ``offset``, a whole number of pages.
 
         Raises:
             StorageError: the disk returned an error or fewer bytes.
@@ -191,7 +191,7 @@ class FileTier:
             )
 
     def write(self, offset: int, data: torch.Tensor) -> None:
-        """See TierBytes; from host memory. ``offset`` is whole pages; the rest of a last partial page is undefined.
+        """Put ``data`` (uint8 in host memory) at ``offset``, whole pages; the rest of a last partial page is undefined.
 
         Raises:
             StorageError: the disk returned an error or took fewer bytes.
@@ -232,7 +232,7 @@ class FileTier:
             done += moved
 
     def close(self) -> None:
-        """See TierBytes; the space and the folder are free again."""
+        """Delete the file: its space and the folder are free again. May be called twice."""
         if self._file < 0:
             return
         os.close(self._file)

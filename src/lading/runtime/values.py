@@ -50,7 +50,11 @@ class Values:
         self._bounce.discard()
 
     def write(self, storage: int, tensor: torch.Tensor) -> None:
-        """See ``Executor.write_storage``."""
+        """Set a persistent storage from a tensor of its own shape and dtype, or from raw bytes (uint8, one dim).
+
+        Raises:
+            ConfigError: not persistent, or of another shape or dtype.
+        """
         home = self._home(storage)
         source = self._as_bytes(storage, tensor)
         with HeldInterrupts():
@@ -65,7 +69,7 @@ class Values:
         return view is None or (view.is_row_major and view.spans(self._graph.storages[storage].size_bytes))
 
     def write_chunks(self, storages: Sequence[int], chunks: Iterable[memoryview]) -> None:
-        """See ``Executor.write_chunks``."""
+        """Set persistent storages from bytes in the order of their elements; as ``Executor.write_chunks``."""
         source = _Stream(chunks)
         for storage in storages:
             home, size = self._home(storage), self._graph.storages[storage].size_bytes
@@ -82,7 +86,7 @@ class Values:
         source.end()
 
     def read(self, storage: int) -> torch.Tensor:
-        """See ``Executor.read_storage``."""
+        """Copy a persistent storage, in the shape of its parameter, buffer or state; as ``Executor.read_storage``."""
         home = self._present(storage)
         result = torch.empty(self._graph.storages[storage].size_bytes, dtype=torch.uint8, device="cpu")
         for start, end in _pieces(home, result.numel()):
@@ -90,7 +94,7 @@ class Values:
         return view_of(result, self._views[storage]) if storage in self._views else result
 
     def chunks(self, storage: int) -> Iterator[memoryview]:
-        """See ``Executor.chunks``."""
+        """Read the bytes of a persistent tensor in the order of its elements; as ``Executor.chunks``."""
         home, size = self._present(storage), self._graph.storages[storage].size_bytes
         if not self.takes_chunks(storage):
             whole = self.read(storage).contiguous().flatten().view(torch.uint8)

@@ -335,7 +335,7 @@ def carry(tables: list[AttributeTable], left: Left, seen: set[str]) -> None:
 
 
 def _set(held: Any, key: Any, value: Any) -> None:
-    """Set one attribute or item; a list grows by its items, but for those that are not compared."""
+    """Set one attribute or item of a table; where a list has become longer, append what is compared of it."""
     if isinstance(held, CellType):
         held.cell_contents = value
     elif isinstance(held, dict):

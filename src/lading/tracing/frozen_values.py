@@ -528,7 +528,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _words_in(code: CodeType) -> dict[str, None]:
-    """Every name and text in code: more than it reads, without a look at each instruction."""
+    """Collect every name and text in code: more than it reads, without a look at each instruction."""
     return {word: None for part in _codes(code) for word in (*part.co_names, *_texts_in(part))}
 
 

@@ -95,7 +95,7 @@ class Deferred:
         return next((dtype for dtype in made if dtype in _DEFAULTS), torch.get_default_dtype())
 
     def _last_uses(self) -> dict[int, list[tuple[int, bool]]]:
-        """By index of operation, storages that nothing needs after it, each with whether its value is the final one.
+        """Index of operation -> storages that nothing needs after it, each with whether its value is the final one.
 
         A value that is overwritten as a whole (a module's own initialisation, before the model's) is dropped at once.
         """

@@ -98,7 +98,7 @@ class _SegmentCutter:
         return ModelTable(name, _uniquely_named(segments), tuple(counts), {}, pairs)
 
     def _crossing(self, *, forward: bool) -> list[list[int]]:
-        """By border between segments, tensors made on one side and taken on the other, longest-lived first."""
+        """Tensors made on one side of each border and taken on the other, longest-lived first, by border."""
         reach: dict[tuple[int, int], int] = {}  # (segment, tensor): the farthest segment that takes it
         for index, op in enumerate(self.ops):
             if self.forward[index] is not forward:

@@ -446,5 +446,5 @@ def test_what_does_not_fit_is_put_behind_the_device() -> None:
     assert found.winner.simulated.prediction.fits
     with pytest.raises(ConfigError, match="expected none, optimizer or parameters, got 'activations'"):
         parse_pins(("offload=activations",))
-    with pytest.raises(ConfigError, match="--pin offload_to: expected host or disk, got 'tape'"):
-        parse_pins(("offload_to=tape",))
+    with pytest.raises(ConfigError, match=r"--pin offload_to: expected a tier of h100 \(host, disk\), got 'tape'"):
+        space("llama3-70b", 2, 4, 4096, pins=parse_pins(("offload_to=tape",)))

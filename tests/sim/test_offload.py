@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lading.catalog.load import load_machine
+from lading.catalog.load import load_machine, save_machine
 from lading.catalog.stacks import stack_by_name
-from lading.clusters import step_of, summary, verdict
+from lading.clusters import space_of, step_of, summary, verdict
 from lading.cost.hosting import assumed_of_offload, copy_s, host_step_s, update_s
 from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.layout import Layout, parse_layout
 from lading.ir.request import Architecture, Request, StepRequest
+from lading.planner.layouts import find_layouts
 from lading.sim.occupancy import occupancy
 from lading.sim.simulate import Simulated, simulate
 from lading.sim.step import COPIES
@@ -37,8 +39,7 @@ def test_states_leave_the_device() -> None:
     assert behind[Role.GRADIENT] == before[Role.GRADIENT] > 0
     assert after[Role.GRADIENT] == 0, "each unit's part goes down once it is reduced"
     assert after[Role.PARAMETER] == before[Role.PARAMETER]
-    assert moved.prediction.host_bytes == sum(behind.values())
-    assert moved.prediction.disk_bytes == 0
+    assert moved.prediction.tier_bytes == {"host": sum(behind.values())}
     everything = step("zero3,gb32,recompute=full,offload=parameters")
     assert everything.memory[0][Role.PARAMETER] == 0
     assert everything.behind[0] == {**behind, Role.PARAMETER: before[Role.PARAMETER]}
@@ -65,7 +66,7 @@ def test_a_disk_is_read_and_written_beside_the_update() -> None:
     assert copy_s(1e9, H100, "disk", out=False) == pytest.approx(1 / 6.5, rel=1e-3)
     assert copy_s(1e9, H100, "host", out=True, both=True) == pytest.approx(1 / 45, rel=1e-3)
     moved = step("zero3,gb32,recompute=full,offload=parameters,offload_to=disk")
-    assert (moved.prediction.host_bytes, moved.prediction.disk_bytes) == (0, moved.behind_bytes)
+    assert moved.prediction.tier_bytes == {"disk": moved.behind_bytes}
 
 
 def test_activations_hide_under_computing_as_far_as_the_link_goes() -> None:
@@ -159,3 +160,28 @@ def test_machines_without_a_host() -> None:
         copy_s(1.0, apple, "host", out=True)
     with pytest.raises(ConfigError, match=r"expected a \[host_device\] of apple-m2"):
         update_s(1.0, 12, apple, "disk", STACK)
+
+
+def test_a_tier_of_any_name_takes_what_lies_behind_the_device(tmp_path: Path) -> None:
+    """A machine whose host memory has another name, with slower memory behind it: nothing but its file says so."""
+    host, disk = H100.tiers
+    slower = {name: getattr(host, name) / 10 for name in ("read_bytes_per_s", "write_bytes_per_s")}
+    mixed = {f"mixed_{name}": rate for name, rate in slower.items()}
+    memory = dataclasses.replace(host, name="dram")
+    remote = dataclasses.replace(host, name="remote", host_computes=False, **slower, **mixed)
+    machine = dataclasses.replace(H100, name="other", tiers=(memory, remote, disk))
+    path = tmp_path / "other.toml"
+    save_machine(machine, path)
+    layout = "zero3,gb32,recompute=full,offload=optimizer,offload_to="
+    at_host = step("zero3,gb32,recompute=full,offload=optimizer")
+    same, far = (step(layout + tier, machine=str(path)) for tier in ("dram", "remote"))
+    assert same.step.step_s == at_host.step.step_s
+    assert far.prediction.tier_bytes == {"remote": at_host.behind_bytes}
+    assert far.step.shares_s["optimizer"] >= 8.03e9 / 8 * 12 / slower["write_bytes_per_s"]
+    with pytest.raises(ConfigError, match="expected a tier 'host' of other, its tiers are: dram, remote, disk"):
+        step("zero3,gb32,recompute=full,offload=optimizer", machine=str(path))
+    pins = {"zero": 3, "tp": 1, "cp": 1, "pp": 1, "micro_batch": 1, "recompute": "full", "offload": ("optimizer",)}
+    asked = Request(model="llama3-8b", machine=str(path), devices=8, seq_len=8192, global_batch=32, pins=pins)
+    found = find_layouts(space_of(asked))
+    assert found.winner.layout.offload_to == "dram"
+    assert found.winner.peaks["step"]["host"] == found.winner.simulated.behind_bytes > 0

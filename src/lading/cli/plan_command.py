@@ -70,7 +70,7 @@ class SearchOptions:
             "Fix one choice of the layout, such as tp=8. Can be repeated. Keys: dp, tp, cp, pp, ep, etp, vpp, "
             "micro_batch (or mb), sp (yes, no), zero (0 to 3), shard, cp_comm, schedule, recompute (none, selective, "
             "full), recompute_layers, recompute_modules, precision, offload (none, optimizer, parameters), "
-            "offload_to (host, disk).",
+            "offload_to (a tier, such as disk).",
         ),
     ] = ()
     budget: Annotated[
@@ -233,7 +233,7 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Co
 
     space = found.space
     request = dataclasses.replace(space.request, layout=found.winner.layout)
-    if reason := unfit(request):
+    if reason := unfit(request, space.machine):
         if asked.search.unshard != "residency":
             raise ConfigError(
                 f"--unshard {asked.search.unshard}: no plan written, as no groups of parameters are chosen: {reason}; "

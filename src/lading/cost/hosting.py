@@ -1,4 +1,4 @@
-"""Seconds of what lies behind a device of a cluster: copies to the host or the disk and back, and updates on the host.
+"""Seconds of what lies behind a device of a cluster: copies to a tier and back, and updates on the host.
 
 [Note: what lies on the host]
 ZeRO-Offload keeps the optimizer's states in the host's memory: gradients go down, the host's processors update, the new
@@ -31,7 +31,7 @@ def copy_s(size_bytes: Any, machine: Machine, tier: str, *, out: bool, both: boo
 
     Args:
         size_bytes: A number, or an array of them.
-        tier: "host", or "disk", whose bytes go through the host's memory where there is one.
+        tier: Name of one; what the host's processors do not work on goes through the host's memory, where there is one.
         out: Away from the device.
         both: Copies the other way run at the same time.
     Raises:
@@ -44,8 +44,9 @@ def copy_s(size_bytes: Any, machine: Machine, tier: str, *, out: bool, both: boo
 
 
 def _way(machine: Machine, tier: str) -> Iterator[Tier]:
-    yield tier_of(machine, tier)
-    if tier != "host" and (host := machine.tier("host")) is not None:
+    found = tier_of(machine, tier)
+    yield found
+    if not found.host_computes and (host := machine.tier(machine.host_tier)) is not None:
         yield host
 
 
@@ -59,8 +60,8 @@ def tier_of(machine: Machine, tier: str) -> Tier:
     if found is None:
         known = ", ".join(one.name for one in machine.tiers) or "none"
         raise ConfigError(
-            f"offload: expected a tier {tier!r} of {machine.name}, its tiers are: {known}; add [[tiers]] to the "
-            "machine file or leave offload away"
+            f"offload: expected a tier {tier!r} of {machine.name}, its tiers are: {known}; name one of them with "
+            "offload_to=, add [[tiers]] to the machine file or leave offload away"
         )
     return found
 
@@ -77,18 +78,18 @@ def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, s
     """Seconds in which the host updates so many elements of each device.
 
     Args:
-        state_bytes: Of an element's optimizer states; on a disk they are read and written beside updating.
+        state_bytes: Of an element's optimizer states; on another tier than the host's memory they are read and written
+            beside updating.
     Raises:
         ConfigError: nothing is known of the host's processors, or the machine has no such tier.
     """
     host = _processors(machine)
     numbers = 3 + stack.update_passes + 2 * stack.moments
     seconds = elements * (numbers / UPDATE_NUMBERS) / (host.optimizer_elements_per_s * stack.host_optimizer)
-    if tier == "host":
+    lies_on, moved = tier_of(machine, tier), elements * state_bytes
+    if lies_on.name == machine.host_tier:
         return seconds
-    disk = tier_of(machine, tier)
-    moved = elements * state_bytes
-    return max(seconds, _tier_s(moved, disk, True, True), _tier_s(moved, disk, False, True))
+    return max(seconds, _tier_s(moved, lies_on, True, True), _tier_s(moved, lies_on, False, True))
 
 
 def _processors(machine: Machine) -> HostDevice:
@@ -111,15 +112,15 @@ def host_step_s(elements: float, layout: Layout, stack: Stack, machine: Machine,
     """
     seconds = update_s(elements, state_bytes, machine, layout.offload_to, stack)
     if "parameters" not in layout.offload:
-        seconds = max(seconds, copy_s(elements * _COMPUTE_BYTES, machine, "host", out=False))
+        seconds = max(seconds, copy_s(elements * _COMPUTE_BYTES, machine, machine.host_tier, out=False))
     if layout.zero < 2:
         width = 4 if stack.gradient_dtype == "float32" else 2
-        seconds += copy_s(elements * width, machine, "host", out=True)
+        seconds += copy_s(elements * width, machine, machine.host_tier, out=True)
     return seconds
 
 
 def assumed_of_offload(layout: Layout, stack: Stack, machine: Machine) -> tuple[str, ...]:
-    """What moving to the host or the disk takes for granted."""
+    """What moving to a tier behind the device takes for granted."""
     if not layout.offload:
         return ()
     said = [*assumptions(machine, f"tiers.{layout.offload_to}", layout.offload_to)]

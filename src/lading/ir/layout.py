@@ -15,7 +15,8 @@ PRECISIONS = ("fp32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4")
 RECOMPUTES = ("none", "selective", "full")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe-v")
 OFFLOADS = ("parameters", "optimizer", "activations")
-OFFLOAD_TIERS = ("host", "disk")
+#: Name of the tier that what is offloaded goes to where no other is named: the host's memory in the catalog.
+HOST_TIER = "host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class Layout:
         offload: What lies behind the device between uses: "optimizer" (states; the host's processors update them),
             "parameters" (their pieces, with the optimizer's states) or "activations" (what blocks keep for backward).
         offload_layers: Blocks of a chunk of a rank whose activations are moved; 0 for all but the last.
-        offload_to: "host" or "disk".
+        offload_to: Name of a tier of the machine.
         bucket_bytes: Of gradients that are reduced together, where they are beside backward; 0 for a block each.
         precision: Of the products; states and reductions have their own rules in the software stack.
     """
@@ -66,7 +67,7 @@ class Layout:
     recompute_modules: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     offload_layers: int = 0
-    offload_to: str = "host"
+    offload_to: str = HOST_TIER
     bucket_bytes: int = 0
     precision: str = "bf16"
 
@@ -99,8 +100,6 @@ class Layout:
     def _check_offload(self) -> None:
         if unknown := [word for word in self.offload if word not in OFFLOADS]:
             raise ConfigError(f"layout: offload must be of {', '.join(OFFLOADS)}, joined by '+', got {unknown[0]!r}")
-        if self.offload_to not in OFFLOAD_TIERS:
-            raise ConfigError(f"layout: offload_to must be one of {', '.join(OFFLOAD_TIERS)}, got {self.offload_to!r}")
         if "parameters" in self.offload and self.zero != 3:
             raise ConfigError(
                 f"layout: offload=parameters moves pieces of cut parameters: expected zero3, got zero{self.zero}"
@@ -111,7 +110,7 @@ class Layout:
             )
         if self.offload_layers < 0:
             raise ConfigError(f"layout: offload_layers must be >= 0, got {self.offload_layers}")
-        if self.offload_to != "host" and not self.offload:
+        if self.offload_to != HOST_TIER and not self.offload:
             raise ConfigError(
                 f"layout: offload_to={self.offload_to} moves nothing by itself: expected offload= beside it"
             )

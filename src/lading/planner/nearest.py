@@ -90,11 +90,11 @@ def _unpinned(space: Space) -> _Spaces:
 
 
 def _offloaded(space: Space) -> _Spaces:
-    """With the optimizer's states, or the pieces of parameters too, behind the device; on its host, then on disk."""
+    """With the optimizer's states, or the pieces of parameters too, behind the device, on each tier of the machine."""
     if "offload" in space.asked.pins or space.machine.host_device is None or space.request.moves_matrices:
         return
-    for what, tier in (("parameters", "host"), ("optimizer", "disk"), ("parameters", "disk")):
-        if space.machine.tier(tier) is not None:
+    for tier in (tier.name for tier in space.machine.tiers):
+        for what in ("parameters",) if tier == space.machine.host_tier else ("optimizer", "parameters"):
             names = "optimizer states" if what == "optimizer" else "optimizer states and pieces of parameters"
             pins = {**space.asked.pins, "offload": (what,), "offload_to": tier}
             yield f"{names} on the {tier} (offload={what}, offload_to={tier})", space.asking(pins=pins)
@@ -233,7 +233,7 @@ def hopeless(space: Space) -> str:
     layout = replace(space.request.layout, precision=space.asked.pins.get("precision", space.request.layout.precision))
     least = Least.of(replace(space.request, layout=layout), space.table, space.asked.devices)
     room, hosted = room_of(space), space.asked.pins.get("offload")
-    if space.asked.pins.get("offload_to", "host") != "host" and hosted != ():
+    if space.asked.pins.get("offload_to", space.machine.host_tier) != space.machine.host_tier and hosted != ():
         return ""
     here = (
         f"parameters, gradients and optimizer states, spread over all devices, take {format_bytes(least.device_bytes)} "
@@ -243,7 +243,7 @@ def hopeless(space: Space) -> str:
         f"with the optimizer on the host they take {format_bytes(least.host_bytes)} of each device's part of the "
         f"host's memory, which is {format_bytes(room.host_bytes)}"
     )
-    can_host = space.machine.host_device is not None and space.machine.tier("host") is not None and hosted != ()
+    can_host = space.machine.host_device is not None and bool(space.machine.host_tier) and hosted != ()
     reasons: list[str] = []
     if not hosted:
         reasons.append(here if least.device_bytes > room.device_bytes else "")

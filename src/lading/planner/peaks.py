@@ -31,7 +31,7 @@ def room_of(space: Space) -> Room:
             f"expected a budget of more than the {device.overhead_bytes} bytes that a process needs on "
             f"{device.name}, got {whole}"
         )
-    host = space.machine.tier("host")
+    host = space.machine.tier(space.machine.host_tier)
     return Room(
         device_bytes=int((whole - device.overhead_bytes) / (1 + MEMORY_SPREAD)),
         host_bytes=host.capacity_bytes if host else 0,
@@ -66,7 +66,7 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
             whole_bytes=max(max(whole[segment]) for segment in counts) * _width(simulated),
             stage_bytes=sum(sum(whole[segment]) * count for segment, count in counts.items()) * _kept(simulated),
             shares=_host_shares(simulated),
-            behind=behind if layout.offload_to == "host" else {},
+            behind=behind if layout.offload_to == simulated.machine.host_tier else {},
             stages_all=request.stack.megatron_order,
         )
         for moment, tiers in moments_of(held, asked.save).items():

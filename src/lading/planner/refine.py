@@ -64,10 +64,11 @@ class Refined:
 
     @property
     def fits(self) -> bool:
-        """Whether all moments do, and what lies on the disk."""
-        if self.layout.offload_to == "disk":
-            disk = self.simulated.machine.tier("disk")
-            if disk is None or self.simulated.behind_bytes > disk.capacity_bytes:
+        """Whether all moments do, and what lies on another tier than the host's memory."""
+        machine, behind = self.simulated.machine, self.simulated.behind_bytes
+        if self.layout.offload and self.layout.offload_to != machine.host_tier:
+            tier = machine.tier(self.layout.offload_to)
+            if tier is None or behind > tier.capacity_bytes:
                 return False
         return self.binding[2] <= 1.0
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.errors import ConfigError
-from lading.ir.layout import OFFLOAD_TIERS, PRECISIONS, RECOMPUTES, SCHEDULES, Layout, parse_layout
+from lading.ir.layout import HOST_TIER, PRECISIONS, RECOMPUTES, SCHEDULES, Layout, parse_layout
 from lading.ir.machine import Machine
 from lading.ir.request import Request, StepRequest
 from lading.ir.stack import Stack
@@ -90,7 +90,7 @@ class StateLayout:
     zero: int
     shard: int
     offload: tuple[str, ...] = ()
-    tier: str = "host"
+    tier: str = HOST_TIER
 
 
 def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
@@ -113,8 +113,6 @@ def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
     Layout(**{key: value for key, value in found.items() if key in ("zero", "schedule", "recompute", "precision")})
     if (ways := found.get("cp_comm", "ring")) not in _CP_COMMS:
         raise ConfigError(f"--pin cp_comm: expected {', '.join(_CP_COMMS)}, got {ways!r}")
-    if found.get("offload_to", "host") not in OFFLOAD_TIERS:
-        raise ConfigError(f"--pin offload_to: expected {' or '.join(OFFLOAD_TIERS)}, got {found['offload_to']!r}")
     return found
 
 
@@ -233,6 +231,9 @@ class Space:
             raise ConfigError(
                 f"expected longest >= the {self.request.seq_len} tokens of a sequence, got {asked.longest}"
             )
+        if (tier := asked.pins.get("offload_to")) and self.machine.tier(tier) is None:
+            known = ", ".join(one.name for one in self.machine.tiers) or "none"
+            raise ConfigError(f"--pin offload_to: expected a tier of {self.machine.name} ({known}), got {tier!r}")
         if self.machine.processes is not None:
             raise ConfigError(
                 f"layouts of {self.machine.name}, whose processes share a host, are simulated, not searched; give "
@@ -349,11 +350,11 @@ class Space:
     @cached_property
     def _offloads(self) -> list[tuple[tuple[str, ...], str]]:
         """What may lie behind the device, and where; parameters only where that is pinned."""
-        tier = self.asked.pins.get("offload_to", "host")
+        tier = self.asked.pins.get("offload_to", self.machine.host_tier or HOST_TIER)
         if "offload" in self.asked.pins:
             pinned = self.asked.pins["offload"]
-            return [(pinned, tier if pinned else "host")]
-        found: list[tuple[tuple[str, ...], str]] = [((), "host")]
+            return [(pinned, tier if pinned else HOST_TIER)]
+        found: list[tuple[tuple[str, ...], str]] = [((), HOST_TIER)]
         behind = self.machine.tier(tier)
         if behind is None or self.machine.host_device is None or self.request.moves_matrices:
             return found  # the host updates elements, not whole matrices

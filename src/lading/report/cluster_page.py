@@ -211,7 +211,7 @@ def _behind(shown: ClusterPage, ranks: Sequence[int]) -> str:
     roles = role_names({role for rank in ranks for role in shown.behind[rank]})
     rows = [[role_title(role), *(format_bytes(shown.behind[rank].get(role, 0)) for rank in ranks)] for role in roles]
     total = ["sum", *(format_bytes(sum(shown.behind[rank].values())) for rank in ranks)]
-    head = [f"in {shown.behind_tier} memory" if shown.behind_tier == "host" else f"on {shown.behind_tier}"]
+    head = [f"on tier {shown.behind_tier}"]
     return table([*head, *(f"pipeline rank {rank}" for rank in ranks)], rows, total=total)
 
 

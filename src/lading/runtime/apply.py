@@ -41,7 +41,7 @@ from lading import __version__
 from lading.errors import ConfigError
 from lading.ir.clusterplan import ClusterPlan, GatherGroup
 from lading.ir.graph import DTYPE_BYTES
-from lading.ir.layout import Layout, parse_layout
+from lading.ir.layout import HOST_TIER, Layout, parse_layout
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
 from lading.runtime.arriving import MicroBatch
 from lading.runtime.boxes import ranks_of
@@ -220,7 +220,7 @@ def _check(plan: ClusterPlan, layout: Layout, mesh: DeviceMesh) -> None:
             f"apply: expected a plan without pipeline and expert parallel, got {plan.layout}; plan with --pin pp=1 and "
             "--pin ep=1"
         )
-    if "activations" in layout.offload or layout.offload == ("optimizer",) or layout.offload_to != "host":
+    if "activations" in layout.offload or layout.offload == ("optimizer",) or layout.offload_to != HOST_TIER:
         raise ConfigError(
             f"apply: expected everything on the device, or parameters with all their states on the host, as FSDP2's "
             f"CPUOffloadPolicy does, got {plan.layout}; plan with offload=parameters or without"

@@ -27,7 +27,7 @@ from lading.sim.noise import waiting_share
 from lading.sim.parts import MEMORY, cause_of, span
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
-from lading.sim.simulate import Priced, priced, prices_of, rank_segments
+from lading.sim.simulate import Priced, machine_of, priced, prices_of, rank_segments
 from lading.sim.step import SimulatedStage as Chunk
 from lading.sim.step import host_s, stage_of
 from lading.sim.updates import block_matrices, rank_update
@@ -174,12 +174,14 @@ def is_in(module: str, outer: str) -> bool:
     return not outer or module == outer or module.startswith(outer + ".")
 
 
-def unfit(request: StepRequest) -> str:
+def unfit(request: StepRequest, machine: Machine) -> str:
     """Why groups of a request's parameters are not chosen; "" where they are."""
     layout = request.layout
     if layout.zero != 3 or layout.is_pipeline:
         return f"expected a layout with zero3 and without pp, got {layout}"
-    if layout.offload and (layout.offload_to != "host" or set(layout.offload) - {"optimizer"} != {"parameters"}):
+    if layout.offload and (
+        layout.offload_to != machine.host_tier or set(layout.offload) - {"optimizer"} != {"parameters"}
+    ):
         return f"expected everything on the device, or parameters and their states on the host, got {layout}"
     if request.task in ("lora", "qlora"):
         return f"expected all weights to be trained, got task {request.task!r}"
@@ -196,7 +198,7 @@ def modules_of(request: StepRequest, table: ModelTable, parts: Priced | None = N
             for none of these.
     """
     layout, stack = request.layout, request.stack
-    if reason := unfit(request):
+    if reason := unfit(request, parts.machine if parts else machine_of(request)):
         raise ConfigError(f"unsharding: {reason}")
     parts = parts or priced(request, table)
     prices = prices_of(request, parts.machine, table)

@@ -111,7 +111,7 @@ class MachinePrices:
         pieces = self.stack.pieces
         seconds = pieces * sum(self._reduced_s(axes, number * width // pieces) for axes, number in elements.items())
         if self.layout.updates_on_host and self.layout.zero >= 2:
-            seconds += copy_s(self._kept(elements) * width, self.machine, "host", out=True)
+            seconds += copy_s(self._kept(elements) * width, self.machine, self.machine.host_tier, out=True)
         return seconds
 
     def gather_s(self, elements: Mapping[str, int]) -> float:

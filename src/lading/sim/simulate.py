@@ -108,8 +108,7 @@ class Simulated:
             peak_bytes=peak,
             low_bytes=int(peak * (1 - MEMORY_SPREAD)),
             high_bytes=high,
-            host_bytes=beside if tier == "host" else 0,
-            disk_bytes=beside if tier == "disk" else 0,
+            tier_bytes={tier: beside} if beside else {},
             fits=high + self.machine.device.overhead_bytes <= self.machine.device.memory_bytes
             and (not beside or beside <= tier_of(self.machine, tier).capacity_bytes),
             shares={name: seconds / step_s for name, seconds in self.step.shares_s.items()},

@@ -4,7 +4,7 @@
 
 Costs are products counted, the short side's cube included; a shared matrix takes 1 / (k 0.85^log2 k) of its time on
 each of k ranks, as if each doubling lost 15%. With a machine, costs are its seconds, and sharing what ranks of one of
-its nodes tell each other (``lading.planner.owner_costs``). Policies are over the bound, ours over the mean.
+its nodes tell each other (``lading.planner.owners``). Policies are over the bound, ours over the mean.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from benchmarks.optimizers.owner_policies import POLICIES
 from lading.catalog.tables import model_table
 from lading.optim.muon import Muon
 from lading.parallel.matrices import projections
-from lading.planner.owner_costs import DirectionCosts
-from lading.planner.owners import Matrix, assign
+from lading.planner.owners import DirectionCosts, Matrix, assign
 
 MODELS = ("1.7b", "4b", "8b", "14b", "32b")
 

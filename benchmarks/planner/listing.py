@@ -27,7 +27,7 @@ from math import inf, isfinite
 import numpy as np
 
 from lading.ir.placement import Placement, PlacementProblem
-from lading.planner.placement.program import LinearProgram
+from lading.planner.placement.relaxed import LinearProgram
 from lading.planner.placement.trial import Trial
 
 _FAVORITE = 0.5

@@ -27,8 +27,7 @@ from lading.errors import ConfigError
 from lading.ir.routes import Box, Moves, WholeMatrix, micro_groups, moves_of, pieces, wholes_of
 from lading.optim.registry import matrix_rule, rule_names
 from lading.optim.rule import MatrixRule, Rule, StatePlace, States, StateSpec, dtype_of
-from lading.planner.owner_costs import DirectionCosts
-from lading.planner.owners import Matrix, Owners, assign, spread_turns
+from lading.planner.owners import DirectionCosts, Matrix, Owners, assign, spread_turns
 from lading.runtime.boxes import box_of, gradient, piece, process_group, ranks_of, shared_mesh
 from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree_done, all_finite
 from lading.runtime.gangs import shares

@@ -13,11 +13,9 @@ from lading.ir.plan import Option
 from lading.ir.program import PAGE_BYTES
 from lading.memory.verify import verify
 from lading.planner import residency as policy
-from lading.planner.bound import dual_bound_s
-from lading.planner.classes import fold
-from lading.planner.linear import solve
+from lading.planner.linear import dual_bound_s, solve
 from lading.planner.lower import fixed_bytes
-from lading.planner.relaxation import Folding, RelaxedResidency, ResidencyProblem, build
+from lading.planner.relaxation import Folding, RelaxedResidency, ResidencyProblem, build, fold
 from lading.planner.residency import StepProblem, rounded
 
 LAYERS = 8

@@ -13,8 +13,7 @@ from lading.ir.routes import Box, Moves, moves_of, pieces, wholes_of
 from lading.optim.muon import Muon
 from lading.optim.shampoo import Shampoo
 from lading.optim.soap import SOAP
-from lading.planner.owner_costs import DirectionCosts
-from lading.planner.owners import Matrix, Owners, assign
+from lading.planner.owners import DirectionCosts, Matrix, Owners, assign
 
 
 def test_operations_without_a_machine() -> None:

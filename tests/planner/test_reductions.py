@@ -10,8 +10,7 @@ from lading.clusters import space_of, step_of
 from lading.errors import ConfigError
 from lading.ir.layout import parse_layout
 from lading.ir.request import Request
-from lading.planner.layouts import cluster_plan, find_layouts
-from lading.planner.reductions import best_bucket
+from lading.planner.layouts import best_bucket, cluster_plan, find_layouts
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Simulated, simulate
 from lading.sim.step import DATA_PARALLEL

@@ -60,20 +60,23 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan and its Program."""
+    """Plan of a run together with its Program."""
 
     plan: Plan
     program: Program
 
     @cached_property
     def predicted(self) -> Timeline:
-        """What one step does, as it was planned."""
+        """Predict the timeline of one step, as it was planned."""
         return predicted_timeline(self.plan, self.program)
 
 
 @contextmanager
 def _collector_paused() -> Generator[None]:
-    """Keeps the cyclic collector from walking a large graph again and again: planning makes no cycles worth it."""
+    """Pause the cyclic collector, which walks a large graph again and again.
+
+    Planning makes no cycles worth collecting.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -202,7 +205,7 @@ def sketch_plan(
     workspace_bytes: Sequence[int] = (),
     expansion: Mapping[str, float] | None = None,
 ) -> Planned:
-    """A plan by ``lading.planner.streaming``; the arguments are those of ``make_plan``.
+    """Plan by ``lading.planner.streaming``, without a search; the arguments are those of ``make_plan``.
 
     Nothing is compared with it, and no bound is stated.
 
@@ -228,7 +231,11 @@ def step_costs(
     workspace_bytes: Sequence[int] = (),
     settings: Mapping[str, float] = MappingProxyType({}),
 ) -> StepCosts:
-    """What a plan of a step is made from; the arguments are those of ``make_plan``, ``settings`` its expansion.
+    """Predict the seconds and bytes of a step's operations that a plan is made from.
+
+    Args:
+        graph, machine, workspace_bytes: As in ``make_plan``.
+        settings: Its ``expansion``.
 
     Raises:
         ConfigError: a dtype without a peak on this device.
@@ -247,7 +254,7 @@ def step_costs(
 
 
 def _check_choices(choices: Sequence[Choice], step: StepProblem, whose: str) -> None:
-    """Refuse what a policy of the user's asks for and the step does not offer."""
+    """Refuse choices of a user's policy that the step does not offer."""
     known = {(gap.storage, gap.start, gap.end): gap for gap in gaps(step.graph, step.lives)}
     for choice in choices:
         gap = known.get((choice.storage, choice.start, choice.end))
@@ -289,7 +296,7 @@ def _check_device(machine: Machine, budget_bytes: int) -> None:
 
 
 def _named(policy: str | Policy) -> tuple[str, dict[str, Policy]]:
-    """The policy's name, and every plain policy to compare by name."""
+    """Name a policy, and list every plain policy to compare by name."""
     if not isinstance(policy, str):
         name = str(getattr(policy, "__name__", type(policy).__name__))
         if name in POLICIES:
@@ -303,7 +310,7 @@ def _named(policy: str | Policy) -> tuple[str, dict[str, Policy]]:
 def _plain_policies(
     step: StepProblem, free: StepProblem, keep_all_bytes: int, policies: Mapping[str, Policy]
 ) -> tuple[list[PolicyRow], dict[str, Found]]:
-    """One row for each policy that ignores the budget; those that fit it can also be used."""
+    """Lower every policy that ignores the budget; returns a row for each, and those that fit by name."""
     rows: list[PolicyRow] = []
     fitting: dict[str, Found] = {}
     for name, policy in policies.items():
@@ -359,7 +366,7 @@ def _row(name: str, found: Found) -> PolicyRow:
 
 
 def _hosting(found: Found) -> str:
-    """What runs on the host, in words; "" where nothing does."""
+    """Describe what runs on the host; "" where nothing does."""
     count = len(found.step.graph.hosted)
     saved = f": saves {format_seconds(_saved_s(found))} a step" if found.device_s else ""
     return f"{count} operations, updates mostly, on the host's processors{saved}" if count else ""

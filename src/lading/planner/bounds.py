@@ -29,13 +29,13 @@ HIDDEN = 0.995
 
 @dataclass(frozen=True, eq=False)
 class PricedBlock:
-    """What a block costs in one recompute mode.
+    """Costs of a block in one recompute mode.
 
     Attributes:
-        counts: How often each segment stands in the model.
-        send_s: Of what one stage hands to the next.
-        slowdown: Of computing beside exchanges, where there is no pipeline.
-        copy_gather_s, copy_reduce_s: Of each segment, within the device.
+        counts: [segment]: how often it stands in the model.
+        send_s: Seconds of handing a micro-batch from one stage to the next.
+        slowdown: Share by which computing is slower beside exchanges, where there is no pipeline.
+        copy_gather_s, copy_reduce_s: [segment]: seconds of copies within the device for a gather, and for a reduction.
     """
 
     costs: StageCosts
@@ -74,7 +74,13 @@ def priced_block(
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Layouts of a block: (pipe, number in ``Exchanges``), of each pipe its micro-batches and those alive."""
+    """Layouts of one block, each a (pipe, number in ``Exchanges``).
+
+    Attributes:
+        micro_batches: [pipe]: of a step.
+        alive: Micro-batches alive on watched ranks, and the stages that run (``pipes.alive_of``).
+        pipe, number: [layout]: its pipe, and its place in the exchanges.
+    """
 
     table: PipeTable
     found: Exchanges
@@ -85,7 +91,10 @@ class Rows:
 
 
 def step_bounds(rows: Rows, priced: PricedBlock, stack: Stack, devices: int) -> tuple[Floats, Floats]:
-    """Least seconds of each layout, and of its pipeline: one that takes more makes all take so much more."""
+    """Lower bounds of the step, and of its pipeline, in seconds by layout.
+
+    A pipeline that turns out slower makes all layouts with it as much slower.
+    """
     table, found, costs = rows.table, rows.found, priced.costs
     pipe, number = rows.pipe, rows.number
     spans, own = (part[pipe] for part in makespans(table, costs, priced.send_s, rows.micro_batches, stack))
@@ -106,13 +115,13 @@ def step_bounds(rows: Rows, priced: PricedBlock, stack: Stack, devices: int) -> 
 
 
 def peak_bounds(rows: Rows, priced: PricedBlock) -> Floats:
-    """Least bytes of the fullest rank of each layout."""
+    """[layout]: lower bound of the bytes of its fullest rank."""
     alive = activations(rows.table, priced.costs, rows.alive)
     return np.max(alive[rows.pipe] + rows.found.bytes[rows.number], axis=1)
 
 
 def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
-    """Seconds by which reducing gradients ends after the pipeline."""
+    """[layout]: seconds by which reducing gradients ends after the pipeline."""
     found, table = rows.found, rows.table
     split = table.split[rows.pipe]  # there the rank that ends last may be any, and has reduced one stage at least
     behind = np.where(split, found.reduce_least_s[rows.number], found.reduce_s[rows.number])
@@ -126,7 +135,7 @@ def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
 
 
 def _replicas(rows: Rows, flat: Bools, priced: PricedBlock, stack: Stack) -> Floats:
-    """Seconds of layouts without a pipeline, optimizer apart ([Note: bound of replicas])."""
+    """[layout without a pipeline]: least seconds of a step, optimizer apart ([Note: bound of replicas])."""
     table, found, costs = rows.table, rows.found, priced.costs
     number, pipe = rows.number[flat], rows.pipe[flat]
     row = table.row[table.first][pipe]
@@ -143,7 +152,13 @@ def _replicas(rows: Rows, flat: Bools, priced: PricedBlock, stack: Stack) -> Flo
 
 
 def _cut(priced: PricedBlock, stack: Stack, of: tuple[Floats, Floats], computed: Floats, passes: Ints) -> Floats:
-    """Seconds by which gathering cut parameters and reducing their gradients makes a micro-batch longer."""
+    """Seconds by which gathering cut parameters and reducing their gradients makes a micro-batch longer.
+
+    Args:
+        of: [layout, segment]: seconds of its gather, and of its reduction.
+        computed: [layout]: seconds of computing.
+        passes: [layout]: gathers of each segment in a micro-batch.
+    """
     gathers, reduces = of
     every, reduced = gathers @ priced.counts, reduces @ priced.counts
     if not stack.overlap_param_gather:
@@ -155,7 +170,7 @@ def _cut(priced: PricedBlock, stack: Stack, of: tuple[Floats, Floats], computed:
 
 
 def _beside(computed: Floats, network: Floats, alone: Floats, slowdown: float) -> Floats:
-    """[Note: bound of replicas]."""
+    """Least seconds of a micro-batch that computes beside a busy network ([Note: bound of replicas])."""
     return np.maximum(network, computed + (network - alone) * (slowdown / (1 + slowdown)) + alone)
 
 

@@ -12,7 +12,7 @@ from lading.sim.modules import Modules
 
 
 def runs(modules: Modules) -> list[int]:
-    """Blocks in a row."""
+    """Count the blocks in a row up to each place of the model; 0 outside of blocks."""
     found = [0]
     for _, path in modules.order:
         found.append(found[-1] + 1 if path else 0)
@@ -20,7 +20,7 @@ def runs(modules: Modules) -> list[int]:
 
 
 def keeping(buckets: tuple[Bucket, ...], first: int, last: int, keep: Keep) -> tuple[Bucket, ...]:
-    """Buckets with atoms ``first`` to ``last`` kept, apart from the rest of the bucket they are in."""
+    """Keep atoms ``first`` to ``last`` gathered, apart from the rest of the bucket they are in."""
     found: list[Bucket] = []
     for bucket in buckets:
         if last < bucket.first or first > bucket.last:
@@ -35,7 +35,7 @@ def keeping(buckets: tuple[Bucket, ...], first: int, last: int, keep: Keep) -> t
 
 
 def children(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
-    """Atoms of a bucket by the modules in it, one level down; none for a single one."""
+    """Split a bucket by the modules in it, one level down: (first, last) atom of each; none for a single atom."""
     if first == last:
         return []
     atoms = range(first, last + 1)
@@ -54,13 +54,17 @@ def children(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
 
 
 def _path(modules: Modules, number: int) -> list[str]:
-    """Modules from the model down to an atom; a list and a place in it are one."""
+    """Path of modules from the model down to an atom; a list and a place in it count as one."""
     path = modules.order[modules.atoms[number][0]][1]
     return [*([path] if path else []), *modules.atom(number).module.split("."), str(number)]
 
 
 def partition(modules: Modules, size: int) -> list[tuple[int, int]]:
-    """First and last atom of buckets of so many blocks, 0 for half a block; what is outside of blocks is apart."""
+    """Partition all atoms into buckets of so many blocks, 0 for half a block; what is outside of blocks is apart.
+
+    Returns:
+        First and last atom of each bucket.
+    """
     found: list[tuple[int, int]] = []
     filled = 0
     start = 0
@@ -80,7 +84,7 @@ def partition(modules: Modules, size: int) -> list[tuple[int, int]]:
 
 
 def halves(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
-    """A block, cut between two of its modules so that the halves are as equal as can be."""
+    """Cut a block between two of its modules so that the halves are as equal as can be."""
     parts = children(modules, first, last)
     if len(parts) < 2:
         return [(first, last)]
@@ -96,11 +100,11 @@ def borders(modules: Modules) -> list[int]:
 
 
 def neighbors(buckets: tuple[Bucket, ...], cuts: Sequence[int], stays: Sequence[Keep]) -> Iterator[tuple[Bucket, ...]]:
-    """Buckets with one border moved, left out or put in, or with one that stays, or is asked for, otherwise.
+    """Yield groupings near one: a border moved, left out or put in, or one bucket that stays or is asked for otherwise.
 
     Args:
-        cuts: Where buckets may begin.
-        stays: How long they may stay.
+        cuts: Atoms at which buckets may begin.
+        stays: Ways in which they may stay.
     """
     for n, bucket in enumerate(buckets):
         before, after = buckets[:n], buckets[n + 1 :]
@@ -121,7 +125,7 @@ def neighbors(buckets: tuple[Bucket, ...], cuts: Sequence[int], stays: Sequence[
 def _bordering(
     before: tuple[Bucket, ...], one: Bucket, after: tuple[Bucket, ...], cuts: Sequence[int]
 ) -> Iterator[tuple[Bucket, ...]]:
-    """Two buckets as one, and with their border elsewhere."""
+    """Yield groupings in which two neighbors are one bucket, or have their border elsewhere."""
     other, *rest = after
     for kept in dict.fromkeys((one.keep, other.keep)):
         yield (*before, replace(one, last=other.last, keep=kept), *rest)

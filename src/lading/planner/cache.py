@@ -32,7 +32,7 @@ FOLDER_BYTES = 64 << 20
 
 
 class Asked(TypedDict, total=False):
-    """What is asked of a plan: the arguments of ``make_plan``."""
+    """Arguments of ``make_plan`` that a plan is asked for with."""
 
     budget: str | float
     budgets: Mapping[str, str | float]
@@ -42,7 +42,7 @@ class Asked(TypedDict, total=False):
 
 
 def cache_folder() -> Path | None:
-    """Where plans are kept: ``lading/plans`` in $XDG_CACHE_HOME, or in ~/.cache where that is no absolute path.
+    """Folder that plans are kept in: ``lading/plans`` in $XDG_CACHE_HOME, or in ~/.cache where that is not absolute.
 
     Returns:
         None for a user without a home directory, as in a container: nothing is kept.
@@ -115,7 +115,7 @@ def _key(graph: StepGraph, machine: Machine, asked: Asked) -> str:
 
 
 def _source_hash() -> str:
-    """A hash of Lading's source."""
+    """Hash the source of Lading."""
     root, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())

@@ -27,14 +27,14 @@ def connect(
     offsets: Sequence[int],
     host_slots: Mapping[int, int] | None = None,
 ) -> ActionList:
-    """The actions of an emission whose residency ``i`` lies at ``offsets[i]``, and what is staged in its slot."""
+    """Write the actions of an emission whose residency ``i`` lies at ``offsets[i]``, and what is staged in its slot."""
     writer = _ActionWriter(graph, emission, stretched, offsets, host_slots or {})
     writer.write()
     return writer.actions
 
 
 class _Freed:
-    """Disjoint ranges of addresses that were given up and not taken since, each with the FREE that did it."""
+    """Disjoint ranges of addresses that were freed and not taken since, each with the FREE that did it."""
 
     def __init__(self) -> None:
         self._lows: list[int] = []
@@ -66,7 +66,7 @@ class _Freed:
 
 
 class _ActionWriter:
-    """Turns items and residencies into actions.
+    """Writer of actions from items and residencies.
 
     Per storage it knows the action that made it resident and the last one that touched it; per address range, the
     action that freed it. Waits are added only across streams and only when no earlier wait covers them.

@@ -36,15 +36,19 @@ Known = dict[tuple[int, int, int, int, bool, int, str], tuple[Floats, Floats]]
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """Of each (pipeline shape, cut) of a mesh, in a row.
+    """Seconds and bytes of each (pipeline shape, way to keep states) of a mesh, in a row.
 
     Attributes:
-        start: Where each shape's begin; ``cuts`` has the cut of each.
-        gather_s, optimizer_s: What the slowest watched rank waits for.
-        reduce_s: Of the first stage; ``reduce_all_s``: of all stages of a watched rank, the slowest;
-            ``reduce_least_s``: of any stage, at least; ``reduce_ranks_s``: (number, watched rank), of all its stages.
-        bytes: (number, watched rank): states, gathered parameters and placeholders.
-        segment_gather_s, segment_reduce_s: (number, segment): of each alone, where there is no pipeline.
+        start: [shape]: where its entries begin.
+        cuts: [number]: way to keep states.
+        zero: [number]: ZeRO stage.
+        gather_s, optimizer_s: [number]: seconds that the slowest watched rank waits for.
+        reduce_s: [number]: seconds of reducing the gradients of the first stage.
+        reduce_all_s: [number]: seconds of all stages of a watched rank, the slowest.
+        reduce_least_s: [number]: least seconds of any stage.
+        reduce_ranks_s: [number, watched rank]: seconds of all its stages.
+        bytes: [number, watched rank]: states, gathered parameters and placeholders.
+        segment_gather_s, segment_reduce_s: [number, segment]: seconds of each alone, where there is no pipeline.
     """
 
     start: Ints
@@ -61,7 +65,11 @@ class Exchanges:
     segment_reduce_s: Floats
 
     def rows(self, table: PipeTable, good: Any) -> tuple[Ints, Ints]:
-        """(pipe, number here) of each combination of the pipes that ``good`` marks with their cuts."""
+        """Combine the pipes that ``good`` marks with their ways to keep states.
+
+        Returns:
+            [layout]: pipe; [layout]: number here.
+        """
         pipes = np.flatnonzero(good)
         geometry = table.geometry[pipes]
         counts = np.append(self.start[1:], len(self.cuts))[geometry] - self.start[geometry]
@@ -73,12 +81,12 @@ class Exchanges:
 def exchanges(
     space: Space, block: LayoutBlock, watched: Floats, table: PipeTable, segments: Sequence[Phases], known: Known
 ) -> Exchanges:
-    """Price all (pipeline shape, cut) of a block's mesh.
+    """Price all (pipeline shape, way to keep states) of a block's mesh.
 
     Args:
-        watched: Of ``watched_segments``.
+        watched: Result of ``watched_segments``.
         segments: Priced for any block of the mesh.
-        known: What meshes before it have priced; added to.
+        known: Seconds that meshes before it have priced; added to.
     """
     plain = segments[len(segments) // 2 :]
     alone = alone_of(plain)
@@ -93,7 +101,11 @@ def exchanges(
 
 
 def watched_segments(table: PipeTable, rows: StageRows) -> Floats:
-    """How often (pipeline shape, watched rank, first stage, or every stage at least) has each segment of the model."""
+    """Count the segments of watched ranks.
+
+    Returns:
+        [pipeline shape, watched rank, then the first stage, then the least of any stage; segment of the model].
+    """
     plain = rows.plain
     watched = watched_rows(table, rows)
     found = np.zeros((len(watched), WATCHED + 2, plain))
@@ -114,12 +126,12 @@ def watched_segments(table: PipeTable, rows: StageRows) -> Floats:
 def least_bytes(
     space: Space, block: LayoutBlock, watched: Floats, table: PipeTable, segments: Sequence[Phases], elements: Floats
 ) -> Floats:
-    """(pipeline shape, watched rank): least bytes of states that any cut leaves a rank; inf where there is no cut.
+    """[pipeline shape, watched rank]: least bytes of states, however they are kept; inf where they cannot be.
 
     Args:
-        watched: Of ``watched_segments``.
+        watched: Result of ``watched_segments``.
         segments: Priced for any block of the family.
-        elements: Parameters of each, of this block.
+        elements: [segment, kind]: parameters, of this block.
     """
     found: list[Floats] = []
     for shape in _all_shapes(space, block, watched, table, segments[len(segments) // 2 :], elements):
@@ -137,19 +149,20 @@ def least_bytes(
 
 
 def alone_of(plain: Sequence[Phases]) -> Floats:
-    """(segment, kind): parameters."""
+    """[segment, kind]: parameters."""
     return np.array([[float(s.elements.get(kind, 0)) for kind in _KINDS] for s in plain])
 
 
 @dataclass(frozen=True, eq=False)
 class Shapes:
-    """Pipeline shapes of so many ranks.
+    """Pipeline shapes of ``pp`` ranks.
 
     Attributes:
-        held: (shape, watched rank, ``FIRST`` or ``LEAST``, dense and expert parameters and segments counted).
-        placeholders: (shape, watched rank): bytes.
-        chunks: Of each shape; 0 of that without a pipeline.
-        directions: (shape, watched rank): least seconds of a matrix optimizer: the mean of who shares the matrices, or
+        chunks: [shape]: chunks of a rank; 0 of the shape without a pipeline.
+        cuts: Ways to keep states.
+        held: [shape, watched rank, ``FIRST`` or ``LEAST``; dense and expert parameters, segments]: counts.
+        placeholders: [shape, watched rank]: bytes.
+        directions: [shape, watched rank]: least seconds of a matrix optimizer: the mean of who shares the matrices, or
             the longest of them.
     """
 
@@ -164,7 +177,7 @@ class Shapes:
 def _all_shapes(
     space: Space, block: LayoutBlock, watched: Floats, table: PipeTable, plain: Sequence[Phases], elements: Floats
 ) -> Iterator[Shapes]:
-    """Of each number of pipeline ranks, in the order of the table."""
+    """Yield the shapes of each number of pipeline ranks, in the order of the table."""
     weights = np.concatenate([elements, np.ones((len(plain), 1))], axis=1)
     held, placeholders = watched @ weights, _all_placeholders(watched[:, :WATCHED], plain)
     held[..., 0] -= (watched[..., 0] > 0) * (watched @ np.array([float(one.tied) for one in plain]))
@@ -186,7 +199,7 @@ def _all_shapes(
 
 
 def _all_placeholders(watched: Floats, plain: Sequence[Phases]) -> Floats:
-    """(pipeline shape, watched rank): bytes."""
+    """[pipeline shape, watched rank]: bytes of gradients that are tensors in name only."""
     if not any(s.placeholders for s in plain):
         return np.zeros(watched.shape[:2])
     there, which = np.unique(watched.reshape(-1, len(plain)) > 0, axis=0, return_inverse=True)
@@ -195,7 +208,7 @@ def _all_placeholders(watched: Floats, plain: Sequence[Phases]) -> Floats:
 
 
 def _placeholders(there: Sequence[bool], plain: Sequence[Phases]) -> int:
-    """Bytes of gradients that are tensors in name only."""
+    """Bytes of gradients that are tensors in name only, of the segments that are marked."""
     shapes = {k: size for s, present in zip(plain, there, strict=True) if present for k, size in s.placeholders.items()}
     return sum(shapes.values())
 
@@ -243,9 +256,12 @@ def _priced(space: Space, block: LayoutBlock, shape: Shapes, alone: Floats, know
 def _by_cut(
     space: Space, block: LayoutBlock, shape: Shapes, every: Floats, known: Known
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """Seconds of gathers, reductions and updates of rows of (dense, expert) parameters, by cut; and bytes of ranks.
+    """Price rows of (dense, expert) parameters for each way to keep states.
 
     Who exchanges an expert's does not depend on ``shard``, and who exchanges the others not on the experts.
+
+    Returns:
+        [cut, row]: seconds of gathers, of reductions, of updates; [cut, shape, watched rank]: bytes.
     """
     mesh, stack = block.mesh, space.request.stack
     rows: list[list[Floats]] = [[], [], [], []]
@@ -276,14 +292,14 @@ def _by_cut(
 
 
 def _on_host(space: Space, layout: Layout, kept: Floats) -> Floats:
-    """Seconds of the optimizer on the host, at least: what the most takes, by number, as all of it is affine."""
+    """Least seconds of the optimizer on the host: what the largest number takes, scaled, as all of it is affine."""
     stack, most = space.request.stack, float(np.max(kept))
     states = kept_state_bytes(stack)
     return kept / most * host_step_s(most, layout, stack, space.machine, state_bytes=states)
 
 
 def _each(seconds: Any, elements: Floats) -> Floats:
-    """Seconds of an exchange of (number, kind) elements; nothing where there are none of a kind."""
+    """[row]: seconds of an exchange of [row, kind] elements; 0 where there are none of a kind."""
     whole = elements.astype(np.int64)
     total = np.zeros(len(elements))
     for place, kind in enumerate(_KINDS):
@@ -302,7 +318,7 @@ def _optimizer(prices: MachinePrices, kept: Floats) -> Floats:
 
 
 def _bytes(shape: Shapes, layout: Layout, request: StepRequest) -> Floats:
-    """(shape, watched rank): states of a rank, and placeholders of gradients.
+    """[shape, watched rank]: bytes of states, and of placeholders of gradients.
 
     Where parameters are cut, gradients come with backward, and gathered ones go with their unit: neither is counted, as
     they need not be there when activations are most; nor are gradients where a stack drops them, or cut ones where the
@@ -320,9 +336,9 @@ def _bytes(shape: Shapes, layout: Layout, request: StepRequest) -> Floats:
 
 
 def _whole_bytes(shape: Shapes, layout: Layout, stack: Stack) -> Floats:
-    """(shape, watched rank): what of cut parameters and gradients is whole in a pipeline, at least.
+    """[shape, watched rank]: least bytes of cut parameters and gradients that are whole in a pipeline.
 
-    Gradients of all chunks; parameters of all of up to three chunks, of more those of the largest.
+    These are gradients of all chunks; parameters of all of up to three chunks, of more those of the largest.
     """
     if not layout.is_pipeline or layout.zero < 2 or stack.drops_gradients:
         return np.zeros((len(shape.held), WATCHED))

@@ -43,7 +43,7 @@ _ROWS_PER_ROUND = 32
 
 @dataclass(frozen=True)
 class _GapColumns:
-    """Columns of a gap in one tier: its share, and its reads and writes from window ``first`` on."""
+    """Columns of one gap in one tier: its share, and its reads and writes from window ``first`` on."""
 
     share: int
     first: int
@@ -52,20 +52,20 @@ class _GapColumns:
 
 
 def flow(problem: ResidencyProblem, budget_bytes: int, windows: int) -> RelaxedResidency | None:
-    """Solve the flow.
+    """Solve the flow of a step: a lower bound that knows when bytes move.
 
     Args:
         budget_bytes: Bytes of the arena.
         windows: K, >= 1.
 
     Returns:
-        None if not even the flow fits.
+        Shares of each option and seconds; None if not even the flow fits.
     """
     return _Program(problem, budget_bytes, windows).solve()
 
 
 class _Program:
-    """One linear program in HiGHS, its columns and rows collected first and handed over at once."""
+    """Linear program of a flow in HiGHS, whose columns and rows are collected first and handed over at once."""
 
     def __init__(self, problem: ResidencyProblem, budget_bytes: int, windows: int) -> None:
         self.problem, self.windows = problem, windows
@@ -145,7 +145,10 @@ class _Program:
         return [(c, f[option]) for c, f in zip(self.problem.candidates, self.flows, strict=True) if option in f]
 
     def _add_limit(self, parts: Sequence[tuple[Tier, float, float]]) -> None:
-        """Each window takes the seconds of all bytes read and written; ``parts`` are (tier, per byte, per byte)."""
+        """Add rows: each window takes the seconds of its bytes.
+
+        ``parts``: (tier, seconds per byte read, per byte written).
+        """
         terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
         for tier, a, b in parts:
             for candidate, found in self._flows_to(tier):

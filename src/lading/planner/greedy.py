@@ -31,11 +31,11 @@ _OPS, _ROOMS = 1500, (1.0, 0.95, 0.9, 0.8)
 
 @dataclass
 class Greedy:
-    """One run of the greedy.
+    """Result of one run of the greedy.
 
     Attributes:
-        choices: RECOMPUTE for every gap over which something was evicted.
-        step_s: Operations and what was made again; None where it was given up.
+        choices: RECOMPUTE for every gap over which a storage was evicted.
+        step_s: Seconds of operations and of what was made again; None where the run was given up.
     """
 
     choices: Choices = field(default_factory=lambda: {})
@@ -43,10 +43,10 @@ class Greedy:
 
 
 def evicting(step: StepProblem, best_s: Callable[[], float]) -> Iterator[Found]:
-    """Plans that fit in which persistent storages wait on lower tiers, and activations are evicted by the greedy.
+    """Yield plans that fit in which persistent storages wait on lower tiers, and the greedy evicts activations.
 
     Args:
-        best_s: What a plan must take less than; asked before each.
+        best_s: Gives the seconds that a plan must be below; asked before each.
     """
     if len(step.graph.ops) > _OPS:
         return
@@ -62,10 +62,11 @@ def evicting(step: StepProblem, best_s: Callable[[], float]) -> Iterator[Found]:
 
 
 def run(step: StepProblem, away: Choices, room_bytes: int, below_s: float = float("inf")) -> Greedy:
-    """The step within ``room_bytes``; persistent storages whose gaps are in ``away`` are there only when used.
+    """Run a step within ``room_bytes``, evicting what is cheap to make again.
 
     Args:
-        below_s: It is given up as soon as it cannot take less than this.
+        away: Gaps of persistent storages, which are there only when used.
+        below_s: Seconds; the run is given up as soon as it cannot take less.
     """
     return _GreedyRun(step, away, room_bytes, below_s).run()
 
@@ -129,7 +130,7 @@ class _GreedyRun:
                 self._free(storage)
 
     def _ensure(self, storage: int, locked: set[int]) -> None:
-        """Make a storage resident; what is needed for that is locked meanwhile."""
+        """Make a storage resident; the storages needed for that are locked meanwhile."""
         stack = [storage]
         while stack:
             wanted = stack[-1]
@@ -230,6 +231,6 @@ class _GreedyRun:
         return () if producer is None else self.graph.op_reads[producer]
 
     def _results(self, storage: int) -> list[int]:
-        """Those that are still to be used."""
+        """Storages made from this one that are still to be used."""
         made = self.readers.get(storage, ())
         return [s for s in made if 0 < self.next_use[s] < len(self.lives.uses[s])]

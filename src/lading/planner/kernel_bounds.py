@@ -1,4 +1,4 @@
-"""Kernel bounds: what every block of a family takes at least, from the kernels of one of them.
+"""Kernel bounds: least costs of every block of a family, from the kernels of one of them.
 
 [Note: kernel bounds]
 Blocks of a family are cut alike and differ in the micro-batch and in the ways of expert parallel. The one with most of
@@ -42,7 +42,13 @@ _Sent = tuple[bool, Collective]
 
 @dataclass(frozen=True, eq=False)
 class _MovingKernels:
-    """Kernels of one class that move bytes: where each is counted, its bytes, and how many times longer it takes."""
+    """Kernels of one class that move bytes.
+
+    Attributes:
+        places: [kernel]: stretch that it is counted in.
+        sizes: [kernel]: bytes.
+        factors: [kernel]: how many times longer it takes in a running step.
+    """
 
     places: Ints
     sizes: Floats
@@ -51,7 +57,7 @@ class _MovingKernels:
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """A product whose groups the host may launch one by one: it takes no less than that."""
+    """Product of several groups, which takes at least as long as the host needs to launch them one by one."""
 
     place: int
     factor: float
@@ -62,7 +68,14 @@ class _Grouped:
 
 @dataclass(frozen=True, eq=False)
 class _Terms:
-    """Kernels of some stretches, each stretch with a place: see ``KernelFloor``."""
+    """Sums over the kernels of some stretches, each stretch with a place (``lading.cost.kernels.KernelFloor``).
+
+    Attributes:
+        linear_s: [stretch]: seconds that shrink with the tokens.
+        fixed_s: [stretch]: seconds that do not.
+        moved: Kernels that move bytes, by class.
+        sent: [stretch]: how often each collective runs.
+    """
 
     linear_s: Floats
     fixed_s: Floats
@@ -71,7 +84,7 @@ class _Terms:
     sent: dict[_Sent, Floats]
 
     def seconds(self, share: float, device: Device) -> Floats:
-        """Of each stretch but for ``grouped`` and ``sent``, with a share of the tokens."""
+        """[stretch]: least seconds with a share of the tokens, ``grouped`` and ``sent`` left out."""
         total = share * self.linear_s + self.fixed_s
         for kind, moved in self.moved.items():
             sizes: Any = moved.sizes * share
@@ -81,10 +94,12 @@ class _Terms:
 
 
 def _terms(kernels: Sequence[Sequence[Kernel]], prices: Sequence[MachinePrices], outer: Sequence[bool]) -> _Terms:
-    """Sum up stretches.
+    """Sum up the kernels of stretches.
 
     Args:
-        prices: Of each stretch; ``outer``: whether it is outside the blocks.
+        kernels: By stretch.
+        prices: By stretch.
+        outer: By stretch: whether it is outside the blocks.
     """
     linear, fixed = np.zeros(len(kernels)), np.zeros(len(kernels))
     moved: dict[str, list[tuple[int, float, float]]] = {}
@@ -109,19 +124,19 @@ def _terms(kernels: Sequence[Sequence[Kernel]], prices: Sequence[MachinePrices],
 
 
 def _floor(kernel: Kernel, prices: MachinePrices) -> tuple[KernelFloor, float]:
-    """Of a kernel, and how many times longer it takes in a running step."""
+    """Least seconds of a kernel by part, and how many times longer it takes in a running step."""
     factor = prices.in_situ(cause_of(kernel, prices.precision))
     floor = floor_of(kernel, prices.machine.device, prices.stack, prices.precision)
     return floor, factor * (prices.stack.imbalance if kernel.is_experts else 1.0)
 
 
 class KernelBounds:
-    """What the blocks of a family take at least ([Note: kernel bounds])."""
+    """Least costs of the blocks of a family ([Note: kernel bounds])."""
 
     def __init__(
         self, leader: LayoutBlock, plain: Sequence[Phases], prices: MachinePrices, outer: Sequence[bool]
     ) -> None:
-        """Of a leader.
+        """Sum up the kernels of the leader.
 
         Args:
             plain: Segments of the leader of which nothing is recomputed.
@@ -150,10 +165,10 @@ class KernelBounds:
         self._again[mode] = _terms(again, *self._priced(1)), segments
 
     def plain(self, block: LayoutBlock, prices: MachinePrices) -> SegmentCosts:
-        """Of a member of which nothing is recomputed.
+        """Least costs of a member of which nothing is recomputed.
 
         Args:
-            prices: Of the member.
+            prices: Prices of the member.
         """
         return self._costs(block, prices, self._own_s(block, prices).reshape(4, -1), self._plain)
 
@@ -179,7 +194,7 @@ class KernelBounds:
         return self._of(self._own, "", block, prices)
 
     def _of(self, terms: _Terms, key: str, block: LayoutBlock, prices: MachinePrices) -> Floats:
-        """Seconds of each stretch."""
+        """[stretch]: least seconds of a member."""
         share, device = block.micro_batch / self.leader.micro_batch, prices.machine.device
         known = key, block.micro_batch
         if known not in self._seconds:
@@ -195,7 +210,7 @@ class KernelBounds:
         return total + self._sent_s(terms.sent, block, prices)
 
     def _sent_s(self, sent: Mapping[_Sent, Floats], block: LayoutBlock, prices: MachinePrices) -> Floats | float:
-        """Seconds of collectives of each stretch, less what computing may hide."""
+        """[stretch]: seconds of collectives, less what computing may hide."""
         share = block.micro_batch / self.leader.micro_batch
         total: Floats | float = 0.0
         for (out, collective), counts in sent.items():

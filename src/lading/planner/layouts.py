@@ -1,4 +1,4 @@
-r"""Layouts: the fastest way to spread a training step over devices, found in the whole joint space.
+"""Layouts: the fastest way to spread a training step over devices, found in the whole joint space.
 
 The optimisation. A layout x = (block, pipe, cut) has a block (tp, cp, ep, etp, sp, micro-batch, how keys and values
 meet, precision, recompute mode), a pipe (pp, vpp, schedule, layers recomputed) and a cut (zero, shard); dp follows.
@@ -16,24 +16,38 @@ With T(x) the seconds of a step by events and M_k(x) the bytes at moment k,
 How it is solved. T and M are bounded from below by closed forms on the same table of costs (``bounds.step_bounds``,
 ``bounds.peak_bounds``): a block is priced once by the simulator's own code, its pipes and cuts are arrays. In the order
 of their bounds the layouts are then simulated by events (``refine.refined``) until ``top`` fit and no bound of what is
-left is below the slowest of these: the best is then proven within the model, with a bucket of gradients a block. Other
-sizes of its buckets are tried then (``reductions.best_bucket``). Of equally fast
-layouts what needs least memory comes first, then the first by name (``Refined.order``): every process finds the same.
+left is below the slowest of these: the best is then proven within the model, with a bucket of gradients a block. Of
+equally fast layouts what needs least memory comes first, then the first by name (``Refined.order``): every process
+finds the same.
+
+[Note: size of buckets]
+Of the fastest layout other sizes of gradient buckets are tried last (``best_bucket``). Gradients of G bytes come evenly
+while the last backward runs for B seconds, and t(x) is what reducing x bytes takes, latency included. In n buckets the
+step is longer by
+
+    E(n) = max(t(G / n), n t(G / n) - (1 - 1 / n) B)
+
+as the last bucket waits for the last gradient, or all buckets for the network: few are late, many cost latency. ``E``
+is convex in n but for steps of t and for how full the last bucket is, so sizes a factor of two apart are tried, then
+quarters of that around the best; each is simulated (``best_bucket``), with the units as they are (``lading.sim.step``)
+or the stages (``lading.program.emit``). A size is taken if it saves a share worth having of the step; else a block is a
+bucket, as the stacks have it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lading.errors import ConfigError
 from lading.ir.clusterplan import ClusterPlan
+from lading.ir.graph import DTYPE_BYTES
 from lading.planner.nearest import hopeless, impossible, infeasible
 from lading.planner.peaks import room_of
-from lading.planner.reductions import BucketComparison, best_bucket
 from lading.planner.refine import Proof, Refined, refine, refined
 from lading.planner.search import LayoutSearch, Tell
 from lading.planner.space import Space
-from lading.sim.simulate import Simulated
+from lading.sim.simulate import Priced, Simulated, simulate
+from lading.units import format_capacity
 
 #: Faster layouts that do not fit, shown beside those that do.
 _OVER = 4
@@ -41,14 +55,15 @@ _OVER = 4
 
 @dataclass(frozen=True)
 class Layouts:
-    """What was found.
+    """Result of a search for layouts.
 
     Attributes:
-        best: That fit, the fastest first.
-        over: Faster than the best, but they do not fit.
-        counted: Layouts of the space; ``evaluated``: of them, those bounded one by one.
-        left_out: Of the space.
-        bucket: What other sizes of the winner's buckets would do; None where it has none.
+        best: Layouts that fit, the fastest first.
+        over: Layouts faster than the best that do not fit.
+        counted: Number of layouts of the space.
+        evaluated: Number of these that were bounded one by one.
+        left_out: Layouts that were not searched, in words.
+        bucket: Effect of other sizes of the winner's buckets; None where it has none.
     """
 
     space: Space
@@ -62,30 +77,30 @@ class Layouts:
 
     @property
     def chosen(self) -> Simulated:
-        """The fastest, with the size of its buckets."""
+        """Fastest layout, simulated with the size of its buckets."""
         return self.bucket.simulated if self.bucket and self.bucket.is_worth else self.winner.simulated
 
     @property
     def winner(self) -> Refined:
-        """The fastest."""
+        """Fastest layout that fits."""
         return self.best[0]
 
     @property
     def proven(self) -> int:
-        """How many of the best no other layout of the space comes before."""
+        """Number of the best layouts that no other layout of the space comes before."""
         return sum(one.step_s <= self.proof.rest_s for one in self.best)
 
     @property
     def bound_s(self) -> float:
-        """No layout of the space that fits takes less."""
+        """Seconds that no layout of the space that fits is below."""
         return min(self.winner.step_s, self.proof.rest_s)
 
 
 def find_layouts(space: Space, tell: Tell = lambda done, of, what: None) -> Layouts:
-    """Search, bound and simulate.
+    """Find the fastest layouts: search, bound and simulate.
 
     Args:
-        tell: Called with what is done, of how many, and what it is.
+        tell: Called with the number done, of how many, and what they are.
     Raises:
         ConfigError: no layout can be.
         PlanInfeasible: none fits; it names the binding moment, by how much, and the nearest plans that fit.
@@ -114,7 +129,7 @@ def find_layouts(space: Space, tell: Tell = lambda done, of, what: None) -> Layo
 
 
 def cluster_plan(found: Layouts, version: str) -> ClusterPlan:
-    """The winner, to be saved."""
+    """Make the plan of the winning layout, to be saved."""
     winner, space = found.winner, found.space
     return ClusterPlan(
         version=version,
@@ -132,3 +147,66 @@ def cluster_plan(found: Layouts, version: str) -> ClusterPlan:
         policy="layout search",
         assumptions=winner.simulated.assumed,
     )
+
+
+#: Sizes that are tried: so many bytes, and twice as many again and again; of more buckets the latencies add up. Less of
+#: a step than the share is not taken.
+_LEAST_BYTES, _MOST_BUCKETS, _WORTH = 1 << 20, 512, 1e-3
+
+
+@dataclass(frozen=True)
+class BucketComparison:
+    """Effect of the size of gradient buckets on a layout.
+
+    Attributes:
+        block_bytes: Bytes of the gradients of the largest block, as stacks reduce them.
+        best_bytes: Best of the other sizes.
+        simulated: Step with that size.
+        saves_s: Seconds it saves of a step; negative where none is better than a block each.
+        is_worth: Whether that is a share worth having.
+    """
+
+    block_bytes: int
+    best_bytes: int
+    simulated: Simulated
+    saves_s: float
+    is_worth: bool
+
+    def __str__(self) -> str:
+        said = f"gradients: reduced a block at a time, up to {format_capacity(self.block_bytes)}"
+        share = self.saves_s / (self.simulated.step.step_s + self.saves_s)
+        size = f"buckets of {format_capacity(self.best_bytes)}"
+        if self.is_worth:
+            return f"gradients: reduced in {size}, which saves {share:.1%} of the step against a block at a time"
+        return f"{said}; {size}, the best of other sizes, would change the step by {-share:+.2%}"
+
+
+def best_bucket(found: Simulated) -> BucketComparison | None:
+    """Find the best size of gradient buckets for a simulated layout; None where nothing is reduced beside backward."""
+    layout, stack = found.request.layout, found.request.stack
+    alone = layout.dp * layout.cp == 1 or layout.zero >= (2 if layout.is_pipeline else 3)
+    if alone or not stack.overlap_grad_reduce or found.machine.processes is not None:
+        return None
+    width = DTYPE_BYTES[stack.gradient_dtype]
+    priced = Priced(found.machine, found.table, found.segments)
+    whole = width * max(sum(stage.trained.values()) for stage in found.step.stages)
+    blocks = [each for each in found.segments if each.segment.enters and each.segment.leaves]
+    block = width * max(sum(each.trained.values()) for each in blocks or found.segments)
+    tried: dict[int, Simulated] = {}
+
+    def step_s(size: int) -> float:
+        if size not in tried:
+            request = replace(found.request, layout=replace(layout, bucket_bytes=size))
+            tried[size] = simulate(request, found.table, priced)
+        return tried[size].step.step_s
+
+    size = _LEAST_BYTES
+    while size * _MOST_BUCKETS < whole:
+        size *= 2
+    octaves = [size]
+    while octaves[-1] < whole:
+        octaves.append(2 * octaves[-1])
+    first = min(octaves, key=step_s)
+    size = min((round(first * 2 ** (quarter / 4)) for quarter in range(-3, 4)), key=step_s)
+    saves_s = found.step.step_s - step_s(size)
+    return BucketComparison(block, size, tried[size], saves_s, saves_s > _WORTH * found.step.step_s)

@@ -1,8 +1,9 @@
 """Least: bytes that every layout needs, from the number of parameters alone, before anything is priced.
 
 Whatever the layout, some rank holds each parameter, its gradient and its optimizer state at the start of a run
-(``lading.memory.moments``). What a rank needs is therefore no less, in the mean of all ranks and so for the fullest
-one, than the sum of all divided by the ranks.
+(``lading.memory.moments``). A rank therefore needs no less, in the mean of all ranks and so on the fullest one, than
+the
+sum of all divided by the ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from lading.sim.updates import least_stack
 
 @dataclass(frozen=True)
 class Least:
-    """What the fullest device needs at the least.
+    """Bytes that the fullest device needs at the least.
 
     Attributes:
-        device_bytes: Of its own memory, with the optimizer's states there.
-        host_bytes: Of its part of the host's memory, with the states, and the gradients that update them, there.
+        device_bytes: Bytes of its memory, with the optimizer's states there.
+        host_bytes: Bytes of its share of the host's memory, with the states, and the gradients that update them, there.
     """
 
     device_bytes: int
@@ -31,10 +32,10 @@ class Least:
 
     @staticmethod
     def of(request: StepRequest, table: ModelTable, devices: int) -> Least:
-        """Of a request whose layout has the precision.
+        """Count the least bytes of a request whose layout has the precision.
 
         Args:
-            devices: Over which all can be spread.
+            devices: Number of devices that all can be spread over.
         """
         stack = least_stack(request)
         number, states = table_parameters(table, request.seq_len), kept_state_bytes(stack)

@@ -1,7 +1,21 @@
-"""The linear program of ``planner.relaxation`` in HiGHS, solved for one budget after another."""
+"""The linear program of ``planner.relaxation`` in HiGHS, for one budget after another, and a bound by its prices.
+
+[Note: bound by prices]
+On a large step a lower bound on all plans comes from weak duality instead of the whole linear program
+(``dual_bound_s``). Any prices >= 0 of memory at each position, of the time rows (adding up to at most 1) and of a
+tier's capacity bound the relaxation of ``planner.relaxation`` from below: with them each gap takes its cheapest option
+by itself,
+
+    bound = p_compute sum c - sum_t p_t room_t - sum_tier p_tier capacity + sum_g min_o price(g, o),
+
+where the price of a write, and of a place in a tier, is split over the gaps it serves (``_split``; any split will do).
+Good prices are the dual values of the folded program. A folded memory row stands for the layers around it, so its price
+is also tried spread over more positions, and the best bound counts.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -9,7 +23,7 @@ import numpy as np
 
 from lading.ir.machine import Tier, wires
 from lading.ir.plan import Option
-from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, spans
+from lading.planner.relaxation import Folding, RelaxedResidency, ResidencyProblem, spans
 
 #: Price of moved or recomputed work that hides, against a second of step time.
 _TIE = 1e-3
@@ -21,15 +35,24 @@ _SETTLED = 6
 def solve(
     problem: ResidencyProblem, budget_bytes: int, *, windows: int = 0, extra: np.ndarray | None = None
 ) -> RelaxedResidency | None:
-    """Solve the relaxation once. Arguments as of ``Relaxation`` and ``Relaxation.solve``."""
+    """Solve the relaxation of one step once.
+
+    Args:
+        budget_bytes: Bytes of the arena.
+        windows: Windows of equal compute time, >= 1; 0 solves for a lower bound (``Relaxation``).
+        extra: [position]: bytes to reserve besides ``problem.base``.
+
+    Returns:
+        The optimum; None if even the relaxation does not fit.
+    """
     return Relaxation(problem, windows).solve(budget_bytes, extra)
 
 
 class Relaxation:
-    """One linear program in HiGHS, solved for several budgets; a later solve starts from the one before.
+    """Linear program of a step in HiGHS, solved for several budgets; a later solve starts from the one before.
 
     Columns are T by window, then the shares of each class's options but keep (which is what they leave), then writes,
-    then what a tier holds. Gaps are classed by ``planner.classes``: those of one class have the same shares.
+    then what a tier holds. Gaps are classed by ``planner.relaxation.fold``: those of one class have the same shares.
     """
 
     def __init__(self, problem: ResidencyProblem, windows: int = 0) -> None:
@@ -68,7 +91,7 @@ class Relaxation:
         return [tier for tier in self.problem.tiers if Option(tier.name) in self.table.has]
 
     def _add_columns(self, costs: np.ndarray, upper: float = 1.0) -> np.ndarray:
-        """New columns in [0, upper]; returns their numbers."""
+        """Add columns in [0, upper] with these costs; returns their numbers."""
         none_i, none_f = np.empty(0, np.int32), np.empty(0)
         size = len(costs)
         self.model.addCols(size, costs, np.zeros(size), np.full(size, upper), 0, none_i, none_i, none_f)
@@ -76,7 +99,10 @@ class Relaxation:
         return np.arange(self.count - size, self.count)
 
     def _add_rows(self, low: np.ndarray, high: np.ndarray, terms: Sequence[_Terms]) -> None:
-        """New rows; ``terms`` are (row, column, value) triples of arrays, values of equal places add up."""
+        """Add rows between ``low`` and ``high``.
+
+        ``terms`` are (row, column, value) triples of arrays, equal places add up.
+        """
         size = len(low)
         row, column, value = (np.concatenate([t[k] for t in terms]) for k in range(3))
         place, inverse = np.unique(row.astype(np.int64) * self.count + column, return_inverse=True)
@@ -102,7 +128,10 @@ class Relaxation:
             self._add_rows(np.full(count, -self.inf), np.ones(count), terms)
 
     def _add_writes(self) -> None:
-        """``written[tier]`` holds (version, its column, its window, its bytes) as arrays."""
+        """Add a column per version and tier.
+
+        ``written[tier]`` holds (version, its column, its window, its bytes) as arrays.
+        """
         table = self.table
         self.written: dict[Option, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
         for tier in self._offered():
@@ -125,7 +154,7 @@ class Relaxation:
                 self._add_rows(np.zeros(len(rows)), np.full(len(rows), self.inf), terms)
 
     def _add_capacity(self) -> None:
-        """Storages that are ever in a tier must fit there together; a row only where they might not."""
+        """Add rows that keep the storages ever in a tier within its budget; none where all of them fit together."""
         table = self.table
         for name, capacity in self.problem.capacity_bytes.items():
             if name not in table.has:
@@ -181,13 +210,16 @@ class Relaxation:
             self._add_rows(np.zeros(self.windows), np.full(self.windows, self.inf), (own, *terms))
 
     def _tier_terms(self, option: Option, limit: _Limit) -> tuple[_Terms, ...]:
-        """Minus the time of a tier's transfers; ``limit`` is seconds per read, byte read, write, byte written."""
+        """Terms that take a tier's transfer seconds off a window.
+
+        ``limit``: seconds per read, byte read, write, byte written.
+        """
         column, window, size = self.written[option]
         writes = (window, column, -limit[2] - size * limit[3])
         return (*self._in_window(option, -limit[0] - self.table.size * limit[1]), writes)
 
     def _in_window(self, option: Option, value: np.ndarray) -> tuple[_Terms, ...]:
-        """Terms that count ``value`` of every gap with the option in the window of the use it serves."""
+        """Terms that count ``value`` ([gap], seconds), for gaps with an option, in the window of the use it serves."""
         table = self.table
         users = np.flatnonzero(table.has[option])
         return ((self.window[table.end[users]], self.column[option][table.class_of[users]], value[users]),)
@@ -197,10 +229,10 @@ class Relaxation:
 
         Args:
             budget_bytes: Bytes of the arena.
-            extra: Bytes to reserve at each position besides ``base``.
+            extra: [position]: bytes to reserve besides ``base``.
 
         Returns:
-            None if even the relaxation does not fit.
+            Shares of each option for each candidate, and seconds; None if even the relaxation does not fit.
         """
         self.room = budget_bytes - self.problem.base - (0 if extra is None else extra)
         if self.room.min(initial=0) < 0:
@@ -225,7 +257,7 @@ class Relaxation:
         return self._optimum()
 
     def settled(self, relaxed: RelaxedResidency) -> RelaxedResidency:
-        """The solution with the shares of the largest storages made whole, the others solved for again each time.
+        """Solve again with the shares of the largest storages made whole, step by step; the others are free each time.
 
         Call it right after ``solve``. A share that is rounded moves up to a storage more than it should; what is small
         then makes up for what is large. Ends where nothing is split, or where rounding leaves no solution.
@@ -249,7 +281,11 @@ class Relaxation:
         return relaxed
 
     def _split(self, values: np.ndarray, fixed: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Columns of the largest half (by bytes) of the classes whose shares are not whole, and whole shares."""
+        """Find the largest half, by bytes, of the classes whose shares are split.
+
+        Returns:
+            Their columns, and a whole share for each.
+        """
         table, shares = self.table, self._shares(values)
         seats = np.bincount(table.class_of, minlength=table.num_classes)
         options = list(shares)
@@ -291,18 +327,22 @@ class Relaxation:
         return RelaxedResidency(shares, float(values[: self.windows].sum()))
 
     def _shares(self, values: np.ndarray) -> dict[Option, np.ndarray]:
-        """Share of each option but keep, by class; 0 where a class lacks it."""
+        """Share in [0, 1] of each option but keep, by class; 0 where a class lacks the option."""
         return {option: np.where(at >= 0, values[at], 0.0) for option, at in self.column.items()}
 
     def _optimum(self) -> np.ndarray | None:
-        """Values of all columns, or None if there is no solution."""
+        """Run HiGHS; values of all columns, or None if there is no solution."""
         self.model.run()
         if self.model.getModelStatus() != self.optimal:
             return None
         return np.asarray(self.model.getSolution().col_value)
 
     def usage(self, shares: dict[Option, np.ndarray]) -> np.ndarray:
-        """Bytes that candidates take at each position, of the share of each option but keep by class."""
+        """[position]: bytes that candidates take there.
+
+        Args:
+            shares: By class: share of each option but keep.
+        """
         table = self.table
         kept = 1.0 - sum(shares.values(), np.zeros(table.num_classes))
         change = np.zeros(self.problem.num_ops + 1)
@@ -355,10 +395,16 @@ _Terms = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class CandidateArrays:
-    """The candidates as arrays, one entry each.
+    """Candidate gaps as arrays, one entry each.
 
-    ``has`` says which offer an option but keep; ``held`` has (candidate, first, last position) of each range of
-    positions at which an option takes the storage's bytes.
+    Attributes:
+        class_of: Number of the class that decides the gap.
+        storage, start, end: Storage, and the operations at which the gap starts and ends.
+        size: Bytes of the storage.
+        again_s: Seconds of recomputing it.
+        version: Number of the value that crosses the gap; -1 where a lower tier always has it.
+        has: Which candidates offer an option, keep left out.
+        held: (candidate, first, last position) of each range at which an option takes the storage's bytes.
     """
 
     num_classes: int
@@ -374,7 +420,7 @@ class CandidateArrays:
 
     @staticmethod
     def of(problem: ResidencyProblem, bound: bool) -> CandidateArrays:
-        """The candidates of a problem."""
+        """Collect the candidates of a problem; ``bound``: as a lower bound counts them, which leaves estimates out."""
         rows = problem.candidates
         versions = {key: number for number, key in enumerate(dict.fromkeys(c.version for c in rows if c.version))}
         options = (Option.RECOMPUTE, *(Option(tier.name) for tier in problem.tiers))
@@ -398,7 +444,7 @@ class CandidateArrays:
         )
 
     def summed(self, value: np.ndarray) -> np.ndarray:
-        """Sum of a value over the members of each class."""
+        """[class]: a value of the candidates, summed over each class."""
         return np.bincount(self.class_of, weights=value, minlength=self.num_classes)
 
     def bytes_held(self, option: Option, position: int) -> np.ndarray:
@@ -412,7 +458,7 @@ class CandidateArrays:
 
 
 def _ranges(rows: Sequence[Sequence[tuple[int, int]]]) -> _Terms:
-    """Each range of each row: the row, its first and its last position."""
+    """Flatten ranges by row into three arrays: the row of each range, its first and its last position."""
     found = np.array([(who, a, b) for who, ranges in enumerate(rows) for a, b in ranges], dtype=np.int64).reshape(-1, 3)
     return found[:, 0], found[:, 1], found[:, 2]
 
@@ -422,7 +468,11 @@ def _ints(values: Iterable[int]) -> np.ndarray:
 
 
 def _kinds(owners: np.ndarray, classes: np.ndarray) -> tuple[list[tuple[int, ...]], np.ndarray]:
-    """Owners (versions, storages) whose gaps are of the same classes: these classes, and the kind of each owner."""
+    """Group owners (versions or storages) whose gaps lie in the same classes.
+
+    Returns:
+        Classes of each group; [owner]: its group.
+    """
     members: dict[int, list[int]] = {}
     for owner, found in zip(owners.tolist(), classes.tolist(), strict=True):
         members.setdefault(owner, []).append(found)
@@ -432,9 +482,10 @@ def _kinds(owners: np.ndarray, classes: np.ndarray) -> tuple[list[tuple[int, ...
 
 
 def facets(tier: Tier) -> tuple[tuple[float, float], ...]:
-    """(seconds per byte read, per byte written) of each limit on the tier's rates.
+    """Limits of a tier that reads and writes at once, as (seconds per byte read, seconds per byte written).
 
-    What a tier can do is the convex hull of: nothing, reading alone, writing alone, and both side by side.
+    The pairs of rates a tier can reach are the convex hull of: nothing, reading alone, writing alone, both side by
+    side.
     """
     read, write = tier.read_bytes_per_s, tier.write_bytes_per_s
     both_read, both_write = min(tier.mixed_read_bytes_per_s, read), min(tier.mixed_write_bytes_per_s, write)
@@ -443,3 +494,84 @@ def facets(tier: Tier) -> tuple[tuple[float, float], ...]:
     first = (1.0 / read, (1.0 - both_read / read) / both_write)
     second = ((1.0 - both_write / write) / both_read, 1.0 / write)
     return (first, second)
+
+
+#: Shares of the step over which a memory row's price is spread.
+_SPREADS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.04)
+
+
+def dual_bound_s(problem: ResidencyProblem, folding: Folding, budget_bytes: int) -> float:
+    """Lower bound, in seconds, over all plans within a budget ([Note: bound by prices]).
+
+    Args:
+        problem: Built with ``every``.
+        folding: Classes of its candidates; only the prices come from them.
+        budget_bytes: Bytes of the arena.
+
+    Returns:
+        Seconds; 0.0 where there is no bound.
+    """
+    folded = Relaxation(dataclasses.replace(problem, folding=folding))
+    if folded.solve(budget_bytes) is None:
+        return 0.0
+    table = CandidateArrays.of(dataclasses.replace(problem, folding=None), True)
+    duals = folded.duals()
+    room = (budget_bytes - problem.base) / 1e6
+    return max(_value(problem, table, folded, duals, _spread(folded, duals, share), room) for share in _SPREADS)
+
+
+def _spread(folded: Relaxation, duals: np.ndarray, share: float) -> np.ndarray:
+    """[position]: price of a MB of memory, each row's price spread over ``share`` of the step around it."""
+    prices = np.zeros(folded.problem.num_ops)
+    half = int(share * len(prices))
+    for row, position in enumerate(folded.positions, folded.first_memory_row):
+        here = slice(max(0, position - half), position + half + 1)
+        prices[here] += max(0.0, -float(duals[row])) / len(prices[here])
+    return prices
+
+
+def _value(
+    problem: ResidencyProblem,
+    table: CandidateArrays,
+    folded: Relaxation,
+    duals: np.ndarray,
+    memory: np.ndarray,
+    room: np.ndarray,
+) -> float:
+    """Value of the bound in seconds at given prices ([Note: bound by prices]).
+
+    Args:
+        memory: [position]: price of a MB.
+        room: [position]: MB left to candidates.
+    """
+    prices = {row: max(0.0, float(duals[row])) for _, _, row in folded.time_rows}
+    scale = 1.0 / max(1.0, sum(prices.values()))
+    memory = memory * scale
+    until = np.concatenate([[0.0], np.cumsum(memory)])
+    who, first, last = table.held[Option.KEEP]
+    paid = (until[last + 1] - until[first]) * table.size[who] / 1e6
+    least = np.bincount(who, weights=paid, minlength=len(table.size))
+    compute = sum(price * scale for row, price in prices.items() if row == folded.time_rows[0][2])
+    if Option.RECOMPUTE in table.has:
+        again = np.where(table.has[Option.RECOMPUTE], compute * table.again_s, np.inf)
+        least = np.minimum(least, again)
+    total = compute * problem.op_seconds.sum() - memory @ room
+    best = least
+    for option in table.has.keys() - {Option.RECOMPUTE}:
+        limits = [(limit, prices[row] * scale) for found, limit, row in folded.time_rows if found == option]
+        read = sum(price * (limit[0] + table.size * limit[1]) for limit, price in limits)
+        write = sum(price * (limit[2] + table.size * limit[3]) for limit, price in limits)
+        saved = np.where(table.has[option], np.maximum(least - read, 0.0), 0.0)
+        price = read + _split(np.where(table.version >= 0, write, 0.0), table.version, saved)
+        if option in folded.capacity_rows:
+            held = scale * max(0.0, -float(duals[folded.capacity_rows[option]]))
+            total -= held * problem.capacity_bytes[option] / 1e6
+            price = price + _split(held * table.size / 1e6, table.storage, np.maximum(least - price, 0.0))
+        best = np.minimum(best, np.where(table.has[option], price, np.inf))
+    return float(total + best.sum())
+
+
+def _split(price: np.ndarray, owner: np.ndarray, saved: np.ndarray) -> np.ndarray:
+    """Split a price that an owner pays once over its gaps, in proportion to the seconds that each gap saves."""
+    sums = np.bincount(owner + 1, weights=saved)[owner + 1]
+    return np.where(sums > 0, price * saved / np.where(sums > 0, sums, 1.0), 0.0)

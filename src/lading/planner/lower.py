@@ -24,17 +24,18 @@ from lading.planner.schedule import Stretched, base_profile, stretch, wrapped
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What the lowering and the policies know of the step's operations.
+    """Seconds and bytes of a step's operations, as the lowering and the policies need them.
 
     Attributes:
-        op_seconds: Time of each operation.
+        op_seconds: Seconds of each operation.
         workspace_bytes: Scratch of each operation outside the arena.
-        columns: Of products that BLAS keeps memory for (``lading.cost.compute.packed_columns``).
+        columns: Columns of products that BLAS keeps memory for (``lading.cost.compute.packed_columns``).
         compiled: Products that a CPU's library compiles code for (``lading.cost.compute.compiled_products``).
         decomposes: Whether matrices are decomposed (``lading.cost.compute.decomposes``).
-        save_bytes: What saving between two steps takes of the device beside what lies there.
-        kept_bytes: What the step's kernels were measured to leave behind in the process; None where they were not, and
-            it is worked out from the three before.
+        save_bytes: Bytes of the device that saving between two steps takes beside what lies there.
+        kept_bytes: Bytes that the step's kernels were measured to leave behind in the process; None where they were
+            not,
+            and they are worked out from the three before.
         spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
     """
 
@@ -50,13 +51,13 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A lowering: the Program, or how far it is from fitting.
+    """Result of a lowering: the Program, or how far it is from fitting.
 
     Attributes:
-        program: None when the arena does not fit.
-        emission: The items, to say what is alive where.
+        program: Program; None when the arena does not fit.
+        emission: Items and residencies, to say what is alive where.
         excess_bytes: Bytes above the arena's budget; 0 when it fits.
-        peak_item: The item where most is resident.
+        peak_item: Number of the item at which most is resident.
     """
 
     program: Program | None
@@ -90,7 +91,7 @@ _VARIES = 0.36
 
 
 def overhead_bytes(machine: Machine, costs: StepCosts) -> int:
-    """What the running process needs besides tensors and scratch, by cause."""
+    """Bytes that the running process needs besides tensors and scratch."""
     device = machine.device
     if device.kind != "cpu":
         return device.overhead_bytes
@@ -112,7 +113,7 @@ def fixed_bytes(machine: Machine, costs: StepCosts) -> int:
 
 
 def _saving_bytes(costs: StepCosts) -> int:
-    """What is beside arena and overhead while saving: its buffers, and the step's largest scratch if that is kept."""
+    """Bytes beside arena and overhead while saving: its buffers, and the step's largest scratch if that is kept."""
     if costs.kept_bytes is not None:  # saving then begins with giving freed scratch back
         return costs.save_bytes
     scratch = max(costs.workspace_bytes, default=0)
@@ -129,14 +130,16 @@ def lower(
     *,
     item_seconds: Sequence[float] | None = None,
 ) -> Lowered:
-    """Emit, stretch, pack and connect.
-
-    Args:
-        item_seconds: How long each item is expected to take, waiting for the next one to start included; None takes
-            what it computes.
+    """Lower choices to a Program: emit, stretch, pack and connect.
 
     The stretch is given all the arena, and less and less of it until what it leads to can be packed; what cannot even
     be packed without room for transfers is reported at once.
+
+    Args:
+        choices: Option of each gap, by (storage, position of the use that opens it); gaps left out are kept.
+        budgets: Bytes by tier.
+        item_seconds: Seconds that each item is expected to take, waiting for the next one to start included; None takes
+            what it computes.
     """
     emission = emit(graph, lives, _one_tier(choices, machine), machine.host_tier)
     seconds = item_seconds or [_item_seconds(graph, machine, costs, item) for item in emission.items]
@@ -166,7 +169,7 @@ def lower(
 
 @dataclass(frozen=True)
 class _Placed:
-    """Stays with some room for their transfers, and their addresses."""
+    """Residencies with some room for their transfers, and their addresses."""
 
     emission: Emission
     stretched: Stretched
@@ -174,7 +177,7 @@ class _Placed:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the arena."""
+        """Bytes of the arena that they need."""
         return self.packed[0].size_bytes
 
 
@@ -186,7 +189,7 @@ def unlimited_bytes(graph: StepGraph, machine: Machine, costs: StepCosts, emissi
 
 
 def _one_tier(choices: Choices, machine: Machine) -> Choices:
-    """A storage has a slot in one tier: one that is to go to several goes to the farthest of them every time."""
+    """Send a storage that is to go to several tiers to the farthest of them every time, as it has a slot in one."""
     tiers: dict[int, set[Option]] = {}
     for (storage, _), option in choices.items():
         if option.tier:
@@ -209,7 +212,11 @@ def _item_seconds(graph: StepGraph, machine: Machine, costs: StepCosts, item: It
 
 
 def _pack(graph: StepGraph, emission: Emission, stretched: Stretched, limit_bytes: int) -> tuple[Packing, list[int]]:
-    """Addresses; a storage that is there at both ends of the step is one item, as it must come back to its place."""
+    """Find addresses; a storage that is there at both ends of the step is one buffer, as it comes back to its place.
+
+    Returns:
+        The packing, and the number of the buffer of each residency.
+    """
     spans: list[list[tuple[int, int]]] = []
     sizes: list[int] = []
     owners: list[int] = []
@@ -266,7 +273,7 @@ def _tier_slots(
     staged: Callable[[int], _Staged],
     budgets: Mapping[str, int],
 ) -> dict[str, tuple[tuple[int, int], ...]]:
-    """A place in its lower tier for every storage that is ever there, one after another; behind them what is staged."""
+    """Give every storage that is ever in a lower tier a place there, one after another; behind them what is staged."""
     sizes = slot_sizes(graph)
     units = {tier.name: tier.alignment_bytes for tier in machine.tiers}
     slots: dict[str, list[tuple[int, int]]] = {}
@@ -291,7 +298,7 @@ def _tier_slots(
 
 @dataclass(frozen=True)
 class _Staged:
-    """What is staged for the host's processors: until they should have used it, and until they must have."""
+    """Buffers staged for the host's processors: until they should have been used, and until they must have been."""
 
     lasting: list[Buffer]
     least: list[Buffer]

@@ -1,4 +1,4 @@
-"""The moment at which memory is most, as a tree: modules, operations, and the state of every tensor."""
+"""Memory of the fullest moment as a tree: modules, operations, and the state of every tensor."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lading.sim.simulate import segments_of
 
 @dataclass(frozen=True)
 class _BlockMemory:
-    """One block at the moment.
+    """Memory of one block at the fullest moment.
 
     Attributes:
         keeps: Bytes of each storage that its forward kept, if they are there.
-        scales: Of each module with parameters, the bytes that one element has by state.
-        notes: Of the same, how long their group stays.
+        scales: By module with parameters: bytes of one element by state.
+        notes: By module: how long its group stays.
     """
 
     segment: RankSegment
@@ -33,13 +33,13 @@ class _BlockMemory:
 
 
 def tree_of(chosen: Chosen, table: ModelTable) -> Branch:
-    """What every module, operation and tensor has at the peak of a step.
+    """Draw the memory of every module, operation and tensor at the peak of a step as a tree, in bytes.
 
     Blocks in a row that are alike are one branch. What the operation that runs at the moment has of its own, and the
     buffers it needs, are the root's.
 
     Args:
-        table: Of the model the groups were chosen for.
+        table: Table of the model that the groups were chosen for.
     """
     modules, moment = chosen.modules, chosen.gathered.peak
     ranked = segments_of(modules.request, table)
@@ -95,7 +95,7 @@ def _keeps(chosen: Chosen, segment: RankSegment, again: bool) -> dict[int, int]:
 
 
 def _branches(module: str, block: _BlockMemory) -> Branch:
-    """A module with its operations of forward, and the modules in it, in order."""
+    """Draw a module with its operations of forward, and the modules in it, in order."""
     depth = module.count(".") + 1 if module else 0
     below: list[Branch] = []
     seen: set[str] = set()
@@ -113,7 +113,7 @@ def _branches(module: str, block: _BlockMemory) -> Branch:
 
 
 def _operation(kernel: Kernel, block: _BlockMemory) -> Branch:
-    """An operation with its parameters and what it made that is kept."""
+    """Draw an operation with its parameters and the results that are kept."""
     tensors = block.segment.tensors
     parameters = {tensor for tensor, _ in block.segment.parameters}
     storages = {tensors[t].storage: t for t in parameters}
@@ -140,12 +140,12 @@ def _shape(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def _as_one(branches: list[Branch]) -> list[Branch]:
-    """Without operations that have nothing."""
+    """Leave out operations that have nothing."""
     return [branch for branch in branches if branch.kind == "module" or branch.below]
 
 
 def _folded(branches: list[Branch]) -> list[Branch]:
-    """Blocks in a row that differ in their place only, as one."""
+    """Merge blocks in a row that differ in their place only into one branch."""
     found: list[list[Branch]] = []
     for branch in branches:
         if found and _alike(found[-1][0], branch):

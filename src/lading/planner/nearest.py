@@ -41,12 +41,12 @@ _MOMENTS = {"bfloat16": "16", "uint8": "8"}
 
 @dataclass(frozen=True)
 class Near:
-    """A request that can be met.
+    """Request that can be met.
 
     Attributes:
-        change: What is different, in words.
-        tokens_per_s: Of all devices.
-        devices: How many.
+        change: Difference from what was asked, in words.
+        tokens_per_s: Tokens a second of all devices.
+        devices: Number of devices.
     """
 
     change: str
@@ -65,10 +65,10 @@ class Near:
 
 
 def nearest(space: Space, budget: int, tell: Tell) -> list[Near]:
-    """The least change of each kind with which something fits, as planned.
+    """Find the least change of each kind with which some layout fits, as planned.
 
     Args:
-        space: Of which nothing fits.
+        space: Space in which nothing fits.
         budget: Bytes of a device with which there is a plan; 0 for none.
     """
     kinds = (_unpinned, _offloaded, _more_devices, _smaller, _shorter, _saved, _narrower)
@@ -80,7 +80,7 @@ _Spaces = Iterator[tuple[str, Space]]
 
 
 def _unpinned(space: Space) -> _Spaces:
-    """Without one of the pins, those that cost memory first; without all."""
+    """Yield spaces without one of the pins, those that cost memory first; then without all."""
     first = ("offload", "recompute", "zero", "micro_batch", "schedule")
     for key in sorted(space.asked.pins, key=lambda key: first.index(key) if key in first else len(first)):
         pins = {name: value for name, value in space.asked.pins.items() if name != key}
@@ -90,7 +90,7 @@ def _unpinned(space: Space) -> _Spaces:
 
 
 def _offloaded(space: Space) -> _Spaces:
-    """With the optimizer's states, or the pieces of parameters too, behind the device, on each tier of the machine."""
+    """Yield spaces with the optimizer's states, or pieces of parameters too, on each tier of the machine."""
     if "offload" in space.asked.pins or space.machine.host_device is None or space.request.moves_matrices:
         return
     for tier in (tier.name for tier in space.machine.tiers):
@@ -130,13 +130,13 @@ def _more_devices(space: Space) -> _Spaces:
 
 
 def _fewer_devices(space: Space) -> _Spaces:
-    """One by one."""
+    """Yield spaces of fewer devices, one by one."""
     for devices in range(space.asked.devices - 1, max(0, space.asked.devices - _STEPS - 1), -1):
         yield f"{_devices(devices)} instead of {space.asked.devices:,}", space.asking(devices=devices)
 
 
 def _some_devices_more(space: Space) -> _Spaces:
-    """One by one."""
+    """Yield spaces of more devices, one by one."""
     for devices in range(space.asked.devices + 1, space.asked.devices + _STEPS + 1):
         yield f"{_devices(devices)} instead of {space.asked.devices:,}", space.asking(devices=devices)
 
@@ -229,7 +229,7 @@ def _lightest(search: LayoutSearch) -> Refined | None:
 
 
 def hopeless(space: Space) -> str:
-    """Why no layout can fit, whatever it is; "" where one may (``Least``)."""
+    """Say why no layout can fit, whatever it is; "" where one may (``Least``)."""
     layout = replace(space.request.layout, precision=space.asked.pins.get("precision", space.request.layout.precision))
     least = Least.of(replace(space.request, layout=layout), space.table, space.asked.devices)
     room, hosted = room_of(space), space.asked.pins.get("offload")
@@ -255,7 +255,7 @@ def hopeless(space: Space) -> str:
 def infeasible(
     search: LayoutSearch, over: Sequence[Refined], proof: Proof | None, tell: Tell
 ) -> PlanInfeasible | ConfigError:
-    """Why nothing fits, how far that is proven, and what would.
+    """Make the error that says why nothing fits, how far that is proven, and what would.
 
     Args:
         over: All layouts that were simulated.
@@ -289,10 +289,10 @@ def infeasible(
 
 
 def impossible(space: Space, why: str, tell: Tell) -> ConfigError:
-    """That no layout of a space can be, and what is near it and can.
+    """Make the error that says that no layout of a space can be, and what is near it and can.
 
     Args:
-        why: What the search says.
+        why: Reason that the search gives.
     """
     kinds = (_unpinned, _fewer_devices, _some_devices_more, _larger)
     near = [each for each in (_first(kind(space), tell) for kind in kinds) if each is not None]

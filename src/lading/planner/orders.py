@@ -51,12 +51,12 @@ _SHARP_OPS = 2500
 
 @dataclass(frozen=True)
 class Ordered:
-    """The best plan over the orders tried.
+    """Best plan over the orders that were tried.
 
     Attributes:
-        deferred: How many updates are deferred, the last ones of the step.
-        step: The step in that order.
-        bound_s: No plan in any of the orders takes less, every operation where it is; 0 where none is known.
+        deferred: Number of updates that are deferred, the last ones of the step.
+        step: Step in that order.
+        bound_s: Seconds that no plan in any of the orders is below, every operation where it is; 0 where none is known.
     """
 
     deferred: int
@@ -66,7 +66,7 @@ class Ordered:
 
 
 def deferred_step(step: StepProblem, count: int) -> StepProblem:
-    """The step with its last ``count`` updates deferred."""
+    """Defer the last ``count`` updates of a step."""
     if not count:
         return step
     graph, order = defer(step.graph, count)
@@ -80,7 +80,7 @@ def deferred_step(step: StepProblem, count: int) -> StepProblem:
 
 
 def smallest_order_bytes(step: StepProblem) -> int:
-    """The smallest device budget that a plan was found for in any of the orders."""
+    """Smallest device budget in bytes that a plan is found for in any of the orders."""
     return min(smallest_budget_bytes(deferred_step(step, count))[0] for count in _counts(step))
 
 
@@ -128,7 +128,7 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
 
 
 def ordered_with_host(chosen: Ordered) -> Ordered:
-    """The best plan over the orders, or a faster one with operations on the host; its bound is for the same places."""
+    """Try the best plan with operations on the host; returns whichever is faster, its bound for the same places."""
     retimed = chosen.found.retimed
 
     def plan(step: StepProblem) -> Found | None:
@@ -148,7 +148,7 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
 
 
 def _within(progress: PlanProgress, start: float, length: float, deferred: int) -> Tell:
-    """Tells of one part of the whole search, the order in which so many updates are deferred."""
+    """Make a function that reports progress on one part of the search: an order with so many updates deferred."""
     order = f"{deferred} updates deferred to the next step" if deferred else "no update deferred"
 
     def tell(share: float, doing: str) -> None:
@@ -160,7 +160,7 @@ def _within(progress: PlanProgress, start: float, length: float, deferred: int) 
 def _finished(
     searches: Sequence[tuple[int, ResidencySearch]], bound_s: float, progress: PlanProgress
 ) -> tuple[int, Found]:
-    """The best plan of the searches that are worth finishing."""
+    """Finish the searches that are worth it; returns the best plan and its number of deferred updates."""
     firsts = [search.best.step_s for _, search in searches if search.best is not None]
     reach = (1 + _REACH) * min(firsts, default=float("inf"))
     best: tuple[int, Found] | None = None
@@ -183,7 +183,7 @@ def _finished(
 
 
 def _sharper(step: StepProblem, bound_s: float) -> float:
-    """The bound that knows when bytes have to move, where that is not too much work; ``bound_s`` elsewhere.
+    """Sharpen a bound by when bytes have to move, where that is not too much work; ``bound_s`` elsewhere.
 
     An order in which it is no sharper ends the matter, as the least over the orders counts.
     """
@@ -199,7 +199,7 @@ def _sharper(step: StepProblem, bound_s: float) -> float:
 
 
 def _counts(step: StepProblem) -> tuple[int, ...]:
-    """Numbers of deferred updates worth a plan, the likeliest first; of a large step only the first of them."""
+    """Numbers of deferred updates worth a plan, the likeliest first; for a large step only the first of them."""
     total = len(updates(step.graph))
     last = max((i for i, op in enumerate(step.graph.ops) if op.phase is Phase.BACKWARD), default=0)
     behind = sum(group[-1] > last for group in updates(step.graph))
@@ -211,7 +211,7 @@ def _counts(step: StepProblem) -> tuple[int, ...]:
 def _easier(
     first: PlanInfeasible | ConfigError | None, second: PlanInfeasible | ConfigError
 ) -> PlanInfeasible | ConfigError:
-    """Of two refusals, the one that asks for less; a plan that only lacks room in a tier asks for least."""
+    """Pick the refusal that asks for less; a plan that only lacks room in a tier asks for least."""
     if isinstance(first, PlanInfeasible) and isinstance(second, PlanInfeasible):
         return min(first, second, key=lambda error: error.smallest_budget_bytes)
     return second if first is None or isinstance(first, PlanInfeasible) else first

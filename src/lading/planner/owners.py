@@ -32,8 +32,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from lading.catalog.load import load_machine
 from lading.cost.patterns import GANGS, MOST_KINDS, Kind, Packing, shortest, shortest_shared
+from lading.cost.updates import direction_s, precision_of, shared_s
 from lading.errors import ConfigError, LadingError
+from lading.ir.machine import Machine
+from lading.ir.routes import Moves
+from lading.optim.rule import MatrixRule
+from lading.units import format_bytes, format_seconds
 
 #: Better than this share of the makespan is better.
 _EPSILON = 1e-12
@@ -47,14 +53,14 @@ class OwnersInfeasible(LadingError):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix to be owned.
+    """Matrix to be owned.
 
     Attributes:
-        seconds: Of its direction on one rank.
-        state_bytes: Of what lies whole with its owner.
-        elements: For policies that count them.
-        layer: Of the model, from 0.
-        turn: Of the updates between two dues (roots, bases), the one at which it is due.
+        seconds: Seconds of its direction on one rank.
+        elements: Number of elements, for policies that count them.
+        layer: Layer of the model, from 0.
+        state_bytes: Bytes that lie whole with its owner.
+        turn: Number of the update, of those between two dues (roots, bases), at which it is due.
         shared_s: Seconds on each of 2, 4, 8, 16 ranks that share it; empty where it cannot be shared.
     """
 
@@ -69,12 +75,13 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Owners:
-    """Who computes what.
+    """Assignment of matrices to ranks.
 
     Attributes:
         ranks: By matrix, as given: its owner, or the gang whose first owns it.
         loads_s: By rank: seconds of work, waiting for gangs included.
-        bound_s: No assignment takes less.
+        bound_s: Seconds that no assignment is below.
+        state_bytes: By rank: bytes of whole states.
     """
 
     policy: str
@@ -85,23 +92,23 @@ class Owners:
 
     @property
     def makespan_s(self) -> float:
-        """Of the fullest rank."""
+        """Seconds of the fullest rank."""
         return max(self.loads_s)
 
     @property
     def load_ratio(self) -> float:
-        """Fullest rank over the mean."""
+        """Seconds of the fullest rank over the mean."""
         return self.makespan_s * len(self.loads_s) / sum(self.loads_s)
 
     @property
     def gap(self) -> float:
-        """How far above the bound, as a share of it."""
+        """Share of the bound by which the fullest rank is above it."""
         return max(0.0, self.makespan_s / self.bound_s - 1)
 
 
 @dataclass
 class Loads:
-    """An assignment in the making."""
+    """Assignment in the making: seconds and bytes of whole state of each rank."""
 
     ranks: int
     cap_bytes: int | None
@@ -113,7 +120,7 @@ class Loads:
         self.seconds, self.kept = np.zeros(self.ranks), np.zeros(self.ranks, dtype=np.int64)
 
     def room(self, rank: int, matrix: Matrix) -> bool:
-        """Whether its state fits there."""
+        """Whether a matrix's state fits on a rank."""
         return self.cap_bytes is None or self.kept[rank] + matrix.state_bytes <= self.cap_bytes
 
     def put(self, number: int, matrix: Matrix, gang: tuple[int, ...], seconds: float) -> None:
@@ -124,9 +131,10 @@ class Loads:
 
 
 def assign(matrices: Sequence[Matrix], ranks: int, *, cap_bytes: int | None = None, share: bool = True) -> Owners:
-    """Owners by the best of all ways here ([Note: the problem]).
+    """Assign owners by the best of all ways here ([Note: the problem]).
 
     Args:
+        ranks: Number of ranks.
         cap_bytes: Most whole state on one rank.
         share: Whether several ranks may work on one matrix that says what that takes.
     Raises:
@@ -160,7 +168,7 @@ def assign(matrices: Sequence[Matrix], ranks: int, *, cap_bytes: int | None = No
 
 
 def _members(matrices: Sequence[Matrix], share: bool) -> dict[tuple[float, int, tuple[float, ...]], list[int]]:
-    """Numbers of equal matrices, longest first."""
+    """Group equal matrices, longest first: their numbers by (seconds, bytes of state, seconds shared)."""
     found: dict[tuple[float, int, tuple[float, ...]], list[int]] = {}
     for number, matrix in enumerate(matrices):
         key = matrix.seconds, matrix.state_bytes, matrix.shared_s if share else ()
@@ -169,7 +177,7 @@ def _members(matrices: Sequence[Matrix], share: bool) -> dict[tuple[float, int, 
 
 
 def _heuristic(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, bound: float) -> Loads | None:
-    """The better of both ways of filling, after exchanges."""
+    """Fill ranks in both ways and exchange; returns the better result, None where neither fits."""
     found: list[Loads] = []
     for build in (fill_largest_first, _multifit):
         loads = build(matrices, ranks, cap_bytes)
@@ -181,7 +189,10 @@ def _heuristic(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, bo
 
 
 def _packed(matrices: Sequence[Matrix], members: Sequence[Sequence[int]], packing: Packing, loads: Loads) -> Loads:
-    """Matrices on ranks by patterns: ranks that share the same lie side by side; gangs first, in one order on all."""
+    """Put matrices on ranks by patterns.
+
+    Ranks that share the same lie side by side, gangs first, in one order on all.
+    """
     waiting = [list(reversed(numbers)) for numbers in members]
     first = 0
     for shared, rows in itertools.groupby(
@@ -217,7 +228,7 @@ def owners_of(policy: str, matrices: Sequence[Matrix], loads: Loads, bound: floa
 
 
 def bound_s(matrices: Sequence[Matrix], ranks: int) -> float:
-    """Seconds below which no assignment of whole matrices is ([Note: the problem])."""
+    """Lower bound in seconds over all assignments of whole matrices ([Note: the problem])."""
     alone = sorted((m.seconds for m in matrices), reverse=True)
     bound = max(sum(alone) / ranks, alone[0])
     total = np.concatenate([[0.0], np.cumsum(alone)])
@@ -228,7 +239,7 @@ def bound_s(matrices: Sequence[Matrix], ranks: int) -> float:
 
 
 def _shared_bound_s(matrices: Sequence[Matrix], ranks: int) -> float:
-    """Seconds below which no assignment with gangs is: all work, each matrix in the gang of least that is in time."""
+    """Lower bound in seconds over all assignments with gangs: all work, each matrix in the gang of least work."""
     ways = Counter(tuple(zip((1, *GANGS), (m.seconds, *m.shared_s), strict=False)) for m in matrices)
 
     def work_s(level: float) -> float:
@@ -241,7 +252,7 @@ def _shared_bound_s(matrices: Sequence[Matrix], ranks: int) -> float:
 
 
 def fill_largest_first(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None) -> Loads | None:
-    """Each, largest first, to the rank with least work that has room."""
+    """Give each matrix, largest first, to the rank with least work that has room; None where one fits nowhere."""
     loads = Loads(ranks, cap_bytes)
     heap = [(0.0, rank) for rank in range(ranks)]
     for number in sorted(range(len(matrices)), key=lambda i: (-matrices[i].seconds, i)):
@@ -318,7 +329,11 @@ def _exchange(matrices: Sequence[Matrix], loads: Loads) -> Loads:
 def _best_exchange(
     fullest: int, costs: np.ndarray, sizes: np.ndarray, where: np.ndarray, loads: Loads, cap: int
 ) -> tuple[int, int | None, int] | None:
-    """What to give, what to take for it if anything, and to whom."""
+    """Find the best move or swap away from the fullest rank.
+
+    Returns:
+        Matrix to give, matrix to take for it if any, and the rank to give it to; None where none helps.
+    """
     own = np.flatnonzero(where == fullest)
     others = np.flatnonzero(where != fullest)
     top = float(loads.seconds[fullest])
@@ -361,7 +376,7 @@ def _apply(
 
 
 def spread_turns(matrices: Sequence[Matrix], owners: Owners) -> Owners:
-    """The same loads, with equal matrices exchanged so that each owner has about as much due at each turn."""
+    """Exchange equal matrices so that each owner has about as much due at each turn; loads stay as they are."""
     kinds: dict[tuple[float, int], list[int]] = {}
     for number, matrix in enumerate(matrices):
         if len(owners.ranks[number]) == 1:
@@ -377,3 +392,78 @@ def spread_turns(matrices: Sequence[Matrix], owners: Owners) -> Owners:
             found[number] = slot
             due[slot[0], turn] = due.get((slot[0], turn), 0.0) + matrices[number].seconds
     return replace(owners, ranks=tuple(found))
+
+
+#: Of an element beside products, in operations: reads and writes of AdamW count for more than its few operations.
+_ADAMW_FLOPS = 100.0
+
+
+@dataclass(frozen=True)
+class DirectionCosts:
+    """Costs of matrices for choosing owners, in seconds on a machine or in operations without one.
+
+    Operations count all matrices at one rate; a machine knows decompositions, small matrices and launches.
+    """
+
+    machine: Machine | None
+
+    @staticmethod
+    def of(name: str) -> DirectionCosts:
+        """Load the costs of a machine of the catalog or a probe's file; "" for operations.
+
+        Raises:
+            ConfigError: no such machine.
+        """
+        return DirectionCosts(load_machine(name) if name else None)
+
+    def matrix(self, rule: MatrixRule, rows: int, columns: int) -> float:
+        """Cost of a direction, the mean over updates, in seconds or operations.
+
+        Raises:
+            ConfigError: the machine has no rate for its products.
+        """
+        work = rule.work(rows, columns)
+        if self.machine is None:
+            return work.flops
+        device = self.machine.device
+        return direction_s(work, rows * columns, device, precision_of(rule), device.op_overhead_s)
+
+    def shared(self, rule: MatrixRule, rows: int, columns: int, shares: Sequence[float]) -> tuple[float, ...]:
+        """Cost of a direction on each of 2, 4, 8, 16 ranks that share it; on a machine with what they send each other.
+
+        Args:
+            shares: Share of its work that each rank has, as far as it can be shared.
+        Raises:
+            ConfigError: the machine has no links.
+        """
+        if self.machine is None or not shares or rule.shared_work(1, 1, 1) is None:
+            return tuple(self.matrix(rule, rows, columns) * share for share in shares)
+        return shared_s(rule, rows, columns, self.machine, self.machine.device.op_overhead_s)[: len(shares)]
+
+    def elements(self, number: int) -> float:
+        """Cost of AdamW on so many elements."""
+        return _ADAMW_FLOPS * number if self.machine is None else number / self.machine.device.optimizer_elements_per_s
+
+    def report(self, owners: Owners, moves: Moves | None = None) -> str:
+        """Describe owners: loads, whole states and what travels, each beside its lower bound."""
+        amounts = [owners.makespan_s, owners.bound_s]
+        if self.machine is None:
+            most, least = (f"{amount:.3g} operations" for amount in amounts)
+            why = "; name a machine for seconds"
+        else:
+            (most, least), why = (format_seconds(amount) for amount in amounts), f" on {self.machine.name}"
+        gangs = sum(len(gang) > 1 for gang in owners.ranks)
+        shared = f", {gangs} of them with several" if gangs else ""
+        lines = [
+            f"{len(owners.ranks)} matrices with owners among {len(owners.loads_s)} ranks{shared}: fullest {most}{why}",
+            f"load ratio {owners.load_ratio:.3f}, bound {least}, {owners.gap:.1%} above it",
+        ]
+        if max(owners.state_bytes, default=0):
+            even = -(-sum(owners.state_bytes) // len(owners.state_bytes))
+            whole = format_bytes(max(owners.state_bytes))
+            lines.append(f"whole states: {whole} on the fullest rank, {format_bytes(even)} at least")
+        if moves is not None:
+            lines.append(
+                f"travelling: {moves.busiest:,} elements to the busiest rank in a step, {moves.least:,} at least"
+            )
+        return "\n".join(lines)

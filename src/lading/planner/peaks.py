@@ -19,7 +19,7 @@ from lading.sim.simulate import MEMORY_SPREAD, Simulated, runs_of, simulate
 
 
 def room_of(space: Space) -> Room:
-    """What a device has for tensors, less what a prediction may be wrong by, and what its host has for it.
+    """Bytes that tensors may take on a device, less what a prediction may be wrong by, and on its host.
 
     Raises:
         ConfigError: the budget is less than a process needs.
@@ -39,12 +39,12 @@ def room_of(space: Space) -> Room:
 
 
 def budget_for(device_bytes: int, machine: Machine) -> int:
-    """Least budget with so much room for tensors: what ``room_of`` takes off, put on."""
+    """Least budget in bytes that leaves ``device_bytes`` for tensors: what ``room_of`` takes off, put on."""
     return machine.device.overhead_bytes + int(device_bytes * (1 + MEMORY_SPREAD)) + 2
 
 
 def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
-    """Bytes by moment and tier of the rank of a step that needs most, with the checkpoints and sequences asked for."""
+    """Count bytes by moment and tier of the rank that needs most, with the checkpoints and sequences asked for."""
     request = simulated.request
     layout, longest = request.layout, simulated.memory
     if asked.longest > request.seq_len:
@@ -76,7 +76,11 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
 
 
 def _gradient_bytes(simulated: Simulated, counts: Mapping[int, int]) -> int:
-    """Of all gradients that a rank keeps on the device; where the host updates, those that a step has there."""
+    """Bytes of all gradients that a rank keeps on the device; where the host updates, 0: they are counted in its step.
+
+    Args:
+        counts: How often the rank has each segment.
+    """
     layout, stack = simulated.request.layout, simulated.request.stack
     if layout.updates_on_host:
         return 0
@@ -89,7 +93,7 @@ def _gradient_bytes(simulated: Simulated, counts: Mapping[int, int]) -> int:
 
 
 def _largest_piece(simulated: Simulated, counts: Mapping[int, int]) -> int:
-    """Bytes of the largest state of one parameter that a rank keeps: the parameter itself, or a state."""
+    """Bytes of the largest state of one parameter that a rank keeps: the parameter itself, or an optimizer's state."""
     layout = simulated.request.layout
     kept, width = parameter_width(layout, simulated.request.stack), _width(simulated)
     largest = 0
@@ -103,7 +107,7 @@ def _largest_piece(simulated: Simulated, counts: Mapping[int, int]) -> int:
 
 
 def _whole_elements(simulated: Simulated) -> list[list[int]]:
-    """Of each parameter of each segment, not cut; a tied one counts where it is first."""
+    """List by segment the elements of each parameter, not cut; a tied one counts where it is first."""
     request, table = simulated.request, simulated.table
     sizes: dict[str, Any] = {**table.symbols, "s": request.seq_len, "b": request.layout.micro_batch}
     tied = {second for _, second in table.tied} if request.layout.pp == 1 else set[tuple[int, str]]()
@@ -118,13 +122,13 @@ def _whole_elements(simulated: Simulated) -> list[list[int]]:
 
 
 def _width(simulated: Simulated) -> int:
-    """Bytes of the widest state of an element."""
+    """Bytes of one element of the widest optimizer state."""
     stack = simulated.request.stack
     return 4 if stack.master_weights else DTYPE_BYTES[stack.moments_dtype]
 
 
 def _kept(simulated: Simulated) -> int:
-    """Bytes of a parameter and its states in a checkpoint."""
+    """Bytes of one element of a parameter with its states in a checkpoint."""
     stack = simulated.request.stack
     return parameter_width(simulated.request.layout, stack) + kept_state_bytes(stack)
 

@@ -1,4 +1,4 @@
-"""Pipes: lower bounds of what every pipeline of a search takes and keeps, for all of them at once.
+"""Pipes: lower bounds of the seconds and bytes of every pipeline of a search, for all of them at once.
 
 [Note: bound of a pipeline]
 With f and b the seconds of a micro-batch on a stage, m micro-batches, and v stages on each of p ranks, a step takes at
@@ -34,15 +34,22 @@ WATCHED = 3
 
 @dataclass(frozen=True, eq=False)
 class PipeTable:
-    """Pipelines by number, their stages and ranks in a row.
+    """Pipelines by number, with their stages and ranks in a row.
 
     Attributes:
-        geometry: Number of (pp, vpp, shape) of each pipe; ``geometries`` has these.
-        row: Of ``StageRows``, of each stage; ``pipe``: of each stage its pipe; ``first``: where a pipe's stages begin.
-        rank: Of each stage, numbered through all pipes; ``rank_pipe`` and ``place``: of each rank its pipe and place.
-        held_rank: Of each stage that a watched rank holds: number of (pipe, watched rank); ``held_chunk``: its chunk
-            there; ``held_stage``: its place among all stages.
-        held_first: Where those of (pipe, watched rank) begin; ``last_stage``: the last stage of each.
+        geometry: [pipe]: number of its (pp, vpp, turns around) in ``geometries``.
+        pp, vpp: [pipe]: ranks, and chunks of each rank.
+        row: [stage]: row of ``StageRows``.
+        pipe: [stage]: pipe that has it.
+        first: [pipe]: where its stages begin.
+        rank: [stage]: rank, numbered through all pipes.
+        rank_pipe, place: [rank]: its pipe, and its place there.
+        rank_first: [rank]: its first stage.
+        held_rank, held_chunk, held_stage: [stage on a watched rank]: number of (pipe, watched rank), its chunk there,
+            its
+            place among all stages.
+        held_first: [pipe, watched rank]: where its stages begin in these.
+        last_stage: [(pipe, watched rank)]: the last stage of each.
     """
 
     pipes: tuple[Pipe, ...]
@@ -65,42 +72,42 @@ class PipeTable:
 
     @cached_property
     def flat(self) -> Bools:
-        """Which are one stage."""
+        """[pipe]: whether it is one stage."""
         return self.pp * self.vpp == 1
 
     @cached_property
     def split(self) -> Bools:
-        """Which split the backward."""
+        """[pipe]: whether its schedule splits the backward."""
         return self._of("zero-bubble", *V_SHAPED)
 
     @cached_property
     def turns(self) -> Bools:
-        """Which turn around."""
+        """[pipe]: whether its chunks turn around at the last rank."""
         return self._of(*V_SHAPED)
 
     @cached_property
     def loops(self) -> Bools:
-        """Which are interleaved."""
+        """[pipe]: whether its schedule is interleaved."""
         return self._of("interleaved") | (self._of("1f1b") & (self.vpp > 1))
 
     @cached_property
     def plain(self) -> Bools:
-        """Which are 1F1B of one chunk."""
+        """[pipe]: whether its schedule is 1F1B of one chunk."""
         return self._of("1f1b") & (self.vpp == 1)
 
     @cached_property
     def gpipe(self) -> Bools:
-        """Which run all forwards first."""
+        """[pipe]: whether its schedule runs all forwards first."""
         return self._of("gpipe")
 
     @cached_property
     def bubble(self) -> Bools:
-        """Which are zero-bubble schedules that do not turn around."""
+        """[pipe]: whether its schedule is a zero-bubble one that does not turn around."""
         return self._of("zero-bubble")
 
     @cached_property
     def dual(self) -> Bools:
-        """Which are DualPipe-V."""
+        """[pipe]: whether its schedule is DualPipe-V."""
         return self._of("dualpipe-v")
 
     def _of(self, *kinds: str) -> Bools:
@@ -108,7 +115,7 @@ class PipeTable:
 
 
 def pipe_table(pipes: Sequence[Pipe], rows: StageRows) -> PipeTable:
-    """Lay out the stages of pipelines, whose rows are collected on the way."""
+    """Lay out the stages and ranks of pipelines; their rows of stages are added to ``rows``."""
     shapes = [(pipe.pp, pipe.vpp, pipe.schedule in V_SHAPED) for pipe in pipes]
     geometries = tuple(dict.fromkeys(shapes))
     number = {shape: place for place, shape in enumerate(geometries)}
@@ -145,14 +152,14 @@ def pipe_table(pipes: Sequence[Pipe], rows: StageRows) -> PipeTable:
 
 
 def _ranks(pp: int, vpp: int, turns: bool) -> Ints:
-    """Rank of each stage."""
+    """[stage]: rank that has it."""
     stage = np.arange(pp * vpp)
     place = stage % pp
     return np.where((stage // pp) % 2 == 1, pp - 1 - place, place) if turns else place
 
 
 def _watched(pp: int, vpp: int, turns: bool) -> Ints:
-    """(watched rank, chunk): stages."""
+    """[watched rank, chunk]: stage."""
     ranks = np.array([0, min(1, pp - 1), pp - 1])[:, None]
     chunk = np.arange(vpp)[None, :]
     place = np.where(chunk % 2 == 1, pp - 1 - ranks, ranks) if turns else np.broadcast_to(ranks, (WATCHED, vpp))
@@ -160,7 +167,7 @@ def _watched(pp: int, vpp: int, turns: bool) -> Ints:
 
 
 def watched_rows(table: PipeTable, rows: StageRows) -> list[list[tuple[tuple[int, int], ...]]]:
-    """Of each geometry: what its watched ranks hold, as (segment, count); then what its first stage holds."""
+    """List for each geometry (segment, count) of what its watched ranks hold, then of what its first stage holds."""
     known = list(rows.rows)
     found: list[list[tuple[tuple[int, int], ...]]] = []
     for geometry, (pp, vpp, turns) in enumerate(table.geometries):
@@ -177,10 +184,14 @@ def watched_rows(table: PipeTable, rows: StageRows) -> list[list[tuple[tuple[int
 def makespans(
     table: PipeTable, costs: StageCosts, send_s: float, micro_batches: Floats, stack: Stack
 ) -> tuple[Floats, Floats]:
-    """Least seconds of each pipe ([Note: bound of a pipeline]), and until each watched rank has computed all it has.
+    """Lower bounds of pipelines in seconds ([Note: bound of a pipeline]).
 
     Args:
-        micro_batches: Of each pipe.
+        send_s: Seconds of handing one micro-batch to the next stage.
+        micro_batches: [pipe]: micro-batches of a step.
+
+    Returns:
+        [pipe]: least seconds of the pipeline; [pipe, watched rank]: least seconds until it has computed all it has.
     """
     split = table.split
     forward, both = costs.forward[table.row], costs.backward[table.row]
@@ -206,7 +217,7 @@ def makespans(
 
 
 def _late(table: PipeTable, costs: StageCosts) -> Floats:
-    """Seconds of weight gradients that each rank still has to make after its last gradient of activations.
+    """[rank]: seconds of weight gradients that it still has to make after its last gradient of activations.
 
     By the schedules' lists: ``place + 1`` of looped ones, twice as many but one where stages turn around; less what the
     first rank has left at its end, one.
@@ -220,16 +231,16 @@ def _late(table: PipeTable, costs: StageCosts) -> Floats:
 
 
 def _before(seconds: Floats, table: PipeTable) -> Floats:
-    """Of each stage the sum over those before it."""
+    """[stage]: sum of a number over the stages of its pipe before it."""
     total = np.cumsum(seconds) - seconds
     return total - total[table.first][table.pipe]
 
 
 def activations(table: PipeTable, costs: StageCosts, alive: tuple[Floats, Ints]) -> Floats:
-    """Bytes of activations alive on the watched ranks of each pipe, at least ([Note: activations alive]).
+    """[pipe, watched rank]: least bytes of activations alive at once ([Note: activations alive]).
 
     Args:
-        alive: Of ``alive_of``.
+        alive: Result of ``alive_of``.
     """
     count, running = alive
     shape = (len(table.pipes), WATCHED)
@@ -242,7 +253,14 @@ def activations(table: PipeTable, costs: StageCosts, alive: tuple[Floats, Ints])
 
 
 def alive_of(table: PipeTable, micro_batches: Floats, stack: Stack) -> tuple[Floats, Ints]:
-    """Micro-batches under way of each stage that a watched rank holds, and the stage of each such rank that runs."""
+    """Count the micro-batches alive on watched ranks when a rank first has most of them ([Note: activations alive]).
+
+    Args:
+        micro_batches: [pipe]: of a step.
+
+    Returns:
+        [stage on a watched rank]: micro-batches alive; [(pipe, watched rank)]: the stage that runs.
+    """
     pp, vpp, count = table.pp[:, None].astype(float), table.vpp[:, None].astype(float), micro_batches[:, None]
     place = np.stack([np.zeros(len(table.pp)), np.minimum(1, table.pp - 1), table.pp - 1.0], axis=1)
     group = _groups(table, micro_batches, stack)[:, None]
@@ -265,17 +283,17 @@ def alive_of(table: PipeTable, micro_batches: Floats, stack: Stack) -> tuple[Flo
 
 
 def _groups(table: PipeTable, micro_batches: Floats, stack: Stack) -> Floats:
-    """Micro-batches in a row of one chunk."""
+    """[pipe]: micro-batches in a row of one chunk."""
     if stack.megatron_order:
         return np.minimum(table.pp.astype(float), micro_batches)
     return micro_batches / np.maximum(1.0, np.floor(micro_batches / table.pp))
 
 
 def valid(table: PipeTable, replicas: Floats, micro_batches: Floats, stack: Stack) -> Bools:
-    """Which pipes can be, by the rules of ``lading.program.schedules``.
+    """[pipe]: whether it can be, by the rules of ``lading.program.schedules``.
 
     Args:
-        replicas, micro_batches: Of each pipe; not whole where it cannot be.
+        replicas, micro_batches: [pipe]: not whole where it cannot be.
     """
     pp, count = table.pp, micro_batches
     good = (replicas >= 1) & (replicas == np.floor(replicas)) & (count >= 1) & (count == np.floor(count))

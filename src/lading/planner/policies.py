@@ -14,12 +14,12 @@ Policy = Callable[[StepGraph, Lifetimes], dict[tuple[int, int], Option]]
 
 
 def keep_all(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
-    """Plain training: every storage stays until its last use."""
+    """Keep every storage until its last use, as plain training does."""
     return {}
 
 
 def checkpoint_every_block(graph: StepGraph, lives: Lifetimes) -> dict[tuple[int, int], Option]:
-    """Full activation checkpointing: of each repeated block only what it starts from is kept for backward.
+    """Recompute every repeated block in backward, as full activation checkpointing: only what it starts from is kept.
 
     That is its input; or, where backward does not read the input itself, what the block made of it first.
     """

@@ -31,12 +31,13 @@ from lading.sim.prices import MachinePrices
 
 @dataclass(frozen=True, eq=False)
 class Prefilter:
-    """Of all pipes of a table, what blocks share.
+    """Matrices over all pipes of a table, which blocks share.
 
     Attributes:
-        whole: (pipe, segment): how often all stages have it.
-        ahead: (pipe, segment): how often the stages before the first one of the last rank have it.
-        last: (pipe, segment): how often the last rank has it.
+        weights: [row, segment]: counts of ``StageRows.arrays``.
+        whole: [pipe, segment]: how often all stages have it.
+        ahead: [pipe, segment]: how often the stages before the first one of the last rank have it.
+        last: [pipe, segment]: how often the last rank has it.
     """
 
     table: PipeTable
@@ -47,10 +48,10 @@ class Prefilter:
 
     @staticmethod
     def of(table: PipeTable, weights: Floats) -> Prefilter:
-        """Sum up stages.
+        """Sum up the stages of all pipes.
 
         Args:
-            weights: (row, segment) of ``StageRows.arrays``.
+            weights: [row, segment]: counts of ``StageRows.arrays``.
         """
         each = weights[table.row]
         before = np.cumsum(each, axis=0) - each
@@ -65,18 +66,19 @@ class Prefilter:
         )
 
     def kept(self, alive: Floats) -> Floats:
-        """(pipe, watched rank, segment): how many are alive at a moment of the step.
+        """[pipe, watched rank, segment]: how often the rank keeps its activations at a moment of the step.
 
         Args:
-            alive: Of ``pipes.alive_of``.
+            alive: Micro-batches alive, of ``pipes.alive_of``.
         """
         each = self.weights[self.table.row[self.table.held_stage]]
         return _summed(alive[:, None] * each, self.table.held_first)
 
     def seconds(self, costs: SegmentCosts, micro_batches: Floats, *, blocking: bool) -> Floats:
-        """Least seconds of each pipe ([Note: prefilter]).
+        """[pipe]: least seconds of the pipeline ([Note: prefilter]).
 
         Args:
+            micro_batches: [pipe]: of a step.
             blocking: The host waits for each kernel.
         """
         table = self.table
@@ -92,10 +94,11 @@ class SegmentCosts:
     """Least costs of a block's segments, as it recomputes them and then plain.
 
     Attributes:
-        device, host: (phase, segment): seconds of the device with collectives as far as they are not hidden, and of the
-            host; of forward, of what runs again, and of gradients of activations and of weights.
-        saved: (segment): bytes that a micro-batch keeps.
-        elements: (segment of the model, kind): parameters.
+        device, host: [phase, segment]: seconds of the device, with collectives as far as they are not hidden, and of
+            the
+            host; phases are forward, what runs again, gradients of activations and of weights.
+        saved: [segment]: bytes that a micro-batch keeps.
+        elements: [segment of the model, kind]: parameters.
     """
 
     device: Floats
@@ -104,13 +107,13 @@ class SegmentCosts:
     elements: Floats
 
     def spans(self, counts: Floats, *, blocking: bool) -> Floats:
-        """(stretch, phase): seconds of stretches of so many segments each."""
+        """[stretch, phase]: seconds of stretches of ``counts`` ([stretch, segment]) segments each."""
         device, host = counts @ self.device.T, counts @ self.host.T
         return device + host if blocking else np.maximum(device, host)
 
 
 def costs_of(segments: Sequence[Phases], prices: MachinePrices, plain: int) -> SegmentCosts:
-    """Of a priced block, of whose segments so many at the end are those of the model."""
+    """Sum up a priced block; the last ``plain`` of its segments are those of the model."""
     shown = {
         axis: exposed(axis, prices) for axis in {axis for s in segments for part in s.parts for axis in part.comm_s}
     }
@@ -137,24 +140,24 @@ def exposed(axis: str, prices: MachinePrices) -> float:
 
 
 def host_of(segments: Sequence[Phases], stack: Stack) -> Floats:
-    """(phase, segment): seconds of the host."""
+    """[phase, segment]: seconds of the host."""
     return np.array([[part.host_s(stack) for part in s.parts] for s in segments]).T
 
 
 def saved_of(segments: Sequence[Phases]) -> Floats:
-    """Bytes that a micro-batch keeps of each segment."""
+    """[segment]: bytes that a micro-batch keeps."""
     return np.array([float(s.saved_bytes) for s in segments])
 
 
 @dataclass(frozen=True, slots=True)
 class Prefiltered:
-    """What is left of a block in a recompute mode.
+    """Pipes of a block that the prefilter leaves in a recompute mode.
 
     Attributes:
-        pipes: Which may fit, and be.
+        pipes: [pipe]: whether it can be and may fit.
         step_s: Least seconds of these; inf if there are none.
         over_s: Least seconds of those that are no more than a little too large; inf if there are none.
-        peak_bytes: Least of all that can be; inf if there are none.
+        peak_bytes: Least bytes of all that can be; inf if there are none.
     """
 
     pipes: Bools

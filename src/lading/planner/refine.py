@@ -1,6 +1,6 @@
 """Refine: layouts of least bounds, simulated by events with the bytes of all moments, until the best is proven.
 
-With B(x) <= T(x) the bound of a layout's seconds, b(x) <= M(x) that of its bytes, and F those found to fit,
+With B(x) <= T(x) the bound of a layout's seconds, b(x) <= M(x) that of its bytes, and F those that turned out to fit,
 
     minimise    T(x)                                                                       ``refine``
     subject to  M_k(x) <= room, k over the five moments and tiers                          ``Refined.fits``
@@ -34,12 +34,12 @@ _MOST, _LIGHTEST = 16, 64
 
 @dataclass(frozen=True)
 class Refined:
-    """A layout by events.
+    """Layout simulated by events.
 
     Attributes:
-        bound_s: What no run of it is faster than.
+        bound_s: Seconds that no run of it is below.
         peaks: Bytes by moment and tier of the rank that needs most.
-        room: What there is.
+        room: Bytes that there are for tensors on a device and its host.
     """
 
     simulated: Simulated
@@ -49,22 +49,22 @@ class Refined:
 
     @property
     def layout(self) -> Layout:
-        """Where everything goes."""
+        """Layout that was simulated."""
         return self.simulated.request.layout
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step."""
+        """Predicted seconds of a step."""
         return self.simulated.step.step_s
 
     @cached_property
     def binding(self) -> tuple[str, str, float]:
-        """(moment, tier, share of the room) of the need nearest to it."""
+        """Name the need nearest to its room: (moment, tier, share of the room)."""
         return binding(self.peaks, self.room)
 
     @property
     def fits(self) -> bool:
-        """Whether all moments do, and what lies on another tier than the host's memory."""
+        """Whether the bytes of all moments fit, and those on another tier than the host's memory do."""
         machine, behind = self.simulated.machine, self.simulated.behind_bytes
         if self.layout.offload and self.layout.offload_to != machine.host_tier:
             tier = machine.tier(self.layout.offload_to)
@@ -74,7 +74,7 @@ class Refined:
 
     @property
     def over_bytes(self) -> int:
-        """By which it does not fit."""
+        """Bytes by which it does not fit; 0 where it does."""
         return max(0, over_bytes(self.peaks, self.room))
 
     def most(self, tier: str) -> int:
@@ -83,17 +83,17 @@ class Refined:
 
     @property
     def order(self) -> tuple[float, int, str]:
-        """Of the table: faster first; of equally fast ones, to eleven digits, what needs less of the device first."""
+        """Sort key: faster first; of equally fast layouts, to eleven digits, what needs less of the device first."""
         return float(f"{self.step_s:.11g}"), self.most("device"), str(self.layout)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """How much of the space the best layouts are proven for.
+    """Proof of how much of the space the best layouts are best of.
 
     Attributes:
-        rest_s: No layout that was not simulated and may fit takes less; infinite where there is none.
-        simulated: How many were.
+        rest_s: Seconds that no layout is below that was not simulated and may fit; infinite where there is none.
+        simulated: Number of layouts that were simulated.
     """
 
     rest_s: float
@@ -106,7 +106,7 @@ class Proof:
 
 
 def refined(search: LayoutSearch, room: Room, tell: Tell) -> tuple[list[Refined], list[Refined], Proof]:
-    """The fastest layouts that fit, those among them that turned out not to, and how far that is proven.
+    """Find the fastest layouts that fit, with those simulated that turned out not to, and how far that is proven.
 
     Always what has the least bound comes next: a family is divided, a block opened, a layout simulated. Once a pipeline
     has been simulated, what it takes longer than its bound is added to all layouts with it. Where none of very many
@@ -125,7 +125,10 @@ def refined(search: LayoutSearch, room: Room, tell: Tell) -> tuple[list[Refined]
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """A layout, and those of its block behind it; ``exact``: its bound has its pipeline's own seconds."""
+    """Entry of the queue: a layout, and those of its block behind it.
+
+    ``exact``: the bound has its pipeline's own seconds.
+    """
 
     found: Bounded
     rest: Iterator[Bounded]
@@ -136,7 +139,7 @@ _Item = Family | FamilyMember | UnpricedBlock | Opened | _Layout
 
 
 class _Queue:
-    """What is left of a search, by bounds; ties go by the order in which they came."""
+    """Queue of what is left of a search, by bounds; ties go by the order in which entries came."""
 
     def __init__(self, search: LayoutSearch, room: Room, tell: Tell) -> None:
         self.search, self.room, self.tell = search, room, tell
@@ -150,17 +153,17 @@ class _Queue:
 
     @property
     def simulated(self) -> int:
-        """Layouts so far."""
+        """Number of layouts simulated so far."""
         return len(self.good) + len(self.over)
 
     @property
     def is_full(self) -> bool:
-        """Whether as many fit as are wanted."""
+        """Whether as many layouts fit as are wanted."""
         return len(self.good) >= self.search.space.asked.top
 
     @property
     def worst_s(self) -> float:
-        """Seconds of the slowest of those that are to be proven."""
+        """Seconds of the slowest of those layouts that are to be proven."""
         return self.good[min(self.search.space.asked.proven, self.search.space.asked.top) - 1].step_s
 
     @property
@@ -170,7 +173,7 @@ class _Queue:
         return self.simulated - self._before >= max(_LEAST, times * self.search.space.asked.top)
 
     def next(self) -> tuple[float, _Item] | None:
-        """The least bound, and of what; None if nothing is left."""
+        """Take out the entry of least bound: (seconds, entry); None if nothing is left."""
         if not self._heap:
             return None
         bound_s, _, item = heappop(self._heap)
@@ -181,7 +184,7 @@ class _Queue:
         heappush(self._heap, (bound_s, self._serial, item))
 
     def take(self, bound_s: float, item: _Item) -> None:
-        """Look closer."""
+        """Look closer at an entry: divide a family, filter a member, open a block, or simulate a layout."""
         if isinstance(item, Family):
             for member in item.members:
                 self._push(member.bound_s, member)
@@ -235,7 +238,7 @@ class _Queue:
 
 
 def refine(search: LayoutSearch, found: Bounded, room: Room) -> Refined:
-    """One layout, simulated."""
+    """Simulate one bounded layout, and count its bytes at all moments."""
     request = search.request(search.layout(found))
     simulated = simulate(request, search.space.table, search.segments(found))
     search.learn(found, simulated)

@@ -21,12 +21,18 @@ optimum is a lower bound on the step time of any plan, as modelled. Memory rows 
 A storage that moves takes its place until it has been written and from the moment on that it is read: plans count that
 (``moving``), as "held" with the option of a tier; the bound does not, as compute could wait for it.
 
-This file says what a step asks (``build``); the functions named above are in ``planner.linear``. For the plans, though
-not for the bound, gaps of alike layers share their variables (``planner.classes``).
+This file says what a step asks (``build``); the functions named above are in ``planner.linear``.
+
+[Note: folding]
+A model of 80 equal layers asks 80 times the same questions. Layers that follow one another make a group, and gaps that
+lie between the same operations of the layers of one group make a class: the relaxation then chooses in how many layers
+of the group an option is taken, and rounding spreads these layers evenly (``fold``). Classes only tie choices together,
+so the result is a plan of the whole step; a bound on all plans must not be folded.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -75,10 +81,13 @@ class Folding:
 
 @dataclass(frozen=True)
 class ResidencyProblem:
-    """Everything about a step that the relaxation needs, independent of the budget.
+    """Gaps of a step, their options and times: all that the relaxation needs, independent of the budget.
 
     Attributes:
-        folding: Which candidates are decided alike (``planner.classes``); None if each is on its own.
+        base: [position]: bytes that no choice can change.
+        op_seconds: [position]: seconds of each operation on the device; 0 on the host.
+        capacity_bytes: Bytes that storages may take in each tier.
+        folding: Which candidates are decided alike ([Note: folding]); None if each is on its own.
     """
 
     num_ops: int
@@ -92,7 +101,7 @@ class ResidencyProblem:
 
 @dataclass(frozen=True)
 class RelaxedResidency:
-    """Share of each option for each candidate, and the optimum."""
+    """Solution of the relaxation: the share of each option for each candidate, and the seconds of the step."""
 
     shares: tuple[dict[Option, float], ...]
     step_s: float
@@ -109,7 +118,7 @@ def build(
     moving: bool = False,
     across: bool = False,
 ) -> ResidencyProblem:
-    """Collect the candidate gaps and the bytes that are there whatever is chosen.
+    """Collect the candidate gaps of a step and the bytes that are there whatever is chosen.
 
     Args:
         min_bytes: Smaller storages are no candidates and always kept.
@@ -154,7 +163,7 @@ def build(
 
 
 def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.ndarray:
-    """Seconds beside each operation of taking batches and handing losses over, which every plan does once."""
+    """[position]: seconds of taking batches and handing losses over, which every plan spends once."""
     seconds = np.zeros(len(graph.ops))
     losses = {graph.storage_of(loss) for loss in graph.losses}
     for storage, uses in enumerate(lives.uses):
@@ -167,7 +176,7 @@ def _with_caller(graph: StepGraph, lives: Lifetimes, machine: Machine) -> np.nda
 
 
 def _base(graph: StepGraph, lives: Lifetimes, chosen: set[tuple[int, int]]) -> np.ndarray:
-    """Bytes at each position that no choice can change."""
+    """[position]: bytes that no choice can change."""
     change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
 
     def add(size: int, first: int, last: int) -> None:
@@ -240,7 +249,10 @@ def _block_entries(graph: StepGraph, items: Sequence[str]) -> list[int]:
 
 
 def _held_again(lives: Lifetimes, enters: Sequence[int], gap: Gap) -> tuple[tuple[int, int], ...]:
-    """Where a recomputed storage is there again before its use: from when backward enters a block that used it."""
+    """Positions, as inclusive ranges, at which a recomputed storage is back before its use.
+
+    It comes back when backward enters a block that used it.
+    """
     entries = [enters[use] for use in lives.uses[gap.storage] if use <= gap.start]
     entry = min((entry for entry in entries if gap.start < entry < gap.end), default=gap.end)
     return ((entry, gap.end - 1),) if entry < gap.end else ()
@@ -249,9 +261,9 @@ def _held_again(lives: Lifetimes, enters: Sequence[int], gap: Gap) -> tuple[tupl
 def _recomputed(
     graph: StepGraph, lives: Lifetimes, gap: Gap, items: Sequence[str], *, every: bool, across: bool
 ) -> Sequence[int]:
-    """What runs again if a storage is dropped over a gap, its producer first; () where that is not offered.
+    """Operations that run again if a storage is dropped over a gap, its producer first; () where that is not offered.
 
-    That is every ancestor in its block that nothing else brings back; with ``every`` the producer alone. Where they
+    These are all ancestors in its block that nothing else brings back; with ``every`` the producer alone. Where they
     lead out of the block it is offered with ``across`` only, and what they start from there is a choice of its own.
     """
     if not can_recompute(graph, lives, gap):
@@ -277,9 +289,74 @@ def _recomputed(
 
 
 def _version(graph: StepGraph, lives: Lifetimes, gap: Gap) -> tuple[int, int] | None:
-    """Which version of the storage crosses the gap; None if a lower tier always has it (nothing writes it)."""
+    """Version of the storage that crosses the gap; None if a lower tier always has it (nothing writes it)."""
     writes = [u for u in lives.uses[gap.storage] if gap.storage in graph.op_writes[u]]
     count = sum(u <= gap.start for u in writes)
     if gap.storage in graph.persistent:
         return (gap.storage, count % len(writes)) if writes else None
     return gap.storage, count
+
+
+_GOLDEN = 0.6180339887498949
+
+
+def fold(graph: StepGraph, candidates: Sequence[Candidate], most: int) -> Folding | None:
+    """Group candidates into about ``most`` classes that are decided together.
+
+    None if there are no more than ``most``.
+    """
+    if len(candidates) <= most:
+        return None
+    places, layers = _places(graph)
+    keys: list[tuple[object, ...]] = []
+    of: list[int] = []
+    for candidate in candidates:
+        gap = candidate.gap
+        layer = layers[gap.start] if layers[gap.start] >= 0 else layers[gap.end]
+        own = gap.storage if layer < 0 else layers[gap.end] - layer
+        version = None if candidate.version is None else candidate.version[1]
+        keys.append(
+            (places[gap.start], places[gap.end], own, layer < 0, candidate.size_bytes, candidate.options, version)
+        )
+        of.append(layer)
+    per_group = _layers_per_group(keys, of, most)
+    numbers: dict[object, int] = {}
+    class_of = [
+        numbers.setdefault((key, layer // per_group), len(numbers)) for key, layer in zip(keys, of, strict=True)
+    ]
+    return _seated(np.array(class_of), np.array(of))
+
+
+def _layers_per_group(keys: Sequence[object], layers: Sequence[int], most: int) -> int:
+    """Layers in a group, so that classes are few enough; at least two, as there are too many candidates."""
+    repeats = Counter(keys)
+    alone = sum(count == 1 for count in repeats.values())
+    shared = len(repeats) - alone
+    groups = max(1, (most - alone) // max(shared, 1))
+    return max(2, -(-(max(layers) + 1) // groups))
+
+
+def _seated(class_of: np.ndarray, layers: np.ndarray) -> Folding:
+    """Seats by the fractional parts of the layer's multiples of the golden ratio: any first part is spread evenly."""
+    order = np.lexsort((layers, (layers * _GOLDEN) % 1.0, class_of))
+    sizes = np.bincount(class_of)
+    first = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    seat = np.empty(len(class_of), dtype=np.int64)
+    seat[order] = np.arange(len(order)) - first[class_of[order]]
+    return Folding(class_of, seat, sizes[class_of])
+
+
+def _places(graph: StepGraph) -> tuple[list[tuple[str, Phase, int]], list[int]]:
+    """Place each operation: its list of blocks, phase and number within its block.
+
+    And its block's number (-1: none).
+    """
+    counts: Counter[tuple[str, Phase]] = Counter()
+    places: list[tuple[str, Phase, int]] = []
+    layers: list[int] = []
+    for op, item in zip(graph.ops, block_items(graph.ops), strict=True):
+        name, _, layer = item.rpartition(".")
+        places.append((name, op.phase, counts[item, op.phase]))
+        counts[item, op.phase] += 1
+        layers.append(int(layer) if item else -1)
+    return places, layers

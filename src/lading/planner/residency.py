@@ -1,9 +1,21 @@
 """The ``residency`` policy: the linear program of ``relaxation``, rounded, lowered, repaired and simulated.
 
-The relaxation does not see queues of transfers, nor what packing loses. So it is solved as several aims say
-(``planner.aims``), each solution is rounded (a gap that is not wholly kept is not kept), lowered against the true
-budget, and tightened where the lowering says it does not fit. Every candidate is simulated and the
-fastest wins; plain policies that fit are candidates too, so ``residency`` is never slower than they are.
+The relaxation does not see queues of transfers, nor what packing loses. So it is solved as several aims say, each
+solution is rounded (a gap that is not wholly kept is not kept), lowered against the true budget, and tightened where
+the lowering says it does not fit. Every candidate is simulated and the fastest wins; plain policies that fit are
+candidates too, so ``residency`` is never slower than they are.
+
+[Note: aims]
+A transfer waits for those before it on its stream, and a storage keeps its place on the device until it has left; where
+both directions of a tier are busy all the time, each delay adds to the next. What a plan can rely on lies between two
+beliefs: that a tier reaches all of its rates, or only a part of them. Which is nearer depends on the step, so several
+are tried and simulated (``aims``).
+
+[Note: local search]
+Rounding and the room left to transfers make a relaxation's plan a little slower than it has to be. ``improve`` changes
+one choice of the plan at a time, or two, while lowering and simulating says that this makes the step shorter. The work
+is limited, so that it matters on small steps and costs little on large ones; on chains that can be enumerated it brings
+the plan to within a few percent of the best (tests/planner/test_enumerate.py).
 """
 
 from __future__ import annotations
@@ -13,30 +25,100 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, combinations, pairwise
 
 import numpy as np
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
-from lading.ir.machine import Machine
+from lading.ir.machine import Machine, Tier
 from lading.ir.plan import Option
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program, slot_bytes
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes
-from lading.planner.aims import Aim, aims, careful
-from lading.planner.bound import dual_bound_s
-from lading.planner.classes import fold
 from lading.planner.emit import emit
 from lading.planner.fluid import flow
-from lading.planner.improve import improve, tries
-from lading.planner.linear import Relaxation, solve
+from lading.planner.linear import Relaxation, dual_bound_s, solve
 from lading.planner.lower import Lowered, StepCosts, fixed_bytes, lower, unlimited_bytes
-from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build
+from lading.planner.relaxation import RelaxedResidency, ResidencyProblem, build, fold
 from lading.planner.schedule import base_profile, item_seconds
 from lading.sim.engine import simulate, step_times
 from lading.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Aim:
+    """Settings of one linear program that is solved for a plan ([Note: aims]).
+
+    Attributes:
+        reserve: Share of the arena left to what the program does not see, such as fragmentation.
+        windows: Windows that it cuts the step into.
+        moving: Whether a storage takes its place while it moves (``planner.relaxation``: held).
+        careful: Whether to rely on a share of each tier's rates only.
+        across: Whether recomputation may lead from block to block.
+        settled: Whether large storages are decided one after another (``Relaxation.settled``).
+    """
+
+    reserve: float
+    windows: int
+    moving: bool = False
+    careful: bool = False
+    settled: bool = False
+    across: bool = False
+
+
+#: Shares of rates that leave room for queues, of the host's memory and of what lies behind it, whose transfers are
+#: long, so that one that waits holds much for long.
+_CAREFUL_NEAR, _CAREFUL_FAR = 0.85, 0.5
+_ROOMY, _TIGHT = (0.15, 0.05, 0.3), (0.02, 0.0)
+_WINDOWS = (4, 16, 1)
+#: Operations of a step that is small enough for every combination, and of one that is too large for more than a few.
+_SMALL_OPS, _LARGE_OPS = 200, 6000
+_CAREFUL_FIRST = (
+    Aim(0.05, 16, moving=True, careful=True, settled=True),
+    Aim(0.05, 16, moving=True, careful=True, settled=True, across=True),
+    Aim(0.02, 4, moving=True),
+    Aim(0.05, 16, moving=True, settled=True),
+)
+_LATER = (
+    Aim(0.15, 16),
+    Aim(0.15, 4, moving=True, careful=True, settled=True),
+    Aim(0.05, 16),
+    Aim(0.3, 16),
+    Aim(0.15, 4),
+    Aim(0.15, 1),
+)
+
+
+def aims(num_ops: int) -> tuple[tuple[Aim, ...], tuple[Aim, ...]]:
+    """List the aims to try for a step of so many operations, likeliest first; and those for when none of these fits."""
+    windows = _WINDOWS if num_ops <= _SMALL_OPS else (16, 4, 1)
+    tight = tuple(Aim(reserve, count) for reserve in _TIGHT for count in windows)
+    if num_ops > _LARGE_OPS:  # of which few are tried: both beliefs at least
+        return (_LATER[0], *_CAREFUL_FIRST, *_LATER[1:]), tight
+    if num_ops > _SMALL_OPS:
+        return _CAREFUL_FIRST + _LATER, tight
+    every = tuple(Aim(reserve, count) for reserve in _ROOMY for count in windows)
+    across = tuple(Aim(reserve, count, across=True) for reserve in (0.15, 0.0) for count in windows)
+    return every + _CAREFUL_FIRST + across, tight
+
+
+def careful(machine: Machine) -> Machine:
+    """Copy a machine with its tiers' rates lowered to the shares that leave room for queues."""
+    tiers = (_slower(tier, _CAREFUL_NEAR if tier.host_computes else _CAREFUL_FAR) for tier in machine.tiers)
+    return dataclasses.replace(machine, tiers=tuple(tiers))
+
+
+def _slower(tier: Tier, share: float) -> Tier:
+    return dataclasses.replace(
+        tier,
+        read_bytes_per_s=share * tier.read_bytes_per_s,
+        write_bytes_per_s=share * tier.write_bytes_per_s,
+        mixed_read_bytes_per_s=share * tier.mixed_read_bytes_per_s,
+        mixed_write_bytes_per_s=share * tier.mixed_write_bytes_per_s,
+    )
+
 
 _FLOW_WINDOWS = 4
 _REPAIRS = 6
@@ -56,7 +138,7 @@ _SMALLEST_SHARE = 1 / 4000
 
 @dataclass(frozen=True)
 class StepProblem:
-    """A step with everything the planner works on."""
+    """Problem of the residency planner: a step, its machine, its costs and the budgets in bytes by tier."""
 
     graph: StepGraph
     lives: Lifetimes
@@ -89,7 +171,11 @@ class StepProblem:
             seconds, retimed = item_seconds(program, *self.times(program)), retimed - 1
 
     def retimed(self, found: Found, most: int) -> Found:
-        """The fastest that scheduling the transfers again, up to ``most`` times in all, makes of it where it waits."""
+        """Schedule a plan's transfers again by its simulated times while that helps; returns the fastest version.
+
+        Args:
+            most: Most times in all that transfers are scheduled again.
+        """
         best = last = found
         while last.waits and last.retimed < most and len(self.graph.ops) <= _RETIMED_OPS:
             seconds = item_seconds(last.program, *last.times)
@@ -125,9 +211,11 @@ class StepProblem:
 
 @dataclass(frozen=True)
 class Found:
-    """Choices that fit, with what they lead to; times are predicted when they are asked for.
+    """Plan that fits: choices, their Program and what it leads to; times are predicted when they are asked for.
 
-    ``retimed`` as of ``StepProblem.lower``; ``device_s``: the step with nothing on the host, where something is, else 0
+    Attributes:
+        retimed: How often its transfers were scheduled again (``StepProblem.lower``).
+        device_s: Seconds of the step with nothing on the host, where something is; else 0.
     """
 
     choices: dict[tuple[int, int], Option]
@@ -148,12 +236,12 @@ class Found:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The whole step."""
+        """Predict the timeline of the whole step."""
         return self.step.simulate(self.program)
 
     @property
     def waits(self) -> bool:
-        """Whether more than a little of the step is not spent on operations."""
+        """Whether more than a small share of the step is not spent on operations."""
         seconds, actions = self.step.costs.op_seconds, self.program.actions
         computed = sum(seconds[a.op] for a in actions if a.op is not None and a.stream == COMPUTE_STREAM)
         return self.step_s > (1 + _WAITING) * computed
@@ -169,10 +257,10 @@ def good_enough(found: Found, bound_s: float) -> bool:
 
 
 class ResidencySearch:
-    """The search of one step, which can be left after its first plan.
+    """Search for the fastest plan of one step, which can be left after its first plan.
 
     Attributes:
-        best: The fastest plan found so far.
+        best: The fastest plan so far.
         looked_at: Candidates looked at, of ``num_candidates`` at most where one of them fits.
     """
 
@@ -194,14 +282,15 @@ class ResidencySearch:
         return float("inf") if self.best is None else self.best.step_s
 
     def offer(self, found: Found | None) -> None:
-        """Take a plan that came from elsewhere if it is the fastest."""
+        """Take a plan that another policy made if it is the fastest so far."""
         if found is not None and found.step_s < self.best_s():
             self.best = found
 
     def finish(self, bound_s: float, tell: Tell = lambda share, doing: None) -> Found:
-        """The fastest plan found, the search ended early once it is good enough.
+        """Search on until a plan is good enough or none is left; returns the fastest.
 
         Args:
+            bound_s: Seconds that no plan is below.
             tell: Is told the share of the candidates looked at and what is being done.
 
         Raises:
@@ -220,7 +309,7 @@ class ResidencySearch:
 
 
 def polished(found: Found, bound_s: float) -> Found:
-    """What retiming to the end and, on a small step, single changes make of a plan that is not good enough."""
+    """Improve a plan that is not good enough: retime it to the end and, on a small step, change single choices."""
     if good_enough(found, bound_s):
         return found
     step = found.step
@@ -243,7 +332,7 @@ def _improved(step: StepProblem, found: Found) -> Found:
 
 
 def lower_bound_s(step: StepProblem) -> float:
-    """No plan within the budget takes less, as modelled; 0 where no plan exists."""
+    """Lower bound, in seconds, over all plans within the budget, as modelled; 0.0 where no plan exists."""
     problem = _problem(step, every=True)
     folding = fold(step.graph, problem.candidates, _CLASSES)
     if folding is not None:
@@ -253,19 +342,23 @@ def lower_bound_s(step: StepProblem) -> float:
 
 
 def flow_bound_s(step: StepProblem) -> float:
-    """A sharper bound than ``lower_bound_s``, for more work; 0 where there is none."""
+    """Sharper lower bound, in seconds, than ``lower_bound_s``, for more work; 0.0 where there is none."""
     flowing = flow(_problem(step, every=True), step.arena_bytes, _FLOW_WINDOWS)
     return flowing.step_s if flowing is not None else 0.0
 
 
 def smallest_budget_bytes(step: StepProblem) -> tuple[int, Lowered]:
-    """The smallest device budget a plan was found for: everything that can leave the device leaves it."""
+    """Find the smallest device budget in bytes that there is a plan for: all that can leave the device leaves it.
+
+    Returns:
+        Bytes, and the plan's lowering.
+    """
     size, _, lowered = _tightest(step)
     return size, lowered
 
 
 def _tightest(step: StepProblem) -> tuple[int, dict[tuple[int, int], Option], Lowered]:
-    """That budget, with the choices that fit it and what they lower to there."""
+    """Smallest device budget in bytes that a plan is found for, with its choices and what they lower to."""
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
     found: list[tuple[int, dict[tuple[int, int], Option], Lowered]] = []
     for last in (-1, 1):
@@ -276,7 +369,7 @@ def _tightest(step: StepProblem) -> tuple[int, dict[tuple[int, int], Option], Lo
 
 
 def _shrink(step: StepProblem, choices: dict[tuple[int, int], Option]) -> tuple[int, Lowered]:
-    """The least budget found at which the choices can be lowered, with less and less room for transfers under way."""
+    """Find the least device budget at which choices can be lowered, with less and less room for transfers under way."""
 
     def at(arena_bytes: int) -> Lowered:
         budgets = {**step.budgets, "device": arena_bytes + fixed_bytes(step.machine, step.costs)}
@@ -308,7 +401,7 @@ def _problem(step: StepProblem, *, every: bool = False, moving: bool = False, ac
 
 
 def _candidates(step: StepProblem, every: Relaxations) -> Iterable[Found]:
-    """Lowered solutions; those that leave little room only where none that leaves more fits.
+    """Lower the solutions of all aims; tight aims only where no roomier one fits.
 
     Of a large step fewer are lowered, the likeliest first.
     """
@@ -332,7 +425,7 @@ _Beliefs = tuple[bool, bool, bool]
 
 
 class Relaxations:
-    """The linear programs of a step's aims, each built once, and what their choices lead to, each lowered once."""
+    """Cache of a step's linear programs, each built once, and of what their choices lead to, each lowered once."""
 
     def __init__(self, step: StepProblem) -> None:
         self._step = step
@@ -341,7 +434,7 @@ class Relaxations:
         self._lowered: dict[frozenset[tuple[tuple[int, int], Option]], Found | np.ndarray] = {}
 
     def of(self, aim: Aim) -> Relaxation:
-        """The program of an aim."""
+        """Build or look up the linear program of an aim."""
         what = aim.moving, aim.across, aim.careful
         if what not in self._problems:
             machine = careful(self._step.machine) if aim.careful else self._step.machine
@@ -352,7 +445,7 @@ class Relaxations:
         return self._solved[what, aim.windows]
 
     def lowered(self, choices: dict[tuple[int, int], Option]) -> Found | np.ndarray:
-        """The plan of the choices; where they do not fit, the bytes to reserve at each position next time."""
+        """Lower choices into a plan; where they do not fit, the bytes to reserve at each position next time."""
         key = frozenset(choices.items())
         if key not in self._lowered:
             step, made = self._step, self._step.lower(choices)
@@ -366,7 +459,8 @@ class Relaxations:
 def _repaired(step: StepProblem, every: Relaxations, aim: Aim) -> tuple[Found | None, int]:
     """Solve as aimed; where the lowering needs more than the relaxation thought, reserve that and retry.
 
-    Returns what was found and the number of lowerings.
+    Returns:
+        The plan, None where there is none, and the number of lowerings.
     """
     relaxation, target = every.of(aim), int(step.arena_bytes * (1.0 - aim.reserve))
     problem = relaxation.problem
@@ -384,9 +478,9 @@ def _repaired(step: StepProblem, every: Relaxations, aim: Aim) -> tuple[Found | 
 
 
 def rounded(problem: ResidencyProblem, relaxed: RelaxedResidency) -> dict[tuple[int, int], Option]:
-    """Choices from shares: a gap that is not wholly kept takes its largest other option, and a storage one tier.
+    """Round shares to choices: a gap that is not wholly kept takes its largest other option, and a storage one tier.
 
-    Of a class of several gaps (``problem.folding``), as many as the shares say take an option, by their seats.
+    In a class of several gaps (``problem.folding``), as many as the shares say take an option, by their seats.
     """
     choices: dict[tuple[int, int], Option] = {}
     seats = _seats(problem)
@@ -406,7 +500,7 @@ def rounded(problem: ResidencyProblem, relaxed: RelaxedResidency) -> dict[tuple[
 
 
 def _seats(problem: ResidencyProblem) -> list[tuple[int, int]]:
-    """Place of each candidate in its class, and places there are."""
+    """Seat of each candidate in its class, and the number of seats there."""
     if problem.folding is None:
         return [(0, 1)] * len(problem.candidates)
     return list(zip(problem.folding.seat.tolist(), problem.folding.seats.tolist(), strict=True))
@@ -415,7 +509,7 @@ def _seats(problem: ResidencyProblem) -> list[tuple[int, int]]:
 def _tier_of_storage(
     problem: ResidencyProblem, relaxed: RelaxedResidency, seats: list[tuple[int, int]]
 ) -> dict[int, Option]:
-    """The tier in which most of each storage's gaps are spent: a storage has a place in one tier only.
+    """Pick for each storage the tier in which most of its gaps are spent, as a storage has a place in one tier only.
 
     The storages of a class share out the tiers: the last seats take the farthest one.
     """
@@ -429,7 +523,7 @@ def _tier_of_storage(
 
 
 def _within_capacity(problem: ResidencyProblem, tiers: dict[int, Option]) -> dict[int, Option]:
-    """The same, but what is too much for a tier, the last storages first, goes to the one behind it."""
+    """Move storages that are too much for a tier, the last ones first, to the tier behind it."""
     size = {candidate.gap.storage: candidate.size_bytes for candidate in problem.candidates}
     options = {candidate.gap.storage: candidate.options for candidate in problem.candidates}
     order = [Option(tier.name) for tier in problem.tiers]
@@ -445,7 +539,7 @@ def _within_capacity(problem: ResidencyProblem, tiers: dict[int, Option]) -> dic
 
 
 def _at_seat(shares: Counter[Option], seat: int, count: int) -> Option:
-    """The option at one of ``count`` seats that are given out by shares; the largest where there is one seat."""
+    """Option at one of ``count`` seats that are given out by shares; the largest share where there is one seat."""
     if count == 1:
         return max(shares, key=lambda o: shares[o])
     left = (1.0 - (seat + 0.5) / count) * sum(shares.values())
@@ -473,7 +567,11 @@ def _missing(step: StepProblem, lowered: Lowered) -> np.ndarray:
 
 
 def _smallest(step: StepProblem) -> Found:
-    """The plan that needs least memory, if that fits; otherwise say what binds."""
+    """Make the plan that needs least memory.
+
+    Raises:
+        PlanInfeasible: it does not fit; says what binds.
+    """
     size, choices, lowered = _tightest(step)
     if size > step.budgets["device"]:
         raise infeasible(step, size, lowered)
@@ -494,7 +592,11 @@ def _check_tiers(program: Program) -> None:
 
 
 def infeasible(step: StepProblem, smallest: int, lowered: Lowered) -> PlanInfeasible:
-    """The error that names the binding moment, what is alive there, and the smallest budget that would do."""
+    """Error that names the moment that binds, what is alive there, and the smallest budget that would do.
+
+    Args:
+        smallest: Bytes of the smallest budget that a plan was found for.
+    """
     item = lowered.emission.items[lowered.peak_item]
     op = step.graph.ops[item.op] if item.op is not None else None
     moment = f"{op.name} in {op.module or 'the loss'} ({op.phase.value})" if op is not None else "a move of the batch"
@@ -517,3 +619,68 @@ def infeasible(step: StepProblem, smallest: int, lowered: Lowered) -> PlanInfeas
         "Raise the budget, or make the micro-batch or the sequence smaller.",
     ]
     return PlanInfeasible("\n".join(lines), missing_bytes=missing, smallest_budget_bytes=smallest)
+
+
+Choices = dict[tuple[int, int], Option]
+#: Choices tried times operations of the step.
+_WORK = 10_000
+#: Where fewer tries than this are left by that, none is made.
+_FEWEST = 20
+
+
+def tries(num_ops: int) -> int:
+    """Number of choices that may be tried in a step of so many operations; 0 where they would be too few to matter."""
+    allowed = _WORK // num_ops
+    return allowed if allowed >= _FEWEST else 0
+
+
+def improve(
+    choices: Choices, step_s: float, problem: ResidencyProblem, seconds_of: Callable[[Choices], float | None]
+) -> Choices:
+    """Improve choices by changing single ones, largest storage first, while the step gets shorter.
+
+    Where none is left that helps, two are changed at once, if there are few enough pairs to try them all: what makes
+    room and what uses it may help together only.
+
+    Args:
+        choices: Choices to start from.
+        step_s: Seconds that they take.
+        seconds_of: Predicted step time of choices; None where they do not fit.
+    """
+    left = tries(problem.num_ops)
+    candidates = sorted(problem.candidates, key=lambda c: (-c.size_bytes, c.gap.storage, c.gap.start))
+    singles = [((c.gap.storage, c.gap.start), option) for c in candidates for option in c.options]
+    pairs = list(combinations(singles, 2)) if len(singles) * (len(singles) - 1) // 2 <= left else []
+    tried = {_key(choices)}
+    changed = True
+    while changed:
+        changed = False
+        for changes in chain(((single,) for single in singles), pairs):
+            if changed and len(changes) > 1:
+                break  # single ones may help again
+            made = choices
+            for key, option in changes:
+                made = _changed(made, key, option)
+            if _key(made) in tried:
+                continue
+            if left <= 0:
+                return choices
+            tried.add(_key(made))
+            left -= 1
+            seconds = seconds_of(made)
+            if seconds is not None and seconds < step_s * (1 - 1e-9):
+                choices, step_s, changed = made, seconds, True
+    return choices
+
+
+def _key(choices: Choices) -> frozenset[tuple[tuple[int, int], Option]]:
+    return frozenset((key, option) for key, option in choices.items() if option != Option.KEEP)
+
+
+def _changed(choices: Choices, key: tuple[int, int], option: Option) -> Choices:
+    """Copy choices with one changed; a storage has a place in one tier only, so its other gaps follow to a new one."""
+    changed = {**choices, key: option}
+    here = (Option.KEEP, Option.RECOMPUTE)
+    if option in here:
+        return changed
+    return {k: option if k[0] == key[0] and o not in here else o for k, o in changed.items()}

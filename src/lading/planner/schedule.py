@@ -64,7 +64,7 @@ def stretch(
 
 
 def wrapped(emission: Emission, stretched: Stretched) -> tuple[Emission, Stretched]:
-    """Every stay inside the step: those that cross its boundary cut in two. See [Note: over the boundary]."""
+    """Cut residencies that cross the step's boundary in two, so that all lie inside ([Note: over the boundary])."""
     count = len(emission.items)
     rows: list[tuple[Residency, int, int]] = []
     early: list[tuple[Residency, int, int]] = []
@@ -85,11 +85,11 @@ def wrapped(emission: Emission, stretched: Stretched) -> tuple[Emission, Stretch
 
 
 def item_seconds(program: Program, duration_s: float, starts: Sequence[float]) -> list[float]:
-    """From the start of each item to that of the next; items are what the compute stream does but FREE.
+    """Seconds from the start of each item to that of the next; items are what the compute stream does but FREE.
 
     Args:
         duration_s: Seconds of the step.
-        starts: When each action starts.
+        starts: When each action starts, in seconds.
     """
     items = [a for a in program.actions if a.stream in (COMPUTE_STREAM, HOST_STREAM) and a.kind is not ActionKind.FREE]
     begin, following = [0.0] * len(items), duration_s
@@ -122,7 +122,7 @@ class _Stretcher:
         return MARGIN * move_seconds(self.sizes[index], self.tiers[tier], direction)
 
     def _wire(self, tier: str) -> str:
-        """What transfers of a tier wait for each other on: its wire, or itself."""
+        """Name the wire that a tier's transfers wait for each other on; the tier itself where it has none."""
         return self.tiers[tier].wire or tier
 
     def _comes_early(self, index: int) -> bool:
@@ -162,7 +162,7 @@ class _Stretcher:
             self.last[index] = self._extend(index, stay.last + 1, wanted)
 
     def _write(self, index: int, free_at: dict[str, float]) -> float:
-        """When the write-back of a stay should have ended, its tier being free from ``free_at`` on, which it moves."""
+        """Seconds at which a residency's write-back should have ended; moves the time from which its tier is free."""
         stay = self.stays[index]
         wire = self._wire(stay.to_tier)
         begin = max(free_at.get(wire, 0.0), float(self.start[stay.last + 1]))
@@ -185,7 +185,7 @@ class _Stretcher:
             self.first[index] = self._extend_back(index, min(max(wanted, left[index]), stay.first), stay.first - 1)
 
     def _fetch(self, index: int, latest: dict[str, float]) -> float:
-        """When the fetch of a stay should begin, its tier being taken from ``latest`` on, which it moves."""
+        """Seconds at which a residency's fetch should begin; moves the time from which its tier is taken."""
         stay = self.stays[index]
         wire = self._wire(stay.tier)
         finish = min(float(self.start[stay.first]), latest.get(wire, np.inf))

@@ -23,18 +23,125 @@ from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.parallel.ranks import check_segment
 from lading.planner.bounds import Rows, peak_bounds, priced_block, step_bounds
-from lading.planner.exchanges import Exchanges, Known, exchanges
+from lading.planner.exchanges import Exchanges, Known, exchanges, least_bytes, watched_segments
 from lading.planner.kernel_bounds import KernelBounds
-from lading.planner.pipes import Bools
-from lading.planner.prefilter import Prefiltered, SegmentCosts, costs_of
-from lading.planner.shares import Shares
+from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid
+from lading.planner.prefilter import Prefilter, Prefiltered, SegmentCosts, costs_of
 from lading.planner.space import LayoutBlock, Mesh, Pipe, Space, StateLayout, divisors
-from lading.planner.stages import Floats
+from lading.planner.stages import Floats, Ints, StageRows
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases
 from lading.sim.prices import MachinePrices
 from lading.sim.simulate import Priced as Segments
 from lading.sim.simulate import Simulated, segments_by_mode
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Facts common to blocks with as many ranks inside a stage and the same micro-batch, by pipe.
+
+    Attributes:
+        good: [pipe]: whether it can be, experts apart.
+        micro_batches: [pipe]: of a step.
+        alive: Micro-batches alive on watched ranks, and the stages that run (``pipes.alive_of``).
+        kept: [pipe, watched rank, segment]: how often the rank keeps its activations.
+    """
+
+    good: Bools
+    micro_batches: Floats
+    alive: tuple[Floats, Ints]
+    kept: Floats
+
+
+@dataclass
+class Shares:
+    """Facts that blocks of a search have in common, each computed when it is first asked for."""
+
+    space: Space
+    _tables: dict[bool, PipeTable] = field(default_factory=lambda: {})
+    _prefilters: dict[bool, Prefilter] = field(default_factory=lambda: {})
+    _shares: dict[tuple[int, int, bool], Share] = field(default_factory=lambda: {})
+    _least: dict[Mesh, Floats] = field(default_factory=lambda: {})
+    _counts: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: {})
+
+    @cached_property
+    def rows(self) -> StageRows:
+        """Rows of stages of all pipes."""
+        return StageRows(self.space.request, self.space.table)
+
+    @cached_property
+    def watched(self) -> Floats:
+        """[pipeline shape, watched rank, segment]: how often the rank has the segment."""
+        return watched_segments(self.table(self.space.modes()[0]), self.rows)
+
+    def partial(self, mode: str) -> bool:
+        """Whether only some layers of a chunk may be recomputed in a mode."""
+        return mode == "full" or "recompute_layers" in self.space.asked.pins
+
+    def table(self, mode: str) -> PipeTable:
+        """Lay out the pipes of a recompute mode.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        partial = self.partial(mode)
+        if partial not in self._tables:
+            pipes = self.space.pipes(partial=partial)
+            if not pipes:
+                raise ConfigError(
+                    f"expected a pipeline that {self.space.asked.devices} devices, {self.space.layers} layers and the "
+                    "pins allow, found none; change pp, vpp, schedule or recompute_layers"
+                )
+            self._tables[partial] = pipe_table(pipes, self.rows)
+        return self._tables[partial]
+
+    def prefilter(self, mode: str) -> Prefilter:
+        """Prefilter of the pipes of a recompute mode; stages of all modes must have been laid out."""
+        partial = self.partial(mode)
+        if partial not in self._prefilters:
+            self._prefilters[partial] = Prefilter.of(self.table(mode), self.rows.arrays()[2])
+        return self._prefilters[partial]
+
+    def share(self, block: LayoutBlock, mode: str) -> Share:
+        """Facts that a block has in common with others."""
+        key = (block.mesh.tp * block.mesh.cp, block.micro_batch, self.partial(mode))
+        if key not in self._shares:
+            table, stack = self.table(mode), self.space.request.stack
+            replicas = self.space.asked.devices / key[0] / table.pp
+            micro_batches = self.space.asked.global_batch / (replicas * block.micro_batch)
+            good = valid(table, replicas, micro_batches, stack)
+            if "dp" in self.space.asked.pins:
+                good &= replicas == self.space.asked.pins["dp"]
+            alive = alive_of(table, np.maximum(1.0, micro_batches), stack)
+            self._shares[key] = Share(good, micro_batches, alive, self.prefilter(mode).kept(alive[0]))
+        return self._shares[key]
+
+    def good(self, block: LayoutBlock, mode: str) -> Bools:
+        """[pipe]: whether a block can have it."""
+        ranks = self.space.asked.devices / self.table(mode).pp
+        return self.share(block, mode).good & (np.mod(ranks, block.mesh.expert_ways) == 0)
+
+    def least_bytes(self, block: LayoutBlock, segments: Sequence[Phases], elements: Floats) -> Floats:
+        """[pipeline shape, watched rank]: least bytes of states; arguments as ``exchanges.least_bytes``."""
+        if block.mesh not in self._least:
+            table = self.table(self.space.modes()[0])
+            self._least[block.mesh] = least_bytes(self.space, block, self.watched, table, segments, elements)
+        return self._least[block.mesh]
+
+    def count(self, block: LayoutBlock) -> int:
+        """Count the layouts of a block."""
+        mesh = block.mesh
+        key = (mesh.tp, mesh.cp, mesh.expert_ways, block.micro_batch)
+        if key not in self._counts:
+            ranks, total = self.space.asked.devices // (mesh.tp * mesh.cp), 0
+            for mode in self.space.modes():
+                table, good = self.table(mode), self.good(block, mode)
+                ways = np.unique(np.where(table.flat, 0, table.pp)[good], return_counts=True)
+                for pp, count in zip(*(part.tolist() for part in ways), strict=True):
+                    total += count * len(self.space.cuts(ranks // max(1, pp) * mesh.cp, 2 if pp else 1))
+            self._counts[key] = total
+        return self._counts[key]
+
 
 #: What rounding may add to a bound.
 _ROUNDING = 1 - 1e-9
@@ -45,7 +152,13 @@ Tell = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Bounded:
-    """A layout with its bounds; ``span_s`` is that of its pipeline, ``states`` the bytes of its watched ranks."""
+    """Layout with lower bounds of its step in seconds and of its fullest rank in bytes.
+
+    Attributes:
+        span_s: Least seconds of its pipeline.
+        mode: Recompute mode.
+        states: Bytes of states on each of its watched ranks.
+    """
 
     step_s: float
     span_s: float
@@ -59,7 +172,11 @@ class Bounded:
 
 @dataclass(frozen=True, eq=False)
 class FamilyMember:
-    """A block of a family; ``kernel_bounds``: those of its family, None where the block is all of it."""
+    """Block of a family, with the least seconds of a step.
+
+    Attributes:
+        kernel_bounds: Those of its family; None where the block is the whole family.
+    """
 
     bound_s: float
     block: LayoutBlock
@@ -68,19 +185,19 @@ class FamilyMember:
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Blocks that differ in the micro-batch and in the ways of expert parallel."""
+    """Blocks that are alike but in the micro-batch and in the ways of expert parallel."""
 
     members: tuple[FamilyMember, ...]
 
     @property
     def bound_s(self) -> float:
-        """Least seconds of a step of any."""
+        """Least seconds of a step of any member."""
         return min(member.bound_s for member in self.members)
 
 
 @dataclass(frozen=True, eq=False)
 class UnpricedBlock:
-    """A member in a recompute mode, not priced: what its floors leave of its pipes."""
+    """Block in a recompute mode, not priced yet, with the pipes that its kernel bounds leave."""
 
     block: LayoutBlock
     mode: str
@@ -89,7 +206,7 @@ class UnpricedBlock:
 
 @dataclass(frozen=True, eq=False)
 class Opened:
-    """A block in a recompute mode, priced, and what that leaves of its pipes."""
+    """Block in a recompute mode, priced, with the pipes that its prices leave."""
 
     block: LayoutBlock
     mode: str
@@ -98,12 +215,13 @@ class Opened:
 
 @dataclass
 class LayoutSearch:
-    """One search: what its blocks share, and the prices of each.
+    """State of one search: what its blocks share, and the prices of each.
 
     Attributes:
-        counted: Layouts of the space that can be; ``evaluated``: of them, those bounded one by one.
-        refused: Why blocks cannot be, with how many.
-        over: The fastest of each block opened that are a little too large.
+        counted: Number of layouts of the space that can be.
+        evaluated: Number of these that were bounded one by one.
+        refused: Reasons why blocks cannot be, with how many each.
+        over: Fastest layout of each opened block that is a little too large.
     """
 
     space: Space
@@ -122,23 +240,23 @@ class LayoutSearch:
 
     @cached_property
     def shares(self) -> Shares:
-        """What blocks have in common."""
+        """Pipelines, micro-batches and memory that blocks have in common."""
         return Shares(self.space)
 
     def request(self, layout: Layout) -> StepRequest:
-        """What is asked, for a layout."""
+        """Build the request for a layout."""
         return replace(self.space.request, layout=layout)
 
     def layout(self, found: Bounded) -> Layout:
-        """Of a bounded layout."""
+        """Build the layout of a bounded one."""
         return self.space.layout(found.block, found.mode, found.pipe, found.cut)
 
     def segments(self, found: Bounded) -> Segments:
-        """Of a bounded layout, for ``simulate``."""
+        """Priced segments of a bounded layout, for ``simulate``."""
         return Segments(self.space.machine, self.space.table, self._segments[found.block][found.mode])
 
     def span_s(self, found: Bounded) -> float | None:
-        """Least seconds of a layout's pipeline; None if none was simulated that differs in who keeps states only."""
+        """Least seconds of a layout's pipeline, as one simulated with states kept otherwise shows; None if none was."""
         alone_s = self._alone_s.get((found.block, found.mode, found.pipe))
         return alone_s * _ROUNDING if alone_s else None
 
@@ -150,7 +268,7 @@ class LayoutSearch:
         return max(found.peak_bytes, max(map(add, kept, found.states)) * _ROUNDING)
 
     def learn(self, found: Bounded, simulated: Simulated) -> None:
-        """What a simulation has shown of a pipeline, whoever keeps its states: when it runs, and what it keeps."""
+        """Remember from a simulation when a pipeline runs and what it keeps, whoever keeps its states."""
         run, key = simulated.step.pipeline, (found.block, found.mode, found.pipe)
         if run is None:
             return
@@ -161,7 +279,7 @@ class LayoutSearch:
             self._alone_s[key] = listed.pipeline_s
 
     def families(self, tell: Tell) -> list[Family]:
-        """All blocks that can be.
+        """List all families of blocks that can be.
 
         Raises:
             ConfigError: no block can be; the message is that of most.
@@ -187,7 +305,7 @@ class LayoutSearch:
         return self._families
 
     def _all_can_be(self, blocks: Sequence[LayoutBlock]) -> bool:
-        """Whether all blocks of a family can be if the last can, and have floors."""
+        """Whether all blocks of a family can be if the last can, and have kernel bounds."""
         if self.space.machine.device.gpu is None:
             return False
         space, layout = self.space, self._prices(blocks[0]).layout
@@ -200,7 +318,7 @@ class LayoutSearch:
         return True
 
     def _family(self, blocks: Sequence[LayoutBlock]) -> Family | None:
-        """None if the leader cannot be."""
+        """Bound a family of blocks by its leader, the last; None if the leader cannot be."""
         leader, mode = blocks[-1], self.space.modes()[0]
         try:
             prices = self._price(leader, mode)
@@ -226,7 +344,7 @@ class LayoutSearch:
         return segments[len(segments) // 2 :]
 
     def none_can_be(self) -> str:
-        """Why there is no layout: the reason of most blocks, or that numbers do not divide."""
+        """Say why there is no layout: the reason of most blocks, or that numbers do not divide."""
         asked = self.space.asked
         pins = ", ".join(f"{key}={value}" for key, value in sorted(asked.pins.items()))
         each = "tp x cp x pp x dp = devices, dp x micro-batch that divides the batch, shard that divides dp x cp"
@@ -240,10 +358,10 @@ class LayoutSearch:
         )
 
     def unpriced(self, member: FamilyMember, budget_bytes: float) -> list[UnpricedBlock]:
-        """A member in each recompute mode in which some of its pipes may fit as far as its floors tell.
+        """List the recompute modes of a member in which some of its pipes may fit, as far as kernel bounds tell.
 
         Args:
-            budget_bytes: Of the tensors of a device.
+            budget_bytes: Bytes for the tensors of a device.
         """
         found = [self._unpriced(member, mode, budget_bytes) for mode in self.space.modes()]
         self._out += [one for one in found if one.prefiltered.step_s == inf]
@@ -258,7 +376,7 @@ class LayoutSearch:
         return UnpricedBlock(block, mode, self._prefiltered(block, mode, costs, segments, budget_bytes))
 
     def least_costs(self, member: FamilyMember, mode: str) -> SegmentCosts:
-        """What a member takes at least in a recompute mode; its own prices where it has no floors."""
+        """Least costs of a member in a recompute mode; its own prices where it has no kernel bounds."""
         kernel_bounds = member.kernel_bounds
         if kernel_bounds is None:
             return self.costs(member.block, mode)
@@ -269,13 +387,13 @@ class LayoutSearch:
         return kernel_bounds.costs(member.block, mode, self._prices(member.block))
 
     def costs(self, block: LayoutBlock, mode: str) -> SegmentCosts:
-        """What a block takes in a recompute mode."""
+        """Costs of a block's segments in a recompute mode, priced by the simulator."""
         prices = self._price(block, mode)
         segments = self._segments[block][mode]
         return costs_of(segments, prices, len(segments) // 2)
 
     def opened(self, unpriced: UnpricedBlock, budget_bytes: float) -> Opened | None:
-        """The same block, priced; None if none of its pipes may fit."""
+        """Price a block; None if none of its pipes may fit."""
         try:
             one = self._opened(unpriced.block, unpriced.mode, budget_bytes)
         except ConfigError as error:  # of the leader's family, but not as it is
@@ -296,10 +414,11 @@ class LayoutSearch:
     def _prefiltered(
         self, block: LayoutBlock, mode: str, costs: SegmentCosts, segments: Sequence[Phases], budget_bytes: float
     ) -> Prefiltered:
-        """What is left of a block's pipes.
+        """Filter the pipes of a block by least bytes and seconds.
 
         Args:
-            segments: Of any block of the family.
+            segments: Priced for any block of the family.
+            budget_bytes: Bytes for the tensors of a device.
         """
         share, stack = self.shares.share(block, mode), self.space.request.stack
         states = self.shares.least_bytes(block, segments, costs.elements)[self.shares.table(mode).geometry]
@@ -319,7 +438,7 @@ class LayoutSearch:
         )
 
     def nearly(self, most: int, limit_s: float, budget_bytes: float) -> list[Bounded]:
-        """The fastest layouts that are a little too large, of those that may take less than ``limit_s``."""
+        """Find the fastest layouts that are a little too large, among those that may take less than ``limit_s``."""
         for one in sorted(self._out, key=lambda each: each.prefiltered.over_s)[:most]:
             if one.prefiltered.over_s < limit_s:
                 self._look_into(one, budget_bytes)
@@ -349,13 +468,13 @@ class LayoutSearch:
         return self.space.asked.global_batch / block.micro_batch / ranks * work * (1 + waits) * _ROUNDING
 
     def _prices(self, block: LayoutBlock, pp: int = 1) -> MachinePrices:
-        """Prices of a block over all devices, in a pipeline of some length."""
+        """Prices of a block over all devices, in a pipeline of ``pp`` ranks."""
         plain = self.space.layout(block, "none", Pipe(pp, 1, "1f1b", -1), StateLayout(0, 0), global_batch=0)
         layout = replace(plain, recompute_modules=self.space.asked.pins.get("recompute_modules", ()))
         return MachinePrices(self.space.machine, layout, self.space.request.stack, self.space.table.symbols.get("a", 1))
 
     def _rows(self, block: LayoutBlock, mode: str, pipes: Bools) -> Rows:
-        """All layouts of a block in some pipes."""
+        """Collect all layouts of a block in the pipes that are marked."""
         shares, share = self.shares, self.shares.share(block, mode)
         if block.mesh not in self._exchanges:
             table = shares.table(self.space.modes()[0])
@@ -366,10 +485,10 @@ class LayoutSearch:
         return Rows(table, found, share.micro_batches, share.alive, *found.rows(table, good))
 
     def bounded(self, opened: Opened, budget_bytes: float) -> Iterator[Bounded]:
-        """Layouts of a block that may fit, by their bounds.
+        """Yield the layouts of a block that may fit, those of least bound first.
 
         Args:
-            budget_bytes: Of the tensors of a device.
+            budget_bytes: Bytes for the tensors of a device.
         """
         found = self._bounds(opened)
         if found is None:
@@ -384,10 +503,10 @@ class LayoutSearch:
         yield from map(found.at, order)
 
     def lightest(self, most: int) -> list[Bounded]:
-        """The layouts of the space that need least memory as bounded, lightest first, the faster of equal ones first.
+        """Find the layouts of the space that need least memory as bounded, lightest first, then the faster first.
 
         Args:
-            most: How many.
+            most: Number of layouts.
         """
         found: list[Bounded] = []
         members = [member for family in self._families or self.families(_silent) for member in family.members]
@@ -402,7 +521,7 @@ class LayoutSearch:
         return found
 
     def _bounds(self, opened: Opened) -> _BlockBounds | None:
-        """Of a block's layouts in the pipes that are left of it; None if there is none."""
+        """Bound the layouts of a block in the pipes that are left of it; None if there is none."""
         block, mode, space = opened.block, opened.mode, self.space
         rows, prices = self._rows(block, mode, opened.prefiltered.pipes), self._prices(block)
         if not len(rows.pipe):
@@ -428,7 +547,7 @@ class _BlockBounds:
     peaks: Floats
 
     def at(self, place: int) -> Bounded:
-        """One of them."""
+        """Take out one layout by its place in ``rows``."""
         rows = self.rows
         pipe, cut = rows.table.pipes[int(rows.pipe[place])], rows.found.cuts[int(rows.number[place])]
         bounds = float(self.steps[place]), float(self.spans[place]), float(self.peaks[place])
@@ -441,4 +560,4 @@ def _memory_first(found: Bounded) -> tuple[float, float]:
 
 
 def _silent(done: int, of: int, what: str) -> None:
-    """Of no one's interest."""
+    """Report no progress."""

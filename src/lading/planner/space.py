@@ -44,7 +44,12 @@ _LEAST_TOKENS, _MOST_TOKENS, _MOST_SEQUENCES = 1024, 1 << 17, 4
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mesh:
-    """How parameters are cut inside a stage."""
+    """Ranks over which parameters are cut inside a stage.
+
+    Attributes:
+        tp, cp, ep: Ranks of tensor, context and expert parallel.
+        etp: Ranks of tensor parallel inside an expert; 0 for ``tp``.
+    """
 
     tp: int
     cp: int
@@ -53,13 +58,20 @@ class Mesh:
 
     @property
     def expert_ways(self) -> int:
-        """Ranks that an expert layer is cut over."""
+        """Number of ranks that an expert layer is cut over."""
         return self.ep * (self.etp or self.tp)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LayoutBlock:
-    """All that a block's kernels and collectives depend on but the recompute mode."""
+    """Layouts that are alike in all that kernels and collectives depend on, but the recompute mode.
+
+    Attributes:
+        micro_batch: Sequences.
+        sp: Whether sequence parallel is on.
+        cp_comm: How keys and values meet under context parallel: ring, all_gather or all_to_all.
+        precision: Number format of products.
+    """
 
     mesh: Mesh
     micro_batch: int
@@ -70,7 +82,12 @@ class LayoutBlock:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pipe:
-    """Stages: ``layers`` of each are recomputed, -1 all."""
+    """Pipeline of a layout.
+
+    Attributes:
+        pp, vpp: Ranks, and chunks of each.
+        layers: Layers of each chunk that are recomputed; -1 for all.
+    """
 
     pp: int
     vpp: int
@@ -79,13 +96,20 @@ class Pipe:
 
     @property
     def stages(self) -> int:
-        """In the order of forward."""
+        """Number of stages, chunks counted."""
         return self.pp * self.vpp
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StateLayout:
-    """Who keeps the states of a parameter, and what of these lies behind the device: the host updates it."""
+    """Who keeps the states of a parameter, and which of them lie behind the device, where the host updates them.
+
+    Attributes:
+        zero: ZeRO stage, 0 to 3.
+        shard: Ranks that states are cut over; 0 for all replicas.
+        offload: States behind the device: "optimizer" or "parameters".
+        tier: Tier that they lie in.
+    """
 
     zero: int
     shard: int
@@ -94,7 +118,7 @@ class StateLayout:
 
 
 def parse_pins(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Pins from ``key=value``; ``sp=yes``, ``recompute_modules=act+layernorm``.
+    """Parse pins from ``key=value``; ``sp=yes``, ``recompute_modules=act+layernorm``.
 
     Raises:
         ConfigError: not such a text, an unknown key or a value that is none of its kind.
@@ -143,7 +167,10 @@ def _value(key: str, value: str) -> Any:
 
 
 def precisions_of(text: str, machine: Machine, stack: Stack) -> tuple[str, ...]:
-    """Precisions from ``bf16``, ``bf16,fp8``, or ``any``: all of 16 bits and fewer that the stack and the device have.
+    """Parse precisions from ``bf16``, ``bf16,fp8`` or ``any``.
+
+    Returns:
+        Precisions to choose from; of ``any``, bf16 and all below it that the stack and the device have.
 
     Raises:
         ConfigError: one that is not known, that one of several cannot be, or fp32 beside others.
@@ -163,7 +190,7 @@ def precisions_of(text: str, machine: Machine, stack: Stack) -> tuple[str, ...]:
 
 
 def _lacks(precision: str, machine: Machine, stack: Stack) -> str:
-    """Why a precision is none of those a search may choose from; "" where it is one."""
+    """Say why a search cannot choose a precision; "" where it can."""
     if precision == "fp32":
         return "parameters, gradients and states in fp32 are other layouts, to be asked for alone"
     if precision not in LOW_PRECISIONS:
@@ -181,7 +208,7 @@ def _lacks(precision: str, machine: Machine, stack: Stack) -> str:
 
 
 def pins_of(text: str) -> dict[str, Any]:
-    """All choices of a layout as it prints: what ``--pin`` of every key would be."""
+    """Pin all choices of a layout given as it prints: what ``--pin`` of every key would be."""
     layout = parse_layout(text)
     if layout.bucket_bytes:
         raise ConfigError(f"expected a layout without bucket_bytes, which are chosen behind the others, got {text!r}")
@@ -191,20 +218,20 @@ def pins_of(text: str) -> dict[str, Any]:
 
 
 def divisors(number: int) -> list[int]:
-    """In order."""
+    """List the divisors of a number in ascending order."""
     small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 @dataclass(frozen=True)
 class Space:
-    """The layouts of a request.
+    """Space of the layouts that a request allows.
 
     Attributes:
-        asked: What is asked for: how many devices, which choices are made, what may be used.
-        request: A step of it: model, software and all else that is no choice; of its layout the precision counts.
-        table: The model's.
-        machine: What each device is, and what links them.
+        asked: Request: how many devices, which choices are made, what may be used.
+        request: One step of it: model, software and all else that is no choice; of its layout the precision counts.
+        table: Operations of the model.
+        machine: Each device, and what links them.
     """
 
     asked: Request
@@ -246,35 +273,35 @@ class Space:
             )
 
     def asking(self, **changes: Any) -> Space:
-        """The layouts of a request that differs in these fields."""
+        """Space of the layouts of a request that differs in these fields."""
         return dataclasses.replace(self, asked=dataclasses.replace(self.asked, **changes))
 
     @cached_property
     def directions_s(self) -> list[tuple[float, float]]:
-        """Of each segment: seconds of a matrix optimizer on all its matrices, and on the longest; 0 without one."""
+        """List by segment the seconds of a matrix optimizer on all its matrices, and on the longest; 0 without one."""
         return segment_directions_s(self.request, self.table, self.machine)
 
     @cached_property
     def layers(self) -> int:
-        """Of the model."""
+        """Number of layers of the model."""
         return sum(self.table.counts[1:-1])
 
     @property
     def precisions(self) -> tuple[str, ...]:
-        """Of products; parameters, gradients and states have as many bits in all of them."""
+        """Precisions of products to choose from; parameters, gradients and states have as many bits in all of them."""
         own = self.request.layout.precision
         return (own,) if "precision" in self.asked.pins else self.asked.precisions or (own,)
 
     @property
     def experts(self) -> int:
-        """Of a layer; 1 where there are none."""
+        """Number of experts of a layer; 1 where there are none."""
         return self.table.symbols.get("e", 1)
 
     def _pinned(self, key: str, otherwise: list[Any]) -> list[Any]:
         return [self.asked.pins[key]] if key in self.asked.pins else otherwise
 
     def meshes(self) -> Iterator[Mesh]:
-        """In a fixed order."""
+        """Yield all meshes of the space, in a fixed order."""
         devices = self.asked.devices
         domain = self.machine.links[0].ranks if self.machine.links else 0
         for tp in self._pinned("tp", [n for n in divisors(devices) if n <= 2 * (domain or 4)]):
@@ -291,7 +318,7 @@ class Space:
         return [n for n in divisors(devices) if n == 1 or (tokens % (2 * n) == 0 and tokens // n >= _LEAST_TOKENS)]
 
     def blocks(self, mesh: Mesh) -> Iterator[LayoutBlock]:
-        """Of a mesh, in a fixed order."""
+        """Yield all blocks with a mesh, in a fixed order."""
         most = max(_MOST_SEQUENCES, _MOST_TOKENS // self.request.seq_len)
         batches = [n for n in divisors(self.asked.global_batch) if n <= most]
         for micro_batch in self._pinned("micro_batch", batches):
@@ -302,12 +329,12 @@ class Space:
                         yield LayoutBlock(mesh, micro_batch, sp, comm, precision)
 
     def modes(self) -> list[str]:
-        """Of recompute."""
+        """Recompute modes to choose from."""
         layers = self.asked.pins.get("recompute_layers", -1)
         return self._pinned("recompute", list(RECOMPUTES) if layers < 0 else ["full"])
 
     def pipes(self, *, partial: bool) -> list[Pipe]:
-        """Pipelines that some replicas of all devices can have.
+        """List the pipelines that some replicas of all devices can have.
 
         Args:
             partial: Whether only some layers of a chunk may be recomputed.
@@ -324,7 +351,7 @@ class Space:
         return found
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:
-        """That the stack can run: Megatron-LM has 1F1B and its interleaved form, torch has all."""
+        """Schedules that the stack can run: Megatron-LM has 1F1B and its interleaved form, torch has all."""
         if pp == 1:
             return ["1f1b"]
         if self.request.stack.megatron_order:
@@ -335,7 +362,7 @@ class Space:
         return [*both, *V_SHAPED] if vpp == 2 else both
 
     def cuts(self, data: int, pp: int) -> list[StateLayout]:
-        """Of states over ``data`` replicas."""
+        """List the ways to keep states over ``data`` replicas in a pipeline of ``pp`` ranks."""
         stages = [0, 1, 2, 3]
         if pp > 1:  # [Note: sharded in a pipeline] in lading.program.emit: 2 and 3 are one there
             stages = [0, 1, 3] if self.request.stack.cuts_in_pipeline else [0, 1]
@@ -349,7 +376,7 @@ class Space:
 
     @cached_property
     def _offloads(self) -> list[tuple[tuple[str, ...], str]]:
-        """What may lie behind the device, and where; parameters only where that is pinned."""
+        """List (states, tier) that may lie behind the device; parameters only where that is pinned."""
         tier = self.asked.pins.get("offload_to", self.machine.host_tier or HOST_TIER)
         if "offload" in self.asked.pins:
             pinned = self.asked.pins["offload"]
@@ -368,10 +395,10 @@ class Space:
     def layout(
         self, block: LayoutBlock, mode: str, pipe: Pipe, cut: StateLayout, global_batch: int | None = None
     ) -> Layout:
-        """The layout of the four.
+        """Build the layout of a block, a recompute mode, a pipe and a way to keep states.
 
         Args:
-            global_batch: None for that of the request.
+            global_batch: Sequences of a step; None for those of the request.
         Raises:
             ConfigError: it cannot be.
         """
@@ -397,7 +424,7 @@ class Space:
         )
 
     def left_out(self) -> tuple[str, ...]:
-        """What is not searched unless it is pinned."""
+        """Say which layouts are not searched unless they are pinned."""
         found = [
             f"context parallel with parts of a sequence under {_LEAST_TOKENS} tokens, and micro-batches of more than "
             f"{_MOST_TOKENS:,} tokens and {_MOST_SEQUENCES} sequences",

@@ -48,11 +48,11 @@ class StageRows:
 
     @property
     def plain(self) -> int:
-        """What is added to the number of a segment of which nothing is recomputed."""
+        """Number added to a segment's number where nothing of it is recomputed."""
         return len(self.table.segments)
 
     def of(self, stages: int, layers: int) -> Ints:
-        """Row of each stage of a model cut into so many, of each of which so many layers are recomputed."""
+        """[stage]: row of each stage of a model cut into so many stages, ``layers`` of each of which are recomputed."""
         if (stages, layers) not in self._known:
             layout = Layout(pp=stages)
             total = sum(self.table.counts[1:-1])
@@ -65,7 +65,11 @@ class StageRows:
         return self.rows.setdefault(run, len(self.rows))
 
     def arrays(self) -> tuple[Ints, Floats, Floats]:
-        """(segment, count) by row and place, where places that a row has not count 0; and counts by segment."""
+        """Lay the rows out as arrays.
+
+        Returns:
+            [row, place]: segments, and how often each stands there, 0 where a row is shorter; [row, segment]: counts.
+        """
         if self._arrays is not None and len(self._arrays[0]) == len(self.rows):
             return self._arrays
         width = max(map(len, self.rows))
@@ -81,13 +85,14 @@ class StageRows:
 
 @dataclass(frozen=True, eq=False)
 class StageCosts:
-    """Of every row, for one block and recompute mode.
+    """Costs of every row of stages, for one block and recompute mode; each an array over rows.
 
     Attributes:
-        forward, again, inputs, weights: Seconds.
-        saved: Bytes of activations kept by a micro-batch; ``ahead`` and ``behind``: most beyond it while it runs
-            forward, and backward.
-        blocks: Segments of a row, counted.
+        forward, again, inputs, weights: Seconds of a micro-batch: forward, what is recomputed, gradients of
+            activations, gradients of weights.
+        saved: Bytes of activations that a micro-batch keeps.
+        ahead, behind: Most bytes beyond ``saved`` while a micro-batch runs forward, and backward.
+        blocks: Number of segments in a row.
     """
 
     forward: Floats
@@ -101,18 +106,18 @@ class StageCosts:
 
     @property
     def backward(self) -> Floats:
-        """With what is recomputed."""
+        """Seconds of a backward, with what is recomputed."""
         return self.again + self.inputs + self.weights
 
 
 def stage_costs(
     rows: tuple[Ints, Floats, Floats], segments: Sequence[Phases], prices: MachinePrices, stack: Stack
 ) -> StageCosts:
-    """Seconds and bytes of all rows.
+    """Compute seconds and bytes of all rows of stages.
 
     Args:
-        rows: Of ``StageRows.arrays``.
-        segments: As ``lading.sim.simulate.Priced`` has them.
+        rows: Result of ``StageRows.arrays``.
+        segments: Priced segments: as the mode recomputes them, then plain.
     """
     places, counts, weights = rows
     seconds = [spans(weights @ features, prices, stack) for features in features_of(segments, prices, stack)]
@@ -127,12 +132,16 @@ def stage_costs(
 
 
 def features_of(segments: Sequence[Phases], prices: MachinePrices, stack: Stack) -> list[Floats]:
-    """Of each phase (forward, what runs again, gradients of activations and of weights): (segment, ``_features``)."""
+    """Collect ``_features`` of each phase of segments.
+
+    Returns:
+        By phase (forward, what runs again, gradients of activations, of weights): [segment, number of the feature].
+    """
     return [np.array([_features(getattr(s, phase), prices, stack) for s in segments]) for phase in _PHASES]
 
 
 def _features(part: Part, prices: MachinePrices, stack: Stack) -> list[float]:
-    """Seconds of the device, of them bound by memory, of the host, and of collectives by axis."""
+    """List the seconds of a phase: of the device, of them bound by memory, of the host, and of collectives by axis."""
     busy = {cause: seconds * prices.in_situ(cause) for cause, seconds in part.busy_s.items()}
     if missing := set(part.comm_s) - set(_AXES):
         raise AssertionError(f"an axis that stages do not know: {sorted(missing)}")
@@ -141,10 +150,10 @@ def _features(part: Part, prices: MachinePrices, stack: Stack) -> list[float]:
 
 
 def spans(features: Floats, prices: MachinePrices, stack: Stack) -> Floats:
-    """Seconds of stretches of kernels ([Note: one stretch of kernels]).
+    """[stretch]: seconds of stretches of kernels ([Note: one stretch of kernels]).
 
     Args:
-        features: (stretch, ``_features`` summed up).
+        features: [stretch, number]: ``_features`` of its segments, summed up.
     """
     device, memory, host = features[:, 0], features[:, 1], features[:, 2]
     seconds: Any = device.copy()

@@ -107,7 +107,7 @@ def persistent_away(step: StepProblem) -> Iterator[_Choices]:
 
 
 def _plainer(step: StepProblem) -> Iterable[_Choices]:
-    """What to try first, where it could fit: everything stays, or only activations are recomputed."""
+    """Yield the choices to try first, where they could fit: everything stays, or only activations are recomputed."""
     if _outlives(step) < step.arena_bytes:
         yield {}
         yield checkpoint_every_block(step.graph, step.lives)

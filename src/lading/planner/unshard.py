@@ -55,13 +55,14 @@ _WORK = 30_000
 
 @dataclass(frozen=True)
 class Chosen:
-    """The groups of a policy.
+    """Groups of gathered parameters that a policy chooses.
 
     Attributes:
-        rows: Of all policies.
-        gathered: The step, with what is there at its peak.
-        peak_bytes: On each rank.
-        why: No more of the budget is used; "" for policies that do not try to.
+        budget_bytes: Bytes of a device.
+        rows: Comparison of all policies.
+        gathered: Step, with what is there at its peak.
+        peak_bytes: Bytes at the peak of each rank.
+        why: Why no more of the budget is used; "" for policies that do not try to.
     """
 
     policy: str
@@ -85,16 +86,16 @@ def choose_groups(
     *,
     parts: Priced | None = None,
 ) -> Chosen:
-    """Choose what stays gathered under a budget.
+    """Choose which parameters stay gathered under a budget, and in which groups.
 
     Args:
-        request: With a layout of zero3 and no pipeline.
-        budget_bytes: Of each device; 0 for all that it has.
+        request: A step with a layout of zero3 and no pipeline.
+        budget_bytes: Bytes of each device; 0 for all that it has.
         policy: One of ``POLICIES``.
-        parts: What ``priced`` gave for the request, if it is there.
+        parts: Segments that ``priced`` gave for the request, if they are there.
     Raises:
         ConfigError: no such policy, or groups of such a layout are not chosen.
-        PlanInfeasible: what the policy comes to does not fit.
+        PlanInfeasible: the policy's choice does not fit.
 
     Example:
         ``choose_groups(request, table, 40 * 10**9).groups``
@@ -132,10 +133,10 @@ def neighbor_peaks(request: StepRequest, table: ModelTable) -> tuple[int, int]:
 
 
 def plan_of(chosen: Chosen, version: str) -> ClusterPlan:
-    """The plan that ``lading.apply`` takes.
+    """Make the plan that ``lading.apply`` takes.
 
     Args:
-        version: Of Lading.
+        version: Version of Lading.
     """
     modules = chosen.modules
     request, layout = modules.request, modules.request.layout
@@ -193,7 +194,7 @@ _Found = tuple[tuple[Bucket, ...], Gathered]
 
 
 class _Search:
-    """Plans of one model under one budget; what was simulated once is kept."""
+    """Search over plans of one model under one budget; a plan is simulated once."""
 
     def __init__(self, modules: Modules, budget: int) -> None:
         self.modules = modules
@@ -206,14 +207,17 @@ class _Search:
         self.fuller: list[float] = []
 
     def step(self, buckets: Sequence[Bucket]) -> Gathered:
-        """Simulate."""
+        """Simulate a step with these buckets, or look it up."""
         key = tuple(buckets)
         if key not in self._steps:
             self._steps[key] = gathered_step(self.costs, key)
         return self._steps[key]
 
     def peak(self, buckets: Sequence[Bucket]) -> int:
-        """Bytes at its peak, which comes by the second micro-batch, or the next if buckets stay between them."""
+        """Bytes at the peak of a plan.
+
+        It comes by the second micro-batch, or the next if buckets stay between them.
+        """
         key = tuple(buckets)
         if key in self._steps:
             return self._steps[key].peak_bytes
@@ -223,11 +227,11 @@ class _Search:
         return self._peaks[key]
 
     def fits(self, buckets: Sequence[Bucket]) -> bool:
-        """Whether the budget holds it."""
+        """Whether the budget holds a plan."""
         return self.peak(buckets) <= self.budget
 
     def found(self, policy: str) -> _Found:
-        """What a policy comes to."""
+        """Find the buckets that a policy comes to, and their step."""
         if policy == "residency":
             tried = list(self._residency())
             fitting = [each for each in tried if each[1].peak_bytes <= self.budget]
@@ -248,7 +252,7 @@ class _Search:
         return whole, self.step(whole)
 
     def zero3(self, spans: Sequence[tuple[int, int]], ahead: int = 1) -> tuple[Bucket, ...]:
-        """All are gathered again in backward, but for the last, which backward begins with."""
+        """Make buckets that are all gathered again in backward, but for the last, which backward begins with."""
         found = [Bucket(first, last, Keep.RELEASE, ahead, ahead) for first, last in spans]
         return (*found[:-1], replace(found[-1], keep=Keep.BACKWARD))
 
@@ -293,7 +297,7 @@ class _Search:
                     break
 
     def _between(self, buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
-        """With as many more, from the first on, staying from backward to the next forward as fit."""
+        """Keep as many more buckets, from the first on, from backward to the next forward as fit."""
         released = [n for n, bucket in enumerate(buckets) if bucket.keep is Keep.RELEASE]
 
         def first(count: int) -> tuple[Bucket, ...]:
@@ -303,7 +307,7 @@ class _Search:
         return first(max(0, _most([0] * len(released), 0, lambda count: self.fits(first(count)))))
 
     def _with_part(self, buckets: tuple[Bucket, ...], bucket: Bucket, left: int, at_end: bool) -> tuple[Bucket, ...]:
-        """With as many atoms kept of a bucket's end, or of its start, as fit."""
+        """Keep as many atoms of a bucket's end, or of its start, as fit."""
         atoms = list(range(bucket.first, bucket.last + 1))
         atoms = atoms[::-1] if at_end else atoms
         sizes = [self._size(atom, atom) for atom in atoms]
@@ -318,7 +322,7 @@ class _Search:
         return part(count) if count > 0 else buckets
 
     def _nearby(self, found: _Found) -> list[_Found]:
-        """Faster and faster plans, each a neighbor of the one before, as long as ``_WORK`` lasts."""
+        """Walk to faster and faster plans, each a neighbor of the one before, as long as ``_WORK`` lasts."""
         cuts = borders(self.modules)
         work, steps = 0, [found]
         best, seconds = found[0], found[1].step_s
@@ -337,7 +341,7 @@ class _Search:
         return steps
 
     def _topped(self, found: _Found) -> list[_Found]:
-        """With what is left of the budget filled by rows of modules that fit, the last first, apart from the rest."""
+        """Fill what is left of the budget with rows of modules that fit, the last first, apart from the rest."""
         current, tried = found[0], list[_Found]()
         for start, last in reversed(self._rows(current)):
             left = self.budget - self.peak(current)
@@ -370,7 +374,7 @@ class _Search:
         )
 
     def why(self, found: _Found) -> str:
-        """Why no more of the budget is used."""
+        """Say why no more of the budget is used."""
         left = self.budget - found[1].peak_bytes
         released = [bucket for bucket in found[0] if self._can_stay(bucket)]
         if left <= (1 - _FULL) * self.budget:
@@ -388,7 +392,7 @@ class _Search:
         )
 
     def _with_small_start(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """With a small bucket of blocks first, if that is faster: it is waited for, and reduced last."""
+        """Split off a small bucket of blocks as the first, if that is faster: it is waited for, and reduced last."""
         place = next((n for n, (first, _) in enumerate(spans) if self._path(first)), None)
         if place is None:
             return spans
@@ -411,7 +415,7 @@ class _Search:
         return self.costs.of(Bucket(first, last)).gathered
 
     def _residency(self) -> Iterator[_Found]:
-        """All that is tried; the plain policies first."""
+        """Yield every plan that is tried; the plain policies first."""
         for policy in POLICIES[:3]:
             yield self.found(policy)
         blocks = max(runs(self.modules))

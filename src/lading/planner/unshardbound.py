@@ -39,7 +39,7 @@ _WAITS, _PRICES = 24, (0.0, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.1, 1.25, 1.5,
 
 
 def lower_bound(modules: Modules, budget: int) -> float:
-    """Seconds of a step below which no choice is ([Note: bound of unsharding])."""
+    """Lower bound in seconds over all choices of buckets and what stays ([Note: bound of unsharding])."""
     count = modules.request.layout.micro_batches
     shape = _shape(modules)
     kept = _kept_bytes(modules, budget)
@@ -55,11 +55,11 @@ def lower_bound(modules: Modules, budget: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Room:
-    """Partitions in which no bucket is waited for longer, for each of several waits.
+    """Partitions in which no bucket is waited for longer than a wait, for each of several waits.
 
     Attributes:
-        waited_s: What waiting adds at least, by wait.
-        barred: By end of a bucket: 0 by wait and first atom, inf where it would be waited for longer.
+        waited_s: [wait]: seconds that waiting adds at least.
+        barred: By end of a bucket: [wait, first atom]: 0, or inf where it would be waited for longer.
     """
 
     waited_s: Floats
@@ -67,11 +67,11 @@ class _Room:
 
 
 def _room(cost: Floats, hidden: Floats, lost: float) -> _Room:
-    """Of waits from the least there can be, for one atom, to that for all in one bucket.
+    """Find the partitions allowed by waits from the least there can be, for one atom, to that for all in one bucket.
 
     Args:
-        cost: Of the network, by bucket.
-        hidden: Of the same, by first atom, what computing hides of it and of all before it.
+        cost: [first atom, end]: seconds of the network.
+        hidden: [first atom]: seconds of the network, for it and all before it, that computing hides.
     """
     low, high = (max(1e-9, float(cost[0, end] - hidden[0])) for end in (1, -1))
     waits = np.geomspace(low, max(high, low) * (1 + 1e-9), max(4, min(_WAITS, _WAITS * 250 // len(hidden))))
@@ -87,13 +87,14 @@ def _room(cost: Floats, hidden: Floats, lost: float) -> _Room:
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """What buckets add to a step, as matrices of the first atom and the one behind the last.
+    """Seconds that buckets add to a step, as matrices [first atom, the one behind the last].
 
     Attributes:
-        fixed_s: Whatever the buckets are.
-        always: However long it stays.
-        forward, backward: Of later forwards and of backwards, where it is gathered again.
-        first: Of the first bucket in place of ``forward``, if it is there and so not waited for, and if it is gathered.
+        fixed_s: Seconds whatever the buckets are.
+        always: Seconds however long a bucket stays.
+        forward, backward: Seconds in later forwards and in backwards, where it is gathered again.
+        first: Seconds of the first bucket in place of ``forward``: if it is there and so not waited for, and if it is
+            gathered.
     """
 
     fixed_s: float
@@ -104,10 +105,10 @@ class _Problem:
 
 
 def _problem(shape: _Shape, count: int, turns: str, end: bool, all_stay: bool) -> _Problem | None:
-    """One way to count turns and the last backward; None if it does not hold.
+    """Count turns and the last backward in one way; None if it does not hold.
 
     Args:
-        all_stay: Until the next forward: then it waits for no reduction, which may go on in the next backward.
+        all_stay: All stay until the next forward, which then waits for no reduction: it may go on in the next backward.
     """
     if all_stay and turns == "network" and end:
         return None
@@ -125,7 +126,7 @@ def _problem(shape: _Shape, count: int, turns: str, end: bool, all_stay: bool) -
 
 @dataclass(frozen=True, eq=False)
 class _Passes:
-    """What buckets add to a pass, as matrices of the first atom and the one behind the last."""
+    """Seconds that buckets add to a pass, as matrices [first atom, the one behind the last]."""
 
     gather: Floats
     again: Floats
@@ -134,18 +135,18 @@ class _Passes:
 
 @dataclass(frozen=True, eq=False)
 class _Shape:
-    """Seconds by bucket, as matrices of its first atom and the one behind its last; and of the passes.
+    """Seconds by bucket, as matrices [first atom, the one behind the last]; and of the passes.
 
     Attributes:
-        gather, reduce: On the network.
-        again: How often it is gathered in backward where it was released.
-        copy, reduce_copy: Out of the buffer that was gathered, and of gradients into the one that is reduced.
-        bytes: Gathered.
-        before: Most of the network, by first atom, that is hidden before it is needed in forward.
-        behind: Likewise what is hidden behind the last product of its gradient.
-        forward_s, backward_s, turn_s: Computing of a forward, of a backward, and of both.
-        last_s: Computing of a forward from where its last atom is needed.
-        lost: Of computing, for each second that the network is busy beside it; 1 if nothing runs beside it.
+        gather, reduce: Seconds on the network.
+        again: How often a bucket is gathered in backward where it was released.
+        copy, reduce_copy: Seconds of copies out of the gathered buffer, and of gradients into the one that is reduced.
+        bytes: Gathered bytes.
+        before: [first atom]: most seconds of the network that are hidden before it is needed in forward.
+        behind: [first atom]: most seconds that are hidden behind the last product of its gradient.
+        forward_s, backward_s, turn_s: Seconds of computing of a forward, of a backward, and of both.
+        last_s: Seconds of computing of a forward from where its last atom is needed.
+        lost: Seconds of computing lost for each second that the network is busy beside it; 1 if nothing runs beside it.
     """
 
     gather: Floats
@@ -163,11 +164,11 @@ class _Shape:
 
     @property
     def turn_s(self) -> float:
-        """Of a backward and the forward behind it."""
+        """Seconds of a backward and the forward behind it."""
         return self.forward_s + self.backward_s
 
     def seconds(self, *, hides: bool) -> _Passes:
-        """What buckets add to computing that hides the network, or to the network alone."""
+        """Seconds that buckets add to computing that hides the network, or to the network alone."""
         share, copies = (self.lost, 1.0) if hides else (1.0, 0.0)
         gather = share * self.gather + copies * self.copy
         return _Passes(gather, self.again * gather, share * self.reduce + copies * self.reduce_copy)
@@ -207,7 +208,7 @@ def _shape(modules: Modules) -> _Shape:
 
 
 def _by_bucket(sums: Mapping[str, npt.NDArray[np.int64]], price: Callable[[dict[str, int]], float]) -> Floats:
-    """A price of every bucket, by the sums of elements before each atom; 0 where there is none."""
+    """[first atom, end]: price of every bucket, by the sums of elements before each atom; 0 where there is none."""
     length = len(next(iter(sums.values())))
     found = np.zeros((length, length))
     for axes, before in sums.items():
@@ -219,9 +220,13 @@ def _by_bucket(sums: Mapping[str, npt.NDArray[np.int64]], price: Callable[[dict[
 
 
 def _moments(modules: Modules) -> tuple[Floats, Floats]:
-    """Computing of a forward before each atom and those before it are needed, and behind the first of their gradients.
+    """Computing that covers gathers and reductions, in seconds.
 
     A bucket begins no later than its first atom is needed, and ends no sooner than that atom's gradient is there.
+
+    Returns:
+        [atom]: of a forward, before it and those before it are needed; of a backward, behind the first of their
+        gradients.
     """
     needed: list[float] = []
     left: list[float] = []
@@ -239,10 +244,13 @@ def _moments(modules: Modules) -> tuple[Floats, Floats]:
 
 
 def _kept_bytes(modules: Modules, budget: int) -> tuple[int, int]:
-    """Most bytes of gathered parameters that can stay from forward to backward, and from backward to the next forward.
+    """Bound the bytes of gathered parameters that can stay.
 
     In the forward or backward of a block all is there that stays of it and of those before it, with what these keep.
     From the second micro-batch on the buffer reduced last, with the first atom's gradient, stays until a backward ends.
+
+    Returns:
+        Most bytes from forward to backward, and from backward to the next forward.
     """
     blocks = [modules.blocks[number] for number, _ in modules.order]
     count, left = sum(modules.atom(0).elements.values()), budget - modules.state_bytes
@@ -264,12 +272,15 @@ def _kept_bytes(modules: Modules, budget: int) -> tuple[int, int]:
 
 
 def _tail_s(shape: _Shape) -> float:
-    """What reductions add at least to the last backward: seconds that computing loses, copies, and waits at its end."""
+    """Least seconds that reductions add to the last backward: computing that is lost, copies, and waits at its end."""
     return _cheapest(shape.lost * shape.reduce + shape.reduce_copy, _room(shape.reduce, shape.behind, shape.lost))
 
 
 def _cheapest(added: Floats, room: _Room, first: Floats | None = None) -> float:
-    """Least that a partition adds, with waiting; ``first`` has what its first bucket does, where that differs."""
+    """Least seconds that a partition adds, with waiting.
+
+    ``first`` has what its first bucket adds, where that differs.
+    """
     added = added if first is None else np.vstack([first, added[1:]])
     found = np.full((len(room.waited_s), added.shape[1]), np.inf)
     found[:, 0] = 0.0
@@ -279,7 +290,7 @@ def _cheapest(added: Floats, room: _Room, first: Floats | None = None) -> float:
 
 
 def _priced(problem: _Problem, room: _Room, size: Floats, kept: tuple[int, int]) -> float:
-    """Least that buckets add; the best of several prices of the bytes that may stay until backward, and until forward.
+    """Least seconds that buckets add, by the best prices of bytes that stay until backward and until forward.
 
     It is concave in both: the best of one is found for the other's, and again.
     """

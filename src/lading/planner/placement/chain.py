@@ -65,10 +65,11 @@ _MOST_ENDS = 6
 
 @dataclass(frozen=True)
 class ChainPlacement:
-    """A plan: which devices, in order, each from which group on.
+    """Placement of a chain: which devices, in order, each from which group on.
 
     Attributes:
-        latency_s: Of one micro-batch; ``period_s`` of the busiest part or cut.
+        latency_s: Seconds of one micro-batch.
+        period_s: Seconds of the busiest part or cut.
     """
 
     devices: tuple[int, ...]
@@ -77,20 +78,20 @@ class ChainPlacement:
     period_s: float
 
     def total_s(self, copies: int) -> float:
-        """Of so many micro-batches."""
+        """Seconds of so many micro-batches."""
         return self.latency_s + (copies - 1) * self.period_s
 
     def assignment(self, count: int) -> list[int]:
-        """The device of each of ``count`` groups."""
+        """Device of each of ``count`` groups."""
         ends = (*self.starts[1:], count)
         return [d for d, a, b in zip(self.devices, self.starts, ends, strict=True) for _ in range(a, b)]
 
 
 def place_chain(trial: Trial, effort: float = 0) -> Placement | None:
-    """The fastest contiguous placement that fits as simulated; None where none does.
+    """Find the fastest contiguous placement that fits as simulated; None where none does.
 
     Args:
-        effort: Of looking further than the dynamic program, where there are several micro-batches.
+        effort: Work spent on looking further than the dynamic program, where there are several micro-batches.
 
     Raises:
         ConfigError: more devices than orders can be searched for.
@@ -232,7 +233,7 @@ class _Parts:
                     yield members
 
     def fits(self, device: int, left: int) -> np.ndarray:
-        """Which parts [i, j] fit a device that has ``left`` parts from it to the end."""
+        """[first, last]: whether a part fits a device that has ``left`` parts from it to the end."""
         window = min(self.copies, left) if self.windowed else 1
         return self.resident + (window - 1) * self.kept + self.peaks <= self.memory[device]
 
@@ -402,7 +403,7 @@ def refined(trial: Trial, starts: Sequence[Placement], effort: float) -> Placeme
 
 
 def _climbed(trial: Trial, start: Placement, most: int) -> Placement:
-    """From neighbor to better neighbor, over at most so many."""
+    """Go from neighbor to better neighbor, over at most ``most`` of them."""
     groups, devices = len(trial.problem.groups), len(trial.problem.network.devices)
     best, left = start, most
     while left > 0:

@@ -32,10 +32,10 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class Contest:
-    """Every policy on one problem.
+    """Placements by every policy of one problem.
 
     Attributes:
-        placements: Of each policy that found one, in order; the last is ``best``.
+        placements: Placement of each policy that found one, in order; the last is ``best``.
         failed: Policies that found none, and why.
     """
 
@@ -46,16 +46,16 @@ class Contest:
 
     @property
     def best(self) -> Placement:
-        """The fastest that fits."""
+        """Fastest placement that fits."""
         return self.placements[-1]
 
 
 def place(problem: PlacementProblem, policy: str = BEST, *, effort: int = _EFFORT) -> Placement:
-    """A placement by one policy, simulated, with the bound on all placements.
+    """Place a problem by one policy, simulated, with the bound on all placements.
 
     Args:
         policy: One of ``POLICIES``, or "best".
-        effort: Of local search: how much it simulates, in units of 100,000 tasks and flows.
+        effort: Work of local search: how much it simulates, in units of 100,000 tasks and flows.
 
     Raises:
         ConfigError: no such policy.
@@ -73,7 +73,7 @@ def place(problem: PlacementProblem, policy: str = BEST, *, effort: int = _EFFOR
 
 
 def contest(problem: PlacementProblem, *, effort: int = _EFFORT) -> Contest:
-    """All policies side by side.
+    """Place a problem by all policies side by side.
 
     Raises:
         PlanInfeasible: none finds a placement that fits; says what binds.

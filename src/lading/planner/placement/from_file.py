@@ -105,7 +105,7 @@ def read_problem(path: Path) -> PlacementProblem:
 
 
 def _at(path: Path, error: ConfigError) -> ConfigError:
-    """The same, with the file's name."""
+    """Add the file's name to an error."""
     return error if str(error).startswith(str(path)) else ConfigError(f"{path}: {error}")
 
 

@@ -33,7 +33,7 @@ _MOST_UNITS = 96
 
 @dataclass(frozen=True, kw_only=True)
 class Grain:
-    """What is placed as one.
+    """Grain of a placement.
 
     Attributes:
         operations: Single operations; else modules, as fine as gives at most ``most`` of them.
@@ -48,10 +48,10 @@ class Grain:
 def problem_of(
     graph: StepGraph, fleet: Fleet, *, grain: Grain | None = None, micro_batches: int = 1, name: str = "graph"
 ) -> PlacementProblem:
-    """The placement of a captured micro-batch (``lading.capture``) on a fleet.
+    """State the placement of a captured micro-batch (``lading.capture``) on a fleet as a problem.
 
     Args:
-        micro_batches: Of one step, one after another.
+        micro_batches: Micro-batches of one step, one after another.
 
     Raises:
         ConfigError: no device can run the graph, or the fleet is not joined.
@@ -82,7 +82,7 @@ def _seconds(
     devices: Sequence[Device],
     grain: Grain,
 ) -> tuple[list[tuple[float, ...]], list[str]]:
-    """Of every unit on every device; and what that assumes."""
+    """Predict the seconds of every unit on every device; and say what that assumes."""
     columns: list[list[float]] = []
     said: list[str] = []
     for device in devices:
@@ -106,7 +106,7 @@ def _seconds(
 
 @dataclass(slots=True)
 class _Need:
-    """What a group holds, or several share."""
+    """Bytes and elements that a group holds, or that several share."""
 
     resident: int = 0
     trained: int = 0  # elements
@@ -114,7 +114,7 @@ class _Need:
 
 
 class _Built:
-    """One graph's units as tasks and flows."""
+    """Units of one graph as tasks and flows."""
 
     def __init__(self, graph: StepGraph, units: Sequence[PlacementUnit], training: bool) -> None:
         self.graph, self.units, self.training = graph, units, training
@@ -159,7 +159,7 @@ class _Built:
         return found
 
     def _follow(self) -> None:
-        """Who reads what whom has written; and what a unit needs inside itself."""
+        """Follow who reads what whom has written; and count the bytes that a unit needs inside itself."""
         graph, writer = self.graph, dict[int, int]()
         gradients = {graph.storage_of(p.gradient) for p in graph.parameters if p.gradient is not None}
         last: dict[tuple[int, int], int] = {}
@@ -278,7 +278,7 @@ class _Built:
         return [group for group in dict.fromkeys(self.groups) if (group,) in self.needs and self.needs[group,].trained]
 
     def shared(self, tasks: list[Task], flows: list[TaskFlow], devices: Sequence[Device]) -> list[Shared]:
-        """What several groups hold; with updates of what is trained."""
+        """List the bytes that several groups hold together; adds the updates of what is trained to ``tasks``."""
         first: dict[str, int] = {}
         for number, group in enumerate(self.groups):
             first.setdefault(group, number)
@@ -302,7 +302,7 @@ class _Built:
         return kept
 
     def flows(self) -> list[TaskFlow]:
-        """What units give each other; those of the same ends are one."""
+        """List what units give each other; flows with the same ends are one."""
         sizes: dict[tuple[int, tuple[int, ...]], int] = defaultdict(int)
         for (storage, made), units in self.readers.items():
             sizes[made, tuple(sorted(units))] += self.graph.storages[storage].size_bytes
@@ -312,7 +312,7 @@ class _Built:
         return [TaskFlow(source, targets, size) for (source, targets), size in sizes.items()]
 
     def _makers(self, group: str) -> Iterable[int]:
-        """Backward units of a group."""
+        """Numbers of the backward units of a group."""
         return [n for n, u in enumerate(self.units) if self.groups[n] == group and u.phase is Phase.BACKWARD]
 
 
@@ -326,10 +326,10 @@ LOSS = "loss"
 
 @dataclass(slots=True)
 class PlacementUnit:
-    """Operations ``first`` to ``last`` of the graph.
+    """Operations ``first`` to ``last`` of the graph, placed as one.
 
     Attributes:
-        key: What its parts have in common: a module's path, or the operation's number.
+        key: Common name of its parts: a module's path, or the operation's number.
     """
 
     key: str
@@ -356,7 +356,7 @@ def modules(graph: StepGraph, most: int, *, training: bool) -> list[PlacementUni
 
 
 def operations(graph: StepGraph, *, training: bool) -> list[PlacementUnit]:
-    """A unit for each operation."""
+    """Make a unit of each operation."""
     ops = _chosen(graph, training=training)
     return [PlacementUnit(f"{i} {graph.ops[i].module or LOSS}", _phase(graph.ops[i]), i, i) for i in ops]
 

@@ -53,7 +53,7 @@ def chain_of(
     micro_batches: int = 1,
     training: bool = True,
 ) -> PlacementProblem:
-    """The placement of a model's blocks on a fleet.
+    """State the placement of a model's blocks on a fleet as a problem.
 
     Args:
         stack: What is fused and kept in which dtype; a device that is not fitted launches as its machine file says.
@@ -123,7 +123,7 @@ def _name(table: ModelTable, number: int) -> str:
 def _phases(
     ranked: RankSegment, machine: Machine, layout: Layout, stack: Stack, said: dict[str, None]
 ) -> tuple[Phases, MachinePrices, Stack] | None:
-    """What a segment costs a device; None where it cannot run it."""
+    """Price a segment on a device; None where it cannot run it."""
     device = machine.device
     if device.gpu is None:
         stack = dataclasses.replace(stack, launch_s=device.op_overhead_s, launch_blocking=device.kind == "cpu")

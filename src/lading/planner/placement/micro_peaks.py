@@ -48,7 +48,7 @@ class _FlowArrays:
         self.target = np.array([t for flow in flows for t in flow.targets], int)
 
     def peak(self, first: int, end: int) -> float:
-        """Of groups first..end-1."""
+        """Most bytes at once of groups ``first`` to ``end`` - 1 on one device: flows and what works."""
         inside = (self.group >= first) & (self.group < end)
         there = inside[self.target]
         begin = np.full(len(self.size), self.tasks)

@@ -1,4 +1,4 @@
-"""Any graph: a linear relaxation, whose optimum bounds every placement, rounded and improved.
+"""Relaxation of the placement of any graph, whose optimum bounds every placement, rounded and improved.
 
 Columns: x_gd, the share of group g on device d; S_t, when task t starts; T, the step; y_fgab, the share of flow f to
 group g that goes from device a to b (the share within a device included); z_fab, what is sent of f from a to b for all
@@ -54,8 +54,97 @@ from lading.errors import SimulationError
 from lading.ir.placement import Placement, PlacementProblem, TaskFlow
 from lading.planner.placement.chain import crossings
 from lading.planner.placement.local_search import improve
-from lading.planner.placement.program import LinearProgram
 from lading.planner.placement.trial import Trial, key_of
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Solution of a linear program.
+
+    Attributes:
+        bound: Objective that no solution is below.
+    """
+
+    values: np.ndarray
+    bound: float
+
+
+#: Of a search: how near to its bound a solution ends it, and HiGHS's share of work for finding solutions, which is left
+#: to the local search.
+_NEAR, _HEURISTICS = 0.01, 0.01
+
+
+class LinearProgram:
+    """Linear program built row by row and solved by HiGHS; times are scaled to the order of one."""
+
+    def __init__(self) -> None:
+        self._costs: list[float] = []
+        self._upper: list[float] = []
+        self._whole: list[bool] = []
+        self._low: list[float] = []
+        self._high: list[float] = []
+        self._starts: list[int] = []
+        self._index: list[int] = []
+        self._value: list[float] = []
+
+    def columns(self, count: int, *, cost: float = 0.0, upper: float = np.inf, whole: bool = False) -> np.ndarray:
+        """Add ``count`` columns in [0, ``upper``]; returns their numbers.
+
+        ``whole``: integers, where they are asked for.
+        """
+        first = len(self._costs)
+        self._costs += [cost] * count
+        self._upper += [upper] * count
+        self._whole += [whole] * count
+        return np.arange(first, first + count)
+
+    def row(self, terms: Sequence[tuple[int, float]], *, low: float = -np.inf, high: float = np.inf) -> None:
+        """A new row: (column, factor) terms; those of one column add up."""
+        sums: dict[int, float] = {}
+        for column, factor in terms:
+            sums[int(column)] = sums.get(int(column), 0.0) + factor
+        self._starts.append(len(self._index))
+        self._index += sums.keys()
+        self._value += sums.values()
+        self._low.append(low)
+        self._high.append(high)
+
+    def solve(self, *, nodes: int = 0) -> Solution:
+        """The optimum; with ``nodes``, of the program with its whole columns, after at most so many nodes of a search.
+
+        Raises:
+            SimulationError: HiGHS finds no solution.
+        """
+        import highspy
+
+        model = highspy.Highs()
+        model.setOptionValue("output_flag", False)
+        model.setOptionValue("threads", 1)
+        none_i, none_f = np.empty(0, np.int32), np.empty(0)
+        count = len(self._costs)
+        upper = np.minimum(np.array(self._upper), highspy.kHighsInf)
+        model.addCols(count, np.array(self._costs), np.zeros(count), upper, 0, none_i, none_i, none_f)
+        model.addRows(
+            len(self._low), np.array(self._low), np.array(self._high), len(self._index),
+            np.array(self._starts, np.int32), np.array(self._index, np.int32), np.array(self._value),
+        )  # fmt: skip
+        if nodes:
+            whole = np.flatnonzero(self._whole).astype(np.int32)
+            model.changeColsIntegrality(len(whole), whole, np.full(len(whole), highspy.HighsVarType.kInteger))
+            model.setOptionValue("mip_max_nodes", nodes)
+            model.setOptionValue("mip_rel_gap", _NEAR)
+            model.setOptionValue("mip_heuristic_effort", _HEURISTICS)
+        model.run()
+        status, info = model.getModelStatus(), model.getInfo()
+        values = np.array(model.getSolution().col_value)
+        if nodes and len(values) == count and np.isfinite(info.mip_dual_bound):
+            return Solution(values, info.mip_dual_bound)
+        if status != highspy.HighsModelStatus.kOptimal:
+            raise SimulationError(
+                f"HiGHS finds no solution of the placement's program: {model.modelStatusToString(status)}"
+            )
+        return Solution(values, info.objective_function_value)
+
 
 #: Columns of y beyond which what leaves a device is counted instead.
 _MOST_COLUMNS = 30_000
@@ -70,12 +159,12 @@ _MOST_BRANCHED, _NODES, _BRANCHED = 5000, 3, 2
 
 @dataclass(frozen=True)
 class RelaxedPlacement:
-    """The optimum of the relaxation.
+    """Optimum of the relaxation of a placement.
 
     Attributes:
-        shares: [group, device].
-        bound_s: No placement that fits takes less.
-        columns: Of the program.
+        shares: [group, device]: share of the group there.
+        bound_s: Seconds that no placement that fits is below.
+        columns: Number of columns of the program.
     """
 
     shares: np.ndarray
@@ -150,13 +239,13 @@ def rounded(problem: PlacementProblem, shares: np.ndarray) -> Iterator[list[int]
 
 
 def repaired(problem: PlacementProblem, devices: Sequence[int], memory: Sequence[int], cuts: np.ndarray) -> list[int]:
-    """The same, with groups moved off devices that the planner's count says are too full, while there is room.
+    """Move groups off devices that the planner's count says are too full, while there is room elsewhere.
 
     Of a full device goes the group whose move costs the fewest seconds for each byte, those of the cuts before and
     behind it included, so that runs grow at their ends.
 
     Args:
-        cuts: Of ``crossings``.
+        cuts: Seconds of flows over each cut, of ``crossings``.
     """
     groups, count = problem.groups, len(memory)
     seconds = np.array([[s + o for s, o in zip(g.seconds, g.once_s, strict=True)] for g in groups])
@@ -238,7 +327,7 @@ class _Relaxation:
                 self.program.row(barred, high=0.0)
 
     def _together(self, groups: Sequence[int]) -> np.ndarray:
-        """Of what these groups share, the share on each device: at least that of each group."""
+        """Add the share on each device of what these groups share: at least that of each group."""
         columns = self.program.columns(len(self.devices), upper=1.0)
         for group in groups:
             for d in self.devices:
@@ -299,7 +388,7 @@ class _Relaxation:
         return terms
 
     def _sent(self, flow: TaskFlow, moved: list[np.ndarray]) -> None:
-        """What of a flow passes each channel: for each micro-batch, or once for what works once a step."""
+        """Count the bytes of a flow on each channel: for each micro-batch, or once for what works once a step."""
         tasks, number = self.problem.tasks, self.problem.group_of
         for late, times in ((False, self.problem.micro_batches), (True, 1)):
             own = {number[t] for t in flow.targets if tasks[t].once is late}

@@ -27,7 +27,13 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What is tied: bytes of value, gradient and states, of the gradient alone, and seconds of an update by device."""
+    """Weight that is tied.
+
+    Attributes:
+        resident_bytes: Bytes of value, gradient and states.
+        gradient_bytes: Bytes of the gradient alone.
+        update_s: Seconds of an update by device.
+    """
 
     resident_bytes: int
     gradient_bytes: int

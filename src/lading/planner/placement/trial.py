@@ -58,7 +58,7 @@ class Trial:
     def fitting(
         self, plan: Callable[[Sequence[int]], Sequence[int] | None], policy: str, rounds: int = _ROUNDS
     ) -> Placement | None:
-        """What ``plan`` gives for so many bytes of each device; while a simulated peak is above, for so many fewer.
+        """Plan with so many bytes of each device, and with fewer while a simulated peak is above them.
 
         Returns:
             The first that fits; else the last, or None where there is none.

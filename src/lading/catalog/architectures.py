@@ -25,13 +25,13 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {"dit": {"p": 16, "v": 1001}, "wan"
 def architecture_table(
     model: Architecture, *, unfused: bool = False, dropout: float = 0.0, alibi: bool = False, name: str = ""
 ) -> ModelTable:
-    """The table of an architecture.
+    """Build the table of operations of an architecture.
 
     Args:
         unfused: Attention is two products and a softmax; of GPT there are such tables only.
         dropout: Above 0: what joins the stream is dropped with some probability; of GPT only.
         alibi: Attention adds a bias by distance; of GPT only.
-        name: Of the table.
+        name: Name of the table.
     Raises:
         ConfigError: no family has blocks of a kind, or a size is missing.
     """

@@ -1,4 +1,4 @@
-"""What a machine file may leave to others: a base it extends, and shares of what its device can do at most.
+"""Inheritance of machine files: a base it extends, and shares of what its device can do at most.
 
     extends = "server"              start from bases/server.toml, or from another machine of the catalog
 

@@ -19,7 +19,7 @@ _FOLDER = Path(__file__).parent / "kernels"
 
 @dataclass(frozen=True, kw_only=True)
 class ProductRates:
-    """Matrix products of one architecture ([Note: product]).
+    """Rates of matrix products on one architecture ([Note: product]).
 
     Attributes:
         tiles: Rows and columns of the output that a multiprocessor (or a pair) makes at once.
@@ -34,7 +34,7 @@ class ProductRates:
         group_reach: Rate of a grouped product's tiles over that of one product's.
         unaligned: How many times longer computing takes where rows of operands or output start at multiples of 2, 4, 8
             and 16 bytes only; () where that was not measured.
-        flops_per_joule: What products do with a joule at the power limit, by dtype of the operands; none where power
+        flops_per_joule: FLOP of products with a joule at the power limit, by dtype of the operands; none where power
             was never seen to be the limit.
     """
 
@@ -94,14 +94,14 @@ class PassRates:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRates:
-    """Operations that only move bytes.
+    """Rates of operations that only move bytes.
 
     Attributes:
         share: Share of the memory bandwidth a large one reaches.
         fixed_s: Least time on the device.
         cache_speed: How many times the memory's bandwidth the last level of cache has.
         cache_share: Share of that cache that still holds what the operation before wrote.
-        classes: By cost class (or "norm_backward", ...) the time against that of a plain copy of as many bytes.
+        classes: Time by cost class (or "norm_backward", ...) over that of a plain copy of as many bytes.
     """
 
     share: float
@@ -113,7 +113,8 @@ class MemoryRates:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRates:
-    """What is known of an architecture; ``attention`` by kernel ("flash2") and pass ("forward", "backward")."""
+    """Fitted rates of an architecture's kernels; ``attention`` by kernel ("flash2") and pass ("forward",
+    "backward")."""
 
     architecture: str
     product: ProductRates
@@ -124,7 +125,7 @@ class KernelRates:
 
 @cache
 def kernel_rates(architecture: str) -> KernelRates:
-    """Rates of an architecture.
+    """Read the fitted rates of an architecture's kernels.
 
     Raises:
         ConfigError: there are none, or its file lacks a number.

@@ -73,7 +73,7 @@ def _of_file(path: Path) -> Machine:
 
 
 def _base(name: str) -> dict[str, Any]:
-    """What ``extends = name`` stands for."""
+    """Read the table that ``extends = name`` stands for."""
     bases = tuple(sorted(path.stem for path in _BASES.glob("*.toml")))
     if name not in (*bases, *machine_names()):
         raise ConfigError(f"extends: expected one of {', '.join((*bases, *machine_names()))}, got {name!r}")
@@ -85,10 +85,10 @@ def _parsed(path: Path) -> dict[str, Any]:
 
 
 def machine_from_dict(data: object, origin: str) -> Machine:
-    """The Machine that parsed TOML or JSON describes.
+    """Build the Machine that parsed TOML or JSON describes.
 
     Args:
-        data: What ``machine_to_toml`` or ``dataclasses.asdict`` would give.
+        data: Table as ``machine_to_toml`` or ``dataclasses.asdict`` gives it.
         origin: File named in errors.
 
     Raises:

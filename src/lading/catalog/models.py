@@ -25,14 +25,14 @@ _DEFAULT_TOKENS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class NamedModel:
-    """A well-known model.
+    """Well-known model of the catalog.
 
     Attributes:
         model: Reference model that it is; "" for one that is only simulated.
-        family: Of its table, where there is no reference model.
-        title, source: What it is called, and where its sizes are from.
+        family: Family of its table, where there is no reference model.
+        title, source: Full name, and where its sizes are from.
         context: Longest sequence in tokens; 0 where ``sizes`` say it, or where it has no meaning.
-        assumption: How the reference model differs from the original; "" if it does not.
+        assumption: Ways in which the reference model differs from the original; "" if it does not.
     """
 
     name: str
@@ -94,7 +94,7 @@ def resolved(run: RunConfig) -> RunConfig:
 
 
 def named_model(name: str) -> NamedModel:
-    """A model of the catalog.
+    """Look up a model of the catalog.
 
     Raises:
         ConfigError: no such name; the nearest is given.

@@ -41,11 +41,11 @@ _NONE = re.compile(r"^\s*(n/?a\b.*|none|not stated|unknown|single node.*|-)?\s*$
 
 @dataclass(frozen=True)
 class NamedNetwork:
-    """A network that words name.
+    """Network that words name.
 
     Attributes:
-        link: What it is; None where the words name none.
-        said: What was understood and what was assumed, for a report.
+        link: Link that it is; None where the words name none.
+        said: Words and assumptions that it was read by, for a report.
     """
 
     link: Link | None

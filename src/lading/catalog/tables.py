@@ -60,7 +60,7 @@ Tied = tuple[tuple[tuple[int, str], tuple[int, str]], ...]
 
 @dataclass(frozen=True)
 class StoredTable:
-    """A family.
+    """Table of a family of models, with sizes as symbols.
 
     Attributes:
         counts: How often each segment stands, as Sizes in ``layers`` and the like.
@@ -89,13 +89,13 @@ def family_table(
     name: str = "",
     **symbols: int,
 ) -> ModelTable:
-    """The table of a model of a family.
+    """Build the table of operations of a model of a family.
 
     Args:
-        layers: Blocks.
+        layers: Number of blocks.
         dense_layers: First blocks of them that have an MLP in the place of experts; for families that know such.
         tied: The head is the embedding; None means as the family is by nature.
-        name: Of the model.
+        name: Name of the model.
         symbols: Sizes by their letters (see ``SYMBOLS``), but ``b`` and ``s``, which stay open. Where they are not
             given ``k`` is as ``n``, ``d`` is ``h / n`` and ``f`` is ``4 * h``.
     Raises:
@@ -259,7 +259,7 @@ def _read_arg(value: Any) -> Arg:
 
 
 def _trimmed(row: list[Any]) -> list[Any]:
-    """Without what is empty at its end."""
+    """Drop what is empty at the end of a row."""
     while row and row[-1] in ("", [], {}, False):
         row.pop()
     return row
@@ -272,7 +272,7 @@ def _write_setting(value: object) -> Any:
 
 
 def read_table(text: str) -> StoredTable:
-    """A family from its JSON."""
+    """Read a family's table from its JSON."""
     data: dict[str, Any] = json.loads(text)
     tied = tuple(((a, b), (c, d)) for (a, b), (c, d) in data["tied"])
     segments = tuple(map(_read_segment, data["segments"]))

@@ -35,7 +35,7 @@ TensorSource = tuple[str, str, Sequence[int], Iterable[memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """Where a tensor lies in the state file (bytes) and what its bytes hash to."""
+    """Place of a tensor in the state file, in bytes, and the hash of its bytes."""
 
     name: str
     dtype: str

@@ -131,7 +131,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """What a manifest says of its checkpoint: sizes in bytes, and where each tensor lies in the state file."""
+    """Contents of a checkpoint's manifest: sizes in bytes, and where each tensor lies in the state file."""
 
     step: int
     meta: dict[str, Any]
@@ -361,7 +361,7 @@ def _newest_first(folder: Path) -> list[Path]:
 
 
 def _advice(path: Path) -> str:
-    """What to do when the checkpoint at ``path`` is damaged."""
+    """Say what to do when the checkpoint at ``path`` is damaged."""
     for older in _newest_first(path.parent):
         if _step_of(older) < _step_of(path):
             try:

@@ -74,13 +74,14 @@ def expand(
     matrices: Matrices | None = None,
     part_elements: int = PART_ELEMENTS,
 ) -> StepGraph:
-    """The whole step of ``graph.accumulation`` micro-batches, with the updates of all trained parameters.
+    """Expand a micro-batch to the whole step of ``graph.accumulation`` micro-batches, with the updates of all trained
+    parameters.
 
     Args:
         graph: One micro-batch, as captured.
         clip_norm: Limit of the global gradient norm as in ``torch.nn.utils.clip_grad_norm_``; 0 switches it off.
         master_weights: Give each bfloat16 or float16 parameter a float32 master. See [Note: master weights].
-        optimizer: What moves parameters; None for the default, AdamW.
+        optimizer: Rule that moves parameters; None for the default, AdamW.
         matrices: Which parameters another rule moves as matrices, and by which; None leaves all to ``optimizer``.
         part_elements: Least elements of a part of an optimizer state. See [Note: states in parts].
 
@@ -108,7 +109,7 @@ def expand(
 
 
 class _StepBuilder:
-    """Grows the expanded graph; ``ops`` holds the operations in their final order.
+    """Builder of the expanded graph; ``ops`` holds the operations in their final order.
 
     Attributes:
         gradients: Tensor of each parameter's gradient, summed over micro-batches, by the parameter's tensor.
@@ -191,7 +192,7 @@ class _StepBuilder:
         return self._fresh(name, dtype, (), role)
 
     def _accumulate(self, parameter: Parameter, fresh: int) -> Op:
-        """``grad += fresh``."""
+        """Add a micro-batch's gradient to the sum: ``grad += fresh``."""
         total = self.gradients[parameter.tensor]
         args: tuple[Arg, ...] = (Ref(total), Ref(fresh))
         op = self._op("aten.add_.Tensor", args, parameter, (total, fresh), mutates=(total,))
@@ -291,7 +292,7 @@ class _StepBuilder:
         self.ops = [new for index, op in enumerate(self.ops) for new in (op, *after.get(index, ()))]
 
     def _updates(self, parameter: Parameter, coefficient: int | None, part_elements: int) -> list[Op]:
-        """One update, or one for each part of the states. See [Note: states in parts]."""
+        """Make one update, or one for each part of the states. See [Note: states in parts]."""
         if self.matrices is not None and parameter.tensor in self.parts:
             return self._matrix_updates(parameter, self.matrices, coefficient, part_elements)
         rule, name = self.optimizer, parameter.names[0]
@@ -340,7 +341,7 @@ class _StepBuilder:
     def _matrix_updates(
         self, parameter: Parameter, matrices: Matrices, coefficient: int | None, part_elements: int
     ) -> list[Op]:
-        """One update for each matrix, or for each few of a stack."""
+        """Make one update for each matrix, or for each few of a stack."""
         value, gradient = self.tensors[parameter.tensor], self.tensors[self.gradients[parameter.tensor]]
         name, rule = parameter.names[0], matrices.made()
         if not value.is_row_major:
@@ -403,7 +404,7 @@ class _StepBuilder:
         return self._fresh(name, "float32", value.shape, Role.OPTIMIZER_STATE)
 
     def _workspace(self, matrices: Matrices, piece: MatrixStack) -> int | None:
-        """What the rule works in, if that has a place in the arena."""
+        """Make the tensor that the rule works in, if that has a place in the arena."""
         rule = matrices.made()
         elements = rule.workspace_elements(*piece.shape[1:])
         if not elements:

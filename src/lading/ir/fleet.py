@@ -30,7 +30,7 @@ class Member:
     """One device of a fleet.
 
     Attributes:
-        machine: What it is, whole: the device, and the tiers beside it, which placement leaves alone.
+        machine: Its device, and the tiers beside it, which placement leaves alone.
         memory_bytes: Device memory that may be used.
     """
 
@@ -53,14 +53,14 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """A link of a fleet.
+    """Link that joins devices of a fleet.
 
     Attributes:
-        devices: Names of those it joins, two or more.
+        devices: Names of the devices it joins, two or more.
         medium: One of ``MEDIA``.
         bandwidth_bytes_per_s: Each direction, by the data sheet; of all together where the medium is shared.
         efficiency: Share of it that a long transfer reaches.
-        latency_s: Of a transfer of a few bytes.
+        latency_s: Seconds of a transfer of a few bytes.
     """
 
     name: str
@@ -87,10 +87,10 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A transfer over one link.
+    """Part of a transfer that goes over one link.
 
     Attributes:
-        channels: What it holds while its bytes pass, each held by one transfer at a time.
+        channels: Channels it holds while its bytes pass, each held by one transfer at a time.
     """
 
     channels: tuple[int, ...]
@@ -98,7 +98,7 @@ class Hop:
     seconds_per_byte: float
 
     def seconds(self, size_bytes: int) -> float:
-        """Of a transfer that waits for nothing."""
+        """Seconds of a transfer that waits for nothing."""
         return self.latency_s + size_bytes * self.seconds_per_byte
 
 
@@ -107,10 +107,10 @@ class Network:
     """Devices by number, with the hops between any two.
 
     Attributes:
-        devices: Names.
-        memory_bytes: Of each device, for tensors.
+        devices: Names of the devices.
+        memory_bytes: Bytes of each device for tensors.
         channels: Names of what hops hold.
-        routes: Of each device to each other: a hop after another, each begun when the one before has all bytes.
+        routes: From each device to each other: a hop after another, each begun when the one before has all bytes.
     """
 
     devices: tuple[str, ...]
@@ -150,12 +150,12 @@ class Fleet:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of every number."""
+        """Hash of every number of the fleet."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def network(self) -> Network:
-        """What follows from the links.
+        """Build the network that the links make.
 
         Raises:
             ConfigError: two devices that no link joins, nor a chain of them.

@@ -58,7 +58,7 @@ def _runs(ops: Sequence[Op]) -> Iterator[tuple[int, int, str]]:
 
 
 def _signature(graph: StepGraph, start: int, stop: int) -> tuple[object, ...]:
-    """What makes two runs the same: names, constants, geometry and local wiring."""
+    """Key that is equal for equal runs: names, constants, geometry and local wiring."""
     local: dict[int, int] = {}
 
     def wire(arg: Arg) -> object:

@@ -8,7 +8,8 @@ from typing import Any
 
 
 class ValueKind(str):
-    """What an attribute leads to, in words, where that is no number, text or flag: "function relu", "a list"."""
+    """Kind of value that an attribute leads to, in words, where it is no number, text or flag: "function relu", "a
+    list"."""
 
     __slots__ = ()
 
@@ -21,12 +22,12 @@ class Frozen:
     """Numbers, texts and flags that a step was captured with.
 
     Attributes:
-        batch: Those of the batch, by key path (``"w"``, ``"sizes.0"``).
-        modules: Of each module its type, training flag, hooks, numbers, functions and dtypes, and of each parameter
-            whether it is trained and its hooks: what another instance of the model must have too.
+        batch: Values of the batch, by key path (``"w"``, ``"sizes.0"``).
+        modules: By module: its type, training flag, hooks, numbers, functions and dtypes, and of each parameter whether
+            it is trained and its hooks: what another instance of the model must have too.
         others: Everything else in reach of the model: texts, containers, objects, variables of its code; of what is no
             number or text its ``ValueKind``.
-        loss: The same of the loss.
+        loss: Likewise, in reach of the loss.
         model, loss_function: The objects themselves (the model weakly); a copy through pickle has none.
     """
 

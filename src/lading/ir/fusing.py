@@ -53,12 +53,12 @@ def _touched(graph: StepGraph, ops: Sequence[Op]) -> int:
 
 
 def remaining(graph: StepGraph, run: range, last_read: Sequence[int]) -> list[float]:
-    """Of each operation of a run, the share of its bytes that is still read or written once the run is one call.
+    """Share of each operation's bytes that is still read or written once a run of operations is one call.
 
-    What the run makes and nobody reads behind it is never written; what it reads twice is read once.
+    A tensor that the run makes and nobody reads behind it is never written; what it reads twice is read once.
 
     Args:
-        last_read: Of each storage, the last operation that reads it (``last_reads``).
+        last_read: By storage: the last operation that reads it (``last_reads``).
     """
     known: set[int] = set()
     shares: list[float] = []
@@ -80,7 +80,7 @@ def remaining(graph: StepGraph, run: range, last_read: Sequence[int]) -> list[fl
 
 
 def last_reads(graph: StepGraph) -> list[int]:
-    """Of each storage the last operation that reads it; the end of the step for what outlives it."""
+    """Last operation that reads each storage; the end of the step for what outlives it."""
     last = [len(graph.ops) if storage.role in PERSISTENT else -1 for storage in graph.storages]
     for index, op in enumerate(graph.ops):
         for tensor in op.inputs:

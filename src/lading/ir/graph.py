@@ -29,7 +29,7 @@ DTYPE_BYTES = {
 
 
 class Role(StrEnum):
-    """What a storage is to the training step."""
+    """Role of a storage in the training step."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -46,7 +46,7 @@ PERSISTENT = frozenset({Role.PARAMETER, Role.BUFFER, Role.CONSTANT, Role.OPTIMIZ
 
 
 class Phase(StrEnum):
-    """Where in the step an operation stands."""
+    """Phase of the step in which an operation runs."""
 
     FORWARD = "forward"
     LOSS = "loss"
@@ -244,7 +244,7 @@ class StepGraph:
 
     @property
     def flops(self) -> int:
-        """FLOP of one step."""
+        """Number of FLOP of one step; a multiply-add counts as two."""
         return sum(op.flops for op in self.ops)
 
     def storage_of(self, tensor: int) -> int:
@@ -285,7 +285,7 @@ class StepGraph:
 
     @cached_property
     def on_host(self) -> frozenset[int]:
-        """``hosted`` as a set."""
+        """Operations that the host's processors run."""
         return frozenset(self.hosted)
 
     @cached_property
@@ -362,7 +362,7 @@ def refs(arg: Arg) -> Iterator[int]:
 
 
 def map_refs(arg: Arg, tensor_map: dict[int, int]) -> Arg:
-    """The same argument tree with tensor ids renamed."""
+    """Rename the tensor ids in a tree of arguments."""
     if isinstance(arg, Ref):
         return Ref(tensor_map[arg.tensor])
     if isinstance(arg, tuple):
@@ -371,7 +371,7 @@ def map_refs(arg: Arg, tensor_map: dict[int, int]) -> Arg:
 
 
 def rename_op(op: Op, tensor_map: dict[int, int]) -> Op:
-    """The same operation on other tensors."""
+    """Copy an operation onto other tensors."""
     return dataclasses.replace(
         op,
         args=tuple(map_refs(a, tensor_map) for a in op.args),

@@ -21,7 +21,7 @@ HOST_TIER = "host"
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A layout of ``tp * cp * pp * dp`` devices.
+    """How a training step is spread over ``tp * cp * pp * dp`` devices.
 
     Attributes:
         dp: Replicas that see different data.
@@ -40,12 +40,13 @@ class Layout:
         recompute: "none", "selective" (attention's core), or "full".
         recompute_layers: With "full", how many layers of a chunk of a rank are recomputed; -1 all.
         recompute_modules: With "selective", parts of a block recomputed instead of attention's core, by module name.
-        offload: What lies behind the device between uses: "optimizer" (states; the host's processors update them),
-            "parameters" (their pieces, with the optimizer's states) or "activations" (what blocks keep for backward).
+        offload: States that lie behind the device between uses: "optimizer" (states; the host's processors update
+            them), "parameters" (their pieces, with the optimizer's states) or "activations" (what blocks keep for
+            backward).
         offload_layers: Blocks of a chunk of a rank whose activations are moved; 0 for all but the last.
         offload_to: Name of a tier of the machine.
-        bucket_bytes: Of gradients that are reduced together, where they are beside backward; 0 for a block each.
-        precision: Of the products; states and reductions have their own rules in the software stack.
+        bucket_bytes: Bytes of gradients that are reduced together, where that runs beside backward; 0 for a block each.
+        precision: Number format of products; states and reductions have their own rules in the software stack.
     """
 
     dp: int = 1
@@ -122,17 +123,17 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Devices in all."""
+        """Number of devices in all."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
     def expert_tp(self) -> int:
-        """Ways an expert is cut."""
+        """Number of ways in which an expert is cut."""
         return self.etp or self.tp
 
     @property
     def micro_batches(self) -> int:
-        """Of each replica in a step."""
+        """Number of micro-batches of each replica in a step."""
         return max(1, self.global_batch // (self.dp * self.micro_batch))
 
     @property

@@ -48,7 +48,7 @@ class Curve:
             raise ConfigError(f"a curve needs ascending positive sizes and positive rates, got {self.size} {self.rate}")
 
     def at(self, size: float) -> float:
-        """Rate at ``size``."""
+        """Interpolate the rate at ``size``."""
         right = bisect_left(self.size, size)
         if right == 0:
             return self.rate[0]
@@ -65,13 +65,13 @@ ARCHITECTURES = ("ampere", "hopper", "blackwell")
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What only a GPU has, for costs of kernels by their shape.
+    """Properties of a GPU that costs of kernels by their shape need.
 
     Attributes:
-        architecture: Whose kernels run on it.
+        architecture: Architecture whose kernels run on it.
         num_sms: Streaming multiprocessors.
         l2_bytes: Last level of cache.
-        power_w: What the board may draw.
+        power_w: Watts that the board may draw.
         speed: How fast products and attention run beside the part their rates were fitted on, each against its own
             peak: 1 for that part, less for one with less power.
         exponentials: Rate of exponentials beside that part's: 2 for Blackwell Ultra.
@@ -94,7 +94,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What computes.
+    """Processor or accelerator that computes, with its rates.
 
     Attributes:
         kind: PyTorch's name for the kind of device whose kernels run ("cuda" for AMD's too).
@@ -175,17 +175,18 @@ class Tier:
         kind: What serves it at run time: "memory" of the host, a swap "file", or "module:function", which is called
             with the bytes and the location and returns a ``lading.runtime.tiers.TierBytes``.
         capacity_bytes: Bytes that a plan may use where it has no budget.
-        read_bytes_per_s, write_bytes_per_s: From and to the device, each while the other direction is idle.
-        mixed_read_bytes_per_s, mixed_write_bytes_per_s: The same while the other direction runs too.
+        read_bytes_per_s, write_bytes_per_s: Bytes a second from and to the device, each while the other direction is
+            idle.
+        mixed_read_bytes_per_s, mixed_write_bytes_per_s: Bytes a second of each while the other direction runs too.
         latency_s: Seconds before the first byte of a move.
-        read_slowdown, write_slowdown: By how much longer an operation of the device takes while this tier reads, or
+        read_slowdown, write_slowdown: Share by which an operation of the device takes longer while this tier reads, or
             writes, alone (0.1: 10%); at a lower rate it is so much less, for each byte takes its time.
         location: Folder of a file, address of anything else; "" for the folder of the run.
         host_computes: Whether the host's processors can work on what lies there.
         persistent: Whether what lies there outlives the process, so that checkpoints take room of it too.
         alignment_bytes: Multiple at which each storage begins there: whole pages of 4096 bytes.
-        wire: What tiers of the same wire share: those that move the same way at once take turns, so that each has its
-            rate divided by their number. "" for a wire of its own.
+        wire: Name of a wire that several tiers share: those that move the same way at once take turns, so that each has
+            its rate divided by their number. "" for a wire of its own.
     """
 
     name: str
@@ -247,7 +248,7 @@ def wires(tiers: Iterable[Tier]) -> tuple[tuple[Tier, ...], ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins devices: those of one domain (NVLink, PCIe), or all domains (a network).
+    """Link that joins devices: those of one domain (NVLink, PCIe), or all domains (a network).
 
     Attributes:
         name: "nvlink", "pcie", "network", ...
@@ -256,8 +257,8 @@ class Link:
         ranks: Devices of one domain; 0: all there are.
         bandwidth_bytes_per_s: Each direction, by the data sheet: of one device, or of one NIC where ``nics`` > 0.
         efficiency: Share of it that a long ring of all ranks reaches (bus bandwidth of nccl-tests).
-        fewer: The same for 2, 3, ... ranks of a domain, as far as known; else ``efficiency``, in a mesh by ports.
-        latency_s: Of a hop of a few bytes.
+        fewer: Efficiency for 2, 3, ... ranks of a domain, as far as known; else ``efficiency``, in a mesh by ports.
+        latency_s: Seconds of a hop of a few bytes.
         nics: NICs that ``nic_ranks`` devices of one node share; 0: not a network.
         nic_ranks: Devices of one node.
         reduces: Share of the bandwidth at which the switch itself adds what ranks send (NVLink SHARP): bytes of an
@@ -303,7 +304,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """What processes of one host that train together share, as ``lading probe --ranks`` measures it.
+    """Slowdowns of processes of one host that train together, as ``lading probe --ranks`` measures it.
 
     Attributes:
         slowdown: How many times longer kernels take while 1, 2, 3, ... processes of one thread compute at once, by
@@ -330,7 +331,7 @@ class Processes:
             raise ConfigError(f"processes.slowdown: expected memory-bound, got {', '.join(sorted(self.slowdown))}")
 
     def slower(self, cause: str, processes: int) -> float:
-        """How many times longer kernels of a cause take while so many processes compute; others as "memory-bound".
+        """Factor by which kernels of a cause take longer while so many processes compute; others as "memory-bound".
 
         Beyond what was measured processes take turns once all processors are busy.
         """
@@ -347,12 +348,13 @@ class Machine:
     """A host: one device and the tiers behind it, nearest first.
 
     Attributes:
-        links: What joins this device to others of its kind, nearest first; () where nothing is known.
+        links: Links that join this device to others of its kind, nearest first; () where nothing is known.
         collectives: Measured among processes of this host: bytes/s against size, by operation and number of ranks
             ("all_reduce.4"); they come before what ``links`` would give.
-        processes: What processes of this host share, measured; None where nothing is known of it.
-        host_device: What the host computes with; None where the device is the host's CPU, or nothing is known of it.
-        host_id: What identifies the host a probe ran on (CPU model, cores, memory); "" for a catalog entry.
+        processes: Slowdowns of processes that share this host, measured; None where nothing is known of it.
+        host_device: Device that the host computes with; None where the device is the host's CPU, or nothing is known of
+            it.
+        host_id: Name of the host a probe ran on (CPU model, cores, memory); "" for a catalog entry.
         sources: Where each number comes from, by key.
     """
 
@@ -402,6 +404,6 @@ class Machine:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of every number."""
+        """Hash of every number of the machine."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -45,11 +45,12 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskFlow:
-    """What a task gives to others: sent once to each other device that has a target, and there till the last is done.
+    """Bytes that a task gives to others: sent once to each other device that has a target, and there till the last is
+    done.
 
     Attributes:
         targets: Tasks that need it, all after the source.
-        held: What is sent is resident at its source (a gradient): it takes memory where it arrives only.
+        held: Whether the bytes are resident at their source (a gradient): they take memory where it arrives only.
     """
 
     source: int
@@ -60,11 +61,11 @@ class TaskFlow:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What several groups use: resident once on each device that has one of them.
+    """Bytes that several groups use: resident once on each device that has one of them.
 
     Attributes:
-        tasks: One of each group. Of those that run once a step (updates of a tied weight), only the first on a device
-            takes its seconds.
+        tasks: One task of each group. Of tasks that run once a step (updates of a tied weight), only the first on a
+            device takes its seconds.
     """
 
     tasks: tuple[int, ...]
@@ -76,7 +77,7 @@ class TaskGroup:
     """Tasks that share a device, in order, with the sums that planners use.
 
     Attributes:
-        seconds: Of one micro-batch on each device; ``once_s`` of what runs once a step.
+        seconds, once_s: Seconds by device of one micro-batch, and of what runs once a step.
         working_bytes: Most that one of its tasks needs beside what is resident and kept, flows in and out included.
     """
 
@@ -159,12 +160,12 @@ class PlacementProblem:
 
     @cached_property
     def sharing(self) -> tuple[tuple[int, ...], ...]:
-        """Of each entry of ``shared``, its groups, in order."""
+        """Groups of each entry of ``shared``, in order."""
         return tuple(tuple(sorted(self.group_of[task] for task in own.tasks)) for own in self.shared)
 
     @cached_property
     def alone_bytes(self) -> tuple[int, ...]:
-        """Of each group, what it needs on a device of its own: resident, shared and kept."""
+        """Bytes that each group needs alone on a device: resident, shared and kept."""
         found = [group.resident_bytes + group.kept_bytes for group in self.groups]
         for own, groups in zip(self.shared, self.sharing, strict=True):
             for group in groups:
@@ -173,7 +174,7 @@ class PlacementProblem:
 
     @cached_property
     def least_bytes(self) -> int:
-        """What all groups need, with what they share once."""
+        """Bytes that all groups need, shared ones counted once."""
         groups = sum(group.resident_bytes + group.kept_bytes for group in self.groups)
         return groups + sum(own.size_bytes for own in self.shared)
 
@@ -201,7 +202,7 @@ class PlacementProblem:
 
     @cached_property
     def _beside(self) -> list[int]:
-        """What each task needs while it runs: its own, and what flows in and out but is not kept for backward."""
+        """Bytes that each task needs while it runs: its own, and flows in and out that are not kept for backward."""
         found = [task.working_bytes for task in self.tasks]
         for flow in self.flows:
             if flow.held:
@@ -213,7 +214,7 @@ class PlacementProblem:
 
     @cached_property
     def group_of(self) -> tuple[int, ...]:
-        """Of each task, its group."""
+        """Number of the group of each task."""
         found = [0] * len(self.tasks)
         for number, group in enumerate(self.groups):
             for task in group.tasks:
@@ -232,16 +233,16 @@ class GroupRange:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each group runs, and what comes of it as simulated.
+    """Assignment of groups to devices, with its simulated step.
 
     Attributes:
-        devices: Of each group of the problem.
-        windows: Of each device, micro-batches that may be under way on it at a time.
-        step_s: Of all micro-batches; ``bound_s`` is below it for every placement that fits (0: no bound known).
-        busy_s: Of each device; ``channel_s`` of each channel.
-        peak_bytes: Of each device.
+        devices: By group: the device that it runs on.
+        windows: By device: micro-batches that may be under way on it at a time.
+        step_s, bound_s: Seconds of all micro-batches, and a bound below every placement that fits (0: none known).
+        busy_s, channel_s: Seconds of work of each device, and of each channel.
+        peak_bytes: By device: bytes at its peak.
         fits: Whether every peak is within the device's memory.
-        policy: What found it, and ``note`` what to know of that.
+        policy, note: Policy that found it, and a remark on that.
     """
 
     policy: str
@@ -257,7 +258,7 @@ class Placement:
 
     @property
     def gap(self) -> float:
-        """How far above the bound, as a share of it; infinite where none is known."""
+        """Share of the bound by which the step is above it; infinite where none is known."""
         return self.step_s / self.bound_s - 1 if self.bound_s > 0 else inf
 
     @property

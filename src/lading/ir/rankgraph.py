@@ -51,7 +51,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class DimShards:
-    """Which elements of a dim each rank has: the dim is ``parts`` one after another, each a product of leaves."""
+    """Shards of a dim, by rank: the dim is ``parts`` one after another, each a product of leaves."""
 
     parts: tuple[tuple[Leaf, ...], ...]
 
@@ -61,10 +61,10 @@ class DimShards:
         return any(leaf.cuts for part in self.parts for leaf in part)
 
     def elements(self, place: Mapping[str, int], degrees: Mapping[str, int]) -> list[int]:
-        """Which a rank has, in order.
+        """List the elements of the dim that a rank has, in order.
 
         Args:
-            place: Of the rank, on each axis.
+            place: Place of the rank on each axis.
             degrees: Ranks of each axis.
         """
         elements: list[int] = []
@@ -108,9 +108,9 @@ class RankTensor:
     """A tensor of a rank.
 
     Attributes:
-        dims: Which elements of each dim.
-        shape: Of each rank; -1 for rows whose number depends on what a router chose.
-        name: Of a parameter, a buffer or an input.
+        dims: Shards of each dim.
+        shape: Shape on each rank; -1 for rows whose number depends on what a router chose.
+        name: Name of a parameter, a buffer or an input.
     """
 
     dtype: str

@@ -1,4 +1,4 @@
-"""What planning says to those who show it: how far it is, policies side by side, and memory as a tree."""
+"""Reporting of plans to those who show them: how far it is, policies side by side, and memory as a tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class PlanProgress(Protocol):
-    """What the search for a plan tells about itself."""
+    """Receiver of what the search for a plan tells about itself."""
 
     def update(self, share: float, doing: str) -> None:
         """Show that ``share`` of the search, in [0, 1], is done at most, and what is being done."""

@@ -20,7 +20,8 @@ class Architecture:
     """A model by the family of its blocks and its sizes.
 
     Attributes:
-        family: Of tables in the catalog: "gpt", "llama", "moe", "mla-moe", "nemotron", "dit", "wan", "mamba2", ...
+        family: Family of tables in the catalog: "gpt", "llama", "moe", "mla-moe", "nemotron", "dit", "wan", "mamba2",
+            ...
         symbols: Sizes by the tables' names: h, f, n, k, d, v, e, a, g, fs, qr, kr, dn, dr, dv; "window" for tokens that
             a windowed attention sees; "latent" for the width experts work in, if not h; "biased" (1) where experts have
             biases and clamped gates; ms, mh, md, mg for the state, heads, head size and groups of a state-space block.
@@ -40,13 +41,13 @@ class Architecture:
 
     @property
     def layers(self) -> int:
-        """Blocks in all."""
+        """Number of blocks in all."""
         return sum(count for _, count in self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of a plan or a simulation, in names and numbers; what is left out is chosen or taken as usual.
+    """Question that a plan or a simulation answers, in names and numbers; what is left out is chosen or taken as usual.
 
     Attributes:
         model: Name in the catalog, "module:function", or the path of a configuration.
@@ -99,7 +100,7 @@ class StepRequest:
     """A training step to be simulated: a model in one layout, with all that a Request names looked up.
 
     Attributes:
-        name: Of the request, for messages.
+        name: Name of the request, for messages.
         seq_len: Tokens of a sequence.
         machine: Name in the catalog.
         network: What links nodes, in the source's words; "" for what the machine has by itself.
@@ -115,7 +116,7 @@ class StepRequest:
         linear_dtype: How fp8 matrices are scaled: "delayed", "tensorwise", "rowwise", "block"; "" for the default.
         high_precision_layers: Blocks kept in 16 bits though ``layout.precision`` is lower.
         async_tp: Tensor-parallel collectives are cut into pieces that run beside the products.
-        schedule_detail: Of the schedule, as the source calls it: "ZB-2p", ...
+        schedule_detail: Variant of the schedule, as the source calls it: "ZB-2p", ...
         embedding_is_layer: Pipeline stages count embedding and head as one layer each when they are balanced.
         edge_layers_fewer: Blocks that the first and last stage have fewer than the others, each.
         optimizer: Name of a rule (``lading.optim.registry``), its settings by default; one for matrices moves
@@ -167,19 +168,19 @@ class StepRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Number of tokens of a step."""
         return self.layout.micro_batches * self.layout.micro_batch * self.layout.dp * self.seq_len
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a simulated step takes.
+    """Predicted seconds and bytes of a training step.
 
     Attributes:
         step_s: Seconds of a step.
         low_s, high_s: Interval that the measured time is said to lie in.
         peak_bytes: Largest sum of live tensors on any rank, as an allocator counts it; 0 if not predicted.
-        low_bytes, high_bytes: Interval of it; ``fits`` goes by the upper end.
+        low_bytes, high_bytes: Interval of ``peak_bytes``; ``fits`` goes by the upper end.
         tier_bytes: By tier behind the device: largest sum on any rank; ``fits`` asks for room there too.
         reserved_bytes: What the allocator holds at its peak, slack included; 0 if not predicted.
         fits: Whether ``high_bytes`` and what the process needs besides fit the device.
@@ -212,7 +213,7 @@ class Predictor(Protocol):
     """Whatever can answer a request."""
 
     def predict(self, request: StepRequest) -> Prediction:
-        """The step's time and memory.
+        """Predict the step's time and memory.
 
         Raises:
             LadingError: the request cannot be simulated; the message says why.
@@ -221,7 +222,7 @@ class Predictor(Protocol):
 
 
 def _assumed_of(name: str, rule: ParameterRule) -> tuple[str, ...]:
-    """What is taken for granted of a rule that moves every parameter."""
+    """Say what is taken for granted of a rule that moves every parameter."""
     timed = f"{name}: timed by the bytes of its states as AdamW is; no such step was measured on a cluster"
     if not rule.whole:
         return (timed,)

@@ -213,7 +213,7 @@ class _Cuda:
         return Ref(self.repeated[arg.tensor])
 
     def _summed(self, op: Op, result: int | None, heads: int) -> int | None:
-        """Where the gradient of every head goes, to be summed over those that share keys or values."""
+        """Make room for the gradient of every head, to be summed over those that share keys or values."""
         if result is None or (old := self.tensors[result]).shape[1] == heads:
             return result
         wide = self.new_tensor(result, old.dtype, (old.shape[0], heads, *old.shape[2:]))
@@ -232,7 +232,7 @@ class _Cuda:
         return len(self.tensors) - 1
 
     def _takes_flash(self, op: Op, shapes: tuple[tuple[int, ...], ...], mask: Arg) -> bool:
-        """Which kernel eager takes for these; see ATen/native/transformers/cuda/sdp_utils.cpp.
+        """Whether eager takes its flash kernel for these; see ATen/native/transformers/cuda/sdp_utils.cpp.
 
         Raises:
             ConfigError: neither of the two.
@@ -332,8 +332,8 @@ class _Dropout:
     """Operations that drop elements: some make the noise, one multiplies by it in forward, others in backward.
 
     Attributes:
-        noise: The tensor of zeros and ``1 / keep``.
-        mask: What takes its place, once the forward operation is rewritten.
+        noise: Tensor of zeros and ``1 / keep``.
+        mask: Tensor that takes its place, once the forward operation is rewritten.
     """
 
     keep: float
@@ -343,7 +343,7 @@ class _Dropout:
 
 
 def _dropouts(graph: StepGraph) -> dict[int, _Dropout]:
-    """Every dropout of the form that eager runs on a CPU, under each of its operations."""
+    """Find every dropout of the form that eager runs on a CPU, under each of its operations."""
     readers: dict[int, list[int]] = {}
     writers: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):

@@ -22,11 +22,11 @@ class Box:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     def meet(self, other: Box) -> Box | None:
-        """What both have; None if it is nothing."""
+        """Intersection with another region; None if it is empty."""
         ends = [
             (max(a, b), min(a + m, b + n))
             for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
@@ -36,14 +36,14 @@ class Box:
         return Box(tuple(start for start, _ in ends), tuple(end - start for start, end in ends))
 
     def within(self, other: Box) -> tuple[slice, ...]:
-        """Where it lies in a tensor that is ``other``, which has all of it."""
+        """Slices that pick this region out of a tensor that holds the region ``other``, which contains it."""
         starts = [a - b for a, b in zip(self.offset, other.offset, strict=True)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class WholeMatrix:
-    """What one rank is to see whole: a box of parameter number ``parameter``; a matrix has two lengths above 1."""
+    """Matrix that one rank is to see whole: a region of parameter number ``parameter`` with two lengths above 1."""
 
     name: str
     parameter: int
@@ -51,7 +51,7 @@ class WholeMatrix:
 
     @property
     def rows_columns(self) -> tuple[int, int]:
-        """Of the matrix: its last two lengths."""
+        """Rows and columns of the matrix: its last two lengths."""
         return self.box.shape[-2], self.box.shape[-1]
 
 
@@ -97,13 +97,13 @@ def wholes_of(parameter: int, name: str, shape: Sequence[int], parts: Sequence[i
 def pieces(
     wholes: Sequence[WholeMatrix], holdings: Sequence[Sequence[Box]], owners: Sequence[int]
 ) -> tuple[list[RoutedShard], list[RoutedShard]]:
-    """What goes to owners, and what returns to whoever holds it.
+    """Route shards of matrices to their owners, and back to whoever holds them.
 
     Of several ranks that hold the same, the owner itself sends, or else the one that has sent least so far.
 
     Args:
-        holdings: By parameter and rank; boxes of one parameter are equal or apart.
-        owners: By matrix.
+        holdings: Regions by parameter and rank; those of one parameter are equal or apart.
+        owners: Rank that owns each matrix.
     Raises:
         ConfigError: some of a matrix is held by no rank.
     """
@@ -131,12 +131,12 @@ def pieces(
 
 
 def micro_groups(seconds: Sequence[float], owners: Sequence[int], groups: int) -> list[list[int]]:
-    """Matrices in groups such that each owner has about the same work in each.
+    """Split matrices into groups such that each owner has about the same work in each.
 
     Each owner's own list is cut by where the middle of a matrix falls in its work; the order is that of the matrices.
 
     Args:
-        seconds: By matrix.
+        seconds: Seconds of each matrix.
         groups: At least 1; empty groups are left out.
     """
     found: list[list[int]] = [[] for _ in range(groups)]
@@ -166,7 +166,7 @@ class Moves:
 
 
 def moves_of(routes: tuple[Sequence[RoutedShard], Sequence[RoutedShard]], ranks: int) -> Moves:
-    """Of pieces to owners and back (``pieces``)."""
+    """Count the elements that travel to owners and back (``pieces``)."""
     taken = [0] * ranks
     for piece in (*routes[0], *routes[1]):
         taken[piece.target] += piece.box.size if piece.source != piece.target else 0

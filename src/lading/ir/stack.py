@@ -22,21 +22,22 @@ NEVER_SEEN = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """A software stack.
+    """Software stack: the switches that costs depend on.
 
     Attributes:
-        fusion: What is fused: nothing ("eager"), what Megatron and Transformer Engine have kernels for ("fused"), or
-            all between products ("compiled").
+        fusion: Operations that are fused: none ("eager"), what Megatron and Transformer Engine have kernels for
+            ("fused"), or all between products ("compiled").
         attention: Kernel of attention; "unfused" is two products and a softmax, "triton" the first FlashAttention in
             Triton, "cudnn9" cuDNN's from 9.2x on, "cudnn9-mxfp8" the same on operands of 8 bits.
         launch_s: Seconds the host takes to launch one kernel, framework included.
-        collective_launch_s: The same for a collective.
+        collective_launch_s: Seconds the host takes to launch a collective.
         block_s: Seconds of the host for each pass (forward, recompute, backward) of a block besides: module calls,
             saving and restoring the states of random generators.
-        module_s: The same for each product and attention of a pass, the experts' apart.
+        module_s: Seconds of the host for each product and attention of a pass, the experts' apart.
         block_wait_s: Seconds of each pass of a block in which the device stands still however far ahead the host is.
         collective_wait_s: Standard deviation of when ranks come to a collective inside a block: all wait for the last.
-        experts_s: The same for each pass of routed experts: counting tokens, waiting for the counts, permuting.
+        experts_s: Seconds of the host for each pass of routed experts: counting tokens, waiting for the counts,
+            permuting.
         fused_loss: Cross-entropy works on the logits as they are, with "fused" one kernel forward and one backward, not
             passes over fp32 logits; in "eager" only its memory is counted so.
         fused_permute: Rows go to their experts' order and back in one kernel each way.
@@ -51,8 +52,8 @@ class Stack:
         master_weights: Whether a copy of the parameters in fp32 is kept beside them.
         moments: Numbers of the size of a parameter that the optimizer keeps: Adam two, SGD none, or one with momentum.
         update_passes: Times that an update reads or writes a parameter's element besides value, gradient and moments.
-        moments_dtype: Of these.
-        parameters_dtype: Of the parameters themselves: "float32" where autocast casts them in every use.
+        moments_dtype: Number format of these.
+        parameters_dtype: Number format of the parameters themselves: "float32" where autocast casts them in every use.
         overlap_grad_reduce, overlap_param_gather: Run beside computing.
         gathers: How often a block's cut parameters are gathered where it is recomputed: 2, for forward and for
             backward with what is recomputed; 3 where recomputing releases them again.
@@ -60,28 +61,28 @@ class Stack:
         gather_copy_bytes, reduce_copy_bytes: Moved on the device for each cut parameter when it is gathered, and when
             its gradient is reduced: copies out of and into the buffers of the collectives.
         pieces: Collectives in which a block's cut parameters are gathered and their gradients reduced.
-        hidden: By axis ("tp", "cp", "ep", "pp"), the share of the collectives inside a block that runs beside
-            computing; 0 where not given.
+        hidden: Share, by axis ("tp", "cp", "ep", "pp"), of the collectives inside a block that runs beside computing; 0
+            where not given.
         dispatcher: How tokens reach experts.
         imbalance: Tokens of the busiest expert's rank, over the mean.
         in_situ: Time of a running step's kernels over that of the same kernels alone (clocks, cold caches, releases of
             libraries other than those measured): by architecture and cause ("hopper.products", "ampere.attention",
             "blackwell.memory-bound"); 1 where not given.
-        spread: By architecture, the half width of the interval that nine of ten steps of this stack lie in, as a share;
+        spread: Half width, by architecture, of the interval that nine of ten steps of this stack lie in, as a share;
             ``NEVER_SEEN`` where not given.
         parameter_s: Seconds of the host for each tensor of parameters in a step: hooks, copies and lists of the
             optimizer; an expert's weights are tensors of their own. What the device needs for the optimizer hides it.
         host_optimizer: Share of what the host's memory allows (a machine's ``optimizer_elements_per_s``) that an
             optimizer on the host reaches, with its casts, norms and copies within the host.
         step_s: Seconds of a step besides: data, logging, host work of the optimizer.
-        scatter_sends: What a pipeline sends is cut over the tensor-parallel ranks where they hold the same: each sends
-            its part, and the parts are gathered behind.
+        scatter_sends: Activations that a pipeline sends are cut over the tensor-parallel ranks where they hold the
+            same: each sends its part, and the parts are gathered behind.
         megatron_order: Interleaved pipelines warm up as Megatron's do, not as torch's.
-        adapter_dtype: Of adapters (LoRA); "" for that of the weights.
+        adapter_dtype: Number format of adapters (LoRA); "" for that of the weights.
         adapter_modules: Last names of modules whose products have adapters; () for all.
-        adapter_dropout: What enters an adapter is dropped out.
-        quantizer: What makes 16-bit weights of 4 bits under Q-LoRA: "gptq" (AutoGPTQ in PyTorch's kernels), "nf4"
-            (bitsandbytes); "" where there is none.
+        adapter_dropout: Whether inputs of adapters are dropped out.
+        quantizer: Library that makes 16-bit weights of 4 bits under Q-LoRA: "gptq" (AutoGPTQ in PyTorch's kernels),
+            "nf4" (bitsandbytes); "" where there is none.
         merges: Modules whose projections of one input are one matrix though nothing else is fused.
         regathers: With sequence parallel, backward gathers tokens again (Megatron) instead of keeping what forward
             gathered (torch's ``parallelize_module``).

@@ -76,7 +76,7 @@ class MatrixStack:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(count, rows, columns)."""
+        """Shape of the stack: (count, rows, columns)."""
         return (1, *self.value.shape) if len(self.value.shape) == 2 else cast("tuple[int, int, int]", self.value.shape)
 
     def stacked(self, most_elements: int) -> Iterator[tuple[int, MatrixStack]]:
@@ -114,7 +114,7 @@ def members(name: str, value: Tensor, gradient: Tensor, parts: Sequence[int]) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensors:
-    """What an update works on, by id; ``first``: it counts the step."""
+    """Ids of the tensors that an update works on; ``first``: it counts the step."""
 
     param: int
     grad: int
@@ -201,7 +201,7 @@ def _use(op: Op) -> Use:
 
 
 def _first_use(uses: set[Use], is_head: bool) -> Use:
-    """What counts of several: a tied table is a table, a head is no hidden matrix."""
+    """Pick the use that counts of several: a tied table is a table, a head is no hidden matrix."""
     if Use.TABLE in uses:
         return Use.TABLE
     if is_head:

@@ -74,7 +74,7 @@ class Collective:
         op: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send" or "receive".
         axis: Axis of the layout whose ranks take part: "tp", "cp", "ep", "etp" (tp ranks that share an expert), "dp",
             "pp".
-        size_bytes: Of the whole tensor: what each rank holds before a reduction, after an all-gather; for an
+        size_bytes: Bytes of the whole tensor: what each rank holds before a reduction, after an all-gather; for an
             all-to-all what one rank sends in all, its own part included; for a send what is sent.
     """
 
@@ -85,7 +85,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """What one rank has of a tensor; tensors with one ``storage`` share memory."""
+    """Shard of a tensor on one rank; tensors with one ``storage`` share memory."""
 
     storage: int
     dtype: str
@@ -101,10 +101,10 @@ class Kernel:
 
     Attributes:
         kind: Cost class; None for a collective.
-        detail: What the costs of its class need beside bytes.
-        bytes_read, bytes_written: Of each operand once, as an operation alone.
+        detail: Sizes that the costs of its class need beside bytes.
+        bytes_read, bytes_written: Bytes of each operand once, as an operation alone.
         inputs, outputs: Local tensors of the RankSegment, or tensors of a StepGraph.
-        strided: It walks against the order of memory, where strides are known.
+        strided: Whether it walks against the order of memory, where strides are known.
         runs: Two-dimensional pieces of memory that it goes through, likewise.
     """
 
@@ -128,7 +128,7 @@ class Kernel:
 
     @property
     def flops(self) -> float:
-        """Of a product or of attention; 0 for the rest."""
+        """FLOP of a product or of attention; 0 for the rest."""
         return self.detail.flops if isinstance(self.detail, Product | Attention) else 0.0
 
 
@@ -140,16 +140,17 @@ class RankSegment:
         kernels: In order: forward (loss included), then backward; views are left out, collectives are in their place.
         enters, leaves: Local activations on its borders: what a pipeline sends, what checkpointing keeps.
         saved: Local tensors kept from forward to backward when nothing is recomputed.
-        parameter_elements: Of this rank, by name of the axes over which they are still replicated ("dp" for those of
-            every data-parallel rank, "dp/ep" for an expert's, whose data-parallel group is smaller).
-        trained_elements: Of those, what is trained beside frozen weights (adapters, or all of what is not in a block);
-            None where all parameters are trained.
-        trained_bytes, frozen_bytes: Of what is trained and of the other weights, as they are kept, where
+        parameter_elements: Elements on this rank, by name of the axes over which they are still replicated ("dp" for
+            those of every data-parallel rank, "dp/ep" for an expert's, whose data-parallel group is smaller).
+        trained_elements: Those of them that are trained beside frozen weights (adapters, or all of what is not in a
+            block); None where all parameters are trained.
+        trained_bytes, frozen_bytes: Bytes of what is trained and of the other weights, as they are kept, where
             ``trained_elements`` is not None.
         summed_parameters: Elements of those parameters of which each tp rank has a part of the gradient's sum: what is
             whole on all of them but worked on cut tokens or heads (norms with sequence parallel).
         parameters: Local tensors that are parameters, each with the axes over which it is replicated.
-        tied_elements: Of ``parameter_elements["dp"]``, of a weight that is one with one of the model's first segment.
+        tied_elements: Elements, in ``parameter_elements["dp"]``, of a weight that is one with one of the model's first
+            segment.
     """
 
     name: str
@@ -168,20 +169,21 @@ class RankSegment:
 
     @property
     def summed_elements(self) -> int:
-        """Of all ``summed_parameters``."""
+        """Number of elements of all ``summed_parameters``."""
         return sum(self.summed_parameters)
 
     @cached_property
     def form(self) -> Form:
-        """All of it but its numbers."""
+        """Structure of the segment without its numbers."""
         return Form(self)
 
 
 class Form:
-    """What segments have in common that differ in nothing but numbers: equal forms are equal keys of caches.
+    """Structure common to segments that differ in nothing but numbers: equal forms are equal keys of caches.
 
     Attributes:
-        segment: One of them. Names, kinds, stages, storages and who reads what are those of all; sizes are its own.
+        segment: One of these segments. Names, kinds, stages, storages and who reads what are those of all; sizes are
+            its own.
     """
 
     __slots__ = ("_hash", "_key", "segment")

@@ -80,7 +80,7 @@ def _available_until(graph: StepGraph, uses: Sequence[Sequence[int]], mutated: S
 
 
 def gaps(graph: StepGraph, lives: Lifetimes) -> list[Gap]:
-    """Every gap of every storage that is used, by storage and start."""
+    """List every gap of every storage that is used, by storage and start."""
     found: list[Gap] = []
     for storage, positions in enumerate(lives.uses):
         made = lives.producer[storage] if storage in graph.carried else None  # before it, the value of the step before

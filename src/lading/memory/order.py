@@ -17,7 +17,7 @@ START = -1
 
 @dataclass(slots=True)
 class Uses:
-    """Who used a piece of memory: its last write, and for each stream the last read since."""
+    """Accesses of a piece of memory: its last write, and for each stream the last read since."""
 
     written: int = START
     reads: dict[int, int] = field(default_factory=lambda: {})

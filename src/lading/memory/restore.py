@@ -72,11 +72,11 @@ def planned_optimizer(plan: Plan) -> ParameterRule:
 
 
 def restore_program(plan: Plan, step: StepGraph, machine: Machine) -> Program:
-    """Program of a plan, proven by the verifier.
+    """Read the Program of a plan and prove it by the verifier.
 
     Args:
         step: The whole step, from ``step_of``; the plan's choices are applied to it here.
-        machine: What the plan was made for.
+        machine: Machine that the plan was made for.
 
     Raises:
         ConfigError: the plan was made for another model, batch, optimizer or machine, or chooses what the step lacks;
@@ -125,7 +125,7 @@ def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
 
 
 def action_times(events: Sequence[Event]) -> tuple[str, ...]:
-    """When each action starts and how long it takes, as ``Predictions.actions`` has it.
+    """List when each action starts and how long it takes, in microseconds as ``Predictions.actions`` has them.
 
     Args:
         events: One for each action of a Program, in any order.

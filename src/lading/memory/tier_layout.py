@@ -9,7 +9,7 @@ from lading.ir.program import LINE_BYTES, PAGE_BYTES, Program, slot_bytes
 
 
 def home_tiers(program: Program) -> dict[int, str]:
-    """Where each persistent storage's value is between two steps.
+    """Tier that has each persistent storage's value between two steps.
 
     That is "device" for what is in ``resident``; otherwise the tier that has a slot for it, the farthest if several
     have. Copies anywhere else are worth nothing when a step starts.

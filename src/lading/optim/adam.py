@@ -33,7 +33,7 @@ class Adam(ParameterRule):
         check_number("weight_decay", self.weight_decay, 0)
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
-        """Both moments."""
+        """Shapes of both moments."""
         return {"exp_avg": StateSpec(shape), "exp_avg_sq": StateSpec(shape)}
 
     def update(

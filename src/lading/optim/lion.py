@@ -36,7 +36,7 @@ class Lion(ParameterRule):
         check_number("weight_decay", self.weight_decay, 0)
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
-        """Momentum."""
+        """Shape of the momentum."""
         return {"exp_avg": StateSpec(shape)}
 
     def update(
@@ -54,7 +54,7 @@ class Lion(ParameterRule):
         self.update(param, grad, states, lr=lr, step=None)
 
     def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """The same on whole parameters; torch has no Lion."""
+        """Make an optimizer of whole parameters by this rule, as torch has no Lion."""
         from lading.optim.plain import PlainOptimizer
 
         return PlainOptimizer(params, self)

@@ -8,12 +8,12 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class MasterWeights:
-    """A float32 copy of every trained bfloat16 or float16 parameter, which the optimizer moves in its stead.
+    """Float32 copy of every trained bfloat16 or float16 parameter, which the optimizer moves in its stead.
 
     Call ``add_gradients`` after each backward, clip and step over ``parameters``, then call ``write_back``.
 
     Attributes:
-        parameters: What the optimizer holds: masters, and the model's own parameters where they are float32.
+        parameters: Parameters that the optimizer holds: masters, and the model's own parameters where they are float32.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

@@ -40,7 +40,8 @@ _POLAR_EXPRESS = (
 
 
 def _within_bf16(steps: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:
-    """With the room that algorithm 1 leaves for rounding: 1.01 in the norm, and in what each step but the last gets."""
+    """Scale coefficients by the room that algorithm 1 leaves for rounding: 1.01 in the norm, and in each step's
+    input."""
 
     def smaller(step: tuple[float, float, float], by: float) -> tuple[float, float, float]:
         return step[0] / by, step[1] / by**3, step[2] / by**5
@@ -71,10 +72,10 @@ class Muon(MatrixRule):
     """Momentum, made orthogonal (Jordan, https://kellerjordan.github.io/posts/muon/); as ``torch.optim.Muon``.
 
     Attributes:
-        coefficients: Of the iteration: "jordan", "polar-express" or "you".
-        scale: Of an update of a matrix of m rows and n columns: "original", sqrt(max(1, m / n)); "match-rms-adamw",
-            0.2 sqrt(max(m, n)); "none".
-        dtype: The iteration's.
+        coefficients: Coefficients of the iteration: "jordan", "polar-express" or "you".
+        scale: Factor of an update of a matrix of m rows and n columns: "original", sqrt(max(1, m / n));
+            "match-rms-adamw", 0.2 sqrt(max(m, n)); "none".
+        dtype: Number format of the iteration.
     """
 
     momentum: float = 0.95
@@ -115,7 +116,7 @@ class Muon(MatrixRule):
 
     @property
     def iteration(self) -> tuple[tuple[float, float, float], ...]:
-        """Coefficients of each step."""
+        """Coefficients (a, b, c) of each step of the iteration."""
         known = COEFFICIENTS[self.coefficients]
         return tuple(known[min(step, len(known) - 1)] for step in range(self.steps))
 
@@ -127,7 +128,7 @@ class Muon(MatrixRule):
 
     @property
     def product_dtype(self) -> str:
-        """The iteration's."""
+        """Number format of the iteration's products."""
         return self.dtype
 
     @property
@@ -136,7 +137,7 @@ class Muon(MatrixRule):
         return self.dtype
 
     def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
-        """Momentum."""
+        """Shape of the momentum."""
         return {"momentum": StateSpec((rows, columns))}
 
     def work(self, rows: int, columns: int) -> UpdateWork:
@@ -222,7 +223,7 @@ class MuonRule:
         return ahead.to(self._dtype)
 
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:
-        """The iteration."""
+        """Make a matrix orthogonal by the iteration."""
         if self.shared:
             return self.by_blocks(matrix, self.blocks(min(matrix.shape)), lambda product: product)
         return orthogonal(matrix, self.settings.iteration, self.settings.eps, self._dtype)
@@ -244,7 +245,7 @@ class MuonRule:
         return now.T if tall else now
 
     def blocks(self, rows: int) -> list[slice]:
-        """That ranks may share, of the short side's rows."""
+        """Blocks of the short side's rows that ranks may share."""
         return row_blocks(rows)
 
     def by_blocks(
@@ -277,10 +278,10 @@ class MuonRule:
     def post(
         self, param: torch.Tensor, direction: torch.Tensor, shape: tuple[int, int], *, lr: float, update: int
     ) -> None:
-        """Weights decay, then move."""
+        """Decay the weights, then move them along the direction."""
         param.mul_(1 - lr * self.settings.weight_decay)
         move(param, direction, -lr * self.settings.scaled(*shape))
 
     def work(self, rows: int, columns: int) -> UpdateWork:
-        """Of the iteration."""
+        """Products and passes of the iteration."""
         return self.settings.work(rows, columns)

@@ -110,7 +110,7 @@ def is_for_matrices(name: str) -> bool:
 
 
 def default_rule() -> ParameterRule:
-    """What moves parameters where nothing is said, with its default settings."""
+    """Rule that moves parameters where none is named, with its default settings."""
     return cast(ParameterRule, make_rule(DEFAULT, {}))
 
 

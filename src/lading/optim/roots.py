@@ -29,13 +29,13 @@ def eigen_root(matrix: torch.Tensor, root: int, eps: float) -> torch.Tensor:
 def newton_root(
     matrix: torch.Tensor, root: int, eps: float, *, tolerance: float = 1e-6, most: int = 100
 ) -> torch.Tensor:
-    """``(matrix + eps)^(-1 / root)`` by coupled Newton iteration.
+    """Take the root ``(matrix + eps)^(-1 / root)`` by coupled Newton iteration.
 
     Args:
         matrix: (n, n), symmetric.
         eps: At least ``_RESOLVED`` of the matrix's norm is taken: below it, rounding decides.
-        tolerance: Of the largest element of ``M - 1``, where M goes to 1.
-        most: Iterations.
+        tolerance: Limit of the largest element of ``M - 1``, where M goes to 1.
+        most: Most iterations.
     Raises:
         RootError: it stopped above 1e-3 of an element, as with a matrix too near to a singular one for its dtype.
     Source: Guo and Higham, https://doi.org/10.1137/050643374, iteration (3.9), for p = -root.

@@ -38,7 +38,7 @@ SMALL_BYTES = 4 << 10
 
 
 class StatePlace(StrEnum):
-    """Where a state lives: cut like its parameter, or whole with the matrix's owner."""
+    """Place of a state: cut like its parameter, or whole with the matrix's owner."""
 
     ELEMENTWISE = "elementwise"
     WHOLE = "whole"
@@ -60,7 +60,7 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class UpdateWork:
-    """What one update of one matrix asks of a device.
+    """Products, decompositions and passes that one update of one matrix takes.
 
     Attributes:
         products: (times, m, n, k): so many products of (m, k) by (k, n).
@@ -114,8 +114,9 @@ class ParameterRule(ABC):
         """Move a parameter and its states in place.
 
         Args:
-            param, grad: Of one dtype, shape and dense strides; flat parts of these unless the rule is ``whole``.
-            states: By the names of ``states``.
+            param, grad: Tensors of one dtype, shape and dense strides; flat parts of these unless the rule is
+                ``whole``.
+            states: Tensors by the names of ``states``.
             lr: Learning rate of this update.
             step: float32 scalar, the number of this update from 1; None where the rule does not count.
         """
@@ -136,7 +137,7 @@ class ParameterRule(ABC):
 
     @property
     def moments(self) -> int:
-        """How many states of a matrix have its shape."""
+        """Number of states of a matrix that have its shape."""
         shape = (2, 3)
         return sum(state.shape == shape for state in self.states(shape).values())
 
@@ -225,7 +226,7 @@ class MatrixRule(ABC):
 
     @abstractmethod
     def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
-        """The arithmetic.
+        """Make the arithmetic of these settings.
 
         Args:
             shift: Staggers the updates at which something is due.
@@ -234,7 +235,7 @@ class MatrixRule(ABC):
 
     @property
     def cut_states(self) -> int:
-        """How many states are cut as the matrix is."""
+        """Number of states that are cut as the matrix is."""
         return sum(state.held is StatePlace.ELEMENTWISE for state in self.states(1, 1).values())
 
     def state_elements(self, rows: int, columns: int) -> tuple[int, int]:
@@ -245,7 +246,7 @@ class MatrixRule(ABC):
 
 
 class Rule(Protocol):
-    """How a matrix moves. ``update`` counts the matrix's own updates from 1.
+    """Arithmetic that moves a matrix. ``update`` counts the matrix's own updates from 1.
 
     Attributes:
         settings: A ``MatrixRule``; settings that no state's shape follows from may be exchanged between updates.
@@ -261,7 +262,8 @@ class Rule(Protocol):
         ...
 
     def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
-        """What ``direction`` sees of a piece of the gradient, any shape; elementwise states are of that shape."""
+        """Turn a piece of the gradient into what ``direction`` takes; any shape, elementwise states are of that
+        shape."""
         ...
 
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:
@@ -275,7 +277,7 @@ class Rule(Protocol):
         ...
 
     def work(self, rows: int, columns: int) -> UpdateWork:
-        """Work of ``direction``."""
+        """Products, decompositions and passes of ``direction``."""
         ...
 
 
@@ -308,7 +310,7 @@ class WorkspaceRule(Rule, Protocol):
 
 
 class WholeRule:
-    """What rules have in common whose states all lie with the owner, as their factors see the raw gradient."""
+    """Base of rules whose states all lie with the owner, as their factors see the raw gradient."""
 
     def __init__(self, settings: Any, shift: int = 0) -> None:
         """A rule; ``shift`` staggers the updates at which decompositions are due."""
@@ -318,15 +320,15 @@ class WholeRule:
 
     @property
     def travels(self) -> torch.dtype | None:
-        """As the gradient is."""
+        """Number format that travels to the owner; None for that of the gradient."""
         return None
 
     def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
-        """The gradient itself."""
+        """Pass the gradient on as it is."""
         return grad
 
     def work(self, rows: int, columns: int) -> UpdateWork:
-        """Mean over updates."""
+        """Work of a direction, the mean over updates."""
         return self.settings.work(rows, columns)
 
 

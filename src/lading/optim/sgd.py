@@ -39,7 +39,7 @@ class SGD(ParameterRule):
             )
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
-        """Momentum, if there is one."""
+        """Shape of the momentum, if there is one."""
         return {"momentum_buffer": StateSpec(shape)} if self.momentum else {}
 
     def update(

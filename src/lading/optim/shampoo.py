@@ -42,8 +42,8 @@ class Shampoo(MatrixRule):
         root: "eigen" by decomposition, or "newton" by coupled iteration.
         frequency: Updates between two times the roots are taken.
         start: The first update with roots; before it, what is grafted counts alone.
-        grafting: Whose norm an update has: "adam", "sgd" (the filtered gradient's) or "none".
-        grafting_eps: Of "adam".
+        grafting: Rule whose norm an update has: "adam", "sgd" (the filtered gradient's) or "none".
+        grafting_eps: Epsilon of "adam".
     """
 
     beta1: float = 0.9
@@ -106,11 +106,11 @@ class Shampoo(MatrixRule):
         return UpdateWork((*products, (1.0, rows, columns, columns), *again), roots, passes=8)
 
     def shared_work(self, part: int, short: int, long: int) -> tuple[int, UpdateWork] | None:
-        """None: one rank computes it."""
+        """Work when several ranks share a matrix: None, as one rank computes it."""
         return None
 
     def workspace_elements(self, rows: int, columns: int) -> int:
-        """None: it works in scratch."""
+        """Elements of the arena that it works in: 0, as it works in scratch."""
         return 0
 
     def scratch_bytes(self, case: MatrixCase) -> int:
@@ -165,6 +165,6 @@ class ShampooRule(WholeRule):
     def post(
         self, param: torch.Tensor, direction: torch.Tensor, shape: tuple[int, int], *, lr: float, update: int
     ) -> None:
-        """Weights decay, then move."""
+        """Decay the weights, then move them along the direction."""
         param.mul_(1 - lr * self.settings.weight_decay)
         move(param, direction, -lr)

@@ -96,11 +96,11 @@ class SOAP(MatrixRule):
         )
 
     def shared_work(self, part: int, short: int, long: int) -> tuple[int, UpdateWork] | None:
-        """None: one rank computes it."""
+        """Work when several ranks share a matrix: None, as one rank computes it."""
         return None
 
     def workspace_elements(self, rows: int, columns: int) -> int:
-        """None: it works in scratch."""
+        """Elements of the arena that it works in: 0, as it works in scratch."""
         return 0
 
     def scratch_bytes(self, case: MatrixCase) -> int:

@@ -1,1 +1,1 @@
-"""What people read: tables, progress, the report, traces, memory snapshots."""
+"""Tables, progress, the report, traces and memory snapshots: all that people read."""

@@ -61,10 +61,10 @@ def memory_bars(summary: RunSummary) -> str:
 def memory_figure(
     tier: str, duration_s: float, budget_bytes: int | None, lines: Sequence[Timeline], *, limit: str = "budget"
 ) -> str:
-    """One tier over time: the first timeline stacked by role, of a second the total and the resident set as lines.
+    """Draw one tier over time: the first timeline stacked by role, of a second the total and the resident set as lines.
 
     Args:
-        limit: What ``budget_bytes`` is called.
+        limit: Name of ``budget_bytes``.
     """
     predicted, measured = lines[0], lines[1] if len(lines) > 1 else None
     peaks = [line.peak_of_tier(tier) for line in lines]
@@ -147,7 +147,7 @@ def metric_figure(
     title: str, points: Sequence[tuple[float, float]], *, unit: str, behind: Sequence[tuple[float, float]] = (),
     mark: tuple[float, str, str] | None = None,
 ) -> str:  # fmt: skip
-    """A metric against the step.
+    """Draw a metric against the step.
 
     Args:
         points: (step, value); a value that is not finite breaks the line and is marked on the axis.

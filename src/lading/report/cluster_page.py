@@ -54,7 +54,7 @@ _OTHER = ("k-free", "other")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPage:
-    """What a page shows.
+    """Contents of the page of a simulated cluster.
 
     Attributes:
         title, subtitle: Model and devices; layout and software.
@@ -62,12 +62,12 @@ class ClusterPage:
         tiles: (name, figure, remark) of the numbers at the top.
         shares_s: Seconds of the slowest rank by cause.
         memory: Bytes by role of each pipeline rank.
-        behind: The same of what lies in ``behind_tier``, if anything does.
+        behind: Bytes by role of each rank in ``behind_tier``, if anything does.
         device_bytes: Memory of a device.
         timeline: Representative ranks; a tier of its memory for each, "rank 0".
         growth: (devices, seconds of a step, tokens a second of a device).
-        sentences: What else was asked: unequal ranks, failures.
-        assumed: What was taken for granted.
+        sentences: Answers to further questions: unequal ranks, failures.
+        assumed: Assumptions, a sentence each.
     """
 
     title: str
@@ -205,7 +205,7 @@ def _memory_table(shown: ClusterPage) -> str:
 
 
 def _behind(shown: ClusterPage, ranks: Sequence[int]) -> str:
-    """What of those ranks lies behind the device."""
+    """Table of the bytes of those ranks behind the device."""
     if not shown.behind_tier:
         return ""
     roles = role_names({role for rank in ranks for role in shown.behind[rank]})

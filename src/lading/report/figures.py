@@ -21,7 +21,7 @@ ROLE_ORDER = (
 
 
 class SliceKind(StrEnum):
-    """What a slice of a timeline is to a reader; finer than ActionKind for COMPUTE and MOVE."""
+    """Kind of a slice of a timeline, as a reader sees it; finer than ActionKind for COMPUTE and MOVE."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -43,7 +43,8 @@ _PHASES = {Phase.FORWARD: SliceKind.FORWARD, Phase.LOSS: SliceKind.FORWARD, Phas
 
 
 def kind_of(program: Program, action: Action) -> SliceKind:
-    """How a reader sees an action; the loss counts as forward, a MOVE is a read when it ends on the device."""
+    """Kind of an action as a reader sees it; the loss counts as forward, a MOVE is a read when it ends on the
+    device."""
     if action.kind is ActionKind.COMPUTE and action.op is not None:
         return _PHASES.get(program.graph.ops[action.op].phase, SliceKind.STEP)
     if action.kind is ActionKind.MOVE:
@@ -86,7 +87,7 @@ class OptionTotal:
 
 
 def placement(plan: Plan, graph: StepGraph) -> dict[str, dict[Option, OptionTotal]]:
-    """Bytes per role and option.
+    """Count storages and bytes per role and option.
 
     A storage is under KEEP if no gap of its own has another option, else under each option that one of its gaps has:
     a storage with unlike gaps is under several.
@@ -106,7 +107,7 @@ def placement(plan: Plan, graph: StepGraph) -> dict[str, dict[Option, OptionTota
 
 
 def peak_storages(program: Program, timeline: Timeline) -> tuple[float, list[int]]:
-    """When most bytes of storages are on the device, and which those are, largest first.
+    """Find the second at which most bytes are on the device, and the storages that are there, largest first.
 
     Replays the events: a storage is there from the start of the action that places it to the end of its FREE.
     """

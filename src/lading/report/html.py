@@ -225,9 +225,9 @@ def write_report(
     Args:
         path: File to write; replaced if it exists.
         plan: Its policies, choices and assumptions are tabled.
-        program: What the action ids of both timelines refer to.
-        predicted: One step as simulated.
-        measured: One step as executed, or None if the plan has not run.
+        program: Program that the action ids of both timelines refer to.
+        predicted: Timeline of one step as simulated.
+        measured: Timeline of one step as executed, or None if the plan has not run.
         metrics: Records of metrics.jsonl; "step" with "loss", "step_s", "tokens_per_s" or "memory_bytes" are drawn.
         summary: The numbers at the top.
     """
@@ -361,7 +361,7 @@ def table(
     left: Sequence[int] = (0,),
     swatches: Sequence[str] = (),
 ) -> str:
-    """A table of text.
+    """Write a table of text as HTML.
 
     Args:
         chosen: Row to mark.

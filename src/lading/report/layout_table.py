@@ -18,13 +18,13 @@ _HEAD = ("", "step", "MFU", "tokens/s", "device", "host", "exposed", "bubble", "
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRow:
-    """One layout.
+    """Row of a table of layouts.
 
     Attributes:
         shares_s: Seconds of the step by cause.
         peaks: Bytes by moment and tier.
         over: "" where it fits, else what does not and by how much.
-        like: How many layouts are shown by this one, and what they have else; "" where there are none.
+        like: Number of layouts that this one stands for, and how they differ; "" where there are none.
     """
 
     layout: str
@@ -55,7 +55,7 @@ class LayoutRow:
 
 
 def loses_because(row: LayoutRow, winner: LayoutRow) -> str:
-    """Why a layout is not the winner.
+    """Say why a layout is not the winner.
 
     Where it does not fit: what, and by how much. Else by how much it is slower, the causes that take longer, largest
     first until they are nine tenths of all that does, and the cause that takes less.
@@ -139,7 +139,7 @@ def _cells(row: LayoutRow) -> tuple[str, ...]:
 
 
 def layout_figures(row: LayoutRow, winner: LayoutRow) -> dict[str, Any]:
-    """For JSON."""
+    """Figures of a layout beside the winner's, for JSON."""
     return {
         "layout": row.layout,
         "step_s": row.step_s,

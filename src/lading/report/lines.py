@@ -22,10 +22,10 @@ def line_columns() -> int:
 
 
 def fitted(text: str, columns: int | None = None, *, hang: int = _HANG) -> str:
-    """The text with its long lines broken between words; what follows a break is indented by ``hang`` more.
+    """Break long lines of a text between words; what follows a break is indented by ``hang`` more.
 
     Args:
-        columns: Of a line; None is ``line_columns()``. A word that is longer, such as a path, stays whole.
+        columns: Columns of a line; None is ``line_columns()``. A word that is longer, such as a path, stays whole.
     """
     width = columns or line_columns()
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What ranks of a cluster hold over time: on the terminal, and as torch's memory viewer reads it."""
+"""Charts of what ranks of a cluster hold over time: on the terminal, and as torch's memory viewer reads it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def held_snapshot(ranks: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
 
 
 def _changes(rank: str, held: Sequence[Held]) -> tuple[list[Change], int]:
-    """What comes and goes, in order, and the bytes that its layout takes."""
+    """List what comes and goes, in order, and the bytes that its layout takes."""
     moments = sorted({time_s for one in held for time_s in (one.start_s, one.end_s)})
     spans = [(bisect_left(moments, one.start_s), bisect_left(moments, one.end_s) - 1) for one in held]
     packing = pack([Buffer(one.size_bytes, (span,)) for one, span in zip(held, spans, strict=True)])
@@ -71,10 +71,11 @@ def _changes(rank: str, held: Sequence[Held]) -> tuple[list[Change], int]:
 
 
 def memory_chart(samples: Sequence[MemorySample], duration_s: float, title: str) -> Text:
-    """Memory over time as letters: each column the fullest moment of its share of the step, each row as many bytes.
+    """Draw memory over time as letters: each column the fullest moment of its share of the step, each row as many
+    bytes.
 
     Args:
-        samples: Of one tier, by time.
+        samples: Samples of one tier, by time.
     """
     from rich.text import Text
 
@@ -99,7 +100,7 @@ def memory_chart(samples: Sequence[MemorySample], duration_s: float, title: str)
 
 
 def _fullest(samples: Sequence[MemorySample], duration_s: float) -> list[MemorySample]:
-    """Of each column's time the sample with most bytes, that of before counted as long as it lasts."""
+    """Pick the sample with most bytes in each column's time, the one before it counted as long as it lasts."""
     times = [sample.time_s for sample in samples]
     found: list[MemorySample] = []
     for column in range(_WIDTH):

@@ -88,7 +88,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every record of a file, without a last line that has no newline (a killed run).
+    """Read every record of a file, without a last line that has no newline (a killed run).
 
     Raises:
         ConfigError: no such file, or another line is not a JSON object; names the line.

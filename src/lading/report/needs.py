@@ -1,4 +1,4 @@
-"""What a planned step needs in each tier, by what it is for: the table of ``lading fit``."""
+"""Bytes that a planned step needs in each tier, by what they are for: the table of ``lading fit``."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Bytes by tier.
+    """Bytes that a run needs in each tier.
 
     Attributes:
         rows: For each of ROWS, bytes in each tier when that tier is fullest; they add up to ``step``.
-        step: What a step takes.
-        save: What is taken while a checkpoint is written, and
+        step: Bytes that a step takes.
+        save: Bytes taken while a checkpoint is written, and
         resume: while a run starts or goes on from one. Both are wholes, not additions to ``step``.
     """
 
@@ -63,10 +63,10 @@ class Needs:
 
 
 def step_needs(program: Program, predicted: Timeline, tiers: Sequence[str]) -> Needs:
-    """What a step takes.
+    """Count the bytes that a step takes in each tier, by what they are for.
 
     Args:
-        predicted: Of ``program``; tells when the device is fullest.
+        predicted: Timeline of ``program``; tells when the device is fullest.
         tiers: The lower tiers of the machine, of which the program may leave some empty.
     """
     row_of = rows_of(program.graph)
@@ -133,13 +133,13 @@ def _sum(graph: StepGraph, row_of: Sequence[str], there: Counter[int]) -> Counte
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a predicted step.
+    """Seconds of a predicted step by what they are spent on.
 
     Attributes:
-        compute_s: What operations of the device take, ``recompute_s`` of them for the second time.
-        host_s: What operations take on the host's processors, which run beside it.
+        compute_s: Seconds of operations of the device, ``recompute_s`` of them for the second time.
+        host_s: Seconds of operations on the host's processors, which run beside it.
         transfer_s: For each stream of transfers, how long it is busy.
-        exposed_s: Time in which nothing computes.
+        exposed_s: Seconds in which nothing computes.
     """
 
     step_s: float
@@ -151,7 +151,7 @@ class StepTime:
 
 
 def step_time(program: Program, predicted: Timeline) -> StepTime:
-    """Where a predicted step's time goes."""
+    """Add up where a predicted step's time goes."""
     seconds = {event.action: event.end_s - event.start_s for event in predicted.events}
     busy: dict[str, float] = {}
     again = 0.0
@@ -186,17 +186,17 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What a run needs on a machine; prints as a table.
+    """Bytes and seconds that a run needs on a machine; prints as a table.
 
     Attributes:
         title: The run in words.
         machine: Name of the machine.
         needs: Bytes of each row in each tier; ``time`` of a step by what it is spent on.
         allowed: Bytes that the device and each tier of the machine have, nearest first.
-        assumptions: What no measurement stands behind, one sentence each.
+        assumptions: Assumptions that no measurement stands behind, one sentence each.
         error: Why it does not fit; the table is then that of the nearest plan. None if it fits.
-        changes: What would make it fit, the cheapest first.
-        host_saves_s: By how much operations on the host make the step shorter.
+        changes: Changes that would make it fit, the cheapest first.
+        host_saves_s: Seconds by which operations on the host make the step shorter.
     """
 
     title: str

@@ -34,7 +34,7 @@ def traffic(problem: PlacementProblem, devices: Sequence[int]) -> dict[tuple[int
 
 
 def limit(problem: PlacementProblem, placement: Placement) -> str:
-    """What keeps the step from being shorter, in a sentence."""
+    """Say what keeps the step from being shorter."""
     network, step_s = problem.network, placement.step_s or 1.0
     busy = [(s / step_s, f"{network.devices[d]} computes") for d, s in enumerate(placement.busy_s)]
     busy += [(s / step_s, f"the link {network.channels[c]} sends") for c, s in enumerate(placement.channel_s)]
@@ -62,7 +62,7 @@ def _device_figures(problem: PlacementProblem, placement: Placement) -> list[dic
 
 
 def _split_points(problem: PlacementProblem, placement: Placement) -> list[str] | None:
-    """Where torch's pipeline would be split; None where parts are no pipeline."""
+    """Modules at which torch's pipeline would be split; None where parts are no pipeline."""
     try:
         return list(split_points(problem, placement))
     except ConfigError:
@@ -70,7 +70,7 @@ def _split_points(problem: PlacementProblem, placement: Placement) -> list[str] 
 
 
 def policies_table(placements: Sequence[Placement], failed: Sequence[tuple[str, str]]) -> Table:
-    """Every policy with its step and how far it is above the bound."""
+    """Table of every policy, with its step and how far it is above the bound."""
     table = figures_table("Policies", "policy", "step", "above the bound", "devices", "parts", " ", texts=(" ",))
     best = placements[-1]
     for row in placements:
@@ -85,7 +85,7 @@ def policies_table(placements: Sequence[Placement], failed: Sequence[tuple[str, 
 
 
 def devices_table(problem: PlacementProblem, placement: Placement) -> Table:
-    """What each device holds, computes and sends in one step."""
+    """Table of what each device holds, computes and sends in one step."""
     table = figures_table("Devices", "device", "memory", "of", "computes", "share", "sends", "under way")
     sent = traffic(problem, placement.devices)
     for d, name in enumerate(problem.network.devices):
@@ -139,7 +139,7 @@ def summary(
     """Figures by name: seconds, bytes and shares; the last placement is the chosen one.
 
     Args:
-        fleet: What it is for; None for devices as plain numbers.
+        fleet: Devices it is for; None for devices as plain numbers.
     """
     best, network = placements[-1], problem.network
     sent = traffic(problem, best.devices)

@@ -36,7 +36,7 @@ def _with_caption(table: Table, caption: str) -> Table:
 
 
 def policy_table(plan: Plan) -> Table:
-    """Every policy side by side, the chosen one marked; notes, the lower bound and the gap beneath."""
+    """Table of all policies side by side, the chosen one marked; notes, the lower bound and the gap beneath."""
     from rich.markup import escape
 
     table = figures_table("Policies", "policy", "step", "peak", "recompute", "stall", "moved")

@@ -24,7 +24,7 @@ NO_LOSSES: Mapping[str, float] = MappingProxyType({})
 
 
 class Progress(Protocol):
-    """What a training loop tells about itself."""
+    """Receiver of what a training loop tells about itself."""
 
     def update(
         self, *, step: int, loss: float, tokens_per_s: float, memory_bytes: int, losses: Mapping[str, float] = NO_LOSSES
@@ -256,6 +256,6 @@ class _PlanBar:
         self._live.console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Take the bar off the terminal."""
         if self._started:
             self._live.stop()

@@ -1,4 +1,4 @@
-"""What a run promised and what it did: the numbers at the top of every report."""
+"""Promises of a run and what it did: the numbers at the top of every report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lading.units import format_bytes, format_seconds
 
 
 class Promise(StrEnum):
-    """What became of the budget."""
+    """Outcome of the promised budget."""
 
     KEPT = "kept"
     BROKEN = "broken"
@@ -19,7 +19,7 @@ class Promise(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """One run, or one plan that has not run.
+    """Numbers of one run, or of one plan that has not run.
 
     Attributes:
         title: Name of the run.
@@ -110,7 +110,7 @@ def verdict(summary: RunSummary) -> str:
 
 
 def remarks(summary: RunSummary) -> list[str]:
-    """What the verdict leaves out: what it would take without a plan, and whether the numbers are the same."""
+    """List what the verdict leaves out: bytes without a plan, and whether the numbers are the same."""
     lines = [f"Keeping everything on the device would take {format_bytes(summary.keep_all_bytes)}, as predicted"]
     if summary.plain_peak_bytes is not None:
         lines[0] += f"; the plain PyTorch run took {format_bytes(summary.plain_peak_bytes)}, as measured"

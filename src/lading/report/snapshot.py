@@ -53,7 +53,8 @@ def snapshot(program: Program, timeline: Timeline) -> dict[str, Any]:
 
 
 def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[Change]:
-    """When each storage comes to a tier and when it goes; one that comes and goes at the same moment is left out."""
+    """List when each storage comes to a tier and when it goes; one that comes and goes at the same moment is left
+    out."""
     events = {event.action: event for event in timeline.events}
     slots = dict(program.slots.get(tier, ()))
     held: dict[int, tuple[float, int, str]] = {}  # storage -> since when, address, what brought it
@@ -90,7 +91,7 @@ def _brought(action: Action, tier: str, slots: dict[int, int]) -> list[tuple[int
 
 
 def _outside(timeline: Timeline, tier: str) -> Iterator[Change]:
-    """What is taken outside the arena: the process all the time, scratch while kernels run."""
+    """List what is taken outside the arena: the process all the time, scratch while kernels run."""
     for role in (OVERHEAD, WORKSPACE):
         size, time_s = 0, 0.0
         for sample in timeline.memory:

@@ -41,7 +41,7 @@ def _grow(tree: Tree, branches: Iterable[Branch], depth: int) -> None:
 
 
 def _form(branch: Branch, *, top: bool = False) -> object:
-    """What two blocks have in common that differ in their place and group only."""
+    """Key that is equal for blocks that differ in their place and group only."""
     below = tuple(_form(each) for each in branch.below)
     return "" if top else branch.name, branch.kind, tuple(branch.states.items()), below
 

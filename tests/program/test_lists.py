@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lading.errors import ProgramError, SimulationError
 from lading.ir.action import ActionKind, Work
 from lading.ir.program import NETWORK, ActionList, ParameterGroup, Program, Region, parse_program
-from lading.program.check import check_ranks
+from lading.memory.verify import verify
 from lading.program.emit import BEGIN, END, RUN, ListShape, UnitShape, emit
 from lading.program.schedules import KINDS, V_SHAPED, schedule
 from lading.sim.rank_engine import Priced, RankTimes, action_seconds, run_ranks
@@ -90,7 +90,7 @@ def test_what_recomputing_releases_is_gathered_again() -> None:
     listed = dataclasses.replace(shape(3), stages=(twice,))
     # The network is what lasts: three gathers, two units twice more each, one of which computing of 0.2 hides no part.
     assert timed(emit(listed), 1, 0, 0.1, 0.2).step_s > timed(emit(shape(3)), 1, 0, 0.1, 0.2).step_s + 1.5
-    check_ranks(emit(listed))
+    verify(emit(listed))
 
 
 def test_the_next_backward_waits_for_the_reduction_before_the_last() -> None:
@@ -113,7 +113,7 @@ def test_experts_are_asked_for_with_their_block_or_when_their_module_begins() ->
     plan = schedule("1f1b", 1, 1, 1)
     late, ahead = (ListShape(plan, (((EXPERTS, 4),),), "parameters", blocks_ahead=early) for early in (False, True))
     for one in (late, ahead):
-        check_ranks(emit(one))
+        verify(emit(one))
     late_s, ahead_s = (
         timed(emit(one), lambda group: 1.5 if "ep" in group.axes else 0.0, 0, 1, 1).step_s for one in (late, ahead)
     )
@@ -137,11 +137,11 @@ SHAPES = [
 @pytest.mark.parametrize("number", range(len(SHAPES)))
 def test_what_is_emitted_holds_and_reads_back(number: int) -> None:
     program = emit(SHAPES[number])
-    check_ranks(program)
+    verify(program)
     text = program.text()
     again = parse_program(text.splitlines())
     assert again.text() == text
-    check_ranks(again)
+    verify(again)
     assert timed(program, 1, 1, 2, 4).step_s > 0
 
 
@@ -174,7 +174,7 @@ def test_every_wait_that_orders_two_streams_is_needed() -> None:
                 own.waits[number] = tuple(w for w in own.waits[number] if w != wait)
 
             with pytest.raises(ProgramError, match="expected to wait for action"):
-                check_ranks(broken(program, rank, drop))
+                verify(broken(program, rank, drop))
 
 
 def _kinds(actions: ActionList, kind: ActionKind) -> list[int]:
@@ -213,7 +213,7 @@ FAULTS = [
     (pipeline("1f1b", ""), 0, _becomes(ActionKind.SEND, ActionKind.STEP), "never sends it"),
     (pipeline("1f1b", ""), 1, _becomes(ActionKind.RECV, ActionKind.STEP), "never receives it"),
     (pipeline("1f1b", ""), 1, _other_micro_batch, "got it twice|never"),
-    (pipeline("1f1b", ""), 1, _waits_ahead, "wait for earlier actions"),
+    (pipeline("1f1b", ""), 1, _waits_ahead, "a wait points backward"),
     (TIED, 0, _swap_meetings, "collectives in one order"),
 ]
 
@@ -222,7 +222,7 @@ FAULTS = [
 def test_a_broken_list_is_refused(number: int) -> None:
     listed, rank, change, message = FAULTS[number]
     with pytest.raises(ProgramError, match=message):
-        check_ranks(broken(emit(listed), rank, change))
+        verify(broken(emit(listed), rank, change))
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
@@ -235,7 +235,7 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
 
     stuck = broken(emit(pipeline("gpipe", "", micro_batches=1)), 1, crossed)
     with pytest.raises(ProgramError, match="come to its turn"):
-        check_ranks(stuck)
+        verify(stuck)
     with pytest.raises(SimulationError, match="waits forever"):
         timed(stuck, 0, 0, 1, 1)
 

@@ -16,23 +16,50 @@ from typing import NoReturn
 from lading.errors import ProgramError
 from lading.ir.action import CALLER, DEVICE, Action, ActionKind
 from lading.ir.graph import Op, OpKind, Role, StepGraph
-from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, PAGE_BYTES, Program, read_stream, slot_bytes, write_stream
+from lading.ir.program import (
+    COMPUTE_STREAM,
+    HOST_STREAM,
+    PAGE_BYTES,
+    ActionList,
+    Program,
+    read_stream,
+    slot_bytes,
+    write_stream,
+)
 from lading.memory.address_map import AddressedResidency, AddressMap
 from lading.memory.order import START, Order, Uses
 from lading.memory.tier_layout import alignment_of, check_layout, home_tiers
+from lading.memory.verify_ranks import verify_ranks
 
 _RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
 
 
 def verify(program: Program) -> None:
-    """Prove that every read finds its value, no two residencies collide and no budget is exceeded, in every timing.
+    """Prove of a Program, in every timing, all that it says enough for.
+
+    At every grain, actions wait for earlier ones only. At that of kernels, on one device, every read finds its value,
+    no two residencies collide and no budget is exceeded. At that of units or chunks, ranks do not wait for each other,
+    sends match receives, collectives come in one order, and regions find gathered what they use (``verify_ranks``).
 
     Raises:
         ProgramError: with the id and the line of the first offending action where there is one, and why.
     Ignores: scratch inside an operation, which ``workspace_bytes`` is trusted to cover.
     """
-    check_layout(program)
-    _Verifier(program).run()
+    for rank, actions in enumerate(program.ranks):
+        _check_waits(rank, actions)
+    if program.graph.storages:
+        check_layout(program)
+        _Verifier(program).run()
+    else:
+        verify_ranks(program)
+
+
+def _check_waits(rank: int, actions: ActionList) -> None:
+    for number, waits in enumerate(actions.waits):
+        if waits and not 0 <= min(waits) <= max(waits) < number:
+            line = f"rank {rank}, action {number} [{actions.action(number)}]"
+            why = f"expected waits on ids in 0..{number - 1}, got {waits}; a wait points backward"
+            raise ProgramError(f"{line}: {why}", action_id=number)
 
 
 @dataclass(slots=True)
@@ -118,8 +145,6 @@ class _Verifier:
     # What an action must look like.
 
     def _check_form(self, action: Action) -> None:
-        if bad := [w for w in action.waits if not 0 <= w < action.id]:
-            _fail(action, f"expected waits on ids in 0..{action.id - 1}, got {bad}; a wait points backward")
         if action.stream not in self.streams:
             _fail(action, f"expected a stream among {self.streams}, got {action.stream!r}")
         if action.kind in _RUNS_OP:

@@ -1,4 +1,4 @@
-"""Check: what must hold of the lists of all ranks, in every timing.
+"""Proofs of what classes of ranks do together, at the grain of units or chunks, in every timing.
 
 Streams are in-order queues and only waits order two of them, so what has surely ended before an action is known from
 the list alone: all before it on its stream, what it waits for, and what was before those on theirs.
@@ -13,18 +13,17 @@ from lading.ir.action import ActionKind
 from lading.ir.program import COMPUTE, NETWORK, RECEIVE, STREAMS, ActionList, Border, Program
 
 
-def check_ranks(program: Program) -> None:
-    """Prove the lists of all ranks.
+def verify_ranks(program: Program) -> None:
+    """Prove the lists of all ranks, of which each waits for earlier actions only.
 
-    A list waits for earlier actions only. Every SEND has one RECV of the rank that it goes to, and every RECV one SEND.
+    Every SEND has one RECV of the rank that it goes to, and every RECV one SEND.
     Ranks that meet do so in one order. A region finds the parameters that it uses gathered, nothing is gathered twice
     or released twice, and all is released at the end. No ranks wait for each other.
 
     Raises:
         ProgramError: one of these does not hold; the message names the rank and the action.
     """
-    for rank, actions in enumerate(program.ranks):
-        _check_waits(rank, actions)
+    for rank in range(len(program.ranks)):
         _check_gathered(program, rank)
     _check_sends(program)
     _check_meetings(program)
@@ -34,14 +33,6 @@ def check_ranks(program: Program) -> None:
 def _fail(program: Program, rank: int, number: int, expected: str) -> ProgramError:
     action = program.ranks[rank].action(number)
     return ProgramError(f"rank {rank}, action [{action}], {program.label(action)}: {expected}")
-
-
-def _check_waits(rank: int, actions: ActionList) -> None:
-    for number, waits in enumerate(actions.waits):
-        if bad := [wait for wait in waits if not 0 <= wait < number]:
-            raise ProgramError(
-                f"rank {rank}, action [{actions.action(number)}]: expected to wait for earlier actions, got {bad[0]}"
-            )
 
 
 def _check_gathered(program: Program, rank: int) -> None:

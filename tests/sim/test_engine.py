@@ -187,7 +187,7 @@ def test_what_has_no_cost_is_an_error() -> None:
         simulate(program, toy, op_seconds=[1.0])
     with pytest.raises(SimulationError, match="for op 1"):
         simulate(program, toy, op_seconds=[1.0, float("nan")])
-    with pytest.raises(SimulationError, match=r"action 2 \[.*needs tier 'disk'"):
+    with pytest.raises(SimulationError, match=r"action 1 \[.*needs tier 'disk'"):
         simulate(program, replace(toy, tiers=toy.tiers[:1]), op_seconds=[1.0, 1.0])
     gather = Action(0, ActionKind.UNSHARD, "compute")
     with pytest.raises(SimulationError, match=r"action 0 \[0 UNSHARD compute\] has no cost"):

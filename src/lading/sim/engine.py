@@ -1,6 +1,12 @@
-"""Engine: runs a Program on a model of a Machine and writes down what would happen when.
+"""Engine: when every action of a Program runs, of one device or of all classes of ranks.
 
-Every stream takes its actions in order; an action starts when its stream is free and all it waits for has ended.
+A stream takes its actions in order; an action starts when its stream is free and all it waits for has ended. That is
+one loop (``StreamRun``); what an action lasts while others run is a model of resources that is handed in. Where ends
+follow from what has begun before, streams are walked one after the other as far as they go, and no event is sorted;
+where they follow from what begins later, all streams go on together from one end to the next.
+
+The resources of one device are its tiers (``TierResources``); those of ranks are in ``lading.sim.rank_engine``.
+
 Operations last what the cost model says, and longer while a tier transfers, in proportion to its rate
 (``read_slowdown`` and ``write_slowdown`` of ``lading.ir.machine.Tier``). A move waits for the tier's latency and then
 transfers its bytes; while a tier's two directions transfer at once each gets its mixed rate, and tiers on one wire that
@@ -14,22 +20,138 @@ its bytes go through it to the device.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import Protocol
 
 from lading.catalog.load import as_machine
 from lading.cost.compute import placed_costs
 from lading.cost.transfer import caller_seconds
 from lading.errors import SimulationError, check_type
-from lading.ir.action import CALLER, DEVICE, Action, ActionKind
+from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.machine import Machine, Tier
 from lading.ir.program import COMPUTE_STREAM, HOST_STREAM, Program
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 
 _RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
+
+
+class Resources(Protocol):
+    """What actions that share something last while others run."""
+
+    def begin(self, action: int, stream: int, start_s: float) -> float | None:
+        """End of an action that begins; None where that follows from what begins later."""
+        ...
+
+    def advance(self) -> Sequence[tuple[int, float]]:
+        """Go on to the next end of an action of which ``begin`` knew none.
+
+        Returns:
+            Streams whose actions end, and when; () if none runs.
+        """
+        ...
+
+
+class StreamRun:
+    """One run of streams: where each stands, and when its actions started and ended.
+
+    Args:
+        queues: Actions of each stream.
+        waits: For each action those that must have ended.
+        seconds: Seconds of every action alone.
+        shared: Whether resources say what an action lasts; others last ``seconds``.
+        ahead: For each stream the one that is walked before it as far as it can be, as what runs there makes actions of
+            this one last longer, and resources are asked while it runs only; -1 for none. Without it they always are.
+    Attributes:
+        starts, ends: By action; an end is -1 before it is known.
+        free, at: By stream, end of its last action, and the place of the next.
+    """
+
+    def __init__(
+        self,
+        queues: Sequence[Sequence[int]],
+        waits: Sequence[Sequence[int]],
+        seconds: Sequence[float],
+        shared: Sequence[bool],
+        ahead: Sequence[int] = (),
+    ) -> None:
+        self.queues, self.waits, self.seconds, self._shared = queues, waits, seconds, shared
+        self._ahead = ahead or [-1] * len(queues)
+        self._until = -1.0 if ahead else float("inf")
+        self.starts, self.ends = [0.0] * len(waits), [-1.0] * len(waits)
+        self.free, self.at = [0.0] * len(queues), [0] * len(queues)
+        self._waiting: dict[int, list[int]] = {}
+
+    def run(self, resources: Resources) -> list[int]:
+        """Run every stream as far as it goes; returns the actions that wait forever, one a stream, if there are any."""
+        first = set(self._ahead)
+        todo = [stream for stream, queue in enumerate(self.queues) if queue]
+        todo.sort(key=lambda stream: (stream in first, -stream))
+        while True:
+            while todo:
+                todo += self._walk(todo.pop(), resources)
+            if not (ended := resources.advance()):
+                break
+            for stream, end_s in ended:
+                action = self.queues[stream][self.at[stream]]
+                self.ends[action] = self.free[stream] = end_s
+                self.at[stream] += 1
+                todo.append(stream)
+                if action in self._waiting:
+                    todo += self._waiting.pop(action)
+            if len(todo) > 1:
+                todo.sort(reverse=True)
+        return [queue[at] for queue, at in zip(self.queues, self.at, strict=True) if at < len(queue)]
+
+    def _walk(self, stream: int, resources: Resources) -> list[int]:
+        """Run a stream as far as it goes; returns the streams that may go on."""
+        queue, now, waiting, shared = self.queues[stream], self.free[stream], self._waiting, self._shared
+        waits, starts, ends, seconds = self.waits, self.starts, self.ends, self.seconds
+        ahead = self._ahead[stream]
+        until = self.free[ahead] if ahead >= 0 else self._until
+        woken: list[int] = []
+        for place in range(self.at[stream], len(queue)):
+            action, start = queue[place], now
+            for wait in waits[action]:
+                end = ends[wait]
+                if end > start:
+                    start = end
+                elif end < 0.0:
+                    waiting.setdefault(wait, []).append(stream)
+                    self.free[stream], self.at[stream] = now, place
+                    return woken
+            starts[action] = start
+            if until > start and shared[action]:
+                end = resources.begin(action, stream, start)
+                if end is None:
+                    self.at[stream] = place
+                    return woken
+                now = end
+            else:
+                now = start + seconds[action]
+            ends[action] = now
+            if action in waiting:
+                woken += waiting.pop(action)
+                if ahead in woken:
+                    woken.remove(ahead)
+                    self.free[stream], self.at[stream] = now, place + 1
+                    return [*woken, stream, ahead]
+        self.free[stream], self.at[stream] = now, len(queue)
+        return woken
+
+
+def deadlock(program: Program, stuck: Sequence[int]) -> SimulationError:
+    """Error that names actions that wait forever, numbered over the lists of all classes of ranks."""
+    lines: list[str] = []
+    for number in stuck[:4]:
+        rank = bisect_right(program.bounds, number) - 1
+        action = program.ranks[rank].action(number - program.bounds[rank])
+        lines.append(f"rank {rank}, action {action.id} [{action}], {program.label(action)}")
+    return SimulationError(f"deadlock of streams, each waits forever: {'; '.join(lines)}; verify the Program")
 
 
 def simulate(program: Program, machine: Machine | str | Path, *, op_seconds: Sequence[float] | None = None) -> Timeline:
@@ -48,9 +170,19 @@ def simulate(program: Program, machine: Machine | str | Path, *, op_seconds: Seq
     Ignores: scratch of an operation in the samples (``peak_bytes`` has it).
     """
     check_type("program", program, Program, "a lading.Program, such as trainer.program")
-    engine = _Engine(program, _Costs(program, as_machine(machine), op_seconds))
-    engine.run()
-    return engine.timeline()
+    run = _run_tiers(program, _Costs(program, as_machine(machine), op_seconds))
+    actions = program.ranks[0]
+    by_id = [
+        Event(0, actions.streams[stream], number, run.starts[number], run.ends[number])
+        for number, stream in enumerate(actions.stream)
+    ]
+    return Timeline(
+        source="predicted",
+        events=tuple(sorted(by_id, key=lambda event: event.start_s)),
+        memory=memory_samples(program, by_id, {}, overhead_bytes=program.overhead_bytes),
+        labels={action.id: program.label(action) for action in program.actions},
+        peak_bytes=program.predicted_bytes,
+    )
 
 
 def step_times(
@@ -61,8 +193,25 @@ def step_times(
     Raises:
         SimulationError: as ``simulate``.
     """
-    engine = _Engine(program, _Costs(program, machine, op_seconds))
-    return engine.run(), engine.starts
+    run = _run_tiers(program, _Costs(program, machine, op_seconds))
+    return max(run.ends, default=0.0), run.starts
+
+
+def _run_tiers(program: Program, costs: _Costs) -> StreamRun:
+    actions = program.ranks[0]
+    queues: list[list[int]] = [[] for _ in actions.streams]
+    for number, stream in enumerate(actions.stream):
+        queues[stream].append(number)
+    count = len(actions)
+    if max(map(max, filter(None, actions.waits)), default=-1) >= count:
+        raise deadlock(
+            program, [number for number, waits in enumerate(actions.waits) if max(waits, default=-1) >= count]
+        )
+    seconds = [costs.fixed_s(number) for number in range(count)]
+    run = StreamRun(queues, actions.waits, seconds, [kind is not ActionKind.FREE for kind in actions.kind])
+    if stuck := run.run(_TierResources(costs, seconds)):
+        raise deadlock(program, stuck)
+    return run
 
 
 def critical_path_s(program: Program, machine: Machine, *, op_seconds: Sequence[float] | None = None) -> float:
@@ -73,13 +222,13 @@ def critical_path_s(program: Program, machine: Machine, *, op_seconds: Sequence[
     Raises:
         SimulationError: an action has no cost or no tier.
     """
-    costs = _Costs(program, machine, op_seconds)
+    costs, actions = _Costs(program, machine, op_seconds), program.ranks[0]
     ends: list[float] = []
-    free_at: dict[str, float] = {}
-    for action in program.actions:
-        ready = max((ends[w] for w in action.waits), default=0.0)
-        free_at[action.stream] = max(ready, free_at.get(action.stream, 0.0)) + costs.alone_s(action)
-        ends.append(free_at[action.stream])
+    free_at = [0.0] * len(actions.streams)
+    for number, (stream, waits) in enumerate(zip(actions.stream, actions.waits, strict=True)):
+        ready = max((ends[wait] for wait in waits), default=0.0)
+        free_at[stream] = max(ready, free_at[stream]) + costs.alone_s(number)
+        ends.append(free_at[stream])
     return max(ends, default=0.0)
 
 
@@ -98,6 +247,7 @@ class _Costs:
     """Seconds of actions, and rates of those that share a tier."""
 
     def __init__(self, program: Program, machine: Machine, op_seconds: Sequence[float] | None) -> None:
+        self.actions = program.ranks[0]
         self._machine = machine
         self._tiers = {tier.name: tier for tier in machine.tiers}
         self._storages = program.graph.storages
@@ -107,44 +257,54 @@ class _Costs:
         if bad := [i for i, seconds in enumerate(self._ops) if not 0 <= seconds < float("inf")]:
             raise SimulationError(f"expected finite op_seconds >= 0, got {self._ops[bad[0]]} for op {bad[0]}")
 
-    def fixed_s(self, action: Action) -> float:
+    def fixed_s(self, number: int) -> float:
         """Seconds of an action that shares nothing; of a move on a tier, its latency only."""
-        if action.kind in _RUNS_OP and action.op is not None:
-            return self._ops[action.op]
-        if action.kind is ActionKind.FREE:
+        kind, op = self.actions.kind[number], self.actions.op[number]
+        if kind in _RUNS_OP and op >= 0:
+            return self._ops[op]
+        if kind is ActionKind.FREE:
             return 0.0
-        if action.kind is ActionKind.MOVE and action.storage is not None:
-            if CALLER not in (action.source, action.target):
-                return self.tier(action).latency_s
-            return caller_seconds(self.size_bytes(action), self._machine.device)
-        raise SimulationError(f"action {action.id} [{action}] has no cost; expected an op, a MOVE or a FREE")
+        if kind is ActionKind.MOVE and self.actions.storage[number] >= 0:
+            if self.on_tier(number):
+                return self.tier(number).latency_s
+            return caller_seconds(self.size_bytes(number), self._machine.device)
+        line = self.actions.action(number)
+        raise SimulationError(f"action {number} [{line}] has no cost; expected an op, a MOVE or a FREE")
 
-    def alone_s(self, action: Action) -> float:
+    def on_tier(self, number: int) -> bool:
+        """Whether an action is a move between the device and a lower tier."""
+        return self.actions.kind[number] is ActionKind.MOVE and CALLER not in self.actions.routes[number]
+
+    def alone_s(self, number: int) -> float:
         """Least seconds of an action, with no other beside it."""
-        if not _on_tier(action):
-            return self.fixed_s(action)
-        return self.fixed_s(action) + self.size_bytes(action) / max(self.rates(action))
+        if not self.on_tier(number):
+            return self.fixed_s(number)
+        return self.fixed_s(number) + self.size_bytes(number) / max(self.rates(number))
 
-    def size_bytes(self, action: Action) -> int:
+    def size_bytes(self, number: int) -> int:
         """Bytes a MOVE carries."""
-        assert action.storage is not None
-        return self._storages[action.storage].size_bytes
+        return self._storages[self.actions.storage[number]].size_bytes
 
-    def tier(self, action: Action) -> Tier:
+    def reads(self, number: int) -> bool:
+        """Whether a MOVE brings something to the device."""
+        return self.actions.routes[number][1] == DEVICE
+
+    def tier(self, number: int) -> Tier:
         """The lower tier of a MOVE."""
-        name = action.target if action.source == DEVICE else action.source
+        source, target = self.actions.routes[number]
+        name = target if source == DEVICE else source
         tier = self._tiers.get(name)
         if tier is None:
             raise SimulationError(
-                f"action {action.id} [{action}] needs tier {name!r}, which machine {self._machine.name!r} has not; "
-                f"plan for this machine or add the tier to it"
+                f"action {number} [{self.actions.action(number)}] needs tier {name!r}, which machine "
+                f"{self._machine.name!r} has not; plan for this machine or add the tier to it"
             )
         return tier
 
-    def slowdowns(self, action: Action) -> tuple[float, float]:
+    def slowdowns(self, number: int) -> tuple[float, float]:
         """By how much longer an operation takes beside a MOVE alone on its tier, and while the other direction runs."""
-        tier, (alone, shared) = self.tier(action), self.rates(action)
-        most = tier.read_slowdown if action.target == DEVICE else tier.write_slowdown
+        tier, (alone, shared) = self.tier(number), self.rates(number)
+        most = tier.read_slowdown if self.reads(number) else tier.write_slowdown
         return most, most * shared / alone
 
     def wired(self, tier: str) -> tuple[str, ...]:
@@ -159,123 +319,86 @@ class _Costs:
             return 0.0
         return (1 if self._tiers[tier].host_computes else 2) / host.memory_bandwidth_bytes_per_s
 
-    def rates(self, action: Action) -> tuple[float, float]:
+    def rates(self, number: int) -> tuple[float, float]:
         """Bytes/s of a MOVE on a tier alone, and while the other direction transfers."""
-        tier = self.tier(action)
-        if action.target == DEVICE:
+        tier = self.tier(number)
+        if self.reads(number):
             return tier.read_bytes_per_s, tier.mixed_read_bytes_per_s
         return tier.write_bytes_per_s, tier.mixed_write_bytes_per_s
 
 
-def _on_tier(action: Action) -> bool:
-    """Whether an action is a move between the device and a lower tier."""
-    return action.kind is ActionKind.MOVE and CALLER not in (action.source, action.target)
-
-
 @dataclass(slots=True)
 class _Transfer:
-    """A move past its latency: what remained at ``since_s``, and the ticket of its latest expected end.
+    """A move past its latency, and what remained of it at ``since_s``.
 
     ``rates`` and ``slowdowns``: alone, and while the other direction of its tier runs. ``wired``: the tiers it shares
     its wire with, its own included.
     """
 
-    action: int
+    stream: int
     remaining_bytes: float
     rates: tuple[float, float]
     slowdowns: tuple[float, float]
     since_s: float
     wired: tuple[str, ...]
     rate: float = 0.0
-    ticket: int = -1
 
 
 @dataclass(slots=True)
 class _Work:
     """An operation under way: seconds it still needs at full speed, and how much slower it runs since ``since_s``."""
 
-    action: int
     remaining_s: float
     since_s: float
     slowdown: float
-    ticket: int = -1
 
 
-class _Engine:
-    """The state of one run: a heap of (time, ticket, action), tickets in order of issue breaking ties."""
+class _TierResources:
+    """Tiers and the operations beside their transfers.
 
-    def __init__(self, program: Program, costs: _Costs) -> None:
-        self._program = program
-        self._costs = costs
-        self._actions = program.actions
-        self._streams = program.streams
-        self._host = self._streams.index(HOST_STREAM) if HOST_STREAM in self._streams else -1
-        self._computing = {i for i, stream in enumerate(self._streams) if stream in (COMPUTE_STREAM, HOST_STREAM)}
-        number = {stream: index for index, stream in enumerate(self._streams)}
-        self._stream_of = [number[action.stream] for action in self._actions]
-        self._queues: list[list[int]] = [[] for _ in self._streams]
-        for action, stream in zip(self._actions, self._stream_of, strict=True):
-            self._queues[stream].append(action.id)
-        self._next = [0] * len(self._streams)
-        self._busy = [False] * len(self._streams)
+    A heap has (time, ticket, stream), tickets in order of issue; of a stream only the latest is expected, as what runs
+    on it is timed again when others begin or end.
+    """
+
+    def __init__(self, costs: _Costs, seconds: Sequence[float]) -> None:
+        self._costs, self._seconds = costs, seconds
+        streams = costs.actions.streams
+        self._computing = [name in (COMPUTE_STREAM, HOST_STREAM) for name in streams]
+        self._host = streams.index(HOST_STREAM) if HOST_STREAM in streams else -1
         self._heap: list[tuple[float, int, int]] = []
         self._tickets = 0
+        self._expected: dict[int, int] = {}  # by stream, a ticket
         self._now_s = 0.0
-        self._started: list[int] = []
-        self.starts = [0.0] * len(self._actions)
-        self._ends: list[float | None] = [None] * len(self._actions)
-        self._latency: set[int] = set()
+        self._latency: dict[int, int] = {}  # by stream, the move that waits for its tier
+        self._moving: dict[int, tuple[str, bool]] = {}  # by stream
         self._transfers: dict[tuple[str, bool], _Transfer] = {}
         self._work: dict[int, _Work] = {}  # by stream
 
-    def run(self) -> float:
-        """Run to the end; returns when the last action ended."""
-        self._start_all()
+    def begin(self, action: int, stream: int, start_s: float) -> None:
+        """Start an operation, or the latency of a move."""
+        if self._computing[stream]:
+            self._work[stream] = work = _Work(self._seconds[action], start_s, self._slowdown(stream))
+            self._expect_work(stream, work)
+        else:
+            self._latency[stream] = action
+            self._expect(start_s + self._seconds[action], stream)
+
+    def advance(self) -> Sequence[tuple[int, float]]:
+        """Go on to the next end."""
         while self._heap:
-            self._now_s, ticket, action = heappop(self._heap)
-            if action in self._latency:
-                self._latency.remove(action)
-                self._begin_transfer(action)
-            elif self._has_ended(action, ticket):
-                self._end(action)
-                self._start_all()
-        self._check_all_ended()
-        return max((end for end in self._ends if end is not None), default=0.0)
-
-    def _start_all(self) -> None:
-        """Start what can start now; an action of no length ends at once and may let others start."""
-        ends, busy, following, actions = self._ends, self._busy, self._next, self._actions
-        count = len(ends)
-        progress = True
-        while progress:
-            progress = False
-            for stream, queue in enumerate(self._queues):
-                while not busy[stream] and following[stream] < len(queue):
-                    action = actions[queue[following[stream]]]
-                    for wait in action.waits:
-                        if not 0 <= wait < count or ends[wait] is None:
-                            break
-                    else:
-                        self._start(action, stream)
-                        progress = True
-                        continue
-                    break
-
-    def _start(self, action: Action, stream: int) -> None:
-        self._next[stream] += 1
-        self.starts[action.id] = self._now_s
-        self._started.append(action.id)
-        if action.kind is ActionKind.FREE:
-            self._ends[action.id] = self._now_s
-            return
-        self._busy[stream] = True
-        if stream in self._computing:
-            work = _Work(action.id, self._costs.fixed_s(action), self._now_s, self._slowdown(stream))
-            self._work[stream] = work
-            self._expect_work(work)
-            return
-        self._latency.add(action.id)
-        self._push(self._now_s + self._costs.fixed_s(action), action.id)
+            time_s, ticket, stream = heappop(self._heap)
+            if self._expected[stream] != ticket:
+                continue
+            self._now_s = time_s
+            if stream in self._latency:
+                self._begin_transfer(stream, self._latency.pop(stream))
+                continue
+            if stream in self._moving:
+                self._end_transfer(stream)
+            else:
+                del self._work[stream]
+            return ((stream, time_s),)
+        return ()
 
     def _slowdown(self, stream: int) -> float:
         """How much longer an operation takes beside the transfers of this moment."""
@@ -293,62 +416,39 @@ class _Engine:
         """How many tiers transfer over its wire in its direction now."""
         return sum((tier, read) in self._transfers for tier in transfer.wired) if len(transfer.wired) > 1 else 1
 
-    def _expect_work(self, work: _Work) -> None:
-        work.ticket = self._push(self._now_s + work.remaining_s * (1.0 + work.slowdown), work.action)
+    def _expect_work(self, stream: int, work: _Work) -> None:
+        self._expect(self._now_s + work.remaining_s * (1.0 + work.slowdown), stream)
 
     def _retime_work(self) -> None:
-        """The set of transfers has changed: the operations under way get faster or slower."""
+        """Time operations under way again, as the set of transfers has changed."""
         for stream, work in self._work.items():
             slowdown = self._slowdown(stream)
             if work.slowdown == slowdown:
                 continue
             done_s = (self._now_s - work.since_s) / (1.0 + work.slowdown)
             work.remaining_s, work.since_s, work.slowdown = max(0.0, work.remaining_s - done_s), self._now_s, slowdown
-            self._expect_work(work)
+            self._expect_work(stream, work)
 
-    def _has_ended(self, action: int, ticket: int) -> bool:
-        """Whether this expectation still holds: what was timed again since ends another time."""
-        stream = self._stream_of[action]
-        if stream not in self._computing:
-            return self._end_transfer(self._actions[action], ticket)
-        work = self._work.get(stream)
-        if work is None or work.ticket != ticket:
-            return False
-        del self._work[stream]
-        return True
-
-    def _push(self, time_s: float, action: int) -> int:
+    def _expect(self, time_s: float, stream: int) -> None:
         self._tickets += 1
-        heappush(self._heap, (time_s, self._tickets, action))
-        return self._tickets
+        self._expected[stream] = self._tickets
+        heappush(self._heap, (time_s, self._tickets, stream))
 
-    def _end(self, action: int) -> None:
-        self._busy[self._stream_of[action]] = False
-        self._ends[action] = self._now_s
-
-    def _begin_transfer(self, action_id: int) -> None:
-        action = self._actions[action_id]
-        tier, read = self._costs.tier(action).name, action.target == DEVICE
-        rates, slowdowns = self._costs.rates(action), self._costs.slowdowns(action)
-        transfer = _Transfer(
-            action_id, self._costs.size_bytes(action), rates, slowdowns, self._now_s, self._costs.wired(tier)
-        )
-        self._transfers[tier, read] = transfer
+    def _begin_transfer(self, stream: int, action: int) -> None:
+        costs = self._costs
+        tier, read = costs.tier(action).name, costs.reads(action)
+        rates, slowdowns, size_bytes = costs.rates(action), costs.slowdowns(action), costs.size_bytes(action)
+        transfer = _Transfer(stream, size_bytes, rates, slowdowns, self._now_s, costs.wired(tier))
+        self._transfers[tier, read], self._moving[stream] = transfer, (tier, read)
         transfer.rate = self._rate(tier, read)
-        self._expect(transfer)
+        self._expect_transfer(transfer)
         self._retime_beside(tier, read, transfer)
         self._retime_work()
 
-    def _end_transfer(self, action: Action, ticket: int) -> bool:
-        """End a transfer unless it was timed again since ``ticket``."""
-        tier, read = self._costs.tier(action).name, action.target == DEVICE
-        transfer = self._transfers.get((tier, read))
-        if transfer is None or transfer.ticket != ticket:
-            return False
-        del self._transfers[tier, read]
-        self._retime_beside(tier, read, transfer)
+    def _end_transfer(self, stream: int) -> None:
+        tier, read = self._moving.pop(stream)
+        self._retime_beside(tier, read, self._transfers.pop((tier, read)))
         self._retime_work()
-        return True
 
     def _rate(self, tier: str, read: bool) -> float:
         """Bytes/s of a transfer beside the others of this moment."""
@@ -366,30 +466,7 @@ class _Engine:
         done_bytes = (self._now_s - transfer.since_s) * transfer.rate
         transfer.remaining_bytes = max(0.0, transfer.remaining_bytes - done_bytes)
         transfer.since_s, transfer.rate = self._now_s, self._rate(tier, read)
-        self._expect(transfer)
+        self._expect_transfer(transfer)
 
-    def _expect(self, transfer: _Transfer) -> None:
-        transfer.ticket = self._push(self._now_s + transfer.remaining_bytes / transfer.rate, transfer.action)
-
-    def _check_all_ended(self) -> None:
-        waiting = [(q, n) for q, n in zip(self._queues, self._next, strict=True) if n < len(q)]
-        stuck = [self._actions[queue[position]] for queue, position in waiting]
-        if stuck:
-            lines = "; ".join(f"action {a.id} [{a}]" for a in stuck)
-            raise SimulationError(f"deadlock at {self._now_s} s: none of these can start: {lines}; verify the Program")
-
-    def timeline(self) -> Timeline:
-        """What the run did."""
-        events: list[Event] = []
-        for index in self._started:
-            end_s = self._ends[index]
-            assert end_s is not None
-            events.append(Event(0, self._actions[index].stream, index, self.starts[index], end_s))
-        by_id = sorted(events, key=lambda event: event.action)
-        return Timeline(
-            source="predicted",
-            events=tuple(events),
-            memory=memory_samples(self._program, by_id, {}, overhead_bytes=self._program.overhead_bytes),
-            labels={action.id: self._program.label(action) for action in self._actions},
-            peak_bytes=self._program.predicted_bytes,
-        )
+    def _expect_transfer(self, transfer: _Transfer) -> None:
+        self._expect(self._now_s + transfer.remaining_bytes / transfer.rate, transfer.stream)

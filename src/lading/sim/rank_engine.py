@@ -1,10 +1,9 @@
-"""Rank engine: when every action of the lists of all ranks runs, given the seconds of each.
+"""Rank engine: how the lists of all ranks meet, and what actions last beside each other, for ``lading.sim.engine``.
 
-A stream takes its actions in order; an action starts when its stream is free and all it waits for has ended. A RECV
-ends when the SEND of its peer does. An all-reduce of ranks that have lists of their own begins when all have come to
-it. Computing lasts longer while collectives run beside it, as their kernels take some of the device's processors; the
-network's stream of a rank is timed as far as it can be before its next region is, so what runs beside a region is known
-when the region is timed. Same lists and seconds: same times, to the bit.
+A RECV ends when the SEND of its peer does. An all-reduce of ranks that have lists of their own begins when all have
+come to it. Computing lasts longer while collectives run beside it, as their kernels take some of the device's
+processors; the network's stream of a rank is walked as far as it can be before its next region is, so what runs beside
+a region is known when the region is timed. Same lists and seconds: same times, to the bit.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import TypeVar
 
 from lading.errors import SimulationError
@@ -27,6 +25,7 @@ from lading.ir.program import (
     Region,
     UnitStorage,
 )
+from lading.sim.engine import Resources, StreamRun, deadlock
 
 T = TypeVar("T", Region, ParameterGroup, Border, UnitStorage)
 
@@ -60,18 +59,29 @@ class RankTimes:
     """When the actions of all ranks run, numbered one rank after the other.
 
     Attributes:
-        start_s, end_s: By action; of a RESHARD or RECV, which no stream runs, both are 0.
-        network_wait_s: By rank, seconds that its compute stream waited for its own network's alone.
+        start_s, end_s: By action; of a RESHARD or RECV, which no stream runs, 0 and -1.
         slowed_s: By rank, seconds that regions lasted longer as collectives ran beside them.
-        end: Seconds of the step, with micro-batches that stand for others counted as often.
+        step_s: Seconds of the step, with micro-batches that stand for others counted as often.
     """
 
     program: Program
     start_s: list[float]
     end_s: list[float]
-    network_wait_s: list[float]
     slowed_s: list[float]
     step_s: float
+
+    def network_wait_s(self, rank: int) -> float:
+        """Seconds that a rank's compute stream waited for its own network's alone."""
+        wires, base, actions = wired(self.program), self.program.bounds[rank], self.program.ranks[rank]
+        network = {base + number for number, stream in enumerate(actions.stream) if stream == NETWORK}
+        waited = free_s = 0.0
+        for action in wires.queues[len(STREAMS) * rank + COMPUTE]:
+            waits = wires.waits[action]
+            if not network.isdisjoint(waits):
+                rest_s = max([free_s, *(self.end_s[wait] for wait in waits if wait not in network)])
+                waited += max(0.0, self.start_s[action] - rest_s)
+            free_s = self.end_s[action]
+        return waited
 
 
 @lru_cache(maxsize=256)
@@ -172,9 +182,12 @@ def run_ranks(program: Program, seconds: Sequence[float], slowdown: Sequence[flo
     Raises:
         SimulationError: actions wait for each other.
     """
-    run = _Run(program, wired(program), seconds, slowdown or [0.0] * len(program.ranks))
-    run.run()
-    return run.times()
+    wires, ahead = wired(program), [-1] * len(STREAMS) * len(program.ranks)
+    for rank in range(len(program.ranks)):
+        ahead[len(STREAMS) * rank + COMPUTE] = len(STREAMS) * rank + NETWORK
+    run = StreamRun(wires.queues, wires.waits, seconds, wires.computing, ahead)
+    beside = _BesideNetwork(run, slowdown or [0.0] * len(program.ranks))
+    return _times(program, run, beside, beside.slowed_s)
 
 
 def run_sharing(program: Program, levels: Sequence[Sequence[float]]) -> RankTimes:
@@ -186,178 +199,100 @@ def run_sharing(program: Program, levels: Sequence[Sequence[float]]) -> RankTime
     Raises:
         SimulationError: actions wait for each other.
     """
-    run = _Run(program, wired(program), levels[-1], ())
-    run.run_sharing(levels)
-    return run.times()
+    wires = wired(program)
+    run = StreamRun(wires.queues, wires.waits, levels[-1], [True] * len(wires.waits))
+    return _times(program, run, _SharedProcessors(levels, wires.computing), [0.0] * len(program.ranks))
 
 
-class _Run:
-    """One run of the lists: where each stream stands."""
+def _times(program: Program, run: StreamRun, resources: Resources, slowed_s: list[float]) -> RankTimes:
+    if stuck := run.run(resources):
+        raise deadlock(program, stuck)
+    step_s = max(run.free, default=0.0)
+    micro_batch, times = program.repeat
+    if times:
+        rows = program.ranks[0].rows
+        before, after = (run.ends[rows[2 * number + 1][1]] for number in (micro_batch - 1, micro_batch))
+        step_s += times * (after - before)
+    return RankTimes(program, run.starts, run.ends, slowed_s, step_s)
 
-    def __init__(self, program: Program, wires: Wired, seconds: Sequence[float], slowdown: Sequence[float]) -> None:
-        self.program, self.wires, self.seconds = program, wires, seconds
-        self.slowdown = slowdown
-        count, streams = len(seconds), len(wires.queues)
-        self.starts, self.ends = [0.0] * count, [-1.0] * count
-        self.free, self.at = [0.0] * streams, [0] * streams
-        self.waiting: dict[int, list[int]] = {}
-        ranks = len(program.ranks)
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
-        self.network_wait, self.slowed = [0.0] * ranks, [0.0] * ranks
 
-    def run(self) -> None:
-        """Run every stream as far as it can, and again when what it waits for has ended."""
-        number = len(STREAMS)
-        todo = [stream for stream, queue in enumerate(self.wires.queues) if queue and stream % number != NETWORK]
-        todo += [stream for stream, queue in enumerate(self.wires.queues) if queue and stream % number == NETWORK]
-        while todo:
-            stream = todo.pop()
-            rank, kind = divmod(stream, number)
-            woken = self._compute(stream, rank) if kind == COMPUTE else self._plain(stream, rank, kind == NETWORK)
-            if woken:
-                todo += woken
-        self._check_all_ended()
+class _BesideNetwork:
+    """Ranks whose regions last longer while their own network is busy."""
 
-    def run_sharing(self, levels: Sequence[Sequence[float]]) -> None:
-        """Run all streams in the order of time: whenever a region begins or ends, the others get slower or faster."""
-        queues, computing, now = self.wires.queues, self.wires.computing, 0.0
-        running: dict[int, tuple[int, float]] = {}  # stream -> its action, and the share of it that is left
-        while True:
-            for stream, queue in enumerate(queues):
-                if stream not in running and self.at[stream] < len(queue):
-                    action = queue[self.at[stream]]
-                    if all(self.ends[wait] >= 0.0 for wait in self.wires.waits[action]):
-                        self.starts[action], running[stream] = now, (action, 1.0)
-            if not running:
-                return self._check_all_ended()
+    def __init__(self, run: StreamRun, slowdown: Sequence[float]) -> None:
+        self._run, self._slowdown = run, slowdown
+        self._spans: list[list[tuple[float, float]]] = [[] for _ in slowdown]  # when the network is busy
+        self._seen = [0] * len(slowdown)  # actions of the network that are in them
+        self.slowed_s = [0.0] * len(slowdown)
+
+    def begin(self, action: int, stream: int, start_s: float) -> float:
+        """End of a region."""
+        rank, seconds = stream // len(STREAMS), self._run.seconds[action]
+        if not (slower := self._slowdown[rank]):
+            return start_s + seconds
+        spans = self._spans[rank]
+        self._see(spans, rank)
+        if not spans or spans[-1][1] <= start_s:
+            return start_s + seconds
+        end_s = _end_beside(spans, start_s, seconds, slower)
+        self.slowed_s[rank] += end_s - start_s - seconds
+        return end_s
+
+    def advance(self) -> Sequence[tuple[int, float]]:
+        """No action is under way of which the end is not known."""
+        return ()
+
+    def _see(self, spans: list[tuple[float, float]], rank: int) -> None:
+        """Add what the network has run since."""
+        run, network = self._run, len(STREAMS) * rank + NETWORK
+        queue, seen, at = run.queues[network], self._seen[rank], run.at[network]
+        for place in range(seen, at):
+            start, end = run.starts[queue[place]], run.ends[queue[place]]
+            if spans and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], end)
+            elif end > start:
+                spans.append((start, end))
+        self._seen[rank] = at
+
+
+def _end_beside(spans: list[tuple[float, float]], start_s: float, seconds: float, slowdown: float) -> float:
+    """When computing of so many seconds ends, slower while the network is busy; spans that are over are dropped."""
+    now, left, factor = start_s, seconds, 1 + slowdown
+    if spans[0][1] <= now:
+        spans[:] = [span for span in spans if span[1] > now]
+    for begin, end in spans:
+        alone = min(left, max(0.0, begin - now))
+        now, left = now + alone, left - alone
+        beside = max(0.0, min(left * factor, end - now))
+        now, left = now + beside, max(0.0, left - beside / factor)
+    return now + left
+
+
+class _SharedProcessors:
+    """Ranks on the processors of one host: whenever a region begins or ends, the others get slower or faster."""
+
+    def __init__(self, levels: Sequence[Sequence[float]], computing: Sequence[bool]) -> None:
+        self._levels, self._computing = levels, computing
+        self._now_s = 0.0
+        self._running: dict[int, tuple[int, float]] = {}  # stream -> its action, and the share of it that is left
+
+    def begin(self, action: int, stream: int, start_s: float) -> None:
+        """Start an action."""
+        self._running[stream] = action, 1.0
+
+    def advance(self) -> Sequence[tuple[int, float]]:
+        """Go on to the next end."""
+        running, computing, levels = self._running, self._computing, self._levels
+        ended: list[tuple[int, float]] = []
+        while running and not ended:
             at_once = max(1, sum(computing[action] for action, _ in running.values()))
             takes = {s: (levels[at_once - 1] if computing[a] else levels[-1])[a] for s, (a, _) in running.items()}
             step = min(left * takes[stream] for stream, (_, left) in running.items())
-            now += step
+            self._now_s += step
             for stream, (action, left) in list(running.items()):
                 rest = left - step / takes[stream] if takes[stream] else 0.0
                 running[stream] = action, rest
                 if rest <= _DONE:
-                    self.ends[action] = self.free[stream] = now
-                    self.at[stream] += 1
                     del running[stream]
-
-    def _check_all_ended(self) -> None:
-        for stream, queue in enumerate(self.wires.queues):
-            if self.at[stream] < len(queue):
-                self._stuck(stream, queue[self.at[stream]])
-
-    def _plain(self, stream: int, rank: int, network: bool) -> list[int]:
-        """Run a stream that nothing slows; returns the streams that may go on."""
-        queue, first, now = self.wires.queues[stream], self.at[stream], self.free[stream]
-        waits, ends, starts, seconds, waiting = self.wires.waits, self.ends, self.starts, self.seconds, self.waiting
-        woken: list[int] = []
-        for place in range(first, len(queue)):
-            action = queue[place]
-            for wait in waits[action]:
-                end = ends[wait]
-                if end > now:
-                    now = end
-                elif end < 0.0:
-                    break
-            else:
-                starts[action] = now
-                ends[action] = end = now + seconds[action]
-                if network and end > now:
-                    self._busy(self.spans[rank], now, end)
-                now = end
-                if action in waiting:
-                    woken += waiting.pop(action)
-                continue
-            waiting.setdefault(wait, []).append(stream)
-            self.free[stream], self.at[stream] = self._last_end(queue, place), place
-            return woken
-        self.free[stream], self.at[stream] = now, len(queue)
-        return woken
-
-    def _last_end(self, queue: Sequence[int], place: int) -> float:
-        """End of the action before this place of a stream."""
-        return self.ends[queue[place - 1]] if place else 0.0
-
-    def _busy(self, spans: list[tuple[float, float]], start: float, end: float) -> None:
-        if spans and spans[-1][1] == start:
-            spans[-1] = (spans[-1][0], end)
-        else:
-            spans.append((start, end))
-
-    def _compute(self, stream: int, rank: int) -> list[int]:
-        """Run a compute stream until what its own network waits for has ended; then the network goes first."""
-        queue, first, now = self.wires.queues[stream], self.at[stream], self.free[stream]
-        waits, ends, starts, seconds, waiting = self.wires.waits, self.ends, self.starts, self.seconds, self.waiting
-        spans, slower, network = self.spans[rank], self.slowdown[rank], stream - COMPUTE + NETWORK
-        woken: list[int] = []
-        for place in range(first, len(queue)):
-            action = queue[place]
-            start, binding = now, -1
-            for wait in waits[action]:
-                end = ends[wait]
-                if end > start:
-                    start, binding = end, wait
-                elif end < 0.0:
-                    break
-            else:
-                starts[action] = start
-                if binding >= 0 and spans and self._is_network(binding, rank):
-                    others = [ends[wait] for wait in waits[action] if not self._is_network(wait, rank)]
-                    self.network_wait[rank] += start - max([now, *others])
-                if spans and slower and spans[-1][1] > start and self.wires.computing[action]:
-                    now = self._beside(spans, start, seconds[action], slower)
-                    self.slowed[rank] += now - start - seconds[action]
-                else:
-                    now = start + seconds[action]
-                ends[action] = now
-                if action in waiting:
-                    streams = waiting.pop(action)
-                    if network in streams:
-                        self.free[stream], self.at[stream] = now, place + 1
-                        return [*woken, *(one for one in streams if one != network), stream, network]
-                    woken += streams
-                continue
-            waiting.setdefault(wait, []).append(stream)
-            self.free[stream], self.at[stream] = now, place
-            return woken
-        self.free[stream], self.at[stream] = now, len(queue)
-        return woken
-
-    def _is_network(self, action: int, rank: int) -> bool:
-        base = self.program.bounds[rank]
-        actions = self.program.ranks[rank]
-        return 0 <= action - base < len(actions) and actions.stream[action - base] == NETWORK
-
-    def _beside(self, spans: list[tuple[float, float]], start: float, seconds: float, slowdown: float) -> float:
-        """When computing of so many seconds that begins now ends, slower while the network is busy."""
-        now, left, factor = start, seconds, 1 + slowdown
-        if spans[0][1] <= now:
-            spans[:] = [span for span in spans if span[1] > now]
-        for begin, end in spans:
-            alone = min(left, max(0.0, begin - now))
-            now, left = now + alone, left - alone
-            beside = max(0.0, min(left * factor, end - now))
-            now, left = now + beside, max(0.0, left - beside / factor)
-        return now + left
-
-    def _stuck(self, stream: int, action: int) -> None:
-        rank = stream // len(STREAMS)
-        stuck = self.program.ranks[rank].action(action - self.program.bounds[rank])
-        raise SimulationError(
-            f"schedule {self.program.schedule}: rank {rank} waits forever at {self.program.label(stuck)}; what "
-            "it waits for waits for it: check the orders"
-        )
-
-    def times(self) -> RankTimes:
-        """What was found."""
-        end = max(self.free, default=0.0)
-        micro_batch, times = self.program.repeat
-        if times:
-            end += times * self._micro_batch_s(micro_batch)
-        return RankTimes(self.program, self.starts, self.ends, self.network_wait, self.slowed, end)
-
-    def _micro_batch_s(self, micro_batch: int) -> float:
-        """Seconds from the end of one micro-batch's computing to that of the next."""
-        ends = [self.ends[self.program.ranks[0].rows[2 * number + 1][1]] for number in (micro_batch - 1, micro_batch)]
-        return next(after - before for before, after in pairwise(ends))
+                    ended.append((stream, self._now_s))
+        return ended

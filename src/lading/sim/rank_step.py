@@ -400,7 +400,7 @@ class ListedStep:
         program, computed = self.program, 0.0
         for base, actions in zip(program.bounds, program.ranks, strict=False):
             computed = max(computed, times.end_s[base + actions.rows[-1][1]])
-        waited = times.network_wait_s[rank] + times.slowed_s[rank]
+        waited = times.network_wait_s(rank) + times.slowed_s[rank]
         sums = self._all_sums_s(rank)
         return waited + max(0.0, times.step_s - self.optimizer_s - self.host_s - sums - computed)
 

@@ -292,7 +292,7 @@ def test_a_compiled_step_is_predicted_to_be_faster_and_planned_again() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "gpt+"])
 def test_where_everything_fits_nothing_is_searched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(orders, "Search", lambda *_: pytest.fail("searched"))
+    monkeypatch.setattr(orders, "ResidencySearch", lambda *_: pytest.fail("searched"))
     machine = small_machine(overhead_bytes=OVERHEAD)
     slow = dataclasses.replace(machine.device, op_overhead_s=1e-3)  # taking the batch counts
     plan = make_plan(graph_of(name), dataclasses.replace(machine, device=slow), budget="100%").plan

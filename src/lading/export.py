@@ -99,17 +99,17 @@ def _sources(module: torch.nn.Module, checkpoint: Checkpoint, twin: Twin | None)
         if first in done:
             continue
         done.add(first)
-        kept = next((alias for alias in groups[name] if alias not in tied), first)
+        alias_saved = next((alias for alias in groups[name] if alias not in tied), first)
         dtype = str(tensor.dtype).removeprefix("torch.")
         saved = checkpoint.tensors.get(first)
         if saved is None or (saved.dtype, saved.shape) != (dtype, tuple(tensor.shape)):
             raise ConfigError(f"{checkpoint.path}: expected {first!r} as {dtype} {tuple(tensor.shape)}, found {saved}")
         if twin is None:
-            yield kept, dtype, saved.shape, checkpoint.chunks(first)
-        elif kept in twin.turned:
-            yield twin.names[kept], dtype, saved.shape[::-1], _turned(checkpoint, first)
+            yield alias_saved, dtype, saved.shape, checkpoint.chunks(first)
+        elif alias_saved in twin.turned:
+            yield twin.names[alias_saved], dtype, saved.shape[::-1], _turned(checkpoint, first)
         else:
-            yield twin.names[kept], dtype, saved.shape, checkpoint.chunks(first)
+            yield twin.names[alias_saved], dtype, saved.shape, checkpoint.chunks(first)
 
 
 def _turned(checkpoint: Checkpoint, name: str) -> Iterator[memoryview]:

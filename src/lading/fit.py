@@ -351,8 +351,8 @@ def _roomy(machine: Machine, graph: StepGraph) -> Machine:
 
 def _state_bytes(graph: StepGraph) -> int:
     """Bytes of a checkpoint: parameters, buffers and optimizer states."""
-    kept = PERSISTENT - {Role.CONSTANT}
-    return sum(storage.size_bytes for storage in graph.storages if storage.role in kept)
+    saved_roles = PERSISTENT - {Role.CONSTANT}
+    return sum(storage.size_bytes for storage in graph.storages if storage.role in saved_roles)
 
 
 def _saved_bytes(run: RunConfig, graph: StepGraph) -> int:
@@ -373,16 +373,16 @@ def _with_checkpoints(planned: Planned, case: _Case) -> Needs:
         needs.rows[WORKSPACE][tier] += size
         needs.step[tier] += size
     lower = {tier: needs.step[tier] for tier in tiers}
-    kept = run.checkpoint.keep * _state_bytes(program.graph) if run.checkpoint.saves else 0
+    kept_bytes = run.checkpoint.keep * _state_bytes(program.graph) if run.checkpoint.saves else 0
     beside = DEVICE if machine.device.kind == "cpu" or not machine.host_tier else machine.host_tier
-    save = {DEVICE: program.arena_bytes + program.overhead_bytes + program.save_bytes, **lower} if kept else {}
+    save = {DEVICE: program.arena_bytes + program.overhead_bytes + program.save_bytes, **lower} if kept_bytes else {}
     resume = {DEVICE: _at_home_bytes(program) + program.overhead_bytes, **lower}
     resume[beside] += _largest_bytes(program.graph)
-    if kept and not program.save_bytes:  # the buffers are not the device's
+    if kept_bytes and not program.save_bytes:  # the buffers are not the device's
         save[beside] += CHUNK_BYTES
     if saved := machine.persistent_tier:
-        resume[saved] += kept
-        save |= {saved: lower[saved] + _saved_bytes(run, program.graph)} if kept else {}
+        resume[saved] += kept_bytes
+        save |= {saved: lower[saved] + _saved_bytes(run, program.graph)} if kept_bytes else {}
     return dataclasses.replace(needs, save=save, resume=resume)
 
 
@@ -443,9 +443,9 @@ def _changes(case: _Case, captured: CapturedRun, tried: _Tried, over: Bytes) -> 
             left -= len(again.graph.ops)
             if left < 0:
                 break
-            found = _that_fits(changed, again)
-            if found is not None:
-                changes.append(_change(text, found, run))
+            planned = _that_fits(changed, again)
+            if planned is not None:
+                changes.append(_change(text, planned, run))
                 break
     return sorted(changes, key=lambda change: change.token_s)
 

@@ -158,14 +158,14 @@ def _parts(item: Described, matrices: Matrices, pattern: str | None) -> tuple[in
     value = matrices.parameters[pattern] if pattern is not None else MATRIX
     if value == MATRIX:
         return ()
-    rows, given = item.shape[-2], _rows(str(pattern), value)
-    if isinstance(given, int):
-        if rows % given:
-            raise ConfigError(f"{item.names[0]}: expected parts that divide its {rows} rows, got {given} parts")
-        return (rows // given,) * given
-    if sum(given) != rows:
-        raise ConfigError(f"{item.names[0]}: expected parts that add up to its {rows} rows, got {sum(given)}")
-    return given
+    rows, parts = item.shape[-2], _rows(str(pattern), value)
+    if isinstance(parts, int):
+        if rows % parts:
+            raise ConfigError(f"{item.names[0]}: expected parts that divide its {rows} rows, got {parts} parts")
+        return (rows // parts,) * parts
+    if sum(parts) != rows:
+        raise ConfigError(f"{item.names[0]}: expected parts that add up to its {rows} rows, got {sum(parts)}")
+    return parts
 
 
 def _rows(pattern: str, value: int | str) -> int | tuple[int, ...]:

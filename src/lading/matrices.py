@@ -72,8 +72,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             ConfigError: a parameter that is no matrix under a rule for matrices; ranks that differ in what they have.
         """
         how = how or How()
-        given, rules = groups_of(params, rule, lr)
-        super().__init__(given, {"lr": lr, "parts": ()})
+        entries, rules = groups_of(params, rule, lr)
+        super().__init__(entries, {"lr": lr, "parts": ()})
         self.how = how
         self.moves: Moves | None = None
         self.skipped = 0
@@ -166,8 +166,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             order = [n for n in order if self._wholes[n].parameter in self._hooked]
         seconds = [self._item(number).seconds for number in order]
         most = max(1, self.how.groups - bool(apart))
-        found = micro_groups(seconds, [owner[number] for number in order], most)
-        return [[order[place] for place in group] for group in found] + ([apart] if apart else [])
+        groups = micro_groups(seconds, [owner[number] for number in order], most)
+        return [[order[place] for place in group] for group in groups] + ([apart] if apart else [])
 
     @property
     def _hooked(self) -> set[int]:
@@ -195,10 +195,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _states_of(self, number: int) -> dict[str, StateSpec]:
         """Specifications of a matrix's states that lie with its owner, by name."""
         whole, rule = self._wholes[number], self._rules[number]
-        found = (
+        specs = (
             rule.states(whole.box.shape) if isinstance(rule, PieceRule) else rule.settings.states(*whole.rows_columns)
         )
-        return {name: state for name, state in found.items() if self.how.reduces or state.held is StatePlace.WHOLE}
+        return {name: state for name, state in specs.items() if self.how.reduces or state.held is StatePlace.WHOLE}
 
     def _fresh(self, number: int) -> States:
         param = self._members[self._wholes[number].parameter].param
@@ -210,13 +210,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _item(self, number: int) -> Matrix:
         whole, rule = self._wholes[number], self._rules[number]
         dtype = self._members[whole.parameter].param.dtype
-        kept = sum(_bytes(state.shape, dtype_of(state, dtype)) for state in self._states_of(number).values())
+        owned_bytes = sum(_bytes(state.shape, dtype_of(state, dtype)) for state in self._states_of(number).values())
         if isinstance(rule, PieceRule):
-            return Matrix(whole.name, self._costs.elements(whole.box.size), whole.box.size, state_bytes=kept)
+            return Matrix(whole.name, self._costs.elements(whole.box.size), whole.box.size, state_bytes=owned_bytes)
         turn = getattr(rule, "shift", 0) % getattr(rule.settings, "frequency", 1)
         settings, shape = rule.settings, whole.rows_columns
         return Matrix(
-            whole.name, self._costs.matrix(settings, *shape), whole.box.size, state_bytes=kept, turn=turn,
+            whole.name, self._costs.matrix(settings, *shape), whole.box.size, state_bytes=owned_bytes, turn=turn,
             shared_s=self._costs.shared(settings, *shape, shares(rule, shape)),
         )  # fmt: skip
 
@@ -236,8 +236,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = {number: gradient(m.param, self._boxes[number]) for number, m in enumerate(self._members)}
-        gradients = {number: grad for number, grad in found.items() if grad is not None}
+        grads = {number: gradient(m.param, self._boxes[number]) for number, m in enumerate(self._members)}
+        gradients = {number: grad for number, grad in grads.items() if grad is not None}
         settings = self._live.read_or_error(begun=bool(self._early.moving))
         verdict = self._agreed(gradients, settings)
         if verdict.error or not verdict.finite or not verdict.settled:
@@ -444,18 +444,18 @@ class MatrixOptimizer(torch.optim.Optimizer):
             ConfigError: a parameter, a matrix that this rank owns, or one of its states is missing, or parameters of
                 one group had unlike settings; nothing has been taken over.
         """
-        own = self.state_dict()
-        given = {kind: state_dict.get(kind, {}) for kind in own}
+        current = self.state_dict()
+        source = {kind: state_dict.get(kind, {}) for kind in current}
         for kind in ("elementwise", "whole"):
-            for name, states in own[kind].items():
-                check_states(name, states, given[kind].get(name))
+            for name, states in current[kind].items():
+                check_states(name, states, source[kind].get(name))
         names = [[m.name for m in self._members if m.group is group] for group in self.param_groups]
-        settings = self._live.loadable(names, given["rates"], given["settings"])
+        settings = self._live.loadable(names, source["rates"], source["settings"])
         self._give_up()  # it was made with the states of before
         for kind in ("elementwise", "whole"):
-            for name, states in own[kind].items():
+            for name, states in current[kind].items():
                 for key, value in states.items():
-                    take_over(value, given[kind][name][key])
+                    take_over(value, source[kind][name][key])
         for group, loaded in zip(self.param_groups, settings, strict=True):
             group.update(loaded)
 

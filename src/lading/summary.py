@@ -74,8 +74,8 @@ def _write(prepared: Prepared, measured: Timeline | None, out: Path) -> None:
 
 def of_plan(plan: Plan, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Records of steps that ran under this plan; all of them where none says (an older file)."""
-    own = [record for record in records if record.get("plan") == plan.fingerprint]
-    return own or list(records)
+    under_plan = [record for record in records if record.get("plan") == plan.fingerprint]
+    return under_plan or list(records)
 
 
 def run_summary(
@@ -83,8 +83,8 @@ def run_summary(
 ) -> RunSummary:
     """Numbers at the top of the report."""
     run, graph = prepared.run, prepared.program.graph
-    own = of_plan(prepared.plan, metrics)
-    seconds = [r["step_s"] for r in own[2:] or own]
+    steps = of_plan(prepared.plan, metrics)
+    seconds = [r["step_s"] for r in steps[2:] or steps]
     parameters = sum(prod(graph.tensors[p.tensor].shape) for p in graph.parameters)
     same = [r["loss"] for r in metrics] == [r["loss"] for r in plain][: len(metrics)] if plain and metrics else None
     return RunSummary(
@@ -100,7 +100,7 @@ def run_summary(
         plain_peak_bytes=max((r["memory_bytes"] for r in plain), default=None),
         measured_step_s=median(seconds) if measured and seconds else None,
         measured_step_spread_s=max(seconds) - min(seconds) if seconds else 0.0,
-        measured_peak_bytes=max(r["memory_bytes"] for r in own) if measured and own else None,
+        measured_peak_bytes=max(r["memory_bytes"] for r in steps) if measured and steps else None,
         identical_to_plain=same,
         plain_losses=tuple((r["step"], r["loss"]) for r in plain),
         versions={"lading": __version__, "torch": version("torch"), "python": platform.python_version()},

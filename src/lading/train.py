@@ -241,15 +241,15 @@ def _result(
     prepared: Prepared, records: Sequence[Mapping[str, Any]], peak_bytes: int = 0, checkpoint: Path | None = None
 ) -> RunResult:
     """Make the result from this plan's steps; what an earlier session did under another budget is not this plan's."""
-    own = of_plan(prepared.plan, records)
-    seconds = [record["step_s"] for record in own]
+    steps = of_plan(prepared.plan, records)
+    seconds = [record["step_s"] for record in steps]
     steady = seconds[2:] or seconds
     return RunResult(
         out=prepared.run.out,
         losses=tuple(record["loss"] for record in records),
         step_s=statistics.median(steady),
         spread_s=max(steady) - min(steady),
-        peak_bytes=max(peak_bytes, *(record["memory_bytes"] for record in own)),
+        peak_bytes=max(peak_bytes, *(record["memory_bytes"] for record in steps)),
         budget_bytes=prepared.plan.budgets["device"],
         predicted_step_s=prepared.plan.step_s,
         predicted_peak_bytes=prepared.program.predicted_bytes,
@@ -301,9 +301,9 @@ def _resuming(run: RunConfig, newest: Checkpoint | None) -> str:
 def _meta(run: RunConfig, data: Dataset | None) -> dict[str, Any]:
     """Everything that the losses of a run depend on, by dotted key."""
     config = run_to_dict(run)
-    kept = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
+    settings = _flat({key: config[key] for key in ("model", "data", "optimization", "seed")})
     source = f"content {data.fingerprint}" if data is not None else ""
-    return {**kept, "data.source": source, "threads": run.num_threads}
+    return {**settings, "data.source": source, "threads": run.num_threads}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -431,7 +431,7 @@ def _plain_optimizers(
     chosen, matrices = run.optimization.optimizer, run.optimization.matrices
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     named = dict(zip(names, masters.parameters, strict=True))
-    found: list[tuple[torch.optim.Optimizer, float]] = []
+    optimizers: list[tuple[torch.optim.Optimizer, float]] = []
     if matrices is not None:
         from lading.matrices import MatrixOptimizer  # who owns which matrix is planned
 
@@ -443,10 +443,10 @@ def _plain_optimizers(
             for name in [name for name in p.names if p.tensor in parts and name in named]
         ]
         how = How(skip_nonfinite=False)
-        found.append((MatrixOptimizer(groups, matrices.made(), matrices.lr, how=how), matrices.lr))
+        optimizers.append((MatrixOptimizer(groups, matrices.made(), matrices.lr, how=how), matrices.lr))
     if named:
-        found.append((chosen.plain(list(named.values())), chosen.lr))
-    return found
+        optimizers.append((chosen.plain(list(named.values())), chosen.lr))
+    return optimizers
 
 
 def plain_step(

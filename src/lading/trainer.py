@@ -215,7 +215,7 @@ class Trainer:
             return
         if generator is not None:
             set_generator_state(self._kind, generator)
-        touched = [name for name, found in self._values.items() if set(found.storages) & self._executor.changed.keys()]
+        touched = [name for name, value in self._values.items() if set(value.storages) & self._executor.changed.keys()]
         but = f", but buffers that the forward had changed ({first_few(touched)})" if touched else ""
         error.add_note(
             f"this step has not happened: all values are those after step {self.steps}{but}; go on if you like"
@@ -226,9 +226,9 @@ class Trainer:
         for name, rate in (("lr", lr), ("matrix_lr", matrix_lr)):
             if rate is not None:
                 check_rate(name, rate)
-        own = self.plan.request.matrices
+        matrices = self.plan.request.matrices
         usual = self.optimizer.lr if lr is None else lr
-        if own is None:
+        if matrices is None:
             if matrix_lr is not None:
                 raise ConfigError(
                     "expected no matrix_lr: the plan has no rule for matrices; give lading.plan matrices="
@@ -236,8 +236,10 @@ class Trainer:
             return usual, 0.0
         if (lr is None) != (matrix_lr is None):
             beside = name_of(self.optimizer)
-            raise ConfigError(f"expected lr and matrix_lr, or neither, as {own['rule']} moves matrices beside {beside}")
-        return usual, float(own["lr"] if matrix_lr is None else matrix_lr)
+            raise ConfigError(
+                f"expected lr and matrix_lr, or neither, as {matrices['rule']} moves matrices beside {beside}"
+            )
+        return usual, float(matrices["lr"] if matrix_lr is None else matrix_lr)
 
     def timeline(self) -> Timeline:
         """Measured Timeline of the last step: when each action ran, and memory over time."""
@@ -270,22 +272,22 @@ class Trainer:
         Raises:
             ConfigError: no such name, or another shape or dtype.
         """
-        found = self._value(name)
-        if len(found.storages) == 1:
-            self._executor.write_storage(found.storages[0], value)
+        target = self._value(name)
+        if len(target.storages) == 1:
+            self._executor.write_storage(target.storages[0], value)
         else:
-            self._write_parts(name, found, value)
+            self._write_parts(name, target, value)
         master = f"{self._first_name.get(name, name)}.master"
         if name in self._first_name and master in self._values:
             self.set_value(master, value.float())
 
-    def _write_parts(self, name: str, found: Value, value: torch.Tensor) -> None:
-        given = (_dtype_of(value), tuple(value.shape))
-        if given != (found.dtype, found.shape):
-            raise ConfigError(f"expected {name!r} as {found.dtype} {found.shape}, got {given[0]} {given[1]}")
+    def _write_parts(self, name: str, target: Value, value: torch.Tensor) -> None:
+        got = (_dtype_of(value), tuple(value.shape))
+        if got != (target.dtype, target.shape):
+            raise ConfigError(f"expected {name!r} as {target.dtype} {target.shape}, got {got[0]} {got[1]}")
         flat = value.detach().reshape(-1)
-        counts = [self.program.graph.storages[s].size_bytes // flat.element_size() for s in found.storages]
-        for storage, part in zip(found.storages, flat.split(counts), strict=True):
+        counts = [self.program.graph.storages[s].size_bytes // flat.element_size() for s in target.storages]
+        for storage, part in zip(target.storages, flat.split(counts), strict=True):
             self._executor.write_storage(storage, part)
 
     def state_dict(self) -> Mapping[str, torch.Tensor]:
@@ -301,14 +303,14 @@ class Trainer:
 
         Empty, but after a step that failed when it had changed some parameters and not others.
         """
-        changed, lost, found = self._executor.changed, self._executor.lost, dict[str, str]()
+        changed, lost, parts = self._executor.changed, self._executor.lost, dict[str, str]()
         for name, value in self._values.items():
             done = [changed.get(storage, (0, 1)) for storage in value.storages]
             if lost & set(value.storages):
-                found[name] = "lost"
+                parts[name] = "lost"
             elif any(part for part, _ in done):
-                found[name] = f"{'' if all(part == whole for part, whole in done) else 'part of '}step {self.steps + 1}"
-        return found
+                parts[name] = f"{'' if all(part == whole for part, whole in done) else 'part of '}step {self.steps + 1}"
+        return parts
 
     def initialize(self, values: Callable[[Callable[[str, torch.Tensor], None]], list[str]]) -> list[str]:
         """Let ``values`` set the parameters and buffers, through the ``set_value`` given; returns its notes."""
@@ -332,8 +334,8 @@ class Trainer:
         give_back()  # what steps freed leaves its room to the buffers of saving
         self._executor.reset_peak()
         sources: list[TensorSource] = [
-            (name, found.dtype, found.shape, chain.from_iterable(map(self._executor.chunks, found.storages)))
-            for name, found in self._values.items()
+            (name, value.dtype, value.shape, chain.from_iterable(map(self._executor.chunks, value.storages)))
+            for name, value in self._values.items()
         ]
         rng: TensorSource = (_RNG, "uint8", tuple(state.shape), [state.numpy().data])
         path = save_checkpoint(Path(folder), self.steps, [*sources, rng], meta or {}, keep)
@@ -349,13 +351,13 @@ class Trainer:
         """
         checkpoint = open_checkpoint(Path(path))
         saved = {name: (tensor.dtype, tensor.shape) for name, tensor in checkpoint.tensors.items() if name != _RNG}
-        wanted = {name: (found.dtype, found.shape) for name, found in self._values.items()}
+        wanted = {name: (item.dtype, item.shape) for name, item in self._values.items()}
         if differing := _differing(saved, wanted):
             usual = name_of(self.optimizer)
-            writer, own = _optimizers(saved, usual), _optimizers(wanted, usual)
-            if writer != own:
+            writer, planned = _optimizers(saved, usual), _optimizers(wanted, usual)
+            if writer != planned:
                 raise StorageError(
-                    f"{path}: written by {writer}, this plan moves parameters by {own}; load it with that optimizer"
+                    f"{path}: written by {writer}, this plan moves parameters by {planned}; load it with that optimizer"
                 )
             raise StorageError(f"{path}: expected a checkpoint of this model, these tensors differ: {differing}")
         generator = checkpoint.read(_RNG)
@@ -425,16 +427,16 @@ class Trainer:
 
     def _checked(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the model if it is the captured one; refuse any other."""
-        if held := [name for name, tensor in tensors_of(model) if is_held(tensor)]:
+        if elsewhere := [name for name, tensor in tensors_of(model) if is_held(tensor)]:
             raise ConfigError(
-                f"expected a model with its values, found that another Trainer has them ({first_few(held)}); close "
-                "that one first"
+                f"expected a model with its values, found that another Trainer has them ({first_few(elsewhere)}); "
+                "close that one first"
             )
         graph = self.program.graph
         wanted = {alias: graph.tensors[p.tensor] for p in graph.parameters for alias in p.names}
         wanted |= {name: graph.tensors[tensor] for name, tensor in graph.buffers}
-        found = {name: (_dtype_of(t), tuple(t.shape)) for name, t in tensors_of(model, tied=True)}
-        if differing := _differing(found, {name: (t.dtype, t.shape) for name, t in wanted.items()}):
+        got = {name: (_dtype_of(t), tuple(t.shape)) for name, t in tensors_of(model, tied=True)}
+        if differing := _differing(got, {name: (t.dtype, t.shape) for name, t in wanted.items()}):
             raise ConfigError(f"expected the model that was captured, these parameters or buffers differ: {differing}")
         tensors = dict(tensors_of(model, tied=True))
         for parameter in graph.parameters:
@@ -513,14 +515,14 @@ def _optimizers(names: Iterable[str], usual: str) -> str:
         if suffix not in ("step", "master") and (base in known or base.rpartition(".")[0] in known):
             states.setdefault(base, set()).add(suffix)
     rules = {name: _state_names(rule_class(name)()) for name in rule_names()}
-    found: dict[str, None] = {}
+    optimizers: dict[str, None] = {}
     for suffixes in sorted({frozenset(group) for group in states.values()}, key=sorted):
-        having = {name: kept for name, kept in rules.items() if suffixes <= kept}
+        having = {name: rule_states for name, rule_states in rules.items() if suffixes <= rule_states}
         least = min(map(len, having.values()), default=0)
-        nearest = [name for name, kept in having.items() if len(kept) == least]
+        nearest = [name for name, rule_states in having.items() if len(rule_states) == least]
         alike = [usual] if usual in nearest else nearest
-        found[" or ".join(alike) or f"a rule with {', '.join(sorted(suffixes))}"] = None
-    return " and ".join(sorted(found, key=lambda name: name == usual)) or "no optimizer"
+        optimizers[" or ".join(alike) or f"a rule with {', '.join(sorted(suffixes))}"] = None
+    return " and ".join(sorted(optimizers, key=lambda name: name == usual)) or "no optimizer"
 
 
 def _state_names(rule: ParameterRule | MatrixRule) -> frozenset[str]:
@@ -534,8 +536,8 @@ def _dtype_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _differing(found: Mapping[str, object], wanted: Mapping[str, object]) -> str:
+def _differing(got: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     """The first few names whose shape or dtype differ, as text; "" if all agree."""
-    names = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
-    texts = [f"{name} (expected {wanted.get(name, 'none')}, found {found.get(name, 'none')})" for name in names[:3]]
+    names = sorted(name for name in got.keys() | wanted.keys() if got.get(name) != wanted.get(name))
+    texts = [f"{name} (expected {wanted.get(name, 'none')}, found {got.get(name, 'none')})" for name in names[:3]]
     return ", ".join([*texts, f"{len(names) - 3} more"] if len(names) > 3 else texts)

@@ -100,20 +100,20 @@ def _is_cross(model: Mapping[str, Any], text: str) -> bool:
 def _attention(model: Mapping[str, Any]) -> dict[str, int]:
     hidden, heads = int(model["hidden"]), int(model["heads"])
     kv_heads = int(model.get("kv_heads") or heads)
-    found = {"h": hidden, "n": heads, "k": kv_heads, "d": int(model.get("head_dim") or hidden // heads)}
+    sizes = {"h": hidden, "n": heads, "k": kv_heads, "d": int(model.get("head_dim") or hidden // heads)}
     text = str(model.get("attention", ""))
     if "kv_lora" not in text:
         if "head_dim" not in model and hidden % heads:
             raise ConfigError(f"model: expected hidden a multiple of heads, or a head_dim, got {hidden} and {heads}")
-        return found
+        return sizes
     for name, pattern in _MLA.items():
         match = re.search(pattern, text.replace("no q_lora", ""))
         if match is None and name != "qr":
             raise ConfigError(f"model.attention: expected {name} (such as qk_nope128) for MLA, got {text!r}")
-        found[name] = int(match[1]) if match else 0
+        sizes[name] = int(match[1]) if match else 0
     value = re.search(r"\bv *(\d+)", text)
-    found["dv"] = int(value[1]) if value else found["dn"]
-    return found
+    sizes["dv"] = int(value[1]) if value else sizes["dn"]
+    return sizes
 
 
 def _vocabulary(model: Mapping[str, Any], pad_to: int, assumed: list[str]) -> dict[str, int]:
@@ -140,13 +140,13 @@ def _experts(model: Mapping[str, Any]) -> dict[str, int]:
     experts, active = int(model["experts"]), int(model.get("topk") or 0)
     if not 0 < active <= experts:
         raise ConfigError(f"model.topk: expected 1 to {experts} experts for each token, got {active}")
-    found = {"e": experts, "a": active, "g": int(model.get("moe_ffn_hidden") or model.get("ffn_hidden") or 0)}
-    if not found["g"]:
+    sizes = {"e": experts, "a": active, "g": int(model.get("moe_ffn_hidden") or model.get("ffn_hidden") or 0)}
+    if not sizes["g"]:
         raise ConfigError("model.moe_ffn_hidden: expected the width of an expert, got none")
-    found["fs"] = int(model.get("shared_expert_ffn") or 0)
+    sizes["fs"] = int(model.get("shared_expert_ffn") or 0)
     if model.get("moe_latent_size"):
-        found["latent"] = int(model["moe_latent_size"])
-    return found
+        sizes["latent"] = int(model["moe_latent_size"])
+    return sizes
 
 
 def _state_space(model: Mapping[str, Any]) -> dict[str, int]:
@@ -163,12 +163,12 @@ def _diffusion(model: Mapping[str, Any], text: str, assumed: list[str]) -> dict[
     if not _is_cross(model, text):
         return {"p": _PATCH, "v": _LABELS}
     width = re.search(r"cross[- ]attention emb(?:edding)?s? *(\d+)", text)
-    found = {"t": int(model.get("text_len") or _TEXT_TOKENS), "c": int(width[1]) if width else _TEXT_WIDTH, "p": _PATCH}
+    sizes = {"t": int(model.get("text_len") or _TEXT_TOKENS), "c": int(width[1]) if width else _TEXT_WIDTH, "p": _PATCH}
     if "text_len" not in model:
-        assumed.append(f"text of {found['t']} tokens")
+        assumed.append(f"text of {sizes['t']} tokens")
     if width is None:
-        assumed.append(f"text features {found['c']} wide")
-    return found
+        assumed.append(f"text features {sizes['c']} wide")
+    return sizes
 
 
 def _blocks(model: Mapping[str, Any], text: str) -> tuple[tuple[str, int], ...]:

@@ -40,7 +40,7 @@ def document_of(outcomes: Sequence[Outcome], unfitted: Sequence[Outcome] = ()) -
         "skipped": [{"id": o.row.id, "reason": o.reason} for o in outcomes if o.prediction is None],
         "step_time": summary(steps),
         "memory": summary(memory),
-        "step_time_anchored": {**summary(scaled), "anchors": {name: list(found) for name, found in anchors.items()}},
+        "step_time_anchored": {**summary(scaled), "anchors": {name: list(anchor) for name, anchor in anchors.items()}},
         "step_time_left_out": summary(left_out(plain)),
         "step_time_tier_b": summary(step_pairs(outcomes, "B")),
         "memory_by_kind": {kind: summary(memory_pairs(outcomes, kind)) for kind in MEMORY_KINDS},
@@ -71,7 +71,7 @@ def _brief(pair: Pair, unit: float = 1.0) -> dict[str, Any]:
 
 def predictions_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """List every row with what was measured, predicted and assumed, for a closer look."""
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for outcome in outcomes:
         row, prediction, request = outcome.row, outcome.prediction, outcome.request
         line: dict[str, Any] = {"id": row.id, "family": row.family, "tier": row.tier, "measured_s": row.step_s}
@@ -83,5 +83,5 @@ def predictions_of(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             line |= {"step_s": prediction.step_s, "low_s": prediction.low_s, "high_s": prediction.high_s}
             line |= {"peak_bytes": prediction.peak_bytes, "shares": dict(prediction.shares)}
             line["assumed"] = list(dict.fromkeys([*(request.assumed if request else ()), *prediction.assumed]))
-        found.append(line)
-    return found
+        rows.append(line)
+    return rows

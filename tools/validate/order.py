@@ -33,11 +33,11 @@ def order(pairs: Sequence[Pair], *, any_batch: bool = False) -> dict[str, dict[s
     for pair in pairs:
         key = (pair.outcome.row.family, _same(pair.outcome.row, any_batch))
         groups.setdefault(key, []).append(_of_a_token(pair))
-    found: dict[str, list[list[Pair]]] = {}
+    by_family: dict[str, list[list[Pair]]] = {}
     for (family, _), group in groups.items():
         if len(group) >= SMALLEST_GROUP:
-            found.setdefault(family, []).append(group)
-    return {family: _figures(several) for family, several in sorted(found.items())}
+            by_family.setdefault(family, []).append(group)
+    return {family: _figures(several) for family, several in sorted(by_family.items())}
 
 
 def _same(row: Row, any_batch: bool) -> str:
@@ -99,9 +99,11 @@ def noise(rows: Iterable[Row]) -> dict[str, Any]:
             stated = {**row.layout, **row.model, **row.hardware}
             key = json.dumps([row.key, {k: v for k, v in stated.items() if k not in ("name", "note")}], sort_keys=True)
             times.setdefault(key, []).append(row.step_s)
-    repeats = [found for found in times.values() if len(found) > 1]
-    spreads = [max(found) / min(found) - 1 for found in repeats]
-    floors = [sum(abs(sqrt(max(found) * min(found)) / each - 1) for each in found) / len(found) for found in repeats]
+    repeats = [times_s for times_s in times.values() if len(times_s) > 1]
+    spreads = [max(times_s) / min(times_s) - 1 for times_s in repeats]
+    floors = [
+        sum(abs(sqrt(max(times_s) * min(times_s)) / each - 1) for each in times_s) / len(times_s) for times_s in repeats
+    ]
     return {
         "configurations": len(repeats),
         "median": float(np.median(spreads)) if spreads else None,

@@ -67,7 +67,8 @@ def cells_of(pairs: Iterable[Pair]) -> list[Cell]:
     for pair in pairs:
         groups.setdefault(_cell(pair), []).append(math.log(pair.measured / pair.predicted))
     return [
-        dataclasses.replace(cell, median=float(np.median(found)), rows=len(found)) for cell, found in groups.items()
+        dataclasses.replace(cell, median=float(np.median(residuals)), rows=len(residuals))
+        for cell, residuals in groups.items()
     ]
 
 

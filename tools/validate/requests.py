@@ -82,8 +82,8 @@ def _padding(row: Row, stack: Stack) -> int:
 
 def _as_published(request: StepRequest, text: str, assumed: list[str]) -> StepRequest:
     """Request with what the recipe it was made with sets and the table does not print."""
-    kept = request.high_precision_layers or high_precision_layers(request, text)
-    request, evidence = with_facts(dataclasses.replace(request, high_precision_layers=kept), text)
+    layers = request.high_precision_layers or high_precision_layers(request, text)
+    request, evidence = with_facts(dataclasses.replace(request, high_precision_layers=layers), text)
     assumed += evidence
     layout = request.layout
     recipe = recipe_of(request.stack.name, request.machine, request.model, layout)
@@ -121,46 +121,46 @@ def _common(left: str, right: str) -> str:
 
 def _stack_settings(row: Row, text: str, stack: Stack) -> dict[str, Any]:
     """Settings of the stack that the row's words replace."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     lowered = text.lower()
     if (graphs := _cuda_graphs(text)) is not None:
-        found["cuda_graphs"] = graphs
+        settings["cuda_graphs"] = graphs
         if not graphs and re.search(r"CUDA graphs [^;.]*attn", text):
-            found |= {
+            settings |= {
                 "block_s": 0.0,
                 "module_s": 0.0,
                 "launch_s": stack.launch_s / 2,
             }  # of a block, only the experts are launched
     if "no gradient bucketing" in lowered or "no comm overlap" in lowered:
-        found["overlap_grad_reduce"] = False
+        settings["overlap_grad_reduce"] = False
     if str(row.layout.get("optimizer", "")).lower() == "sgd":
-        found["moments"] = 0
+        settings["moments"] = 0
     if "no comm overlap" in lowered:
-        found |= {"overlap_param_gather": False, "hidden": {}}
+        settings |= {"overlap_param_gather": False, "hidden": {}}
     if stack.name.startswith("megatron-bridge") and _task(row) == "lora":
-        found["fused_loss"] = False  # recipes/llama/llama3.py, v0.5.0: PEFT disables cross_entropy_loss_fusion
+        settings["fused_loss"] = False  # recipes/llama/llama3.py, v0.5.0: PEFT disables cross_entropy_loss_fusion
     if "hybridep" in lowered or "deepep" in lowered:
-        found["dispatcher"] = "deepep"
-        if not found.get("cuda_graphs", True) and re.search(r"CUDA graphs [^;.]*moe_router", text):
+        settings["dispatcher"] = "deepep"
+        if not settings.get("cuda_graphs", True) and re.search(r"CUDA graphs [^;.]*moe_router", text):
             grace = machine_of(str(row.hardware.get("gpu", "")))[0].startswith("gb")
-            found["experts_s"] = _REPLAYED_ROUTER * (_GRACE if grace else 1.0) * stack.experts_s
+            settings["experts_s"] = _REPLAYED_ROUTER * (_GRACE if grace else 1.0) * stack.experts_s
     elif "alltoall dispatcher" in lowered:
-        found["dispatcher"] = "alltoall"
+        settings["dispatcher"] = "alltoall"
     if "fp32 grad accumulation" in lowered or "fp32 gradient accumulation" in lowered:
-        found["gradient_dtype"] = "float32"
+        settings["gradient_dtype"] = "float32"
     elif "bf16 gradient sync" in lowered:
-        found["gradient_dtype"] = "bfloat16"
+        settings["gradient_dtype"] = "bfloat16"
     if row.layout.get("ep_comm_overlap") or "moe a2a overlap" in lowered:
-        found["hidden"] = {**stack.hidden, "ep": max(stack.hidden.get("ep", 0.0), 0.9)}
+        settings["hidden"] = {**stack.hidden, "ep": max(stack.hidden.get("ep", 0.0), 0.9)}
     elif "ep overlap off" in lowered:
-        found["hidden"] = {**stack.hidden, "ep": 0.0}
-    return found
+        settings["hidden"] = {**stack.hidden, "ep": 0.0}
+    return settings
 
 
 def _cuda_graphs(text: str) -> bool | None:
     """Whether most kernels are replayed: graphs of the router alone leave the rest to be launched. None: not told."""
-    if found := re.search(r"CUDA graphs ([^;.]*)", text):
-        scope = found[1]
+    if match := re.search(r"CUDA graphs ([^;.]*)", text):
+        scope = match[1]
         return not scope.startswith(("transformer_engine", "moe_", "attn", "mamba"))
     if re.search(r"CUDA graphs", text):
         return True
@@ -174,8 +174,8 @@ def _task(row: Row) -> str:
 
 def _rank(row: Row, assumed: list[str]) -> int:
     """Rank of the adapters; where none is printed 16, as in Megatron-Bridge (recipes/llama/llama3.py, 70B)."""
-    if found := re.search(r"\br *=? *(\d+)", str(row.layout.get("task", ""))):
-        return int(found[1])
+    if match := re.search(r"\br *=? *(\d+)", str(row.layout.get("task", ""))):
+        return int(match[1])
     assumed.append("adapters of rank 16")
     return 16
 
@@ -194,8 +194,8 @@ def _packed(text: str, stack: Stack, task: str, assumed: list[str]) -> int:
 
 
 def _dropout(stack: Stack, family: str, text: str, assumed: list[str]) -> float:
-    if found := re.search(r"dropout (0\.\d+)", text):
-        return float(found[1])
+    if match := re.search(r"dropout (0\.\d+)", text):
+        return float(match[1])
     if stack.name.startswith(_DROPOUT_STACKS):
         assumed.append("dropout 0.1, Megatron-LM's default of those years")
         return 0.1
@@ -367,19 +367,19 @@ def _extras(row: Row, text: str, layers: int) -> dict[str, Any]:
     """Settings that few sources tell."""
     stated = row.layout
     detail = f"{stated.get('precision_detail', '')} {text}".lower()
-    found: dict[str, Any] = {
+    extras: dict[str, Any] = {
         "async_tp": bool(stated.get("async_tp", False)),
         "embedding_is_layer": bool(stated.get("embedding_as_layer", False)),
         "schedule_detail": str(stated.get("pp_schedule", "")),
     }
     if stated.get("precision") == "fp8":
         words = str(stated.get("precision_detail", "")).lower()
-        found["linear_dtype"] = next((recipe for word, recipe in _RECIPES if word in words), "")
+        extras["linear_dtype"] = next((recipe for word, recipe in _RECIPES if word in words), "")
     if share := re.search(r"last (\d+)% of (?:decoder )?layers bf16", detail):
-        found["high_precision_layers"] = -(-int(share[1]) * layers // 100)
+        extras["high_precision_layers"] = -(-int(share[1]) * layers // 100)
     if "one transformer layer fewer" in detail:
-        found["edge_layers_fewer"] = 1
-    return found
+        extras["edge_layers_fewer"] = 1
+    return extras
 
 
 def _offload(stated: Mapping[str, Any], text: str) -> dict[str, Any]:

@@ -142,12 +142,12 @@ def _row(line: str, number: int, place: str, unknown: dict[str, str]) -> Row:
         raise ConfigError(f"{place}: expected a JSON object, got: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{place}: expected a JSON object, got {type(data).__name__}")
-    found = cast("dict[str, Any]", data)
+    fields = cast("dict[str, Any]", data)
     for name in ("id", *_FIELDS):
-        if found.get(name) is None:
-            raise ConfigError(f"{place}: missing field {name!r}{_near(name, found)}")
-    parts = {name: _part(name, found[name], place, unknown) for name in _FIELDS}
-    top = _checked({k: v for k, v in found.items() if k not in _FIELDS}, _TOP, "", place, unknown)
+        if fields.get(name) is None:
+            raise ConfigError(f"{place}: missing field {name!r}{_near(name, fields)}")
+    parts = {name: _part(name, fields[name], place, unknown) for name in _FIELDS}
+    top = _checked({k: v for k, v in fields.items() if k not in _FIELDS}, _TOP, "", place, unknown)
     tier = str(top.get("tier", "A"))
     if tier not in TIERS:
         raise ConfigError(f"{place}: tier: expected A, B or C, got {tier!r}")
@@ -209,8 +209,8 @@ def _is(value: object, types: tuple[type, ...]) -> bool:
 
 
 def _near(name: str, fields: Mapping[str, Any]) -> str:
-    found = difflib.get_close_matches(name, list(fields), 1)
-    return f"; did you mean {found[0]!r} to be it?" if found else ""
+    matches = difflib.get_close_matches(name, list(fields), 1)
+    return f"; did you mean {matches[0]!r} to be it?" if matches else ""
 
 
 def _units(row: Row, place: str) -> None:

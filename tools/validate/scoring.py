@@ -77,12 +77,12 @@ def _outcome(row: Row, predictor: Predictor, fitted: bool) -> Outcome:
 
 def newest(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """Choose one outcome for each configuration: of repeats the newest, by the dates and releases its source names."""
-    kept: dict[str, Outcome] = {}
+    chosen: dict[str, Outcome] = {}
     for outcome in outcomes:
-        other = kept.get(outcome.row.key)
+        other = chosen.get(outcome.row.key)
         if other is None or _age(outcome.row) >= _age(other.row):
-            kept[outcome.row.key] = outcome
-    return list(kept.values())
+            chosen[outcome.row.key] = outcome
+    return list(chosen.values())
 
 
 def _age(row: Row) -> tuple[int, int, int]:
@@ -138,12 +138,12 @@ def _bytes(prediction: Prediction, kind: str) -> float:
 def _memory_pair(outcome: Outcome, kind: str) -> Pair:
     prediction, measured = outcome.prediction, outcome.row.measured
     assert prediction is not None
-    found = measured["nvidia_smi_memory_gb"] if kind == "nvidia-smi" else measured["peak_memory_gib"]
+    printed = measured["nvidia_smi_memory_gb"] if kind == "nvidia-smi" else measured["peak_memory_gib"]
     predicted = _bytes(prediction, kind)
     beside = predicted - prediction.peak_bytes
     low = (prediction.low_bytes or prediction.peak_bytes) + beside
     high = (prediction.high_bytes or prediction.peak_bytes) + beside
-    return Pair(outcome, found * GiB, predicted, low, high)
+    return Pair(outcome, printed * GiB, predicted, low, high)
 
 
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:

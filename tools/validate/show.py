@@ -47,14 +47,14 @@ def _headline(document: Mapping[str, Any], console: Console) -> None:
         "allocated bytes": "memory",
     }
     for title, key in named.items():
-        found = document[key]
-        if found["rows"]:
-            numbers = (_percent(found[name], name == "bias") for name in ("macro_abs_error", "bias", "median", "p90"))
-            table.add_row(title, str(found["rows"]), *numbers, _percent(found["coverage"]))
-    for kind, found in document["memory_by_kind"].items():
-        if kind != "allocated" and found["rows"]:
-            numbers = (_percent(found[name], name == "bias") for name in ("macro_abs_error", "bias", "median", "p90"))
-            table.add_row(f"{kind} bytes", str(found["rows"]), *numbers, _percent(found["coverage"]))
+        scores = document[key]
+        if scores["rows"]:
+            numbers = (_percent(scores[name], name == "bias") for name in ("macro_abs_error", "bias", "median", "p90"))
+            table.add_row(title, str(scores["rows"]), *numbers, _percent(scores["coverage"]))
+    for kind, scores in document["memory_by_kind"].items():
+        if kind != "allocated" and scores["rows"]:
+            numbers = (_percent(scores[name], name == "bias") for name in ("macro_abs_error", "bias", "median", "p90"))
+            table.add_row(f"{kind} bytes", str(scores["rows"]), *numbers, _percent(scores["coverage"]))
     console.print(table)
     noise = document["noise"]
     if noise["configurations"]:
@@ -90,9 +90,11 @@ def _order(title: str, families: Mapping[str, Mapping[str, Any]], console: Conso
     table = Table(title=title, title_justify="left", box=None)
     for column in ("", "groups", "rows", "mean regret", "max regret", "Kendall's tau"):
         table.add_column(column, justify="left" if not column else "right", overflow="fold")
-    for family, found in families.items():
-        regrets = (_percent(found["mean_regret"]), _percent(found["max_regret"]))
-        table.add_row(Text(family), str(found["groups"]), str(found["rows"]), *regrets, f"{found['kendall_tau']:.2f}")
+    for family, scores in families.items():
+        regrets = (_percent(scores["mean_regret"]), _percent(scores["max_regret"]))
+        table.add_row(
+            Text(family), str(scores["groups"]), str(scores["rows"]), *regrets, f"{scores['kendall_tau']:.2f}"
+        )
     console.print(table)
 
 

@@ -123,19 +123,19 @@ def _installed(name: str) -> str:
 
 def _packages() -> Iterator[Finding]:
     for name, without in _REQUIRED.items():
-        found = _installed(name)
-        cost = "" if found else f"{without}: pip install {name}"
-        if name == "torch" and found and tuple(map(int, found.split(".")[:2])) < _OLDEST_TORCH:
+        version = _installed(name)
+        cost = "" if version else f"{without}: pip install {name}"
+        if name == "torch" and version and tuple(map(int, version.split(".")[:2])) < _OLDEST_TORCH:
             cost = f"Lading needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer"
-        yield Finding(name=name, state="bad" if cost else "ok", found=found or "missing", cost=cost)
+        yield Finding(name=name, state="bad" if cost else "ok", found=version or "missing", cost=cost)
     for name, (without, extra) in _OPTIONAL.items():
-        found = _installed(name)
+        version = _installed(name)
         mend = f"pip install 'lading[{extra}]'" if extra else f"pip install {name}"
-        cost = "" if found else f"{without}: {mend}"
-        yield Finding(name=name, state="ok" if found else "lacking", found=found or "missing", cost=cost)
-    if found := _installed("ortools"):
+        cost = "" if version else f"{without}: {mend}"
+        yield Finding(name=name, state="ok" if version else "lacking", found=version or "missing", cost=cost)
+    if version := _installed("ortools"):
         cost = "it and highspy cannot be imported in one process: plan in a process without it"
-        yield Finding(name="ortools", state="lacking", found=found, cost=cost)
+        yield Finding(name="ortools", state="lacking", found=version, cost=cost)
 
 
 def _torch() -> Iterator[Finding]:

@@ -61,8 +61,8 @@ class FitCommand:
         from lading.fit import Hardware, fit_run, precision_for, run_of_model, with_sizes
 
         if (self.run_file is None) == (self.model is None):
-            given = "neither" if self.model is None else "both"
-            raise ConfigError(f"expected RUN.toml or --model NAME, got {given}")
+            got = "neither" if self.model is None else "both"
+            raise ConfigError(f"expected RUN.toml or --model NAME, got {got}")
         precision = self.precision
         if self.model is not None:
             if self.overrides:

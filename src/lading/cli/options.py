@@ -124,8 +124,8 @@ def check_asked(source: Path | None, expected: str, model: ModelOptions) -> None
     if (source is None) == (model.model is None):
         if source is not None:
             raise ConfigError(f"expected {expected} or --model NAME, got both {source} and --model {model.model}")
-        given = first_given(model)
-        beside = f" next to {given}" if given else ""
+        option = first_given(model)
+        beside = f" next to {option}" if option else ""
         raise ConfigError(f"expected {expected} or --model NAME{beside}, got neither")
 
 
@@ -149,8 +149,8 @@ def refuse_beside(source: Path, *groups: Any) -> None:
     Raises:
         ConfigError: one of them is given next to ``source``.
     """
-    if given := first_given(*groups):
-        raise ConfigError(f"{given} belongs to --model, got it next to {source}; leave it out, or give --model NAME "
+    if option := first_given(*groups):
+        raise ConfigError(f"{option} belongs to --model, got it next to {source}; leave it out, or give --model NAME "
                           f"instead of {source}")  # fmt: skip
 
 

@@ -36,8 +36,8 @@ class TrainCommand:
         elif self.run_file is not None and self.plan is None:
             what = load_run(self.run_file, self.overrides)
         else:
-            given = "neither" if self.plan is None else "both"
-            raise ConfigError(f"expected RUN.toml or --plan PLAN.json, got {given}")
+            got = "neither" if self.plan is None else "both"
+            raise ConfigError(f"expected RUN.toml or --plan PLAN.json, got {got}")
         from lading.train import train_run
 
         print(fitted(str(train_run(what, resume=self.resume, cache=not self.with_run.no_cache))))

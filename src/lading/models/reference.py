@@ -35,8 +35,8 @@ def model_class(name: str) -> ReferenceModel:
     Raises:
         ConfigError: no such model; the nearest name is given.
     """
-    module, _, found = MODELS[_known(name, "model", sorted(MODELS))].partition(":")
-    return cast(ReferenceModel, getattr(import_module(module), found))
+    module, _, class_name = MODELS[_known(name, "model", sorted(MODELS))].partition(":")
+    return cast(ReferenceModel, getattr(import_module(module), class_name))
 
 
 def build_model(name: str, **sizes: Any) -> nn.Module:
@@ -48,10 +48,10 @@ def build_model(name: str, **sizes: Any) -> nn.Module:
     Raises:
         ConfigError: no such model or size (the nearest name is given), or a size out of range.
     """
-    found = model_class(name)
-    fields = [field.name for field in dataclasses.fields(found.Config)]
+    model = model_class(name)
+    fields = [field.name for field in dataclasses.fields(model.Config)]
     named = {_known(key, f"size of {name!r}", fields): value for key, value in sizes.items()}
-    return found(found.Config(**named))
+    return model(model.Config(**named))
 
 
 def _known(name: str, what: str, names: list[str]) -> str:

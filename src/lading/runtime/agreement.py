@@ -200,7 +200,7 @@ class Meeting:
 
     def _verdict(self, mine: Facts) -> str:
         """Tell this rank's facts and learn the verdict: ``_AGREED``, or why not."""
-        plain = {section: {key: ordered(str(value)) for key, value in given.items()} for section, given in mine.items()}
+        plain = {section: {key: ordered(str(value)) for key, value in facts.items()} for section, facts in mine.items()}
         written = json.dumps(plain).encode()
         try:
             self.store.set(f"facts {self.rank}", zlib.compress(written, 1))

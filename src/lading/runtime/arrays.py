@@ -55,16 +55,16 @@ def inputs_of(config: DataConfig) -> dict[str, Input]:
         raise ConfigError("data.inputs: expected the inputs of the model, such as pixel_values = 'float32 3 224 224'")
     path = files_of(config.source)[0]
     try:
-        found = {"npz": _npz_columns, "safetensors": _safetensors_columns, "parquet": _parquet_columns}[_form(path)](
+        columns = {"npz": _npz_columns, "safetensors": _safetensors_columns, "parquet": _parquet_columns}[_form(path)](
             path
         )
     except ConfigError:
         raise
     except _UNREADABLE as error:
         raise _unreadable(path, error) from error
-    if not found:
+    if not columns:
         raise ConfigError(f"{path}: expected at least one column, found none")
-    return found
+    return columns
 
 
 def made_up(columns: Columns, rows: int, seed: int, step: int, micro: int) -> Batch:
@@ -247,10 +247,10 @@ def _interleaved(path: Path, group: Mapping[str, torch.Tensor], columns: Columns
     return torch.cat(parts, dim=1).numpy().tobytes()
 
 
-def _is_shaped(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+def _is_shaped(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     """Whether a row has a shape, dims of size 1 aside; one of a single dim is taken for any of as many numbers."""
-    found, wanted = tuple(n for n in found if n != 1), tuple(n for n in wanted if n != 1)
-    return found == wanted or (min(len(found), len(wanted)) < 2 and prod(found) == prod(wanted))
+    shape, wanted = tuple(n for n in shape if n != 1), tuple(n for n in wanted if n != 1)
+    return shape == wanted or (min(len(shape), len(wanted)) < 2 and prod(shape) == prod(wanted))
 
 
 def _check_numbers(path: Path, name: str, value: torch.Tensor, column: Input) -> None:
@@ -282,21 +282,21 @@ def _same_rows(path: Path, shapes: Mapping[str, Sequence[int]]) -> int:
     return next(iter(counts.values()))
 
 
-def _missing(path: Path, columns: Columns, found: Any) -> None:
-    if absent := [name for name in columns if name not in found]:
-        raise ConfigError(f"{path}: expected a column {absent[0]!r}, found {sorted(found)}; see data.inputs")
+def _missing(path: Path, columns: Columns, names: Any) -> None:
+    if absent := [name for name in columns if name not in names]:
+        raise ConfigError(f"{path}: expected a column {absent[0]!r}, found {sorted(names)}; see data.inputs")
 
 
 def _npz_columns(path: Path) -> dict[str, Input]:
     with zipfile.ZipFile(path) as file:
-        found: dict[str, Input] = {}
+        columns: dict[str, Input] = {}
         for member in file.namelist():
             with file.open(member) as data:
                 version = np.lib.format.read_magic(data)
                 read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
                 shape, _, dtype = read(data)
-            found[member.removesuffix(".npy")] = _column(path, member, str(dtype), shape)
-    return found
+            columns[member.removesuffix(".npy")] = _column(path, member, str(dtype), shape)
+    return columns
 
 
 def _npz(path: Path, columns: Columns) -> Iterator[dict[str, torch.Tensor]]:
@@ -310,11 +310,11 @@ def _npz(path: Path, columns: Columns) -> Iterator[dict[str, torch.Tensor]]:
 
 def _safetensors_columns(path: Path) -> dict[str, Input]:
     with _opened(path) as file:
-        found: dict[str, Input] = {}
+        columns: dict[str, Input] = {}
         for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
             part = file.get_slice(name)
-            found[name] = _column(path, name, _NAMES.get(str(part.get_dtype()), "?"), part.get_shape())
-    return found
+            columns[name] = _column(path, name, _NAMES.get(str(part.get_dtype()), "?"), part.get_shape())
+    return columns
 
 
 def _safetensors(path: Path, columns: Columns) -> Iterator[dict[str, torch.Tensor]]:

@@ -271,16 +271,16 @@ class Binder:
     def _report(self, storage: int) -> Call:
         """Make the call that hands the losses that lie on a storage to the caller."""
         places = self.caller.losses
-        found = [
+        losses = [
             (places[index], view)
             for index, tensor in enumerate(self.graph.losses)
             if self.graph.storage_of(tensor) == storage and (view := self.view(tensor)) is not None
         ]
-        if not found:
+        if not losses:
             raise ProgramError(f"storage {storage} ({self.graph.storages[storage].name}) is no loss of the step")
 
         def run() -> None:
-            for place, view in found:
+            for place, view in losses:
                 place.copy_(view, non_blocking=True)
 
         return run
@@ -378,14 +378,14 @@ def checked_batches(
         if names != batch.keys():
             raise ConfigError(f"micro-batch {micro}: expected the inputs {sorted(names)}, got {sorted(batch)}")
         for name, tensor in inputs:
-            t, given = graph.tensors[tensor], batch[name]
-            found = (str(given.dtype).removeprefix("torch."), tuple(given.shape))
-            if found != (t.dtype, t.shape):
+            t, leaf = graph.tensors[tensor], batch[name]
+            got = (str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape))
+            if got != (t.dtype, t.shape):
                 raise ConfigError(
-                    f"micro-batch {micro}: expected {name!r} of {t.dtype} {t.shape}, got {found[0]} {found[1]}; "
+                    f"micro-batch {micro}: expected {name!r} of {t.dtype} {t.shape}, got {got[0]} {got[1]}; "
                     "pad or cut the batch, or plan for this shape"
                 )
-            if given.layout is not torch.strided or given.is_meta:
-                kind = "a tensor without values (meta)" if given.is_meta else str(given.layout)
+            if leaf.layout is not torch.strided or leaf.is_meta:
+                kind = "a tensor without values (meta)" if leaf.is_meta else str(leaf.layout)
                 raise ConfigError(f"micro-batch {micro}: expected {name!r} dense, with values, got {kind}")
     return batches

@@ -24,7 +24,7 @@ def shared_mesh(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> Devi
         ConfigError: this rank or some parameter lies outside it, or its dims have no names.
     """
     meshes = list(dict.fromkeys(p.device_mesh for p in params if isinstance(p, DTensor)))
-    given, mesh = mesh, mesh or max(meshes, key=lambda m: m.size(), default=None)
+    asked, mesh = mesh, mesh or max(meshes, key=lambda m: m.size(), default=None)
     if mesh is None:
         return None
     ranks = set(mesh.mesh.flatten().tolist())
@@ -34,7 +34,7 @@ def shared_mesh(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> Devi
         if outside := sorted(set(other.mesh.flatten().tolist()) - ranks):
             raise ConfigError(
                 f"expected parameters on ranks of mesh= {sorted(ranks)}, found some on {outside}, too"
-                if given is not None
+                if asked is not None
                 else "the parameters' meshes do not lie in one of them; give mesh=, the ranks that share the work"
             )
     if mesh.ndim > 1 and mesh.mesh_dim_names is None:
@@ -67,8 +67,8 @@ def box_of(param: torch.Tensor) -> Box:
 
 def piece(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     """This rank's piece of a tensor, in the shape of its box: without elements FSDP2 and DTensors have other shapes."""
-    held = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return held if held.shape == box.shape else held.reshape(box.shape)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local if local.shape == box.shape else local.reshape(box.shape)
 
 
 def gradient(param: torch.Tensor, box: Box) -> torch.Tensor | None:

@@ -38,9 +38,9 @@ def check_available(kind: str) -> None:
     if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()):
         return
     built = torch.version.cuda
-    found = "this PyTorch is built without CUDA" if built is None else f"PyTorch (CUDA {built}) finds no usable GPU"
+    lack = "this PyTorch is built without CUDA" if built is None else f"PyTorch (CUDA {built}) finds no usable GPU"
     raise ConfigError(
-        f"expected a {kind} device, found none: {found}; the plan can be simulated here, "
+        f"expected a {kind} device, found none: {lack}; the plan can be simulated here, "
         "or made for this host with: lading probe"
     )
 

@@ -39,8 +39,8 @@ def files_of(source: str) -> list[Path]:
     if root.is_dir():
         paths = sorted(_walk(root, python_only=source == STDLIB), key=lambda path: path.relative_to(root).as_posix())
     else:
-        found = map(Path, glob.glob(source, recursive=True))
-        paths = sorted(path for path in found if path.is_file() and path.stat().st_size)
+        matches = map(Path, glob.glob(source, recursive=True))
+        paths = sorted(path for path in matches if path.is_file() and path.stat().st_size)
         if not paths:
             raise ConfigError(
                 f"data.source: expected 'stdlib', a folder, a file or a pattern, got {source!r}, which does not exist"
@@ -150,8 +150,8 @@ def _parquet_rows(path: Path, config: DataConfig, *, labelled: bool) -> Iterator
 def _text_of(row: dict[str, Any], config: DataConfig, where: str) -> bytes:
     text = row.get(config.text_field)
     if not isinstance(text, str):
-        found = f"the fields {sorted(row)}" if text is None else repr(text)
-        raise ConfigError(f"{where}: expected a text in {config.text_field!r}, found {found}; see data.text_field")
+        got = f"the fields {sorted(row)}" if text is None else repr(text)
+        raise ConfigError(f"{where}: expected a text in {config.text_field!r}, found {got}; see data.text_field")
     try:
         return text.encode()
     except UnicodeEncodeError as error:  # half of a pair of surrogates

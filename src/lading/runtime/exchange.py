@@ -118,10 +118,10 @@ class Team:
 
     def gather(self, what: object) -> list[Any]:
         """Collect an object from every rank, in order of ranks."""
-        found: list[Any] = [what] * self.ranks
+        objects: list[Any] = [what] * self.ranks
         if self.ranks > 1:
-            dist.all_gather_object(found, what, group=self.group)
-        return found
+            dist.all_gather_object(objects, what, group=self.group)
+        return objects
 
 
 class PieceExchange:

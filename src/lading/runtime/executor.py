@@ -132,9 +132,9 @@ class Executor:
         self._meter = self._device.meter()
         stack.callback(self._meter.close)
         self._baseline = self._meter.now_bytes()
-        own = self.program.arena_bytes + self.program.overhead_bytes + self.program.workspace_bytes
+        planned = self.program.arena_bytes + self.program.overhead_bytes + self.program.workspace_bytes
         is_predicted = self._device.kind == "cpu" and self.program.overhead_bytes > 0
-        self._ceiling = Ceiling(self._meter.now_bytes, self._baseline + own) if is_predicted else None
+        self._ceiling = Ceiling(self._meter.now_bytes, self._baseline + planned) if is_predicted else None
         self._arena = self._device.arena(self.program.arena_bytes)
         stack.callback(self._arena.close)
         self._open_losses(stack)
@@ -511,7 +511,7 @@ class Executor:
             values.changed, values.lost, self._caught_up = {}, frozenset(self.homes), frozenset(graph.deferred)
             return
         self._drain()
-        found = salvage(self.program, self.homes, self._running, reached, skipped)
+        salvaged = salvage(self.program, self.homes, self._running, reached, skipped)
 
         def copy(storage: int, source: Location, target: Location) -> None:
             try:
@@ -519,9 +519,9 @@ class Executor:
             except OSError:  # a tier failed, maybe the one that stopped the step; the value counts as lost
                 failed.add(storage)
 
-        bring_home(self.program, self.homes, found, copy)
-        found = found.without(failed, graph)
-        values.changed, values.lost, self._caught_up = found.changed, found.lost, found.caught_up
+        bring_home(self.program, self.homes, salvaged, copy)
+        salvaged = salvaged.without(failed, graph)
+        values.changed, values.lost, self._caught_up = salvaged.changed, salvaged.lost, salvaged.caught_up
         values.write_constants(values.lost)
 
     def _await_device(self) -> None:

@@ -65,16 +65,16 @@ def fuse(program: Program, kind: str = "cpu") -> list[Fused]:
     finder = RegionFinder(program)
     waiting = finder.longest()[::-1]
     known: dict[tuple[object, ...], Compiled] = {}
-    found: list[Fused] = []
+    fused: list[Fused] = []
     while waiting:
         region = waiting.pop()
         if region.signature not in known:
             known[region.signature] = compile_region(program.graph, region)
         if known[region.signature].scratch_bytes <= program.workspace_bytes:
-            found.append(Fused(region, known[region.signature]))
+            fused.append(Fused(region, known[region.signature]))
         else:
             waiting.extend(finder.halves(region)[::-1])
-    return found
+    return fused
 
 
 def compile_region(graph: StepGraph, region: FusibleRegion) -> Compiled:
@@ -116,13 +116,13 @@ def run_region(graph: StepGraph, region: FusibleRegion, *tensors: torch.Tensor) 
     Args:
         tensors: The region's inputs, then the tensors that its outputs are written to.
     """
-    given = {place.tensor: value for place, value in zip(region.inputs, tensors, strict=False)}
+    inputs = {place.tensor: value for place, value in zip(region.inputs, tensors, strict=False)}
     made: dict[int, tuple[Tensor, torch.Tensor]] = {}
 
     def view(tensor: int) -> torch.Tensor | None:
         wanted = graph.tensors[tensor]
         if wanted.storage not in made:
-            return given.get(tensor)
+            return inputs.get(tensor)
         base, value = made[wanted.storage]
         how = derivation(base, wanted)
         assert how is not None  # else the region would have ended before

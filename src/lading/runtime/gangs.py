@@ -43,11 +43,11 @@ class Gang:
         def meet(product: torch.Tensor) -> torch.Tensor:
             """Gather every rank's rows of a product."""
             columns, start = product.shape[1], sum(rows[:place])
-            own = product[start : start + rows[place]].reshape(-1)
+            rows_here = product[start : start + rows[place]].reshape(-1)
             arrived = torch.empty_like(product)
-            given, taken = [own.numel()] * len(rows), [count * columns for count in rows]
-            dist.all_to_all_single(arrived.view(-1), own.repeat(len(rows)), taken, given, group=self._group)
-            self._count(traffic, own.numel())
+            sent, taken = [rows_here.numel()] * len(rows), [count * columns for count in rows]
+            dist.all_to_all_single(arrived.view(-1), rows_here.repeat(len(rows)), taken, sent, group=self._group)
+            self._count(traffic, rows_here.numel())
             return arrived
 
         return rule.by_blocks(matrix, shares[place], meet)

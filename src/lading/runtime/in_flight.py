@@ -167,10 +167,10 @@ class Early:
 
     def take(self) -> tuple[list[Flight], dict[int, Moving], int]:
         """Hand over the flights under way, their parameters and the number of groups sent; begin again with none."""
-        found = (self.flights, self.moving, self.groups)
+        under_way = (self.flights, self.moving, self.groups)
         self.flights, self.moving, self.groups = [], {}, 0
         self._ready, self._seen = set(), {}
-        return found
+        return under_way
 
     def drop(self, groups: int) -> None:
         """Follow the rank that has sent most, wait for everything, and forget it.

@@ -165,9 +165,9 @@ def out_overload(name: str, kind: str = "cpu") -> str | None:
     packet = functional.overloadpacket
     for label in packet.overloads():
         schema = getattr(packet, label)._schema
-        given = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+        inputs = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
         outs = sum(a.is_out for a in schema.arguments)
-        if outs != len(functional._schema.returns) or given != wanted:
+        if outs != len(functional._schema.returns) or inputs != wanted:
             continue
         if torch._C._dispatch_has_kernel_for_dispatch_key(f"{schema.name}.{label}", key):
             return f"{schema.name.replace('::', '.')}.{label}"
@@ -241,11 +241,11 @@ def _arguments(op: Op, view: View) -> tuple[list[Any], dict[str, Any]]:
     def value(arg: Arg) -> Any:
         match arg:
             case Ref(tensor):
-                if (found := view(tensor)) is None:
+                if (located := view(tensor)) is None:
                     raise ProgramError(
                         f"{op.name} in {op.module or '(loss)'} reads tensor {tensor}, which has no place"
                     )
-                return found
+                return located
             case Literal(kind, text):
                 return _literal(kind, text)
             case tuple():

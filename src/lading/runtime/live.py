@@ -134,8 +134,8 @@ class LiveSettings:
             ConfigError: parameters of one group had several.
         """
         loaded: list[dict[str, Any]] = []
-        for group, own in zip(self._groups, names, strict=True):
-            each = [{"lr": rates.get(name, group["lr"]), **settings.get(name, {})} for name in own]
+        for group, members in zip(self._groups, names, strict=True):
+            each = [{"lr": rates.get(name, group["lr"]), **settings.get(name, {})} for name in members]
             for key in each[0] if each else ():
                 values = sorted({saved.get(key, group[key]) for saved in each})
                 if len(values) > 1:

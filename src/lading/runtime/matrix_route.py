@@ -123,8 +123,8 @@ class MatrixFlight:
         return self.moving[self.route.wholes[number].parameter]
 
     def _held(self, number: int) -> tuple[torch.Tensor, Box]:
-        own = self._own(number)
-        return own.travels, own.box
+        moving = self._own(number)
+        return moving.travels, moving.box
 
     def compute(self, whole: Mapping[int, States], rates: Mapping[int, float]) -> None:
         """Compute the directions of the matrices that this rank owns, and start sending them back."""
@@ -138,8 +138,8 @@ class MatrixFlight:
         for number in together_first(self.ways.numbers, self.route.gangs):
             if number in arrived:
                 seen = arrived.pop(number).view(wholes[number].rows_columns)
-                found = self._direction(number, seen, whole.get(number, {}))
-                self.matrices[number] = found.to(outbound.dtype).reshape(wholes[number].box.shape)
+                direction = self._direction(number, seen, whole.get(number, {}))
+                self.matrices[number] = direction.to(outbound.dtype).reshape(wholes[number].box.shape)
             elif number in self.route.gangs:
                 blank = torch.empty(wholes[number].rows_columns, dtype=inbound.dtype, device=self._device)
                 self._direction(number, blank, {})
@@ -164,18 +164,18 @@ class MatrixFlight:
         assert self.under is not None
         self.under.wait(self.route.traffic)
         self.ways.outbound.finish(self.under, self._computed, self._landing)
-        for number, (direction, held) in sorted(self.landing.items()):
+        for number, (direction, box) in sorted(self.landing.items()):
             matrix = self.route.wholes[number]
-            own = self.moving[matrix.parameter]
-            piece, rate = own.param[held.within(own.box)], self.rates[matrix.parameter]
-            self.route.rules[number].post(piece, direction, matrix.rows_columns, lr=rate, update=own.update)
+            moving = self.moving[matrix.parameter]
+            piece, rate = moving.param[box.within(moving.box)], self.rates[matrix.parameter]
+            self.route.rules[number].post(piece, direction, matrix.rows_columns, lr=rate, update=moving.update)
         self.matrices.clear()
         self.landing.clear()
 
     def _landing(self, number: int) -> tuple[torch.Tensor, Box]:
         if number not in self.landing:
-            held = self._own(number).box.meet(self.route.wholes[number].box)
-            assert held is not None
-            made = torch.empty(held.shape, dtype=self.ways.outbound.dtype, device=self._device)
-            self.landing[number] = (made, held)
+            box = self._own(number).box.meet(self.route.wholes[number].box)
+            assert box is not None
+            made = torch.empty(box.shape, dtype=self.ways.outbound.dtype, device=self._device)
+            self.landing[number] = (made, box)
         return self.landing[number]

@@ -113,22 +113,22 @@ def groups_of(params: Iterable[Any], rule: MatrixRule, lr: float) -> tuple[list[
     Raises:
         ConfigError: a group has what nobody reads, or something else for a rule.
     """
-    given = list(params)
-    if not given or not isinstance(given[0], dict):
-        return given, [rule]
-    rules = [cast("MatrixRule | ParameterRule", group.get("rule", rule)) for group in given]
-    for group, own in zip(given, rules, strict=True):
+    entries = list(params)
+    if not entries or not isinstance(entries[0], dict):
+        return entries, [rule]
+    rules = [cast("MatrixRule | ParameterRule", group.get("rule", rule)) for group in entries]
+    for group, group_rule in zip(entries, rules, strict=True):
         if unknown := sorted(group.keys() - _KEYS):
             raise ConfigError(
                 f"a group of parameters: expected {', '.join(sorted(_KEYS))}, got {unknown[0]!r}; settings of a rule, "
                 "as weight_decay, go into the group's rule="
             )
-        if not isinstance(own, MatrixRule | ParameterRule):
-            raise ConfigError(f"a group's rule: expected a rule of lading.optim, as lading.AdamW, got {own!r}")
+        if not isinstance(group_rule, MatrixRule | ParameterRule):
+            raise ConfigError(f"a group's rule: expected a rule of lading.optim, as lading.AdamW, got {group_rule!r}")
     rates = [r.lr if isinstance(r, ParameterRule) else lr for r in rules]
     return [
         {"lr": rate, **{key: value for key, value in group.items() if key != "rule"}}
-        for group, rate in zip(given, rates, strict=True)
+        for group, rate in zip(entries, rates, strict=True)
     ], rules
 
 
@@ -161,12 +161,14 @@ def split(kind: type[Any], settings: dict[str, Any]) -> tuple[Any, How]:
     Raises:
         ConfigError: a setting that neither has.
     """
-    own, ways = ({f.name for f in dataclasses.fields(k)} for k in (kind, How))
+    of_rule, ways = ({f.name for f in dataclasses.fields(k)} for k in (kind, How))
     for key in settings:
-        if key not in own | ways:
-            raise ConfigError(f"unknown setting {key!r} of {kind.__name__}; expected {', '.join(sorted(own | ways))}")
+        if key not in of_rule | ways:
+            raise ConfigError(
+                f"unknown setting {key!r} of {kind.__name__}; expected {', '.join(sorted(of_rule | ways))}"
+            )
     how = How(**{key: value for key, value in settings.items() if key in ways})
-    return kind(**{key: value for key, value in settings.items() if key in own}), how
+    return kind(**{key: value for key, value in settings.items() if key in of_rule}), how
 
 
 def maths_of(rule: MatrixRule | ParameterRule, shift: int = 0, *, shared: bool = False) -> Rule | PieceRule:

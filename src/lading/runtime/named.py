@@ -83,9 +83,9 @@ def state_keys(model: torch.nn.Module | None, buffers: Iterable[str], first_name
     if model is None:
         return {**first_name, **{name: name for name in buffers}}
     names = {id(tensor): name for name, tensor in tensors_of(model)}
-    found = {key: names[id(t)] for key, t in model.state_dict(keep_vars=True).items() if id(t) in names}
-    missing = {alias: name for alias, name in first_name.items() if name not in found.values()}
-    return {**found, **missing}
+    keys = {key: names[id(t)] for key, t in model.state_dict(keep_vars=True).items() if id(t) in names}
+    missing = {alias: name for alias, name in first_name.items() if name not in keys.values()}
+    return {**keys, **missing}
 
 
 def tensors_of(model: torch.nn.Module, *, tied: bool = False) -> list[tuple[str, torch.Tensor]]:

@@ -40,9 +40,9 @@ def when_final(
     def hooked(number: int, box: Box) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             with torch.no_grad():
-                found = gradient(parameter, box)
-            if found is not None:
-                tell(number, found)
+                grad = gradient(parameter, box)
+            if grad is not None:
+                tell(number, grad)
 
         hook.tells = True  # type: ignore[attr-defined]
         return hook
@@ -73,7 +73,7 @@ def before_reading(model: nn.Module, parameters: Mapping[int, torch.Tensor], lat
     for unit in model.modules():
         handles.append(unit.register_state_dict_pre_hook(_finishing(late, None)))
         handles.append(unit.register_load_state_dict_pre_hook(_finishing(late, None)))
-    handles += [module.register_forward_pre_hook(_finishing(late, own), prepend=True) for module, own in needs]
+    handles += [module.register_forward_pre_hook(_finishing(late, numbers), prepend=True) for module, numbers in needs]
     return handles
 
 
@@ -86,7 +86,7 @@ def _finishing(late: Late, numbers: Collection[int] | None) -> Callable[..., Non
 
 def _hook_gathers(model: nn.Module, number_of: Mapping[int, int], late: Late) -> set[int]:
     """Hook the unsharding of FSDP2's units; returns the numbers of the parameters that they unshard."""
-    found: set[int] = set()
+    unsharded: set[int] = set()
     groups: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -96,10 +96,10 @@ def _hook_gathers(model: nn.Module, number_of: Mapping[int, int], late: Late) ->
                     groups[id(group)] = group  # modules cut as one unit share theirs
     for group in groups.values():
         known = [id(each.sharded_param) for each in group.fsdp_params]
-        if held := {number_of[key] for key in known if key in number_of}:
-            group.unshard = _gathering(group, late, held)
-            found |= held
-    return found
+        if numbers := {number_of[key] for key in known if key in number_of}:
+            group.unshard = _gathering(group, late, numbers)
+            unsharded |= numbers
+    return unsharded
 
 
 def _gathering(group: Any, late: Late, numbers: Collection[int]) -> Callable[..., None]:
@@ -133,16 +133,16 @@ def _needs(model: nn.Module, number_of: Mapping[int, int]) -> list[tuple[nn.Modu
     }
 
     def below(module: nn.Module) -> set[int]:
-        found = {number_of[id(p)] for p in module.parameters(recurse=False) if id(p) in number_of}
+        reads = {number_of[id(p)] for p in module.parameters(recurse=False) if id(p) in number_of}
         for child in module.children():
             if id(child) not in elements:
-                found |= below(child)
-        return found
+                reads |= below(child)
+        return reads
 
     needs: list[tuple[nn.Module, set[int]]] = []
     for module in model.modules():
         whole = module is model or id(module) in elements
-        own = {number_of[id(p)] for p in module.parameters(recurse=False) if id(p) in number_of}
-        if numbers := below(module) if whole else own:
+        direct = {number_of[id(p)] for p in module.parameters(recurse=False) if id(p) in number_of}
+        if numbers := below(module) if whole else direct:
             needs.append((module, numbers))
     return needs

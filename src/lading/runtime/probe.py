@@ -187,7 +187,7 @@ def _probe_device(
     rates = _rates(rated, times[end:], overhead)
     update = rates["step"]
     grown, packing, compiled = scratch_bytes(threads) if target.type == "cpu" else (_gpu_overhead_bytes(), 0, 0)
-    found = Device(
+    device = Device(
         name=_device_name(target),
         kind=target.type,
         memory_bytes=_device_memory(target),
@@ -203,7 +203,7 @@ def _probe_device(
         product_efficiency=_rounded(fit.efficiency),
         rates=rates,
     )
-    return found, _host_tier(seconds / 10) if target.type == "cuda" else None, rounds, load
+    return device, _host_tier(seconds / 10) if target.type == "cuda" else None, rounds, load
 
 
 def _quiet_rounds(watch: Stopwatch, seconds: float, say: Progress) -> tuple[int, float]:
@@ -257,9 +257,9 @@ def _gpu_overhead_bytes() -> int:
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.mm(a, a)
     torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before - a.numel() * a.element_size()
+    workspace_bytes = torch.cuda.memory_allocated() - before - a.numel() * a.element_size()
     torch.cuda.empty_cache()
-    return CudaMeter(torch.cuda.current_device()).beside_bytes() + max(0, kept)
+    return CudaMeter(torch.cuda.current_device()).beside_bytes() + max(0, workspace_bytes)
 
 
 #: Weight, gradient and two moments read, all but the gradient written, in fp32.
@@ -271,7 +271,7 @@ def _rates(cases: Sequence[Case], times: Sequence[float], overhead: float) -> di
     for case, seconds in zip(cases, times, strict=True):
         net = max(seconds - overhead, _LEAST_SHARE * seconds)
         points.setdefault(case.key, {})[_round(case.size)] = _round(case.work / net)
-    return {key: _curve(found) for key, found in points.items()}
+    return {key: _curve(curve_points) for key, curve_points in points.items()}
 
 
 def _curve(points: Mapping[float, float]) -> Curve:
@@ -326,7 +326,7 @@ def _host_tier(seconds: float) -> Tier:
     while not samples["page"] or (time.monotonic() < end and len(samples["page"]) < 15):
         for key, run in runs.items():
             samples[key].append(_seconds_of(run))
-    times = {key: median(found) for key, found in samples.items()}
+    times = {key: median(seconds_each) for key, seconds_each in samples.items()}
     return Tier(
         name="host",
         kind=MEMORY,

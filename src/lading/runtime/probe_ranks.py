@@ -37,7 +37,7 @@ def probe_ranks(ranks: int, seconds: float = 5.0, sizes: tuple[int, ...] = SIZES
     """
     if ranks < 2 or seconds <= 0 or not sizes:
         raise ConfigError(f"expected ranks >= 2, seconds > 0 and a size, got {ranks}, {seconds} and {sizes}")
-    found: dict[str, Curve] = {}
+    curves: dict[str, Curve] = {}
     for count in range(2, ranks + 1):
         with tempfile.TemporaryDirectory() as folder:
             start_processes(_run, (count, folder, sizes, seconds / (ranks - 1)), nprocs=count, start_method="spawn")
@@ -46,8 +46,8 @@ def probe_ranks(ranks: int, seconds: float = 5.0, sizes: tuple[int, ...] = SIZES
             op, *times = line.split()
             rates = tuple(size / float(text) for size, text in zip(sizes, times, strict=True))
             if op != "send" or count == 2:
-                found[f"{op}.{count}"] = Curve(size=tuple(map(float, sizes)), rate=rates)
-    return found
+                curves[f"{op}.{count}"] = Curve(size=tuple(map(float, sizes)), rate=rates)
+    return curves
 
 
 def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: float) -> None:
@@ -58,7 +58,7 @@ def _run(rank: int, count: int, folder: str, sizes: tuple[int, ...], seconds: fl
         share = seconds / len(OPS) / len(sizes)
         times = {op: [_seconds(call_of(op, size, rank, count), share) for size in sizes] for op in OPS}
         if rank == 0:
-            text = "\n".join(" ".join([op, *map(repr, found)]) for op, found in times.items())
+            text = "\n".join(" ".join([op, *map(repr, each_s)]) for op, each_s in times.items())
             (Path(folder) / "times").write_text(text)
     finally:
         dist.destroy_process_group()
@@ -104,5 +104,5 @@ def _seconds(call: Callable[[], object], share_s: float) -> float:
         call()
         times[index] = time.perf_counter() - start
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    kept = times.sort().values[: max(1, int(rounds * _FASTEST_SHARE))]
-    return float(kept.mean())
+    fastest = times.sort().values[: max(1, int(rounds * _FASTEST_SHARE))]
+    return float(fastest.mean())

@@ -71,8 +71,8 @@ def _run(rank: int, count: int, folder: str, seconds: float) -> None:
     try:
         lines = [f"kernels {name} {each!r}" for name, each in kernels_s(0.6 * seconds).items()]
         if count > 1:
-            found = {op: _busy(op, rank, count) for op in OPS if op != "send" or count == 2}
-            lines += [f"busy {op} {share!r}" for op, share in found.items()]
+            busy = {op: _busy(op, rank, count) for op in OPS if op != "send" or count == 2}
+            lines += [f"busy {op} {share!r}" for op, share in busy.items()]
         if count == 1:
             lines.append(f"overhead operation {_operation_s()!r}")
         if count == 2:
@@ -106,7 +106,7 @@ def kernels_s(seconds: float) -> dict[str, float]:
             for _ in range(numbers[name]):
                 call()
             times[name].append(_slowest(time.perf_counter() - start) / numbers[name])
-    return {name: _faster(found) for name, found in times.items()}
+    return {name: _faster(rounds_s) for name, rounds_s in times.items()}
 
 
 def _repeats(call: Callable[[], object]) -> int:
@@ -118,14 +118,14 @@ def _repeats(call: Callable[[], object]) -> int:
 
 
 def _slowest(seconds: float) -> float:
-    found = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
 
 
 def _faster(times: list[float]) -> float:
-    kept = sorted(times)[: max(1, int(len(times) * _FASTEST_SHARE))]
-    return statistics.fmean(kept)
+    fastest = sorted(times)[: max(1, int(len(times) * _FASTEST_SHARE))]
+    return statistics.fmean(fastest)
 
 
 def _busy(op: str, rank: int, count: int, times: int = 12) -> float:
@@ -149,13 +149,13 @@ def _tiny() -> nn.Sequential:
 
 def _pass_s(model: nn.Module, times: int = 40) -> float:
     """Processor seconds of a thread that runs a tiny model forward and back: waiting for others is not in it."""
-    x, found = torch.rand(4, 32), list[float]()
+    x, samples = torch.rand(4, 32), list[float]()
     for _ in range(times + 5):
         start = time.thread_time()
         model(x).sum().backward()
-        found.append(time.thread_time() - start)
+        samples.append(time.thread_time() - start)
         model.zero_grad(set_to_none=True)
-    return statistics.median(found[5:])
+    return statistics.median(samples[5:])
 
 
 def _operation_s() -> float:

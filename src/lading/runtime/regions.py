@@ -122,14 +122,14 @@ class RegionFinder:
 
     def _cut(self, run: Sequence[_Element]) -> list[FusibleRegion]:
         """Cut a run into regions: from its start, always the longest that may be one."""
-        found: list[FusibleRegion] = []
+        regions: list[FusibleRegion] = []
         start = 0
         while start < len(run):
             end = self._longest(run, start)
             if end > start:
-                found.append(self._region(run[start:end]))
+                regions.append(self._region(run[start:end]))
             start = max(end, start + 1)
-        return found
+        return regions
 
     def _longest(self, run: Sequence[_Element], start: int) -> int:
         """Index of the end of the longest region from ``start``; ``start`` if there is none."""
@@ -158,9 +158,9 @@ class RegionFinder:
             for t, stay in element.reads.items()
         ) and not any(storage in storages for storage, _ in element.makes.values())
 
-    def _apart(self, read: set[tuple[int, int]], kept: set[tuple[int, int]]) -> bool:
+    def _apart(self, read: set[tuple[int, int]], written: set[tuple[int, int]]) -> bool:
         """Whether the addresses that are written (``kept``) and those that are read do not overlap."""
-        spans = sorted((*self._span(stay), stay in kept) for stay in read | kept)
+        spans = sorted((*self._span(stay), stay in written) for stay in read | written)
         high, high_kept = -1, -1  # ends of all spans so far, and of those written
         for low, end, is_kept in spans:
             if low < (high if is_kept else high_kept):

@@ -99,16 +99,16 @@ class ReplicaFlight:
         """Compute what every replica is to get of the matrices that this rank owns, and start sending it to all."""
         self.rates = {number: rates[number] for number in self.moving}
         gradients = self._summed()
-        found: dict[int, torch.Tensor] = {}
+        results: dict[int, torch.Tensor] = {}
         for number in together_first(self.numbers, self.route.gangs):
             if number in gradients:
-                found[number] = self._result(number, gradients.pop(number), whole[number]).reshape(-1)
+                results[number] = self._result(number, gradients.pop(number), whole[number]).reshape(-1)
             elif number in self.route.gangs:
                 matrix = self._own(number).param.new_empty(
                     self.route.wholes[number][0].rows_columns, dtype=self._travels(number)
                 )
                 self._shared(number, matrix)
-        self._send_out([found[number] for number in self._of(self.route.team.rank)])
+        self._send_out([results[number] for number in self._of(self.route.team.rank)])
 
     def _summed(self) -> dict[int, torch.Tensor]:
         """Mean over ranks of the gradients that this rank owns, by matrix."""
@@ -120,40 +120,42 @@ class ReplicaFlight:
         for other in rows[1:]:
             total.add_(other)
         total.div_(ranks)
-        found: dict[int, torch.Tensor] = {}
+        means: dict[int, torch.Tensor] = {}
         start = 0
         for number in self._of(self.route.team.rank):
             # A tensor of its own: products differ in bits with where in memory their operands begin.
             part = total[start : start + self._size(number)].view(self.route.wholes[number][0].box.shape)
-            found[number] = part.to(self._own(number).travels.dtype, copy=True)
+            means[number] = part.to(self._own(number).travels.dtype, copy=True)
             start += self._size(number)
-        return found
+        return means
 
     def _shared(self, number: int, matrix: torch.Tensor) -> torch.Tensor:
         rule = self.route.wholes[number][1]
         return self.route.gangs[number].direction(cast(SharedRule, rule), matrix, self.route.traffic)
 
     def _result(self, number: int, grad: torch.Tensor, states: States) -> torch.Tensor:
-        (whole, rule), own = self.route.wholes[number], self._own(number)
+        (whole, rule), moving = self.route.wholes[number], self._own(number)
         if isinstance(rule, PieceRule):
-            value = self._view(number, own.param).clone()
-            rule.step(value, grad, states, lr=self.rates[whole.parameter], update=own.update)
+            value = self._view(number, moving.param).clone()
+            rule.step(value, grad, states, lr=self.rates[whole.parameter], update=moving.update)
             return value
-        matrix = rule.pre(grad.view(whole.rows_columns), states, own.update).contiguous()
+        matrix = rule.pre(grad.view(whole.rows_columns), states, moving.update).contiguous()
         if number in self.route.gangs:
             return self._shared(number, matrix)
         try:
-            return rule.direction(matrix, states, own.update).to(matrix.dtype)
+            return rule.direction(matrix, states, moving.update).to(matrix.dtype)
         except FAILURES as error:  # zeros travel, and all ranks are told at the end
             self.route.failures.last = error
             return torch.zeros_like(matrix)
 
-    def _send_out(self, found: list[torch.Tensor]) -> None:
+    def _send_out(self, results: list[torch.Tensor]) -> None:
         """Start sending results to every replica in one dtype, that of the group's widest."""
         team = self.route.team
         dtype = max({self._travels(number) for number in self.numbers}, key=lambda kind: kind.itemsize)
         device = next(iter(self.moving.values())).param.device
-        flat = torch.cat([part.to(dtype) for part in found]) if found else torch.empty(0, dtype=dtype, device=device)
+        flat = (
+            torch.cat([part.to(dtype) for part in results]) if results else torch.empty(0, dtype=dtype, device=device)
+        )
         sizes = [sum(map(self._size, self._of(rank))) for rank in range(team.ranks)]
         self.under = self._exchange(flat.repeat(team.ranks), sizes, [flat.numel()] * team.ranks, team.outbound)
 
@@ -169,23 +171,21 @@ class ReplicaFlight:
         start = 0
         for rank in range(self.route.team.ranks):
             for number in self._of(rank):
-                (whole, rule), own = self.route.wholes[number], self._own(number)
-                param = self._view(number, own.param)
+                (whole, rule), moving = self.route.wholes[number], self._own(number)
+                param = self._view(number, moving.param)
                 part = self.under.arrived[start : start + whole.box.size].view(whole.box.shape)
                 start += whole.box.size
                 if isinstance(rule, PieceRule):
                     param.copy_(part)
                 else:
                     direction, rate = part.to(self._travels(number)), self.rates[whole.parameter]
-                    rule.post(param, direction, whole.rows_columns, lr=rate, update=own.update)
+                    rule.post(param, direction, whole.rows_columns, lr=rate, update=moving.update)
 
-    def _exchange(
-        self, out: torch.Tensor, taken: list[int], given: list[int], group: dist.ProcessGroup | None
-    ) -> Under:
+    def _exchange(self, out: torch.Tensor, taken: list[int], sent: list[int], group: dist.ProcessGroup | None) -> Under:
         team, traffic = self.route.team, self.route.traffic
         if team.ranks == 1:
             return Under(None, out, out)
         arrived = out.new_empty(sum(taken))
         traffic.collectives += 1
-        traffic.elements += sum(given) - given[team.rank]
-        return Under(dist.all_to_all_single(arrived, out, taken, given, group=group, async_op=True), arrived, out)
+        traffic.elements += sum(sent) - sent[team.rank]
+        return Under(dist.all_to_all_single(arrived, out, taken, sent, group=group, async_op=True), arrived, out)

@@ -53,8 +53,8 @@ def trim() -> bool:
 
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return found
+    function: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return function
 
 
 def give_back() -> None:

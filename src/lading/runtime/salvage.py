@@ -201,16 +201,16 @@ def _actions(program: Program, bound: Bound, reached: Iterable[Reached]) -> tupl
 
 def _changes(program: Program) -> dict[int, int]:
     """Number of times that a whole step changes each storage, deferred updates left out."""
-    graph, found = program.graph, dict[int, int]()
+    graph, counts = program.graph, dict[int, int]()
     for action in program.actions:
         if action.op is not None and action.op not in graph.deferred:
             for storage in graph.op_writes[action.op]:
-                found[storage] = found.get(storage, 0) + 1
-    return found
+                counts[storage] = counts.get(storage, 0) + 1
+    return counts
 
 
 def bring_home(
-    program: Program, homes: Mapping[int, str], found: Salvage, copy: Callable[[int, Location, Location], None]
+    program: Program, homes: Mapping[int, str], salvaged: Salvage, copy: Callable[[int, Location, Location], None]
 ) -> None:
     """Take every value to where it is between steps, by calls of ``copy(storage, source, target)``.
 
@@ -219,9 +219,9 @@ def bring_home(
     """
     slots = {tier: dict(places) for tier, places in program.slots.items()}
     slots[DEVICE] = dict(program.resident)
-    now = dict(found.places)
+    now = dict(salvaged.places)
     goals = {storage: Location(tier, slots[tier][storage]) for storage, tier in homes.items()}
-    for storage, place in found.places.items():
+    for storage, place in salvaged.places.items():
         if place.tier == DEVICE and place != goals[storage]:
             tiers = (homes[storage], *program.slots)
             tier = next(t for t in tiers if t != DEVICE and storage in slots[t])

@@ -146,13 +146,13 @@ def _blocked_bytes(t: torch.Tensor) -> int:
 def by_signature(graph: StepGraph, scratch: Callable[[Op], _T]) -> list[_T]:
     """Apply ``scratch`` to each operation of a graph, once for those that differ only in which tensors they work on."""
     known: dict[object, _T] = {}
-    found: list[_T] = []
+    results: list[_T] = []
     for op in graph.ops:
         key = signature(graph, op)
         if key not in known:
             known[key] = scratch(op)
-        found.append(known[key])
-    return found
+        results.append(known[key])
+    return results
 
 
 def signature(graph: StepGraph, op: Op) -> object:

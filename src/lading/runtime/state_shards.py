@@ -88,8 +88,8 @@ def check_states(name: str, into: Mapping[str, torch.Tensor], of: Mapping[str, t
         ConfigError: other states, or of other shapes, or other pieces.
     """
     if of is None or set(of) != set(into):
-        found = "nothing" if of is None else ", ".join(sorted(of))
-        raise ConfigError(f"the states of {name}: expected {', '.join(sorted(into))}, found {found}")
+        got = "nothing" if of is None else ", ".join(sorted(of))
+        raise ConfigError(f"the states of {name}: expected {', '.join(sorted(into))}, found {got}")
     for key, tensor in into.items():
         if tuple(of[key].shape) != tuple(tensor.shape):
             raise ConfigError(f"{name}: expected {key} of shape {tuple(tensor.shape)}, got {tuple(of[key].shape)}")

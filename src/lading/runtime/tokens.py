@@ -102,7 +102,7 @@ def _special(made: Any, key: str, path: Path) -> int | None:
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
             return made.token_to_id(value)
-    return next((found for word in _USUAL[key] if (found := made.token_to_id(word)) is not None), None)
+    return next((token for word in _USUAL[key] if (token := made.token_to_id(word)) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -155,17 +155,17 @@ def open_store(config: DataConfig, tokenizer: Tokenizer, folder: Path, *, labell
     if tokenizer.path is not None:
         parts.append(hashlib.sha256(read_bytes(tokenizer.path)).hexdigest())
     path = folder / f"text-{hashlib.sha256(repr(parts).encode()).hexdigest()[:16]}.tokens"
-    found = _opened(path, tokenizer.specials)
-    if found is None:
+    store = _opened(path, tokenizer.specials)
+    if store is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _write(path, pieces(files, config, labelled=labelled), tokenizer)
         except OSError as error:
             raise StorageError(f"cannot copy the text of {config.source!r} to {folder}: {error}") from error
-        found = _opened(path, tokenizer.specials)
-    if found is None:
+        store = _opened(path, tokenizer.specials)
+    if store is None:
         raise StorageError(f"{path}: expected the text that was just written, found another; run again")
-    return found
+    return store
 
 
 def _opened(path: Path, specials: Specials) -> TokenStore | None:
@@ -264,9 +264,9 @@ def _encoded_group(group: list[TextPiece], tokenizer: Tokenizer) -> Iterator[tup
     try:
         texts = [piece.data.decode() for piece in group]
     except UnicodeDecodeError as error:
-        found = error.object[error.start : error.start + 16]
+        bad_bytes = error.object[error.start : error.start + 16]
         raise ConfigError(
-            f"data.source: expected UTF-8 text for the tokenizer, found {found!r}; "
+            f"data.source: expected UTF-8 text for the tokenizer, found {bad_bytes!r}; "
             "leave files that are no text out, or set data.tokenizer to 'bytes'"
         ) from error
     for piece, ids in zip(group, tokenizer.encode(texts), strict=True):

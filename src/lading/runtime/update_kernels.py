@@ -109,14 +109,14 @@ def parameter_kernel(
         room = None
         if copied and master is not None:
             room = torch.empty(copied // 4, dtype=torch.float32, device=param.device)
-        for rounded, given, moved, *parts in pieces:
-            seen = given
+        for rounded, gradient, moved, *parts in pieces:
+            seen = gradient
             if room is not None:
-                seen = room[: given.numel()].as_strided(moved.shape, moved.stride()).copy_(given)
+                seen = room[: gradient.numel()].as_strided(moved.shape, moved.stride()).copy_(gradient)
                 if coefficient is not None:
                     seen.mul_(coefficient)
             elif copied:
-                seen = torch.empty_like(moved).copy_(given)
+                seen = torch.empty_like(moved).copy_(gradient)
             rule.update(moved, seen, dict(zip(names, parts, strict=True)), lr=rate(), step=step)
             if master is not None:
                 rounded.copy_(moved)
@@ -249,23 +249,23 @@ def _direction(update: _Update, rule: Any, index: int, number: int, rows: int) -
     """
     states = {name: state[index] for name, state in update.states.items()}
     kinds = update.rule.states(*update.param.shape[-2:])
-    held = {name: state for name, state in states.items() if kinds[name].held is StatePlace.ELEMENTWISE}
+    elementwise = {name: state for name, state in states.items() if kinds[name].held is StatePlace.ELEMENTWISE}
     if update.workspace is None:
-        matrix = rule.pre(_gradient(update, index, slice(None)), held, number).contiguous()
+        matrix = rule.pre(_gradient(update, index, slice(None)), elementwise, number).contiguous()
         return rule.direction(matrix, states, number).to(matrix.dtype)
     shape = update.param.shape[1:]
     x = update.workspace[: prod(shape)].view(shape)
     for part in _parts(shape[0], rows):
-        x[part].copy_(rule.pre(_gradient(update, index, part), {n: s[part] for n, s in held.items()}, number))
+        x[part].copy_(rule.pre(_gradient(update, index, part), {n: s[part] for n, s in elementwise.items()}, number))
     return cast(WorkspaceRule, rule).direction_within(x, update.workspace[prod(shape) :])
 
 
 def _gradient(update: _Update, index: int, part: slice) -> torch.Tensor:
     """Rows ``part`` of a gradient as the rule sees them: in float32 and clipped, where it is cast on its way."""
-    given = update.grad[index, part]
+    grad = update.grad[index, part]
     if not update.widens:
-        return given
-    wide = given.float()
+        return grad
+    wide = grad.float()
     return wide if update.coefficient is None else wide.mul_(update.coefficient)
 
 

@@ -164,13 +164,13 @@ class Values:
     def _as_bytes(self, storage: int, tensor: torch.Tensor) -> torch.Tensor:
         """Bytes that a storage must have to hold ``tensor``; no copy if it lies in memory as the graph wants it."""
         item = self._graph.storages[storage]
-        given = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if given == ("uint8", (item.size_bytes,)):
+        got = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if got == ("uint8", (item.size_bytes,)):
             return tensor.detach()
         wanted = self._views.get(storage)
-        if wanted is None or given != (wanted.dtype, wanted.shape):
+        if wanted is None or got != (wanted.dtype, wanted.shape):
             shape = f"{wanted.dtype} {wanted.shape}" if wanted else f"uint8 ({item.size_bytes},)"
-            raise ConfigError(f"expected {item.name!r} as {shape}, got {given[0]} {given[1]}")
+            raise ConfigError(f"expected {item.name!r} as {shape}, got {got[0]} {got[1]}")
         tensor = tensor.detach()
         if tensor.stride() == wanted.stride and wanted.is_dense and wanted.spans(item.size_bytes):
             return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)

@@ -71,14 +71,14 @@ class AttributeTable:
 
     def restore(self) -> None:
         """Make the table what it was; one that was not touched, which others may share, stays untouched."""
-        held, before = self.held, self.before
-        if isinstance(held, np.ndarray):
-            held[...] = before
-        elif isinstance(held, CellType):
-            _refill(held, before)
-        elif not _is_untouched(held, before):
-            held.clear()
-            (held.update if isinstance(held, (dict, set)) else held.extend)(before)
+        table, before = self.held, self.before
+        if isinstance(table, np.ndarray):
+            table[...] = before
+        elif isinstance(table, CellType):
+            _refill(table, before)
+        elif not _is_untouched(table, before):
+            table.clear()
+            (table.update if isinstance(table, (dict, set)) else table.extend)(before)
 
 
 def _refill(cell: CellType, before: CellType) -> None:
@@ -89,12 +89,12 @@ def _refill(cell: CellType, before: CellType) -> None:
         del cell.cell_contents
 
 
-def _is_untouched(held: Any, before: Any) -> bool:
-    if len(held) != len(before):
+def _is_untouched(table: Any, before: Any) -> bool:
+    if len(table) != len(before):
         return False
-    if isinstance(held, dict):
-        return all(key in before and before[key] is value for key, value in held.items())
-    return held == before if isinstance(held, set) else all(map(operator.is_, held, before))
+    if isinstance(table, dict):
+        return all(key in before and before[key] is value for key, value in table.items())
+    return table == before if isinstance(table, set) else all(map(operator.is_, table, before))
 
 
 @dataclass
@@ -114,39 +114,39 @@ class Left:
 
     def forget_steady(self, is_steady: Callable[[torch.Tensor], bool]) -> None:
         """Leave out tensors whose values are the same in every step: tables that the next step would make again."""
-        for place in [p for p, kept in self.tensors.items() if all(map(is_steady, fakes_in(kept)))]:
+        for place in [p for p, value in self.tensors.items() if all(map(is_steady, fakes_in(value)))]:
             del self.tensors[place], self.labels[place]
 
 
 def tables_of(model: torch.nn.Module, loss: Any = None) -> list[AttributeTable]:
     """Copy every table in which a step of the model and its loss could leave something."""
-    found: dict[int, AttributeTable] = {}
-    _add_modules(found, "", model)
+    tables: dict[int, AttributeTable] = {}
+    _add_modules(tables, "", model)
     if isinstance(loss, torch.nn.Module):
-        _add_modules(found, "loss", loss)
+        _add_modules(tables, "loss", loss)
     else:
-        _walk(found, "loss", loss, _DEEPEST)
-    return list(found.values())
+        _walk(tables, "loss", loss, _DEEPEST)
+    return list(tables.values())
 
 
 def tables_at(label: str, value: Any) -> list[AttributeTable]:
     """Copy the tables that a value, known as ``label``, is or holds."""
-    found: dict[int, AttributeTable] = {}
-    _walk(found, label, value, _DEEPEST)
-    return list(found.values())
+    tables: dict[int, AttributeTable] = {}
+    _walk(tables, label, value, _DEEPEST)
+    return list(tables.values())
 
 
-def _add_modules(found: dict[int, AttributeTable], prefix: str, root: torch.nn.Module) -> None:
+def _add_modules(tables: dict[int, AttributeTable], prefix: str, root: torch.nn.Module) -> None:
     for name, module in root.named_modules(prefix=prefix):
-        _add(found, name, vars(module), type(module))
-        _add(found, name, vars(module)["_modules"], attribute="_modules")
+        _add(tables, name, vars(module), type(module))
+        _add(tables, name, vars(module)["_modules"], attribute="_modules")
         for key, value in list(vars(module).items()):
             if key not in OF_TORCH:
-                _walk(found, joined(name, key), value, _DEEPEST, key)
+                _walk(tables, joined(name, key), value, _DEEPEST, key)
         parameters = ((joined(name, key), p) for key, p in module._parameters.items() if p is not None)
         for label, hooked in ((name, module), *parameters):
             for kind, hook in hooks_of(hooked):
-                _walk(found, f"{label} {kind}".lstrip(), hook, _DEEPEST)
+                _walk(tables, f"{label} {kind}".lstrip(), hook, _DEEPEST)
 
 
 def joined(*parts: object) -> str:
@@ -154,44 +154,44 @@ def joined(*parts: object) -> str:
     return ".".join(part for part in map(str, parts) if part)
 
 
-def _walk(found: dict[int, AttributeTable], label: str, value: Any, depth: int, attribute: str = "") -> None:
+def _walk(tables: dict[int, AttributeTable], label: str, value: Any, depth: int, attribute: str = "") -> None:
     """Add the tables that a value is or holds to ``found``; ``attribute`` is the name that leads there."""
     if isinstance(value, MethodType):
         value = value.__self__
     elif isinstance(value, partial):
-        _walk(found, f"{label}.keywords", value.keywords, depth)
+        _walk(tables, f"{label}.keywords", value.keywords, depth)
         value = (value.func, value.args)
-    held = value if type(value) in (*_CONTAINERS, CellType) or _is_array(value) else None
-    owner = type(value) if held is None and _is_plain_object(value) else None
+    table = value if type(value) in (*_CONTAINERS, CellType) or _is_array(value) else None
+    owner = type(value) if table is None and _is_plain_object(value) else None
     if owner is not None:
-        held = vars(value)
+        table = vars(value)
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            _walk(found, f"{label}.{name}", cell, depth)
-    if held is not None:
-        if id(held) in found:
+            _walk(tables, f"{label}.{name}", cell, depth)
+    if table is not None:
+        if id(table) in tables:
             return
-        _add(found, label, held, owner, attribute)
+        _add(tables, label, table, owner, attribute)
     elif not isinstance(value, tuple):
         return
     if depth:
-        items = items_of(value if held is None else held)
+        items = items_of(value if table is None else table)
         for key, inner in list(items if owner is not None else islice(items, _LOOKED_INTO)):
             name = str(key) if owner is not None else attribute
-            _walk(found, joined(label, key), inner, depth - 1, name)
+            _walk(tables, joined(label, key), inner, depth - 1, name)
 
 
 def _add(
-    found: dict[int, AttributeTable], label: str, held: Any, owner: type | None = None, attribute: str = ""
+    tables: dict[int, AttributeTable], label: str, table: Any, owner: type | None = None, attribute: str = ""
 ) -> None:
-    found.setdefault(id(held), AttributeTable(label, held, copied(held), owner, attribute))
+    tables.setdefault(id(table), AttributeTable(label, table, copied(table), owner, attribute))
 
 
-def copied(held: Any) -> Any:
+def copied(table: Any) -> Any:
     """Shallow copy of a table; a cell is a variable of a function that an inner one assigns."""
-    if isinstance(held, CellType):
-        return CellType(*(value for _, value in items_of(held)))
-    return copy.copy(held)
+    if isinstance(table, CellType):
+        return CellType(*(value for _, value in items_of(table)))
+    return copy.copy(table)
 
 
 def is_apart(value: Any) -> bool:
@@ -288,35 +288,35 @@ def _is_other(value: Any, old: Any) -> bool:
     return is_plain(value) and not (type(value) is type(old) and is_plain(old) and bool(value == old))
 
 
-def items_of(held: Any) -> Iterator[tuple[Any, Any]]:
+def items_of(table: Any) -> Iterator[tuple[Any, Any]]:
     """Pairs (name, value) of what is in a table; of a list or the like the length and the first items."""
-    if isinstance(held, dict):
-        yield from held.items()
-    elif isinstance(held, set):
-        yield from ((item, True) for item in held)
-    elif isinstance(held, CellType):
+    if isinstance(table, dict):
+        yield from table.items()
+    elif isinstance(table, set):
+        yield from ((item, True) for item in table)
+    elif isinstance(table, CellType):
         with suppress(ValueError):  # a variable that has no value yet
-            yield "", held.cell_contents
-    elif isinstance(held, np.ndarray):
-        yield from enumerate(held.flat[:COMPARED].tolist())
+            yield "", table.cell_contents
+    elif isinstance(table, np.ndarray):
+        yield from enumerate(table.flat[:COMPARED].tolist())
     else:
-        yield LENGTH, len(held)
-        yield from enumerate(islice(held, COMPARED))
+        yield LENGTH, len(table)
+        yield from enumerate(islice(table, COMPARED))
 
 
-def read_item(held: Any, key: Any) -> object:
+def read_item(table: Any, key: Any) -> object:
     """Value in a table under a name that ``items_of`` gave; GONE where there is none."""
-    if isinstance(held, dict):
-        return held.get(key, GONE)
-    if isinstance(held, set):
-        return True if key in held else GONE
-    if isinstance(held, CellType):
-        return next((value for _, value in items_of(held)), GONE)
+    if isinstance(table, dict):
+        return table.get(key, GONE)
+    if isinstance(table, set):
+        return True if key in table else GONE
+    if isinstance(table, CellType):
+        return next((value for _, value in items_of(table)), GONE)
     if key == LENGTH:
-        return len(held)
-    if isinstance(held, np.ndarray):
-        return held.flat[key].item() if key < held.size else GONE
-    return held[key] if key < len(held) else GONE
+        return len(table)
+    if isinstance(table, np.ndarray):
+        return table.flat[key].item() if key < table.size else GONE
+    return table[key] if key < len(table) else GONE
 
 
 def carry(tables: list[AttributeTable], left: Left, seen: set[str]) -> None:
@@ -334,26 +334,26 @@ def carry(tables: list[AttributeTable], left: Left, seen: set[str]) -> None:
                 _set(table.held, place[1], _watched(left.plain[place], left.labels[place], seen))
 
 
-def _set(held: Any, key: Any, value: Any) -> None:
-    """Set one attribute or item of a table; where a list has become longer, append what is compared of it."""
-    if isinstance(held, CellType):
-        held.cell_contents = value
-    elif isinstance(held, dict):
+def _set(table: Any, key: Any, value: Any) -> None:
+    """Set one attribute or item of a table; the item ``LENGTH`` of a list sets how long it is."""
+    if isinstance(table, CellType):
+        table.cell_contents = value
+    elif isinstance(table, dict):
         if value is GONE:
-            held.pop(key, None)
+            table.pop(key, None)
         else:
-            held[key] = value
-    elif isinstance(held, set):
-        (held.discard if value is GONE else held.add)(key)
+            table[key] = value
+    elif isinstance(table, set):
+        (table.discard if value is GONE else table.add)(key)
     elif key == LENGTH:
-        while len(held) > int.__index__(value):
-            held.pop()
-        while COMPARED <= len(held) < int.__index__(value):
-            held.append(held[-1])
-    elif key < len(held):
-        held[key] = value
+        while len(table) > int.__index__(value):
+            table.pop()
+        while COMPARED <= len(table) < int.__index__(value):
+            table.append(table[-1])
+    elif key < len(table):
+        table[key] = value
     else:
-        held.append(value)
+        table.append(value)
 
 
 def check_steady(graph: StepGraph, left: Left, again: Callable[[set[str]], tuple[StepGraph, Left]]) -> None:

@@ -101,8 +101,8 @@ def _name(keys: tuple[Any, ...]) -> str:
 
 def _refuse_hidden(value: Any, path: str) -> None:
     """Raise for an array, or an object with tensors or arrays in its attributes."""
-    held = [value, *vars(value).values()] if hasattr(value, "__dict__") and not callable(value) else [value]
-    for item in held:
+    parts = [value, *vars(value).values()] if hasattr(value, "__dict__") and not callable(value) else [value]
+    for item in parts:
         if isinstance(item, torch.Tensor) or hasattr(item, "__array_interface__"):
             raise CaptureError(
                 f"batch entry {path or 'batch'!r}: expected tensors in dicts, lists, tuples or dataclasses, got a "

@@ -57,8 +57,8 @@ class FakeRunner:
         out = _run_rule(func, args, kwargs)
         if key is not None:
             out = _corrected(func, args, kwargs, tensors, out)
-        if key is not None and (found := _describe(out, tensors)) is not None:
-            self._known[key] = found
+        if key is not None and (described := _describe(out, tensors)) is not None:
+            self._known[key] = described
         return out
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
@@ -112,10 +112,10 @@ def _append(parts: list[Any], arg: Any) -> bool:
 def _corrected(func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> Any:
     """Give a result the strides that the kernel really gives."""
     outs = list(flat_tensors(out))
-    held = {t.untyped_storage()._cdata for t in tensors}
+    storages = {t.untyped_storage()._cdata for t in tensors}
     if any(type(t) is not FakeTensor or t.layout is not torch.strided or t.is_complex() for t in outs):
         return out
-    if any(t.untyped_storage()._cdata in held for t in outs):
+    if any(t.untyped_storage()._cdata in storages for t in outs):
         return _corrected_view(func, args, kwargs, tensors, out)
     with unset_fake_temporarily():
         strides = real_strides(func, args, kwargs, outs)

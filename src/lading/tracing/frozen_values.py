@@ -154,9 +154,9 @@ class Watch:
         if self._frozen is None:
             return
         for number, batch in enumerate(batches):
-            given = plain_leaves(batch)
-            if not _all_same(self._frozen.batch, given):
-                _refuse_batch(number, self._frozen.batch, given, inputs, dict(input_leaves(batch)))
+            values = plain_leaves(batch)
+            if not _all_same(self._frozen.batch, values):
+                _refuse_batch(number, self._frozen.batch, values, inputs, dict(input_leaves(batch)))
         with torch._C.DisableTorchFunctionSubclass():  # parameters whose values a trainer has answer little else
             for name, module, parts in self._parts:
                 now = _parts(module)
@@ -351,8 +351,8 @@ class Reach:
             self._own(table.owner)
             for _, value in islice(items_of(table.held), None if table.owner is not None else _FOLLOWED):
                 self._follow(value)
-        for held in (*model.modules(), *model.parameters()) if model is not None else ():
-            for _, hook in hooks_of(held):
+        for owner in (*model.modules(), *model.parameters()) if model is not None else ():
+            for _, hook in hooks_of(owner):
                 self._follow(hook)
         self._name("forward")
         while self._todo:
@@ -392,22 +392,22 @@ class Reach:
 
         Of a container the first items count, and how many there are.
         """
-        held, label = table.held, table.label
+        values, label = table.held, table.label
         if table.attribute == "_modules":
             return
         inside = table.owner is None and (not table.attribute or table.attribute in self.names)
         of_torch = OF_TORCH if table.owner is not None and issubclass(table.owner, torch.nn.Module) else ()
-        is_counted = inside and isinstance(held, (dict, set))
+        is_counted = inside and isinstance(values, (dict, set))
         if is_counted:
-            yield length_of(label), partial(len, held), len(held)
+            yield length_of(label), partial(len, values), len(values)
         settings = _holds_settings(table.owner)
         if settings and any(kind.__name__ == "GenerationConfig" for kind in _mro(table.owner)):
             return  # how to generate is read by generate() alone
-        for key, value in islice(items_of(held), COMPARED if is_counted else None):
+        for key, value in islice(items_of(values), COMPARED if is_counted else None):
             if (settings and key in _WRITTEN_AS_SAVED) or (key in of_torch and not is_leaf(value)):
                 continue
             if (inside or key in self.names) and not is_apart(value):
-                yield joined(label, key), partial(read_item, held, key), value
+                yield joined(label, key), partial(read_item, values, key), value
 
     def _follow(self, value: Any) -> None:
         """Visit the functions that a value is made of; the keywords of a partial one are names of arguments."""

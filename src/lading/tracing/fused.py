@@ -139,8 +139,8 @@ def _keep_attention(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _attention_gradients(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    kept = ctx.saved_tensors
-    return (*torch.ops.lading._scaled_dot_product_flash_attention_backward(grad, *kept, ctx.is_causal), None)
+    saved = ctx.saved_tensors
+    return (*torch.ops.lading._scaled_dot_product_flash_attention_backward(grad, *saved, ctx.is_causal), None)
 
 
 torch.library.register_autograd(

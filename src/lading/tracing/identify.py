@@ -68,10 +68,10 @@ class Identifier:
     def _search(self, observed: NDArray[np.int64]) -> Size | None:
         if (observed == observed[0]).all():
             return Size.of(int(observed[0]))
-        found = self._product(observed)
-        if found is None:
-            found = self._sum(observed)
-        return found if found is not None else self._multilinear(observed)
+        size = self._product(observed)
+        if size is None:
+            size = self._sum(observed)
+        return size if size is not None else self._multilinear(observed)
 
     @cached_property
     def _monomials(self) -> tuple[list[Monomial], NDArray[np.int64]]:
@@ -103,9 +103,9 @@ class Identifier:
             count = sum(sum(power for _, power in m) <= degree for m in names)
             left, right = np.triu_indices(count, 1)
             for at in combinations(range(len(self.values)), 2):
-                found = self._solved(observed, at, left, right)
-                if found is not None:
-                    return found
+                solution = self._solved(observed, at, left, right)
+                if solution is not None:
+                    return solution
         return None
 
     def _solved(

@@ -86,8 +86,8 @@ class Deferred:
             if needed.intersection(self.tensors[t].storage for t in (*op.outputs, *op.mutates)):
                 needed.update(self.tensors[t].storage for t in op.inputs)
                 ops.append(op)
-        kept = self.ops if any(op.random for op in ops) else tuple(reversed(ops))
-        return dataclasses.replace(self, named=named, ops=kept)
+        needed_ops = self.ops if any(op.random for op in ops) else tuple(reversed(ops))
+        return dataclasses.replace(self, named=named, ops=needed_ops)
 
     def _made_dtype(self, op: Op) -> torch.dtype:
         """Default dtype of torch when the operation made floats: a factory that was given no dtype took it."""
@@ -114,9 +114,9 @@ class Deferred:
     def _overwrites(self, op: Op, tensor: int) -> bool:
         """Whether the operation sets every byte of the tensor's storage without reading it."""
         name = op.name.split(".")[1]
-        found = self.tensors[tensor]
-        whole = found.size_bytes == self.storages[found.storage].size_bytes
-        return name in _OVERWRITE and op.mutates == (tensor,) and whole and 0 not in found.stride
+        view = self.tensors[tensor]
+        whole = view.size_bytes == self.storages[view.storage].size_bytes
+        return name in _OVERWRITE and op.mutates == (tensor,) and whole and 0 not in view.stride
 
 
 @contextmanager

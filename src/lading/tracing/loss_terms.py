@@ -27,9 +27,9 @@ def named_losses(value: Any) -> dict[str, torch.Tensor]:
         terms = {TOTAL: value}
     for name, term in terms.items():
         if not isinstance(term, torch.Tensor) or term.numel() != 1:
-            found = tuple(term.shape) if isinstance(term, torch.Tensor) else type(term).__name__
+            got = tuple(term.shape) if isinstance(term, torch.Tensor) else type(term).__name__
             raise CaptureError(
-                f"expected loss(model, batch) to return a scalar tensor or several, got {found}; reduce it: .mean()"
+                f"expected loss(model, batch) to return a scalar tensor or several, got {got}; reduce it: .mean()"
             )
         if not term.requires_grad:
             what = "the loss does" if len(terms) == 1 else f"the loss {name!r} does"

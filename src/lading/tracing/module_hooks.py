@@ -28,17 +28,17 @@ _OF_PARAMETERS = {"_backward_hooks": "hook", "_post_accumulate_grad_hooks": "pos
 _TABLES = tuple(name for name, table in vars(torch.nn.Module()).items() if "hooks" in name and isinstance(table, dict))
 
 
-def hooks_of(held: torch.nn.Module | torch.Tensor) -> Iterator[tuple[str, Any]]:
+def hooks_of(owner: torch.nn.Module | torch.Tensor) -> Iterator[tuple[str, Any]]:
     """Hooks of a module or a parameter: pairs of the kind, as in ``register_KIND``, and the function."""
-    kinds = _OF_MODULES if isinstance(held, torch.nn.Module) else _OF_PARAMETERS
+    kinds = _OF_MODULES if isinstance(owner, torch.nn.Module) else _OF_PARAMETERS
     for table, kind in kinds.items():
-        for hook in (getattr(held, table) or {}).values():
+        for hook in (getattr(owner, table) or {}).values():
             yield kind, hook
 
 
-def described(held: torch.nn.Module | torch.Tensor) -> tuple[str, ...]:
+def described(owner: torch.nn.Module | torch.Tensor) -> tuple[str, ...]:
     """Describe each hook in words, such as ``"forward_hook scaled (net.py:12)"``."""
-    return tuple(f"{kind} {named(hook)}" for kind, hook in hooks_of(held))
+    return tuple(f"{kind} {named(hook)}" for kind, hook in hooks_of(owner))
 
 
 def described_global() -> tuple[str, ...]:

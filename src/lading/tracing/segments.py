@@ -116,7 +116,7 @@ class _SegmentCutter:
             crossed = range(place, place + distance) if forward else range(place - distance, place)
             for border in crossed:
                 borders[border][t] = max(borders[border].get(t, 0), distance)
-        return [sorted(found, key=lambda t: (-found[t], self.producers[t][0])) for found in borders]
+        return [sorted(reaches, key=lambda t: (-reaches[t], self.producers[t][0])) for reaches in borders]
 
     def _made(self, tensor: int, until: int) -> int | None:
         """Operation that made a tensor for one that takes it, or None; a view may be made again in every block."""
@@ -129,10 +129,10 @@ class _SegmentCutter:
         rest, ordered = list(grads), list[int]()
         for leaf in leaves:
             shape = self.graph.tensors[leaf].shape
-            found = next((g for g in rest if self.graph.tensors[g].shape == shape), None)
-            if found is not None:
-                rest.remove(found)
-                ordered.append(found)
+            grad = next((g for g in rest if self.graph.tensors[g].shape == shape), None)
+            if grad is not None:
+                rest.remove(grad)
+                ordered.append(grad)
         return [*ordered, *rest]
 
     def _carried(self, before: list[int], after: list[int]) -> list[int]:
@@ -276,15 +276,15 @@ def _merged(graph: StepGraph, views: list[tuple[int, Op]]) -> tuple[list[Op], li
             position, view = next(rest)
         rows.append((op, False))
     needed = {p.gradient for p in graph.parameters} | set(graph.losses)
-    kept: list[tuple[Op, bool]] = []
+    merged: list[tuple[Op, bool]] = []
     for op, is_view in reversed(rows):
         outputs = tuple(t for t in op.outputs if t not in op.inputs)
         if is_view and not needed & set(outputs):
             continue
         needed.update(op.inputs)
-        kept.append((op, is_view))
-    kept.reverse()
-    return [op for op, _ in kept], [is_view for _, is_view in kept]
+        merged.append((op, is_view))
+    merged.reverse()
+    return [op for op, _ in merged], [is_view for _, is_view in merged]
 
 
 def _blocks(ops: Sequence[Op]) -> list[str]:

@@ -63,17 +63,17 @@ def settings_of(op: Op, tensors: list[Tensor] | tuple[Tensor, ...]) -> Settings:
 
 
 def _others(op: Op, base: str, named: dict[str, Any], rank: int) -> Settings:
-    found: list[tuple[str, object]] = []
+    others: list[tuple[str, object]] = []
     if "normalized_shape" in named or base.startswith("_fused_rms_norm"):
         count = len(named.get("normalized_shape") or named["shape"])
         return (("normalizes", tuple(range(rank - count, rank))),)
     if isinstance(named.get("dim"), int):
         ranks = rank + 1 if base == "stack" else max(rank, 1)
-        found.append(("dim", named["dim"] % ranks))
+        others.append(("dim", named["dim"] % ranks))
     if isinstance(named.get("indices"), tuple):
-        found.append(("indexes", tuple(i for i, at in enumerate(named["indices"]) if at is not None)))
-    found.extend((key, named[key]) for key in ("is_causal", "p", "num_groups") if key in named)
-    return tuple(found)
+        others.append(("indexes", tuple(i for i, at in enumerate(named["indices"]) if at is not None)))
+    others.extend((key, named[key]) for key in ("is_causal", "p", "num_groups") if key in named)
+    return tuple(others)
 
 
 def _named(op: Op) -> dict[str, Any]:
@@ -163,13 +163,13 @@ def _reduced(named: dict[str, Any], rank: int) -> Settings:
 
 def number_settings(settings: Settings) -> list[Size]:
     """Lengths among settings, in order: they may depend on sizes."""
-    found: list[Size] = []
+    lengths: list[Size] = []
     for _, value in settings:
         if isinstance(value, Size):
-            found.append(value)
+            lengths.append(value)
         elif isinstance(value, tuple):
-            found.extend(item for item in value if isinstance(item, Size))
-    return found
+            lengths.extend(item for item in value if isinstance(item, Size))
+    return lengths
 
 
 def with_numbers(settings: Settings, numbers: list[Size]) -> Settings:

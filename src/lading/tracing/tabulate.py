@@ -123,8 +123,8 @@ def module_table(
             rest = []
     if not rest or any(table.counts != counts for table in rest):  # the model needs all of its blocks
         rest, counts = others(), first.counts
-    found = _joined([dataclasses.replace(first, counts=counts), *rest], sizes, None)
-    return dataclasses.replace(found, counts=first.counts)
+    made = _joined([dataclasses.replace(first, counts=counts), *rest], sizes, None)
+    return dataclasses.replace(made, counts=first.counts)
 
 
 @contextmanager
@@ -248,14 +248,14 @@ def _unified(segments: Sequence[Segment], identifier: Identifier, check: Mapping
 
     def find(lengths: Sequence[Size], what: str) -> Size:
         numbers = [int(length.at({})) for length in lengths]
-        found = identifier.size(numbers[:-1])
-        if found is None or found.at(check) != numbers[-1]:
-            tried = f", found {found}, which gives {found.at(check)} for the last" if found is not None else ""
+        size = identifier.size(numbers[:-1])
+        if size is None or size.at(check) != numbers[-1]:
+            tried = f", found {size}, which gives {size.at(check)} for the last" if size is not None else ""
             raise CaptureError(
                 f"{what} in segment {segments[0].name!r} is {numbers} long at the sizes captured: no simple "
                 f"polynomial in {', '.join(identifier.names)}{tried}"
             )
-        return found
+        return size
 
     tensors = tuple(
         dataclasses.replace(
@@ -267,10 +267,10 @@ def _unified(segments: Sequence[Segment], identifier: Identifier, check: Mapping
     ops: list[Op] = []
     for same in zip(*(s.ops for s in segments), strict=True):
         numbers = [number_settings(op.settings) for op in same]
-        found = [find(list(column), f"a setting of {same[0].name}") for column in zip(*numbers, strict=True)]
+        solved = [find(list(column), f"a setting of {same[0].name}") for column in zip(*numbers, strict=True)]
         arguments = zip(*map(number_args, same), strict=True)
         op = with_number_args(same[0], [_argument(column, identifier, check) for column in arguments])
-        ops.append(dataclasses.replace(op, settings=with_numbers(op.settings, found)))
+        ops.append(dataclasses.replace(op, settings=with_numbers(op.settings, solved)))
     return dataclasses.replace(segments[0], tensors=tensors, ops=tuple(ops))
 
 
@@ -279,13 +279,13 @@ def _argument(numbers: Sequence[int | float], identifier: Identifier, check: Map
     if len(set(numbers)) == 1:
         return numbers[0]
     if all(float(number).is_integer() for number in numbers):
-        found = identifier.size([int(number) for number in numbers[:-1]])
-        if found is not None and found.at(check) == numbers[-1]:
-            return found
+        size = identifier.size([int(number) for number in numbers[:-1]])
+        if size is not None and size.at(check) == numbers[-1]:
+            return size
     for exponent in (-0.5, -1.0, 0.5):
         bases = [round(number ** (1 / exponent)) if number > 0 else 0 for number in numbers]
         if all(base > 1 and isclose(base**exponent, n) for base, n in zip(bases, numbers, strict=True)):
-            found = identifier.size(bases[:-1])
-            if found is not None and found.at(check) == bases[-1]:
-                return Power(found, exponent)
+            size = identifier.size(bases[:-1])
+            if size is not None and size.at(check) == bases[-1]:
+                return Power(size, exponent)
     return Literal(UNKNOWN, ", ".join(map(str, numbers)))

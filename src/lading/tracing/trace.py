@@ -128,8 +128,8 @@ def forward_backward(
     if len(terms) == 1:
         return {TOTAL: value}
     with torch.no_grad():  # a term that lives on, such as a parameter, changes before the step ends
-        kept = {name: t.clone() if tracer.lives_on(t) else t for name, t in terms.items()}
-    return {TOTAL: value, **kept}
+        losses = {name: t.clone() if tracer.lives_on(t) else t for name, t in terms.items()}
+    return {TOTAL: value, **losses}
 
 
 def _keep_assigned_buffers(model: torch.nn.Module, fakes: Mapping[str, torch.Tensor]) -> None:

@@ -560,15 +560,15 @@ class Trace:
                 chosen.append(op)
                 needed |= {self.tensors[t].storage for t in op.inputs} | written
         made = {self.tensors[t].storage for op in chosen for t in op.outputs}
-        given = {self.tensors[t].storage: t for t in self.inputs} if batch else {}
-        if any(self.storages[s].role is not Role.CONSTANT and s not in given for s in needed - made):
+        leaves = {self.tensors[t].storage: t for t in self.inputs} if batch else {}
+        if any(self.storages[s].role is not Role.CONSTANT and s not in leaves for s in needed - made):
             return None
         if sum(self.storages[s].size_bytes for s in needed) > _LIMIT_BYTES:
             return None
         interpreter = Interpreter(self.storages, self.tensors, needed)
         with torch.no_grad():
-            for storage in needed & given.keys():
-                interpreter.put(given[storage], self.inputs[given[storage]])
+            for storage in needed & leaves.keys():
+                interpreter.put(leaves[storage], self.inputs[leaves[storage]])
             for op in reversed(chosen):
                 interpreter.run(op)
             return [interpreter.tensor(t).clone() for t in wanted]

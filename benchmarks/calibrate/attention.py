@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.calibrate.tables import replace, rows
 from scipy.optimize import least_squares
 
-from lading.catalog.kernels import KernelRates, PassRates, kernel_rates
+from lading.catalog.kernel_rates import KernelRates, PassRates, kernel_rates
 from lading.catalog.load import load_machine
 from lading.cost import attention as model
 from lading.cost.product import power_slowdown

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.calibrate.tables import replace
 from scipy.optimize import least_squares
 
-from lading.catalog.kernels import ProductRates, kernel_rates
+from lading.catalog.kernel_rates import ProductRates, kernel_rates
 from lading.catalog.load import load_machine
 from lading.cost import product as model
 from lading.ir.machine import Device

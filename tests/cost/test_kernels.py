@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from lading.catalog.kernels import kernel_rates
+from lading.catalog.kernel_rates import kernel_rates
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.cost.attention import attention_s

@@ -66,7 +66,7 @@ def architecture_table(
 
 
 def _with_ahead(model: Architecture, base: str) -> tuple[str, int]:
-    """The family whose last segments predict further tokens too, as many as the model if there is one, and how many."""
+    """Find the family whose last segments predict further tokens too, and how many of them it has."""
     if not model.predict_ahead:
         return base, 0
     stem = base
@@ -79,7 +79,7 @@ def _with_ahead(model: Architecture, base: str) -> tuple[str, int]:
 
 
 def _base(model: Architecture, *, unfused: bool, dropout: float, alibi: bool) -> str:
-    """The family whose first and last segment are taken, and its blocks where it has the kind."""
+    """Find the family whose first and last segment are taken, and its blocks where it has the kind."""
     has_shared = bool(model.symbols.get("fs"))
     if model.family == "gpt":
         if unfused:
@@ -135,14 +135,14 @@ def _symbols(model: Architecture, base: str, families: Mapping[str, StoredTable]
 
 
 def _last_apart(runs: list[tuple[Segment, str, int]], stored: StoredTable) -> list[tuple[Segment, str, int]]:
-    """The last block, whose backward comes first and has no gradients of text to add to, on its own."""
+    """Split off the last block, whose backward comes first and has no gradients of text to add to."""
     *before, (segment, kind, count) = runs
     rest = [(segment, kind, count - 1)] if count > 1 else []
     return [*before, *rest, (_blocks(stored)[-1], kind, 1)]
 
 
 def _windowed(segment: Segment, kind: str, model: Architecture) -> Segment:
-    """A block whose attention sees a window of tokens, if the kind says so."""
+    """Make a block's attention see a window of tokens, if the kind says so."""
     if kind != "window":
         return segment
     if not model.symbols.get("window"):
@@ -156,7 +156,7 @@ def _windowed(segment: Segment, kind: str, model: Architecture) -> Segment:
 
 
 def _biased(segment: Segment, model: Architecture) -> Segment:
-    """A block whose experts have biases and clamped gates, if the architecture says so: a name for costs."""
+    """Give a block's experts biases and clamped gates, if the architecture says so: a name for costs."""
     if not model.symbols.get("biased"):
         return segment
     ops = tuple(
@@ -167,7 +167,7 @@ def _biased(segment: Segment, model: Architecture) -> Segment:
 
 
 def with_precise_layers(table: ModelTable, first: int, last: int, layers: int) -> ModelTable:
-    """The table with so many of its first and last blocks apart, whose products stay in 16 bits.
+    """Set a table's first and last blocks apart, with products that stay in 16 bits.
 
     Args:
         layers: Blocks of the model; those that predict further tokens stand behind them.
@@ -190,7 +190,7 @@ def with_precise_layers(table: ModelTable, first: int, last: int, layers: int) -
 
 
 def table_parameters(table: ModelTable, seq_len: int = 1) -> int:
-    """Parameters of a model, tied ones once; positions that are learned go by ``seq_len``."""
+    """Number of parameters of a model, tied ones once; positions that are learned go by ``seq_len``."""
     sizes = {**table.symbols, "s": seq_len}
     tied = {second for _, second in table.tied}
     total = 0

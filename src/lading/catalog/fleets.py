@@ -71,7 +71,7 @@ def lists_devices(name_or_path: str | Path) -> bool:
 
 
 def load_fleet(name_or_path: str | Path) -> Fleet:
-    """A fleet of the catalog by name, one described by a TOML file, or a machine as a fleet of one.
+    """Load a fleet of the catalog by name, one described by a TOML file, or a machine as a fleet of one.
 
     Raises:
         ConfigError: no such name or file, not TOML, or a key or value of the file is wrong.

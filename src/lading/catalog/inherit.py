@@ -32,7 +32,7 @@ _DEPTH = 4
 
 
 def resolve(data: Table, origin: str, base: Callable[[str], Table]) -> Table:
-    """The whole machine of a file that may extend another and give shares.
+    """Complete the table of a machine file that may extend another and give shares.
 
     Args:
         origin: File named in errors.
@@ -56,7 +56,7 @@ def resolve(data: Table, origin: str, base: Callable[[str], Table]) -> Table:
 
 
 def _merged(base: Table, child: Table) -> Table:
-    """``child`` laid over ``base``, whose sources of what the child replaces are dropped."""
+    """Lay ``child`` over ``base``, whose sources of what the child replaces are dropped."""
     replaced = set(_keys({key: value for key, value in child.items() if key != "sources"}))
     own = child.get("sources", {})
     inherited = {key: text for key, text in base.get("sources", {}).items() if key not in replaced}
@@ -83,7 +83,7 @@ def _all_tables(value: object) -> bool:
 
 
 def _by_name(base: list[Table], child: list[Table]) -> list[Table]:
-    """Tables by name, in the base's order; new ones come last."""
+    """Merge tables by name, in the base's order; new ones come last."""
     found = {table.get("name"): table for table in base}
     for table in child:
         found[table.get("name")] = {**found.get(table.get("name"), {}), **table}
@@ -91,7 +91,7 @@ def _by_name(base: list[Table], child: list[Table]) -> list[Table]:
 
 
 def _keys(table: Table, prefix: str = "") -> Iterator[str]:
-    """Dotted keys of every value, tiers and links by their name."""
+    """Yield the dotted keys of every value, tiers and links by their name."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield prefix + key
@@ -104,7 +104,7 @@ def _keys(table: Table, prefix: str = "") -> Iterator[str]:
 
 
 def _with_rates(machine: Table, shares: object, origin: str) -> Table:
-    """The machine with absolute rates in place of shares; what it has already stays."""
+    """Put absolute rates in place of shares; those that are there already stay."""
     if not isinstance(shares, dict) or not isinstance(machine.get("device"), dict):
         raise ConfigError(f"{origin}: expected the tables [shares] and [device], found another kind of value")
     table, device = cast(Table, shares), dict(cast(Table, machine["device"]))
@@ -137,7 +137,7 @@ def _rates(shares: Table, origin: str) -> Table:
 
 
 def _attention_peak(device: Table, origin: str) -> float:
-    """The peak that attention is a share of: a processor's in float32, another device's in 16 bits."""
+    """FLOP/s that attention's share refers to: a processor's in float32, another device's in 16 bits."""
     peaks = device.get("peak_flops_per_s")
     known = cast(Table, peaks) if isinstance(peaks, dict) else {}
     dtypes = ("float32",) if device.get("kind") == "cpu" else ("bfloat16", "float16")

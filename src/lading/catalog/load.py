@@ -29,7 +29,7 @@ def machine_names() -> tuple[str, ...]:
 
 
 def load_machine(name_or_path: str | Path) -> Machine:
-    """A catalog machine by name ("h100"), or the machine described by a TOML file.
+    """Load a catalog machine by name ("h100"), or the machine described by a TOML file.
 
     Raises:
         ConfigError: no such name or file, not TOML, or a key or value of the file is wrong.
@@ -48,7 +48,7 @@ def load_machine(name_or_path: str | Path) -> Machine:
 
 
 def as_machine(machine: Machine | str | Path) -> Machine:
-    """A machine given as such, by its name in the catalog, or by the path of its TOML file.
+    """Take a machine given as such, by its name in the catalog, or by the path of its TOML file.
 
     Raises:
         ConfigError: none of the three, or as ``load_machine``.
@@ -64,7 +64,7 @@ def as_machine(machine: Machine | str | Path) -> Machine:
 
 @cache
 def _of_catalog(name: str) -> Machine:
-    """Read once: what is shipped does not change."""
+    """Read a machine of the catalog once, as what is shipped does not change."""
     return _of_file(_FOLDER / f"{name}.toml")
 
 
@@ -102,7 +102,7 @@ def machine_from_dict(data: object, origin: str) -> Machine:
 
 
 def machine_to_toml(machine: Machine) -> str:
-    """The machine as TOML: ``machine_from_dict(tomllib.loads(...))`` gives an equal machine."""
+    """Write the machine as TOML: ``machine_from_dict(tomllib.loads(...))`` gives an equal machine."""
     lines: list[str] = []
     _write_table(lines, "", dataclasses.asdict(machine))
     return "\n".join(lines).lstrip("\n") + "\n"
@@ -155,7 +155,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _build(cls: type[_T], data: object, where: str, origin: str) -> _T:
-    """An instance of a dataclass from a table, every value checked against its annotation."""
+    """Build an instance of a dataclass from a table, every value checked against its annotation."""
     table = _table(data, where or "the file", origin)
     fields = {f.name: f for f in dataclasses.fields(cast(Any, cls))}
     place = f"in [{where}]" if where else "at the top level"
@@ -287,7 +287,7 @@ _READERS: dict[str, Callable[[object, str, str], Any]] = {
 
 
 def _write_table(lines: list[str], name: str, table: Mapping[str, Any]) -> None:
-    """Plain values first, then sub-tables, then arrays of tables, as TOML wants them."""
+    """Write plain values first, then sub-tables, then arrays of tables, as TOML wants them."""
     if name and (not table or any(not isinstance(v, dict) for v in table.values())):
         lines += ["", f"[{name}]"]
     for key, value in table.items():
@@ -323,11 +323,11 @@ def _value(value: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A JSON string is a TOML string, but for DEL and characters written as two surrogates."""
+    """Quote a TOML string as JSON does, but for DEL and characters written as two surrogates."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _number(value: float) -> str:
-    """The shortest decimal text that reads back as the same float."""
+    """Write the shortest decimal text that reads back as the same float."""
     text = next(t for t in (f"{value:.{digits}g}" for digits in range(1, 18)) if float(t) == value)
     return text if "." in text or "e" in text else f"{text}.0"

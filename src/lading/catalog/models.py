@@ -57,7 +57,7 @@ class NamedModel:
         return min(_DEFAULT_TOKENS, self.max_tokens)
 
     def config(self, sequence_length: int) -> ModelConfig:
-        """The model for sequences of so many tokens.
+        """Configure the model for sequences of so many tokens.
 
         Raises:
             ConfigError: longer than it takes, or the model is only simulated.
@@ -81,7 +81,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def resolved(run: RunConfig) -> RunConfig:
-    """The run with a model of the catalog exchanged for the reference model and the sizes that it stands for.
+    """Exchange a run's model of the catalog for the reference model and the sizes that it stands for.
 
     Raises:
         ConfigError: the sequence is longer than the model takes.

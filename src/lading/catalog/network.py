@@ -53,7 +53,7 @@ class NamedNetwork:
 
 
 def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
-    """The network that ``words`` describe, for nodes of ``node_ranks`` devices.
+    """Parse the words of a network, for nodes of ``node_ranks`` devices.
 
     A rate counts for each NIC where NICs are counted ("8x 400 Gb/s") or the words say "per GPU"; else for the whole
     node ("800 Gb/s"; "1600 Gb/s RoCE node-to-node"), which then has a NIC for each 400 Gb/s, as many as divide it.
@@ -88,7 +88,7 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
 
 
 def with_network(machine: Machine, network: str | Link | None, node_ranks: int = 0) -> Machine:
-    """The machine on another network.
+    """Put a machine on another network.
 
     Args:
         network: Words for ``parse_network``, or a link with ``nics``; None leaves it as it is.
@@ -116,7 +116,7 @@ def with_network(machine: Machine, network: str | Link | None, node_ranks: int =
 
 
 def _nics(text: str, node_ranks: int) -> tuple[int, float] | None:
-    """NICs of a node and Gb/s of each."""
+    """Parse the NICs of a node and the Gb/s of each; None where the words name none."""
     rate = re.search(r"(\d+(?:\.\d+)?)\s*(t|g)(?:b/s|bps|bit/s|b\b|bit\b|be\b)", text)
     speed = float(rate[1]) * (1000 if rate[2] == "t" else 1) if rate else 0.0
     generation = next((value for name, value in _GENERATIONS.items() if re.search(rf"\b{name}", text)), 0)

@@ -25,7 +25,7 @@ def stack_names() -> tuple[str, ...]:
 
 
 def stack_by_name(name: str) -> Stack:
-    """A stack of the catalog, or one described by a TOML file; factors it does not give are the default's.
+    """Load a stack of the catalog, or one described by a TOML file; factors it does not give are the default's.
 
     Raises:
         ConfigError: no such stack, or a key or value of the file is wrong.
@@ -44,7 +44,7 @@ def _catalog_stack(name: str) -> Stack:
 
 
 def _read(path: Path, in_situ: Mapping[str, float]) -> Stack:
-    """The stack of a file; ``in_situ`` are the factors that it may leave out."""
+    """Read the stack of a file; ``in_situ`` are the factors that it may leave out."""
     data = read_toml(path, "a software stack")
     known = {field.name for field in dataclasses.fields(Stack)}
     if unknown := sorted(key[:40] for key in set(data) - known):

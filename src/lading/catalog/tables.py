@@ -133,7 +133,7 @@ _FIELDS = {
 
 
 def model_table(name: str) -> ModelTable:
-    """The table of a model of the catalog, such as ``"llama3-405b"``.
+    """Build the table of a model of the catalog, such as ``"llama3-405b"``.
 
     Raises:
         ConfigError: no such model.
@@ -181,7 +181,7 @@ def family_symbols(family: str, stored: StoredTable, given: Mapping[str, int]) -
 
 @cache
 def stored_table(family: str) -> StoredTable:
-    """A family's table as it lies in the catalog.
+    """Read a family's table as it lies in the catalog.
 
     Raises:
         ConfigError: there is none; the nearest name is given.
@@ -194,7 +194,7 @@ def stored_table(family: str) -> StoredTable:
 
 
 def write_table(table: StoredTable) -> str:
-    """A family as JSON, one tensor or operation in a line."""
+    """Write a family as JSON, one tensor or operation in a line."""
     head: dict[str, Any] = {
         "name": table.name,
         "source": table.source,

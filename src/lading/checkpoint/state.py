@@ -49,7 +49,7 @@ class SavedTensor:
 
 
 def tensor_source(name: str, tensor: torch.Tensor) -> TensorSource:
-    """A tensor in memory, for ``save_checkpoint``; its bytes are taken when they are written.
+    """Make a source of a tensor in memory for ``save_checkpoint``; its bytes are taken when they are written.
 
     A tensor that is not contiguous, or lies on a GPU, is copied while it is written.
     """
@@ -69,7 +69,7 @@ class _TensorChunks:
 
 
 class _Output:
-    """A file written in whole blocks, past the page cache where the file system allows that."""
+    """File written in whole blocks, past the page cache where the file system allows that."""
 
     def __init__(self, path: Path) -> None:
         self.block = mmap.mmap(-1, CHUNK_BYTES)  # page-aligned, as O_DIRECT wants
@@ -117,7 +117,7 @@ class _Output:
 
 
 def checked_sources(tensors: Iterable[TensorSource]) -> list[TensorSource]:
-    """The sources in the order of the file: by falling element size, which aligns every tensor.
+    """Sort the sources in the order of the file: by falling element size, which aligns every tensor.
 
     Raises:
         ConfigError: a name twice or reserved, an unknown dtype, a negative size.
@@ -136,12 +136,12 @@ def checked_sources(tensors: Iterable[TensorSource]) -> list[TensorSource]:
 
 
 def source_bytes(source: TensorSource) -> int:
-    """Bytes the tensor takes in the file."""
+    """Bytes that a source's tensor takes in the file."""
     return prod(source[2]) * DTYPE_BYTES[source[1]]
 
 
 def _header(sources: Sequence[TensorSource], step: int) -> bytes:
-    """Length and header of a safetensors file, padded to 8 bytes.
+    """Write the length and header of a safetensors file, padded to 8 bytes.
 
     Source: https://github.com/huggingface/safetensors#format
     """

@@ -57,7 +57,7 @@ _ABANDONED_S = 86_400.0
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest, header and file size have been checked; tensors are checked as they are read."""
+    """Checkpoint whose manifest, header and file size have been checked; tensors are checked as they are read."""
 
     path: Path
     step: int
@@ -65,7 +65,7 @@ class Checkpoint:
     tensors: dict[str, SavedTensor]
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor ``name``, on the CPU, in memory of its own.
+        """Read the tensor ``name`` onto the CPU, into memory of its own.
 
         Raises:
             StorageError: no such tensor, or its bytes are not those that were saved.
@@ -81,7 +81,7 @@ class Checkpoint:
         return flat.view(getattr(torch, entry.dtype)).reshape(entry.shape)
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of tensor ``name`` in order, at most ``CHUNK_BYTES`` at a time.
+        """Yield the bytes of tensor ``name`` in order, at most ``CHUNK_BYTES`` at a time.
 
         A chunk is valid until the next is asked for. The checksum is known, and a wrong one raised, after the last.
 
@@ -181,7 +181,10 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``; None if there is none. Warns of a newer one that is damaged."""
+    """Find the newest complete checkpoint in ``folder``; None if there is none.
+
+    Warns of a newer one that is damaged.
+    """
     for path in _newest_first(folder):
         try:
             return _inspect(path).path
@@ -250,7 +253,7 @@ def _prune(folder: Path, step: int, keep: int) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """A name beside that of a checkpoint, for a folder that this process writes or deletes, and no other."""
+    """Find a name beside that of a checkpoint, for a folder that only this process writes or deletes."""
     return path.with_name(f"{path.name.removesuffix('.old')}.tmp-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -334,7 +337,7 @@ def _cannot_save(final: Path, sources: Sequence[TensorSource], error: OSError) -
 
 
 def _free(path: Path) -> str:
-    """Free space of the disk where ``path`` is to be, as far as it is known."""
+    """Say the free space of the disk where ``path`` is to be, as far as it is known."""
     try:
         return format_bytes(shutil.disk_usage(next(parent for parent in path.parents if parent.exists())).free)
     except OSError:
@@ -350,7 +353,7 @@ def _step_of(path: Path) -> int:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Folders that bear the name of a checkpoint; one that was replaced comes after its replacement."""
+    """List the folders that bear the name of a checkpoint; one that was replaced comes after its replacement."""
     try:
         paths = [path for path in folder.iterdir() if _FOLDER.match(path.name)]
     except FileNotFoundError:
@@ -372,7 +375,7 @@ def _advice(path: Path) -> str:
 
 
 def _inspect(path: Path) -> Checkpoint:
-    """``open_checkpoint`` without advice."""
+    """Open a checkpoint as ``open_checkpoint`` does, without advice."""
     try:
         body: _Manifest = read_as(_Manifest, _read_manifest(path / MANIFEST), str(path / MANIFEST), "it was altered")
     except ConfigError as error:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import log2
 
-from lading.catalog.kernels import KernelRates, PassRates, kernel_rates
+from lading.catalog.kernel_rates import KernelRates, PassRates, kernel_rates
 from lading.cost.product import peak_flops, power_slowdown
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES

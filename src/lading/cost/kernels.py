@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lading.catalog.kernels import kernel_rates
+from lading.catalog.kernel_rates import kernel_rates
 from lading.cost.attention import attention_s
 from lading.cost.curves import curve_s
 from lading.cost.fusion import unfused

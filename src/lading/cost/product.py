@@ -33,7 +33,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import ceil
 
-from lading.catalog.kernels import KernelRates, ProductRates, kernel_rates
+from lading.catalog.kernel_rates import KernelRates, ProductRates, kernel_rates
 from lading.cost.curves import LOW, measured, product_curve_s
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind

@@ -43,7 +43,10 @@ def updates(graph: StepGraph) -> list[tuple[int, ...]]:
 
 
 def defer(graph: StepGraph, count: int) -> tuple[StepGraph, tuple[int, ...]]:
-    """The step with its last ``count`` updates deferred, and the index in ``graph`` of each operation of the result."""
+    """Defer the last ``count`` updates of a step.
+
+    Also returns the index in ``graph`` of each operation of the result.
+    """
     moved = {op: group for group in updates(graph)[:count] for op in group}
     first: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
@@ -62,7 +65,10 @@ def defer(graph: StepGraph, count: int) -> tuple[StepGraph, tuple[int, ...]]:
 
 
 def _blocks(graph: StepGraph, place: dict[int, int]) -> tuple[Block, ...]:
-    """The blocks with the updates that now stand inside them; instances of unlike length become blocks of their own."""
+    """Find the blocks with the updates that now stand inside them.
+
+    Instances of unlike length become blocks of their own.
+    """
     found: dict[tuple[str, Phase, int], list[int]] = {}
     for block in graph.blocks:
         for start in block.starts:

@@ -146,7 +146,7 @@ class _StepBuilder:
             self._add_up(micro, names)
 
     def _add_up(self, micro: int, names: Mapping[int, int]) -> None:
-        """Put behind the last write of each gradient what adds it to those of the micro-batches before."""
+        """Insert the sum of each gradient over micro-batches behind its last write."""
         start = self.starts[-1]
         written = ((i, t) for i in range(start, len(self.ops)) for t in (*self.ops[i].outputs, *self.ops[i].mutates))
         last = {self.tensors[t].storage: i for i, t in written}
@@ -165,7 +165,7 @@ class _StepBuilder:
         self.ops = [new for index, op in enumerate(self.ops) for new in (op, *after.get(index, ()))]
 
     def _tensor_map(self, micro: int) -> dict[int, int]:
-        """Old tensor id -> id in this micro-batch; persistent storages are shared, the others copied."""
+        """Map tensor ids to those of one micro-batch; persistent storages are shared, the others copied."""
         if micro == 0:
             return {t: t for t in range(len(self.graph.tensors))}
         moved: dict[int, int] = {}
@@ -199,7 +199,7 @@ class _StepBuilder:
         return dataclasses.replace(op, phase=Phase.BACKWARD)
 
     def _widen(self, parameter: Parameter) -> Op | None:
-        """The first micro-batch's gradient in float32, to which the others are added, where there is a master."""
+        """Copy the first micro-batch's gradient to float32, to which the others are added, where there is a master."""
         if not self.has_master(parameter):
             return None
         total, op = self._in_float32(parameter, f"{parameter.names[0]}.main_grad", Role.GRADIENT)
@@ -207,7 +207,7 @@ class _StepBuilder:
         return dataclasses.replace(op, phase=Phase.BACKWARD)
 
     def _in_float32(self, parameter: Parameter, name: str, role: Role) -> tuple[int, Op]:
-        """A new float32 tensor as the parameter's gradient lies, and the operation that fills it."""
+        """Make a float32 tensor laid out as the parameter's gradient, and the operation that fills it."""
         source = self.gradients[parameter.tensor]
         old = self.tensors[source]
         size = prod(old.shape) * DTYPE_BYTES["float32"]
@@ -260,7 +260,7 @@ class _StepBuilder:
         return self.has_master(parameter) and self.tensors[self.gradients[parameter.tensor]].dtype != "float32"
 
     def _clipped_dtype(self, trained: Sequence[Parameter]) -> str:
-        """The one dtype of all gradients where they are clipped."""
+        """Find the one dtype of all gradients that are clipped."""
         found = {
             "float32" if self.has_master(p) else self.tensors[self.gradients[p.tensor]].dtype: p.names[0]
             for p in trained
@@ -324,7 +324,7 @@ class _StepBuilder:
         ]  # fmt: skip
 
     def _rule_state(self, parameter: Parameter, suffix: str, like: int) -> int:
-        """A state of the rule, or the master, of a part of a parameter."""
+        """Make a state of the rule, or the master, for a part of a parameter."""
         shape = self.tensors[like].shape
         state = self.optimizer.states(shape).get(suffix)
         if state is None or (state.shape == shape and not state.dtype):
@@ -335,7 +335,7 @@ class _StepBuilder:
         return self._fresh(name, dtype, state.shape, Role.OPTIMIZER_STATE)
 
     def _moved_dtype(self, parameter: Parameter) -> str:
-        """Dtype of the weights that move: of the parameter, or of its master."""
+        """Dtype of the weights that an update moves: of the parameter, or of its master."""
         return "float32" if self.has_master(parameter) else self.tensors[parameter.tensor].dtype
 
     def _matrix_updates(
@@ -383,7 +383,7 @@ class _StepBuilder:
     def _matrix_states(
         self, parameter: Parameter, matrices: Matrices, piece: MatrixStack, start: int
     ) -> dict[str, int]:
-        """States of the matrices of one update, by suffix; those after the first run of a stack are numbered."""
+        """Make the states of the matrices of one update, by suffix; later runs of a stack are numbered."""
         count, rows, columns = piece.shape
         stack = (count,) if len(piece.value.shape) == 3 else ()
         found: dict[str, int] = {}
@@ -394,7 +394,7 @@ class _StepBuilder:
         return found
 
     def _master_of(self, parameter: Parameter, piece: MatrixStack, param: int, whole: int | None) -> int | None:
-        """The master of the matrices of one update: a storage of its own, or a view of ``whole``."""
+        """Make the master of the matrices of one update: a storage of its own, or a view of ``whole``."""
         if not self.has_master(parameter):
             return None
         value = self.tensors[param]
@@ -412,19 +412,19 @@ class _StepBuilder:
         return self._fresh(f"{piece.label}.workspace", rule.product_dtype, (elements,), Role.WORKSPACE)
 
     def _fresh(self, name: str, dtype: str, shape: tuple[int, ...], role: Role) -> int:
-        """A row-major tensor with a storage of its own."""
+        """Make a row-major tensor with a storage of its own."""
         storage = self._storage(name, prod(shape) * DTYPE_BYTES[dtype], role)
         return self._tensor(Tensor(storage, dtype, shape, row_major(shape)))
 
     def _sized(self, op: Op) -> Op:
-        """The operation with the bytes of its tensors."""
+        """Count the bytes of an operation's tensors."""
         read = sum(self.tensors[t].touched_bytes for t in op.inputs)
         return dataclasses.replace(
             op, bytes_read=read, bytes_written=sum(self.tensors[t].touched_bytes for t in op.mutates)
         )
 
     def _state(self, parameter: Parameter, suffix: str, like: int) -> int:
-        """A state of the size of one part of the parameter."""
+        """Make a state of the size of one part of the parameter."""
         part = self.tensors[like]
         dtype = "float32" if self.has_master(parameter) else part.dtype
         whole = like == parameter.tensor
@@ -434,7 +434,7 @@ class _StepBuilder:
         return self._tensor(dataclasses.replace(part, storage=storage, dtype=dtype, offset=part.offset if whole else 0))
 
     def _update(self, parameter: Parameter, tensors: Tensors) -> Op:
-        """The update of a parameter, or of a part of one."""
+        """Make the update of a parameter, or of a part of one."""
         rule = self.optimizer
         counting = () if tensors.step is None else (tensors.step,)
         args = (tensors.param, tensors.grad, *tensors.states, *counting)
@@ -455,7 +455,7 @@ class _StepBuilder:
     def _making(
         self, name: str, args: tuple[Arg, ...], parameter: Parameter, inputs: tuple[int, ...], output: int
     ) -> Op:
-        """An operation of the clipping that makes a tensor."""
+        """Make an operation of the clipping that creates a tensor."""
         op = self._op(name, args, parameter, inputs, mutates=())
         written = self.tensors[output].touched_bytes
         kind = OpKind.REDUCTION if "norm" in name else OpKind.ELEMENTWISE
@@ -470,7 +470,7 @@ class _StepBuilder:
         *,
         mutates: tuple[int, ...],
     ) -> Op:
-        """An optimizer-phase operation of a parameter's module."""
+        """Make an optimizer-phase operation of a parameter's module."""
         return Op(
             name=name,
             phase=Phase.OPTIMIZER,
@@ -487,7 +487,7 @@ class _StepBuilder:
         )
 
     def finish(self) -> StepGraph:
-        """The expanded graph, checked. Only forward blocks stay runs of consecutive operations."""
+        """Check and return the expanded graph. Only forward blocks stay runs of consecutive operations."""
         blocks = tuple(
             Block(b.module, b.phase, b.num_ops, tuple(s + start for start in self.starts for s in b.starts))
             for b in self.graph.blocks
@@ -510,7 +510,7 @@ class _StepBuilder:
 
 
 def _cut(tensor: Tensor, count: int) -> list[Tensor]:
-    """A row-major tensor as ``count`` flat views of about the same size, at whole units."""
+    """Cut a row-major tensor into ``count`` flat views of about the same size, at whole units."""
     elements = prod(tensor.shape)
     step = -(-elements // (count * _UNIT)) * _UNIT
     starts = range(0, elements, step)

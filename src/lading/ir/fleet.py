@@ -47,7 +47,7 @@ class Member:
 
     @property
     def usable_bytes(self) -> int:
-        """Memory for tensors: what may be used less what the process itself takes."""
+        """Bytes for tensors: the memory that may be used less what the process itself takes."""
         return max(0, self.memory_bytes - self.machine.device.overhead_bytes)
 
 
@@ -125,7 +125,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """Unlike devices that work together.
+    """Fleet of unlike devices that work together.
 
     Attributes:
         sources: Where each number comes from, by key.
@@ -164,13 +164,13 @@ class Fleet:
 
 
 def fleet_of(machine: Machine) -> Fleet:
-    """A machine's one device as a fleet."""
+    """Make a fleet of a machine's one device."""
     member = Member(name=machine.name, machine=machine, memory_bytes=machine.device.memory_bytes)
     return Fleet(name=machine.name, date=machine.date, source=machine.source, devices=(member,))
 
 
 def network_of(memory_bytes: Mapping[str, int], links: Sequence[Join]) -> Network:
-    """Devices by name with their memory, joined by links.
+    """Build a network of devices, by name with their bytes of memory, joined by links.
 
     The route between two devices is the one whose transfer of a MiB is done first; what lies between hands it on.
 
@@ -193,7 +193,7 @@ def network_of(memory_bytes: Mapping[str, int], links: Sequence[Join]) -> Networ
 
 
 def _known(link: Join, names: Sequence[str]) -> None:
-    """Refuse a link of devices that are none."""
+    """Refuse a link to a device that is not there."""
     if unknown := [name for name in link.devices if name not in names]:
         near = get_close_matches(unknown[0], names, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -212,7 +212,7 @@ def _held(link: Join, source: str, target: str) -> tuple[str, ...]:
 
 
 def _routes(names: tuple[str, ...], direct: Mapping[tuple[int, int], Hop]) -> tuple[tuple[tuple[Hop, ...], ...], ...]:
-    """Fastest ways between all pairs (Floyd and Warshall)."""
+    """Find the fastest ways between all pairs of devices (Floyd and Warshall)."""
     count = len(names)
     ways: dict[tuple[int, int], tuple[Hop, ...]] = {pair: (hop,) for pair, hop in direct.items()}
 

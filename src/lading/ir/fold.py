@@ -9,7 +9,7 @@ from lading.ir.graph import Arg, Block, Op, Phase, Ref, StepGraph
 
 
 def fold(graph: StepGraph) -> tuple[Block, ...]:
-    """Distinct blocks of a graph with the places where each occurs.
+    """Find the distinct blocks of a graph and the places where each occurs.
 
     A block is a run of consecutive operations of one item of a module list (``layers.3``) in one phase. Two runs
     are the same block when they call the same operations on tensors of the same geometry, wired the same way.
@@ -26,7 +26,7 @@ def fold(graph: StepGraph) -> tuple[Block, ...]:
 
 
 def list_item(module: str) -> str:
-    """``'model.layers.3'`` for ``'model.layers.3.attn.q'``; '' for a module that is in no list."""
+    """Name the list item a module is in: ``'model.layers.3'`` for ``'model.layers.3.attn.q'``; '' for none."""
     parts = module.split(".")
     for index, part in enumerate(parts):
         if part.isdigit():
@@ -49,7 +49,7 @@ def block_items(ops: Sequence[Op]) -> list[str]:
 
 
 def _runs(ops: Sequence[Op]) -> Iterator[tuple[int, int, str]]:
-    """(start, stop, list name) of each maximal run of one list item and phase."""
+    """Yield (start, stop, list name) of each maximal run of one list item and phase."""
     items = block_items(ops)
     for (item, _), group in groupby(range(len(ops)), key=lambda i: (items[i], ops[i].phase)):
         indices = list(group)

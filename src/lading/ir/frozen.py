@@ -23,7 +23,7 @@ class Frozen:
 
     Attributes:
         batch: Values of the batch, by key path (``"w"``, ``"sizes.0"``).
-        modules: By module: its type, training flag, hooks, numbers, functions and dtypes, and of each parameter whether
+        modules: Each module's type, training flag, hooks, numbers, functions and dtypes, and for each parameter whether
             it is trained and its hooks: what another instance of the model must have too.
         others: Everything else in reach of the model: texts, containers, objects, variables of its code; of what is no
             number or text its ``ValueKind``.
@@ -39,5 +39,5 @@ class Frozen:
     loss_function: Any = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Values only: functions and weak references are of this process."""
+        """State for pickle: values only, as functions and weak references are of this process."""
         return {**vars(self), "model": None, "loss_function": None}

@@ -36,7 +36,7 @@ def fusible(graph: StepGraph, op: Op) -> bool:
 
 
 def runs(graph: StepGraph) -> list[range]:
-    """Longest runs of such operations in the order of the step, those that are worth a call."""
+    """Find the longest runs of such operations in the order of the step, those that are worth a call."""
     found: list[range] = []
     start = 0
     for index, op in enumerate((*graph.ops, None)):
@@ -58,7 +58,7 @@ def remaining(graph: StepGraph, run: range, last_read: Sequence[int]) -> list[fl
     A tensor that the run makes and nobody reads behind it is never written; what it reads twice is read once.
 
     Args:
-        last_read: By storage: the last operation that reads it (``last_reads``).
+        last_read: Last operation that reads each storage (``last_reads``).
     """
     known: set[int] = set()
     shares: list[float] = []

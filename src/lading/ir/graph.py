@@ -307,12 +307,12 @@ class StepGraph:
 
     @cached_property
     def op_reads(self) -> tuple[tuple[int, ...], ...]:
-        """``reads`` of every operation."""
+        """Storages that each operation reads, as ``reads`` gives them."""
         return tuple(self.reads(op) for op in self.ops)
 
     @cached_property
     def op_writes(self) -> tuple[tuple[int, ...], ...]:
-        """``writes`` of every operation."""
+        """Storages that each operation creates or mutates, as ``writes`` gives them."""
         return tuple(self.writes(op) for op in self.ops)
 
     @cached_property
@@ -343,7 +343,7 @@ class StepGraph:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor whose last dim is the fastest, in elements."""
+    """Strides, in elements, of a dense tensor whose last dim is the fastest."""
     strides: list[int] = []
     step = 1
     for length in reversed(shape):
@@ -353,7 +353,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def refs(arg: Arg) -> Iterator[int]:
-    """Tensor ids inside an argument tree, in order."""
+    """Yield the tensor ids inside an argument tree, in order."""
     if isinstance(arg, Ref):
         yield arg.tensor
     elif isinstance(arg, tuple):

@@ -26,7 +26,7 @@ _HELD = frozenset({Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE, Role.WOR
 
 
 def light_groups(graph: StepGraph, *, sums: bool = False) -> list[tuple[int, ...]]:
-    """Operations that may run on the host, each group as a whole, in program order.
+    """Group the operations that may run on the host, each group as a whole, in program order.
 
     A group is what updates the same parameter: all that writes in place, in the optimizer's phase, storages they share.
 
@@ -59,7 +59,7 @@ def _is_sum(graph: StepGraph, op: Op) -> bool:
 
 
 def _joins(graph: StepGraph, storage: int) -> bool:
-    """Whether two operations on it belong together; all updates share the coefficient of clipping."""
+    """Whether two operations on a storage belong together; all updates share the coefficient of clipping."""
     return graph.storages[storage].role in _HELD - {Role.WORKSPACE}
 
 
@@ -72,7 +72,7 @@ def _is_light(graph: StepGraph, op: Op) -> bool:
 
 
 def hosted(graph: StepGraph, ops: Iterable[int]) -> StepGraph:
-    """The step with these operations on the host instead of those that were.
+    """Put these operations of a step on the host instead of those that were.
 
     Raises:
         ConfigError: one of them is no operation that may run there.

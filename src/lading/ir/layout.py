@@ -178,7 +178,7 @@ def _text(name: str, value: bool | int | str | tuple[str, ...]) -> str:
 
 
 def parse_layout(text: str, devices: int = 0) -> Layout:
-    """The layout that ``str`` gives; a part is ``tp8``, ``sp``, a precision, a schedule, or ``key=value``.
+    """Parse a layout as ``str`` prints it; a part is ``tp8``, ``sp``, a precision, a schedule, or ``key=value``.
 
     Args:
         devices: If not 0 and the text has no ``dp``, there are as many replicas as fill so many devices.

@@ -31,7 +31,7 @@ LINK_KINDS = ("nvswitch", "mesh", "pcie", "infiniband", "ethernet", "omnipath")
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A measured rate against size, interpolated in log-log and constant beyond its ends.
+    """Measured rate against size, interpolated in log-log and constant beyond its ends.
 
     Attributes:
         size: Ascending sizes (bytes, or FLOP for products).
@@ -59,7 +59,7 @@ class Curve:
         return exp(log(self.rate[right - 1]) * (1 - share) + log(self.rate[right]) * share)
 
 
-#: Generations of GPUs whose kernels have fitted rates (``lading.catalog.kernels``).
+#: Generations of GPUs whose kernels have fitted rates (``lading.catalog.kernel_rates``).
 ARCHITECTURES = ("ampere", "hopper", "blackwell")
 
 
@@ -139,7 +139,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class HostDevice:
-    """The processors beside a device that has memory of its own: they can run an optimizer step where the states are.
+    """Processors beside a device that has memory of its own; they can run an optimizer step where the states are.
 
     Attributes:
         num_threads: Threads the rates are for.
@@ -239,7 +239,7 @@ def host_tier(tiers: Iterable[Tier]) -> str:
 
 
 def wires(tiers: Iterable[Tier]) -> tuple[tuple[Tier, ...], ...]:
-    """Tiers that share a wire, for each wire that several of them share."""
+    """Group tiers by the wire that several of them share."""
     by_wire: dict[str, list[Tier]] = {}
     for tier in tiers:
         by_wire.setdefault(tier.wire, []).append(tier)
@@ -389,7 +389,7 @@ class Machine:
         return f"Machine({self.name!r}: {device}{tiers})"
 
     def tier(self, name: str) -> Tier | None:
-        """The tier called ``name``, or None if this machine has none."""
+        """Look up the tier called ``name``; None if this machine has none."""
         return next((tier for tier in self.tiers if tier.name == name), None)
 
     @property

@@ -19,7 +19,7 @@ from lading.ir.fleet import Network
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An operation, or a module's operations of one phase.
+    """Operation, or a module's operations of one phase, that is placed as one.
 
     Attributes:
         seconds: On each device; infinite where it cannot run.
@@ -139,7 +139,7 @@ class PlacementProblem:
 
     @cached_property
     def groups(self) -> tuple[TaskGroup, ...]:
-        """In the order of their first tasks."""
+        """Groups of tasks, in the order of their first tasks."""
         members: dict[str, list[int]] = {}
         for number, task in enumerate(self.tasks):
             members.setdefault(task.group or f"{task.name} #{number}", []).append(number)
@@ -189,7 +189,7 @@ class PlacementProblem:
         return found
 
     def spared(self, devices: Sequence[int]) -> set[int]:
-        """Updates of what is shared that another task does on the same device."""
+        """Updates of shared weights that another task does on the same device."""
         found: set[int] = set()
         for own in self.shared:
             seen: set[int] = set()
@@ -236,11 +236,11 @@ class Placement:
     """Assignment of groups to devices, with its simulated step.
 
     Attributes:
-        devices: By group: the device that it runs on.
-        windows: By device: micro-batches that may be under way on it at a time.
+        devices: Device that each group runs on.
+        windows: Micro-batches that may be under way on each device at a time.
         step_s, bound_s: Seconds of all micro-batches, and a bound below every placement that fits (0: none known).
         busy_s, channel_s: Seconds of work of each device, and of each channel.
-        peak_bytes: By device: bytes at its peak.
+        peak_bytes: Bytes at the peak of each device.
         fits: Whether every peak is within the device's memory.
         policy, note: Policy that found it, and a remark on that.
     """

@@ -44,7 +44,7 @@ def check_plan(data: Any, kind: str, number: int, where: str, advice: str) -> No
 
 
 def read_as(hint: Any, value: Any, where: str, advice: str = "plan again") -> Any:
-    """``value`` from JSON as the type ``hint``: a dataclass, tuple, dict, enum, X | None or plain type.
+    """Read a value from JSON as the type ``hint``: a dataclass, tuple, dict, enum, X | None or plain type.
 
     Args:
         where: Names the value in errors.

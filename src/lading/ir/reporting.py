@@ -23,10 +23,10 @@ class Silent:
     """A PlanProgress that shows nothing."""
 
     def update(self, share: float, doing: str) -> None:
-        """Show nothing."""
+        """Show no progress."""
 
     def note(self, text: str) -> None:
-        """Print nothing."""
+        """Print no line."""
 
 
 SILENT: PlanProgress = Silent()
@@ -53,13 +53,13 @@ class UnshardRow:
 
     @property
     def fits(self) -> bool:
-        """Whether the budget holds it."""
+        """Whether the policy's peak is within the budget."""
         return self.fill <= 1
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A module, an operation or a tensor, with its bytes of memory at one moment.
+    """Branch of a tree of memory: a module, an operation or a tensor, with its bytes at one moment.
 
     Attributes:
         kind: "module", "operation" or "tensor".
@@ -77,7 +77,7 @@ class Branch:
 
     @property
     def total(self) -> dict[str, int]:
-        """Bytes by state with all below, of all that are alike."""
+        """Bytes by state with all branches below, times the branches that are alike."""
         found = {state: size * self.alike for state, size in self.states.items()}
         for branch in self.below:
             for state, size in branch.total.items():

@@ -210,7 +210,7 @@ class Prediction:
 
 
 class Predictor(Protocol):
-    """Whatever can answer a request."""
+    """Protocol of whatever predicts a request's step."""
 
     def predict(self, request: StepRequest) -> Prediction:
         """Predict the step's time and memory.

@@ -54,7 +54,7 @@ _CPU_ONLY = ("mkldnn_", "_mkldnn_", "onednn", "quantized", "_dyn_quant", "slow_c
 
 
 def retarget(graph: StepGraph, kind: str, *, flash: bool = True) -> StepGraph:
-    """The step as a device of ``kind`` runs it.
+    """Rewrite a step as a device of ``kind`` runs it.
 
     Args:
         graph: As captured on the CPU, expanded or not.
@@ -88,7 +88,7 @@ class _Cuda:
         self.dropouts = _dropouts(graph)
 
     def graph(self) -> StepGraph:
-        """The rewritten graph; a storage that nothing uses any more has no bytes."""
+        """Build the rewritten graph; a storage that nothing uses any more has no bytes."""
         ops: list[Op] = []
         starts: list[int] = []
         for index, op in enumerate(self.old.ops):
@@ -131,7 +131,7 @@ class _Cuda:
         return rename_op(op, {t: self.renamed.get(t, t) for t in tensors})
 
     def _here(self, op: Op) -> Op:
-        """The operation with the GPU where its arguments name the CPU, and its bytes counted again."""
+        """Name the GPU where an operation's arguments name the CPU, and count its bytes again."""
         return dataclasses.replace(
             op,
             args=tuple(map(_on_gpu, op.args)),
@@ -141,7 +141,7 @@ class _Cuda:
         )
 
     def new_tensor(self, like: int, dtype: str, shape: tuple[int, ...]) -> int:
-        """A dense tensor in a storage of its own, called as the storage of ``like`` is."""
+        """Make a dense tensor in a storage of its own, called as the storage of ``like`` is."""
         old = self.storages[self.tensors[like].storage]
         role = Role.ACTIVATION if old.role in PERSISTENT or old.role is Role.INPUT else old.role
         self.storages.append(Storage(old.name, prod(shape) * DTYPE_BYTES[dtype], role))
@@ -149,7 +149,7 @@ class _Cuda:
         return len(self.tensors) - 1
 
     def _zeros(self, dtype: str, shape: tuple[int, ...]) -> int:
-        """A view of the constant that stands for random state nobody draws from."""
+        """Make a view of the constant that stands for random state nobody draws from."""
         if self.random_state is None:
             self.random_state = len(self.storages)
             self.storages.append(Storage("attention.random_state", 16, Role.CONSTANT, bytes(16)))
@@ -191,7 +191,7 @@ class _Cuda:
         return self._replaced(op, f"{_EFFICIENT}_backward.default", args, rest, (*results, None))
 
     def _for_every_head(self, op: Op, arg: Arg, heads: int) -> Arg:
-        """Keys or values for as many heads as there are queries, each repeated in a row; the same where they are."""
+        """Repeat keys or values for as many heads as there are queries, each in a row, unless they are as many."""
         old = self._tensor_of(arg)
         assert isinstance(arg, Ref)
         if old.shape[1] == heads:
@@ -255,7 +255,7 @@ class _Cuda:
         return False
 
     def _bias(self, op: Op, mask: Arg, shape: tuple[int, ...]) -> Arg:
-        """A mask expanded to every batch row and head, with longer rows where the kernel cannot read it as it is."""
+        """Expand a mask to every batch row and head, with longer rows where the kernel cannot read it as it is."""
         if mask is None:
             return None
         assert isinstance(mask, Ref)
@@ -265,7 +265,7 @@ class _Cuda:
         return Ref(self._view(expanded))
 
     def _padded(self, op: Op, mask: Ref) -> Ref:
-        """The mask with rows of a multiple of eight, as scaled_dot_product_attention pads it."""
+        """Pad a mask's rows to a multiple of eight, as scaled_dot_product_attention does."""
         if mask.tensor not in self.padded:
             found = self._tensor_of(mask)
             width = -(-found.shape[-1] // _ALIGNED) * _ALIGNED
@@ -281,7 +281,7 @@ class _Cuda:
         return Ref(self.padded[mask.tensor])
 
     def _gradient_norm(self, op: Op) -> Op:
-        """The norm of one gradient among those that are clipped."""
+        """Rewrite the norm of one gradient among those that are clipped."""
         of_gradient = op.phase is Phase.OPTIMIZER and self._storage_of(op.args[0]).name != "clip.norms"
         if not of_gradient or op.args[1:] != (2.0,) or op.kwargs:
             return op
@@ -295,7 +295,7 @@ class _Cuda:
         return op
 
     def _dropped(self, op: Op, dropout: _Dropout) -> Op:
-        """A multiplication by a dropout's noise."""
+        """Rewrite a multiplication by a dropout's noise."""
         (other,) = (arg for arg in op.args if arg != Ref(dropout.noise))
         if dropout.mask is None:
             dropout.mask = self.new_tensor(dropout.noise, "bool", self._shape_of(other))
@@ -362,7 +362,7 @@ def _dropouts(graph: StepGraph) -> dict[int, _Dropout]:
 def _dropout(
     graph: StepGraph, readers: dict[int, list[int]], writers: dict[int, list[int]], drawn: int
 ) -> _Dropout | None:
-    """The dropout whose random numbers are drawn by one operation; None if it is anything else."""
+    """Find the dropout whose random numbers one operation draws; None if it is anything else."""
     (place,) = graph.ops[drawn].mutates
     keep = (*graph.ops[drawn].args[1:], 0.5)[0]  # the default is not written down
     storage = graph.storage_of(place)
@@ -388,7 +388,7 @@ def _dropout(
 
 
 def _expanded(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A mask as every batch row and head sees it; columns that were added to its rows are left out."""
+    """View a mask as every batch row and head sees it; columns added to its rows are left out."""
     missing = len(shape) - len(mask.shape)
     lengths, strides = (*(1,) * missing, *mask.shape), (*(0,) * missing, *mask.stride)
     stride = tuple(s if n > 1 else 0 for n, s in zip(lengths, strides, strict=True))
@@ -402,7 +402,7 @@ def _on_gpu(arg: Arg) -> Arg:
 
 
 def _moved(block: Block, starts: list[int]) -> Block | None:
-    """A block at its new place; None if its instances are not alike any more."""
+    """Move a block to its new place; None if its instances are not alike any more."""
     spans = [(starts[s], starts[s + block.num_ops] - starts[s]) for s in block.starts]
     lengths = {length for _, length in spans}
     if len(lengths) != 1 or not min(lengths):

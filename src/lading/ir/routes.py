@@ -15,7 +15,7 @@ from lading.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """Part of a tensor: where it begins, and its lengths."""
+    """Region of a tensor: its offset and its lengths, in elements by dim."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class WholeMatrix:
 
 @dataclass(frozen=True, slots=True)
 class RoutedShard:
-    """Part of a matrix that one rank sends to another, or keeps."""
+    """Shard of a matrix that one rank sends to another, or keeps."""
 
     whole: int
     box: Box
@@ -154,7 +154,7 @@ def micro_groups(seconds: Sequence[float], owners: Sequence[int], groups: int) -
 
 @dataclass(frozen=True)
 class Moves:
-    """Elements that come to a rank in a step, pieces and directions.
+    """Elements that come to a rank in a step, shards of matrices and of their directions.
 
     Attributes:
         busiest: To the rank that gets most.

@@ -186,7 +186,7 @@ class Stack:
             raise ConfigError(f"stack {self.name}: imbalance must be >= 1 and each of hidden in [0, 1]")
 
     def in_precision(self, precision: str) -> Stack:
-        """The stack where products run in ``precision``: in fp32 all is fp32, and no parameter has a master."""
+        """Adapt the stack to products in ``precision``: in fp32 all is fp32, and no parameter has a master."""
         if precision != "fp32":
             return self
         wide = "float32"

@@ -27,7 +27,7 @@ _LOOKUPS = ("aten.embedding.", "aten.embedding_bag", "aten._embedding_bag", "ate
 
 
 def rule_of(op: Op) -> ParameterRule | MatrixRule | None:
-    """The rule by which an operation moves parameters, with the settings that are planned; None if it does not."""
+    """Rule by which an operation moves parameters, with the settings that are planned; None if it does not."""
     if not op.name.startswith(PREFIX):
         return None
     settings = cast("tuple[tuple[str, bool | int | float | str], ...]", dict(op.kwargs).get("settings", ()))
@@ -36,18 +36,18 @@ def rule_of(op: Op) -> ParameterRule | MatrixRule | None:
 
 @lru_cache(maxsize=256)
 def _rule(name: str, settings: tuple[tuple[str, bool | int | float | str], ...]) -> ParameterRule | MatrixRule:
-    """Operations of a step have few different settings."""
+    """Make a rule with its settings; cached, as operations of a step have few different settings."""
     return make_rule(name, dict(settings))
 
 
 def matrix_rule_of(op: Op) -> MatrixRule | None:
-    """The rule by which an operation moves matrices; None if it does not."""
+    """Rule by which an operation moves matrices; None if it does not."""
     rule = rule_of(op)
     return rule if isinstance(rule, MatrixRule) else None
 
 
 def matrices_of(graph: StepGraph, op: Op) -> tuple[int, int, int]:
-    """(how many, rows, columns) of the matrices an operation moves."""
+    """Count the matrices an operation moves: (how many, rows, columns)."""
     shape = graph.tensors[op.inputs[0]].shape
     return (1, *shape) if len(shape) == 2 else cast("tuple[int, int, int]", shape)
 
@@ -80,7 +80,7 @@ class MatrixStack:
         return (1, *self.value.shape) if len(self.value.shape) == 2 else cast("tuple[int, int, int]", self.value.shape)
 
     def stacked(self, most_elements: int) -> Iterator[tuple[int, MatrixStack]]:
-        """Runs of whole matrices of at least so many elements, with the number of the first."""
+        """Yield runs of whole matrices of at least so many elements, with the number of the first."""
         count, rows, columns = self.shape
         if len(self.value.shape) == 2:
             yield 0, self
@@ -97,7 +97,7 @@ class MatrixStack:
 
 
 def members(name: str, value: Tensor, gradient: Tensor, parts: Sequence[int]) -> list[MatrixStack]:
-    """The matrices of a parameter: one, or one for each part of its rows."""
+    """List the matrices of a parameter: one, or one for each part of its rows."""
     if not parts:
         return [MatrixStack(name, value, gradient)]
     found: list[MatrixStack] = []
@@ -127,7 +127,7 @@ class Tensors:
 
 
 def update_op(matrices: Matrices, shape: tuple[int, int, int], tensors: Tensors, module: str) -> Op:
-    """The operation on matrices of ``shape``, (count, rows, columns); whoever knows the tensors fills in bytes."""
+    """Make the operation on matrices of ``shape``, (count, rows, columns), without bytes."""
     rule = matrices.made()
     count, rows, columns = shape
     counting = () if tensors.step is None else (tensors.step,)
@@ -154,13 +154,13 @@ def update_op(matrices: Matrices, shape: tuple[int, int, int], tensors: Tensors,
 
 
 def step_of(op: Op) -> int | None:
-    """The tensor that counts updates; None for what does not move matrices, or counts none."""
+    """Id of the tensor that counts updates; None for operations that do not move matrices, or count none."""
     rule = matrix_rule_of(op)
     return None if rule is None or not rule.counts else next(refs(op.args[-1]))
 
 
 def always_due(op: Op) -> Op:
-    """The operation with what is due now and then due at every update."""
+    """Copy an operation with what is due now and then due at every update."""
     rule = matrix_rule_of(op)
     if rule is None or not rule.due:
         return op
@@ -170,7 +170,7 @@ def always_due(op: Op) -> Op:
 
 
 def described(graph: StepGraph, parameters: Sequence[Parameter]) -> list[Described]:
-    """Parameters of a captured micro-batch with what the model does with them."""
+    """Describe the parameters of a captured micro-batch and what the model does with them."""
     source = {graph.storage_of(p.tensor): i for i, p in enumerate(graph.parameters)}
     uses: dict[int, set[Use]] = {}
     head: int | None = None

@@ -32,7 +32,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """A multiply-add counts as two."""
+        """FLOP of the products; a multiply-add counts as two."""
         return 2 * self.groups * self.m * self.n * self.k
 
 
@@ -53,7 +53,7 @@ class Attention:
 
     @property
     def pairs(self) -> float:
-        """Pairs of a query and a key that meet, of one head of one sequence."""
+        """Number of pairs of a query and a key that meet, for one head of one sequence."""
         queries, keys = self.query_tokens, self.key_tokens
         if self.window and self.window < keys:
             return float(queries * self.window - (self.window**2 / 2 if self.causal else 0))
@@ -61,7 +61,7 @@ class Attention:
 
     @property
     def flops(self) -> float:
-        """Done by the kernel: two products forward; backward, which computes the scores again, five."""
+        """FLOP of the kernel: two products forward; backward, which computes the scores again, five."""
         width = 3 * self.qk_dim + 2 * self.v_dim if self.backward else self.qk_dim + self.v_dim
         return 2 * self.batch * self.heads * self.pairs * width
 

@@ -10,7 +10,7 @@ from lading.memory.order import START, Uses
 
 @dataclass(slots=True, eq=False)
 class AddressedResidency:
-    """One stay of a storage on the device, at one address, from the action that places it to its FREE.
+    """Stay of a storage on the device, at one address, from the action that places it to its FREE.
 
     Attributes:
         version: How many writes of the step the storage's value has seen.
@@ -26,7 +26,7 @@ class AddressedResidency:
 
 
 class AddressMap:
-    """Disjoint segments of the arena, sorted, each with the last residency that lay there.
+    """Map of the arena: disjoint segments, sorted, each with the last residency that lay there.
 
     Only the last one matters: it was placed after the one before it was freed, which was checked then.
     """

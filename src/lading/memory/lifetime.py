@@ -14,7 +14,7 @@ FOREVER = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The span between two consecutive uses of a storage, at op positions ``start`` and ``end``.
+    """Span between two consecutive uses of a storage, at op positions ``start`` and ``end``.
 
     ``wraps`` marks the gap of a persistent storage from its last use over the step's boundary to its first.
     """
@@ -91,7 +91,7 @@ def gaps(graph: StepGraph, lives: Lifetimes) -> list[Gap]:
 
 
 def beside_host(graph: StepGraph, gap: Gap) -> bool:
-    """Whether the storage must be on the host at an end of the gap: then it is there over all of it."""
+    """Whether the storage must be on the host at an end of the gap, and so over all of it."""
     return gap.start in graph.on_host or gap.end in graph.on_host
 
 

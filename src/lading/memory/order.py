@@ -24,7 +24,7 @@ class Uses:
 
 
 class Order:
-    """The happens-before relation of the actions appended so far."""
+    """Happens-before relation of the actions appended so far."""
 
     def __init__(self, streams: Sequence[str]) -> None:
         self._index = {stream: i for i, stream in enumerate(streams)}

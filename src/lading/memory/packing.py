@@ -21,7 +21,7 @@ _MANY = 3000
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Something that needs ``size_bytes`` at one address during each ``[first, last]`` of ``spans`` (inclusive)."""
+    """Bytes that need one address during each ``[first, last]`` of ``spans`` (moments, inclusive)."""
 
     size_bytes: int
     spans: tuple[tuple[int, int], ...]
@@ -29,7 +29,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Packing:
-    """Offsets of the items, in order, and the arena they need."""
+    """Offsets of the buffers in bytes, in order, and the bytes of the arena they need."""
 
     offsets: tuple[int, ...]
     size_bytes: int
@@ -53,7 +53,7 @@ def profile(items: Sequence[Buffer]) -> np.ndarray:
 
 
 def pack(items: Sequence[Buffer], limit_bytes: int = 0) -> Packing:
-    """Place every item, by the first of several orders that needs at most ``limit_bytes``, else by the best one.
+    """Place every buffer, by the first of several orders that needs at most ``limit_bytes``, else by the best one.
 
     What lives all the time goes to the bottom, one after another; only the rest needs a search. Of that, what is
     smaller than a page comes after the pages, so that all that lies below a page is whole pages.
@@ -85,7 +85,7 @@ _Row = tuple[int, int, tuple[tuple[int, int], ...]]
 
 
 def _orders(rows: Sequence[_Row]) -> Iterable[list[_Row]]:
-    """Largest first, then most bytes times moments first, then longest first."""
+    """Yield orders to place rows in: by most bytes, by most bytes times moments, by longest span."""
 
     def length(row: _Row) -> int:
         return sum(last - first + 1 for first, last in row[2])
@@ -123,7 +123,7 @@ def _first_fit(rows: Sequence[_Row], below_bytes: int | None) -> tuple[int, dict
 
 
 def _lowest_hole(low: np.ndarray, high: np.ndarray, size: int) -> int:
-    """Lowest offset with ``size`` free bytes between the taken ranges."""
+    """Find the lowest offset with ``size`` free bytes between the taken ranges."""
     by_low = low.argsort()
     low = low[by_low]
     if low[0] >= size:

@@ -64,14 +64,14 @@ def _check_waits(rank: int, actions: ActionList) -> None:
 
 @dataclass(slots=True)
 class _Copy:
-    """What a lower tier's slot holds, and who used it."""
+    """Copy of a storage in a lower tier's slot, and who used it."""
 
     version: int
     uses: Uses = field(default_factory=Uses)
 
 
 def _versions(graph: StepGraph) -> tuple[list[dict[int, int]], list[dict[int, int]], list[int]]:
-    """For each op the version of each storage it reads, and of each it writes; and the last version of each storage."""
+    """Number the versions of storages: those each op reads, those it writes, and the last of each storage."""
     count = [0] * len(graph.storages)
     reads: list[dict[int, int]] = []
     writes: list[dict[int, int]] = []
@@ -88,7 +88,7 @@ def _fail(action: Action, why: str) -> NoReturn:
 
 
 class _Verifier:
-    """The state of the walk. See [Note: one pass proves all timings]."""
+    """State of the verifier's walk. See [Note: one pass proves all timings]."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -239,7 +239,10 @@ class _Verifier:
         return residency
 
     def _read(self, action: Action, storage: int, version: int | None = None) -> AddressedResidency:
-        """The residency an action reads; with ``version``, it must hold that one."""
+        """Record that an action reads a storage.
+
+        Returns its residency, which must hold ``version`` if that is given.
+        """
         residency = self._residency(action, storage)
         if (racing := self.order.read(residency.uses, action.id)) is not None:
             what = "placing" if racing == residency.placed else "write"
@@ -320,7 +323,7 @@ class _Verifier:
         copy.version = version
 
     def _take_slot(self, action: Action | None, storage: int) -> None:
-        """A storage comes to lie in its slot of the host's memory, where others may have been."""
+        """Put a storage in its slot of the host's memory, where others may have been."""
         placed = START if action is None else action.id
         residency = AddressedResidency(storage, self.slots[self.host_tier][storage], version=0, placed=placed)
         size = -(-self.graph.storages[storage].size_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -467,7 +470,7 @@ class _Verifier:
                 )
 
     def _check_resident(self, storage: int, offset: int) -> None:
-        """What was resident at the start is there again, at the same place, with the current value."""
+        """Check that each storage resident at the start is there again, at the same place, with the current value."""
         residency = self.last[storage]
         if residency.freed is not None:
             self._fail_end(
@@ -482,7 +485,7 @@ class _Verifier:
             )
 
     def _fail_end(self, action: int, why: str) -> NoReturn:
-        """Blame the action that left things so."""
+        """Raise the error that blames the action that left things so."""
         _fail(self.program.actions[action], f"at the end of the step, {why}")
 
 

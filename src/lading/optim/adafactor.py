@@ -51,7 +51,7 @@ class Adafactor(ParameterRule):
             raise ConfigError(f"beta2_decay: expected a number from -100 to 0, got {self.beta2_decay!r}")
 
     def states(self, shape: tuple[int, ...]) -> Mapping[str, StateSpec]:
-        """Second moments by rows and columns of the last two dims; a vector has one of its own size."""
+        """Shapes of the second moments by rows and columns of the last two dims; a vector has one of its own size."""
         if len(shape) < 2:
             return {"variance": StateSpec(shape)}
         return {"row_var": StateSpec((*shape[:-1], 1)), "col_var": StateSpec((*shape[:-2], 1, shape[-1]))}
@@ -81,7 +81,7 @@ class Adafactor(ParameterRule):
         param.add_(update, alpha=-rate / clipped)
 
     def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """``torch.optim.Adafactor``, one parameter at a time."""
+        """Make ``torch.optim.Adafactor``, one parameter at a time."""
         import torch
 
         return torch.optim.Adafactor(

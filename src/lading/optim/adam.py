@@ -50,7 +50,7 @@ class Adam(ParameterRule):
         )  # fmt: skip
 
     def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """``torch.optim.Adam``, fused."""
+        """Make ``torch.optim.Adam``, fused."""
         import torch
 
         return torch.optim.Adam(params, self.lr, (self.beta1, self.beta2), self.eps, self.weight_decay, fused=True)

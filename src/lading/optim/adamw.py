@@ -64,7 +64,7 @@ class AdamW(ParameterRule):
         param.addcdiv_(states["exp_avg"], denominator, value=-size)
 
     def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """``torch.optim.AdamW``, fused."""
+        """Make ``torch.optim.AdamW``, fused."""
         import torch
 
         return torch.optim.AdamW(

@@ -42,7 +42,7 @@ class Lion(ParameterRule):
     def update(
         self, param: torch.Tensor, grad: torch.Tensor, states: States, *, lr: float, step: torch.Tensor | None
     ) -> None:
-        """Weights decay, then move by the sign; then the momentum moves."""
+        """Decay the weights, move them by the sign, then move the momentum."""
         average = states["exp_avg"]
         param.mul_(1 - lr * self.weight_decay)
         direction = average.mul(self.beta1).add_(grad.mul(1 - self.beta1)).sign_()

@@ -121,7 +121,7 @@ class Muon(MatrixRule):
         return tuple(known[min(step, len(known) - 1)] for step in range(self.steps))
 
     def scaled(self, rows: int, columns: int) -> float:
-        """Factor of the learning rate for a matrix."""
+        """Factor of the learning rate for a matrix of (rows, columns)."""
         if self.scale == "original":
             return math.sqrt(max(1.0, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns)) if self.scale == "match-rms-adamw" else 1.0
@@ -133,7 +133,7 @@ class Muon(MatrixRule):
 
     @property
     def travels(self) -> str:
-        """The iteration begins by rounding to its dtype, so that nothing is lost on the way."""
+        """Number format that gradients travel in: the iteration's, as it begins by rounding to that."""
         return self.dtype
 
     def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
@@ -141,20 +141,20 @@ class Muon(MatrixRule):
         return {"momentum": StateSpec((rows, columns))}
 
     def work(self, rows: int, columns: int) -> UpdateWork:
-        """A step is two products with the short side a, 2 a a b each, and one of 2 a^3."""
+        """Work of the iteration: a step is two products with the short side a, 2 a a b each, and one of 2 a^3."""
         a, b = sorted((rows, columns))
         return UpdateWork(((self.steps, a, a, b), (self.steps, a, a, a), (self.steps, a, b, a)), passes=4)
 
     def shared_work(self, part: int, short: int, long: int) -> tuple[int, UpdateWork] | None:
-        """Each step's products, by rows; between two steps ranks tell each other theirs."""
+        """Work of each of several ranks that share a matrix: some rows of each product of a step."""
         return self.steps, UpdateWork(((1.0, part, short, long), (1.0, part, short, short), (1.0, part, long, short)))
 
     def workspace_elements(self, rows: int, columns: int) -> int:
-        """The matrix before and after a step, and two squares of the short side."""
+        """Elements of the arena it works in: the matrix before and after a step, two squares of the short side."""
         return 2 * rows * columns + 2 * min(rows, columns) ** 2
 
     def scratch_bytes(self, case: MatrixCase) -> int:
-        """The look-ahead of some rows and its rounding, beside what is widened; or what a product takes."""
+        """Bytes that an update allocates: the look-ahead of some rows, its rounding and widening; or a product's."""
         low = self.dtype == "bfloat16"
         bytes_each = 8 + 4 * low if case.rounds else 4 + 2 * low + 4 * case.widens
         elementwise = min(case.rows, case.rows_at_once) * case.columns * bytes_each
@@ -163,14 +163,14 @@ class Muon(MatrixRule):
         return max(elementwise, copied + case.threads * _PRODUCT_BYTES if low else 0)
 
     def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
-        """The iteration; nothing is due now and then."""
+        """Make the arithmetic of the iteration; nothing is due now and then."""
         return MuonRule(self, shared=shared)
 
 
 def orthogonal(
     matrix: torch.Tensor, coefficients: Sequence[tuple[float, float, float]], eps: float, dtype: torch.dtype
 ) -> torch.Tensor:
-    """About U V^T of a matrix U S V^T, by Newton-Schulz iteration in ``dtype``.
+    """Make a matrix U S V^T nearly orthogonal, U V^T, by Newton-Schulz iteration in ``dtype``.
 
     Args:
         matrix: (rows, columns).
@@ -192,7 +192,7 @@ def orthogonal(
 
 
 def row_blocks(rows: int) -> list[slice]:
-    """Blocks of a matrix's rows, for products that ranks share: multiples of 64, sixteen at most."""
+    """Cut a matrix's rows into blocks for products that ranks share: multiples of 64, sixteen at most."""
     size = 64 * max(1, -(-rows // (64 * 16)))
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
@@ -212,11 +212,11 @@ class MuonRule:
 
     @property
     def travels(self) -> torch.dtype | None:
-        """The iteration begins by rounding to its dtype, so that nothing is lost on the way."""
+        """Number format that gradients travel in: the iteration's, as it begins by rounding to that."""
         return self._dtype
 
     def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
-        """Momentum, a step ahead with Nesterov."""
+        """Move the momentum; returns it, a step ahead with Nesterov."""
         momentum = held["momentum"]
         momentum.lerp_(grad, 1 - self.settings.momentum)
         ahead = grad.lerp(momentum, self.settings.momentum) if self.settings.nesterov else momentum
@@ -229,7 +229,7 @@ class MuonRule:
         return orthogonal(matrix, self.settings.iteration, self.settings.eps, self._dtype)
 
     def direction_within(self, matrix: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """The iteration, in a matrix that may be overwritten and room for another and two squares of its short side."""
+        """Run the iteration in a matrix that may be overwritten; ``room`` holds another and two squares."""
         import torch
 
         tall = matrix.shape[0] > matrix.shape[1]
@@ -251,7 +251,7 @@ class MuonRule:
     def by_blocks(
         self, matrix: torch.Tensor, own: Sequence[slice], meet: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The iteration, of which this rank computes some rows of each product.
+        """Run the iteration, of which this rank computes some rows of each product.
 
         Args:
             matrix: (rows, columns), the same on all that share it.

@@ -11,7 +11,7 @@ from lading.optim.rule import ParameterRule, dtype_of
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """Moves whole parameters by a ``ParameterRule``, one after another."""
+    """Optimizer of whole parameters by a ``ParameterRule``, one after another."""
 
     def __init__(self, params: Iterable[torch.Tensor], rule: ParameterRule) -> None:
         super().__init__(params, {"lr": rule.lr})
@@ -19,7 +19,7 @@ class PlainOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

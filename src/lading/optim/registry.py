@@ -44,7 +44,7 @@ def rule_names(*, parameters: bool = True, matrices: bool = True) -> tuple[str, 
 
 
 def rule_class(name: str, known: Mapping[str, str] = _BUILT_IN) -> type[ParameterRule] | type[MatrixRule]:
-    """The settings class of a rule.
+    """Look up the settings class of a rule.
 
     Args:
         name: As in the table, or "module:Class".
@@ -69,7 +69,7 @@ def rule_class(name: str, known: Mapping[str, str] = _BUILT_IN) -> type[Paramete
 
 
 def parameter_rule(name: str) -> type[ParameterRule]:
-    """The settings class of a rule that moves any parameter.
+    """Look up the settings class of a rule that moves any parameter.
 
     Raises:
         ConfigError: there is none of this name, or it moves matrices alone.
@@ -85,7 +85,7 @@ def parameter_rule(name: str) -> type[ParameterRule]:
 
 
 def matrix_rule(name: str) -> type[MatrixRule]:
-    """The settings class of a rule that moves whole matrices.
+    """Look up the settings class of a rule that moves whole matrices.
 
     Raises:
         ConfigError: there is none of this name, or it moves any parameter.
@@ -115,13 +115,13 @@ def default_rule() -> ParameterRule:
 
 
 def name_of(rule: ParameterRule | MatrixRule) -> str:
-    """The name by which ``rule_class`` finds a rule's class."""
+    """Find the name under which ``rule_class`` has a rule's class."""
     where = f"{type(rule).__module__}:{type(rule).__qualname__}"
     return next((name for name, place in _BUILT_IN.items() if place == where), where)
 
 
 def make_rule(name: str, settings: Mapping[str, object]) -> ParameterRule | MatrixRule:
-    """A rule by its name, with these settings.
+    """Make a rule by its name, with these settings.
 
     Raises:
         ConfigError: no such rule or setting, or one of another type or out of range.
@@ -139,7 +139,7 @@ def make_rule(name: str, settings: Mapping[str, object]) -> ParameterRule | Matr
 def optimizer(
     rule: str = DEFAULT, *, lr: float | None = None, settings: Mapping[str, float | bool | str] = MappingProxyType({})
 ) -> ParameterRule:
-    """An optimizer for ``lading.plan`` and ``lading.Trainer``, by name.
+    """Make an optimizer for ``lading.plan`` and ``lading.Trainer``, by name.
 
     Args:
         rule: "adamw", "adam", "sgd", "lion", "adafactor", or "module:Class" for your own.
@@ -153,13 +153,13 @@ def optimizer(
 
 
 def rule_to_dict(rule: ParameterRule) -> dict[str, Any]:
-    """A rule as a table, for files; its name is left out if it is the default's."""
+    """Write a rule as a table, for files; its name is left out if it is the default's."""
     name, table = name_of(rule), dataclasses.asdict(cast(Any, rule))
     return table if name == DEFAULT else {"rule": name, **table}
 
 
 def rule_from_dict(table: Mapping[str, Any]) -> ParameterRule:
-    """The rule that ``rule_to_dict`` wrote.
+    """Read the rule that ``rule_to_dict`` wrote.
 
     Raises:
         ConfigError: as ``optimizer``.

@@ -11,7 +11,7 @@ _RESOLVED = 1e-6
 
 
 class RootError(LadingError):
-    """An inverse root could not be taken."""
+    """Raised where an inverse root cannot be taken."""
 
 
 def eigen_root(matrix: torch.Tensor, root: int, eps: float) -> torch.Tensor:

@@ -74,14 +74,14 @@ class UpdateWork:
 
     @property
     def flops(self) -> float:
-        """A multiply-add counts as two; a decomposition as 9 n^3 (Golub and Van Loan, Matrix Computations, 8.3)."""
+        """FLOP of the update: a multiply-add counts as two, a decomposition as 9 n^3 (Golub and Van Loan, 8.3)."""
         products = sum(2 * times * m * n * k for times, m, n, k in self.products)
         return products + sum(9 * times * n**3 for times, n in self.eigen)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterRule(ABC):
-    """An optimizer that moves any parameter; a subclass is a frozen, keyword-only dataclass of its settings.
+    """Optimizer that moves any parameter; a subclass is a frozen, keyword-only dataclass of its settings.
 
     A new one is a file with such a class, and a line in ``lading.optim.registry``; or no line at all, and
     "module:Class" for its name. What it costs follows from its states.
@@ -123,7 +123,7 @@ class ParameterRule(ABC):
 
     @abstractmethod
     def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """The optimizer of plain PyTorch to which ``update`` is equal to the bit."""
+        """Make the optimizer of plain PyTorch to which ``update`` is equal to the bit."""
 
     def update_piece(self, param: torch.Tensor, grad: torch.Tensor, states: States, *, lr: float, update: int) -> None:
         """Move a piece of a parameter that ranks share, of any shape; ``update`` counts from 1.
@@ -142,7 +142,7 @@ class ParameterRule(ABC):
         return sum(state.shape == shape for state in self.states(shape).values())
 
     def state_elements(self, shape: tuple[int, ...]) -> int:
-        """Elements of all states of a parameter."""
+        """Number of elements of all states of a parameter."""
         return sum(prod(state.shape) for state in self.states(shape).values())
 
 
@@ -171,7 +171,7 @@ class MatrixCase:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixRule(ABC):
-    """An optimizer that moves whole matrices; a subclass is a frozen, keyword-only dataclass of its settings.
+    """Optimizer that moves whole matrices; a subclass is a frozen, keyword-only dataclass of its settings.
 
     Attributes:
         default_lr: Learning rate of an optimizer for which none is said.
@@ -282,7 +282,7 @@ class Rule(Protocol):
 
 
 class SharedRule(Rule, Protocol):
-    """A ``Rule`` whose products ranks share by blocks of rows."""
+    """Rule whose products ranks share by blocks of rows."""
 
     def blocks(self, rows: int) -> list[slice]:
         """Blocks of the short side's rows."""
@@ -291,7 +291,7 @@ class SharedRule(Rule, Protocol):
     def by_blocks(
         self, matrix: torch.Tensor, own: Sequence[slice], meet: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The direction, of which this rank computes some rows of each product.
+        """Compute the direction, of which this rank computes some rows of each product.
 
         Args:
             matrix: (rows, columns), the same on all that share it.
@@ -302,10 +302,10 @@ class SharedRule(Rule, Protocol):
 
 
 class WorkspaceRule(Rule, Protocol):
-    """A ``Rule`` that works in a place it is given."""
+    """Rule that works in a place it is given."""
 
     def direction_within(self, matrix: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """The direction of a matrix that may be overwritten, in the rest of ``MatrixRule.workspace_elements``."""
+        """Compute the direction of a matrix that may be overwritten, within ``room``."""
         ...
 
 
@@ -313,7 +313,7 @@ class WholeRule:
     """Base of rules whose states all lie with the owner, as their factors see the raw gradient."""
 
     def __init__(self, settings: Any, shift: int = 0) -> None:
-        """A rule; ``shift`` staggers the updates at which decompositions are due."""
+        """Take the settings; ``shift`` staggers the updates at which decompositions are due."""
         self.settings = settings
         self.shift = shift
         self.shared = False
@@ -333,7 +333,7 @@ class WholeRule:
 
 
 def copied_elements(case: MatrixCase) -> int:
-    """Numbers of float32 that a copy of the gradient takes where a rule needs it in that dtype, row by row."""
+    """Number of float32 elements that a copy of the gradient takes where a rule needs it so, row by row."""
     elements = case.rows * case.columns
     return elements * (not case.is_wide or case.is_turned) + -(-elements // 2) * (case.rounds and case.is_turned)
 
@@ -369,7 +369,7 @@ def dtype_of(state: StateSpec, moved: torch.dtype) -> torch.dtype:
 
 
 def move(param: torch.Tensor, direction: torch.Tensor, factor: float) -> None:
-    """``param += factor * direction``, each element rounded once.
+    """Move a parameter: ``param += factor * direction``, each element rounded once.
 
     In 16 bits torch's own kernel rounds an element otherwise where it is one of the last few, so that pieces would
     differ from the whole; in 32 bits it does not.
@@ -380,7 +380,7 @@ def move(param: torch.Tensor, direction: torch.Tensor, factor: float) -> None:
 def fresh(
     rule: Rule, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[States, States]:
-    """States of a matrix before the first update: those held elementwise, and whole ones."""
+    """Make the states of a matrix before the first update: those held elementwise, and whole ones."""
     import torch
 
     found: dict[StatePlace, States] = {StatePlace.ELEMENTWISE: {}, StatePlace.WHOLE: {}}
@@ -392,7 +392,7 @@ def fresh(
 def update_matrix(
     rule: Rule, param: torch.Tensor, grad: torch.Tensor, held: States, whole: States, *, lr: float, update: int
 ) -> None:
-    """One update of a matrix in one place: what every other way of running a rule must equal, bit for bit.
+    """Update one matrix in one place: what every other way of running a rule must equal, bit for bit.
 
     Args:
         param, grad: (rows, columns).

@@ -66,7 +66,10 @@ class SGD(ParameterRule):
         param.add_(grad, alpha=-lr)
 
     def plain(self, params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        """``torch.optim.SGD``, one parameter at a time; its fused kernel moves nothing in bfloat16 on a CPU (2.13)."""
+        """Make ``torch.optim.SGD``, one parameter at a time.
+
+        Its fused kernel moves nothing in bfloat16 on a CPU (2.13).
+        """
         import torch
 
         return torch.optim.SGD(

@@ -82,16 +82,16 @@ class Shampoo(MatrixRule):
 
     @property
     def product_dtype(self) -> str:
-        """float32, that of the states."""
+        """Number format of products: float32, that of the states."""
         return "float32"
 
     @property
     def travels(self) -> str:
-        """The gradient's: factors see it as it is."""
+        """Number format that gradients travel in: "" for the gradient's, as factors see it as it is."""
         return ""
 
     def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
-        """Filtered gradient, factors and their roots; the grafted method's second moment. None is cut."""
+        """Shapes of the filtered gradient, factors, their roots and the grafted method's second moment. None is cut."""
         own, left, right = (rows, columns), (rows, rows), (columns, columns)
         sizes = {"filtered": own, "left": left, "right": right, "left_root": left, "right_root": right}
         if self.grafting == "adam":
@@ -99,7 +99,7 @@ class Shampoo(MatrixRule):
         return {name: StateSpec(size, "float32", StatePlace.WHOLE) for name, size in sizes.items()}
 
     def work(self, rows: int, columns: int) -> UpdateWork:
-        """Mean over updates; roots by Newton count as decompositions."""
+        """Work of a direction, the mean over updates; roots by Newton count as decompositions."""
         products = ((1.0, rows, rows, columns), (1.0, columns, columns, rows), (1.0, rows, columns, rows))
         roots = tuple((1.0 / self.frequency, n) for n in (rows, columns))
         again = tuple((1.0 / self.frequency, n, n, n) for n in (rows, columns))
@@ -114,7 +114,7 @@ class Shampoo(MatrixRule):
         return 0
 
     def scratch_bytes(self, case: MatrixCase) -> int:
-        """Squares of the longer side and matrices that live at once in ``direction``, all float32.
+        """Bytes of the squares of the longer side and matrices that live at once in ``direction``, all float32.
 
         Counted by the profiler's memory events, torch 2.13 (tests/runtime/test_updates.py).
         """
@@ -123,7 +123,7 @@ class Shampoo(MatrixRule):
         return 4 * (copied_elements(case) + max(squares * side**2 + 16 * side, 4 * own)) + SMALL_BYTES
 
     def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
-        """The arithmetic; its products are not shared."""
+        """Make the arithmetic; its products are not shared."""
         return ShampooRule(self, shift)
 
 
@@ -133,7 +133,7 @@ class ShampooRule(WholeRule):
     settings: Shampoo
 
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:
-        """Factors move, then roots if they are due, then the filtered gradient goes through them."""
+        """Move the factors, take their roots if they are due, and send the filtered gradient through them."""
         from lading.optim.roots import eigen_root, newton_root
 
         s, grad = self.settings, matrix.float()
@@ -155,7 +155,7 @@ class ShampooRule(WholeRule):
     def _grafted(
         self, grad: torch.Tensor, filtered: torch.Tensor, whole: States, corrected: float
     ) -> torch.Tensor | None:
-        """The update whose norm counts."""
+        """Compute the update whose norm counts; None where there is none."""
         if self.settings.grafting != "adam":
             return filtered if self.settings.grafting == "sgd" else None
         second = whole["grafted"]

@@ -70,23 +70,23 @@ class SOAP(MatrixRule):
 
     @property
     def product_dtype(self) -> str:
-        """float32, that of the states."""
+        """Number format of products: float32, that of the states."""
         return "float32"
 
     @property
     def travels(self) -> str:
-        """The gradient's: factors see it as it is."""
+        """Number format that gradients travel in: "" for the gradient's, as factors see it as it is."""
         return ""
 
     def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
-        """Moments in the eigenbasis, factors and their bases. None is cut."""
+        """Shapes of the moments in the eigenbasis, the factors and their bases. None is cut."""
         own, left, right = (rows, columns), (rows, rows), (columns, columns)
         sizes = {"exp_avg": own, "exp_avg_sq": own, "left": left, "right": right}
         sizes |= {"left_basis": left, "right_basis": right}
         return {name: StateSpec(size, "float32", StatePlace.WHOLE) for name, size in sizes.items()}
 
     def work(self, rows: int, columns: int) -> UpdateWork:
-        """Mean over updates: into and out of the basis, and the moment when it turns; factors; QR now and then."""
+        """Work of a direction, the mean over updates: into and out of the basis, factors, QR now and then."""
         times = 2 + 2 / self.frequency
         sides = ((times, rows, columns, rows), (times, rows, columns, columns))
         factors = ((1.0, rows, rows, columns), (1.0, columns, columns, rows))
@@ -104,7 +104,7 @@ class SOAP(MatrixRule):
         return 0
 
     def scratch_bytes(self, case: MatrixCase) -> int:
-        """Squares of the longer side and matrices that live at once in ``direction``, all float32.
+        """Bytes of the squares of the longer side and matrices that live at once in ``direction``, all float32.
 
         Counted by the profiler's memory events, torch 2.13 (tests/runtime/test_updates.py).
         """
@@ -112,7 +112,7 @@ class SOAP(MatrixRule):
         return 4 * (copied_elements(case) + 4 * side**2 + 128 * side + 3 * own) + SMALL_BYTES
 
     def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
-        """The arithmetic; its products are not shared."""
+        """Make the arithmetic; its products are not shared."""
         return SOAPRule(self, shift)
 
 
@@ -122,7 +122,7 @@ class SOAPRule(WholeRule):
     settings: SOAP
 
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:
-        """Adam's update in the bases of the update before, turned back; bases then turn if they are due."""
+        """Compute Adam's update in the bases of the update before and turn it back; bases then turn if they are due."""
         grad, s = matrix.float(), self.settings
         if update == 1:
             self._factors(grad, whole)
@@ -160,7 +160,7 @@ class SOAPRule(WholeRule):
     def post(
         self, param: torch.Tensor, direction: torch.Tensor, shape: tuple[int, int], *, lr: float, update: int
     ) -> None:
-        """Move, then decay; not at the first update."""
+        """Move the weights, then decay them; not at the first update."""
         if update == 1:
             return
         s, taken = self.settings, update - 1
@@ -171,7 +171,7 @@ class SOAPRule(WholeRule):
 
 
 def _eigenbasis(factor: torch.Tensor) -> torch.Tensor:
-    """Eigenvectors as columns, the largest eigenvalue's first."""
+    """Find the eigenvectors of a factor as columns, the largest eigenvalue's first."""
     import torch
 
     shifted = factor + 1e-30 * torch.eye(factor.shape[0], dtype=factor.dtype, device=factor.device)

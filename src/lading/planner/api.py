@@ -178,7 +178,7 @@ def _predictions(
 def _planned(
     found: Found, request: PlanRequest, predictions: Predictions, assumptions: tuple[str, ...], *, deferred: int = 0
 ) -> Planned:
-    """Plan of what was chosen, for a step of which so many updates are ``deferred``."""
+    """Make the plan of choices, for a step of which ``deferred`` updates are deferred."""
     gaps = _gap_choices(found.step.lives, found.choices)
     plan = Plan(
         version=__version__,

@@ -94,7 +94,7 @@ def halves(modules: Modules, first: int, last: int) -> list[tuple[int, int]]:
 
 
 def borders(modules: Modules) -> list[int]:
-    """First atoms of blocks and of their halves: where a bucket may begin."""
+    """List the atoms at which a bucket may begin: the first of each block and of each half of one."""
     whole = {first for first, _ in partition(modules, 1)}
     return sorted(whole | {first for first, _ in partition(modules, 0)})
 

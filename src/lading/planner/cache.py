@@ -68,7 +68,7 @@ def cached_plan(
 
     Args:
         graph, machine, asked: As of ``make_plan``. What a function does is not known, so its plans are not kept.
-        folder: Of the cache; None makes the plan in any case and keeps nothing.
+        folder: Folder of the cache; None makes the plan in any case and keeps nothing.
         progress: Is told what is being done.
 
     Raises:
@@ -97,7 +97,7 @@ def cached_plan(
 
 
 def _key(graph: StepGraph, machine: Machine, asked: Asked) -> str:
-    """A hash of all that a plan depends on."""
+    """Hash all that a plan depends on, as the name of its file."""
     made_by = (__version__, _source_hash(), version("numpy"), version("highspy"))
     given = {
         **asked,
@@ -124,7 +124,7 @@ def _source_hash() -> str:
 
 
 def _write(path: Path, plan: Plan) -> None:
-    """Write a plan whole, and let go of what was used longest ago.
+    """Write a plan whole, and delete the plans used longest ago.
 
     Raises:
         StorageError: the folder cannot be written.

@@ -42,7 +42,7 @@ class _Freed:
         self._actions: list[int] = []
 
     def give(self, low: int, high: int, action: int) -> None:
-        """Add a range that nothing else holds."""
+        """Add a range of addresses that nothing else has."""
         index = bisect_left(self._lows, low)
         self._lows.insert(index, low)
         self._highs.insert(index, high)

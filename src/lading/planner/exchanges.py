@@ -224,7 +224,7 @@ def _layout(space: Space, block: LayoutBlock, shape: Shapes, cut: StateLayout) -
 
 
 def _priced(space: Space, block: LayoutBlock, shape: Shapes, alone: Floats, known: Known) -> list[Floats]:
-    """Columns of ``Exchanges``: all cuts of the first shape, then of the second."""
+    """Price the columns of ``Exchanges``: all ways to keep states of the first shape, then of the second."""
     number, wide = len(shape.held), len(shape.cuts)
     if not wide:
         empty = np.zeros((0, len(alone)))

@@ -174,7 +174,7 @@ class _Program:
             self._row(0.0, np.inf, columns, values)
 
     def _add_capacity(self) -> None:
-        """Storages that are ever in a tier must fit there together; a row only where they might not."""
+        """Add rows that keep the storages ever in a tier within its budget; none where all of them fit together."""
         for name, capacity in self.problem.capacity_bytes.items():
             users: dict[int, list[int]] = {}
             size: dict[int, int] = {}
@@ -226,7 +226,7 @@ class _Program:
         return {Option.KEEP: 1.0 - sum(shares.values()), **shares}
 
     def _pieces(self, candidate: Candidate) -> list[tuple[int, int, int]]:
-        """(first, last, window) of the positions inside a gap, by window; windows count on over the boundary."""
+        """Cut the positions inside a gap by window, as (first, last, window); windows count on over the boundary."""
         pieces: list[tuple[int, int, int]] = []
         for first, last in spans(candidate.gap, self.problem.num_ops):
             turn = (
@@ -237,7 +237,7 @@ class _Program:
         return pieces
 
     def _terms(self, index: int, window: int) -> tuple[list[int], list[float]]:
-        """Share of a candidate on the device in a window of its gap, less 1: columns and factors."""
+        """Columns and factors of a candidate's share on the device in a window of its gap, less 1."""
         columns: list[int] = []
         factors: list[float] = []
         if (again := self.again[index]) is not None:
@@ -250,7 +250,7 @@ class _Program:
         return columns, factors
 
     def _worst(self, values: np.ndarray) -> list[int]:
-        """Positions whose constraint is broken the most, spread over the step."""
+        """List positions whose memory constraint is broken the most, spread over the step."""
         change = np.zeros(self.problem.num_ops + 1)
         for index, candidate in enumerate(self.problem.candidates):
             for first, last, window in self._pieces(candidate):

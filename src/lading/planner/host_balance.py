@@ -35,7 +35,7 @@ _LEAST_GAIN = 0.01
 
 
 def hosted_step(step: StepProblem, ops: Iterable[int]) -> StepProblem:
-    """The step with these operations on the host.
+    """Put operations of a step on the host.
 
     Raises:
         ConfigError: an operation may not run there, or the machine says nothing of its host.
@@ -52,7 +52,7 @@ def hosted_step(step: StepProblem, ops: Iterable[int]) -> StepProblem:
 
 
 def with_host(found: Found, plan: Callable[[StepProblem], Found | None]) -> Found:
-    """``found``, or a faster plan of the same step with operations on the host.
+    """Try the plan with operations on the host; returns the faster of both.
 
     Args:
         found: A plan that hosts nothing.
@@ -87,7 +87,7 @@ def _waits_for_another(found: Found) -> bool:
 
 
 def _busy_s(found: Found) -> dict[str, float]:
-    """Seconds that each stream is busy."""
+    """Seconds that each stream of a plan is busy."""
     actions = found.program.actions
     busy: dict[str, float] = {}
     for event in found.timeline.events:
@@ -105,7 +105,7 @@ def _transfers_s(found: Found, groups: Sequence[_HostedOps]) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class _HostedOps:
-    """Operations hosted together, what the host takes for them, and the bytes up and down that this spares."""
+    """Operations hosted together, with their seconds on the host and the bytes read and written that this spares."""
 
     ops: tuple[int, ...]
     host_s: float
@@ -114,7 +114,7 @@ class _HostedOps:
 
 
 def _groups(found: Found, *, sums: bool = False) -> list[_HostedOps]:
-    """Groups whose operands are in no tier behind the host's memory, and that move less when hosted."""
+    """List the groups whose operands are in no tier behind the host's memory, and that move less when hosted."""
     step, program = found.step, found.program
     graph, host = step.graph, host_processors(step.machine)
     far = {storage for tier, slots in program.slots.items() if tier != program.host_tier for storage, _ in slots}
@@ -142,7 +142,7 @@ def _groups(found: Found, *, sums: bool = False) -> list[_HostedOps]:
 
 
 def _moved(program: Program) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes of each storage that come from the host and that go there."""
+    """Bytes of each storage that a program reads from the host, and that it writes there."""
     up: dict[int, int] = {}
     down: dict[int, int] = {}
     tier = program.host_tier
@@ -155,7 +155,7 @@ def _moved(program: Program) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def _best_share(found: Found, groups: Sequence[_HostedOps], plan: Callable[[StepProblem], Found | None]) -> Found:
-    """The fastest plan of a few shares of the groups, from the first guess on in the direction that gains."""
+    """Try a few shares of the groups, from the first guess on in the direction that gains; returns the fastest plan."""
     first = _shares(found, groups)
     best, tried = found, {0}
 
@@ -185,7 +185,7 @@ def _best_share(found: Found, groups: Sequence[_HostedOps], plan: Callable[[Step
 
 
 def _shares(found: Found, groups: Sequence[_HostedOps]) -> int:
-    """The eighths of the groups that balance the streams, 1 at least."""
+    """Number of eighths of the groups that balances the streams, 1 at least."""
     busy, tier = _busy_s(found), found.step.machine.host_tier
     read, write = _transfers_s(found, groups)
     host = sum(group.host_s for group in groups)
@@ -200,7 +200,7 @@ def _shares(found: Found, groups: Sequence[_HostedOps]) -> int:
 
 
 def _spread(groups: Sequence[_HostedOps], part: int) -> list[_HostedOps]:
-    """``part`` eighths of the groups, by what they take of the host, evenly over the step."""
+    """Pick ``part`` eighths of the groups, by their seconds on the host, evenly over the step."""
     wanted, taken = 0.0, 0.0
     chosen: list[_HostedOps] = []
     for group in groups:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from lading.catalog.kernels import kernel_rates
+from lading.catalog.kernel_rates import kernel_rates
 from lading.cost.kernels import KernelFloor, floor_of, memory_s
 from lading.ir.machine import Device
 from lading.ir.work import Collective, Kernel
@@ -97,9 +97,9 @@ def _terms(kernels: Sequence[Sequence[Kernel]], prices: Sequence[MachinePrices],
     """Sum up the kernels of stretches.
 
     Args:
-        kernels: By stretch.
-        prices: By stretch.
-        outer: By stretch: whether it is outside the blocks.
+        kernels: Kernels of each stretch.
+        prices: Prices of each stretch.
+        outer: Whether each stretch is outside the blocks.
     """
     linear, fixed = np.zeros(len(kernels)), np.zeros(len(kernels))
     moved: dict[str, list[tuple[int, float, float]]] = {}

@@ -56,7 +56,7 @@ class Relaxation:
     """
 
     def __init__(self, problem: ResidencyProblem, windows: int = 0) -> None:
-        """Build all but the memory rows.
+        """Build all rows of the linear program but those of memory.
 
         Args:
             windows: Windows of the step, >= 1; 0 leaves out what is only estimated, so that the optimum bounds every
@@ -245,7 +245,7 @@ class Relaxation:
         return None if values is None else self._relaxed(values)
 
     def _feasible(self) -> np.ndarray | None:
-        """Solve, with more memory rows until none is broken; None if there is no solution."""
+        """Solve again with more memory rows until none is broken; None if there is no solution."""
         for _ in range(_ROUNDS):
             values = self._optimum()
             if values is None:
@@ -313,7 +313,7 @@ class Relaxation:
         self.model.changeColsBounds(len(columns), columns.astype(np.int32), low, high)
 
     def duals(self) -> np.ndarray:
-        """Dual value of each row in the last solution."""
+        """Dual value of each row in the last solution, in seconds for each unit of its limit."""
         return np.asarray(self.model.getSolution().row_dual)
 
     def _relaxed(self, values: np.ndarray) -> RelaxedResidency:
@@ -341,7 +341,7 @@ class Relaxation:
         """[position]: bytes that candidates take there.
 
         Args:
-            shares: By class: share of each option but keep.
+            shares: Share of each option but keep, by class.
         """
         table = self.table
         kept = 1.0 - sum(shares.values(), np.zeros(table.num_classes))
@@ -353,7 +353,7 @@ class Relaxation:
         return np.cumsum(change)[:-1]
 
     def _worst(self, shares: dict[Option, np.ndarray]) -> list[int]:
-        """Positions whose constraint is broken the most, spread over the step."""
+        """List positions whose memory constraint is broken the most, spread over the step."""
         excess = self.usage(shares) - self.room
         excess[excess < 1e-6 * np.maximum(self.room, 1)] = 0
         found: list[int] = []
@@ -379,7 +379,7 @@ class Relaxation:
             self._add_rows(np.full(len(high), -self.inf), high, terms)
 
     def _memory_room(self) -> np.ndarray:
-        """Right-hand sides of the memory rows: the room less what keeping everything would take, in MB."""
+        """Right-hand sides of the memory rows, in MB: the room less what keeping everything would take."""
         return (self.room[self.positions] - np.array(self.covered)) / 1e6
 
     def _change_memory(self) -> None:
@@ -448,7 +448,7 @@ class CandidateArrays:
         return np.bincount(self.class_of, weights=value, minlength=self.num_classes)
 
     def bytes_held(self, option: Option, position: int) -> np.ndarray:
-        """Bytes that each candidate would take at a position with an option."""
+        """[candidate]: bytes that it takes at a position with an option."""
         taken = np.zeros(len(self.size))
         if option in self.held:
             who, first, last = self.held[option]

@@ -305,7 +305,7 @@ class _Staged:
 
 
 def _staged(graph: StepGraph, emission: Emission, costs: StepCosts, seconds: Sequence[float], unit: int) -> _Staged:
-    """The host takes its operations in order, each when it is free; items that last ``seconds`` go on meanwhile.
+    """Span the storages staged for the host, which takes its operations in order, each when it is free.
 
     Args:
         unit: Bytes at multiples of which each lies.

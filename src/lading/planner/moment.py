@@ -22,8 +22,8 @@ class _BlockMemory:
 
     Attributes:
         keeps: Bytes of each storage that its forward kept, if they are there.
-        scales: By module with parameters: bytes of one element by state.
-        notes: By module: how long its group stays.
+        scales: Bytes of one element by state, for each module with parameters.
+        notes: How long each module's group stays.
     """
 
     segment: RankSegment
@@ -72,7 +72,7 @@ def _title(chosen: Chosen) -> str:
 
 
 def _scales(chosen: Chosen, home: int) -> dict[str, float]:
-    """Bytes of one element of a bucket's parameters in each state: its share of the bucket's."""
+    """Bytes of one element of a bucket's parameters in each state."""
     modules, moment, bucket = chosen.modules, chosen.gathered.peak, chosen.buckets[home]
     count = sum(modules.elements(range(bucket.first, bucket.last + 1)).values())
     whole = sum(modules.elements(range(len(modules.atoms))).values())

@@ -105,7 +105,7 @@ def _pinned(value: Any) -> str:
 
 
 def _budgets(space: Space, budget: int) -> _Spaces:
-    """The least budget for which there is a plan, or all that the device has, where it has more."""
+    """Yield spaces of a larger budget: the least that there is a plan for, then all that the device has."""
     whole = space.machine.device.memory_bytes
     if 0 < space.asked.budget_bytes < whole:
         if space.asked.budget_bytes < budget < whole:
@@ -118,7 +118,7 @@ def _devices(number: int) -> str:
 
 
 def _more_devices(space: Space) -> _Spaces:
-    """Twice as many again and again, and between the last two half as many more."""
+    """Yield spaces of 3/2, 2, 3, 4, 6, 8, ... times as many devices."""
     pins = {key: value for key, value in space.asked.pins.items() if key != "dp"}
     for power in range(1, _DOUBLINGS + 1):
         for devices in (3 * space.asked.devices << power >> 2, space.asked.devices << power):
@@ -142,7 +142,7 @@ def _some_devices_more(space: Space) -> _Spaces:
 
 
 def _larger(space: Space) -> _Spaces:
-    """The next multiples of 2, 4, ..., and of what is pinned."""
+    """Yield spaces of larger global batches: the next multiples of 1, 2, 4, ... times what is pinned."""
     each = space.asked.pins.get("dp", 1) * space.asked.pins.get("micro_batch", 1)
     for power in range(_DOUBLINGS):
         batch = -(-space.asked.global_batch // (each << power)) * (each << power)
@@ -191,7 +191,7 @@ def _narrower(space: Space) -> _Spaces:
 
 
 def _first(spaces: _Spaces, tell: Tell) -> Near | None:
-    """The first request that can be met."""
+    """Find the first space whose request can be met."""
     for change, space in spaces:
         one = _met(space.asking(top=1, proven=1), tell)
         if one is not None:
@@ -202,7 +202,7 @@ def _first(spaces: _Spaces, tell: Tell) -> Near | None:
 
 
 def _met(space: Space, tell: Tell) -> Refined | None:
-    """The best layout of a space; None where it cannot be met."""
+    """Plan the best layout of a space; None where none fits."""
     try:
         if hopeless(space):
             return None
@@ -213,7 +213,7 @@ def _met(space: Space, tell: Tell) -> Refined | None:
 
 
 def _lightest(search: LayoutSearch) -> Refined | None:
-    """The layout that needs least of the device, of those whose host suffices; None where it never does.
+    """Find the layout that needs least of the device, of those whose host suffices; None where it never does.
 
     Layouts are simulated in the order of their bounds, until no bound left is below what the best needs.
     """

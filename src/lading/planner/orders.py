@@ -85,7 +85,7 @@ def smallest_order_bytes(step: StepProblem) -> int:
 
 
 def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgress = SILENT) -> Ordered:
-    """Plan the orders of a step: the first plan of each, then the rest of the search in those within reach of the best.
+    """Plan a step in several orders: a first plan of each, then the whole search in those within reach of the best.
 
     Args:
         others: Plans of ``step`` itself that are candidates too.

@@ -48,7 +48,7 @@ _NEAR = 1e-3
 
 
 class OwnersInfeasible(LadingError):
-    """Whole states do not fit."""
+    """Raised where whole states do not fit the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,10 @@ class Owners:
     """Assignment of matrices to ranks.
 
     Attributes:
-        ranks: By matrix, as given: its owner, or the gang whose first owns it.
-        loads_s: By rank: seconds of work, waiting for gangs included.
+        ranks: Owner of each matrix, as given, or the gang whose first owns it.
+        loads_s: Seconds of work of each rank, waiting for gangs included.
         bound_s: Seconds that no assignment is below.
-        state_bytes: By rank: bytes of whole states.
+        state_bytes: Bytes of whole states on each rank.
     """
 
     policy: str
@@ -270,7 +270,7 @@ def fill_largest_first(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | 
 
 
 def _multifit(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None) -> Loads | None:
-    """Best fit, largest first, into bins as small as bisection finds."""
+    """Pack matrices best fit, largest first, into bins as small as bisection finds."""
     order = sorted(range(len(matrices)), key=lambda i: (-matrices[i].seconds, i))
     low = bound_s(matrices, ranks)
     high, best = 2 * low, None
@@ -303,7 +303,7 @@ def _fits(matrices: Sequence[Matrix], order: Sequence[int], loads: Loads, size: 
 
 
 def _exchange(matrices: Sequence[Matrix], loads: Loads) -> Loads:
-    """Move a matrix from the fullest rank, or swap it for one elsewhere, as long as the fuller of both gets emptier.
+    """Move or swap matrices away from the fullest rank, as long as the fuller of both ranks gets emptier.
 
     A gang stays as it is, so ranks of gangs keep theirs; only matrices of one rank move.
     """

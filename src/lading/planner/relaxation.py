@@ -236,7 +236,7 @@ def _stays_inside(graph: StepGraph, lives: Lifetimes, items: Sequence[str], stor
 
 
 def _block_entries(graph: StepGraph, items: Sequence[str]) -> list[int]:
-    """For each forward op, the first backward position of its block (-1 outside blocks), per micro-batch."""
+    """[forward op]: first backward position of its block (-1 outside blocks), per micro-batch."""
     entry = [-1] * len(graph.ops)
     first_backward: dict[str, int] = {}
     for position in range(len(graph.ops) - 1, -1, -1):
@@ -337,7 +337,7 @@ def _layers_per_group(keys: Sequence[object], layers: Sequence[int], most: int) 
 
 
 def _seated(class_of: np.ndarray, layers: np.ndarray) -> Folding:
-    """Seats by the fractional parts of the layer's multiples of the golden ratio: any first part is spread evenly."""
+    """Seat the members of each class by multiples of the golden ratio, so that any first part is spread evenly."""
     order = np.lexsort((layers, (layers * _GOLDEN) % 1.0, class_of))
     sizes = np.bincount(class_of)
     first = np.concatenate([[0], np.cumsum(sizes)[:-1]])

@@ -201,7 +201,7 @@ class StepProblem:
         return simulate(program, self.machine, op_seconds=self.costs.op_seconds)
 
     def times(self, program: Program) -> tuple[float, Sequence[float]]:
-        """Predict the program's seconds and when each action starts, which is quicker."""
+        """Predict the program's seconds and the second at which each action starts, quicker than a timeline."""
         return step_times(program, self.machine, op_seconds=self.costs.op_seconds)
 
     def seconds(self, program: Program) -> float:
@@ -252,7 +252,7 @@ Tell = Callable[[float, str], None]
 
 
 def good_enough(found: Found, bound_s: float) -> bool:
-    """Whether there is little to gain by a longer search."""
+    """Whether a plan is so near the bound that a longer search gains little."""
     return found.step_s <= (1 + GOOD_ENOUGH) * bound_s
 
 
@@ -551,7 +551,7 @@ def _at_seat(shares: Counter[Option], seat: int, count: int) -> Option:
 
 
 def _missing(step: StepProblem, lowered: Lowered) -> np.ndarray:
-    """Bytes to reserve at each position so that the next solution fits: the lowering's excess around its items."""
+    """[position]: bytes to reserve so that the next solution fits: the lowering's excess around its items."""
     extra = np.zeros(len(step.graph.ops), dtype=np.int64)
     over = base_profile(step.graph, lowered.emission) - step.arena_bytes
     if over.max() <= 0:  # alive bytes fit, their addresses do not

@@ -126,7 +126,7 @@ class _Stretcher:
         return self.tiers[tier].wire or tier
 
     def _comes_early(self, index: int) -> bool:
-        """Whether the fetch of a stay may begin in the step before."""
+        """Whether the fetch of a residency may begin in the step before."""
         indices = self.of_storage[self.stays[index].storage]
         first, last = self.stays[indices[0]], self.stays[indices[-1]]
         if first.storage in self.graph.host_storages:  # the host works on the copy, which is then its home
@@ -137,7 +137,7 @@ class _Stretcher:
         return first.to_tier == first.tier or made_anew
 
     def _leaves_late(self, index: int) -> bool:
-        """Whether the write-back of a stay may end in the next step."""
+        """Whether the write-back of a residency may end in the next step."""
         indices = self.of_storage[self.stays[index].storage]
         stay, first = self.stays[index], self.stays[indices[0]]
         if stay.storage in self.graph.host_storages:

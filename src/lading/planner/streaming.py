@@ -48,7 +48,7 @@ _Choices = dict[tuple[int, int], Option]
 
 
 def streaming(step: StepProblem) -> Found:
-    """The streaming plan, or a plainer one that fits and takes no more time.
+    """Make the streaming plan, or a plainer one that fits and takes no more time.
 
     Raises:
         PlanInfeasible: it does not fit; the error's smallest budget is one that it was lowered for.
@@ -66,7 +66,7 @@ def _fitting(step: StepProblem) -> Found | None:
 
 
 def _streamed(step: StepProblem) -> Found:
-    """The plan of a step whose operations have their places."""
+    """Make the streaming plan of a step whose operations have their places."""
     found = [made for choices in _plainer(step) if (made := _found(step, choices)) is not None]
     if not found:
         recomputed = checkpoint_every_block(step.graph, step.lives)
@@ -84,7 +84,7 @@ def _streamed(step: StepProblem) -> Found:
 
 
 def moving(step: StepProblem) -> Iterator[Found]:
-    """Plans that fit in which whatever is not used for a while is on a lower tier meanwhile; nothing is recomputed."""
+    """Yield plans that fit in which storages wait on lower tiers while they are unused; nothing is recomputed."""
     if not step.machine.tiers or len(step.graph.ops) > _MANY_OPS:
         return
     least_bytes = max(PAGE_BYTES, int(_LEAST_MOVED_SHARE * step.arena_bytes))
@@ -99,7 +99,7 @@ def moving(step: StepProblem) -> Iterator[Found]:
 
 
 def persistent_away(step: StepProblem) -> Iterator[_Choices]:
-    """Choices by which optimizer states, or whatever lasts over the step, are on lower tiers between uses."""
+    """Yield choices by which optimizer states, or all that lasts over the step, wait on lower tiers."""
     least_bytes = max(PAGE_BYTES, int(_LEAST_MOVED_SHARE * step.arena_bytes))
     leaving = _leaving(step, {}, _LEAST_OPS, least_bytes) if step.machine.tiers else {}
     for roles in ((Role.OPTIMIZER_STATE,), PERSISTENT):
@@ -132,7 +132,7 @@ def _size(step: StepProblem, storage: int) -> int:
 def _leaving(
     step: StepProblem, recomputed: _Choices, least_ops: int = _LEAST_OPS, least_bytes: int = _LEAST_BYTES
 ) -> dict[int, list[Gap]]:
-    """Gaps over which a storage can be away, by storage."""
+    """List the gaps over which each storage can be away."""
     away: dict[int, list[Gap]] = {}
     num_ops = len(step.graph.ops)
     for gap in gaps(step.graph, step.lives):
@@ -146,7 +146,7 @@ def _leaving(
 
 
 def _placed(step: StepProblem, recomputed: _Choices, away: dict[int, list[Gap]], room_bytes: int) -> _Choices:
-    """Choices: what comes back most often stays while there is room, then goes to the nearest tier that has some."""
+    """Choose tiers: storages that come back most often stay while there is room, others go to the nearest with room."""
     choices = dict(recomputed)
     left = {tier.name: step.budgets[tier.name] for tier in step.machine.tiers if step.budgets[tier.name]}
     if step.graph.hosted:
@@ -170,7 +170,7 @@ def _placed(step: StepProblem, recomputed: _Choices, away: dict[int, list[Gap]],
 
 
 def _worked_on(step: StepProblem) -> int:
-    """Bytes of the host's memory for what its processors work on."""
+    """Bytes of the host's memory that its processors' operands take."""
     graph = step.graph
     passing = [_size(step, s) for s in graph.host_storages - graph.persistent]
     staged = min(sum(passing), max(2 * max(passing, default=0), int(_STAGED * step.budgets[step.machine.host_tier])))
@@ -178,7 +178,7 @@ def _worked_on(step: StepProblem) -> int:
 
 
 def _infeasible(step: StepProblem, choices: _Choices, lowered: Lowered) -> PlanInfeasible:
-    """The error of a plan that does not fit, with a device budget for which it does."""
+    """Make the error of a plan that does not fit, with a device budget for which it does."""
     if not lowered.excess_bytes:
         return PlanInfeasible(
             f"no plan was found that fits the lower tiers of {step.machine.name}: enlarge the last one",

@@ -272,7 +272,7 @@ class _Search:
         return current
 
     def fill(self, base: tuple[Bucket, ...], order: Sequence[int]) -> Iterator[tuple[Bucket, ...]]:
-        """Keep as many buckets as fit in an order, then of those that follow the end, or else the start."""
+        """Keep as many buckets as fit in an order, then parts of those that follow: their end, or else their start."""
 
         def first(count: int) -> tuple[Bucket, ...]:
             chosen = set(order[:count])
@@ -355,7 +355,7 @@ class _Search:
         return tried
 
     def _rows(self, buckets: Sequence[Bucket]) -> list[tuple[int, int]]:
-        """Atoms in a row that could stay longer and each fit what is left of the budget."""
+        """List rows of atoms that could stay longer and each fit what is left of the budget."""
         left, found = self.budget - self.peak(buckets), list[tuple[int, int]]()
         for bucket in buckets:
             for atom in range(bucket.first, bucket.last + 1) if self._can_stay(bucket) else ():
@@ -368,7 +368,7 @@ class _Search:
         return found
 
     def _can_stay(self, bucket: Bucket) -> bool:
-        """Whether it would be gathered less often if it stayed longer."""
+        """Whether a bucket would be gathered less often if it stayed longer."""
         return bucket.keep is not self.keep and (
             self.keep is Keep.STEP or (bucket.keep is Keep.RELEASE and bucket.again)
         )
@@ -408,7 +408,7 @@ class _Search:
         return self.modules.order[self.modules.atoms[atom][0]][1]
 
     def _is_read_again(self, bucket: Bucket) -> bool:
-        """Whether backward reads any of it."""
+        """Whether backward reads any parameter of a bucket."""
         return any(self.modules.atom(n).read_again for n in range(bucket.first, bucket.last + 1))
 
     def _size(self, first: int, last: int) -> int:
@@ -437,7 +437,7 @@ class _Search:
 
 
 def _best(found: Sequence[_Found], budget: int, plain: float) -> _Found:
-    """The fastest; of those that are as fast the fullest; never slower than the plain policies take."""
+    """Pick the fastest plan; of those as fast the fullest; never slower than the plain policies."""
     fastest = min(step.step_s for _, step in found)
 
     def fullest(nearly: float) -> _Found:
@@ -449,7 +449,7 @@ def _best(found: Sequence[_Found], budget: int, plain: float) -> _Found:
 
 
 def _most(sizes: Sequence[int], left: int, holds: Callable[[int], bool]) -> int:
-    """The largest number for which something holds that holds for all below it; -1 if for none.
+    """Find the largest number for which ``holds`` is true, as it is for all below it; -1 if for none.
 
     Args:
         sizes: Bytes by which each makes it worse, as far as is known; where to look first.
@@ -469,7 +469,7 @@ def _most(sizes: Sequence[int], left: int, holds: Callable[[int], bool]) -> int:
 
 
 def _orders(step: Gathered) -> Iterator[list[int]]:
-    """Orders in which buckets are kept: from the last, spread evenly, and those first that backward waits for most."""
+    """Yield orders in which to keep buckets: from the last, spread evenly, and first those backward waits for most."""
     count = len(step.forward)
     yield list(range(count - 1, -1, -1))
     yield sorted(range(count), key=lambda n: (-((n + 1) & -(n + 1)), -n))

@@ -59,7 +59,7 @@ class _Room:
 
     Attributes:
         waited_s: [wait]: seconds that waiting adds at least.
-        barred: By end of a bucket: [wait, first atom]: 0, or inf where it would be waited for longer.
+        barred: For each end of a bucket [wait, first atom]: 0, or inf where it would be waited for longer.
     """
 
     waited_s: Floats

@@ -39,7 +39,7 @@ def role_class(role: str) -> str:
 
 
 def memory_bars(summary: RunSummary) -> str:
-    """The handful of peaks that matter, against the budget."""
+    """Draw bars of the few peaks that matter, against the budget."""
     rows = [("Keep everything, predicted", summary.keep_all_bytes, "b-plain")]
     if summary.plain_peak_bytes is not None:
         rows.append(("Plain PyTorch, measured", summary.plain_peak_bytes, "b-plain"))
@@ -97,7 +97,7 @@ def memory_figure(
 
 
 def _stack(frame: Frame, timeline: Timeline, tier: str) -> tuple[str, list[str]]:
-    """Areas of each role, painted from the highest sum down so that each covers what lies under it; and the roles."""
+    """Draw areas of each role, from the highest sum down so that each covers what lies under it; returns roles too."""
     samples = tier_samples(timeline, tier)
     shown = coarse([(s.time_s, s.total_bytes) for s in samples], frame.x_high, round(frame.width))
     roles = role_names({role for s in samples for role, size in s.bytes_by_role.items() if size})
@@ -114,14 +114,14 @@ def _stack(frame: Frame, timeline: Timeline, tier: str) -> tuple[str, list[str]]
 
 
 def _corner(before: tuple[float, float] | None, point: tuple[float, float]) -> str:
-    """The shortest path command from one corner of a staircase to the next."""
+    """Shortest path command from one corner of a staircase to the next."""
     if before is None:
         return f"M{point[0]:g} {point[1]:g}"
     return f"V{point[1]:g}" if before[0] == point[0] else f"H{point[0]:g}"
 
 
 def _measured_lines(frame: Frame, measured: Timeline, tier: str, body: list[str]) -> list[tuple[str, str]]:
-    """Adds the measured lines to ``body``; returns their legend."""
+    """Add the measured lines to ``body``; returns their legend."""
     device = tier == "device"
     drawn = [
         (
@@ -180,7 +180,7 @@ def metric_figure(
 
 
 def _range(values: list[float], *, from_zero: bool) -> tuple[float, float]:
-    """Ends of a vertical axis: from zero with headroom, or round values around the data."""
+    """Choose the ends of a vertical axis: from zero with headroom, or round values around the data."""
     low, high = min(values), max(values)
     if from_zero:
         return 0.0, (high or 1.0) * 1.12
@@ -189,7 +189,7 @@ def _range(values: list[float], *, from_zero: bool) -> tuple[float, float]:
 
 
 def _runs(frame: Frame, points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
-    """Finite stretches in pixels; of the points in one pixel column only the first, lowest, highest and last."""
+    """Cut points into finite stretches in pixels; a pixel column has its first, lowest, highest and last point only."""
     runs: list[list[tuple[float, float]]] = [[]]
     for x, y in points:
         if isfinite(y):

@@ -116,7 +116,7 @@ def _heading(shown: ClusterPage) -> str:
 
 
 def _shares(shares_s: Mapping[str, float]) -> str:
-    """One bar of all causes, and a table of them."""
+    """Draw one bar of all causes, and a table of them."""
     order = sorted(((name, s) for name, s in shares_s.items() if s > 0), key=lambda row: -row[1])
     whole = sum(seconds for _, seconds in order) or 1.0
     frame = Frame(left=LEFT, top=4, width=PLOT, height=ROW, x_high=whole, y_high=1.0)
@@ -136,7 +136,7 @@ def _shares(shares_s: Mapping[str, float]) -> str:
 
 
 def ranks_figure(timeline: Timeline) -> str:
-    """Rows of the ranks' streams; slices shorter than a pixel are merged with their neighbors."""
+    """Draw rows of the ranks' streams; slices shorter than a pixel are merged with their neighbors."""
     rows = sorted({(event.rank_class, event.stream) for event in timeline.events})
     height = sum(ROW + GAP for _ in rows) + HEAD * len({rank for rank, _ in rows})
     frame = Frame(left=LEFT, top=2, width=PLOT, height=height + 4, x_high=timeline.duration_s or 1.0, y_high=1.0)
@@ -181,7 +181,7 @@ def _kind(label: str) -> tuple[str, str]:
 
 
 def _merged(events: Sequence[Event], pixel_s: float) -> list[tuple[Event, float, int]]:
-    """(first, end, how many) of runs of events that begin in one pixel."""
+    """Merge runs of events that begin in one pixel: (first, end, how many) of each."""
     runs: list[tuple[Event, float, int]] = []
     for event in sorted(events, key=lambda e: e.start_s):
         if runs and int(event.start_s / pixel_s) == int(runs[-1][0].start_s / pixel_s):
@@ -193,7 +193,7 @@ def _merged(events: Sequence[Event], pixel_s: float) -> list[tuple[Event, float,
 
 
 def _memory_table(shown: ClusterPage) -> str:
-    """First, fullest and last pipeline rank."""
+    """Table of the bytes of the first, the fullest and the last pipeline rank."""
     totals = [sum(roles.values()) for roles in shown.memory]
     ranks = sorted({0, totals.index(max(totals)), len(totals) - 1})
     roles = role_names({role for rank in ranks for role, size in shown.memory[rank].items() if size})
@@ -216,7 +216,7 @@ def _behind(shown: ClusterPage, ranks: Sequence[int]) -> str:
 
 
 def growth_figure(growth: Sequence[tuple[int, float, float]]) -> str:
-    """Tokens a second of a device as replicas are added, with the first point's as the level to keep."""
+    """Draw tokens a second of a device as replicas are added, with the first point's as the level to keep."""
     high = max(rate for _, _, rate in growth) * 1.12
     places = {devices: float(place) for place, (devices, _, _) in enumerate(growth)}
     frame = Frame(left=LEFT, top=14, width=PLOT - 24, height=200, x_high=max(places.values()) or 1.0, y_high=high)

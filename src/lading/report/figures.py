@@ -143,7 +143,7 @@ def tiers_of(*timelines: Timeline | None) -> list[str]:
 
 
 def coarse(samples: Sequence[tuple[float, int]], duration_s: float, columns: int) -> list[tuple[int, int]]:
-    """The staircase ``samples`` (seconds, height) at ``columns`` pixels.
+    """Sample a staircase of (seconds, height) at ``columns`` pixels.
 
     Returns:
         (column, index of the sample to show) wherever it changes; of the samples that hold in a column the highest is

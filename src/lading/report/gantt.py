@@ -28,7 +28,7 @@ KIND_TITLES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Slice:
-    """One rectangle: an action, or actions too short to see apart.
+    """Rectangle of a chart: an action, or actions too short to see apart.
 
     Attributes:
         action: The action, or the longest of them.
@@ -44,7 +44,7 @@ class Slice:
 
 
 def merge(program: Program, events: Sequence[Event], pixel_s: float) -> list[Slice]:
-    """Slices of one stream: an event of a pixel or more stays alone, shorter ones that start in one pixel become one.
+    """Merge the events of one stream into slices: those shorter than a pixel that start in one pixel become one.
 
     Events without duration are not shown.
     """
@@ -86,7 +86,7 @@ def _merged(program: Program, events: Sequence[Event]) -> Slice:
 
 
 def gantt_figure(program: Program, lines: Sequence[Timeline], duration_s: float) -> str:
-    """One pair of rows for each stream, with the data that the tooltips need."""
+    """Draw a pair of rows for each stream, with the data that the tooltips need."""
     streams = list(dict.fromkeys(event.stream for line in lines for event in line.events))
     height = len(streams) * (HEAD + len(lines) * (ROW + GAP))
     frame = Frame(left=LEFT, top=2, width=PLOT, height=height + 4, x_high=duration_s or 1.0, y_high=1.0)
@@ -129,7 +129,7 @@ def _rect(frame: Frame, piece: Slice, y: float) -> str:
 
 
 def _tooltip_data(program: Program, lines: Sequence[Timeline], actions: Sequence[int]) -> str:
-    """JSON: for each action shown its label and its seconds in each timeline. "<" is escaped, so no tag can end it."""
+    """Write the tooltips' JSON: each action's label and its seconds in each timeline; "<" is escaped."""
     seconds = [{e.action: e.end_s - e.start_s for e in line.events} for line in lines]
     table: dict[int, list[object]] = {}
     for action in actions:

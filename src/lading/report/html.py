@@ -250,7 +250,7 @@ def write_report(
 
 
 def page(title: str, body: str) -> str:
-    """A whole document around ``body``, with style and script."""
+    """Write a whole document around ``body``, with style and script."""
     head = (
         '<meta charset="utf-8"/><meta name="viewport" content="width=device-width,initial-scale=1"/>'
         + el("title", text(title))
@@ -304,7 +304,7 @@ def _memory(plan: Plan, lines: Sequence[Timeline], duration_s: float) -> str:
 
 
 def _seconds(program: Program, lines: Sequence[Timeline]) -> str:
-    """Busy seconds of each kind in each timeline, and how much of the step compute waits."""
+    """Table of the busy seconds of each kind in each timeline, and how much of the step compute waits."""
     columns = [seconds_by_kind(program, line) for line in lines]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [_seconds_row(_kind_title(name), [column.get(name, 0.0) for column in columns]) for name in names]
@@ -330,7 +330,7 @@ def _seconds_row(name: str, seconds: Sequence[float]) -> list[str]:
 
 
 def _training(metrics: Sequence[Mapping[str, Any]], summary: RunSummary) -> str:
-    """Loss, seconds and memory against the step, as far as the run recorded them."""
+    """Draw loss, seconds and memory against the step, as far as the run recorded them."""
     loss = list(summary.losses) or _series(metrics, "loss")
     drawn: list[str] = []
     if loss:

@@ -86,7 +86,7 @@ def loses_because(row: LayoutRow, winner: LayoutRow) -> str:
 
 
 def layouts_lines(rows: Sequence[LayoutRow], over: Sequence[LayoutRow], width: int) -> list[str]:
-    """The fastest that fit, then faster ones that do not: of each a line of figures, then what it is and why it loses.
+    """Describe the fastest layouts that fit, then faster ones that do not: figures, and why each loses.
 
     Args:
         width: Columns of a line.
@@ -118,7 +118,7 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _shared(layouts: Sequence[str]) -> list[str]:
-    """Parts that all of several layouts have; none of one alone."""
+    """List the parts that all of several layouts have; none of one alone."""
     first, *others = (layout.split(",") for layout in layouts)
     return [part for part in first if all(part in other for other in others)] if others else []
 

@@ -36,7 +36,7 @@ def fitted(text: str, columns: int | None = None, *, hang: int = _HANG) -> str:
 
 
 def _broken(line: str, width: int, first: str, others: str) -> list[str]:
-    """The lines of a longer one; a word too long for any line goes on behind the one before it."""
+    """Break one line into several; a word too long for any line goes on behind the one before it."""
     lines: list[str] = []
     for part in wrap(
         line, width, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False

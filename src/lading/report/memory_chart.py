@@ -34,7 +34,7 @@ def write_held_snapshot(path: Path, ranks: Mapping[str, Sequence[Held]]) -> None
 
 
 def held_snapshot(ranks: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
-    """The snapshot, as plain data.
+    """Build the snapshot of what ranks hold, as plain data.
 
     What is there all the time is there at the end. Addresses are those of a good layout of one segment
     (``lading.memory.packing``), not of torch's allocator. The first frame of an allocation is what it is and its role,
@@ -111,7 +111,7 @@ def _fullest(samples: Sequence[MemorySample], duration_s: float) -> list[MemoryS
 
 
 def _column(sample: MemorySample, roles: Sequence[str], high: int) -> list[str]:
-    """The role at the middle of each row, from below; "" above all."""
+    """Role at the middle of each row of a column, from below; "" above all."""
     tops: list[int] = []
     for role in roles:
         tops.append((tops[-1] if tops else 0) + sample.bytes_by_role.get(role, 0))

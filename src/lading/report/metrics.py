@@ -23,7 +23,7 @@ _LIMITS = {"step": (0, 1 << 63), "memory_bytes": (0, 1 << 63), "step_s": (1e-9, 
 
 
 class MetricsLog:
-    """Appends records to a file, each given to the system before ``log`` returns. Usable in ``with``.
+    """Log that appends records to a file, each given to the system before ``log`` returns. Usable in ``with``.
 
     A killed process loses nothing that was logged; a machine that stops loses a few seconds of it. Opening
     cuts off a last line that a killed run left without its newline.
@@ -103,7 +103,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The records of a run's steps: each has its step, loss, step_s and memory_bytes.
+    """Read the records of a run's steps: each has its step, loss, step_s and memory_bytes.
 
     Raises:
         ConfigError: as for ``read_metrics``, or one of them is missing or no number; names the line.

@@ -48,11 +48,11 @@ class Needs:
 
     @property
     def total(self) -> Bytes:
-        """The most that any of the three takes in each tier."""
+        """Most bytes that any of the three takes in each tier."""
         return {tier: max(part.get(tier, 0) for part in (self.step, self.save, self.resume)) for tier in self.step}
 
     def lines(self, allowed: Bytes) -> list[str]:
-        """The table, one line a row and a column for each tier of ``allowed``."""
+        """Lines of the table, one a row, with a column for each tier of ``allowed``."""
         table = {**self.rows, STEP: self.step, SAVE: self.save, RESUME: self.resume}
         table |= {"total": self.total, "allowed": allowed}
         lines = [f"{'':<18}" + "".join(f"{tier:>14}" for tier in allowed)]
@@ -80,7 +80,7 @@ def step_needs(program: Program, predicted: Timeline, tiers: Sequence[str]) -> N
 
 
 def rows_of(graph: StepGraph) -> list[str]:
-    """The row that each storage belongs to."""
+    """Name the row of the table that each storage belongs to."""
     rows = [_OF_ROLE.get(storage.role, ACTIVATIONS) for storage in graph.storages]
     for op in graph.ops:
         if op.phase is Phase.LOSS:
@@ -173,7 +173,7 @@ def step_time(program: Program, predicted: Timeline) -> StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Something that would make the run fit, as planned.
+    """Change that would make the run fit, as planned.
 
     Attributes:
         token_s: Predicted step time for one token.
@@ -211,7 +211,7 @@ class FitResult:
 
     @property
     def step_s(self) -> float:
-        """Predicted step time."""
+        """Predicted seconds of a step."""
         return self.time.step_s
 
     def __str__(self) -> str:

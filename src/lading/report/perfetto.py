@@ -36,7 +36,7 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
 
 
 def varint(value: int) -> bytes:
-    """Base-128 encoding, least significant group first; negative values as 64-bit two's complement."""
+    """Encode an integer in base 128, least significant group first; negative values as 64-bit two's complement."""
     if 0 <= value < 128:
         return _SMALL[value]
     if 0 <= value < 1 << 21:  # ids and lengths
@@ -72,7 +72,7 @@ def _ns(seconds: float) -> int:
 
 
 def lanes(events: Iterable[Event]) -> list[list[tuple[int, int, int]]]:
-    """(start ns, end ns, action) of one stream, spread over as few lanes as keep slices of a lane apart.
+    """Spread (start ns, end ns, action) of one stream over as few lanes as keep slices of a lane apart.
 
     Starts are moved by up to 1 ns where rounding alone makes neighbours overlap.
     """
@@ -88,7 +88,7 @@ def lanes(events: Iterable[Event]) -> list[list[tuple[int, int, int]]]:
 
 
 class _Trace:
-    """One file being written; ids of tracks and names count up from 1."""
+    """Trace file being written; ids of tracks and names count up from 1."""
 
     def __init__(self, file: BinaryIO, timelines: Sequence[Timeline]) -> None:
         self._file = file
@@ -166,7 +166,7 @@ def _flow_fields(timeline: Timeline, base: int) -> dict[int, bytes]:
 
 
 def _counter_values(timeline: Timeline) -> Iterator[tuple[str, list[tuple[float, int]]]]:
-    """Name and (seconds, bytes) of each counter of a timeline."""
+    """Yield name and (seconds, bytes) of each counter of a timeline."""
     for tier in tiers_of(timeline):
         samples = tier_samples(timeline, tier)
         yield f"{tier} memory", [(s.time_s, s.total_bytes) for s in samples]

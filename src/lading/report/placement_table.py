@@ -21,7 +21,7 @@ _BUSY, _FULL = 0.8, 0.9
 
 
 def traffic(problem: PlacementProblem, devices: Sequence[int]) -> dict[tuple[int, int], int]:
-    """Bytes that one step sends between devices: (from, to) to bytes."""
+    """Count the bytes that one step sends between devices, by (from, to)."""
     found: dict[tuple[int, int], int] = {}
     for flow in problem.flows:
         source = devices[problem.group_of[flow.source]]
@@ -106,7 +106,7 @@ def devices_table(problem: PlacementProblem, placement: Placement) -> Table:
 
 
 def parts_table(problem: PlacementProblem, placement: Placement) -> Table | None:
-    """Runs of neighbors in order, each on its device; None where they are too many to read."""
+    """Table of the runs of neighbors in order, each on its device; None where they are too many to read."""
     parts = placement.parts
     if len(parts) > _MOST_PARTS:
         return None

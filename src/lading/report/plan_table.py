@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def figures_table(title: str, *columns: str, texts: Sequence[str] = ()) -> Table:
-    """A table of figures; its first column and ``texts`` are text, which is broken where a line is too narrow."""
+    """Make a table of figures; its first column and ``texts`` are text, broken where a line is too narrow."""
     from rich import box
     from rich.table import Table
 
@@ -55,7 +55,7 @@ def policy_table(plan: Plan) -> Table:
 
 
 def policy_cells(row: PolicyRow) -> list[str]:
-    """Text of a policy's columns after its name; what it moves takes a line for each direction."""
+    """Write the cells of a policy's columns after its name; what it moves takes a line for each direction."""
     moved = "\n".join(f"{name} {format_bytes(size)}" for name, size in row.moved_bytes.items() if size)
     return [
         "yes" if row.fits else "no",
@@ -69,7 +69,7 @@ def policy_cells(row: PolicyRow) -> list[str]:
 
 
 def placement_table(plan: Plan, graph: StepGraph) -> Table:
-    """Bytes of each role under each option."""
+    """Table of the bytes of each role under each option."""
     table = figures_table("What goes where between uses", "role", "total", *plan.options)
     for role, options in placement(plan, graph).items():
         total = sum(s.size_bytes for s in graph.storages if s.role == role)
@@ -79,7 +79,7 @@ def placement_table(plan: Plan, graph: StepGraph) -> Table:
 
 
 def fit_table(peak_bytes: Mapping[str, int], budgets: Mapping[str, int], bytes_by_role: Mapping[str, int]) -> Table:
-    """Whether it fits, tier by tier, and what fills the device at its peak.
+    """Table of what each tier has and takes, and what fills the device at its peak.
 
     Args:
         peak_bytes: Predicted peak of each tier.
@@ -100,7 +100,7 @@ def fit_table(peak_bytes: Mapping[str, int], budgets: Mapping[str, int], bytes_b
 
 
 def print_plan(plan: Plan, graph: StepGraph, console: Console) -> None:
-    """The whole bill of lading: fit, policies, placement, assumptions."""
+    """Print the whole bill of lading: fit, policies, placement, assumptions."""
     console.print(fit_table(plan.peak_bytes, plan.budgets, plan.predictions.bytes_by_role))
     console.print(policy_table(plan))
     console.print(placement_table(plan, graph))
@@ -108,7 +108,7 @@ def print_plan(plan: Plan, graph: StepGraph, console: Console) -> None:
 
 
 def unshard_table(rows: Sequence[UnshardRow], chosen: str, bound_s: float, budget_bytes: int) -> Table:
-    """Policies side by side, the chosen one marked."""
+    """Table of policies side by side, the chosen one marked."""
     title = f"What stays gathered in {format_bytes(budget_bytes)}; no choice is faster than {format_seconds(bound_s)}"
     table = figures_table(title, "policy", "step", "waits", "peak", "of budget", "groups", "gathers", "above bound")
     for row in rows:

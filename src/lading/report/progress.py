@@ -102,7 +102,7 @@ def training_progress(
 
 
 def memory_text(memory_bytes: int, budget_bytes: int) -> str:
-    """``'312/400 MiB 78%'``: both in the unit of the budget; the share is rounded away from 100%."""
+    """Write memory and budget in the budget's unit, as ``'312/400 MiB 78%'``; the share is rounded away from 100%."""
     if budget_bytes == 0:
         return format_bytes(memory_bytes)
     unit, scale = next((u for u in (("GiB", GiB), ("MiB", MiB), ("KiB", KiB)) if budget_bytes >= u[1]), ("B", 1))
@@ -114,12 +114,12 @@ def memory_text(memory_bytes: int, budget_bytes: int) -> str:
 
 
 def losses_text(losses: Mapping[str, float]) -> str:
-    """``' (text 2.3100, balance 0.0123)'``; nothing where there is one loss only."""
+    """Write the parts of a loss, as ``' (text 2.3100, balance 0.0123)'``; nothing where there is one only."""
     return f" ({', '.join(f'{name} {value:.4f}' for name, value in losses.items())})" if losses else ""
 
 
 def clock_text(seconds: float) -> str:
-    """``'12s'``, ``'3m05s'`` or ``'2h04m'``."""
+    """Write seconds as ``'12s'``, ``'3m05s'`` or ``'2h04m'``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -129,7 +129,7 @@ def clock_text(seconds: float) -> str:
 
 
 def _terminal(stream: TextIO) -> Console | None:
-    """A console if the stream is a terminal that can redraw a line."""
+    """Make a console if the stream is a terminal that can redraw a line."""
     if not stream.isatty():
         return None
     from rich.console import Console
@@ -139,7 +139,7 @@ def _terminal(stream: TextIO) -> Console | None:
 
 
 class _Lines:
-    """One line every few seconds, flushed."""
+    """Progress as one line every few seconds, flushed."""
 
     def __init__(
         self, total_steps: int, budget_bytes: int, stream: TextIO, first_step: int, every_s: float,
@@ -171,7 +171,7 @@ class _Lines:
 
 
 class _Bar:
-    """A rich bar; ``live`` is what to enter while it is shown."""
+    """Progress as a rich bar; ``live`` is what to enter while it is shown."""
 
     def __init__(self, total_steps: int, budget_bytes: int, console: Console, first_step: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -205,7 +205,7 @@ class _Bar:
 
 
 class _PlanLines:
-    """One line every few seconds, flushed, and one at the end if there were any."""
+    """Progress of planning as one line every few seconds, flushed, and one at the end if there were any."""
 
     def __init__(self, stream: TextIO, after_s: float, every_s: float, clock: Callable[[], float]) -> None:
         self._stream, self._every_s, self._clock = stream, every_s, clock
@@ -229,7 +229,7 @@ class _PlanLines:
 
 
 class _PlanBar:
-    """A rich bar that goes away when the plan is there."""
+    """Progress of planning as a rich bar that goes away when the plan is there."""
 
     def __init__(self, console: Console, after_s: float, clock: Callable[[], float]) -> None:
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn

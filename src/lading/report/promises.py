@@ -71,21 +71,21 @@ class RunSummary:
 
     @property
     def promise(self) -> Promise:
-        """Kept, broken, or open while nothing has run."""
+        """Whether the budget was kept, broken, or is open while nothing has run."""
         if self.measured_peak_bytes is None:
             return Promise.OPEN
         return Promise.KEPT if self.measured_peak_bytes <= self.budget_bytes else Promise.BROKEN
 
 
 def relative_error(predicted: float, measured: float) -> float:
-    """``predicted / measured - 1``: positive is too high, ``inf`` when measured is 0 and predicted is not."""
+    """Relative error ``predicted / measured - 1``: positive is too high, ``inf`` when only measured is 0."""
     if measured == 0:
         return 0.0 if predicted == 0 else float("inf")
     return predicted / measured - 1.0
 
 
 def error_words(predicted: float, measured: float) -> str:
-    """``'4.4% too low'``, ``'3.7% too high'`` or ``'exact'`` when it rounds to 0.0%."""
+    """Say an error: ``'4.4% too low'``, ``'3.7% too high'`` or ``'exact'`` when it rounds to 0.0%."""
     error = relative_error(predicted, measured)
     if abs(error) < 0.0005:
         return "exact"
@@ -93,7 +93,7 @@ def error_words(predicted: float, measured: float) -> str:
 
 
 def verdict(summary: RunSummary) -> str:
-    """The run in one sentence: whether the promise was kept, and how far off the predictions were."""
+    """Say in one sentence whether the promise was kept, and how far off the predictions were."""
     budget, peak, step = summary.budget_bytes, summary.measured_peak_bytes, summary.measured_step_s
     if peak is None or step is None:
         return (

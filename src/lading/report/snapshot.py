@@ -37,7 +37,7 @@ def write_snapshot(path: Path, program: Program, timeline: Timeline) -> None:
 
 
 def snapshot(program: Program, timeline: Timeline) -> dict[str, Any]:
-    """The snapshot, as plain data; its segments are those at the end of the step."""
+    """Build the snapshot as plain data; its segments are those at the end of the step."""
     traces: list[list[dict[str, Any]]] = []
     segments: list[dict[str, Any]] = []
     for device, tier in enumerate((DEVICE, *program.slots)):
@@ -82,7 +82,7 @@ def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[Change]:
 
 
 def _brought(action: Action, tier: str, slots: dict[int, int]) -> list[tuple[int, int]]:
-    """Storages that an action brings to a tier, with their offsets in its arena."""
+    """List the storages that an action brings to a tier, with their offsets in its arena."""
     if tier == DEVICE:
         return list(action.places)
     storage = action.storage
@@ -115,7 +115,7 @@ def _segment_sizes(program: Program, tier: str, changes: list[Change]) -> dict[i
 
 
 def segment(device: int, start: int, size: int, changes: list[Change]) -> dict[str, Any]:
-    """A segment as it is at the end: what is still there, and the gaps."""
+    """Describe a segment as it is at the end: what is still there, and the gaps."""
     there: dict[int, Change] = {}
     for change in changes:
         if start <= change[3] < start + size:

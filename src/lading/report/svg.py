@@ -11,12 +11,12 @@ from lading.units import GiB, KiB, MiB
 
 
 def text(value: object) -> str:
-    """Escaped text, safe between tags and in quoted attributes."""
+    """Escape text so that it is safe between tags and in quoted attributes."""
     return html.escape(str(value), quote=True)
 
 
 def el(name: str, *children: str, **attributes: object) -> str:
-    """An element. ``children`` are markup already (pass ``text(...)`` for words); attributes are escaped.
+    """Write an element. ``children`` are markup already (pass ``text(...)`` for words); attributes are escaped.
 
     ``class_`` becomes ``class``, other underscores become hyphens; an attribute that is None is left out.
     """
@@ -32,13 +32,13 @@ _VOID = frozenset({"rect", "line", "path", "circle", "meta", "br"})
 
 
 def num(value: object) -> object:
-    """A float with at most two decimals and no trailing zeros; anything else unchanged."""
+    """Round a float to at most two decimals without trailing zeros; anything else stays."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """The plotting area of a chart and what its corners stand for; pixels from the top left.
+    """Plotting area of a chart and what its corners stand for; pixels from the top left.
 
     ``x_low`` lies at ``left``, ``y_low`` at the bottom.
     """
@@ -72,7 +72,7 @@ class Frame:
 
 
 def round_step(span: float, most: int, base: Sequence[float] = (1, 2, 5)) -> float:
-    """The smallest of ``base`` times a power of ten that cuts ``span`` into at most ``most`` parts."""
+    """Find the smallest of ``base`` times a power of ten that cuts ``span`` into at most ``most`` parts."""
     if span <= 0:
         return 1.0
     power = 10.0 ** floor(log10(span / most))
@@ -80,14 +80,14 @@ def round_step(span: float, most: int, base: Sequence[float] = (1, 2, 5)) -> flo
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round values from ``low`` to ``high``, at most ``most`` + 1 of them."""
+    """Choose round values from ``low`` to ``high``, at most ``most`` + 1 of them."""
     step = round_step(high - low, most)
     first, last = -floor(-low / step + 1e-9), floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
 
 
 def byte_ticks(high: float, most: int) -> list[tuple[float, str]]:
-    """Round numbers of bytes from 0 to ``high``, with text: powers of two in the unit that suits ``high``."""
+    """Choose round numbers of bytes from 0 to ``high``, with text: powers of two in the unit that suits ``high``."""
     scale, unit = next(((s, u) for s, u in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")) if high >= 2 * s), (1, "B"))
     span, step = high / scale, 0.25 if scale == GiB else 1.0
     while span / step > most:
@@ -97,13 +97,13 @@ def byte_ticks(high: float, most: int) -> list[tuple[float, str]]:
 
 
 def second_ticks(high: float, most: int) -> list[tuple[float, str]]:
-    """Round times from 0 to ``high`` seconds, with text in one unit."""
+    """Choose round times from 0 to ``high`` seconds, with text in one unit."""
     scale, unit = next(((s, u) for s, u in ((1.0, "s"), (1e-3, "ms")) if high >= 2 * s), (1e-6, "us"))
     return [(value * scale, f"{value:g} {unit}" if value else "0") for value in ticks(0, high / scale, most)]
 
 
 def x_axis(frame: Frame, marks: Sequence[tuple[float, str]]) -> str:
-    """A base line with ticks and text below."""
+    """Draw a base line with ticks and text below."""
     out = [el("line", x1=frame.left, x2=frame.right, y1=frame.bottom, y2=frame.bottom, class_="axis")]
     for value, label in marks:
         x = frame.x(value)
@@ -113,7 +113,7 @@ def x_axis(frame: Frame, marks: Sequence[tuple[float, str]]) -> str:
 
 
 def y_axis(frame: Frame, marks: Sequence[tuple[float, str]]) -> str:
-    """Faint lines across with text on the left."""
+    """Draw faint lines across with text on the left."""
     out: list[str] = []
     for value, label in marks:
         y = frame.y(value)
@@ -123,12 +123,12 @@ def y_axis(frame: Frame, marks: Sequence[tuple[float, str]]) -> str:
 
 
 def words(label: str, x: float, y: float, class_: str) -> str:
-    """Text at a point; ``class_`` holds style and anchor (``mid``, ``end``)."""
+    """Draw text at a point; ``class_`` holds style and anchor (``mid``, ``end``)."""
     return el("text", text(label), x=x, y=y, class_=class_)
 
 
 def level(frame: Frame, value: float, label: str, class_: str, *, above: bool = True, at_end: bool = True) -> str:
-    """A horizontal line at ``value`` with its label above or below, at the right end or the left."""
+    """Draw a horizontal line at ``value`` with its label above or below, at the right end or the left."""
     y = frame.y(value)
     x = frame.right - 6 if at_end else frame.left + 6
     line = el("line", x1=frame.left, x2=frame.right, y1=y, y2=y, class_=class_)
@@ -136,7 +136,7 @@ def level(frame: Frame, value: float, label: str, class_: str, *, above: bool = 
 
 
 def polyline(points: Sequence[tuple[float, float]], class_: str, *, halo: bool = False) -> str:
-    """A line through pixels; with ``halo`` on a wider one in the colour of the page, to stand out on fills."""
+    """Draw a line through pixels; with ``halo`` on a wider one in the colour of the page, to stand out on fills."""
     if not points:
         return ""
     d = "M" + "L".join(f"{num(float(x))} {num(float(y))}" for x, y in points)
@@ -162,17 +162,17 @@ def staircase(
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """(class of the swatch, words) side by side, in HTML so that it wraps."""
+    """Write (class of the swatch, words) side by side, in HTML so that it wraps."""
     keys = [el("span", el("i", class_=f"swatch {class_}"), text(label), class_="key") for class_, label in entries]
     return el("div", *keys, class_="legend")
 
 
 def figure(title: str, body: str, *, note: str = "", wide: bool = True) -> str:
-    """A titled drawing with an optional remark; a wide one scrolls sideways on a narrow screen."""
+    """Frame a drawing with a title and an optional remark; a wide one scrolls sideways on a narrow screen."""
     caption = el("figcaption", el("b", text(title)), el("span", text(note), class_="muted") if note else "")
     return el("figure", caption, el("div", body, class_="scroll") if wide else body)
 
 
 def svg(width: float, height: float, body: str, label: str, class_: str = "wide") -> str:
-    """A drawing that scales to its column."""
+    """Write a drawing that scales to its column."""
     return el("svg", body, viewBox=f"0 0 {num(width)} {num(height)}", class_=class_, role="img", aria_label=label)

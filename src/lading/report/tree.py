@@ -19,7 +19,7 @@ _STYLES = {"module": "bold", "operation": "", "tensor": "dim"}
 
 
 def print_tree(root: Branch, console: Console, *, depth: int = 99) -> None:
-    """Show it; branches deeper than ``depth``, and those of a block like one before, are summed up.
+    """Print a tree; branches deeper than ``depth``, and those of a block like one before, are summed up.
 
     Lines that are too long for the console go on below themselves.
     """

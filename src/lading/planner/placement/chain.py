@@ -112,7 +112,7 @@ def place_chain(trial: Trial, effort: float = 0) -> Placement | None:
 
 
 def _fitting(trial: Trial, *, windowed: bool, once: bool) -> list[Placement]:
-    """The best of each order of devices, the one that fits last; empty where the program finds none."""
+    """Plan with each order of devices; returns the best of each, the one that fits last; [] where there is none."""
     problem = trial.problem
     orders: dict[tuple[int, ...], Placement] = {}
 
@@ -135,7 +135,7 @@ def _fitting(trial: Trial, *, windowed: bool, once: bool) -> list[Placement]:
 def best_cut(
     problem: PlacementProblem, memory: Sequence[int], *, windowed: bool = True, once: bool = True
 ) -> ChainPlacement | None:
-    """The optimum of the objective above; None where nothing fits.
+    """Find the placement of a chain with the least seconds, by the recursion; None where nothing fits.
 
     Args:
         memory: Bytes of each device.
@@ -148,7 +148,7 @@ def best_cut(
 
 
 def _plans(parts: _Parts, copies: int) -> list[ChainPlacement]:
-    """Plans of more and less period, the best to within ``_EXACT`` among them.
+    """List placements of longer and shorter period, the best to within ``_EXACT`` among them.
 
     The least latency falls as the limit of the period rises. Between limits low and high, no plan takes less than the
     latency at high and copies of low; what could still be better is halved.
@@ -178,7 +178,7 @@ def _plans(parts: _Parts, copies: int) -> list[ChainPlacement]:
 
 
 class _Parts:
-    """Costs of parts and cuts as arrays."""
+    """Seconds and bytes of all parts and cuts of a chain, as arrays."""
 
     def __init__(
         self, problem: PlacementProblem, memory: Sequence[int], peaks: np.ndarray, *, windowed: bool, once: bool
@@ -210,7 +210,7 @@ class _Parts:
         self.twin = [next((a for a in range(b)[::-1] if self._alike(a, b)), -1) for b in range(self.devices)]
 
     def _alike(self, a: int, b: int) -> bool:
-        """Whether two devices can be exchanged."""
+        """Whether two devices can be exchanged without changing any plan's seconds."""
         others = [c for c in range(self.devices) if c not in (a, b)]
         cuts = self.cuts
         return (
@@ -226,7 +226,7 @@ class _Parts:
         )
 
     def _subsets(self) -> Iterator[frozenset[int]]:
-        """Sets of devices, small ones first; of alike devices the first ones only, of which the last comes first."""
+        """Yield sets of devices, small ones first; of alike devices only the first ones, the last of these first."""
         for size in range(1, min(self.devices, self.count) + 1):
             for members in map(frozenset, combinations(range(self.devices), size)):
                 if all(self.twin[d] < 0 or self.twin[d] in members for d in members):
@@ -238,16 +238,19 @@ class _Parts:
         return self.resident + (window - 1) * self.kept + self.peaks <= self.memory[device]
 
     def solve(self, limit: float) -> ChainPlacement | None:
-        """The least latency with no part or cut busier than ``limit``."""
+        """Find the plan of least latency in which no part or cut is busier than ``limit`` seconds.
+
+        None where none fits.
+        """
         return self._solve(limit, period=False)
 
     def least_period(self) -> float:
-        """The least there can be of the busiest part or cut; infinite where nothing fits."""
+        """Least seconds of the busiest part or cut over all plans; infinite where nothing fits."""
         cut = self._solve(inf, period=True)
         return inf if cut is None else cut.period_s
 
     def _solve(self, limit: float, *, period: bool) -> ChainPlacement | None:
-        """The best of the recursions, one for each device that may be the last where that matters."""
+        """Take the best of the recursions, one for each device that may be the last where that matters."""
         ends = [d for d in range(self.devices) if self.twin[d] < 0]
         if period or not self.ends.any() or self.devices > _MOST_ENDS:
             return self._recursion(limit, None, period=period)
@@ -255,7 +258,10 @@ class _Parts:
         return min(found, key=lambda cut: cut.latency_s, default=None)
 
     def _recursion(self, limit: float, last: int | None, *, period: bool) -> ChainPlacement | None:
-        """The recursion, with any device or a given one last; with ``period``, sums become maxima."""
+        """Run the recursion over sets of devices, with any device or a given one last.
+
+        With ``period``, sums become maxima.
+        """
         n, join = self.count, np.maximum if period else np.add
         cost = self.busy if period else self.cost
         crossing = np.where(self.cuts <= limit, self.cuts, inf)
@@ -285,7 +291,7 @@ class _Parts:
         return None if answer is None else self._walk(chosen, answer, best_s)
 
     def behind(self, first: int, last: int | None, allowed: np.ndarray, *, parts: bool) -> np.ndarray:
-        """Seconds behind the last backward, by where the first part ends: its updates, and those of tied weights."""
+        """[end of the first part]: seconds after the last backward: its updates, and those of tied weights."""
         own = np.where(allowed, self.first[first, 0], 0.0)
         if last is None or not parts:
             return own
@@ -298,7 +304,7 @@ class _Parts:
         answer: tuple[frozenset[int], int, int],
         latency_s: float,
     ) -> ChainPlacement:
-        """The plan that the recursion found, from the devices of its last step, the first of them and where it ends."""
+        """Walk back through the recursion to the plan that it found."""
         members, d, end = answer
         devices, starts = [d], [0]
         start, period_s = 0, 0.0
@@ -352,7 +358,7 @@ def _ends(problem: PlacementProblem) -> np.ndarray:
 
 
 def _exchange(network: Network, ends: tuple[int, int], size_bytes: int) -> tuple[float, float]:
-    """Seconds until two devices have each other's bytes, the second sending when it hears of the first."""
+    """Seconds until two devices have each other's bytes, the second sending as soon as it hears of the first."""
     quiet, (a, b) = (0.0,) * len(network.devices), ends
     tasks = (Task("a", quiet), Task("b", quiet), Task("at a", quiet), Task("at b", quiet))
     flows = (TaskFlow(0, (1,), 0), TaskFlow(0, (3,), size_bytes), TaskFlow(1, (2,), size_bytes))
@@ -385,7 +391,7 @@ _Borders = tuple[tuple[int, ...], tuple[int, ...]]  # devices in order, and the 
 
 
 def refined(trial: Trial, starts: Sequence[Placement], effort: float) -> Placement:
-    """The best contiguous placement found, one of ``starts`` or another.
+    """Search around the starts for the contiguous placement of fewest seconds.
 
     Args:
         starts: At least one; of each order of devices the best is improved.
@@ -421,7 +427,7 @@ def _key(trial: Trial, placement: Placement) -> tuple[int, float]:
 
 
 def _placed(trial: Trial, options: Sequence[_Borders] | Iterator[_Borders], start: Placement) -> Iterator[Placement]:
-    """The start, then each option that can run."""
+    """Simulate the start, then each option that can run."""
     yield start
     groups = len(trial.problem.groups)
     for order, starts in options:
@@ -439,7 +445,7 @@ def _all(groups: int, devices: int) -> Iterator[_Borders]:
 
 
 def _near(placement: Placement, groups: int, devices: int) -> Iterator[_Borders]:
-    """Placements that differ in one border, one device or one part."""
+    """Yield placements that differ in one border, one device or one part."""
     order = tuple(part.device for part in placement.parts)
     starts = tuple(part.first for part in placement.parts)
     for place in range(1, len(starts)):

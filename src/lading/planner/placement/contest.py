@@ -109,7 +109,7 @@ def contest(problem: PlacementProblem, *, effort: int = _EFFORT) -> Contest:
 
 
 def too_full(problem: PlacementProblem, found: Placement | None, policy: str) -> PlanInfeasible:
-    """An error that says what binds: a group that no device holds, all together, or where the nearest is too full."""
+    """Make the error that says what binds: a group that no device holds, all together, or the nearest plan's device."""
     network, groups = problem.network, problem.groups
     need = problem.alone_bytes
     largest = max(range(len(groups)), key=need.__getitem__)
@@ -153,7 +153,7 @@ def _single(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Plac
 
 
 def _even(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Placement | None:
-    """Cut where the fastest device's seconds reach each share."""
+    """Place a chain by cutting it where the fastest device's seconds reach each share."""
     problem, count = trial.problem, len(trial.problem.network.devices)
     seconds = [min(g.seconds) + min(g.once_s) for g in problem.groups]
     total, done, devices = sum(seconds), 0.0, list[int]()

@@ -72,7 +72,7 @@ class _ProblemFile:
 
 
 def read_problem(path: Path) -> PlacementProblem:
-    """The problem that a JSON file describes.
+    """Read a placement problem from a JSON file.
 
     Raises:
         ConfigError: it is something else; names the field.

@@ -183,7 +183,7 @@ class _Built:
             self.working[number] = self._peak(unit, ends[number])
 
     def _output(self) -> None:
-        """Torch's pipeline keeps what the loss is of until backward begins, though no operation reads it there."""
+        """Keep the loss's input until backward begins, as torch's pipeline does, though no operation reads it there."""
         back = next((n for n, u in enumerate(self.units) if u.key == LOSS and u.phase is Phase.BACKWARD), None)
         for (_, made), units in self.readers.items():
             inner = self.units[made].phase is Phase.FORWARD and any(self.units[u].phase is Phase.LOSS for u in units)
@@ -204,7 +204,7 @@ class _Built:
         return peak
 
     def _parameters(self) -> None:
-        """Persistent storages to the groups that read them; gradients and states with the parameters they are of."""
+        """Assign persistent storages to the groups that read them; gradients and states go with their parameters."""
         graph = self.graph
         users: dict[int, dict[str, None]] = defaultdict(dict)
         for index, unit in self.unit_of.items():
@@ -232,7 +232,7 @@ class _Built:
             self._part_gradients(graph.storage_of(parameter.gradient), tensor.size_bytes)
 
     def _part_gradients(self, whole: int, size_bytes: int) -> None:
-        """The parts of a tied gradient stay where they are made: what reads them to add them up is no flow."""
+        """Keep the parts of a tied gradient where they are made; the operation that adds them up is no flow."""
         graph = self.graph
         added = {s for index in self.unit_of if whole in graph.op_writes[index] for s in graph.op_reads[index]} | {
             whole
@@ -246,7 +246,7 @@ class _Built:
                     del self.readers[key]
 
     def tasks(self, seconds: Sequence[tuple[float, ...]], devices: Sequence[Device]) -> list[Task]:
-        """A task for each unit, then the update of each group that has parameters."""
+        """Make a task of each unit, then of the update of each group that has parameters."""
         kept = self._kept()
         tasks: list[Task] = []
         first: set[str] = set()
@@ -274,7 +274,7 @@ class _Built:
         return tuple(d.op_overhead_s + elements / d.optimizer_elements_per_s for d in devices)
 
     def _updated(self) -> list[str]:
-        """Groups with an update of what they alone hold, in order."""
+        """Names of the groups with an update of what they alone hold, in order."""
         return [group for group in dict.fromkeys(self.groups) if (group,) in self.needs and self.needs[group,].trained]
 
     def shared(self, tasks: list[Task], flows: list[TaskFlow], devices: Sequence[Device]) -> list[Shared]:
@@ -292,7 +292,7 @@ class _Built:
         return found
 
     def _kept(self) -> list[int]:
-        """Bytes saved for backward, each storage once: where it is made if it is read there, else at one reader."""
+        """Bytes that each unit saves for backward; each storage counts once, where it is made or at one reader."""
         kept = [0] * len(self.units)
         for (storage, made), units in self.readers.items():
             back = [u for u in units if self.units[u].phase is Phase.BACKWARD]
@@ -339,7 +339,7 @@ class PlacementUnit:
 
 
 def modules(graph: StepGraph, most: int, *, training: bool) -> list[PlacementUnit]:
-    """Units by module, at the greatest depth that has at most ``most`` modules in forward; at least depth 1.
+    """Make units by module, at the greatest depth with at most ``most`` modules in forward; at least depth 1.
 
     A module that runs several times, such as a cell over time, is a unit each time.
     """
@@ -362,7 +362,7 @@ def operations(graph: StepGraph, *, training: bool) -> list[PlacementUnit]:
 
 
 def like(graph: StepGraph, units: Sequence[PlacementUnit], most: int, *, training: bool) -> list[PlacementUnit] | None:
-    """Units of another graph of the same model, one for each of ``units``; None where they differ."""
+    """Match units to another graph of the same model, one for each of ``units``; None where they differ."""
     found = modules(graph, most, training=training)
     same = [(u.key, u.phase) for u in found] == [(u.key, u.phase) for u in units]
     return found if same else None
@@ -394,7 +394,7 @@ def _cut(graph: StepGraph, name: Callable[[str], str], *, training: bool) -> lis
 
 
 def _absorbed(runs: list[PlacementUnit], phase: Phase) -> list[PlacementUnit]:
-    """Runs of a module between those of its children put to a child's; what is left of the model, to the loss."""
+    """Join a module's own operations between its children to a child's unit; the model's last ones to the loss."""
     if phase is Phase.BACKWARD:
         runs = [PlacementUnit(u.key, u.phase, -u.last, -u.first) for u in reversed(runs)]
     found: list[PlacementUnit] = []

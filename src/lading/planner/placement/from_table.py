@@ -32,7 +32,7 @@ from lading.sim.prices import MachinePrices
 
 @dataclass(frozen=True)
 class _SegmentCosts:
-    """A segment's numbers: seconds forward, backward and of the update, by device."""
+    """Seconds of a segment's forward, backward and update by device, and its bytes."""
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
@@ -84,7 +84,7 @@ def chain_of(
 
 
 def _tied_elements(table: ModelTable, sizes: Mapping[str, int]) -> int:
-    """Elements of weights that the first block and the last one have in common; 0 where nothing is tied."""
+    """Number of weights that the first block and the last one have in common; 0 where nothing is tied."""
     tied = sorted({tuple(sorted((a[0], b[0]))) for a, b in table.tied})
     if tied not in ([], [(0, len(table.segments) - 1)]):
         raise ConfigError(f"{table.name}: expected tied weights in the first and the last block, got {tied}")
@@ -93,7 +93,7 @@ def _tied_elements(table: ModelTable, sizes: Mapping[str, int]) -> int:
 
 
 def _less(elements: Mapping[str, int], tied: int) -> dict[str, int]:
-    """Parameters of a block without those that are tied."""
+    """Count a block's parameters, by axis, without those that are tied."""
     return {axes: number - tied if axes == "dp" else number for axes, number in elements.items()}
 
 
@@ -115,7 +115,7 @@ def _tied(
 
 
 def _name(table: ModelTable, number: int) -> str:
-    """A segment's name with a place for its number where it stands more than once."""
+    """Name a segment, with a place for its number where it stands more than once."""
     name = table.segments[number].name or f"segment {number}"
     return name if table.counts[number] == 1 else f"{name} {{}}"
 
@@ -184,13 +184,13 @@ def _update_s(elements: Mapping[str, int], device: Device, prices: MachinePrices
 
 
 def _passing(ranked: RankSegment, peak: int, saved: int) -> int:
-    """Bytes a forward pass needs that keeps nothing: at most what training has there, at least its largest tensor."""
+    """Bytes of a forward pass that keeps nothing: at most training's, at least its largest tensor."""
     activations = [t.size_bytes for t in ranked.tensors if t.role is Role.ACTIVATION]
     return max(peak - saved, max(activations, default=0))
 
 
 def _tasks(chain: Sequence[tuple[str, _SegmentCosts]], *, training: bool) -> tuple[list[Task], list[TaskFlow]]:
-    """Forward in order, backward in reverse, then updates in order; numbered so."""
+    """Make tasks: forward in order, backward in reverse, then updates in order; and the flows between them."""
     last = len(chain) - 1
     tasks = [
         Task(name, b.forward_s, b.resident_bytes, 0, b.working_bytes, name if training else "") for name, b in chain
@@ -215,7 +215,7 @@ def _tasks(chain: Sequence[tuple[str, _SegmentCosts]], *, training: bool) -> tup
 
 
 def _tie(tied: Weight, tasks: list[Task], flows: list[TaskFlow], ends: tuple[str, str], *, training: bool) -> Shared:
-    """Tied weights of the first block and the last: an update at each end, from the gradients of both."""
+    """Tie weights of the first block and the last: an update at each end, from the gradients of both."""
     count = sum(not (task.backward or task.once) for task in tasks)
     if not training:
         return Shared((0, count - 1), tied.resident_bytes)

@@ -22,7 +22,7 @@ _MILD, _HARD = 5.0, 1000.0
 
 
 def improve(trial: Trial, start: Placement, effort: float) -> Placement:
-    """The best placement found from ``start``.
+    """Search for faster placements from ``start`` by random changes; returns the best.
 
     Args:
         effort: How much is simulated, in units of 100,000 tasks and flows.
@@ -53,7 +53,7 @@ def improve(trial: Trial, start: Placement, effort: float) -> Placement:
 
 
 def _changed(placement: Placement, random: Random, count: int) -> list[int]:
-    """The devices of a placement after one change."""
+    """Change a placement at random in one way; returns the device of each group."""
     devices, kind = list(placement.devices), random.random()
     if kind < 0.35 and len(placement.parts) > 1:
         _move_border(placement, devices, random)
@@ -85,5 +85,5 @@ def _move_border(placement: Placement, devices: list[int], random: Random) -> No
 
 
 def _size(random: Random, most: int) -> int:
-    """1 to ``most``, small ones more often."""
+    """Draw a number from 1 to ``most``, small ones more often."""
     return min(most, 1 << random.randrange(most.bit_length()))

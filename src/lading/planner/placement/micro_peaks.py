@@ -15,7 +15,7 @@ _MOST_GROUPS = 200
 
 
 def peaks(problem: PlacementProblem) -> np.ndarray:
-    """[i, j]: bytes beside what is resident, of groups i..j-1 on one device."""
+    """[i, j]: bytes, beside what is resident, of groups i to j - 1 on one device."""
     groups = problem.groups
     count = len(groups)
     found = np.zeros((count, count + 1))
@@ -35,7 +35,7 @@ def peaks(problem: PlacementProblem) -> np.ndarray:
 
 
 class _FlowArrays:
-    """Flows and their targets as arrays."""
+    """Flows of a problem and their targets as arrays."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         flows = [flow for flow in problem.flows if not flow.held]

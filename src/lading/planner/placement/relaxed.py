@@ -99,7 +99,7 @@ class LinearProgram:
         return np.arange(first, first + count)
 
     def row(self, terms: Sequence[tuple[int, float]], *, low: float = -np.inf, high: float = np.inf) -> None:
-        """A new row: (column, factor) terms; those of one column add up."""
+        """Add a row of (column, factor) terms; those of one column add up."""
         sums: dict[int, float] = {}
         for column, factor in terms:
             sums[int(column)] = sums.get(int(column), 0.0) + factor
@@ -173,7 +173,7 @@ class RelaxedPlacement:
 
 
 def relax(problem: PlacementProblem, *, nodes: int = 0) -> RelaxedPlacement | None:
-    """Solve the relaxation; None where not even shares fit.
+    """Solve the relaxation of a placement; None where not even shares fit.
 
     Args:
         nodes: Also branch on the shares, over at most so many nodes: a sharper bound for small problems.
@@ -182,7 +182,7 @@ def relax(problem: PlacementProblem, *, nodes: int = 0) -> RelaxedPlacement | No
 
 
 def place_lp(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Placement | None:
-    """The relaxation rounded, repaired and improved; None where it has no solution."""
+    """Place by rounding the relaxation, repairing and improving; None where it has no solution."""
     if relaxed is None:
         return None
     problem, memory = trial.problem, trial.problem.network.memory_bytes
@@ -226,7 +226,7 @@ def place_branch(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) ->
 
 
 def rounded(problem: PlacementProblem, shares: np.ndarray) -> Iterator[list[int]]:
-    """Assignments of groups to devices."""
+    """Yield assignments of groups to devices, drawn from shares."""
     yield [int(d) for d in shares.argmax(axis=1)]
     count = shares.shape[1]
     for turn in range(min(count, 4)):
@@ -272,7 +272,7 @@ def repaired(problem: PlacementProblem, devices: Sequence[int], memory: Sequence
 
 
 class _Relaxation:
-    """The program above; times in units of ``unit`` seconds, bytes in those of the largest memory."""
+    """Builder of the relaxation; times in units of ``unit`` seconds, bytes in those of the largest memory."""
 
     def __init__(self, problem: PlacementProblem) -> None:
         self.problem, self.network = problem, problem.network
@@ -307,12 +307,12 @@ class _Relaxation:
         return RelaxedPlacement(shares, max(0.0, found.bound * self.unit * (1 - _TOLERANCE)), len(found.values))
 
     def _groups(self, flow: TaskFlow) -> list[int]:
-        """Other groups that a flow goes to."""
+        """Groups other than its own that a flow goes to."""
         group_of = self.problem.group_of
         return sorted({group_of[t] for t in flow.targets} - {group_of[flow.source]})
 
     def _work(self, task: int, factor: float) -> list[tuple[int, float]]:
-        """Seconds of a task by where its group is."""
+        """Terms of a task's seconds, by the device that its group is on."""
         own, row = self.problem.tasks[task], self.share[self.problem.group_of[task]]
         if task in self.sparable:
             return []
@@ -438,7 +438,7 @@ _STEP = 0.6
 
 
 def priced(problem: PlacementProblem, memory: Sequence[int]) -> Iterator[list[int]]:
-    """Assignments of groups to devices, one a round."""
+    """Yield assignments of groups to devices by rising and falling prices of memory and load, one a round."""
     groups, copies = problem.groups, problem.micro_batches
     seconds = np.array([[s + o / copies for s, o in zip(g.seconds, g.once_s, strict=True)] for g in groups])
     need = np.array(problem.alone_bytes, float)
@@ -461,7 +461,7 @@ def priced(problem: PlacementProblem, memory: Sequence[int]) -> Iterator[list[in
 
 
 def _cheapest(costs: np.ndarray, cuts: np.ndarray) -> list[int]:
-    """The device of each group on the shortest way through ``costs[g, d]`` and ``cuts[g, before, after]``."""
+    """Device of each group on the shortest way through ``costs[g, d]`` and ``cuts[g, before, after]``."""
     count, devices = costs.shape
     total, back = costs[0], np.zeros((count, devices), int)
     for group in range(1, count):

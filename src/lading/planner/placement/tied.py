@@ -15,7 +15,7 @@ from lading.ir.placement import Shared, Task, TaskFlow
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A group that uses a tied weight.
+    """Group of tasks that uses a tied weight.
 
     Attributes:
         makers: Its backward tasks, in order.

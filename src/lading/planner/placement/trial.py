@@ -21,7 +21,7 @@ _ROUNDS = 6
 
 
 class Trial:
-    """Placements of one problem, simulated.
+    """Simulator of placements of one problem, which counts what it simulates.
 
     Attributes:
         runs: Placements simulated so far.
@@ -34,7 +34,7 @@ class Trial:
         self._known: dict[tuple[int, ...], Placement] = {}
 
     def of(self, devices: Sequence[int], policy: str = "", note: str = "") -> Placement:
-        """The placement of every group on its device of ``devices``.
+        """Simulate the placement of every group on its device of ``devices``.
 
         Raises:
             SimulationError: a task cannot run where it is placed.
@@ -51,7 +51,7 @@ class Trial:
         return dataclasses.replace(found, policy=policy, note=note)
 
     def run(self, devices: Sequence[int], *, record: bool = False) -> Run:
-        """The simulation itself; with its events where ``record``."""
+        """Simulate a placement; with its events where ``record``."""
         self.runs += 1
         return self.simulator.run(devices, windows_of(self.problem, devices), record=record)
 
@@ -81,7 +81,7 @@ class Trial:
         return peaks(self.problem)
 
     def affordable(self, effort: float) -> int:
-        """Simulations of an effort in units of ``WORK`` tasks and flows."""
+        """Number of simulations in an effort, which counts in units of ``WORK`` tasks and flows."""
         size = (len(self.problem.tasks) + len(self.problem.flows)) * self.problem.micro_batches
         return int(effort * WORK // size)
 
@@ -92,7 +92,7 @@ class Trial:
 
 
 def windows_of(problem: PlacementProblem, devices: Sequence[int]) -> tuple[int, ...]:
-    """Micro-batches under way on each device: as many as it has devices behind it, itself included, if they fit.
+    """Micro-batches under way on each device: as many as there are devices from it to the end, if they fit.
 
     That is one-forward-one-backward: the last of K parts holds one, the first K. None holds more than the one before,
     whose micro-batches they are, nor more than one beyond the one behind it, which would not take them: torch's
@@ -117,6 +117,6 @@ def windows_of(problem: PlacementProblem, devices: Sequence[int]) -> tuple[int, 
 
 
 def key_of(placement: Placement, memory_bytes: Sequence[int]) -> tuple[int, float]:
-    """For choosing: first by what is missing of memory, then by time."""
+    """Sort key of a placement: first by bytes missing of memory, then by seconds."""
     pairs = zip(placement.peak_bytes, memory_bytes, strict=True)
     return sum(max(0, peak - size) for peak, size in pairs), placement.step_s

@@ -59,7 +59,7 @@ class ProductRates:
 
 @dataclass(frozen=True, kw_only=True)
 class PassRates:
-    """One pass (forward or backward) of an attention kernel ([Note: attention]).
+    """Rates of one pass (forward or backward) of an attention kernel ([Note: attention]).
 
     Attributes:
         head_sizes: Ascending; between them ``reach`` is interpolated in the logarithm, beyond them it is constant.

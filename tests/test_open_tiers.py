@@ -33,6 +33,7 @@ from lading.prepare import plan
 from lading.report.html import write_report
 from lading.report.plan_table import placement_table
 from lading.report.promises import RunSummary
+from lading.runtime.device import DeviceDriver
 from lading.runtime.host_arena import Arena
 from lading.runtime.tiers import open_tier
 from lading.sim.engine import simulate
@@ -235,6 +236,24 @@ def test_a_device_that_cannot_reach_a_tier_goes_through_memory_that_it_can(
     device = fake_device(FakeApi())
     with Trainer(made, graph, net(), optimizer=AdamW(lr=LR), folder=tmp_path / "swap", device=device) as trainer:
         assert [trainer.step(batch(step)) for step in range(STEPS)] == plain
+
+
+def stand_in() -> DeviceDriver:
+    """Driver of a device that only this file knows."""
+    return fake_device(FakeApi())
+
+
+def test_a_device_that_only_the_machine_file_names_trains(graph: StepGraph, plain: list[float], tmp_path: Path) -> None:
+    small = small_machine()
+    machine = dataclasses.replace(small, device=dataclasses.replace(small.device, kind=f"{__name__}:stand_in"))
+    assert machine_from_dict(tomllib.loads(machine_to_toml(machine)), "again") == machine
+    everything = program_of(plan(graph, machine, budget="100%", cache=False), graph)
+    found = plan(graph, machine, budget=budget_for(everything, 0.5), cache=False)
+    with Trainer(found, graph, net(), optimizer=AdamW(lr=LR), folder=tmp_path / "swap") as trainer:
+        assert [trainer.step(batch(step)) for step in range(STEPS)] == plain
+    gone = dataclasses.replace(machine, device=dataclasses.replace(machine.device, kind=f"{__name__}:gone"))
+    with pytest.raises(ConfigError, match="device: expected a kind that Lading has, or a 'module:function'"):
+        Trainer(plan(graph, gone, budget="100%", cache=False), graph, net(), folder=tmp_path / "swap")
 
 
 def test_names_of_tiers_mean_nothing() -> None:

@@ -126,15 +126,15 @@ class Trainer:
         model = None if model is None else self._checked(as_written(model))
         self._keys = state_keys(model, [name for name, _ in step_graph.buffers], self._first_name)
         self._watch = Watch(graph.frozen, model)
-        self._kind: str = plan.request.machine["device"]["kind"]
         self._executor = Executor(
             self.program,
             optimizer=self.optimizer,
             folder=Path(folder),
             threads=threads,
-            device=device or device_of(self._kind),
+            device=device or device_of(plan.request.machine["device"]["kind"]),
             fuse=plan.compiled,
         )
+        self._kind = self._executor.kind
         self._custody, self._lock = Custody(), threading.RLock()
         self._give_back_at_the_end()
         try:

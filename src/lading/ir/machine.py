@@ -97,7 +97,8 @@ class Device:
     """Processor or accelerator that computes, with its rates.
 
     Attributes:
-        kind: PyTorch's name for the kind of device whose kernels run ("cuda" for AMD's too).
+        kind: PyTorch's name for the device whose kernels run ("cuda" for AMD's too); or "module:function", which
+            makes the driver (``lading.runtime.device.DeviceDriver``) of another, where operations run as captured.
         num_threads: Threads the rates were measured with; 0 where it has no meaning.
         peak_flops_per_s: Dense peak for each dtype (for a probed CPU: the best product measured).
         memory_bandwidth_bytes_per_s: Read plus write.
@@ -130,8 +131,10 @@ class Device:
     gpu: Gpu | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in DEVICE_KINDS:
-            raise ConfigError(f"device kind must be one of {', '.join(DEVICE_KINDS)}, got {self.kind!r}")
+        if self.kind not in DEVICE_KINDS and not all(self.kind.partition(":")):
+            raise ConfigError(
+                f"device kind must be one of {', '.join(DEVICE_KINDS)}, or 'module:function', got {self.kind!r}"
+            )
         for key in ("memory_bytes", "memory_bandwidth_bytes_per_s", "optimizer_elements_per_s"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"device.{key} must be positive, got {getattr(self, key)}")

@@ -64,7 +64,7 @@ def retarget(graph: StepGraph, kind: str, *, flash: bool = True) -> StepGraph:
     Raises:
         ConfigError: an operation has no kernel there; names it, its module and what to change.
     """
-    return graph if kind == "cpu" else _Cuda(graph, flash).graph()
+    return graph if kind == "cpu" or ":" in kind else _Cuda(graph, flash).graph()
 
 
 class _Cuda:

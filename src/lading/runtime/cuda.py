@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from lading.errors import ConfigError, StorageError
 from lading.runtime.accelerator import AcceleratorDevice, DeviceEvent
 from lading.runtime.device import Call, CpuDevice, DeviceDriver
+from lading.runtime.tiers import imported
 from lading.units import format_bytes
 
 #: Page-locked for every context of the process (cudaHostRegisterPortable).
@@ -25,6 +26,8 @@ def device_of(kind: str) -> DeviceDriver:
     """
     if kind == "cpu":
         return CpuDevice()
+    if ":" in kind:
+        return cast(Callable[[], DeviceDriver], imported(kind, "device"))()
     check_available(kind)
     return AcceleratorDevice(Cuda())
 
@@ -35,6 +38,9 @@ def check_available(kind: str) -> None:
     Raises:
         ConfigError: says what is missing.
     """
+    if ":" in kind:
+        imported(kind, "device")
+        return
     if kind == "cpu" or (kind == "cuda" and torch.cuda.is_available()):
         return
     built = torch.version.cuda

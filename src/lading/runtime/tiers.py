@@ -81,18 +81,28 @@ def open_tier(tier: Tier, size_bytes: int, folder: Path, memory: Callable[[int],
     if tier.kind == MEMORY:
         return MemoryTier(memory(size_bytes))
     location = tier.location or str(folder)
-    return FileTier(Path(location), size_bytes) if tier.kind == FILE else _maker(tier)(size_bytes, location)
+    return (
+        FileTier(Path(location), size_bytes)
+        if tier.kind == FILE
+        else cast(MakeTier, imported(tier.kind, f"tier {tier.name}"))(size_bytes, location)
+    )
 
 
-def _maker(tier: Tier) -> MakeTier:
-    """Import the function that a kind "module:function" names."""
-    module, _, function = tier.kind.partition(":")
+def imported(kind: str, what: str) -> object:
+    """Import the function that a kind "module:function" names.
+
+    Args:
+        what: Of what it is the kind, for messages.
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    module, _, function = kind.partition(":")
     try:
-        return cast(MakeTier, getattr(importlib.import_module(module), function))
+        return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"tier {tier.name}: expected a kind {MEMORY!r}, {FILE!r} or a 'module:function' that can be imported, got "
-            f"{tier.kind!r}: {error}"
+            f"{what}: expected a kind that Lading has, or a 'module:function' that can be imported, got {kind!r}: "
+            f"{error}"
         ) from error
 
 

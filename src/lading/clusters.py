@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def step_of(request: Request) -> tuple[StepRequest, ModelTable]:
-    """The step that is asked for, and the table of its model.
+    """Make the step that is asked for, and the table of its model.
 
     Raises:
         ConfigError: a name is not known, or devices and layout do not go together.
@@ -53,7 +53,7 @@ def step_of(request: Request) -> tuple[StepRequest, ModelTable]:
 
 
 def space_of(request: Request) -> Space:
-    """The layouts to choose from, for a model on so many devices.
+    """Make the space of layouts to choose from, for a model on so many devices.
 
     Raises:
         ConfigError: a name is not known, or such layouts are not searched.
@@ -63,7 +63,7 @@ def space_of(request: Request) -> Space:
 
 
 def _longer(name: str, seq_len: int) -> tuple[str, ...]:
-    """That a model of the catalog is taken for one of longer sequences."""
+    """Note that a model of the catalog is taken for one of longer sequences, where it is."""
     most = named_model(name).max_tokens if name in model_names() else seq_len
     if seq_len <= most:
         return ()
@@ -78,7 +78,7 @@ def _table(request: Request) -> tuple[ModelTable, int]:
 
 
 def _captured(request: Request) -> tuple[ModelTable, int]:
-    """The table of a model that is in no catalog, captured; this imports torch."""
+    """Capture the table of a model that is in no catalog; this imports torch."""
     from lading.fit import run_of_model
     from lading.run import build, example_batch, loss_of
     from lading.tracing.initial import defer
@@ -93,7 +93,10 @@ def _captured(request: Request) -> tuple[ModelTable, int]:
 
 
 def _layout(request: Request) -> Layout:
-    """Replicas fill the devices; a step is one micro-batch of each, or two for each stage, unless it says more."""
+    """Layout that is asked for; where nothing is said, replicas fill the devices.
+
+    A step is then one micro-batch of each replica, or two for each stage.
+    """
     layout = parse_layout(request.layout, request.devices)
     if request.global_batch:
         return dataclasses.replace(layout, global_batch=request.global_batch)
@@ -104,10 +107,10 @@ def _layout(request: Request) -> Layout:
 
 
 def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[str, Any]:
-    """The figures by name; seconds, bytes, FLOP/s and shares.
+    """Figures of a simulated step by name; seconds, bytes, FLOP/s and shares.
 
     Args:
-        price_per_hour: Of one device.
+        price_per_hour: Price of one device for an hour.
     """
     request, prediction = simulated.request, simulated.prediction
     devices, tokens = request.layout.devices, request.tokens
@@ -143,7 +146,7 @@ def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[s
 
 
 def _update_figures(update: Update) -> dict[str, float]:
-    """Of the pipeline rank whose update is longest; seconds and bytes."""
+    """Seconds and bytes of the update on the pipeline rank where it takes longest, by name."""
     return {
         "seconds": update.seconds,
         "exposed_s": update.exposed_s,
@@ -158,7 +161,7 @@ def _update_figures(update: Update) -> dict[str, float]:
 
 
 def update_sentence(optimizer: str, update: Update) -> str:
-    """What owners of matrices do, and how near to their bound they are."""
+    """Say what owners of matrices do, and how near to their bound they are."""
     directions = update.directions
     return (
         f"{optimizer}: {update.matrices:,} matrices with owners among {update.ranks:,} ranks, "
@@ -169,7 +172,7 @@ def update_sentence(optimizer: str, update: Update) -> str:
 
 
 def print_cluster(simulated: Simulated, console: Console, price_per_hour: float | None = None) -> None:
-    """What the step takes, what its time goes to, memory by pipeline rank, and what was assumed."""
+    """Print what the step takes, what its time goes to, memory by pipeline rank, and what was assumed."""
     figures = summary(simulated, price_per_hour)
     head = f"{figures['model']} on {figures['devices']} x {simulated.machine.device.name}"
     say(console, head, "bold")
@@ -193,7 +196,7 @@ def print_cluster(simulated: Simulated, console: Console, price_per_hour: float 
 
 
 def verdict(simulated: Simulated) -> str:
-    """Whether all fits, and into how much."""
+    """Say whether all fits, and into how much."""
     prediction, layout = simulated.prediction, simulated.request.layout
     needed, there = format_bytes(prediction.high_bytes), format_bytes(simulated.machine.device.memory_bytes)
     sentence = f"{'FITS' if prediction.fits else 'DOES NOT FIT'}: up to {needed} of {there}"
@@ -213,7 +216,7 @@ def _shares_table(simulated: Simulated) -> Any:
 
 
 def _memory_table(simulated: Simulated) -> Any:
-    """First, last and fullest pipeline rank, and the one that has most behind its device."""
+    """Table of memory of the first, last and fullest pipeline rank, and the one that has most behind its device."""
     memory = simulated.memory
     totals = [sum(roles.values()) for roles in memory]
     there = [sum(roles.values()) for roles in simulated.behind]
@@ -232,7 +235,7 @@ def _memory_table(simulated: Simulated) -> Any:
 
 
 def fullest_chart(simulated: Simulated) -> Any:
-    """Memory over the step of the pipeline rank that needs most, for the terminal."""
+    """Chart for the terminal of memory over the step, on the pipeline rank that needs most."""
     from lading.report.memory_chart import memory_chart
 
     rank = _ranks_shown(simulated)[1]
@@ -250,6 +253,6 @@ def write_cluster_snapshot(path: Path, simulated: Simulated) -> None:
 
 
 def _ranks_shown(simulated: Simulated) -> tuple[int, int, int]:
-    """First, fullest and last pipeline rank."""
+    """Numbers of the first, the fullest and the last pipeline rank."""
     totals = [sum(roles.values()) for roles in simulated.memory]
     return 0, totals.index(max(totals)), len(totals) - 1

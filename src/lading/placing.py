@@ -1,4 +1,4 @@
-"""A model by name on a fleet: the placement problem of what is asked, from its table or captured."""
+"""Placements of a model by name on a fleet, a list of unlike devices: the problem of what is asked, and its answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @dataclass(frozen=True, kw_only=True)
 class Placing:
-    """What ``lading place`` is asked.
+    """Question that ``lading place`` is asked.
 
     Attributes:
         seq_len: Tokens of a sequence; 0 for the catalog's.
@@ -30,7 +30,7 @@ class Placing:
         latency: One forward pass; else a training step.
         units: Most modules that a captured model is cut in; 0 for single operations.
         captured: Captured though the catalog has a table.
-        precision: Of a captured model, "fp32" or "bf16".
+        precision: Precision of a captured model, "fp32" or "bf16".
     """
 
     model: str
@@ -45,12 +45,12 @@ class Placing:
 
     @property
     def from_table(self) -> bool:
-        """Whether it goes by the catalog's table."""
+        """Whether the problem is made from the catalog's table."""
         return self.model in model_names() and not self.captured and bool(self.units)
 
     @property
     def tokens(self) -> int:
-        """Of a sequence, as it is placed."""
+        """Number of tokens of a sequence, as it is placed."""
         if self.seq_len:
             return self.seq_len
         if self.from_table:
@@ -69,7 +69,7 @@ class Placing:
 
 
 def problem_on(asked: Placing, fleet: Fleet) -> PlacementProblem:
-    """The problem; a model of the catalog goes by its table unless asked otherwise, others are captured.
+    """Make the problem; a model of the catalog goes by its table unless asked otherwise, others are captured.
 
     Raises:
         ConfigError: a name is not known, or nothing there can run the model.
@@ -95,13 +95,13 @@ def problem_on(asked: Placing, fleet: Fleet) -> PlacementProblem:
 
 
 def best_of(asked: Placing, fleet: Fleet, batch: int) -> tuple[Placing, Contest, dict[int, float | None]]:
-    """The fastest placement of a step of ``batch`` sequences, over numbers of micro-batches that divide it.
+    """Find the fastest placement of a step of ``batch`` sequences, over numbers of micro-batches that divide it.
 
     Each number is searched briefly, the best one in full.
 
     Returns:
-        What was asked with the micro-batches chosen; the placement beside the other policies'; and what each number
-        came to, seconds (None: it does not fit).
+        The question with the micro-batches chosen; the placement beside the other policies'; and what each number came
+        to, seconds (None: it does not fit).
 
     Raises:
         ConfigError: the batch is below 1.
@@ -129,10 +129,10 @@ def best_of(asked: Placing, fleet: Fleet, batch: int) -> tuple[Placing, Contest,
 
 
 def saved(asked: Placing, fleet: Fleet, machine: str, problem: PlacementProblem, placement: Placement) -> PlacedPlan:
-    """A placement of what was asked, to be written.
+    """Make a plan of a placement, to be written to a file.
 
     Args:
-        machine: As the fleet was asked for: its name, or its path.
+        machine: Name or path by which the fleet was asked for.
     """
     network = problem.network
     return PlacedPlan(
@@ -166,7 +166,7 @@ def saved(asked: Placing, fleet: Fleet, machine: str, problem: PlacementProblem,
 
 
 def replayed(plan: PlacedPlan, fleet: Fleet) -> tuple[PlacementProblem, Placement]:
-    """A saved placement, simulated on a fleet: the one it was made for, or another with devices of the same names.
+    """Simulate a saved placement on a fleet: the one it was made for, or another with devices of the same names.
 
     Raises:
         ConfigError: the fleet lacks a device, or the model is taken apart otherwise than when the plan was made.
@@ -200,7 +200,7 @@ def replayed(plan: PlacedPlan, fleet: Fleet) -> tuple[PlacementProblem, Placemen
 
 
 def _captured(asked: Placing, fleet: Fleet) -> PlacementProblem:
-    """From a capture on fake tensors; this imports torch."""
+    """Make the problem from a capture on fake tensors; this imports torch."""
     from lading.catalog.models import resolved
     from lading.fit import run_of_model
     from lading.planner.placement.from_graph import Grain, problem_of

@@ -77,7 +77,7 @@ class PlaceCommand:
         self._write(found, fleet)
 
     def _simulate(self, path: Path) -> None:
-        """A placement of a file, on the devices it was made for or others."""
+        """Simulate the placement of a file, on the devices it was made for or others."""
         self._refuse("plan", ("machine", "trace", "json", "plan"))
         from lading.catalog.fleets import load_fleet
         from lading.ir.placedplan import PlacedPlan
@@ -99,12 +99,12 @@ class PlaceCommand:
         self._write(found, fleet)
 
     def _refuse(self, option: str, but: tuple[str, ...]) -> None:
-        """Options that would mean nothing beside ``--option``."""
+        """Refuse options that would mean nothing beside ``--option``."""
         if given := first_given(self, but=but):
             raise ConfigError(f"{given}: expected nothing of the kind next to --{option}, which says it; leave it out")
 
     def _write(self, found: Contest, fleet: Fleet | None) -> None:
-        """The files that were asked for."""
+        """Write the files that were asked for."""
         problem = found.problem
         if self.json is not None:
             from lading import __version__
@@ -128,7 +128,7 @@ class PlaceCommand:
             print(f"wrote {self.out}")
 
     def _asked(self) -> Placing:
-        """What is placed."""
+        """Question that the options ask."""
         from lading.placing import Placing
 
         assert self.model is not None

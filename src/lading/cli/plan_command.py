@@ -182,7 +182,7 @@ def _plan_cluster(asked: PlanCommand) -> None:
 def _document(
     found: Layouts, rows: Sequence[LayoutRow], over: Sequence[LayoutRow], price: float | None
 ) -> dict[str, Any]:
-    """What is written as JSON."""
+    """Make the document that ``--json`` writes."""
     from lading.report.layout_table import layout_figures
 
     space = found.space
@@ -223,7 +223,7 @@ def _buckets(found: Layouts) -> dict[str, Any] | None:
 
 
 def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Console) -> ClusterPlan:
-    """The plan with what stays gathered where parameters are cut; prints how that was chosen."""
+    """Choose what stays unsharded where parameters are sharded; prints how, and returns the plan with it."""
     from lading.planner.moment import tree_of
     from lading.planner.peaks import room_of
     from lading.planner.unshard import choose_groups, plan_of
@@ -271,7 +271,7 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Co
 
 
 def _instead(asked: PlanCommand, error: PlanInfeasible, room: int) -> str:
-    """Options with which there may be a plan, the surest first."""
+    """List options with which there may be a plan, the surest first."""
     if error.smallest_budget_bytes <= room and asked.search.unshard != "residency":
         return "leave --unshard out, which finds groups that fit"
     changes = ["--pin recompute=full", "--pin mb=1", "more --devices"]
@@ -279,7 +279,7 @@ def _instead(asked: PlanCommand, error: PlanInfeasible, room: int) -> str:
 
 
 def asked_space(asked: PlanCommand) -> Space:
-    """The layouts that the options ask for.
+    """Make the space of layouts that the options ask for.
 
     Raises:
         ConfigError: one that is needed is missing, or a name is not known.
@@ -312,7 +312,7 @@ def asked_space(asked: PlanCommand) -> Space:
 
 @contextmanager
 def _progress() -> Generator[Tell, None, None]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a bar on a terminal, nothing elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -327,13 +327,13 @@ def _progress() -> Generator[Tell, None, None]:
 
 
 def shown(best: Sequence[Refined], most: int) -> list[list[Refined]]:
-    """Up to so many rows of layouts that are alike, each with the fastest first.
+    """Group layouts that are alike into at most ``most`` rows, each with the fastest first.
 
     Alike are those of one mesh; if these are too few rows, those that also save memory in the same ways; and only where
     all of them are alike so, what is finer counts.
 
     Args:
-        best: The fastest first.
+        best: Layouts, the fastest first.
     """
     levels: list[list[list[Refined]]] = []
     for keys in _LEVELS:
@@ -347,7 +347,7 @@ def shown(best: Sequence[Refined], most: int) -> list[list[Refined]]:
 
 
 def like_text(one: Refined, *others: Refined) -> str:
-    """How many layouts are shown by one, how much slower they are, and by what they differ."""
+    """Say how many layouts are shown by one, how much slower they are, and by what they differ."""
     if not others:
         return ""
     names = [field.name for field in dataclasses.fields(one.layout)]
@@ -377,7 +377,7 @@ def _row(one: Refined, price_per_hour: float | None) -> LayoutRow:
 
 
 def over_text(one: Refined) -> str:
-    """What does not fit, and by how much: "activation 12 GB over"."""
+    """Say what does not fit, and by how much: "activation 12 GB over"."""
     moment, tier, _ = one.binding
     fullest: dict[Any, int] = max(one.simulated.memory, key=lambda roles: sum(roles.values()))
     role = max(fullest, key=lambda name: fullest[name]) if moment == "step" else f"{tier} at moment {moment}"
@@ -385,7 +385,7 @@ def over_text(one: Refined) -> str:
 
 
 def _said(found: Layouts, seconds: float) -> list[str]:
-    """How much was searched, and what is proven."""
+    """Say how much was searched, and what is proven."""
     proof, winner = found.proof, found.winner
     lines = [
         f"{found.counted:,} plans in {seconds:.1f} s: {found.evaluated:,} bounded one by one, the others with their "
@@ -405,7 +405,7 @@ def _said(found: Layouts, seconds: float) -> list[str]:
 
 
 def _moments(winner: Refined) -> list[str]:
-    """The five peaks of the winner."""
+    """List the five peaks of the winner."""
     moment, tier, share = winner.binding
     each = [
         f"{name} {format_bytes(tiers['device'])}" + (f" + host {format_bytes(tiers['host'])}" if tiers["host"] else "")

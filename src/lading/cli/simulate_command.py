@@ -148,7 +148,7 @@ def _simulate_run(asked: SimulateCommand, source: Path) -> None:
 
 
 def timeline_text(timeline: Timeline) -> str:
-    """A step in a few lines: how long, how full, and how busy each stream is."""
+    """Describe a step in a few lines: how long, how full, and how busy each stream is."""
     streams = tuple(dict.fromkeys(event.stream for event in timeline.events))
     duration_s = timeline.duration_s
     lines = [f"{timeline.source} step {format_seconds(duration_s)}, device peak {format_bytes(timeline.peak_bytes)}"]
@@ -218,7 +218,7 @@ def _write_files(asked: SimulateCommand, simulated: Simulated, figures: dict[str
 
 
 def _scaled(simulated: Simulated, asked: ScaleOptions, price: float | None) -> tuple[dict[str, Any], list[str]]:
-    """Figures by name, and sentences that say them, of what was asked.
+    """Simulate what was asked of unequal ranks and long runs; returns figures by name, and sentences that say them.
 
     Raises:
         ConfigError: a setting that another one needs is missing.
@@ -241,10 +241,13 @@ def _scaled(simulated: Simulated, asked: ScaleOptions, price: float | None) -> t
 
 
 def _growth(simulated: Simulated, most: int) -> list[tuple[int, float, float]]:
-    """(devices, seconds of a step, tokens a second of a device) with replicas doubled up to ``most`` devices.
+    """Simulate steps with replicas doubled up to ``most`` devices.
 
     From one replica on, each with the micro-batches it has; numbers of replicas that the layout cannot have are left
     out.
+
+    Returns:
+        Rows (devices, seconds of a step, tokens a second of a device).
 
     Raises:
         ConfigError: fewer devices than a replica takes.
@@ -271,7 +274,7 @@ def _growth(simulated: Simulated, most: int) -> list[tuple[int, float, float]]:
 
 
 def _growth_table(found: Sequence[tuple[int, float, float]]) -> Any:
-    """For the terminal, with a bar for what a device keeps of its tokens with the fewest devices."""
+    """Table for the terminal, with a bar for what a device keeps of its tokens with the fewest devices."""
     from lading.report.plan_table import figures_table
 
     table = figures_table(
@@ -288,10 +291,10 @@ def _growth_table(found: Sequence[tuple[int, float, float]]) -> Any:
 def _cluster_page(
     simulated: Simulated, figures: dict[str, Any], sentences: Sequence[str], grown: Sequence[tuple[int, float, float]]
 ) -> ClusterPage:
-    """What the HTML page of a simulated step shows.
+    """Collect what the HTML page of a simulated step shows.
 
     Args:
-        figures: Of ``lading.clusters.summary``.
+        figures: Figures of ``lading.clusters.summary``.
     """
     from lading.clusters import verdict
     from lading.report.cluster_page import ClusterPage
@@ -329,7 +332,7 @@ def _cluster_page(
 
 
 def _unequal(simulated: Simulated, asked: ScaleOptions) -> tuple[dict[str, Any], str]:
-    """All ranks one by one; what is slow is on the pipeline rank that computes most, where it costs most."""
+    """Simulate all ranks one by one; what is slow is on the pipeline rank that computes most, where it costs most."""
     from lading.sim.cluster import simulate_cluster
     from lading.sim.jobs import job_of
     from lading.sim.noise import Noise

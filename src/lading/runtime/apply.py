@@ -1,16 +1,15 @@
-"""A plan of a cluster, set on a stock PyTorch model: FSDP2 group by group.
+"""Cluster plans on stock PyTorch models: a plan is set by FSDP2, group by group.
 
 ``apply`` calls ``fully_shard`` once for each group of the plan, from the innermost modules outward, and sets what the
-plan says of it: released after forward or not, what is gathered ahead, in which dtype, whether it lies in host memory,
-what is recomputed. Nothing of the training loop changes. Blocks may be compiled in place before (``block.compile()``,
-as torchtitan does): what ``apply`` sets then lies around what is compiled.
+plan says of it: resharded after forward or not, what is unsharded ahead, in which dtype, whether it lies in host
+memory, what is recomputed. Nothing of the training loop changes. Blocks may be compiled in place before
+(``block.compile()``, as torchtitan does): what ``apply`` sets then lies around what is compiled.
 
-[Note: micro-batches]
-A group that stays gathered over the micro-batches of a step must be released behind the last one, or the next step
-would read what was before the optimizer's update. Forwards with gradients are counted: flags are set as each begins,
-and an optimizer that steps when not as many micro-batches as planned have run is stopped. The hooks that do this are
-the model's and one of all optimizers; ``stop_counting`` takes both away. Micro-batches larger than planned are
-refused as they arrive (``lading.runtime.arriving``).
+[Note: micro-batches] A group that stays unsharded over the micro-batches of a step must be resharded behind the last
+one, or the next step would read what was before the optimizer's update. Forwards with gradients are counted: flags are
+set as each begins, and an optimizer that steps when not as many micro-batches as planned have run is stopped. The hooks
+that do this are the model's and one of all optimizers; ``stop_counting`` takes both away. Micro-batches larger than
+planned are refused as they arrive (``lading.runtime.arriving``).
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ def apply(
     names: Mapping[str, str] | None = None,
     timeout_s: float = ARRIVAL_S,
 ) -> nn.Module:
-    """Cut a model over data-parallel ranks as a plan says; in place.
+    """Shard a model over data-parallel ranks as a plan says; in place.
 
     Args:
-        plan: From ``lading plan --model``, or the path of its file.
-        model: As it is on one rank (tensor parallel may be applied), with the modules that the plan names. All ranks
-            have the same values, or all have it on the meta device, to be filled after.
-        mesh: Of the data-parallel ranks: one dim, or two (replicas, shards) where the layout has ``shard``.
-        names: What the model calls what the plan calls otherwise, such as ``{"tokens": "tok_embeddings"}``: of single
+        plan: Plan from ``lading plan --model``, or the path of its file.
+        model: Model as it is on one rank (tensor parallel may be applied), with the modules that the plan names. All
+            ranks have the same values, or all have it on the meta device, to be filled after.
+        mesh: Data-parallel ranks: one dim, or two (replicas, shards) where the layout has ``shard``.
+        names: Names in the model of what the plan calls otherwise, such as ``{"tokens": "tok_embeddings"}``: of single
             modules, wherever they stand in a path.
         timeout_s: Seconds within which all ranks of the mesh are to call it, from when one does.
     Returns:
@@ -82,7 +81,7 @@ def apply(
 def _facts(
     plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh, names: Mapping[str, str]
 ) -> tuple[ClusterPlan, Facts]:
-    """The plan once it is checked, and what all ranks must have alike."""
+    """Check the plan; returns it, and the facts that all ranks must have alike."""
     plan = _checked(plan, model, mesh, names)
     versions = {"lading": __version__, "torch": torch.__version__}
     return plan, {
@@ -96,7 +95,11 @@ def _facts(
 def _checked(
     plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh, names: Mapping[str, str]
 ) -> ClusterPlan:
-    """The plan in the model's own words, if it can be set on this model."""
+    """Translate the plan to the model's own names, if it can be set on this model.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     plan = plan if isinstance(plan, ClusterPlan) else ClusterPlan.load(Path(plan))
     plan = _renamed(plan, names)
     _check(plan, parse_layout(plan.layout), mesh)
@@ -141,8 +144,7 @@ def _applied(plan: ClusterPlan, model: nn.Module, mesh: DeviceMesh) -> nn.Module
 
 
 def _watch_sizes(model: nn.Module, planned: MicroBatch) -> Callable[[], None]:
-    """Have each forward with gradients compare its micro-batch with the plan's, before anything else; gives what stops
-    that."""
+    """Have each forward with gradients check its micro-batch's size first; returns the call that stops that."""
 
     def check(module: nn.Module, args: Any, options: Any) -> None:
         if torch.is_grad_enabled():
@@ -152,17 +154,17 @@ def _watch_sizes(model: nn.Module, planned: MicroBatch) -> Callable[[], None]:
 
 
 def stop_counting(model: nn.Module) -> None:
-    """Take what ``apply`` hung into a model and into optimizers away: for another loop over the same model.
+    """Take away what ``apply`` hung into a model and into optimizers, for another loop over the same model.
 
     From then on it is the loop that sees to the size of micro-batches, and that calls ``set_is_last_backward`` and, of
-    groups that stay gathered, ``set_reshard_after_backward``.
+    groups that stay unsharded, ``set_reshard_after_backward``.
     """
     for remove in model.__dict__.pop(_REMOVERS, ()):
         remove()
 
 
 def _renamed(plan: ClusterPlan, names: Mapping[str, str]) -> ClusterPlan:
-    """The plan in the model's own words."""
+    """Copy of the plan in which modules have the model's own names."""
     paths = [path for group in plan.groups for path in group.modules]
     known = {part for path in (*paths, *plan.recomputed) for part in path.split(".")}
     if unknown := sorted(set(names) - known):
@@ -178,7 +180,7 @@ def _renamed(plan: ClusterPlan, names: Mapping[str, str]) -> ClusterPlan:
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Nothing else has been done to the model that a plan does."""
+    """Refuse a model to which something that a plan does has been done already."""
     for path, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ConfigError(
@@ -198,7 +200,7 @@ def _check_plain(model: nn.Module) -> None:
 
 
 def _check_compiled(groups: Sequence[Sequence[str]], modules: Mapping[str, nn.Module]) -> None:
-    """No group lies inside of what is compiled, where its hooks would break the graph."""
+    """Refuse a group inside of what is compiled, where its hooks would break the graph."""
     for path in (path for group in groups for path in group):
         outer = path
         while outer:
@@ -260,7 +262,7 @@ def _members(group: GatherGroup, modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _check_parameters(plan: ClusterPlan, model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Each group has as many bytes as the plan says, so that the plan is this model's."""
+    """Refuse a model whose groups have not as many bytes as the plan says."""
     home = {path: number for number, group in enumerate(groups) for path in group}
     counts = [0] * len(groups)
     seen: dict[int, tuple[str, int]] = {}
@@ -300,7 +302,7 @@ def _dtype(name: str) -> torch.dtype | None:
 
 
 def _recompute(model: nn.Module, path: str) -> nn.Module:
-    """Have a module's forward run again in backward; gives what stands in its place."""
+    """Have a module's forward run again in backward; returns what stands in its place."""
     if not path:
         raise ConfigError("apply: expected blocks to be recomputed, got the whole model")
     outer, _, name = path.rpartition(".")
@@ -310,7 +312,7 @@ def _recompute(model: nn.Module, path: str) -> nn.Module:
 
 
 def _outward(groups: Sequence[GatherGroup]) -> list[int]:
-    """Groups so that those inside of modules of others come first."""
+    """Order groups so that those inside of modules of others come first; returns their numbers."""
     homes = {path: number for number, group in enumerate(groups) for path in group.modules}
     inside: list[set[int]] = [set() for _ in groups]
     for number, group in enumerate(groups):
@@ -339,7 +341,7 @@ def _as_sharded(module: nn.Module) -> FSDPModule:
 
 
 def _prefetch(groups: Sequence[GatherGroup], sharded: Mapping[int, FSDPModule]) -> None:
-    """One ahead is what FSDP2 does by itself; more are told.
+    """Tell FSDP2 which groups to unshard ahead, where that is more than the one that it does by itself.
 
     Behind the first group it would ask for the last of the micro-batch before, whose backward has ended (torch 2.13,
     ``FSDPParamGroup._backward_prefetch``): it is told to ask for itself, which is there.
@@ -374,7 +376,7 @@ class _MicroBatches:
         self._handles = handles
 
     def remove(self) -> None:
-        """Take the hooks away; what stays gathered goes behind the next backward."""
+        """Take the hooks away; what stays unsharded is resharded behind the next backward."""
         for handle in self._handles:
             handle.remove()
         for group in self.kept:
@@ -398,7 +400,7 @@ class _MicroBatches:
             group.set_reshard_after_backward(last, recurse=False)
 
     def check(self, optimizer: Optimizer) -> None:
-        """An optimizer of these parameters steps."""
+        """Refuse a step of an optimizer of these parameters before all planned micro-batches have run."""
         if not any(id(p) in self.parameters for group in optimizer.param_groups for p in group["params"]):
             return
         if self.begun != self.count:

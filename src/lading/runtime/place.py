@@ -45,11 +45,11 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Placed:
-    """This process's part of a placed model.
+    """Part of a placed model that this process has.
 
     Attributes:
-        plan: What it follows.
-        rank: The number of the part, in order.
+        plan: The plan that it follows.
+        rank: Number of the part, in order.
         module: The part; its parameters have the names they have in the whole model.
         stage: Torch's ``PipelineStage`` of it, for schedules of one's own.
     """
@@ -72,15 +72,15 @@ class Placed:
         return self.rank == len(self.plan.stages) - 1
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of this part, for an optimizer."""
+        """Parameters of this part, for an optimizer."""
         return self.module.parameters()
 
     def step(self, *inputs: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-        """Forward and backward of a step's micro-batches; gradients of the mean loss are added to what is there.
+        """Run forward and backward of a step's micro-batches; gradients of the mean loss are added to what is there.
 
         Args:
-            inputs: Of all micro-batches, along the first dim; used by the first part.
-            target: The same; used by the last part.
+            inputs: Inputs of all micro-batches, along the first dim; used by the first part.
+            target: Targets of all micro-batches, along the first dim; used by the last part.
         Returns:
             The loss of each micro-batch on the last part; nothing elsewhere.
         Raises:
@@ -101,7 +101,7 @@ class Placed:
         return [loss.detach() * self.plan.micro_batches for loss in losses]
 
     def run(self, *inputs: torch.Tensor) -> Any:
-        """One forward pass of all micro-batches, without gradients; the last part gets the output, others None."""
+        """Run one forward pass of all micro-batches, without gradients; the output on the last part, else None."""
         self._check(inputs[0] if self.is_first else None)
         options: dict[str, Any] = {"target": inputs[0]} if self.is_last and self._loss is not None else {}
         self._passing = True
@@ -113,7 +113,7 @@ class Placed:
         return output if self.is_last else None
 
     def _scaled(self, output: Any, target: Any) -> torch.Tensor:
-        """A micro-batch's share of the mean loss; of a pass nothing, though torch asks for it."""
+        """Scale a micro-batch's loss to its share of the mean; zero in a pass, though torch asks for it."""
         if self._passing or self._loss is None:
             return torch.zeros(())
         return self._loss(output, target) / self.plan.micro_batches
@@ -155,7 +155,7 @@ def _set_private(owner: object, name: str, value: object) -> None:
 
 
 class _Ring:
-    """Makes what is received into for the first micro-batches of a run; later ones use it again."""
+    """Buffers to receive into, made for the first micro-batches of a run and used again by later ones."""
 
     def __init__(self, make: Any, size: int, micro_batches: int) -> None:
         self._make, self._size, self._micro_batches = make, size, micro_batches
@@ -163,7 +163,7 @@ class _Ring:
         self._calls = 0
 
     def __call__(self, *args: Any) -> Any:
-        """For the next micro-batch; torch asks for all of a run, and again when it goes from steps to passes."""
+        """Buffers of the next micro-batch; torch asks for all of a run, and again when it goes from steps to passes."""
         number = self._calls % self._micro_batches
         self._calls += 1
         if number < self._size:
@@ -181,12 +181,12 @@ class _Tied:
         self._before: torch.Tensor | None = None
 
     def set_aside(self) -> None:
-        """Before a step: what earlier ones left, which is the sum of all parts already."""
+        """Set the gradient that earlier steps left aside before a step: it is the sum of all parts already."""
         parameter = self.module.get_parameter(self.name)
         self._before, parameter.grad = parameter.grad, None
 
     def add_up(self) -> None:
-        """The sum of all parts' gradients, in order of parts, and of what was set aside."""
+        """Add up all parts' gradients, in order of parts, and what was set aside."""
         parameter = self.module.get_parameter(self.name)  # by its name, as filling a part from meta replaces it
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
         grads = {part: own if part == self.rank else torch.empty_like(own) for part in self.parts}
@@ -217,17 +217,17 @@ def place(
     group: dist.ProcessGroup | None = None,
     timeout_s: float = ARRIVAL_S,
 ) -> Placed:
-    """This process's part of a model, as a placement says.
+    """Make this process's part of a model, as a placement says.
 
     Args:
-        plan: From ``lading place --out``, or the path of its file.
-        model: Whole, the same in every process, its values too, as ``torch.export`` takes it; in all of them it may lie
-            on the meta device, and the part (``Placed.module``) is then to be filled. It is taken apart: what other
-            parts have is freed here.
+        plan: Plan from ``lading place --out``, or the path of its file.
+        model: Whole model, the same in every process, its values too, as ``torch.export`` takes it; in all of them it
+            may lie on the meta device, and the part (``Placed.module``) is then to be filled. It is taken apart: what
+            other parts have is freed here.
         inputs: Positional inputs of one micro-batch, as an example of their shapes.
         loss: ``loss(output, target)``, the mean over a micro-batch; None for passes only.
-        device: Of this process.
-        group: Of as many ranks as the plan has parts; None for all.
+        device: Device of this process.
+        group: Process group of as many ranks as the plan has parts; None for all.
         timeout_s: Seconds within which all ranks are to call it, from when one does.
     Raises:
         ConfigError: parts are no pipeline, ranks are too few or too many, or a module of the plan is not in the model;
@@ -241,7 +241,7 @@ def place(
 def _facts(
     plan: PlacedPlan | Path | str, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, ranks: int
 ) -> tuple[PlacedPlan, Facts]:
-    """The plan once it is checked, and what all ranks must have alike."""
+    """Check the plan; returns it, and the facts that all ranks must have alike."""
     plan = _checked(plan, model, inputs, loss, ranks)
     given = {f"input {number}": f"{tensor.dtype} {tuple(tensor.shape)}" for number, tensor in enumerate(inputs)}
     settings = {**given, "has a loss": loss is not None, "lading": __version__, "torch": torch.__version__}
@@ -256,7 +256,11 @@ def _facts(
 def _checked(
     plan: PlacedPlan | Path | str, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, ranks: int
 ) -> PlacedPlan:
-    """The plan, if it can be set on this model and as many ranks."""
+    """Read the plan, if it can be set on this model and as many ranks.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     plan = plan if isinstance(plan, PlacedPlan) else PlacedPlan.load(Path(plan))
     stages = plan.stages
     if ranks != len(stages):
@@ -343,7 +347,7 @@ def _tied(
 
 
 def _path(stage: Stage, model: nn.Module) -> str:
-    """The module with which a part begins."""
+    """Path of the module with which a part begins."""
     modules = dict(model.named_modules())
     if stage.begins in modules:
         return stage.begins

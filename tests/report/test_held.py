@@ -60,7 +60,10 @@ def test_torch_reads_it(simulated: Simulated, tmp_path: Path) -> None:
     assert f"total_reserved: {_memory_viz.Bytes(reserved)}" in _memory_viz.segsum(data)
     assert "cudaMalloc" in _memory_viz.trace(data)
     names = {frame["name"] for trace in data["device_traces"] for entry in trace for frame in entry["frames"][:1]}
-    assert {"optimizer state (optimizer_state)", "kept of layers 3, micro-batch 7, chunk 1 (activation)"} <= names
+    assert {
+        "optimizer state (optimizer_state)",
+        "kept by forward of layers 3 of stage 4, micro-batch 7 (activation)",
+    } <= names
 
 
 def test_what_is_still_there_at_the_end_is_in_the_segment() -> None:

@@ -47,11 +47,12 @@ def test_the_most_is_what_is_reported(layout: str) -> None:
         assert np.all(np.diff(times) > 0)
         assert min(sizes.min() for sizes in by_role.values()) >= 0
         assert found.total[-1] == by_role[Role.ACTIVATION][-1] == 0
-        for role in (Role.PARAMETER, Role.GRADIENT, Role.OPTIMIZER_STATE):
+        for role in (Role.PARAMETER, Role.OPTIMIZER_STATE):
             assert set(by_role[role][:-1].tolist()) == {roles[role]}
+        assert by_role[Role.GRADIENT].max() >= roles[Role.GRADIENT], "where they are sharded they come with backward"
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[7], LAYOUTS[8], "dp64,zero3"])
+@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[7], "dp64,zero3,gb1024"])
 def test_whole_chunks_peak_as_their_segments_do(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = step(layout)
     fine = occupancy(simulated, 0)
@@ -87,7 +88,7 @@ def test_adapters_and_single_ranks() -> None:
     simulated = step("gb4,zero3,dp4", model="llama3-8b", machine="h100", lora=16)
     found = occupancy(simulated, 0)
     assert found.peak_bytes == simulated.peak_bytes
-    assert any(held.name == "buffers of gathered parameters" and held.size_bytes for held in found.held)
+    assert any(held.role is Role.WORKSPACE and held.size_bytes for held in found.held)
 
 
 def test_the_trace_draws_it() -> None:
@@ -104,7 +105,7 @@ def test_without_a_pipeline_memory_goes_with_the_events() -> None:
     timeline = step_timeline(simulated)
     keeps = [s.time_s for s in timeline.memory if s.bytes_by_role["activation"] and s.tier == "rank 0"]
     actions = [e for e in timeline.events if e.action < 6]
-    assert keeps[0] == pytest.approx(min(e.start_s for e in actions))
+    assert keeps[0] == pytest.approx(min(e.start_s for e in actions), abs=1e-3 * simulated.step.step_s)
     assert keeps[-1] <= max(e.end_s for e in actions)
 
 
@@ -112,5 +113,3 @@ def test_ranks_that_are_not_there() -> None:
     simulated = step("tp8,pp8,gb16")
     with pytest.raises(ConfigError, match="from 0 to 7, got 8"):
         occupancy(simulated, 8)
-    with pytest.raises(ConfigError, match="each of 32 actions, got 1"):
-        occupancy(simulated, 0, [(0.0, 1.0)])

@@ -96,7 +96,7 @@ class ListShape:
         shards: What is sharded over data-parallel ranks: "" (nothing), "optimizer", "gradients", "parameters".
         more: Micro-batches that the second one stands for besides itself.
         pipelined: Stages are pipelined, on one rank or several.
-        alone: Axes on which there is one rank only: nothing is gathered or reduced over them.
+        alone: Axes on which there is one rank only: parameters and gradients are copied there, which takes no network.
         blocks_ahead: Where blocks have several groups, all of the next block's are asked for when a block begins.
         keep: How long gathered parameters stay, where there is no pipeline.
         overlap_gather, overlap_reduce, overlap_send: Whether these run beside computing.
@@ -105,6 +105,7 @@ class ListShape:
         whole_first: The first stage makes both gradients where those of weights are due, likewise.
         sums: Gradients are summed over tp behind the last backward.
         tied: The first and the last stage have a copy each of one weight.
+        by_unit: Forward and backward are a region for each unit, also where nothing happens between units.
     """
 
     plan: Schedule
@@ -123,6 +124,7 @@ class ListShape:
     whole_first: bool = True
     sums: bool = False
     tied: bool = False
+    by_unit: bool = False
 
 
 @lru_cache(maxsize=256)
@@ -234,8 +236,9 @@ class _Rank:
                 return
             work = Work.BACKWARD if work == Work.BACKWARD_WEIGHT else work
         self.left[stage] -= work in (Work.BACKWARD, Work.BACKWARD_WEIGHT)
-        if self._in_units(stage, work, micro_batch):
-            self._units(stage, Work(work), micro_batch)
+        exchanges = self._exchanges(stage, work, micro_batch)
+        if exchanges or (self.shape.by_unit and work in (Work.FORWARD, Work.BACKWARD)):
+            self._units(stage, Work(work), micro_batch, exchanges)
         elif self._reduces(stage, work) and self._num_buckets(stage):
             self._buckets(stage, Work(work), micro_batch)
         else:
@@ -246,7 +249,7 @@ class _Rank:
     def _num_buckets(self, stage: int) -> int:
         return self.shape.buckets[stage] if self.shape.buckets else 0
 
-    def _in_units(self, stage: int, work: int, micro_batch: int) -> bool:
+    def _exchanges(self, stage: int, work: int, micro_batch: int) -> bool:
         """Whether something is gathered or reduced between the units of a stage in this pass."""
         shape = self.shape
         if self.sharded:
@@ -263,8 +266,8 @@ class _Rank:
             return False
         return self.shape.shards == "gradients" or not self.left[stage]
 
-    def _units(self, stage: int, work: Work, micro_batch: int) -> None:
-        """A pass through the units of a stage, with what their groups do."""
+    def _units(self, stage: int, work: Work, micro_batch: int, exchanges: bool) -> None:
+        """A pass through the units of a stage, with what their groups do if anything is gathered or reduced."""
         units = self.stages[stage]
         forward = work is Work.FORWARD
         onward = forward or (work is Work.BACKWARD_WEIGHT and self.shape.weights_forward)
@@ -272,7 +275,9 @@ class _Rank:
         for index, number in enumerate(order):
             unit = units[number]
             if not self.sharded:
-                self._whole_unit(Region(stage, number, work), unit, micro_batch)
+                self._whole_unit(
+                    Region(stage, number, work), unit if exchanges else unit._replace(axes=()), micro_batch
+                )
                 continue
             begun: list[ParameterGroup] = []
             for what, first, stop in unit.passes[work]:
@@ -339,6 +344,7 @@ class _Rank:
     def _unshard(self, group: ParameterGroup, micro_batch: int, after: Sequence[int], times: int) -> None:
         self.present.add(group)
         if group.axes in self.shape.alone:
+            self._add_group(ActionKind.UNSHARD, COMPUTE, group, micro_batch, ())
             return
         waits = tuple(action for action in after if action >= 0)
         for time in range(times):
@@ -369,6 +375,7 @@ class _Rank:
         if unit.sums and group.axes == "dp":
             self._blocking(ActionKind.ALL_REDUCE, group, micro_batch, "tp")
         if group.axes in self.shape.alone:
+            self._add_group(ActionKind.REDUCE_GRAD, COMPUTE, group, micro_batch, ())
             return
         if self.shape.pipelined or not self.shape.overlap_gather:
             self._blocking(ActionKind.REDUCE_GRAD, group, micro_batch, group.axes)
@@ -450,8 +457,7 @@ class _Rank:
                 self.pending.append(self.asked.pop(group))
         number = self.numbers.region(region)
         if begun and number not in self.numbers.uses:
-            used = [group for group in begun if group.axes not in self.shape.alone]
-            self.numbers.uses[number] = tuple(self.numbers.storage(group) for group in used)
+            self.numbers.uses[number] = tuple(self.numbers.storage(group) for group in begun)
         waits = self._take_pending()
         self.before = self.last
         self.last = self.actions.add(ActionKind.COMPUTE, COMPUTE, waits, op=number, micro_batch=micro_batch)

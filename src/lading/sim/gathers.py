@@ -12,7 +12,7 @@ Memory is counted in the order in which the host asks, as an allocator does: wha
 copied out of it into the parameters. In forward the buffer stays until the next group's comes or the model's forward
 ends (torch 2.13, ``FSDPState._post_forward``); in backward it goes at once. A group's gradients stay until they are in
 the buffer that is reduced, and that until the next group's backward has ended. Activations and gradients of one piece
-([Note: pieces of a block]) are counted together. Whole blocks have the peak that ``sim.gathered`` finds (tested).
+([Note: pieces of a block]) are counted together. Whole blocks have the peak that the lists have (tested).
 """
 
 from __future__ import annotations

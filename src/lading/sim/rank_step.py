@@ -80,6 +80,7 @@ def list_shape(
     tied: bool = False,
     every: bool = False,
     keep: Keep = Keep.RELEASE,
+    by_unit: bool = False,
 ) -> ListShape:
     """What the lists of a request follow from.
 
@@ -89,6 +90,7 @@ def list_shape(
         tied: Two pipeline ranks have a copy each of one weight.
         every: List every micro-batch where there is no pipeline, though those in the middle are alike.
         keep: How long unsharded parameters stay, where there is no pipeline.
+        by_unit: As of ``ListShape``.
     """
     layout, stack = request.layout, request.stack
     torch_order = not stack.megatron_order
@@ -122,6 +124,7 @@ def list_shape(
         whole_first=torch_order and layout.is_pipeline,
         sums=not layout.cuts_parameters and any(unit.segment.summed_parameters for unit in shape),
         tied=tied,
+        by_unit=by_unit,
     )
 
 
@@ -133,6 +136,7 @@ class ListedStep:
         stages, runs, segments: As ``rank_step``.
         every: List every micro-batch.
         keep: How long unsharded parameters stay, where there is no pipeline.
+        by_unit: As of ``ListShape``.
     """
 
     request: StepRequest
@@ -142,6 +146,7 @@ class ListedStep:
     prices: MachinePrices
     every: bool = False
     keep: Keep = Keep.RELEASE
+    by_unit: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -153,7 +158,15 @@ class ListedStep:
         """What the lists follow from."""
         buckets = [self._num_buckets(stage) for stage in self.stages] if self.layout.bucket_bytes else ()
         stages = units_of_runs(self.request, self.runs, self.segments)
-        return list_shape(self.request, stages, buckets=buckets, tied=self._tied > 0, every=self.every, keep=self.keep)
+        return list_shape(
+            self.request,
+            stages,
+            buckets=buckets,
+            tied=self._tied > 0,
+            every=self.every,
+            keep=self.keep,
+            by_unit=self.by_unit,
+        )
 
     @cached_property
     def program(self) -> Program:
@@ -339,6 +352,8 @@ class ListedStep:
         if group.unit == ALL_UNITS:
             return self.prices.gather_s(self.stages[group.stage].trained)
         unit, sharded = self._unit(group.stage, group.unit), self.layout.cuts_parameters
+        if sharded and replicas(group.axes, self.layout) == 1:
+            return 0.0
         elements = self._of_group(unit.elements if sharded else unit.trained, group.axes)
         seconds = self.prices.gather_s(elements)
         if sharded and self._copies_apart:
@@ -350,6 +365,8 @@ class ListedStep:
             return self._buckets[group.stage][1][group.bucket]
         if group.unit == ALL_UNITS:
             return self.prices.reduce_s(self.stages[group.stage].trained)
+        if self.layout.cuts_parameters and replicas(group.axes, self.layout) == 1:
+            return 0.0
         elements = self.trained_of_group(group)
         seconds = self.prices.reduce_s(elements)
         if self.layout.cuts_parameters and self._copies_apart:

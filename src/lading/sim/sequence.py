@@ -183,6 +183,8 @@ class _Kernels:
             yield Issued(number, micro_batch, releases=True)
             return
         found: list[Collective] = []
+        if axis != "tp" and replicas(group.axes, layout) == 1:
+            return
         if kind is ActionKind.UNSHARD:
             found = [Collective("all_gather", self._shard(group.axes), elements * gathered_width(layout, stack))]
         elif axis == "tp":

@@ -39,7 +39,7 @@ from lading.sim.prices import MachinePrices
 from lading.sim.processes import processes_step
 from lading.sim.rank_step import rank_step
 from lading.sim.step import DATA_PARALLEL, SimulatedStage, Step, stage_of
-from lading.sim.storage import device_roles, stored
+from lading.sim.storage import device_traces, stored
 from lading.sim.updates import Updated, updated
 from lading.sim.variants import Parts, moved, parts_of
 
@@ -222,8 +222,11 @@ def simulate(request: StepRequest, table: ModelTable | None = None, parts: Price
         step = processes_step(request, machine, both, parts_of_stages)
     else:
         step = rank_step(request, stages, parts_of_stages, both, prices)
-    given = _eager(request, table) if request.stack.drops_gradients else device_roles(request, both, stages, step)
-    here, there = zip(*stored(request, given, stages, step), strict=True)
+    if request.stack.drops_gradients:
+        given = _eager(request, table)
+    else:
+        given = [trace.peak for trace in device_traces(request, both, stages, step, step.program)]
+    here, there = zip(*stored(request, given, both, stages, step), strict=True)
     found = None
     if request.moves_matrices:
         found = updated(request, machine, table, step, here)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from lading.ir.graph import Role
+from lading.ir.program import Program
 from lading.ir.stack import Stack
 from lading.ir.work import RankSegment
 from lading.sim.parts import Part, Prices, Span, span, total
@@ -114,6 +115,14 @@ class Step:
     flops: float
     listed: ListedStep | None = None
     times: RankTimes | None = None
+
+    @property
+    def program(self) -> Program:
+        """Lists of all ranks."""
+        if self.times is not None:
+            return self.times.program
+        assert self.listed is not None
+        return self.listed.program
 
 
 def stage_of(run: Run, phases: Sequence[Phases], prices: Prices, stack: Stack) -> SimulatedStage:

@@ -1,33 +1,60 @@
-"""Storage: bytes that each pipeline rank of a step holds by role, on the device and behind it, when they are most."""
+"""Storage: bytes that each pipeline rank of a step holds by role, on the device and behind it.
+
+What comes and goes is read from the lists of the step (``lading.program.memory_trace``); here is how many bytes each
+thing has. Where FSDP2 gathers a unit at a time, its gradients are counted kernel by kernel as products make them.
+Elsewhere they are added to buffers that are always there, and a unit's peak has them while they are made. In a pipeline
+gradients add up whole in the dtype of reductions ([Note: sharded in a pipeline] in ``lading.program.emit``).
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from lading.errors import ConfigError
+from lading.ir.action import Work
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
+from lading.ir.program import ALL_UNITS, ParameterGroup, Program, Region
 from lading.ir.request import StepRequest
-from lading.memory.ranks import adapter_bytes, behind, gathered_bytes, shards, state_bytes
-from lading.program.emit import most_gathered
-from lading.program.schedules import alive_peaks
-from lading.sim.gathered import Peak, Stretch, UnitBytes, gathered_passes, unit_bytes
+from lading.ir.stack import Stack
+from lading.ir.work import RankSegment
+from lading.memory.ranks import (
+    adapter_bytes,
+    behind,
+    gathered_bytes,
+    gathered_width,
+    gradient_width,
+    replicas,
+    shards,
+    state_bytes,
+)
+from lading.parallel.memory import alive_bytes
+from lading.program.memory_trace import GradientRules, MemoryTrace, Thing, What, memory_changes, memory_trace
+from lading.program.units import bounds, groups_of
 from lading.sim.phases import Phases
 from lading.sim.step import SimulatedStage, Step, elements_of, trained_of
 
 #: Bytes by role on the device, and behind it.
 Places = tuple[dict[Role, int], dict[Role, int]]
+_ACTIVATIONS = (What.RUNS, What.ADDS, What.LEAVES, What.SAVED, What.ENTERS, What.HANDED)
+_ROLES = {what: Role.ACTIVATION if what in _ACTIVATIONS else Role.WORKSPACE for what in What} | {
+    What.SHARD: Role.GRADIENT
+}
 
 
 def stored(
-    request: StepRequest, given: Sequence[dict[Role, int]], stages: Sequence[SimulatedStage], step: Step
+    request: StepRequest,
+    given: Sequence[dict[Role, int]],
+    both: Sequence[Phases],
+    stages: Sequence[SimulatedStage],
+    step: Step,
 ) -> list[Places]:
-    """Of each pipeline rank what is on the device, and what lies where the layout moves it.
+    """Bytes of each pipeline rank on the device, and where the layout moves them.
 
     Args:
+        both: All variants of the segments.
         given: Bytes by role with parameters, gradients and states on the device.
     Raises:
         ConfigError: activations are moved under stock PyTorch, which has no such thing.
@@ -39,42 +66,43 @@ def stored(
             "offload=activations"
         )
     found: list[Places] = []
-    for own, roles, moved in zip(held_stages(stages, step), given, _moved(stages, step), strict=True):
+    for rank, (own, roles) in enumerate(zip(held_stages(stages, step), given, strict=True)):
         here, there = behind(roles, _updated(own, layout), _largest(own), layout, stack)
-        found.append((here, {**there, Role.ACTIVATION: int(moved)} if moved else there))
+        moved = _moved_bytes(units_of(stages, both), step, rank) if any(s.moved_bytes for s in own) else 0
+        found.append((here, {**there, Role.ACTIVATION: moved} if moved else there))
     return found
 
 
-def device_roles(
-    request: StepRequest, both: Sequence[Phases], stages: Sequence[SimulatedStage], step: Step
-) -> list[dict[Role, int]]:
-    """Of each pipeline rank, bytes by role when their sum is largest; moved activations are left out.
+def device_traces(
+    request: StepRequest, both: Sequence[Phases], stages: Sequence[SimulatedStage], step: Step, program: Program
+) -> list[MemoryTrace]:
+    """Bytes on the device of each pipeline rank over a step; moved activations are left out.
 
     Args:
         both: All variants of the segments.
+        stages: In the order of forward.
+        program: Lists of the step, at any grain.
     """
-    layout, stack = request.layout, request.stack
-    if _gathers_units(request):
-        return [_gathered_roles(request, both, stages[0])]
-    found: list[dict[Role, int]] = []
-    for own, activations in zip(held_stages(stages, step), _alive(stages, step), strict=True):
-        if request.task in ("lora", "qlora"):
+    layout, adapted = request.layout, request.task in ("lora", "qlora")
+    # Beside frozen weights, two of the largest units count as gathered all the time.
+    fixed = adapted and not layout.is_pipeline
+    rules = GradientRules(makes=layout.cuts_parameters and not fixed, to_host=layout.updates_on_host)
+    sizes = _ThingBytes(request, both, stages, program, fixed)
+    traces: list[MemoryTrace] = []
+    for rank, own in enumerate(held_stages(stages, step)):
+        if adapted:
             frozen, trained = (sum(getattr(stage, name) for stage in own) for name in ("frozen_bytes", "trained_bytes"))
-            roles = adapter_bytes(frozen, trained, layout, stack)
+            roles = adapter_bytes(frozen, trained, layout, request.stack)
         else:
-            roles = state_bytes(elements_of(own), layout, stack)
+            roles = state_bytes(elements_of(own), layout, request.stack)
         placeholders = {shape: size for stage in own for shape, size in stage.placeholders.items()}
         roles[Role.WORKSPACE] = sum(placeholders.values())
-        if layout.zero >= 2 and step.pipeline is not None:  # [Note: sharded in a pipeline] in lading.program.emit
+        if rules.makes:
             roles[Role.GRADIENT] = 0
-            unreduced = sum(trained_of(own).values()) * DTYPE_BYTES[stack.gradient_dtype]
-            whole = [gathered_bytes(stage.elements, layout, stack) for stage in stages]
-            roles[Role.WORKSPACE] += most_gathered(step.pipeline.schedule, len(found), whole) + unreduced
         elif layout.zero == 3:
-            roles[Role.WORKSPACE] += 2 * gathered_bytes(_largest(own), layout, stack)
-        roles[Role.ACTIVATION] = int(activations)
-        found.append(roles)
-    return found
+            roles[Role.WORKSPACE] += 2 * gathered_bytes(_largest(own), layout, request.stack)
+        traces.append(memory_trace(memory_changes(program, rank, rules), sizes, _ROLES, roles))
+    return traces
 
 
 def held_stages(stages: Sequence[SimulatedStage], step: Step) -> list[list[SimulatedStage]]:
@@ -85,22 +113,23 @@ def held_stages(stages: Sequence[SimulatedStage], step: Step) -> list[list[Simul
     return [[stages[s] for s in plan.stages_of(rank)] for rank in range(plan.ranks)]
 
 
-def _alive(stages: Sequence[SimulatedStage], step: Step) -> list[float]:
-    """Most that activations take on the device of each rank."""
-    if step.pipeline is None:
-        return [float(stages[0].saved_bytes + max(stages[0].transients))]
-    saved = np.array([stage.saved_bytes for stage in stages])
-    spikes = np.array([stage.transients for stage in stages])
-    return alive_peaks(step.pipeline.schedule, saved, saved, spikes[:, 1], spikes[:, 0]).tolist()
+def units_of(stages: Sequence[SimulatedStage], both: Sequence[Phases]) -> list[list[Phases]]:
+    """Units of each stage in order of forward."""
+    return [[both[variant] for variant, count in stage.run for _ in range(count)] for stage in stages]
 
 
-def _moved(stages: Sequence[SimulatedStage], step: Step) -> list[float]:
-    """Most that activations take behind the device of each rank."""
-    if step.pipeline is None:
-        return [float(stages[0].moved_bytes)]
-    moved = np.array([stage.moved_bytes for stage in stages])
-    plan = step.pipeline.schedule
-    return alive_peaks(plan, moved, moved).tolist() if moved.any() else [0.0] * plan.ranks
+def _moved_bytes(units: Sequence[Sequence[Phases]], step: Step, rank: int) -> int:
+    """Most that activations take behind the device of a rank."""
+
+    def size_of(thing: Thing) -> int:
+        if thing.what is not What.SAVED:
+            return 0
+        stage = units[thing.of.stage]
+        whole = stage if thing.of.unit == ALL_UNITS else (stage[thing.of.unit],)
+        return sum(unit.moved_bytes for unit in whole)
+
+    changes = memory_changes(step.program, rank, GradientRules(makes=False))
+    return memory_trace(changes, size_of, _ROLES, {}).peak_bytes
 
 
 def _updated(own: Sequence[SimulatedStage], layout: Layout) -> float:
@@ -111,45 +140,153 @@ def _largest(own: Sequence[SimulatedStage]) -> dict[str, int]:
     return max((stage.largest_unit for stage in own), key=lambda unit: sum(unit.values()))
 
 
-def _gathers_units(request: StepRequest) -> bool:
-    """Whether parameters are cut and gathered a unit at a time, each of them trained."""
-    layout = request.layout
-    return layout.zero == 3 and not layout.is_pipeline and request.task not in ("lora", "qlora")
+@dataclass(frozen=True, slots=True)
+class RegionBytes:
+    """Bytes of a run of a unit's kernels, between which its groups neither begin nor end.
+
+    Attributes:
+        most: Activations when these and the gradients that it has made are most.
+        gradients: Gradients that it has made by then.
+        left: Activations while its last kernel runs.
+        made: Gradients that it makes, by group.
+    """
+
+    most: int
+    gradients: int
+    left: int
+    made: Mapping[int, int]
 
 
-def units_of(request: StepRequest, stage: SimulatedStage, segments: Sequence[Phases]) -> list[UnitBytes]:
-    """The units of a stage in order of forward, where parameters are gathered a unit at a time; else none."""
-    if not _gathers_units(request):
+class _ThingBytes:
+    """Bytes of all that comes and goes in a list.
+
+    Args:
+        fixed: What is gathered, and gradients, are counted elsewhere.
+    """
+
+    def __init__(
+        self,
+        request: StepRequest,
+        both: Sequence[Phases],
+        stages: Sequence[SimulatedStage],
+        program: Program,
+        fixed: bool,
+    ) -> None:
+        self.layout, self.stack, self.stages, self.fixed = request.layout, request.stack, stages, fixed
+        self.by_unit = self.layout.zero == 3 and not self.layout.is_pipeline and not fixed
+        self.units = units_of(stages, both)
+        self.gradient = DTYPE_BYTES[self.stack.gradient_dtype]
+        self.regions: dict[tuple[int, int, Work], dict[int, RegionBytes]] = {}
+        starts: dict[tuple[int, int, Work], list[int]] = {}
+        for region in program.regions if self.by_unit else ():
+            starts.setdefault((region.stage, region.unit, region.work), []).append(region.start)
+        self.starts = starts
+
+    def __call__(self, thing: Thing) -> int:
+        if isinstance(thing.of, ParameterGroup):
+            return 0 if self.fixed else self._of_group(thing.what, thing.of)
+        if self.by_unit:
+            return self._of_region(thing.what, thing.of)
+        stage, unit, work, *_ = thing.of
+        return self._of_whole(thing.what, self.stages[stage] if unit == ALL_UNITS else self.units[stage][unit], work)
+
+    def _of_group(self, what: What, group: ParameterGroup) -> int:
+        unit, layout = self.units[group.stage][group.unit], self.layout
+        elements, trained = (self._elements(counts, group.axes) for counts in (unit.elements, unit.trained))
+        if what is What.MADE:
+            return self._made(group, unit) if self.by_unit else trained * self.gradient
+        if what in (What.INPUT, What.SHARD):
+            return trained * self.gradient // (shards(group.axes, layout) if what is What.SHARD else 1)
+        if what is not What.WHOLE and layout.is_pipeline:
+            return 0  # the buffers of gathers are small beside what a stage has gathered
+        size = elements * gathered_width(layout, self.stack)
+        return size // shards(group.axes, layout) if what is What.CAST else size
+
+    def _elements(self, counts: Mapping[str, int], axes: str) -> int:
+        ranks = replicas(axes, self.layout)
+        return sum(count for name, count in counts.items() if replicas(name, self.layout) == ranks)
+
+    def _made(self, group: ParameterGroup, unit: Phases) -> int:
+        """Gradients of a group as they are made."""
+        number = [axes for axes, _ in groups_of(unit.segment, self.layout)].index(group.axes)
+        pieces = self._pieces(Region(group.stage, group.unit, Work.BACKWARD))
+        return sum(piece.made.get(number, 0) for piece in pieces.values())
+
+    def _of_whole(self, what: What, of: Phases | SimulatedStage, work: Work) -> int:
+        """Bytes of a unit, or of a whole stage."""
+        if what in (What.RUNS, What.ADDS):
+            return of.saved_bytes + of.transients[work is not Work.FORWARD]
+        if what is What.MADE:
+            return sum(of.trained.values()) * self.gradient
+        return of.saved_bytes if what is What.SAVED else 0
+
+    def _of_region(self, what: What, region: Region) -> int:
+        unit = self.units[region.stage][region.unit]
+        if what is What.SAVED:
+            return unit.saved_bytes
+        if what is What.ENTERS:
+            return sum(unit.segment.tensors[t].size_bytes for t in unit.segment.enters)
+        if what is What.HANDED:
+            return 0
+        piece = self._pieces(region)[region.start]
+        if what is What.MADE:
+            return sum(piece.made.values())
+        if what is What.GRADIENTS:
+            return piece.gradients
+        # Where its activations are moved, two units' are there while it runs (``lading.sim.variants.moved``).
+        return (piece.left if what is What.LEAVES else piece.most) + 2 * unit.moved_bytes
+
+    def _pieces(self, region: Region) -> dict[int, RegionBytes]:
+        """Regions of one pass of a unit, by their first kernel."""
+        key = (region.stage, region.unit, region.work)
+        if key not in self.regions:
+            unit = self.units[region.stage][region.unit]
+            pieces = _region_bytes(unit, self.layout, self.stack, backward=region.work is not Work.FORWARD)
+            self.regions[key] = dict(zip(sorted(self.starts[key]), pieces, strict=True))
+        return self.regions[key]
+
+
+def _region_bytes(unit: Phases, layout: Layout, stack: Stack, *, backward: bool) -> list[RegionBytes]:
+    """Bytes of the regions of one pass of a unit: its kernels are cut where groups of parameters begin and end."""
+    segment = unit.segment
+    alive = alive_bytes(segment, unit.kept, stack.fusion, fused_loss=stack.fused_loss)
+    walked = alive.backward if backward else alive.forward
+    kernels = [segment.kernels[place] for place, _ in walked]
+    if not kernels:
         return []
-    found = {variant: _unit(segments[variant], request) for variant, _ in stage.run}
-    return [found[variant] for variant, count in stage.run for _ in range(count)]
+    groups = groups_of(segment, layout)
+    made = _gradients_made(segment, alive.gradients, [axes for axes, _ in groups], gradient_width(layout, stack))
+    spans = bounds(segment, kernels, groups)
+    cuts = sorted({0, len(kernels), *(at for span in spans for at in span)})
+    regions: list[RegionBytes] = []
+    for start, stop in pairwise(cuts):
+        most = gradients = left = 0
+        of_group: dict[int, int] = {}
+        for place, size in walked[start:stop]:
+            for group, gradient in made.get(place, ()) if backward else ():
+                of_group[group] = of_group.get(group, 0) + gradient
+            left = size
+            if left + sum(of_group.values()) > most + gradients:
+                most, gradients = left, sum(of_group.values())
+        regions.append(RegionBytes(most, gradients, left, of_group))
+    return regions
 
 
-def _unit(phases: Phases, request: StepRequest) -> UnitBytes:
-    """A unit; where its activations are moved, two units' are there while it runs (``lading.sim.variants.moved``)."""
-    unit = unit_bytes(phases.segment, phases.kept, request.layout, request.stack)
-    if not phases.moved_bytes:
-        return unit
-    there = 2 * phases.moved_bytes
+def _gradients_made(
+    segment: RankSegment, makers: Mapping[int, int], names: Sequence[str], width: int
+) -> dict[int, list[tuple[int, int]]]:
+    """Groups and bytes of the gradients that each kernel makes.
 
-    def more(stretches: Sequence[Stretch]) -> tuple[Stretch, ...]:
-        return tuple(dataclasses.replace(s, most=s.most + there, left=s.left + there) for s in stretches)
-
-    return dataclasses.replace(unit, saved=0, forward=more(unit.forward), backward=more(unit.backward))
-
-
-def on_device(peak: Peak, layout: Layout) -> int:
-    """Bytes of a pass on the device: gradients of the rank's part go to the host where it updates."""
-    return peak.total - (peak.gradients if layout.updates_on_host else 0)
-
-
-def _gathered_roles(request: StepRequest, both: Sequence[Phases], stage: SimulatedStage) -> dict[Role, int]:
-    """Of a rank whose parameters are gathered a unit at a time."""
-    layout = request.layout
-    passes = gathered_passes(units_of(request, stage, both), layout, request.stack)
-    peak = max(passes, key=lambda found: on_device(found, layout))
-    roles = state_bytes(stage.elements, layout, request.stack)
-    roles[Role.GRADIENT] = 0 if layout.updates_on_host else peak.gradients
-    roles[Role.WORKSPACE] = peak.gathered + sum(stage.placeholders.values())
-    roles[Role.ACTIVATION] = peak.activations
-    return roles
+    Args:
+        makers: Kernel that makes the gradient of each parameter.
+        names: Axes of each group.
+        width: Bytes of an element of a gradient.
+    """
+    made: dict[int, list[tuple[int, int]]] = {}
+    for tensor, axes in segment.parameters:
+        if tensor in makers:
+            local = segment.tensors[tensor]
+            group = names.index(axes if axes in names else names[0])
+            size = local.size_bytes // DTYPE_BYTES[local.dtype] * width
+            made.setdefault(makers[tensor], []).append((group, size))
+    return made

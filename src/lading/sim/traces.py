@@ -107,7 +107,7 @@ def step_timeline(simulated: Simulated, *, ranks: Sequence[int] | None = None) -
     last = len(times.program.ranks) - 1
     shown = sorted({0, min(1, last), last // 2, last}) if ranks is None else sorted(set(ranks))
     drawn = rank_timeline(times, ranks=shown)
-    held = [occupancy(simulated, rank, _spans(times, rank)) for rank in shown]
+    held = [occupancy(simulated, rank) for rank in shown]
     step_s = simulated.step.step_s
     equal_s = step_s - simulated.step.shares_s[WAITING]
     events, labels = list(drawn.events), dict(drawn.labels)
@@ -127,10 +127,3 @@ def step_times(simulated: Simulated) -> RankTimes:
         return step.times
     assert step.listed is not None
     return dataclasses.replace(step.listed, every=True).times()
-
-
-def _spans(times: RankTimes, rank: int) -> list[tuple[float, float]]:
-    """From the start to the end of each action of a rank's schedule."""
-    base, start_s, end_s = times.program.bounds[rank], times.start_s, times.end_s
-    rows = times.program.ranks[rank].rows
-    return [(start_s[base + a] if a <= b else end_s[base + b], end_s[base + b]) for a, b in rows]

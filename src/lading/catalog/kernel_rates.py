@@ -113,8 +113,11 @@ class MemoryRates:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRates:
-    """Fitted rates of an architecture's kernels; ``attention`` by kernel ("flash2") and pass ("forward",
-    "backward")."""
+    """Fitted rates of an architecture's kernels.
+
+    Attributes:
+        attention: Rates by kernel ("flash2") and pass ("forward", "backward").
+    """
 
     architecture: str
     product: ProductRates

@@ -16,7 +16,7 @@ CALLER = "caller"
 
 
 class ActionKind(StrEnum):
-    """What an action does; words of torch.distributed.pipelining and FSDP2 where these have one.
+    """Kind of an action, in words of torch.distributed.pipelining and FSDP2 where these have one.
 
     UNSHARD gathers sharded parameters from the other ranks, RESHARD drops what was gathered, REDUCE_GRAD reduces their
     gradients to this rank's shard (or to all of them, where parameters are whole).
@@ -39,7 +39,7 @@ class ActionKind(StrEnum):
 
 
 class Work(IntEnum):
-    """What a region computes; BACKWARD is both gradients at once."""
+    """Part of a micro-batch that a region computes; BACKWARD is both gradients at once."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -49,7 +49,7 @@ class Work(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action.
+    """Action of a Program: one operation, move or communication on one stream.
 
     Attributes:
         id: Position in its Program.
@@ -101,12 +101,12 @@ class Action:
 
 
 def pairs_text(pairs: Iterable[tuple[int, int]]) -> str:
-    """Storages and the offsets where they lie, as text: ``"3@0,5@4096"``."""
+    """Write storages and the offsets where they lie as text: ``"3@0,5@4096"``."""
     return ",".join(f"{storage}@{offset}" for storage, offset in pairs)
 
 
 def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
-    """Inverse of ``pairs_text``.
+    """Parse the text that ``pairs_text`` writes.
 
     Raises:
         ProgramError: a pair is not two integers with "@" between them.
@@ -123,7 +123,7 @@ _KEYS = {"op", "storage", "from", "to", "mb", "group", "peer", "at", "waits"}
 
 
 def parse_action(line: str) -> Action:
-    """Inverse of ``str(action)``.
+    """Parse the line that ``str(action)`` gives.
 
     Raises:
         ProgramError: the line is not an action.

@@ -23,7 +23,7 @@ CLUSTER_PLAN_FORMAT = 2
 
 
 class Keep(StrEnum):
-    """How long the gathered parameters of a group stay.
+    """Time for which the gathered parameters of a group stay.
 
     RELEASE: until the group's forward ends; gathered again for backward (ZeRO-3).
     BACKWARD: from forward until the group's backward ends, in each micro-batch (ZeRO-2, within a micro-batch).
@@ -56,11 +56,12 @@ class GatherGroup:
         modules: Paths of the modules whose parameters they are, in order of forward; a parameter belongs to the nearest
             module named by any group. "" is the model itself: what no other group has.
         keep: How long they stay gathered.
-        again: What is released is gathered again for backward; False where backward does not read it (an embedding).
-        ahead: When this group begins, gathers of so many groups behind it in order of forward are asked for.
-        ahead_backward: The same in order of backward.
-        offload: Pieces, gradients and optimizer states lie in host memory between uses.
-        gathered_bytes: Of the parameters as they are gathered, on one rank.
+        again: Whether released parameters are gathered again for backward; False where backward does not read it (an
+            embedding).
+        ahead: Number of groups behind it, in order of forward, whose gathers are asked for when it begins.
+        ahead_backward: Likewise in order of backward.
+        offload: Whether shards, gradients and optimizer states lie in host memory between uses.
+        gathered_bytes: Bytes of the parameters as they are gathered, on one rank.
     """
 
     modules: tuple[str, ...]
@@ -81,22 +82,23 @@ class GatherGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """How one model is trained on many devices.
+    """Plan of training one model on many devices.
 
     Attributes:
-        version: Of Lading.
-        model, machine, machine_fingerprint, stack: What it was made for.
-        devices, seq_len: How many, and tokens of a sequence.
-        layout: As ``Layout`` prints.
-        groups: In order of forward; empty where parameters are not cut (zero below 3).
+        version: Version of Lading.
+        model, machine, machine_fingerprint, stack: Model, machine and software that it was made for.
+        devices, seq_len: Number of devices, and tokens of a sequence.
+        layout: Layout as it prints.
+        groups: Groups in order of forward; empty where parameters are not cut (zero below 3).
         step_s, bound_s: Predicted seconds of a step, and a bound below which no choice of groups can be.
         peaks: Predicted bytes on the busiest rank by moment ("start", "step", "longest", "save", "resume") and tier
             ("device", "host").
-        budget_bytes: Of the device.
-        policy: That chose the groups.
-        assumptions: What was taken for granted.
+        budget_bytes: Bytes of the device that may be used.
+        policy: Policy that chose the groups.
+        assumptions: Assumptions, a sentence each.
         recomputed: Paths of modules whose forward runs again in backward, each as a whole (activation checkpointing).
-        gather_dtype, reduce_dtype: In which parameters are gathered and gradients reduced; "" as they are.
+        gather_dtype, reduce_dtype: Number formats in which parameters are gathered and gradients reduced; "" as they
+            are.
     """
 
     version: str
@@ -125,22 +127,22 @@ class ClusterPlan:
 
     @property
     def gap(self) -> float:
-        """How far above the bound the plan is, as a share of the bound."""
+        """Share of the bound by which the plan is above it."""
         return self.step_s / self.bound_s - 1.0 if self.bound_s else 0.0
 
     @property
     def micro_batches(self) -> int:
-        """Of each replica in a step."""
+        """Number of micro-batches of each replica in a step."""
         return parse_layout(self.layout).micro_batches
 
     @property
     def micro_batch(self) -> int:
-        """Sequences of each."""
+        """Sequences of each micro-batch."""
         return parse_layout(self.layout).micro_batch
 
     @property
     def gathers(self) -> tuple[int, int]:
-        """All-gathers of parameters in one step, on each rank: in forward and in backward."""
+        """Number of all-gathers of parameters in one step of a rank: in forward and in backward."""
         count = self.micro_batches
         forward = sum(1 if group.keep.until_forward else count for group in self.groups)
         return forward, sum(count for group in self.groups if group.again and not group.keep.until_backward)
@@ -151,7 +153,7 @@ class ClusterPlan:
 
     @staticmethod
     def load(path: Path | str) -> ClusterPlan:
-        """Read what ``save`` wrote.
+        """Read the plan that ``save`` wrote.
 
         Raises:
             ConfigError: not such a plan, of another format, or with a field missing, unknown or of the wrong type.

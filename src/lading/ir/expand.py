@@ -74,8 +74,7 @@ def expand(
     matrices: Matrices | None = None,
     part_elements: int = PART_ELEMENTS,
 ) -> StepGraph:
-    """Expand a micro-batch to the whole step of ``graph.accumulation`` micro-batches, with the updates of all trained
-    parameters.
+    """Expand a micro-batch to the step of ``graph.accumulation`` of them, with the updates of all trained parameters.
 
     Args:
         graph: One micro-batch, as captured.

@@ -8,8 +8,7 @@ from typing import Any
 
 
 class ValueKind(str):
-    """Kind of value that an attribute leads to, in words, where it is no number, text or flag: "function relu", "a
-    list"."""
+    """Kind of a value that is no number, text or flag, in words: "function relu", "a list"."""
 
     __slots__ = ()
 

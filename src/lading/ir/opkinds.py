@@ -92,7 +92,7 @@ def _table() -> dict[str, OpKind]:
 
 
 def kind_of(aten_name: str) -> OpKind | None:
-    """Cost class of an operation.
+    """Look up the cost class of an operation.
 
     Args:
         aten_name: An overload's name such as ``"aten.mm.default"`` or ``"aten.mul_.Tensor"``; the namespace and the

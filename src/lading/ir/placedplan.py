@@ -25,11 +25,11 @@ _ADVICE = "make one with: lading place --model NAME --machine LIST --units N --o
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedDevice:
-    """A device of the list.
+    """Device of a placement.
 
     Attributes:
         under_way: Micro-batches that may be under way on it at a time.
-        peak_bytes: As predicted; ``memory_bytes`` is what it has for tensors.
+        peak_bytes: Predicted bytes at its peak; ``memory_bytes`` is what it has for tensors.
     """
 
     name: str
@@ -48,12 +48,12 @@ class PlacedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Neighbors on one device.
+    """Stage of a placement: neighboring groups on one device.
 
     Attributes:
         begins: Module before which it begins: a path, or what the catalog's table calls a block, such as "layers 3".
-        blocks: How many blocks of that kind the model has; 0 for a path.
-        behind: It begins behind ``begins`` instead: with what the table has after the last block.
+        blocks: Number of blocks of that kind in the model; 0 for a path.
+        behind: Whether it begins behind ``begins`` instead: with what the table has after the last block.
     """
 
     device: str
@@ -64,16 +64,16 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedPlan:
-    """Where the parts of one model run.
+    """Plan of the devices on which the parts of one model run.
 
     Attributes:
-        version: Of Lading.
-        model, machine, machine_fingerprint: What it was made for; ``machine`` is a name or a path.
+        version: Version of Lading.
+        model, machine, machine_fingerprint: Model and machine that it was made for; ``machine`` is a name or a path.
         seq_len, batch, micro_batches: Tokens of a sequence, sequences of a micro-batch, micro-batches of a step.
-        training: A step; else one forward pass.
+        training: Whether a step is placed; else one forward pass.
         units, captured, precision, stack: How the model was taken apart: see ``lading.placing.Placing``.
-        devices: All of the list.
-        groups: In order.
+        devices: All devices of the list.
+        groups: Groups of tasks, in order.
         step_s, bound_s: Predicted seconds, and a bound below which no placement can be (0: none known).
     """
 
@@ -157,7 +157,7 @@ class PlacedPlan:
 
     @staticmethod
     def load(path: Path | str) -> PlacedPlan:
-        """Read what ``save`` wrote.
+        """Read the placement that ``save`` wrote.
 
         Raises:
             ConfigError: not such a plan, of another format, or with a field missing, unknown or of the wrong type.

@@ -45,8 +45,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskFlow:
-    """Bytes that a task gives to others: sent once to each other device that has a target, and there till the last is
-    done.
+    """Bytes that a task sends once to each other device that has a target, where they stay till the last is done.
 
     Attributes:
         targets: Tasks that need it, all after the source.
@@ -95,8 +94,8 @@ class PlacementProblem:
     """Tasks in an order in which they could run on one device, flows, and the network.
 
     Attributes:
-        micro_batches: How often the tasks run in one step, one micro-batch after another.
-        assumed: What was taken for granted in making it.
+        micro_batches: Micro-batches of one step, each of which runs the tasks once.
+        assumed: Assumptions made in stating it, a sentence each.
         shared: Bytes that several groups use, beside the ``resident_bytes`` of each.
     """
 

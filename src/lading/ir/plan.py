@@ -27,7 +27,7 @@ PLAN_FORMAT = 4
 
 
 class Option(str):
-    """Where a storage is between two uses: ``Option.KEEP``, ``Option.RECOMPUTE``, or in the tier it names."""
+    """Place of a storage between two uses: ``Option.KEEP``, ``Option.RECOMPUTE``, or in the tier it names."""
 
     __slots__ = ()
     KEEP: ClassVar[Option]
@@ -44,7 +44,7 @@ Option.KEEP, Option.RECOMPUTE = Option("keep"), Option("recompute")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What happens to ``storage`` between its uses at op positions ``start`` and ``end``.
+    """Choice for a gap: what happens to ``storage`` between its uses at op positions ``start`` and ``end``.
 
     A gap with ``end <= start`` passes over the step's boundary.
     """
@@ -57,7 +57,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRow:
-    """One policy's line in the comparison.
+    """Row of one policy in the comparison of policies.
 
     Attributes:
         step_s: Predicted step time; None if the policy does not fit.
@@ -77,13 +77,14 @@ class PolicyRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a plan decided about the step.
+    """Choices of a plan about the step.
 
     Attributes:
-        gaps: What happens between two uses of a storage; a gap that is not listed is KEEP.
-        deferred: How many updates, the last ones of the step, run in the next step's forward (``lading.ir.defer``).
+        gaps: Choice for each gap between two uses of a storage; a gap that is not listed is KEEP.
+        deferred: Number of updates, the last ones of the step, that run in the next step's forward
+            (``lading.ir.defer``).
         hosted: Operations that the host's processors run, as numbered in the step with its updates deferred.
-        retimed: How often transfers were scheduled again, by the times simulated.
+        retimed: Number of times that transfers were scheduled again, by the times simulated.
     """
 
     gaps: tuple[Choice, ...] = ()
@@ -94,14 +95,14 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a plan was asked for: a step, a machine, and what may be used of it.
+    """Request for a plan: a step, a machine, and what may be used of it.
 
     Attributes:
-        graph_fingerprint: Of the whole step, no update deferred and nothing on the host.
+        graph_fingerprint: Fingerprint of the whole step, no update deferred and nothing on the host.
         machine: The whole machine, as its TOML would say it; ``machine_fingerprint`` is the hash of its costs.
         host_id: The computer that the machine was measured on; "" for one of the catalog, which may be any.
         budgets: Bytes allowed per tier.
-        policy: Name of what chose.
+        policy: Name of the policy that chose.
         settings: ``clip_norm``, ``master_weights`` and ``compile`` (1.0 or 0.0), and what was measured of this step's
             kernels and of saving it, bytes.
         optimizer: Rule that moves parameters, as a table of its name and settings; None for AdamW with its defaults.
@@ -123,14 +124,14 @@ class PlanRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """What the simulator said of a plan, and of the policies it was compared with.
+    """Predictions of the simulator for a plan, and for the policies it was compared with.
 
     Attributes:
-        lower_bound_s: No plan within the budgets, with the same operations on the host, takes less, as modelled; 0.0
-            where no bound is known.
+        lower_bound_s: Seconds that no plan within the budgets, with the same operations on the host, is below, as
+            modelled; 0.0 where no bound is known.
         keep_all_bytes: Device bytes that keeping everything needs; 0 where that was not asked.
-        host_saves_s: By how much running operations on the host makes the step shorter.
-        peak_bytes: By tier. ``bytes_by_role`` says what fills the device at its peak.
+        host_saves_s: Seconds by which running operations on the host makes the step shorter.
+        peak_bytes: Bytes at the peak of each tier. ``bytes_by_role`` says what fills the device at its peak.
         actions: For each action its start and its seconds, both as decimal microseconds: "12.500 3.250".
     """
 
@@ -146,13 +147,13 @@ class Predictions:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was asked, what was chosen, the Program that does it, and what that should cost.
+    """Plan of a step: the request, the choices, the Program that does it, and what that should cost.
 
     Attributes:
-        version: Of Lading.
+        version: Version of Lading.
         layout: How the step is spread over devices, as ``lading.ir.layout.Layout`` prints; None on one device.
         program: ``Program.text``, line by line.
-        assumptions: What was taken for granted, a sentence each.
+        assumptions: Assumptions, a sentence each.
     """
 
     version: str
@@ -200,12 +201,12 @@ class Plan:
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """What could be chosen for a gap: keep, recompute, and the tiers of the machine, nearest first."""
+        """Options for a gap: keep, recompute, and the tiers of the machine, nearest first."""
         return Option.KEEP, Option.RECOMPUTE, *(Option(tier) for tier in self.budgets if tier != DEVICE)
 
     @property
     def gap(self) -> float:
-        """How far above the lower bound the plan is, as a share of the bound."""
+        """Share of the lower bound by which the plan is above it."""
         return self.step_s / self.lower_bound_s - 1.0 if self.lower_bound_s else 0.0
 
     @property
@@ -214,7 +215,7 @@ class Plan:
         return bool(self.request.settings.get("compile", 0.0))
 
     def of_run(self, run: dict[str, Any]) -> Plan:
-        """The same plan, for a run of this configuration."""
+        """Copy the plan for a run of this configuration."""
         return dataclasses.replace(self, request=dataclasses.replace(self.request, run=run))
 
     @cached_property
@@ -234,7 +235,7 @@ class Plan:
 
     @staticmethod
     def load(path: Path | str) -> Plan:
-        """Read what ``save`` wrote.
+        """Read the plan that ``save`` wrote.
 
         Raises:
             ConfigError: not a plan, of another format, changed by hand or damaged, or with a field missing, unknown or
@@ -244,7 +245,7 @@ class Plan:
 
 
 def plan_from_dict(data: Any, origin: str) -> Plan:
-    """A Plan from parsed JSON; ``origin`` is named in errors.
+    """Build a Plan from parsed JSON; ``origin`` is named in errors.
 
     Raises:
         ConfigError: another format, a field is missing, unknown or of the wrong type, or something but the run's

@@ -99,7 +99,7 @@ class ParameterGroup(NamedTuple):
 
 
 class Border(NamedTuple):
-    """What ``stage`` takes from the stage before it (an activation), or, not ``forward``, from the one behind it."""
+    """Tensor that ``stage`` takes from the stage before it, or, not ``forward``, from the one behind it."""
 
     stage: int
     forward: bool
@@ -204,7 +204,7 @@ class ActionList:
         return self.streams.index(name)
 
     def action(self, number: int) -> Action:
-        """One action as it prints."""
+        """Build one action as an object that prints."""
         source, target = self.routes.get(number, ("", ""))
         return Action(
             number,
@@ -228,14 +228,14 @@ def _known(number: int) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One step of every class of ranks. See [Note: grain].
+    """Program of one step of every class of ranks. See [Note: grain].
 
     Attributes:
         ranks: List of each class, numbered from 0; of each rank of a pipeline.
-        graph: What op and storage ids refer to at the grain of kernels; ``NO_GRAPH`` at a coarser one.
+        graph: Graph that op and storage ids refer to at the grain of kernels; ``NO_GRAPH`` at a coarser one.
         regions, storages: Likewise at the grain of units or chunks; empty at that of kernels.
         uses: For each region the sharded storages that it reads, by number.
-        alike: By stage, for each of its units the first unit that is like it.
+        alike: First unit that is like each unit of each stage.
         repeat: (micro-batch, times): the actions of this micro-batch stand for so many micro-batches more, each as
             long as itself. Only where there is one class of ranks.
         schedule: Kind of the pipeline's schedule that the lists stand for, of ``lading.program.schedules``.
@@ -246,8 +246,8 @@ class Program:
             tier's alignment.
         budgets: Bytes allowed in each tier; the device's covers arena, workspace and overhead. Empty where nothing has
             an address.
-        overhead_bytes: What the running process needs besides.
-        save_bytes: What saving takes between two steps beside arena and overhead; 0 where nothing is saved.
+        overhead_bytes: Bytes that the running process needs besides.
+        save_bytes: Bytes that saving takes between two steps beside arena and overhead; 0 where nothing is saved.
         spare_bytes: Part of the workspace that some of equal runs take and others do not.
         tiers: The machine's tiers, nearest first; ``slots`` are in some of them.
     """
@@ -291,7 +291,7 @@ class Program:
 
     @cached_property
     def bounds(self) -> list[int]:
-        """Where the actions of each class of ranks begin among those of all, and their end."""
+        """Numbers at which the actions of each class of ranks begin among those of all, and their end."""
         ends = [0]
         for rank in self.ranks:
             ends.append(ends[-1] + len(rank))
@@ -329,7 +329,7 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of ``text``."""
+        """Hash of the Program's text."""
         return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
     def label(self, action: Action) -> str:
@@ -357,7 +357,7 @@ class Program:
         return what + (f", micro-batch {action.micro_batch}" if action.micro_batch is not None else "")
 
     def text(self) -> str:
-        """What the actions number, sizes, budgets and addresses, then one line an action; ``parse_program`` reads it.
+        """Write what actions number, sizes, budgets and addresses, then a line an action; ``parse_program`` reads it.
 
         Lists of ranks but the first begin with a line ``rank NUMBER``.
         """
@@ -425,10 +425,10 @@ _PLACES = re.compile(r"(resident|slots \w+) ([\d@,]*)\Z")
 
 
 def parse_program(lines: Iterable[str], graph: StepGraph = NO_GRAPH, tiers: tuple[Tier, ...] = ()) -> Program:
-    """Inverse of ``Program.text``, line by line, without what only a maker knows: rows of a schedule, what is alike.
+    """Parse the lines of ``Program.text``, without what only a maker knows: rows of a schedule, what is alike.
 
     Args:
-        graph: What operations and storages are numbered in, at the grain of kernels.
+        graph: Graph that operations and storages are numbered in, at the grain of kernels.
         tiers: Tiers of the machine that it is for.
 
     Raises:
@@ -465,7 +465,7 @@ def parse_program(lines: Iterable[str], graph: StepGraph = NO_GRAPH, tiers: tupl
 
 
 class _Reader:
-    """What the lines of a Program's text have said so far."""
+    """State of reading a Program's text: what its lines have said so far."""
 
     def __init__(self, tiers: Iterable[Tier]) -> None:
         moves = [stream(tier.name) for tier in tiers for stream in (read_stream, write_stream)]

@@ -43,7 +43,7 @@ LOCAL = {
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A factor of a dim: ``size`` elements, cut over axes by rules, one after another."""
+    """Factor of a dim: ``size`` elements, cut over axes by rules, one after another."""
 
     size: int
     cuts: tuple[tuple[str, str], ...] = ()
@@ -105,7 +105,7 @@ def leaf_elements(leaf: Leaf, place: Mapping[str, int], degrees: Mapping[str, in
 
 @dataclass(frozen=True, slots=True)
 class RankTensor:
-    """A tensor of a rank.
+    """Tensor of a rank, with the shards of each of its dims.
 
     Attributes:
         dims: Shards of each dim.
@@ -122,7 +122,7 @@ class RankTensor:
 
 @dataclass(frozen=True, slots=True)
 class RankParameter:
-    """A parameter and its gradient, by number (None: it gets none).
+    """Parameter and its gradient, by number (None: it gets none).
 
     Attributes:
         summed: tp ranks have parts of the gradient's sum.
@@ -137,7 +137,7 @@ class RankParameter:
 
 @dataclass(frozen=True)
 class RankGraph:
-    """A segment of each rank; fields as of ``lading.ir.table.Segment``, by numbers of ``tensors``.
+    """Segment as each rank has it; fields as of ``lading.ir.table.Segment``, by numbers of ``tensors``.
 
     Attributes:
         loss: The tensor that backward starts from; None for a segment without a loss.

@@ -21,7 +21,7 @@ _PLANS = {
 
 
 def plan_kind(data: Any) -> str:
-    """What parsed JSON is a plan of: "cluster plan", "placement" or "plan of a run"; "" if of nothing."""
+    """Name the kind of plan that parsed JSON is: "cluster plan", "placement" or "plan of a run"; "" if of nothing."""
     keys = cast("dict[str, Any]", data).keys() if isinstance(data, dict) else set[str]()
     return next((kind for kind, fields in _PLANS.items() if fields <= keys), "")
 

@@ -30,7 +30,7 @@ class Size:
 
     @staticmethod
     def of(value: int | str | Size) -> Size:
-        """A constant, a symbol, or a text such as ``"2*b*s**2 + 3"`` or ``"n*d/2"``.
+        """Make a size of a constant, a symbol, or a text such as ``"2*b*s**2 + 3"`` or ``"n*d/2"``.
 
         Raises:
             ConfigError: the text is not a sum of products.
@@ -53,16 +53,16 @@ class Size:
         return _sum(terms, self.divisor * right.divisor)
 
     def over(self, divisor: int) -> Size:
-        """This by a whole number."""
+        """Divide the size by a whole number."""
         return _sum(self.terms, self.divisor * divisor)
 
     @property
     def symbols(self) -> frozenset[str]:
-        """Names it depends on."""
+        """Names of the symbols that the size depends on."""
         return frozenset(name for monomial, _ in self.terms for name, _ in monomial)
 
     def at(self, values: Mapping[str, Any]) -> Any:
-        """The number for these values: an int, or an array if a value is one.
+        """Evaluate the size for these values: an int, or an array if a value is one.
 
         Raises:
             ConfigError: a symbol has no value, or the result is not whole.
@@ -84,7 +84,7 @@ class Size:
         return total // self.divisor
 
     def __str__(self) -> str:
-        """As ``of`` takes it."""
+        """Write the size as ``of`` reads it."""
         over = "" if self.divisor == 1 else f"/{self.divisor}"
         return " + ".join(_text(monomial, coefficient) + over for monomial, coefficient in self.terms) or "0"
 
@@ -97,7 +97,7 @@ class Power:
     exponent: float
 
     def at(self, values: Mapping[str, Any]) -> float:
-        """The number for these values; errors as ``Size.at``."""
+        """Evaluate the power for these values; errors as ``Size.at``."""
         return float(self.size.at(values)) ** self.exponent
 
 

@@ -26,12 +26,12 @@ from lading.ir.sizes import Size
 
 @dataclass(frozen=True, slots=True)
 class TableTensor:
-    """A view of a storage.
+    """View of a storage in a table, with symbolic lengths.
 
     Attributes:
         storage: Tensors with the same number share memory; the storage's bytes are those of its largest tensor.
         dims: Length of each dim.
-        role: Of the storage.
+        role: Role of the storage.
         name: Qualified parameter name within the segment, or "".
         repeats: Dims along which the same elements are read again and again (stride 0): they take no memory.
     """
@@ -81,14 +81,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class ModelTable:
-    """A model: ``segments`` in the order of forward, each so many times in a row.
+    """Table of a model: ``segments`` in the order of forward, each so many times in a row.
 
     Attributes:
         symbols: Value of each symbol but ``b`` and ``s``.
         counts: How often each segment stands.
         tied: Pairs of (segment, parameter name) that are one parameter: an embedding and its head.
-        source: Where it comes from, in words.
-        assumed: What the model has and the table has not.
+        source: Origin of the model, in words.
+        assumed: Features that the model has and the table has not.
     """
 
     name: str

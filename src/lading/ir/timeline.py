@@ -14,7 +14,7 @@ from lading.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One action's run on one stream; seconds from the start of the step."""
+    """Run of one action on one stream; seconds from the start of the step."""
 
     rank_class: int
     stream: str
@@ -33,7 +33,7 @@ class MemorySample:
 
     @property
     def total_bytes(self) -> int:
-        """All roles together."""
+        """Bytes of all roles together."""
         return sum(self.bytes_by_role.values())
 
 
@@ -54,7 +54,7 @@ class Timeline:
 
     Attributes:
         source: "predicted" or "measured".
-        events: By start.
+        events: Events by start.
         memory: Steps of a staircase per tier: a sample holds until the next of its tier.
         resident: (seconds, bytes) samples of the process's resident set above its start; measured runs only.
         labels: Text for each action id, for people.
@@ -77,7 +77,7 @@ class Timeline:
 
     @property
     def duration_s(self) -> float:
-        """End of the last event."""
+        """Seconds from the start of the step to the end of the last event."""
         return max((event.end_s for event in self.events), default=0.0)
 
     def busy_s(self, stream: str) -> float:
@@ -103,7 +103,7 @@ class Timeline:
 
     @staticmethod
     def load(path: Path | str) -> Timeline:
-        """Read what ``save`` wrote.
+        """Read the timeline that ``save`` wrote.
 
         Raises:
             ConfigError: it is something else.

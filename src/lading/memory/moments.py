@@ -39,15 +39,15 @@ _AHEAD_BYTES = 10_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What one rank of a pipeline stage holds.
+    """Bytes that one rank of a pipeline stage holds.
 
     Attributes:
         roles: Bytes by role at the peak of a step.
-        gradient_bytes: Of all gradients that the rank keeps on the device, at once.
-        longest_bytes: Of the peak of a step of the longest batch.
-        piece_bytes: Of the largest state of one parameter that the rank keeps.
-        whole_bytes: Of that state gathered.
-        stage_bytes: Of all parameters and states of the stage, each once.
+        gradient_bytes: Bytes of all gradients that the rank keeps on the device, at once.
+        longest_bytes: Bytes at the peak of a step of the longest batch.
+        piece_bytes: Bytes of the largest state of one parameter that the rank keeps.
+        whole_bytes: Bytes of that state gathered.
+        stage_bytes: Bytes of all parameters and states of the stage, each once.
         shares: Devices whose parts of the host's memory the rank has to itself that keeps a whole checkpoint.
         behind: Bytes by role on the host between uses.
         stages_all: Checkpoints are copied to the host whole before they are written ([Note: what Megatron-LM does]).
@@ -65,7 +65,7 @@ class Held:
 
 
 def moments_of(held: Held, save: str = "sharded") -> dict[str, dict[str, int]]:
-    """Bytes of a rank by moment and tier ([Note: what PyTorch does]).
+    """Count the bytes of a rank by moment and tier ([Note: what PyTorch does]).
 
     Args:
         save: How checkpoints are written: "sharded" in pieces, "async" in pieces beside training, "gathered" whole.
@@ -96,10 +96,10 @@ def _saved(roles: Mapping[Role, int]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What a device and its host have for a run.
+    """Bytes that a device and its host have for a run.
 
     Attributes:
-        device_bytes: For tensors; ``host_bytes``: of the host, for this device; 0 where it is not known.
+        device_bytes, host_bytes: Bytes for tensors, and of the host for this device; 0 where that is not known.
     """
 
     device_bytes: int
@@ -107,7 +107,7 @@ class Room:
 
 
 def binding(peaks: Mapping[str, Mapping[str, int]], room: Room) -> tuple[str, str, float]:
-    """(moment, tier, share of the room) of the need that comes nearest to it, or is farthest over."""
+    """Name the need nearest to its room, or farthest over it: (moment, tier, share of the room)."""
     sizes = {"device": room.device_bytes, "host": room.host_bytes}
     found = [
         (moment, tier, needed / sizes[tier])

@@ -24,7 +24,7 @@ def replicas(axes: str, layout: Layout) -> int:
 
 
 def shards(axes: str, layout: Layout) -> int:
-    """Ways in which the states of such parameters are cut."""
+    """Number of ways in which the states of parameters replicated over ``axes`` are cut."""
     if layout.zero == 0:
         return 1
     return min(replicas(axes, layout), layout.shard or replicas(axes, layout))
@@ -64,8 +64,8 @@ def adapter_bytes(frozen_bytes: int, trained_bytes: int, layout: Layout, stack: 
     Moments are kept as the values are, or in fp32 where the stack keeps master weights.
 
     Args:
-        frozen_bytes: Of the rank's weights, 4-bit ones as they are packed.
-        trained_bytes: Of adapters and, where they are trained, of copies of embedding and head.
+        frozen_bytes: Bytes of the rank's weights, 4-bit ones as they are packed.
+        trained_bytes: Bytes of adapters and, where they are trained, of copies of embedding and head.
     """
     ways = shards("dp", layout)
     states = stack.moments * trained_bytes
@@ -79,7 +79,7 @@ def adapter_bytes(frozen_bytes: int, trained_bytes: int, layout: Layout, stack: 
 
 
 def gathered_bytes(largest_units: Mapping[str, int], layout: Layout, stack: Stack) -> int:
-    """Parameters gathered at once, and the gradients not yet reduced, where parameters are cut.
+    """Bytes of parameters gathered at once, and of gradients not yet reduced, where parameters are cut.
 
     Args:
         largest_units: Elements of the two units that are gathered at the same time.
@@ -102,7 +102,7 @@ def gradient_width(layout: Layout, stack: Stack) -> int:
 def behind(
     roles: dict[Role, int], updated: float, largest: Mapping[str, int], layout: Layout, stack: Stack
 ) -> tuple[dict[Role, int], dict[Role, int]]:
-    """What of a rank's parameters, gradients and states stays on the device, and what lies behind it.
+    """Split a rank's parameters, gradients and states into the bytes on the device and those behind it.
 
     Gradients come down a unit at a time where they are cut; the host has all that it updates by.
 

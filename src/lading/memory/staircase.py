@@ -20,11 +20,11 @@ WORKSPACE, OVERHEAD = "workspace", "overhead"
 def memory_samples(
     program: Program, events: Sequence[Event], scratch_bytes: Mapping[int, int], *, overhead_bytes: int = 0
 ) -> tuple[MemorySample, ...]:
-    """Staircases of every tier: bytes appear when the action that places them starts, and go when they are freed.
+    """Build the staircases of memory by tier: bytes appear when an action that places them starts, till their FREE.
 
     Args:
-        events: By action id.
-        scratch_bytes: What an action takes outside the arena while it runs, by action id.
+        events: Events by action id.
+        scratch_bytes: Bytes that an action takes outside the arena while it runs, by action id.
         overhead_bytes: Shown on the device all the time.
     """
     storages = program.graph.storages

@@ -40,8 +40,10 @@ _POLAR_EXPRESS = (
 
 
 def _within_bf16(steps: Sequence[tuple[float, float, float]]) -> tuple[tuple[float, float, float], ...]:
-    """Scale coefficients by the room that algorithm 1 leaves for rounding: 1.01 in the norm, and in each step's
-    input."""
+    """Scale coefficients by the room that algorithm 1 leaves for rounding.
+
+    That is 1.01 in the norm, and in what each step but the last gets.
+    """
 
     def smaller(step: tuple[float, float, float], by: float) -> tuple[float, float, float]:
         return step[0] / by, step[1] / by**3, step[2] / by**5

@@ -262,8 +262,7 @@ class Rule(Protocol):
         ...
 
     def pre(self, grad: torch.Tensor, held: States, update: int) -> torch.Tensor:
-        """Turn a piece of the gradient into what ``direction`` takes; any shape, elementwise states are of that
-        shape."""
+        """Turn a piece of the gradient, any shape, into what ``direction`` takes; states have that shape."""
         ...
 
     def direction(self, matrix: torch.Tensor, whole: States, update: int) -> torch.Tensor:

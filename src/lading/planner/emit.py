@@ -23,7 +23,7 @@ Choices = Mapping[tuple[int, int], Option]
 
 @dataclass(slots=True)
 class Item:
-    """One entry of the compute stream: an operation, a recomputation, or a move from or to the caller."""
+    """Entry of the compute stream: an operation, a recomputation, or a move from or to the caller."""
 
     kind: ActionKind
     op: int | None = None
@@ -34,7 +34,7 @@ class Item:
 
 @dataclass(slots=True)
 class Residency:
-    """A storage's stay on the device, from item ``first`` to item ``last`` (inclusive).
+    """Stay of a storage on the device, from item ``first`` to item ``last`` (inclusive).
 
     Attributes:
         tier: Lower tier it comes from ("" when an item creates it or it is there at the start).
@@ -89,7 +89,7 @@ def emit(graph: StepGraph, lives: Lifetimes, choices: Choices, host_tier: str = 
 
 
 def _with_host(graph: StepGraph, lives: Lifetimes, choices: Choices, hosted: Option) -> Choices:
-    """The choices with what operations on the host imply: what they touch is in no tier but where they work."""
+    """Add to choices what operations on the host imply: what they touch is in no tier but where they work."""
     if not graph.hosted:
         return choices
     touched = graph.host_storages
@@ -99,7 +99,7 @@ def _with_host(graph: StepGraph, lives: Lifetimes, choices: Choices, hosted: Opt
 
 
 def _delay(order: Sequence[int], late: Mapping[int, int]) -> list[int]:
-    """``order`` with each op of ``late`` moved behind the op it must follow."""
+    """Move each op of ``late`` in ``order`` behind the op it must follow."""
     behind: dict[int, list[int]] = {}
     for op, after in sorted(late.items()):
         behind.setdefault(after, []).append(op)
@@ -108,7 +108,7 @@ def _delay(order: Sequence[int], late: Mapping[int, int]) -> list[int]:
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
-    """The place of each op in ``order``."""
+    """Place of each op in ``order``."""
     rank = [0] * len(order)
     for place, op in enumerate(order):
         rank[op] = place
@@ -116,7 +116,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def _places(lives: Lifetimes, order: Sequence[int], rank: Sequence[int]) -> Sequence[Sequence[int]]:
-    """Places of the uses of each storage, ascending."""
+    """Places of the uses of each storage in an order, ascending."""
     if all(place == op for place, op in enumerate(order)):
         return lives.uses
     return [sorted([rank[use] for use in uses]) for uses in lives.uses]
@@ -185,7 +185,7 @@ class _Walker:
                 self.out.staged[storage] = self.sent[storage], item
 
     def _start(self) -> None:
-        """Persistent storages begin where the gap over the step's boundary leaves them."""
+        """Put persistent storages where the gap over the step's boundary leaves them."""
         for storage in sorted(self.graph.persistent):
             uses = self.lives.uses[storage]
             tier = self.choices.get((storage, uses[-1]), Option.KEEP).tier if uses else ""
@@ -201,7 +201,7 @@ class _Walker:
         self.out.items.append(item)
 
     def _arrive(self, storage: int, tier: str = "") -> None:
-        """The storage becomes resident: with the last item, or, from a tier, for the next one."""
+        """Make a storage resident: with the last item, or, from a tier, for the next one."""
         if storage in self.live:
             return
         first = len(self.out.items) - (0 if tier else 1)
@@ -258,7 +258,7 @@ class _Walker:
                     self.transient.add(storage)
 
     def _next_use(self, storage: int, op_index: int, *, inclusive: bool = False) -> int | None:
-        """The next op in this walk's order that uses the storage."""
+        """Find the next op in this walk's order that uses the storage; None if there is none."""
         places, here = self.places[storage], self.rank[op_index]
         index = bisect_left(places, here) if inclusive else bisect_right(places, here)
         return self.order[places[index]] if index < len(places) else None

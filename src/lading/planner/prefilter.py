@@ -167,5 +167,5 @@ class Prefiltered:
 
 
 def _summed(each: Floats, firsts: Ints) -> Floats:
-    """Sums of runs of rows that begin at ``firsts``."""
+    """[run, column]: sums of the rows of ``each`` ([row, column]), in runs that begin at ``firsts``."""
     return np.add.reduceat(each, firsts.reshape(-1)).reshape(*firsts.shape, each.shape[1])

@@ -101,7 +101,7 @@ class Proof:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every layout that was not simulated has a bound of memory that does not fit."""
+        """Whether the proof covers the whole space: no layout not simulated can fit, by its bound of memory."""
         return self.rest_s == float("inf")
 
 

@@ -37,7 +37,7 @@ class StageRows:
     """Distinct stages of a search, collected first and priced for each block after.
 
     Attributes:
-        plain: Segments of the model: one that is not recomputed has this added to its number.
+        plain: Number of segments of the model; added to the number of one that is not recomputed.
     """
 
     request: StepRequest

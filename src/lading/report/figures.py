@@ -43,8 +43,10 @@ _PHASES = {Phase.FORWARD: SliceKind.FORWARD, Phase.LOSS: SliceKind.FORWARD, Phas
 
 
 def kind_of(program: Program, action: Action) -> SliceKind:
-    """Kind of an action as a reader sees it; the loss counts as forward, a MOVE is a read when it ends on the
-    device."""
+    """Kind of an action as a reader sees it.
+
+    The loss counts as forward, a MOVE is a read when it ends on the device.
+    """
     if action.kind is ActionKind.COMPUTE and action.op is not None:
         return _PHASES.get(program.graph.ops[action.op].phase, SliceKind.STEP)
     if action.kind is ActionKind.MOVE:

@@ -71,8 +71,7 @@ def _changes(rank: str, held: Sequence[Held]) -> tuple[list[Change], int]:
 
 
 def memory_chart(samples: Sequence[MemorySample], duration_s: float, title: str) -> Text:
-    """Draw memory over time as letters: each column the fullest moment of its share of the step, each row as many
-    bytes.
+    """Draw memory over time as letters: a column is the fullest moment of its share of the step, rows are bytes.
 
     Args:
         samples: Samples of one tier, by time.

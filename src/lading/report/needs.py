@@ -37,8 +37,8 @@ class Needs:
     Attributes:
         rows: For each of ROWS, bytes in each tier when that tier is fullest; they add up to ``step``.
         step: Bytes that a step takes.
-        save: Bytes taken while a checkpoint is written, and
-        resume: while a run starts or goes on from one. Both are wholes, not additions to ``step``.
+        save: Bytes taken while a checkpoint is written, as a whole and not on top of ``step``.
+        resume: Bytes taken while a run starts or goes on from a checkpoint, likewise.
     """
 
     rows: dict[str, Bytes]

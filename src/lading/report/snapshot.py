@@ -53,8 +53,10 @@ def snapshot(program: Program, timeline: Timeline) -> dict[str, Any]:
 
 
 def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[Change]:
-    """List when each storage comes to a tier and when it goes; one that comes and goes at the same moment is left
-    out."""
+    """List when each storage comes to a tier and when it goes.
+
+    One that comes and goes at the same moment is left out.
+    """
     events = {event.action: event for event in timeline.events}
     slots = dict(program.slots.get(tier, ()))
     held: dict[int, tuple[float, int, str]] = {}  # storage -> since when, address, what brought it

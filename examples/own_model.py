@@ -51,7 +51,7 @@ class Mixer(torch.nn.Module):
 
 
 def build(num_layers: int = 4) -> torch.nn.Module:
-    """What a run's TOML names: a function that returns the module."""
+    """Build the module; a run's TOML names this function."""
     return Mixer(num_layers=num_layers)
 
 

@@ -1,4 +1,4 @@
-"""What Q-LoRA's kernels of small integers cost, and what Qwen's fine-tuning scripts cost the host.
+"""Fit the cost of Q-LoRA's kernels of small integers, and what Qwen's fine-tuning scripts cost the host.
 
     python -m benchmarks.calibrate.adapters benchmarks/validation/measurements.jsonl
 

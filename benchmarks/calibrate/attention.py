@@ -199,7 +199,7 @@ def left_out(found: Sequence[Measured], device: Device, blocks: tuple[int, int])
 
 
 def written(passes: PassRates) -> dict[str, object]:
-    """What a file holds: fields that are as usual are left out."""
+    """Fields that a file holds: those that are as usual are left out."""
     usual = {f.name: f.default for f in dataclasses.fields(PassRates)}
     return {key: value for key, value in dataclasses.asdict(passes).items() if value != usual[key]}
 

@@ -52,7 +52,7 @@ Known = tuple[StepRequest, Priced, float]
 
 
 def is_even(row: Row) -> bool:
-    """By the hash of its id: a fixed half."""
+    """Whether a row's id has an even hash: a fixed half of the rows."""
     return hashlib.sha256(row.id.encode()).digest()[0] % 2 == 0
 
 

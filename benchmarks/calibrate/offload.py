@@ -21,10 +21,10 @@ class Row:
     """A published update.
 
     Attributes:
-        machine: Of the catalog, whose host is alike.
-        elements: That each rank updates.
-        ranks: Of a host.
-        seconds: Of the update.
+        machine: Machine of the catalog whose host is alike.
+        elements: Elements that each rank updates.
+        ranks: Ranks of a host.
+        seconds: Seconds of the update.
         tuned: Threads are bound to their memory and the update is one fused kernel.
     """
 
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of what the host's memory allows."""
+        """Share of what the host's memory allows that the update reaches."""
         host = load_machine(self.machine).host_device
         assert host is not None
         return self.ranks * self.elements / self.seconds / (8 * host.optimizer_elements_per_s)

@@ -163,7 +163,7 @@ def predicted_groups(shape: Shape, rates: ProductRates, device: Device) -> float
 
 
 def fit_groups(found: Sequence[Shape], rates: ProductRates, device: Device) -> ProductRates:
-    """What groups add, everything else as fitted on single products."""
+    """Fit what groups add, everything else being as fitted on single products."""
 
     def of(point: np.ndarray) -> ProductRates:
         return dataclasses.replace(

@@ -38,7 +38,7 @@ class Point:
 
 
 def group_of(request: StepRequest, family: str) -> tuple[str, ...]:
-    """What is equal in rows that differ in replicas alone."""
+    """Key that is equal for rows that differ in replicas alone."""
     layout = dataclasses.asdict(request.layout)
     own = {key: str(value) for key, value in layout.items() if key not in ("dp", "global_batch", "shard")}
     return (

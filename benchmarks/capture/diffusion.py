@@ -16,7 +16,7 @@ def image(channels: int = 4, side: int = 8, **more: Any) -> Batch:
 
 
 def text(width: int = 16, length: int = 6) -> torch.Tensor:
-    """What a text encoder gives."""
+    """Draw features of a text, as an encoder gives them: (rows, length, width)."""
     return drawn(ROWS, length, width, seed=2)
 
 

@@ -31,7 +31,7 @@ def own(layers: int) -> nn.Module:
 
 
 def hugging_face(layers: int) -> nn.Module:
-    """That of transformers."""
+    """Build the model of transformers with so many layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

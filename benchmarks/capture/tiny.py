@@ -187,7 +187,7 @@ def _shrunk(data: dict[str, Any], factor: int, image: int) -> dict[str, Any]:
 
 
 def _repeated(values: Any, count: int) -> list[Any]:
-    """What is said for each layer, for fewer layers: every kind there is, in turn."""
+    """Shorten what is said for each layer to ``count`` layers: every kind there is, in turn."""
     kinds = list({str(v): v for v in values}.values())
     return [kinds[i % len(kinds)] for i in range(count)]
 

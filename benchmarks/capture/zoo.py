@@ -42,7 +42,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (*OWN, *TEXT, *
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What came of one family.
+    """Result of one family.
 
     Attributes:
         verdict: "exact"; "refused" (a CaptureError, which names the cause); "WRONG" (captured, other numbers);

@@ -114,17 +114,17 @@ def cases(threads: list[int]) -> list[Case]:
 
 
 def machine_file(folder: Path, threads: int) -> Path:
-    """What the host was measured to be with so many threads."""
+    """Machine file of this host as measured with so many threads, made if it is not there."""
     return folder / f"machine-{threads}.toml"
 
 
 def needs_file(folder: Path, case: Case) -> Path:
-    """What the sides by hand were found to need."""
+    """File of the memory that the sides by hand were found to need."""
     return folder / f"{case.model}-{case.kind.rstrip('%')}-needs-{case.threads}.json"
 
 
 def confined(sides: dict[str, Side], limit_bytes: int) -> dict[str, Side]:
-    """The same sides, those by hand within the limit; Lading's is that of its plan."""
+    """Copy of the sides in which those by hand have the limit; Lading's is that of its plan."""
     return {name: replace(side, limit_bytes=limit_bytes) for name, side in sides.items()}
 
 
@@ -214,7 +214,7 @@ def _losses(running: dict[str, Running]) -> list[list[float]]:
 
 
 def figures(one: Running) -> dict[str, Any]:
-    """What is kept of a side."""
+    """Figures of a side that are written down."""
     middle, low, high = interval(one.seconds)
     return {
         "median_s": middle, "low_s": low, "high_s": high, "cpu_s": statistics.median(one.cpu),
@@ -223,7 +223,7 @@ def figures(one: Running) -> dict[str, Any]:
 
 
 def physical_limit(facts: dict[str, Any]) -> dict[str, Any]:
-    """What no program on this machine gets below: products at their peak, bytes without room from and to the disk."""
+    """Seconds that no program gets below here: products at their peak, bytes without room to and from the disk."""
     disk = facts["disk"]
     compute_s = facts["flops"] / facts["peak_flops_per_s"]
     homeless = max(0, facts["persistent_bytes"] - facts["budget_bytes"])

@@ -36,13 +36,13 @@ LR, SEED = 1e-3, 0
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One side.
+    """One side of a comparison: a way to train.
 
     Attributes:
         kind: "plain", "plain-compiled", "by-hand", "by-hand-in-backward", "lading" or "lading-compiled".
-        budget: Of a Lading side: "100%" keeps everything.
-        plan: Of a Lading side: its plan's file, written if it is not there.
-        limit_bytes: What the process may add from before its model on, page cache included; 0 for no limit.
+        budget: Budget of a Lading side: "100%" keeps everything.
+        plan: File of a Lading side's plan, written if it is not there.
+        limit_bytes: Bytes that the process may add from before its model on, page cache included; 0 for no limit.
     """
 
     kind: str

@@ -31,7 +31,7 @@ class Running:
     losses: list[float] = field(default_factory=list)
 
     def receive(self) -> dict[str, Any] | None:
-        """What the side sends; None if it has died or takes too long."""
+        """Next message of the side; None if it has died or takes too long."""
         try:
             if self.connection.poll(_TIMEOUT_S):
                 return self.connection.recv()

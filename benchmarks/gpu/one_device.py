@@ -55,7 +55,7 @@ OPTIMIZER = AdamW(lr=3e-4, weight_decay=0.1)
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is trained for the times."""
+    """Sizes of the model that is trained for the times."""
 
     model: dict[str, Any]
     batch: int
@@ -92,7 +92,7 @@ class Report:
 
 @dataclass
 class Bench:
-    """What sections share."""
+    """State that sections share."""
 
     kind: str
     report: Report
@@ -174,14 +174,14 @@ def behind(machine: Machine, tier: str) -> Machine:
 
 
 def batches_of(sizes: Sizes, count: int) -> list[dict[str, torch.Tensor]]:
-    """The same random tokens for everyone."""
+    """Draw random tokens, alike for everyone."""
     generator = torch.Generator().manual_seed(1)
     shape = (sizes.batch, sizes.length + 1)
     return [{"tokens": torch.randint(sizes.model["vocab_size"], shape, generator=generator)} for _ in range(count)]
 
 
 def llama_of(sizes: Sizes, dtype: torch.dtype) -> torch.nn.Module:
-    """The same weights for everyone."""
+    """Build the model, with weights alike for everyone."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -51,7 +51,7 @@ def parity_cases(dry: bool) -> list[Parity]:
 
 
 def made(case: Parity) -> torch.nn.Module:
-    """The same weights every time."""
+    """Build the case's model, with weights alike every time."""
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "dim": 64, "num_heads": 4, "vocab_size": 256, "max_seq_len": 128, **case.sizes}
     before = torch.get_default_dtype()
@@ -63,7 +63,7 @@ def made(case: Parity) -> torch.nn.Module:
 
 
 def batches(case: Parity, steps: int) -> list[list[dict[str, torch.Tensor]]]:
-    """The same tokens every time."""
+    """Draw the batches of so many steps, with tokens alike every time."""
     generator = torch.Generator().manual_seed(1)
     vocabulary = case.sizes.get("vocab_size", 256)
     return [

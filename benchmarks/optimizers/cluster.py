@@ -77,7 +77,7 @@ def _redundant_s(matrices: Sequence[Matrix], sim: Simulated) -> float:
 
 
 def _layerwise_s(matrices: Sequence[Matrix], sim: Simulated) -> float:
-    """Of the rank that has most layers, where ranks of a tensor-parallel group repeat each other."""
+    """Seconds of the rank that has most layers, where ranks of a tensor-parallel group repeat each other."""
     ways = sim.request.layout.dp * sim.request.layout.cp
     layers = sorted({m.layer for m in matrices})
     each = [[m for m in matrices if m.layer in layers[rank::ways]] for rank in range(ways)]

@@ -1,4 +1,4 @@
-"""What of a Muon step's exchanges is waited for: in the step alone, and under backward and the next forward.
+"""Waits of a Muon step's exchanges: in the step alone, and under backward and the next forward.
 
     python benchmarks/optimizers/overlap.py [--ranks 2] [--out FILE.json]
 

@@ -53,7 +53,7 @@ COPIES = 4
 
 
 def _shapes() -> list[tuple[int, int]]:
-    """Of the seven projections of a block, as a Llama's."""
+    """Shapes of the seven projections of a block, as a Llama's."""
     narrow = HIDDEN // 4
     attention = [(HIDDEN, HIDDEN), (narrow, HIDDEN), (narrow, HIDDEN), (HIDDEN, HIDDEN)]
     return [*attention, (WIDE, HIDDEN), (WIDE, HIDDEN), (HIDDEN, WIDE)]
@@ -72,7 +72,7 @@ class _Predicted:
         return max(seconds * self.shared.slower("memory-bound", self.shared.cores), self.machine.device.op_overhead_s)
 
     def direction_s(self, rows: int, columns: int) -> float:
-        """Of one matrix."""
+        """Seconds of one matrix's direction."""
         work, device = Settings().work(rows, columns), self.machine.device
         slower = self.shared.slower("products", self.shared.cores)
         products = sum(
@@ -94,14 +94,14 @@ class _Predicted:
         return collective_s(op, size_bytes, group, self.machine) * busy / self.ranks
 
     def owners_s(self, owned: Sequence[Sequence[tuple[int, int]]], groups: int) -> float:
-        """Of the fullest rank; ``owned``: shapes of what each rank owns."""
+        """Seconds of the fullest rank; ``owned``: shapes of what each rank owns."""
         directions = max(sum(self.direction_s(*shape) for shape in own) for own in owned)
         size = 4 * sum(r * c for r, c in self.each) / self.ranks / groups
         travels = 2 * groups * self._travel_s("all_to_all", size) + self._travel_s("all_reduce", 4.0)
         return directions + self._own_s(1 / self.ranks, COPIES) + travels
 
     def redundant_s(self) -> float:
-        """Of every rank."""
+        """Seconds of every rank where all compute everything."""
         gathers = sum(2 * self._travel_s("all_gather", 4 * r * c) for r, c in self.each)
         return sum(self.direction_s(*shape) for shape in self.each) + self._own_s(1.0, COPIES) + gathers
 

@@ -88,7 +88,7 @@ def stripped(machine: Machine) -> Machine:
 def step_within(
     graph: StepGraph, machine: Machine, budgets: dict[str, int], settings: Mapping[str, float]
 ) -> StepProblem:
-    """What the planner works on, for rivals; ``settings`` are those of Lading's plan."""
+    """Make the problem that the planner works on, for rivals; ``settings`` are those of Lading's plan."""
     costs = step_costs(graph, machine, workspace_of(graph, machine.device.kind), settings)
     return StepProblem(graph, lifetimes(graph), machine, costs, budgets)
 

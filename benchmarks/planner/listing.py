@@ -142,7 +142,7 @@ class _Listing:
         ]
 
     def _bytes(self, group: int, device: int) -> int:
-        """What a group would add to a device: less what it shares with one that is there."""
+        """Bytes that a group would add to a device: less what it shares with one that is there."""
         found = self.problem.alone_bytes[group]
         for own, groups in zip(self.problem.shared, self.problem.sharing, strict=True):
             if group in groups and any(self.where[other] == device for other in groups):

@@ -41,7 +41,7 @@ _OURS = "Lading"
 
 
 def _step(graph: StepGraph, machine: Machine, made: Plan) -> StepProblem:
-    """What the rivals decide about: the same step, budgets and memory besides tensors as Lading's plan."""
+    """Make the problem that rivals decide: the step, budgets and memory besides tensors of Lading's plan."""
     step = step_of(graph, machine, clip_norm=0.0, master_weights=False)
     return step_within(step, machine, made.budgets, made.request.settings)
 

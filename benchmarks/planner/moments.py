@@ -97,7 +97,7 @@ class Rank:
 
     @property
     def states(self) -> dict[str, Any]:
-        """What a checkpoint has."""
+        """States that a checkpoint has, by name."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
@@ -119,7 +119,7 @@ class Rank:
         beside.result()
 
     def save_whole(self) -> None:
-        """By the first rank."""
+        """Save everything by the first rank."""
         states = get_state_dict(self.model, self.optimizer, options=WHOLE)
         if dist.get_rank() == 0:
             torch.save(states, self.folder / "whole.pt")

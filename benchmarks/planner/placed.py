@@ -59,7 +59,7 @@ class Case:
     """Devices by how many times slower than a core they are.
 
     Attributes:
-        share: Of what the model needs, the memory of each device.
+        share: Memory of each device, as a share of what the model needs.
     """
 
     name: str
@@ -80,7 +80,7 @@ CASES = (
 
 
 def model_of() -> nn.Module:
-    """The same in every process."""
+    """Build the model, alike in every process."""
     torch.manual_seed(0)
     return build_model("gpt", **SIZES)
 
@@ -91,7 +91,7 @@ def loss_of(logits_BTV: torch.Tensor, next_BT: torch.Tensor) -> torch.Tensor:
 
 
 def tokens_of(count: int) -> torch.Tensor:
-    """Of so many micro-batches."""
+    """Draw the tokens of so many micro-batches."""
     return torch.randint(0, SIZES["vocab_size"], (count * ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(1))
 
 
@@ -102,7 +102,7 @@ class Slow:
         self.times = times
 
     def __call__(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """The same work, after which it sleeps."""
+        """Wrap work so that it sleeps afterwards."""
 
         def slowed(*args: Any, **kwargs: Any) -> Any:
             began, used = time.perf_counter(), time.process_time()
@@ -175,7 +175,7 @@ def alone(steps: int, micro_batches: int, *, training: bool) -> dict[str, Any]:
 
 
 def _ranks(function: Callable[..., None], count: int, *args: Any) -> list[Any]:
-    """What each rank writes, called in processes of its own."""
+    """Call a function in processes of their own; returns what each rank writes."""
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_rank, (function, count, folder, args), nprocs=count, start_method="spawn")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(count)]

@@ -64,7 +64,7 @@ def problem(graph: StepGraph, fleet: Fleet, case: str, name: str, units: int = _
 
 
 def tightened(made: PlacementProblem) -> PlacementProblem:
-    """The same with less memory, but for each device enough for the largest group."""
+    """Copy of a problem with less memory, but for each device enough for the largest group."""
     needs = made.alone_bytes
     least = max(n + g.working_bytes for n, g in zip(needs, made.groups, strict=True))
     have = made.network.memory_bytes

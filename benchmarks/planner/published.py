@@ -54,7 +54,7 @@ def setups(files: list[Path]) -> dict[str, Simulated]:
 
 
 def name_of(request: StepRequest) -> str:
-    """What makes a set-up."""
+    """Name of a set-up: all that makes it."""
     model, layout = request.model, request.layout
     blocks = "+".join(f"{count} {kind}" for kind, count in model.blocks)
     sizes = f"h{model.symbols.get('h', 0)}"
@@ -68,7 +68,7 @@ def name_of(request: StepRequest) -> str:
 
 
 def space_of(published: Simulated) -> Space:
-    """What a published layout was an answer to."""
+    """Space of layouts that a published layout was an answer to."""
     request = published.request
     plain = dataclasses.replace(request.layout, recompute_modules=())
     devices, batch = request.layout.devices, request.layout.global_batch
@@ -81,7 +81,7 @@ def space_of(published: Simulated) -> Space:
 
 
 def roomy(space: Space, published: Simulated) -> Space:
-    """The same on a device on which the published layout fits as predicted: its run shows that it did."""
+    """Copy on a device on which the published layout fits as predicted: its run shows that it did."""
     needed = max(tiers["device"] for tiers in peaks_of(published, space.asked).values())
     device = space.machine.device
     memory = max(device.memory_bytes, budget_for(needed, space.machine))
@@ -165,7 +165,7 @@ def shown(rows: list[dict[str, Any]]) -> str:
 
 
 def parsed() -> argparse.Namespace:
-    """What is asked."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path)
     parser.add_argument("--most", type=int, default=0, help="set-ups, spread evenly over all; 0 for all")

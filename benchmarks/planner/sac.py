@@ -30,7 +30,7 @@ _MS = 1e3
 
 
 def choices(step: StepProblem, away: Choices, room_bytes: int, limit_s: float) -> Choices | None:
-    """What torch's programs recompute within ``room_bytes``; None where they find nothing in ``limit_s`` seconds.
+    """Find what torch's programs recompute within ``room_bytes``; None where they find nothing in ``limit_s`` seconds.
 
     Args:
         away: Persistent storages that are on a lower tier between uses; the rest of them counts all the time.
@@ -55,7 +55,7 @@ def choices(step: StepProblem, away: Choices, room_bytes: int, limit_s: float) -
 
 @contextlib.contextmanager
 def _time_limit(sac_ilp: Any, limit_s: float) -> Iterator[None]:
-    """The same solver with a shorter time limit than the 180 s that torch has written down."""
+    """Give torch's solver a shorter time limit than the 180 s that it has written down."""
     solver = sac_ilp.PULP_CBC_CMD
     sac_ilp.PULP_CBC_CMD = lambda **options: solver(**{**options, "timeLimit": min(limit_s, options["timeLimit"])})
     try:
@@ -115,7 +115,7 @@ class _Modules:
         return [i for i in self.forward if _contains(module, self.names[i])]
 
     def key(self, ops: list[int]) -> tuple[_Row, ...]:
-        """What torch's programs are told of operations: name, seconds, bytes, whether random; the last one is free."""
+        """Rows that torch's programs are told of operations: name, seconds, bytes, whether random; the last is free."""
         rows = [
             (
                 self.graph.ops[i].name,

@@ -1,4 +1,4 @@
-"""What stays gathered under a budget: policies side by side, for several models, at budgets between ZeRO-3 and ZeRO-2.
+"""Policies of what stays unsharded under a budget, for several models, at budgets between ZeRO-3 and ZeRO-2.
 
     python benchmarks/planner/unshard.py [--json FILE] [--markdown FILE]
 

@@ -49,7 +49,7 @@ _STEPS, _STEPS_AFTER = 4, 2
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained: a module, its batch for a seed, its loss, and settings of the plan."""
+    """A module to train, with its batch for a seed, its loss, and settings of the plan."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Any]

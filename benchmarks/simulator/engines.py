@@ -1,4 +1,4 @@
-"""The same pipeline on three engines: Lading's loop over orders, a heap of events, and simpy's processes.
+"""One pipeline on three engines: Lading's loop over orders, a heap of events, and simpy's processes.
 
 Each takes the same actions and gives the same times; what differs is how the next event is found.
 """

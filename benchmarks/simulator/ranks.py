@@ -120,7 +120,7 @@ class Chunk(nn.Module):
 
 
 def tensor_parallel_plan(layers: int, sp: bool) -> dict[str, ParallelStyle]:
-    """Of a Llama, as torchtitan has it."""
+    """Styles of a Llama's modules by name, as torchtitan has them."""
     tokens = Shard(1) if sp else Replicate()
     plan: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if sp else {}
     for i in range(layers):

@@ -93,7 +93,7 @@ def row(part: str, case: str, events: int, repeats: int, work: Callable[[], Any]
 
 
 def engines(repeats: int) -> list[dict[str, Any]]:
-    """The same pipelines on every engine; times must agree."""
+    """Time pipelines on every engine; times they predict must agree."""
     rows = []
     for case in (SMALL, LARGE):
         plan, seconds, events = uneven(case)

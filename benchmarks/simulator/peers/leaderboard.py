@@ -45,7 +45,7 @@ class Recorded:
                 self._seconds[found["id"]] = found["step_s"]
 
     def predict(self, request: StepRequest) -> Prediction:
-        """What was written for the row.
+        """Prediction that was written for the row.
 
         Raises:
             ConfigError: nothing was.
@@ -106,7 +106,7 @@ def order_table(scores: Mapping[str, Any]) -> str:
 
 
 def section(scores: Mapping[str, Any], board: str) -> str:
-    """What stands in the README."""
+    """Text of the leaderboard in the README."""
     noise = scores["noise"]
     spread, third, floor = (f"{noise[name]:.1%}" for name in ("median", "p75", "floor"))
     return f"""{date.today():%d %B %Y}, {scores["rows"]} rows, {scores["rows_skipped"]} could not be simulated.

@@ -81,11 +81,9 @@ def open_tier(tier: Tier, size_bytes: int, folder: Path, memory: Callable[[int],
     if tier.kind == MEMORY:
         return MemoryTier(memory(size_bytes))
     location = tier.location or str(folder)
-    return (
-        FileTier(Path(location), size_bytes)
-        if tier.kind == FILE
-        else cast(MakeTier, imported(tier.kind, f"tier {tier.name}"))(size_bytes, location)
-    )
+    if tier.kind == FILE:
+        return FileTier(Path(location), size_bytes)
+    return cast(MakeTier, imported(tier.kind, f"tier {tier.name}"))(size_bytes, location)
 
 
 def imported(kind: str, what: str) -> object:

@@ -6,7 +6,7 @@ import pytest
 
 from lading.catalog.load import load_machine
 from lading.catalog.network import with_network
-from lading.cost.assumed import assumed_of_links
+from lading.cost.collective import assumed_of_links
 from lading.ir.layout import parse_layout
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lading.catalog.load import load_machine
-from lading.cost.collective import collective_s
-from lading.cost.dispatch import dispatch_s
+from lading.cost.collective import collective_s, dispatch_s
 from lading.cost.topology import group_of_ranks
 from lading.errors import ConfigError
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lading.catalog.load import load_machine
-from lading.cost.transfer import move_seconds
+from lading.cost.hosting import move_seconds
 from lading.errors import ConfigError
 from lading.ir.machine import Tier
 

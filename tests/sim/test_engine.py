@@ -25,7 +25,7 @@ from tests.programs import (
 from tests.random_programs import random_program
 
 from lading.cost.compute import op_costs
-from lading.cost.transfer import move_seconds
+from lading.cost.hosting import move_seconds
 from lading.errors import SimulationError
 from lading.ir.action import CALLER, Action, ActionKind
 from lading.ir.graph import OpKind, Role

@@ -6,6 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 from lading.ir.graph import Op, OpKind, StepGraph, Tensor
+from lading.ir.opkinds import base_name
 
 #: Classes that take each element once, wherever it lies.
 _POINTWISE = frozenset({OpKind.ELEMENTWISE, OpKind.TRANSCENDENTAL})
@@ -19,12 +20,6 @@ class Walk(NamedTuple):
 
     runs: int
     strided: bool
-
-
-def base_name(name: str) -> str:
-    """``"gelu_backward"`` of ``"aten.gelu_backward.default"``, in-place or not."""
-    parts = name.split(".")
-    return (parts[1] if len(parts) > 1 else parts[0]).rstrip("_")
 
 
 def op_bytes(graph: StepGraph, op: Op) -> int:

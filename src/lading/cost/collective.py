@@ -14,10 +14,18 @@ does not know (fill, what NVSwitch reaches, all-to-all) is fitted in benchmarks/
 [Note: levels]
 The nearest link joins the ranks of a domain, the network joins domains. A ring that leaves a domain is as fast as the
 slower of the link and of all NICs its ranks have there ([Note: who shares a NIC]).
+
+[Note: what is sent]
+NCCL's all-to-all sends a copy of a token for each of its experts. DeepEP sends one for each rank that has some of them,
+and one over the network for each node, which hands it on over NVLink; both ways run at once, so the slower counts. An
+all-gather brings every token to every rank. Experts are taken to be spread evenly: of ``n`` places a token with ``k``
+experts meets ``n (1 - (1 - 1/n)^k)``.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log2, sqrt
@@ -25,9 +33,18 @@ from math import ceil, log2, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from lading.cost.topology import Group
+from lading.cost.topology import Group, group_of
 from lading.errors import ConfigError
+from lading.ir.layout import Layout
 from lading.ir.machine import Link, Machine
+from lading.ir.stack import DISPATCHERS
+
+#: Of what a ring reaches inside a domain, and of a NIC's reach: deepseek-ai/DeepEP README.md @ebfe47e on H800, 153 GB/s
+#: over NVLink of 200 for 8 ranks; 46 GB/s of 50 for 64 ranks on 8 nodes, an eighth of which stays on the node.
+_NEAR, _FAR = 0.94, 0.85
+#: Assumption: kernels that count tokens, and the host's wait for the counts.
+_COUNT_S = 30e-6
+_ASSUMED = re.compile(r"assumption: ([^;]+)")
 
 Floats = npt.NDArray[np.float64]
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
@@ -384,3 +401,95 @@ def _send(paths: _Paths) -> Line:
     channel, piece = tuning.send_channel
     slower = max(0.0, 1 / channel - 1 / rate)
     return Line("send", tuning.p2p_s + paths.hop(2, tree=False), 1 / rate, 0.0, 0.0, 0.0, slower, piece)
+
+
+def dispatch_s(
+    size_bytes: float,
+    group: Group,
+    machine: Machine,
+    *,
+    dispatcher: str = "alltoall",
+    active: int = 1,
+    combine: bool = False,
+    most_nodes: int = 0,
+) -> float:
+    """Seconds to bring tokens to their experts, or (``combine``) results back.
+
+    Args:
+        size_bytes: Of a rank's tokens, once for each expert of each: what its all-to-all sends, own part included.
+        group: Ranks of the axis "ep".
+        dispatcher: "alltoall" (NCCL), "allgather" or "deepep" ([Note: what is sent]).
+        active: Experts of a token.
+        combine: For "allgather": a reduce-scatter instead; the others take as long both ways.
+        most_nodes: Nodes that the experts of a token lie on at most; 0: any (DeepSeek-V3: 4).
+
+    Raises:
+        ConfigError: an unknown dispatcher, or ``active`` < 1.
+    """
+    if dispatcher not in DISPATCHERS or active < 1:
+        known = ", ".join(DISPATCHERS)
+        raise ConfigError(f"dispatch: expected one of {known} and active >= 1, got {dispatcher!r} and {active}")
+    if group.ranks == 1:
+        return 0.0
+    if dispatcher == "alltoall":
+        return collective_s("all_to_all", size_bytes, group, machine)
+    token_bytes = size_bytes / active
+    if dispatcher == "allgather":
+        op = "reduce_scatter" if combine else "all_gather"
+        return collective_s(op, token_bytes * group.ranks, group, machine)
+    return _deepep(token_bytes, active, group, machine, most_nodes)
+
+
+def _deepep(token_bytes: float, active: int, group: Group, machine: Machine, most_nodes: int) -> float:
+    if not machine.links:
+        raise ConfigError(f"machine {machine.name} has no links: add [[links]] to its file")
+    near: Link = machine.links[0]
+    net = next((link for link in machine.links if link.nics), None)
+    seconds = token_bytes * _places(group.ranks, active) / (near.reached(group.domain_ranks) * _NEAR)
+    if group.domains > 1:
+        if net is None:
+            raise ConfigError(f"a group of {group.domains} domains needs a network, machine {machine.name} has none")
+        domains = _places(group.domains, active)
+        domains = min(domains, most_nodes) if most_nodes else domains
+        away = domains * (group.domains - 1) / group.domains
+        seconds = max(seconds, token_bytes * away / (nic_share(net, group.busy) * net.efficiency * _FAR))
+    return _COUNT_S + seconds
+
+
+def _places(places: int, active: int) -> float:
+    """Different places, of so many, that the experts of a token lie at."""
+    return places * (1 - (1 - 1 / places) ** active)
+
+
+def assumed_of_links(layout: Layout, machine: Machine, tuning: Tuning = NCCL) -> tuple[str, ...]:
+    """What the links that a job of ``layout`` uses, and the rates over them, assume for want of a measurement.
+
+    Raises:
+        ConfigError: the layout has several ranks and the machine neither links nor measured collectives.
+
+    Example:
+        ``assumed_of_links(parse_layout("tp8,dp4"), load_machine("a100"))`` starts with
+        ``"network: eight HDR InfiniBand NICs of 200 Gb/s a node, as DGX A100"``.
+    """
+    world = group_of(layout, "world", machine)
+    if world.ranks == 1 or not machine.links:
+        return ()
+    used = machine.links if world.domains > 1 else machine.links[:1]
+    said = [sentence for link in used for sentence in assumptions(machine, f"links.{link.name}", link.name)]
+    if world.domains > 2:
+        said.append(f"network: {tuning.congestion:.1%} of its rate lost each time the domains double beyond two")
+    experts = group_of(layout, "ep", machine)
+    if experts.domains > 1 and experts.domain_ranks > 1:
+        share = tuning.all_to_all_share[1]
+        said.append(f"network: all-to-alls reach {share:.0%} of it (53% to 90% on the two clusters measured)")
+    if group_of(layout, "pp", machine).domains > 1:
+        share = tuning.send_share[1]
+        said.append(f"network: sends reach {share:.0%} of a NIC (46% and 84% measured, before and after tuning)")
+    return tuple(said)
+
+
+def assumptions(machine: Machine, key: str, name: str) -> Iterator[str]:
+    """What a machine's sources for a key, and for those below it, say is assumed, each after a name."""
+    for other, text in machine.sources.items():
+        if other == key or other.startswith(f"{key}."):
+            yield from (f"{name}: {found.strip()}" for found in _ASSUMED.findall(text))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from lading.cost.access import ALLOCATIONS, base_name, op_bytes, walk
+from lading.cost.access import ALLOCATIONS, op_bytes, walk
 from lading.cost.curves import LOW, low_of, measured, rate_of
 from lading.cost.kernels import kernel_s, memory_s
 from lading.cost.product import product_s
@@ -23,7 +23,7 @@ from lading.errors import ConfigError
 from lading.ir import fusing
 from lading.ir.graph import Arg, Op, OpKind, Phase, Ref, StepGraph, Tensor
 from lading.ir.machine import PACKED_COLUMNS, UPDATE_NUMBERS, Device, Machine
-from lading.ir.opkinds import kind_of
+from lading.ir.opkinds import base_name, kind_of
 from lading.ir.stack import Stack
 from lading.ir.update_ops import matrices_of, rule_of, work_of
 from lading.ir.work import Attention, Kernel, Product, Stage

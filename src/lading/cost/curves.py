@@ -16,10 +16,10 @@ Rates hold for one operation at a time with whatever of its operands is in cache
 
 from __future__ import annotations
 
-from lading.cost.access import base_name
 from lading.errors import ConfigError
 from lading.ir.graph import OpKind
 from lading.ir.machine import Curve, Device
+from lading.ir.opkinds import base_name
 from lading.ir.work import Attention, Kernel, Product, Stage
 
 #: Suffix of a rate that holds when the innermost dim of an operand is not its contiguous one.

@@ -91,6 +91,12 @@ def _table() -> dict[str, OpKind]:
     return {name.rstrip("_"): kind for kind, text in _NAMES.items() for name in text.split()}
 
 
+def base_name(name: str) -> str:
+    """``"gelu_backward"`` of ``"aten.gelu_backward.default"``, in-place or not."""
+    parts = name.split(".")
+    return (parts[1] if len(parts) > 1 else parts[0]).rstrip("_")
+
+
 def kind_of(aten_name: str) -> OpKind | None:
     """Look up the cost class of an operation.
 
@@ -101,6 +107,4 @@ def kind_of(aten_name: str) -> OpKind | None:
     Returns:
         The class, or None for a name that is not in the table: the caller says so, it is not guessed here.
     """
-    parts = aten_name.split(".")
-    base = parts[1] if len(parts) > 1 else parts[0]
-    return _table().get(base.rstrip("_"))
+    return _table().get(base_name(aten_name))

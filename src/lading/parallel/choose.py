@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from lading.ir.graph import Op, OpKind, Phase, Role
+from lading.ir.opkinds import base_name
+from lading.parallel.atoms import Lineage, setting
 from lading.parallel.contractions import product_operands
-from lading.parallel.frames import Lineage, base_name, setting
 
 TENSOR, EXPERT_TENSOR, EXPERT, CONTEXT = "tp", "etp", "ep", "cp"
 

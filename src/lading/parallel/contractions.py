@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lading.ir.graph import Op
-from lading.parallel.frames import Dims, Lineage, base_name
+from lading.ir.opkinds import base_name
+from lading.parallel.atoms import Dims, Lineage
 
 PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm"])
 

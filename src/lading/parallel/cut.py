@@ -8,22 +8,22 @@ is not linear. Backward goes by the same rules, as gradients have the atoms of w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import cast
 
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Op, OpKind, Phase, Role
-from lading.ir.table import Segment
+from lading.ir.opkinds import base_name
+from lading.ir.sizes import Size
+from lading.ir.table import Segment, TableTensor
 from lading.ir.work import Stage
+from lading.parallel.atoms import Lineage, setting
 from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, TENSOR, Axes, Choice, choose, is_token
 from lading.parallel.contractions import PRODUCTS, product_operands
-from lading.parallel.frames import Lineage, base_name, setting
 from lading.parallel.lineage import lineage
 from lading.parallel.shapes import Lengths
 from lading.parallel.specs import CutKernel, CutParameter, Cuts, CutSegment, CutTensor, Origin, Spec, staged
-from lading.parallel.structure import elements, leading_to, makers
-from lading.parallel.wide import widened
 
 #: A partial sum may pass through these: the sum of results is the result of sums.
 _LINEAR = frozenset(["add", "sub", "neg", "clone", "cat", "mul", "div"])
@@ -503,3 +503,76 @@ class _Cutter:
             is_expert = bool(leaves & self.choice.experts)
             found.append(CutParameter(self._place(tensor, "", False), is_expert, summed, gradient is not None))
         return tuple(found)
+
+
+def elements(tensor: TableTensor) -> Size:
+    """How many there are in memory."""
+    total = Size.of(1)
+    for dim, size in enumerate(tensor.dims):
+        total = total if dim in tensor.repeats else total * size
+    return total
+
+
+def makers(segment: Segment) -> dict[int, int]:
+    """Of each storage the tensor that is there first: an operation's result, or what its first reader takes."""
+    found: dict[int, int] = {}
+    for op in segment.ops:
+        for t in (*op.inputs, *op.outputs):
+            found.setdefault(segment.tensors[t].storage, t)
+    for t, tensor in enumerate(segment.tensors):
+        found.setdefault(tensor.storage, t)
+    return found
+
+
+def leading_to(segment: Segment) -> frozenset[int]:
+    """Operations of backward on whose results the gradients of what entered depend."""
+    needed, found = set(segment.leaves_back), set[int]()
+    for index in range(len(segment.ops) - 1, -1, -1):
+        op = segment.ops[index]
+        if op.phase is Phase.BACKWARD and needed & {*op.outputs, *op.mutates}:
+            needed.update(op.inputs)
+            found.add(index)
+    return frozenset(found)
+
+
+_HALF = ("bfloat16", "float16")
+_CAST = "aten._to_copy."
+
+
+def widened(segment: Segment) -> Segment:
+    """The segment in fp32.
+
+    A cast between 16 and 32 bits is a view there, as PyTorch's ``to`` gives back what it is given; one of which either
+    side is written in place stays a copy.
+    """
+    tensors = [replace(t, dtype="float32") if t.dtype in _HALF else t for t in segment.tensors]
+    written = {tensors[t].storage for op in segment.ops for t in op.mutates}
+    moved: dict[int, int] = {}
+    ops: list[Op] = []
+    for op in segment.ops:
+        if not _is_idle(op, tensors):
+            ops.append(op)
+            continue
+        source, made = (_last(moved, tensors[t].storage) for t in (op.inputs[0], op.outputs[0]))
+        if written & {source, made} or source == made:
+            ops.append(op)
+            continue
+        moved[made] = source
+        ops.append(replace(op, kind=OpKind.VIEW))
+    roles = {t.storage: t.role for t in tensors}
+    homes = [_last(moved, t.storage) for t in tensors]
+    found = tuple(replace(t, storage=home, role=roles[home]) for t, home in zip(tensors, homes, strict=True))
+    return replace(segment, tensors=found, ops=tuple(ops))
+
+
+def _is_idle(op: Op, tensors: list[TableTensor]) -> bool:
+    """Whether a cast has nothing left to cast."""
+    if not op.name.startswith(_CAST) or len(op.inputs) != 1 or len(op.outputs) != 1:
+        return False
+    return tensors[op.inputs[0]].dtype == tensors[op.outputs[0]].dtype
+
+
+def _last(moved: dict[int, int], storage: int) -> int:
+    while storage in moved:
+        storage = moved[storage]
+    return storage

@@ -11,11 +11,11 @@ from typing import cast
 
 from lading.errors import ConfigError
 from lading.ir.graph import Op, OpKind, Phase
+from lading.ir.opkinds import base_name
 from lading.ir.sizes import Size
 from lading.ir.table import Segment
-from lading.parallel.atoms import ONE, Atoms
+from lading.parallel.atoms import ONE, Atoms, Dim, Lineage, setting
 from lading.parallel.contractions import PRODUCTS, attention, product
-from lading.parallel.frames import Dim, Lineage, base_name, setting
 
 SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax"})
 NORMS = frozenset(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from lading.errors import ConfigError
 from lading.ir.sizes import Size
+from lading.parallel.atoms import Lineage
 from lading.parallel.choose import CONTEXT, EXPERT, TENSOR, Choice, is_token
-from lading.parallel.frames import Lineage
 
 #: Rules by which a length is divided: see ``Factor``.
 EVEN, HEADS, SHARED_HEADS, WORDS, TOKENS, EXPERTS = "even", "heads", "shared heads", "words", "tokens", "experts"

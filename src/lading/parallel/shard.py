@@ -17,17 +17,17 @@ from typing import cast
 from lading.errors import ConfigError
 from lading.ir.graph import UNKNOWN, Arg, Literal, Op, OpKind, Phase, Ref, Role, refs
 from lading.ir.layout import Layout
+from lading.ir.opkinds import base_name
 from lading.ir.rankgraph import DimShards, Leaf, RankGraph, RankParameter, RankTensor
 from lading.ir.sizes import Power, Size
 from lading.ir.table import Segment
 from lading.ir.work import Stage
+from lading.parallel.atoms import Lineage, setting
 from lading.parallel.choose import CONTEXT, EXPERT, EXPERT_TENSOR, is_token
-from lading.parallel.cut import cut
-from lading.parallel.frames import Lineage, base_name, setting
+from lading.parallel.cut import cut, makers
 from lading.parallel.ranks import axes_of
 from lading.parallel.shapes import WORDS, Length, Lengths, check
 from lading.parallel.specs import CutKernel, CutParameter, CutSegment
-from lading.parallel.structure import makers
 
 #: Argument that is the shape of the result.
 _SHAPED = {

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lading.cost.transfer import caller_seconds
+from lading.cost.hosting import caller_seconds
 from lading.ir.fold import block_items
 from lading.ir.graph import Phase, Role, StepGraph
 from lading.ir.machine import Machine, Tier

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from lading.cost.transfer import move_seconds
+from lading.cost.hosting import move_seconds
 from lading.ir.action import ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import Machine

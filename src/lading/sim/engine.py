@@ -29,7 +29,7 @@ from typing import Protocol
 
 from lading.catalog.load import as_machine
 from lading.cost.compute import placed_costs
-from lading.cost.transfer import caller_seconds
+from lading.cost.hosting import caller_seconds
 from lading.errors import SimulationError, check_type
 from lading.ir.action import CALLER, DEVICE, ActionKind
 from lading.ir.machine import Machine, Tier

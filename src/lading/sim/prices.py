@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lading.cost.collective import collective_s, collectives_s
+from lading.cost.collective import collective_s, collectives_s, dispatch_s
 from lading.cost.contention import contention
-from lading.cost.dispatch import dispatch_s
 from lading.cost.hosting import copy_s, host_step_s
 from lading.cost.kernels import adam_bytes, clip_s, kernel_s, memory_s, step_s
 from lading.cost.product import LOW_PRECISIONS, OPERAND_BYTES

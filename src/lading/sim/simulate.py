@@ -18,7 +18,7 @@ from math import prod
 from lading.catalog.architectures import architecture_table, with_precise_layers
 from lading.catalog.load import load_machine
 from lading.catalog.network import with_network
-from lading.cost.assumed import assumed_of_links
+from lading.cost.collective import assumed_of_links
 from lading.cost.hosting import assumed_of_offload, tier_of
 from lading.cost.product import LOW_PRECISIONS, peak_flops
 from lading.cost.siblings import merge_siblings

@@ -94,7 +94,7 @@ class ModelOptions:
     price: Annotated[float | None, optional("PRICE", "Price of one device for an hour, in any currency.")] = None
 
     def request(self, **more: Any) -> Request:
-        """What these options ask for; those left out keep the defaults of a request.
+        """Make the request that these options ask for; those left out keep the defaults of a request.
 
         Args:
             more: Further fields of the request; None for those left out.

@@ -181,7 +181,7 @@ class Prediction:
         low_s, high_s: Interval that the measured time is said to lie in.
         peak_bytes: Largest sum of live tensors on any rank, as an allocator counts it; 0 if not predicted.
         low_bytes, high_bytes: Interval of ``peak_bytes``; ``fits`` goes by the upper end.
-        tier_bytes: By tier behind the device: largest sum on any rank; ``fits`` asks for room there too.
+        tier_bytes: Largest sum on any rank of each tier behind the device; ``fits`` asks for room there too.
         reserved_bytes: What the allocator holds at its peak, slack included; 0 if not predicted.
         fits: Whether ``high_bytes`` and what the process needs besides fit the device.
         residual: Factor for the software stack that ``step_s`` contains: what no cause explains yet, fitted on rows.

@@ -69,14 +69,14 @@ WORLD, COPIES = "world", "copies"
 
 
 class UnitShape(NamedTuple):
-    """What a list needs to know of a unit.
+    """Facts of a unit that a list needs to know.
 
     Attributes:
         axes: Axes over which each of its groups is replicated, in the order of forward.
-        passes: By ``Work``.
-        ends: It is the model's last.
-        sums: Its gradients are summed over tp before they are reduced.
-        gathers: How often backward gathers it: twice where recomputing releases it again.
+        passes: Passes over its groups, by ``Work``.
+        ends: Whether it is the model's last.
+        sums: Whether its gradients are summed over tp before they are reduced.
+        gathers: Number of times that backward gathers it: twice where recomputing releases it again.
     """
 
     axes: tuple[str, ...]
@@ -88,7 +88,7 @@ class UnitShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ListShape:
-    """What lists follow from, without a size.
+    """Facts that lists follow from, without a size.
 
     Attributes:
         plan: Order of micro-batches on each rank; where there is no pipeline at most three micro-batches.
@@ -420,7 +420,7 @@ class _Rank:
         self._blocking(kind, ParameterGroup(stage, ALL_UNITS, "dp"), -1, "dp")
 
     def _end_step(self) -> None:
-        """What follows the last backward: reductions that nothing overlaps, sums, the optimizer."""
+        """Emit what follows the last backward: reductions that nothing overlaps, sums, the optimizer."""
         shape = self.shape
         if shape.shards in ("", "optimizer") and not shape.overlap_reduce:
             for stage in self.stages:

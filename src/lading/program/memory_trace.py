@@ -57,10 +57,10 @@ class Thing(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """What comes (1) and goes (-1) in the order in which a rank's host asks, by the action that it asks for.
+    """Changes of memory: what comes (1) and goes (-1), in the order in which a rank's host asks for it.
 
     Attributes:
-        number, sign, action: One entry a change; ``number`` counts in ``things``.
+        number, sign, action: One entry a change: its number in ``things``, 1 or -1, and the action that it is asked for.
         ends: 1 for what changes as the action ends, which is a region's; else 0.
     """
 
@@ -147,7 +147,7 @@ class GradientRules(NamedTuple):
 
 @lru_cache(maxsize=512)
 def memory_changes(program: Program, rank: int, rules: GradientRules) -> Changes:
-    """What comes and goes on one class of ranks ([Note: what comes and goes])."""
+    """List what comes and goes on one class of ranks ([Note: what comes and goes])."""
     return _Reader(program, rank, rules).read()
 
 

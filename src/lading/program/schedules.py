@@ -42,7 +42,7 @@ class Schedule:
 
     Attributes:
         chunks: Model chunks of a rank.
-        orders: Of each rank; arrays are read-only.
+        orders: Actions of each rank, in order; arrays are read-only.
     """
 
     kind: str
@@ -352,7 +352,7 @@ def alive_peaks(
         saved: Bytes that a micro-batch of each stage leaves from its forward to its backward; a number, or one a stage.
         kept: Bytes of them held from the input gradient to the weight gradient, where these are apart.
         spike: Bytes that an action of the stage takes on top while it runs.
-        forward_spike: The same of forwards, where it differs.
+        forward_spike: Bytes that a forward takes on top, where they differ.
     Returns:
         Bytes by rank. With ``saved`` 1: the most micro-batches under way, counted by chunk.
     """

@@ -35,7 +35,7 @@ class Unit:
     ends: bool = False
 
     def kernels(self, work: Work) -> list[Kernel]:
-        """What an action of a schedule runs of it, in order."""
+        """Kernels that an action of a schedule runs of it, in order."""
         own = [k for k in self.segment.kernels if (k.stage is Stage.FORWARD) == (work is Work.FORWARD)]
         if work is Work.BACKWARD_WEIGHT:
             return [k for k in own if k.stage is Stage.BACKWARD_WEIGHT]
@@ -93,7 +93,7 @@ def _travels(kernel: Kernel) -> bool:
 
 
 def unit_shape(unit: Unit, layout: Layout, stack: Stack, *, weights_forward: bool) -> UnitShape:
-    """What a list needs to know of a unit."""
+    """Collect the facts of a unit that a list needs to know."""
     segment, sharded = unit.segment, layout.cuts_parameters
     axes = tuple(axes for axes, _ in groups_of(segment, layout))
     passes = (_WHOLE, _WHOLE, _WHOLE, _WHOLE)

@@ -90,7 +90,7 @@ def imported(kind: str, what: str) -> object:
     """Import the function that a kind "module:function" names.
 
     Args:
-        what: Of what it is the kind, for messages.
+        what: Name of the thing whose kind it is, for messages.
     Raises:
         ConfigError: it cannot be imported.
     """

@@ -33,7 +33,7 @@ class Run:
 
     Attributes:
         alive_bytes: Most activations at once, with what blocks before keep and the gradients made on the way.
-        end_bytes: The same while its last kernel runs, without gradients.
+        end_bytes: Bytes of activations while its last kernel runs, without gradients.
         gradients: Bytes by bucket, made in it.
     """
 
@@ -46,7 +46,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one bucket: seconds of the network and of copies, and bytes.
+    """Cost of one bucket: seconds of the network and of copies, and bytes.
 
     Attributes:
         part: Bytes of this rank's part as it is gathered; ``shard`` has those of its gradients.
@@ -64,7 +64,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Course:
-    """What happens in one pass of a micro-batch, in order.
+    """Course of one pass of a micro-batch: buckets and runs of work in order.
 
     Attributes:
         acts: A bucket begins (its number + 1), ends (less its number + 1), or 0 for the next of ``runs``.
@@ -105,7 +105,7 @@ def _cover(own: Sequence[str], taken: set[int], outer: str, whole: bool) -> list
 
 
 class Costs:
-    """Of buckets of one model; what was asked once is kept."""
+    """Costs of the buckets of one model; each is computed once."""
 
     def __init__(self, modules: Modules) -> None:
         self.modules = modules
@@ -117,7 +117,7 @@ class Costs:
         self._first = [sum(len(b.atoms) for b in blocks[:place]) for place in range(len(blocks))]
 
     def of(self, bucket: Bucket) -> Cost:
-        """What a bucket costs."""
+        """Cost of a bucket."""
         elements = self.modules.elements(range(bucket.first, bucket.last + 1))
         key = tuple(sorted(elements.items()))
         if key not in self._costs:

@@ -59,7 +59,7 @@ class Stretches:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """What all ranks of a job do.
+    """Work of all ranks of a job.
 
     Attributes:
         program: Lists of all classes of ranks, every micro-batch in them.
@@ -67,7 +67,7 @@ class Job:
         stretches: How a region's seconds are made up: they count as shares of its action's.
         group: Ranks that work on one micro-batch together.
         replicas: Copies of the pipeline.
-        steps: How many in a row.
+        steps: Number of steps in a row.
     """
 
     program: Program
@@ -85,10 +85,10 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class ClusterRun:
-    """What the ranks of a job did.
+    """Result of simulating all ranks of a job.
 
     Attributes:
-        job: What they were given.
+        job: The work that was simulated.
         step_s: Seconds of each step, from the end of the one before.
         busy_s: Seconds that each rank computed, in all steps together.
         events: Stretches and collectives of all ranks, a collective counted once a rank.

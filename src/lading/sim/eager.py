@@ -41,19 +41,19 @@ from lading.sim.phases import groups_apart, less
 
 @dataclass(frozen=True)
 class EagerUnit:
-    """A segment of one rank.
+    """Bytes of a segment of one rank.
 
     Attributes:
-        saved: Kept from forward to backward.
-        forward: Most while it runs.
-        keeping, adding: Most while backward runs, where gradients of weights stay as they are made, and where each is
-            added to one that is there.
+        saved: Bytes kept from forward to backward.
+        forward: Most bytes while it runs.
+        keeping, adding: Most bytes while backward runs, where gradients of weights stay as they are made, and where
+            each is added to one that is there.
         elements: Parameters by the axes over which they are replicated.
-        trained: Of those, what is trained.
-        trained_bytes, frozen_bytes: Of adapters and what they stand beside, as they are kept; else 0.
-        tables: Of buffers and constants.
-        enters: Of what enters.
-        leaves: Of what leaves; of the last one, the logits.
+        trained: Trained parameters among them.
+        trained_bytes, frozen_bytes: Bytes of adapters and of what they stand beside, as they are kept; else 0.
+        tables: Bytes of buffers and constants.
+        enters: Bytes of what enters.
+        leaves: Bytes of what leaves; of the last unit, the logits.
         tied: Parameters that are the first unit's too.
     """
 
@@ -72,7 +72,7 @@ class EagerUnit:
 
     @staticmethod
     def of(segment: RankSegment, layout: Layout, stack: Stack) -> EagerUnit:
-        """Of a segment as the layout recomputes it."""
+        """Make the unit of a segment, as the layout recomputes it."""
         mode = layout.recompute if segment.enters and segment.leaves else "none"
         kept = recomputed(segment, mode, layout.recompute_modules, early_stop=stack.early_stop)
         alive = alive_bytes(segment, kept, stack.fusion, fused_loss=stack.fused_loss)
@@ -131,14 +131,14 @@ class _Walk:
     """A rank under way through its step.
 
     Attributes:
-        units: Of each stage it holds, in order of forward.
-        roles: What stays all the time.
+        units: Units of each stage it holds, in order of forward.
+        roles: Bytes that stay all the time, by role.
         gathered: Units whose parameters are there in full, by (stage, place).
         made: Bytes of gradients there, by (stage, place).
-        parts: Of what was reduced of them, this rank's.
-        flat, reducing: Buffers of the last gather, and of the last reduction.
-        waiting: Activations kept by other micro-batches.
-        output: Of the micro-batch that goes back, what its stage handed on.
+        parts: Bytes of this rank's part of reduced gradients, by (stage, place).
+        flat, reducing: Bytes of the buffers of the last gather, and of the last reduction.
+        waiting: Bytes of activations kept by other micro-batches.
+        output: Bytes that the stage handed on, of the micro-batch that goes back.
     """
 
     units: dict[int, list[EagerUnit]]
@@ -170,11 +170,11 @@ class _Walk:
             self.peak = now
 
     def bytes_of(self, stage: int, place: int) -> int:
-        """Of the parameters of a unit."""
+        """Bytes of the parameters of a unit."""
         return self.units[stage][place].number * self.width
 
     def gradients_of(self, stage: int, place: int) -> int:
-        """Of the gradients of what is trained of a unit."""
+        """Bytes of the gradients of the trained parameters of a unit."""
         unit = self.units[stage][place]
         return unit.trained_bytes or sum(unit.trained.values()) * self.width
 
@@ -201,12 +201,12 @@ class _Walk:
         self.waiting += kept + self._handed(stage)
 
     def _handed(self, stage: int) -> int:
-        """What a pipeline's stage keeps of a micro-batch besides: its output, but not what came into a buffer."""
+        """Bytes a pipeline's stage keeps of a micro-batch besides: its output, but not what came into a buffer."""
         units = self.units[stage]
         return units[-1].leaves - units[0].enters if self.layout.pp > 1 else 0
 
     def backward(self, stage: int, *, first: bool, reduces: bool) -> None:
-        """The same back.
+        """Run a stage of a micro-batch backward.
 
         Args:
             first: No gradients are there yet.
@@ -265,7 +265,7 @@ def eager_memory(
 
     Args:
         runs: Segments of each stage, and how often each stands.
-        segments: Of one rank.
+        segments: Segments of one rank.
     Raises:
         ConfigError: ZeRO-1, which stock PyTorch has not.
     """

@@ -41,7 +41,7 @@ _RUNS_OP = (ActionKind.COMPUTE, ActionKind.RECOMPUTE, ActionKind.STEP)
 
 
 class Resources(Protocol):
-    """What actions that share something last while others run."""
+    """Clock of actions that share something, so that what one takes depends on what others run."""
 
     def begin(self, action: int, stream: int, start_s: float) -> float | None:
         """End of an action that begins; None where that follows from what begins later."""
@@ -302,7 +302,7 @@ class _Costs:
         return tier
 
     def slowdowns(self, number: int) -> tuple[float, float]:
-        """By how much longer an operation takes beside a MOVE alone on its tier, and while the other direction runs."""
+        """Share by which an operation takes longer beside this MOVE: alone on its tier, and beside the other direction."""
         tier, (alone, shared) = self.tier(number), self.rates(number)
         most = tier.read_slowdown if self.reads(number) else tier.write_slowdown
         return most, most * shared / alone
@@ -313,7 +313,7 @@ class _Costs:
         return tuple(name for name, other in self._tiers.items() if other.wire == wire) if wire else (tier,)
 
     def host_share(self, tier: str) -> float:
-        """What a byte/s moved from or to a tier takes of the host's memory, as a share of all it can do."""
+        """Share of the host's memory bandwidth that a byte/s moved from or to a tier takes."""
         host = self._machine.host_device
         if host is None:
             return 0.0

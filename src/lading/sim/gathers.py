@@ -28,16 +28,16 @@ _WALKED = 4
 
 @dataclass(frozen=True)
 class Gathered:
-    """What a step takes.
+    """Seconds and bytes of a step.
 
     Attributes:
         step_s: Seconds of the whole step.
-        exposed_s: Of it, seconds in which the device waited for the network.
-        network_s: In which the network was busy.
+        exposed_s: Seconds of the step in which the device waited for the network.
+        network_s: Seconds in which the network was busy.
         peak_bytes: Most bytes at once.
         forward, backward: Gathers of each bucket in a step.
         waits_s: Seconds that backward waited for each bucket.
-        peak: What is there at the peak.
+        peak: The moment of the peak.
     """
 
     step_s: float
@@ -52,13 +52,13 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Moment:
-    """What is there at one moment.
+    """Memory at one moment of a step.
 
     Attributes:
         micro_batch, is_backward, place: The place is that of the block in the order of forward.
         gathered, coming, gradients, reduced: Buckets that are gathered, in a flat buffer, have gradients, or have these
             in the buffer that is reduced; with their bytes.
-        activation_bytes, state_bytes: Of activations, and of what is always there.
+        activation_bytes, state_bytes: Bytes of activations, and of what is always there.
     """
 
     micro_batch: int = 0
@@ -73,12 +73,12 @@ class Moment:
 
 
 def gathered_step(costs: Costs, buckets: Sequence[Bucket], *, trace: bool = False, walked: int = _WALKED) -> Gathered:
-    """A step whose parameters are gathered in such buckets.
+    """Walk a step whose parameters are gathered in such buckets.
 
     Args:
-        costs: Of the model's buckets.
+        costs: Costs of the model's buckets.
         buckets: All atoms, in the order of forward.
-        trace: Say what is there at the peak.
+        trace: Whether to say what is there at the peak.
         walked: Micro-batches that are walked one by one, the last among them; 4 or more for seconds, 2 for bytes.
     """
     walk = _Walk(costs, buckets, trace=trace)

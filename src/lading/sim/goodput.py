@@ -81,7 +81,7 @@ class Failures:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """What the time of a long run goes to, as shares that add up to 1.
+    """Shares of the time of a long run, which add up to 1.
 
     Attributes:
         interval_s: Seconds of training between checkpoints.
@@ -211,7 +211,7 @@ def cost_per_billion_tokens(
     """Price of a billion trained tokens, in the currency of the price.
 
     Args:
-        tokens_per_s: Of the whole job while it trains.
+        tokens_per_s: Tokens a second of the whole job while it trains.
         useful: Goodput: the share of the time that counts.
     Raises:
         ConfigError: no tokens would ever be trained, or a price below 0.

@@ -86,10 +86,10 @@ def failures_of(
     storage_bytes_per_s: float,
     standstill_s: float | None = None,
 ) -> Failures:
-    """What failures cost a job of this step, for ``lading.sim.goodput``.
+    """Cost of failures to a job of this step, for ``lading.sim.goodput``.
 
     Args:
-        storage_bytes_per_s: At which all ranks together write checkpoints.
+        storage_bytes_per_s: Bytes a second at which all ranks together write checkpoints.
         standstill_s: Seconds that training stands still for one, which is then written beside it; None where it stands
             still until it is written.
     Raises:

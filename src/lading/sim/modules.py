@@ -38,8 +38,8 @@ class Atom:
     """Parameters of one module, without those of modules in it.
 
     Attributes:
-        module: Within its block.
-        elements: By the axes over which they are replicated.
+        module: Path within its block.
+        elements: Number of elements, by the axes over which they are replicated.
         read_again: Backward, or what is recomputed for it, reads them.
     """
 
@@ -59,7 +59,7 @@ class Piece:
 
     Attributes:
         alive_bytes: Most activations of this block that are there meanwhile.
-        left_bytes: Of them, while its last kernel runs.
+        left_bytes: Activations of them that are there while its last kernel runs.
         gradients: Atoms whose gradients are there when it ends, by number in the block.
     """
 
@@ -101,13 +101,13 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Modules:
-    """A model of a request.
+    """The model of a request, as blocks of modules.
 
     Attributes:
-        blocks: Distinct ones.
+        blocks: Distinct blocks.
         order: Place among ``blocks`` of each in the order of forward, and the path of the module that it is.
-        slowdown: By how much longer computing takes while the network's kernels run beside it.
-        rest_s: Of a step besides: the optimizer, the host.
+        slowdown: Share by which computing takes longer while the network's kernels run beside it.
+        rest_s: Seconds of a step besides: the optimizer, the host.
         waits: Share by which work takes longer as devices are not equal.
         state_bytes: On the device of cut parameters and the optimizer's states, of gradients where micro-batches add
             them up, and of what is kept for good.
@@ -141,12 +141,12 @@ class Modules:
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradient of one parameter, before it is reduced."""
+        """Bytes of the gradient of one parameter, before it is reduced."""
         return 4 if self.request.layout.precision == "fp32" else 2
 
     @property
     def reduced_bytes(self) -> int:
-        """Of the same in the buffer that is reduced."""
+        """Bytes of the gradient of one parameter in the buffer that is reduced."""
         return DTYPE_BYTES[self.request.stack.gradient_dtype]
 
     def elements(self, atoms: Iterable[int]) -> dict[str, int]:
@@ -162,7 +162,7 @@ class Modules:
         return gathered_bytes(elements, self.request.layout, self.request.stack)
 
     def shard_elements(self, elements: Mapping[str, int]) -> int:
-        """Of such parameters, what one rank keeps."""
+        """Elements of such parameters that one rank keeps."""
         return sum(-(-count // shards(axes, self.request.layout)) for axes, count in elements.items())
 
     def _count(self, block: int) -> int:

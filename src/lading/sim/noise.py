@@ -26,14 +26,14 @@ _SLOWEST = 0.5  # a device is never drawn faster than twice the mean, which no s
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """What makes equal ranks unequal.
+    """Causes that make equal ranks unequal.
 
     Attributes:
         jitter: Standard deviation of the factor on each stretch of computing.
         spread: Standard deviation of the factor that a device keeps.
         slow_ranks: Factor on the computing of some ranks: stragglers.
         slow_links: Factor on what some ranks send, and on every collective that they take part in.
-        seed: Of all that is drawn.
+        seed: Seed of all that is drawn.
     """
 
     jitter: float = 0.0
@@ -51,7 +51,7 @@ class Noise:
                 raise ConfigError(f"noise: {name} are factors above 0, got {bad[0][1]} for rank {bad[0][0]}")
 
     def device_factors(self, ranks: int) -> npt.NDArray[np.float64]:
-        """What each rank's computing is multiplied by.
+        """Factors on each rank's seconds of computing.
 
         Raises:
             ConfigError: a slow rank that there is not.
@@ -60,7 +60,7 @@ class Noise:
         return np.maximum(drawn, _SLOWEST) * _placed(self.slow_ranks, ranks, "slow_ranks")
 
     def link_factors(self, ranks: int) -> npt.NDArray[np.float64]:
-        """What each rank's communication is multiplied by.
+        """Factors on each rank's seconds of communication.
 
         Raises:
             ConfigError: a slow link that there is not.

@@ -49,11 +49,11 @@ _WORDS = {
 
 @dataclass(frozen=True, eq=False)
 class Occupancy:
-    """What one pipeline rank holds.
+    """Memory of one pipeline rank over a step.
 
     Attributes:
-        held: In the order in which it comes.
-        duration_s: Of the step.
+        held: Things in memory, in the order in which they come.
+        duration_s: Seconds of the step.
     """
 
     rank: int
@@ -104,7 +104,7 @@ class Occupancy:
 
 
 def occupancy(simulated: Simulated, rank: int) -> Occupancy:
-    """What a pipeline rank of a simulated step holds over time.
+    """Memory of a pipeline rank over a simulated step.
 
     Raises:
         ConfigError: a rank that the pipeline has not.
@@ -131,7 +131,7 @@ def _times(simulated: Simulated) -> RankTimes:
 
 
 def _fixed(simulated: Simulated, trace: MemoryTrace, rank: int) -> Iterator[Held]:
-    """What is there all the time: with what an update adds, or the layout moves away, beside the lists."""
+    """Yield what is there all the time: with what an update adds, or the layout moves away, beside the lists."""
     for role, size in simulated.memory[rank].items():
         there = size - trace.peak.get(role, 0) + trace.fixed.get(role, 0)
         name = "buffers that stay" if role is Role.WORKSPACE else role.value.replace("_", " ")
@@ -155,7 +155,7 @@ def _labels(simulated: Simulated, times: RankTimes, rank: int) -> list[str]:
 
 
 def _drawn(trace: MemoryTrace, times: RankTimes, rank: int, labels: Sequence[str], until_s: float) -> Iterator[Held]:
-    """What comes and goes; what goes is what came first of that thing, or of its stage where grains differ."""
+    """Yield what comes and goes; what goes is what came first of that thing, or of its stage where grains differ."""
     changes = trace.changes
     there: dict[tuple[What, int], list[_Coming]] = {}
     rows: list[list[int]] = np.stack([changes.number, changes.sign, changes.action], axis=1).tolist()

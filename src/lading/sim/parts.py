@@ -33,11 +33,11 @@ class Prices(Protocol):
 
     @property
     def precision(self) -> str:
-        """Of products."""
+        """Precision of products."""
         ...
 
     def kernel_s(self, kernel: Kernel) -> float:
-        """Of a kernel alone, without its launch."""
+        """Seconds of a kernel alone, without its launch."""
         ...
 
     def in_situ(self, cause: str) -> float:
@@ -45,7 +45,7 @@ class Prices(Protocol):
         ...
 
     def collective_s(self, collective: Collective) -> float:
-        """Of a collective among the ranks of its axis."""
+        """Seconds of a collective among the ranks of its axis."""
         ...
 
     def lateness(self, axis: str) -> float:
@@ -66,7 +66,7 @@ class Part:
         comm_s: Seconds of collectives by axis, alone.
         issued: What the host does for it, counted: kernels, collectives, modules, passes of blocks, passes of experts;
             and how late the last rank comes to its collectives, summed up.
-        flops: Of products and attention.
+        flops: FLOP of products and attention.
     """
 
     busy_s: dict[str, float] = field(default_factory=lambda: {})
@@ -104,13 +104,13 @@ def total(parts: Iterable[tuple[Part, float]]) -> Part:
 
 
 def cause_of(kernel: Kernel, precision: str) -> str:
-    """What a kernel that computes is summed up as, where products are to run in ``precision``."""
+    """Cause that a computing kernel's seconds are summed up under, where products are to run in ``precision``."""
     cause = _CAUSES.get(kernel.kind, MEMORY) if kernel.kind else MEMORY
     return LOW if cause == PRODUCTS and runs_low(kernel, precision) else cause
 
 
 def part_of(kernels: Iterable[Kernel], prices: Prices) -> Part:
-    """What a stretch of kernels costs: one pass of a block."""
+    """Sum up the costs of a stretch of kernels: one pass of a block."""
     busy: dict[str, float] = {}
     comm: dict[str, float] = {}
     issued: dict[str, float] = {}

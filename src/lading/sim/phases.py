@@ -29,21 +29,21 @@ _STAGES = (Stage.FORWARD, Stage.BACKWARD_INPUT, Stage.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class Phases:
-    """One segment of one rank.
+    """Work and memory of one segment of one rank.
 
     Attributes:
-        again: What is run again before backward.
+        again: Work that is run again before backward.
         backward_input, backward_weight: Gradients of activations and those of parameters.
-        saved_bytes: Kept from forward to backward by one micro-batch, on the device.
-        transients: Most that forward has alive besides, and backward, recomputed tensors included.
-        sent_bytes: Of the activations on its border: what a pipeline sends.
+        saved_bytes: Bytes kept from forward to backward by one micro-batch, on the device.
+        transients: Most bytes that forward has alive besides, and backward, recomputed tensors included.
+        sent_bytes: Bytes of the activations on its border, which a pipeline sends.
         elements: Parameters by the axes over which they are replicated.
-        trained: Of those, what is trained.
-        trained_bytes, frozen_bytes: Of what is trained beside frozen weights, and of these.
+        trained: Trained parameters among them.
+        trained_bytes, frozen_bytes: Bytes of what is trained beside frozen weights, and of these.
         placeholders: Bytes of gradients that are tensors in name only, by shape; each shape once for a whole rank.
-        segment, kept: Of which it is, and what is run again and kept.
-        moved_bytes: Kept behind the device instead.
-        tied: Of ``elements["dp"]``, of a weight that is one with one of the first segment.
+        segment, kept: Segment that it is of, and what is run again and kept.
+        moved_bytes: Bytes kept behind the device instead.
+        tied: Elements among ``elements["dp"]`` of a weight that is one with one of the first segment.
     """
 
     forward: Part
@@ -70,7 +70,7 @@ class Phases:
 
     @property
     def model_flops(self) -> float:
-        """Of a micro-batch, without what is recomputed."""
+        """FLOP of a micro-batch, without what is recomputed."""
         return self.forward.flops + self.backward_input.flops + self.backward_weight.flops
 
     @cached_property

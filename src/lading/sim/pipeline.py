@@ -33,11 +33,11 @@ class PipelineSeconds:
     """Seconds of a micro-batch, each a number, one a stage, or an array of (stages, micro-batches).
 
     Attributes:
-        backward: Of both gradients at once.
-        backward_input, backward_weight: Of each alone; needed by schedules that split them.
-        send_forward: Of what a stage hands to the next; of the last stage not used.
-        send_backward: Of what a stage hands to the one before; of the first stage not used.
-        joint: What a forward and a backward run as one take, as a share of their sum: 1.0 as torch runs them.
+        backward: Seconds of both gradients at once.
+        backward_input, backward_weight: Seconds of each alone; needed by schedules that split them.
+        send_forward: Seconds of sending to the next stage; of the last stage not used.
+        send_backward: Seconds of sending to the stage before; of the first stage not used.
+        joint: Seconds of a forward and a backward run as one, as a share of their sum: 1.0 as torch runs them.
     """
 
     forward: npt.ArrayLike
@@ -74,13 +74,13 @@ def _whole(value: npt.ArrayLike, stages: int, micro_batches: int) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class PipelineRun:
-    """What a pipeline does when; tuples have an array for each rank, with a number for each of its actions.
+    """Times of a simulated pipeline; tuples have an array for each rank, with a number for each of its actions.
 
     Attributes:
-        start_s, end_s: Of computing.
-        sent_s: When what the action sends leaves; nan if it sends nothing.
-        arrived_s: When that is there.
-        times: Of the lists that were run.
+        start_s, end_s: Start and end of computing.
+        sent_s: Time at which what the action sends leaves; nan if it sends nothing.
+        arrived_s: Time at which that is there.
+        times: Times of the lists that were run.
         overlap: Whether ranks computed while they sent.
     """
 
@@ -133,9 +133,9 @@ class PipelineRun:
         the order in which they are ready.
 
         Args:
-            seconds: Of a stage's reduction; a number, or one a stage.
+            seconds: Seconds of a stage's reduction; a number, or one a stage.
         Returns:
-            Start and end by stage. What of it is exposed on a rank: the last end, less the rank's last ``end_s``.
+            Start and end by stage. Exposed on a rank is: the last end, less the rank's last ``end_s``.
         """
         lasts = np.broadcast_to(np.asarray(seconds, np.float64), (self.schedule.stages,))
         start, end = self.gradients_ready_s.copy(), np.zeros(self.schedule.stages)
@@ -158,10 +158,10 @@ class PipelineRun:
 
 
 def simulate_pipeline(plan: Schedule, seconds: PipelineSeconds, *, overlap: bool = True) -> PipelineRun:
-    """Events of a pipeline of which nothing is known but the seconds of its stages.
+    """Simulate a pipeline of which nothing is known but the seconds of its stages.
 
     Args:
-        plan: Of ``lading.program.schedules``.
+        plan: Schedule of ``lading.program.schedules``.
         overlap: Whether ranks compute while they send.
     Raises:
         SimulationError: seconds that the schedule needs are missing or negative, or its orders wait for each other.

@@ -24,11 +24,11 @@ from lading.ir.timeline import Event, Timeline
 
 @dataclass(frozen=True)
 class Run:
-    """What a placed step does.
+    """Result of a placed step.
 
     Attributes:
-        busy_s: Of each device; ``channel_s`` of each channel.
-        peak_bytes: Of each device.
+        busy_s: Busy seconds of each device; ``channel_s`` of each channel.
+        peak_bytes: Most bytes of each device.
         events: (stream, label, start, end), only where asked for.
     """
 
@@ -169,7 +169,7 @@ class _Run:
         return rank
 
     def _start_counts(self) -> None:
-        """What each copy of each task waits for; what waits for nothing is ready."""
+        """Count what each copy of each task waits for; what waits for nothing is ready."""
         tasks, groups = self.problem.tasks, self.problem.groups
         self.gate = [sum(not tasks[t].once for t in group.tasks) for group in groups]
         self.undone = [[count] * self.copies for count in self.gate]

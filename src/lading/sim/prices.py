@@ -57,7 +57,7 @@ class MachinePrices:
         self._order = "tp-cp-dp-pp"
 
     def kernel_s(self, kernel: Kernel) -> float:
-        """Of a kernel alone, without its launch; the rank with the busiest experts is waited for."""
+        """Seconds of a kernel alone, without its launch; the rank with the busiest experts is waited for."""
         seconds = kernel_s(kernel, self.machine.device, self.stack, self.layout.precision)
         return seconds * self.stack.imbalance if kernel.is_experts else seconds
 
@@ -72,11 +72,11 @@ class MachinePrices:
 
     @property
     def precision(self) -> str:
-        """Of products."""
+        """Precision of products."""
         return self.layout.precision
 
     def collective_s(self, collective: Collective) -> float:
-        """Of a collective among the ranks of its axis; tokens go to their experts as the stack sends them."""
+        """Seconds of a collective among the ranks of its axis; tokens go to their experts as the stack sends them."""
         if collective.op == "all_to_all" and collective.axis == "ep":
             return dispatch_s(
                 collective.size_bytes * self.stack.imbalance,
@@ -172,17 +172,17 @@ class MachinePrices:
         return out, back
 
     def slowdown(self, memory_bound: float) -> float:
-        """By how much longer computing takes while gradients are reduced or parameters gathered beside it."""
+        """Share by which computing takes longer while gradients are reduced or parameters gathered beside it."""
         return 1 / (1 - self._lost("all_gather", "dp", memory_bound)) - 1
 
     @cached_property
     def architecture(self) -> str:
-        """Of the device's kernels; "" where nothing is known of them."""
+        """Architecture of the device's kernels; "" where nothing is known of them."""
         gpu = self.machine.device.gpu
         return gpu.architecture if gpu else ""
 
     def _kept(self, elements: Mapping[str, int]) -> float:
-        """Of some parameters, how many a rank updates."""
+        """Number of some parameters' elements that a rank updates."""
         return sum(number / shards(axes, self.layout) for axes, number in elements.items())
 
     def _shard_axis(self, axes: str) -> str:
@@ -201,7 +201,7 @@ class MachinePrices:
         return seconds
 
     def _collective_s(self, op: str, size_bytes: Any, axis: str) -> Any:
-        """Of one size, or of an array of them."""
+        """Seconds of a collective of one size, or of an array of sizes in bytes."""
         seconds: Any = collectives_s if isinstance(size_bytes, np.ndarray) else collective_s
         alone = seconds(op, size_bytes, self._group(axis), self.machine, nvls=self.architecture in _ADDING)
         return alone * max(1.0, self.taken(op, axis))
@@ -224,7 +224,7 @@ class MachinePrices:
         return group
 
     def rates_beside(self, axis: str) -> tuple[float, float, float]:
-        """What is left of computing beside a collective of this axis, bound by products and by memory, and of it."""
+        """Shares left beside each other: of computing bound by products, by memory, and of this axis' collectives."""
         group, gpu = self._group(axis), self.machine.device.gpu
         if group.ranks == 1 or gpu is None:
             return 1.0, 1.0, 1.0

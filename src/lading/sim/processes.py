@@ -46,7 +46,7 @@ def processes_step(request: StepRequest, machine: Machine, segments: Sequence[Ph
     """Simulate a step ([Note: processors]).
 
     Args:
-        segments: Of one rank.
+        segments: Segments of one rank.
         runs: Segments of each stage, and how often each stands.
     Raises:
         ConfigError: nothing was measured of this host's processes, or ZeRO-1.

@@ -56,11 +56,11 @@ class Wired:
 
 @dataclass(frozen=True, eq=False)
 class RankTimes:
-    """When the actions of all ranks run, numbered one rank after the other.
+    """Times of the actions of all ranks, numbered one rank after the other.
 
     Attributes:
-        start_s, end_s: By action; of a RESHARD or RECV, which no stream runs, 0 and -1.
-        slowed_s: By rank, seconds that regions lasted longer as collectives ran beside them.
+        start_s, end_s: Seconds, by action; of a RESHARD or RECV, which no stream runs, 0 and -1.
+        slowed_s: Seconds that regions lasted longer as collectives ran beside them, by rank.
         step_s: Seconds of the step, with micro-batches that stand for others counted as often.
     """
 
@@ -178,7 +178,7 @@ def run_ranks(program: Program, seconds: Sequence[float], slowdown: Sequence[flo
 
     Args:
         seconds: Seconds of every action alone, of all ranks one after the other.
-        slowdown: By rank, by how much longer its regions take while its network is busy; () for not at all.
+        slowdown: Share by which regions take longer while the network is busy, by rank; () for not at all.
     Raises:
         SimulationError: actions wait for each other.
     """

@@ -82,7 +82,7 @@ def list_shape(
     keep: Keep = Keep.RELEASE,
     by_unit: bool = False,
 ) -> ListShape:
-    """What the lists of a request follow from.
+    """Collect what the lists of a request follow from.
 
     Args:
         stages: Units of each stage, and how often each stands.
@@ -90,7 +90,7 @@ def list_shape(
         tied: Two pipeline ranks have a copy each of one weight.
         every: List every micro-batch where there is no pipeline, though those in the middle are alike.
         keep: How long unsharded parameters stay, where there is no pipeline.
-        by_unit: As of ``ListShape``.
+        by_unit: Forward and backward are a region for each unit, also where nothing happens between.
     """
     layout, stack = request.layout, request.stack
     torch_order = not stack.megatron_order
@@ -136,7 +136,7 @@ class ListedStep:
         stages, runs, segments: As ``rank_step``.
         every: List every micro-batch.
         keep: How long unsharded parameters stay, where there is no pipeline.
-        by_unit: As of ``ListShape``.
+        by_unit: Forward and backward are a region for each unit, also where nothing happens between.
     """
 
     request: StepRequest
@@ -155,7 +155,7 @@ class ListedStep:
 
     @cached_property
     def shape(self) -> ListShape:
-        """What the lists follow from."""
+        """Everything that the lists follow from."""
         buckets = [self._num_buckets(stage) for stage in self.stages] if self.layout.bucket_bytes else ()
         stages = units_of_runs(self.request, self.runs, self.segments)
         return list_shape(
@@ -199,7 +199,7 @@ class ListedStep:
 
     @cached_property
     def slowdowns(self) -> list[float]:
-        """By rank, by how much longer regions take while its network is busy."""
+        """Share by which regions take longer while the network is busy, by rank."""
         slower: list[float] = []
         for held in self.ranks:
             seconds = sum(stage.forward.seconds for stage in held)
@@ -338,7 +338,7 @@ class ListedStep:
 
     @cached_property
     def _buckets(self) -> list[tuple[list[float], list[float]]]:
-        """Of each stage the seconds of backward until each bucket is full, and of the bucket's reduction."""
+        """Seconds of backward until each bucket is full, and of the bucket's reduction, by stage."""
         size = self.layout.bucket_bytes // DTYPE_BYTES[self.request.stack.gradient_dtype]
         found: list[tuple[list[float], list[float]]] = []
         for number, stage in enumerate(self.stages):

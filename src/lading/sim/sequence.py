@@ -30,15 +30,15 @@ from lading.sim.simulate import runs_of, segments_of, table_of
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """What a rank issues.
+    """One thing that a rank issues: a kernel or a collective.
 
     Attributes:
-        unit: Which unit of the model it belongs to, in the order of forward; -1 for what belongs to all.
-        micro_batch: Which one of the step; -1 for what belongs to all.
+        unit: Number of the unit of the model it belongs to, in the order of forward; -1 for what belongs to all.
+        micro_batch: Number within the step; -1 for what belongs to all.
         kernel: A kernel of a block; a collective inside a block is one too.
-        collective: Between ranks; None for a kernel that computes.
+        collective: The collective between ranks; None for a kernel that computes.
         peer: Pipeline rank to which a send goes, or from which ("receive") it comes.
-        releases: Gathered parameters of a group go; nothing is run.
+        releases: Whether gathered parameters of a group go; nothing is run.
     """
 
     unit: int
@@ -52,11 +52,11 @@ class Issued:
 def sequence_of(
     request: StepRequest, table: ModelTable | None = None, *, rank: int = 0, keep: Keep = Keep.RELEASE
 ) -> list[Issued]:
-    """What a rank issues in one step.
+    """List what a rank issues in one step.
 
     Args:
-        table: Of a model that is in no catalog.
-        rank: Of the pipeline; those of other axes do the same.
+        table: Table of a model that is in no catalog.
+        rank: Rank of the pipeline; those of other axes do the same.
         keep: How long gathered parameters stay where they are sharded (zero 3); in a pipeline always for the step.
     Raises:
         ConfigError: the layout cannot be.
@@ -103,7 +103,7 @@ class _Kernels:
 
     @cached_property
     def shape(self) -> ListShape:
-        """What the lists follow from, with every micro-batch."""
+        """Everything that the lists follow from, with every micro-batch."""
         shape = list_shape(self.request, [[(unit, 1) for unit in units] for units in self.stages], every=True)
         return replace(shape, keep=self.keep)
 
@@ -118,7 +118,7 @@ class _Kernels:
         return [sum(map(len, self.stages[:stage])) for stage in range(len(self.stages))]
 
     def of_rank(self, rank: int) -> Iterator[Issued]:
-        """What a rank issues."""
+        """Yield what a rank issues, in order."""
         actions = self.program.ranks[rank]
         for number, kind in enumerate(actions.kind):
             op, storage, micro_batch = actions.op[number], actions.storage[number], actions.micro_batch[number]

@@ -50,12 +50,12 @@ MEMORY_SPREAD = 0.05
 
 @dataclass(frozen=True)
 class Simulated:
-    """A step of a cluster.
+    """A simulated step of a cluster.
 
     Attributes:
-        memory: By pipeline rank: bytes of the device by role when their sum is largest.
-        behind: The same of what lies in ``layout.offload_to``.
-        segments: What each costs, as of ``Priced``; the runs of stages count in them.
+        memory: Bytes of the device by role when their sum is largest, for each pipeline rank.
+        behind: Bytes by role of what lies in ``layout.offload_to``, for each pipeline rank.
+        segments: Costs of each segment, as of ``Priced``; the runs of stages count in them.
         updated: The update of matrices, where a rule for matrices moves them.
     """
 
@@ -70,17 +70,17 @@ class Simulated:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """Most bytes of the device that any rank needs."""
         return max(sum(roles.values()) for roles in self.memory)
 
     @property
     def behind_bytes(self) -> int:
-        """Of the rank that needs most in ``layout.offload_to``."""
+        """Most bytes that any rank needs in ``layout.offload_to``."""
         return max(sum(roles.values()) for roles in self.behind)
 
     @property
     def model_flops(self) -> float:
-        """Of products and attention of one step on all devices, nothing recomputed."""
+        """FLOP of products and attention of one step on all devices, nothing recomputed."""
         return self.step.flops * self.request.layout.devices / self.request.layout.pp
 
     @property
@@ -90,7 +90,7 @@ class Simulated:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What was taken for granted."""
+        """Sentences on what was taken for granted."""
         return self.prediction.assumed
 
     @cached_property
@@ -125,7 +125,7 @@ class Simulated:
 
 
 def _not_simulated(request: StepRequest, table: ModelTable) -> tuple[str, ...]:
-    """What the request says and the step does not know."""
+    """Sentences on what the request says and the step does not know."""
     layout, stack, found = request.layout, request.stack, list[str]()
     if request.schedule_detail and layout.pp > 1:
         found.append(f"schedule {request.schedule_detail} simulated as {schedule_of(layout).kind}")
@@ -140,7 +140,7 @@ def _not_simulated(request: StepRequest, table: ModelTable) -> tuple[str, ...]:
 
 
 def _not_fitted(request: StepRequest, machine: Machine) -> tuple[str, ...]:
-    """What is not known of the stack on these devices."""
+    """Sentences on what is not known of the stack on these devices."""
     stack, gpu = request.stack, machine.device.gpu
     if gpu is None:
         return ()
@@ -207,8 +207,8 @@ def simulate(request: StepRequest, table: ModelTable | None = None, parts: Price
     """Simulate one step.
 
     Args:
-        table: Of a model that is in no catalog; None takes that of ``request.model``.
-        parts: What ``priced`` gave for a request that differs in ``stack.in_situ`` only, or in who keeps which states.
+        table: Table of a model that is in no catalog; None takes that of ``request.model``.
+        parts: Result of ``priced`` for a request that differs in ``stack.in_situ`` only, or in who keeps which states.
     Raises:
         ConfigError: the layout cannot be, or the model, machine or a constant is missing.
     """
@@ -359,7 +359,7 @@ def _tied_elements(ranked: RankSegment, table: ModelTable, number: int) -> int:
 
 
 def runs_of(request: StepRequest, table: ModelTable) -> list[Chunk]:
-    """What each stage holds, in order of forward."""
+    """Chunks of each stage, in order of forward."""
     layout = request.layout
     ranks = chunks(table, layout, uneven_layers(request, sum(table.counts[1:-1])))
     plan = schedule_of(layout, rules="megatron" if request.stack.megatron_order else "torch")

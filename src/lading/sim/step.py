@@ -56,14 +56,14 @@ class SimulatedStage:
 
     Attributes:
         run: Its segments.
-        forward, backward_input, backward_weight: With what is recomputed in ``backward_input``.
-        elements: Parameters.
-        trained: Of those, what is trained.
-        trained_bytes, frozen_bytes: Of what is trained beside frozen weights, and of these.
-        transients: Most alive beyond all that is kept, in forward and in backward.
-        parameters: Tensors of them.
+        forward, backward_input, backward_weight: Spans of each; what is recomputed is in ``backward_input``.
+        elements: Number of parameters' elements.
+        trained: Trained parameters among them.
+        trained_bytes, frozen_bytes: Bytes of what is trained beside frozen weights, and of these.
+        transients: Most bytes alive beyond all that is kept, in forward and in backward.
+        parameters: Number of their tensors.
         summed: Parameters whose gradients are summed over tp ranks: how many, by their elements.
-        moved_bytes: Kept behind the device by one micro-batch.
+        moved_bytes: Bytes kept behind the device by one micro-batch.
         copies_s: Seconds by which copying them there makes forward longer, and copying them back makes backward longer.
         tied: Trained elements of a weight that the model's first segment has too: here once with it, else a copy.
     """
@@ -99,13 +99,13 @@ class Step:
     """A simulated step.
 
     Attributes:
-        step_s: Seconds.
-        shares_s: Of the slowest rank, by cause; they add up to ``step_s``.
-        stages: By number in the order of forward.
-        pipeline: When each stage runs; None where the layout has no pipeline.
-        flops: Of products and attention of one rank of each stage, without what is recomputed.
+        step_s: Seconds of the step.
+        shares_s: Seconds of the slowest rank, by cause; they add up to ``step_s``.
+        stages: Chunks by number in the order of forward.
+        pipeline: Times at which each stage runs; None where the layout has no pipeline.
+        flops: FLOP of products and attention of one rank of each stage, without what is recomputed.
         listed: The lists that were run; None where ranks are processes of one host.
-        times: When every action of these ranks runs, which share its processors; else None.
+        times: Times of every action of these ranks, which share its processors; else None.
     """
 
     step_s: float
@@ -238,7 +238,7 @@ def elements_of(stages: Sequence[SimulatedStage]) -> dict[str, int]:
 
 
 def trained_of(stages: Sequence[SimulatedStage]) -> dict[str, int]:
-    """Of those, what is trained."""
+    """Trained elements of stages, by the axes over which they are replicated."""
     trained: dict[str, int] = {}
     for stage in stages:
         _add(trained, stage.trained, 1)

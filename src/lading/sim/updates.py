@@ -35,9 +35,9 @@ class RankUpdate:
     """The update of one pipeline rank.
 
     Attributes:
-        seconds: Of matrices and of the rest; ``host_s``: what the host does in a step beside it.
-        fewer_bytes: Of moments that AdamW would keep on a device and the rule does not, less its whole states.
-        saved_fewer_bytes: The same of all devices that share the matrices, replicas once.
+        seconds: Seconds of matrices and of the rest; ``host_s``: those that the host does in a step beside it.
+        fewer_bytes: Bytes of moments that AdamW would keep on a device and the rule does not, less its whole states.
+        saved_fewer_bytes: Bytes fewer in a checkpoint, of all devices that share the matrices, replicas once.
     """
 
     seconds: float
@@ -57,9 +57,9 @@ class Updated:
 
     Attributes:
         memory: Bytes by role of each pipeline rank.
-        update: Of the pipeline rank whose update is longest.
-        saved_fewer_bytes: Of a checkpoint of all ranks, less than with AdamW; below 0 if it is more.
-        assumed: What was taken for granted.
+        update: Update of the pipeline rank where it is longest.
+        saved_fewer_bytes: Bytes by which a checkpoint of all ranks is smaller than with AdamW; below 0 if it is more.
+        assumed: Sentences on what was taken for granted.
     """
 
     step: Step

@@ -60,7 +60,7 @@ class Changes:
     """Changes of memory: what comes (1) and goes (-1), in the order in which a rank's host asks for it.
 
     Attributes:
-        number, sign, action: One entry a change: its number in ``things``, 1 or -1, and the action that it is asked for.
+        number, sign, action: One entry a change: its number in ``things``, 1 or -1, and the action that asks for it.
         ends: 1 for what changes as the action ends, which is a region's; else 0.
     """
 

@@ -302,7 +302,7 @@ class _Costs:
         return tier
 
     def slowdowns(self, number: int) -> tuple[float, float]:
-        """Share by which an operation takes longer beside this MOVE: alone on its tier, and beside the other direction."""
+        """Share by which an operation takes longer beside this MOVE: alone on its tier; beside the other direction."""
         tier, (alone, shared) = self.tier(number), self.rates(number)
         most = tier.read_slowdown if self.reads(number) else tier.write_slowdown
         return most, most * shared / alone

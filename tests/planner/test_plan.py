@@ -190,6 +190,13 @@ def test_the_smallest_budget_is_one_that_does(name: str) -> None:
     assert smallest(name) < 0.75 * made.plan.predictions.keep_all_bytes
 
 
+def test_transfers_go_without_room_where_nothing_else_fits() -> None:
+    """Their room would have needed 632,504 bytes, as it leaves holes that nothing fits into."""
+    made = make_plan(graph_of("gpt"), small_machine(), budget=600_000)
+    verify(made.program)
+    assert made.program.peak_bytes <= 600_000
+
+
 def test_what_is_missing_is_said_in_bytes_and_names() -> None:
     graph, budget = graph_of("gpt"), smallest("gpt") // 2
     with pytest.raises(PlanInfeasible) as error:

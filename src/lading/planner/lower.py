@@ -69,6 +69,8 @@ class Lowered:
 
 #: The room of a stretch first shrinks by one of so many parts of the arena at least, then by twice as much each time.
 _STEPS = 200
+#: Shares of the bytes that are needed without transfers up to which transfers may fill memory, where room is spared.
+_SPARING = (0.9, 0.75, 0.5, 0.0)
 #: More bytes than any device has.
 _NO_LIMIT = 1 << 60
 #: What the executor holds on the host for one operation: its actions, their calls and the views they work on.
@@ -129,6 +131,7 @@ def lower(
     budgets: dict[str, int],
     *,
     item_seconds: Sequence[float] | None = None,
+    sparing: bool = False,
 ) -> Lowered:
     """Lower choices to a Program: emit, stretch, pack and connect.
 
@@ -140,6 +143,8 @@ def lower(
         budgets: Bytes by tier.
         item_seconds: Seconds that each item is expected to take, waiting for the next one to start included; None takes
             what it computes.
+        sparing: Give transfers less room than is free, and none at last, if what they lead to cannot be packed: stays
+            that end where nothing else begins leave holes. It takes several packings where nothing fits.
     """
     emission = emit(graph, lives, _one_tier(choices, machine), machine.host_tier)
     seconds = item_seconds or [_item_seconds(graph, machine, costs, item) for item in emission.items]
@@ -161,6 +166,9 @@ def lower(
             soft -= max(attempt.size_bytes - arena, step)
             step *= 2
             attempt = placed(soft) if soft > peak and tightest.size_bytes <= arena else tightest
+    for share in _SPARING if sparing else ():
+        if attempt.size_bytes > arena:
+            attempt = min(attempt, placed(int(share * peak)), key=lambda placed: placed.size_bytes)
     if attempt.size_bytes > arena:
         return Lowered(None, emission, attempt.size_bytes - arena, peak_item, attempt.size_bytes)
     program = _program(graph, attempt.emission, attempt.stretched, attempt.packed, budgets, machine, costs)

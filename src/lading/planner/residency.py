@@ -138,13 +138,18 @@ _SMALLEST_SHARE = 1 / 4000
 
 @dataclass(frozen=True)
 class StepProblem:
-    """Problem of the residency planner: a step, its machine, its costs and the budgets in bytes by tier."""
+    """Problem of the residency planner: a step, its machine, its costs and the budgets in bytes by tier.
+
+    Attributes:
+        sparing: Give transfers less room than is free where what they lead to cannot be packed (``planner.lower``).
+    """
 
     graph: StepGraph
     lives: Lifetimes
     machine: Machine
     costs: StepCosts
     budgets: dict[str, int]
+    sparing: bool = False
 
     @property
     def arena_bytes(self) -> int:
@@ -160,15 +165,19 @@ class StepProblem:
         """
         seconds: list[float] | None = None
         while True:
-            lowered = lower(
-                self.graph, self.lives, self.machine, self.costs, choices, self.budgets, item_seconds=seconds
-            )
+            lowered = self._lowered(choices, seconds)
             program = lowered.program
             if program is not None and any(program.tier_bytes(tier) > self.budgets[tier] for tier in program.slots):
                 return dataclasses.replace(lowered, program=None)
             if program is None or retimed == 0:
                 return lowered
             seconds, retimed = item_seconds(program, *self.times(program)), retimed - 1
+
+    def _lowered(self, choices: dict[tuple[int, int], Option], seconds: Sequence[float] | None) -> Lowered:
+        return lower(
+            self.graph, self.lives, self.machine, self.costs, choices, self.budgets,
+            item_seconds=seconds, sparing=self.sparing,
+        )  # fmt: skip
 
     def retimed(self, found: Found, most: int) -> Found:
         """Schedule a plan's transfers again by its simulated times while that helps; returns the fastest version.
@@ -179,9 +188,7 @@ class StepProblem:
         best = last = found
         while last.waits and last.retimed < most and len(self.graph.ops) <= _RETIMED_OPS:
             seconds = item_seconds(last.program, *last.times)
-            again = lower(
-                self.graph, self.lives, self.machine, self.costs, found.choices, self.budgets, item_seconds=seconds
-            ).program
+            again = self._lowered(found.choices, seconds).program
             if again is None:
                 break
             last = Found(found.choices, again, self, last.retimed + 1)
@@ -303,6 +310,12 @@ class ResidencySearch:
             tell(done / (self.num_candidates + 1), f"plan {done + 1} of {self.num_candidates}, {best}")
             if not self.advance():
                 break
+        if self.best is None and not self.step.sparing:
+            tell(self.num_candidates / (self.num_candidates + 1), "plans with less room for transfers, as none fits")
+            again = ResidencySearch(dataclasses.replace(self.step, sparing=True), ())
+            while again.best is None and again.advance():
+                pass
+            self.best = again.best
         if self.best is None:
             self.best = _smallest(self.step)
         return self.best
@@ -373,7 +386,7 @@ def _shrink(step: StepProblem, choices: dict[tuple[int, int], Option]) -> tuple[
 
     def at(arena_bytes: int) -> Lowered:
         budgets = {**step.budgets, "device": arena_bytes + fixed_bytes(step.machine, step.costs)}
-        return lower(step.graph, step.lives, step.machine, step.costs, choices, budgets)
+        return lower(step.graph, step.lives, step.machine, step.costs, choices, budgets, sparing=True)
 
     high = at(1 << 60).arena_bytes
     while (best := at(high)).program is None:
@@ -575,7 +588,7 @@ def _smallest(step: StepProblem) -> Found:
     size, choices, lowered = _tightest(step)
     if size > step.budgets["device"]:
         raise infeasible(step, size, lowered)
-    again = lower(step.graph, step.lives, step.machine, step.costs, choices, step.budgets)
+    again = lower(step.graph, step.lives, step.machine, step.costs, choices, step.budgets, sparing=True)
     if again.program is None:
         raise infeasible(step, size, lowered)
     _check_tiers(again.program)

@@ -311,9 +311,11 @@ class Program:
     def predicted_bytes(self) -> int:
         """Device peak to be expected: as ``peak_bytes``, with a quarter of what equal runs vary by.
 
-        Measured: 25 runs of a dozen models took 0.22 of it on average, from none to all (benchmarks/predictions).
+        Measured: runs of a dozen models took about a fifth of it on average, from none to all (benchmarks/predictions).
         """
-        return max(self.step_bytes - self.spare_bytes * 3 // 4, self.arena_bytes + self.overhead_bytes + self.save_bytes)
+        return max(
+            self.step_bytes - self.spare_bytes * 3 // 4, self.arena_bytes + self.overhead_bytes + self.save_bytes
+        )
 
     def tier_bytes(self, tier: str) -> int:
         """Bytes of a lower tier's file or arena."""

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import lading
-from lading.ir.clusterplan import ClusterPlan
 
 
 class Block(nn.Module):
@@ -56,7 +55,8 @@ class Model(nn.Module):
 def main(path: str) -> None:
     """Train eight steps on one rank of ``torchrun``."""
     dist.init_process_group("gloo")
-    plan = ClusterPlan.load(Path(path))
+    plan = lading.Plan.load(path)
+    seq_len = plan.request.seq_len
     torch.manual_seed(0)
     model = lading.apply(plan, Model(), init_device_mesh("cpu", (dist.get_world_size(),)))  # the one line
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -64,8 +64,8 @@ def main(path: str) -> None:
     draw = torch.Generator().manual_seed(dist.get_rank())
     for step in range(8):
         for _ in range(plan.micro_batches):
-            starts = torch.randint(0, len(text) - plan.seq_len - 1, (plan.micro_batch, 1), generator=draw)
-            tokens_BT = text[starts + torch.arange(plan.seq_len + 1)]
+            starts = torch.randint(0, len(text) - seq_len - 1, (plan.micro_batch, 1), generator=draw)
+            tokens_BT = text[starts + torch.arange(seq_len + 1)]
             logits_BTV = model(tokens_BT[:, :-1]).float()
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
             (loss / plan.micro_batches).backward()

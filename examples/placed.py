@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import lading
-from lading.ir.placedplan import PlacedPlan
 
 
 class Block(nn.Module):
@@ -63,16 +62,17 @@ def loss_of(logits_BTV: torch.Tensor, next_BT: torch.Tensor) -> torch.Tensor:
 def main(path: str) -> None:
     """Train eight steps on one rank of ``torchrun``."""
     dist.init_process_group("gloo")
-    plan = PlacedPlan.load(Path(path))
+    plan = lading.Plan.load(path)
+    seq_len = plan.request.seq_len
     torch.manual_seed(0)
-    example = torch.zeros(plan.batch, plan.seq_len, dtype=torch.int64)
+    example = torch.zeros(plan.micro_batch, seq_len, dtype=torch.int64)
     part = lading.place(plan, Model(), (example,), loss_of)
     optimizer = torch.optim.AdamW(part.parameters(), lr=1e-3)
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
     draw = torch.Generator().manual_seed(0)
     for step in range(8):
-        starts = torch.randint(0, len(text) - plan.seq_len - 1, (plan.batch * plan.micro_batches, 1), generator=draw)
-        tokens_BT = text[starts + torch.arange(plan.seq_len + 1)]
+        starts = torch.randint(0, len(text) - seq_len - 1, (plan.micro_batch * plan.micro_batches, 1), generator=draw)
+        tokens_BT = text[starts + torch.arange(seq_len + 1)]
         losses = part.step(tokens_BT[:, :-1], target=tokens_BT[:, 1:])  # of each micro-batch, on the last part
         optimizer.step()
         optimizer.zero_grad()

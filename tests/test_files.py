@@ -30,7 +30,6 @@ from lading.cli.main import main
 from lading.config import DataConfig
 from lading.errors import ConfigError, StorageError
 from lading.files import make_folder, read_json, remove_file, rename_file, write_aside, write_text
-from lading.ir.placedplan import PlacedDevice, PlacedGroup, PlacedPlan
 from lading.report.cluster_page import write_cluster_page
 from lading.report.html import write_report
 from lading.report.memory_chart import write_held_snapshot
@@ -43,6 +42,7 @@ from lading.runtime.tiers import FileTier
 from lading.runtime.tokens import load_tokenizer, open_store
 from tests.ir.test_clusterplan import PLAN
 from tests.machines import small_machine
+from tests.plans import placed_plan
 from tests.report.synthetic import run as synthetic_run
 from tests.report.test_cluster import SHOWN
 
@@ -94,14 +94,6 @@ def run() -> dict[str, Any]:
     return synthetic_run(blocks=1)
 
 
-PLACED = PlacedPlan(
-    version="0.1", model="gpt", machine="two", machine_fingerprint="aa", seq_len=4, batch=1, micro_batches=1,
-    training=True, units=1, captured=False, precision="fp32", stack="default", step_s=1.0, bound_s=1.0, policy="chain",
-    devices=(PlacedDevice(name="a", under_way=1, peak_bytes=1, memory_bytes=2),),
-    groups=(PlacedGroup(name="x", device="a"),),
-)  # fmt: skip
-
-
 def checkpoint(folder: Path) -> None:
     """Two saves, of which the second replaces the first and deletes an older one."""
     for step in (1, 2, 2):
@@ -150,7 +142,7 @@ def renamed(folder: Path) -> None:
 WRITERS: dict[str, Callable[[Path], object]] = {
     "plan": lambda folder: run()["plan"].save(folder / "plan.json"),
     "cluster plan": lambda folder: PLAN.save(folder / "plan.json"),
-    "placement": lambda folder: PLACED.save(folder / "placement.json"),
+    "placement": lambda folder: placed_plan().save(folder / "placement.json"),
     "timeline": lambda folder: run()["measured"].save(folder / "measured.json"),
     "report": lambda folder: write_report(folder / "report.html", **run()),
     "cluster report": lambda folder: write_cluster_page(folder / "report.html", SHOWN),

@@ -23,19 +23,15 @@ from lading.checkpoint.state import tensor_source
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.config import load_run
 from lading.errors import LadingError
-from lading.ir.clusterplan import ClusterPlan
-from lading.ir.placedplan import PlacedPlan
 from lading.ir.plan import Plan
 from lading.ir.timeline import Timeline
 from lading.planner.placement.from_file import read_problem
 from lading.report.metrics import read_metrics, read_steps
 from tests.fuzz import damaged_bytes, damaged_document
-from tests.ir.test_clusterplan import PLAN
 from tests.machines import small_machine
-from tests.plans import some_plan
+from tests.plans import cluster_plan, placed_plan, some_plan
 from tests.report.synthetic import run as synthetic_run
 from tests.runs import RUN
-from tests.test_files import PLACED
 
 FEW = settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
 ROOT = Path(__file__).parents[1]
@@ -110,9 +106,9 @@ KINDS: dict[str, tuple[str, Callable[[Path], str], Callable[[Path], object]]] = 
     "stack": ("stack.toml", lambda _: 'title = "t"\nfusion = "fused"\nlaunch_s = 1e-6\n[in_situ]\nmatmul = 0.9\n',
               lambda path: stack_by_name(str(path))),
     "plan": ("plan.json", lambda folder: saved(some_plan(), folder), Plan.load),
-    "cluster plan": ("plan.json", lambda folder: saved(PLAN, folder), ClusterPlan.load),
+    "cluster plan": ("plan.json", lambda folder: saved(cluster_plan(), folder), Plan.load),
     "checkpoint": ("manifest.json", manifest, open_altered),
-    "placement": ("placement.json", lambda folder: saved(PLACED, folder), PlacedPlan.load),
+    "placement": ("placement.json", lambda folder: saved(placed_plan(), folder), Plan.load),
     "problem": ("problem.json", lambda _: json.dumps(PROBLEM), read_problem),
     "timeline": ("measured.json", timeline, Timeline.load),
     "metrics": ("metrics.jsonl", lambda _: json.dumps(STEP) + "\n",

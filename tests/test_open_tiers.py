@@ -209,7 +209,7 @@ def test_a_third_tier_takes_part_in_training(
     assert losses == plain
     assert keeper.written_bytes if third.name == "far" else (tmp_path / "second").is_dir()
     verify(program)
-    predicted = simulate(program, machine_from_dict(made.request.machine, "plan"))
+    predicted = simulate(program, machine_from_dict(made.request.machine_table, "plan"))
     for timeline in (predicted, measured):
         assert {f"{third.name}_read", f"{third.name}_write"} <= {event.stream for event in timeline.events}
         assert 0 < timeline.peak_of_tier(third.name) <= program.tier_bytes(third.name)

@@ -56,7 +56,7 @@ def test_a_run_is_plain_pytorchs_and_goes_on(tmp_path: Path) -> None:
     run = load_run(path, own)
     planned = train_run(run)
     assert planned.losses == train_plain(run, tmp_path).losses
-    assert Plan.load(tmp_path / "out" / "plan.json").request.optimizer == {"rule": "tests.optim.toy:Toy", **vars(Toy())}
+    assert Plan.load(tmp_path / "out" / "plan.json").request.optimizer == "tests.optim.toy:Toy"
     longer = dataclasses.replace(
         run, optimization=dataclasses.replace(run.optimization, steps=4, optimizer=Toy(lr=0.5))
     )

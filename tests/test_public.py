@@ -36,7 +36,7 @@ def test_a_machine_is_given_by_name_or_path(graph: StepGraph, tmp_path: Path) ->
     assert lading.plan(graph, path, budget="100%") == lading.plan(graph, str(path), budget="100%") == expected
     program = program_of(expected, graph)
     assert lading.simulate(program, path) == lading.simulate(program, small_machine())
-    assert lading.plan(graph, "cpu", budget="100%").request.machine["name"] == "cpu"
+    assert lading.plan(graph, "cpu", budget="100%").request.machine == "cpu"
 
 
 def test_what_is_no_machine_is_refused(graph: StepGraph) -> None:

@@ -145,7 +145,7 @@ def _planned(side: Side) -> tuple[Step, dict[str, Any], Callable[[], dict[str, A
         prepared = plan_run(run)
         prepared.plan.save(Path(side.plan))
     plan, graph = prepared.plan, prepared.program.graph
-    machine = machine_from_dict(plan.request.machine, "the plan's machine")
+    machine = machine_from_dict(plan.request.machine_table, "the plan's machine")
     trim()
     limit = plan.budgets["device"] if side.limit_bytes else 0
     cage = None if plan.compiled else Cage(limit)

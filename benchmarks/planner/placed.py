@@ -38,11 +38,12 @@ import lading
 from lading.catalog.load import load_machine
 from lading.ir.fleet import Fleet, Join, Member
 from lading.ir.machine import Machine
-from lading.ir.placedplan import PlacedPlan
 from lading.ir.placement import Placement, PlacementProblem
+from lading.ir.plan import Plan, PlanKind
+from lading.ir.request import Request
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
-from lading.placing import Placing, saved
+from lading.placing import saved
 from lading.planner.placement.contest import place
 from lading.planner.placement.from_graph import Grain, problem_of
 from lading.tracing.trace import capture
@@ -114,7 +115,7 @@ class Slow:
         return slowed
 
 
-def planned(case: Case, machine: Machine, link: tuple[float, float]) -> tuple[PlacementProblem, Placement, PlacedPlan]:
+def planned(case: Case, machine: Machine, link: tuple[float, float]) -> tuple[PlacementProblem, Placement, Plan]:
     """The case's problem and what is placed; ``link``: bytes a second and seconds."""
     graph = capture(model_of(), {"tokens": torch.zeros(ROWS, TOKENS + 1, dtype=torch.int64)}, next_byte_loss)
     grain = Grain(most=16, training=case.training)
@@ -135,11 +136,11 @@ def planned(case: Case, machine: Machine, link: tuple[float, float]) -> tuple[Pl
     )
     problem = dataclasses.replace(problem, tasks=tasks)
     found = place(problem, "chain")
-    asked = Placing(
-        model="gpt", seq_len=TOKENS, batch=ROWS, micro_batches=case.micro_batches, latency=not case.training, units=16,
-        captured=True,
+    asked = Request(
+        model="gpt", machine=case.name, seq_len=TOKENS, layout=f"mb{ROWS}", global_batch=ROWS * case.micro_batches,
+        training=case.training, units=16,
     )  # fmt: skip
-    return problem, found, saved(asked, fleet, case.name, problem, found)
+    return problem, found, saved(asked, fleet, problem, found)
 
 
 def _member(name: str, machine: Machine, usable_bytes: int | None) -> Member:
@@ -206,13 +207,13 @@ def ping(rank: int) -> list[float]:
 
 def part(rank: int, file: str, slower: list[float], steps: int, record: bool) -> dict[str, Any]:
     """A rank of a case: seconds of steps and the losses; or, recorded, the most bytes alive in the third step."""
-    plan = PlacedPlan.load(Path(file))
+    plan = Plan.load(file, PlanKind.PLACEMENT)
     recorder = Recorder({})
     if record:
         recorder.__enter__()
     tokens = tokens_of(plan.micro_batches)
     model = model_of()
-    own = lading.place(plan, model, (tokens[:ROWS, :-1],), loss_of if plan.training else None)
+    own = lading.place(plan, model, (tokens[:ROWS, :-1],), loss_of if plan.request.training else None)
     del model
     gc.collect()
     slow = Slow(1.0 if record else slower[rank])
@@ -233,7 +234,7 @@ def part(rank: int, file: str, slower: list[float], steps: int, record: bool) ->
             recorder.peak_bytes = recorder.live_bytes
         dist.barrier()
         began = time.perf_counter()
-        if plan.training:
+        if plan.request.training:
             found = own.step(tokens[:, :-1], target=tokens[:, 1:])
             updated()
             losses += [sum(loss.item() for loss in found) / plan.micro_batches] if found else []
@@ -256,7 +257,7 @@ def run(case: Case, machine: Machine, link: tuple[float, float], steps: int) -> 
     tasks = [task for number, task in enumerate(problem.tasks) if number not in twice]
     own = [sum(t.seconds[0] for t in tasks if t.once is late) / case.slower[0] for late in (False, True)]
     drift = (plain["each_s"] * case.micro_batches + plain["update_s"]) / (own[0] * case.micro_batches + own[1])
-    names = [device.name for device in plan.devices]
+    names = list(plan.choices.in_flight)
     order = [names.index(stage.device) for stage in plan.stages]
     slower = [case.slower[d] for d in order]
     with tempfile.TemporaryDirectory() as folder:

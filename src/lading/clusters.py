@@ -11,7 +11,7 @@ from lading.catalog.models import model_names, named_model
 from lading.catalog.stacks import stack_by_name
 from lading.catalog.tables import model_table
 from lading.cost.hosting import tier_of
-from lading.ir.layout import Layout, parse_layout
+from lading.errors import ConfigError
 from lading.ir.request import Architecture, Request, StepRequest
 from lading.ir.table import ModelTable
 from lading.planner.space import Space
@@ -31,8 +31,10 @@ def step_of(request: Request) -> tuple[StepRequest, ModelTable]:
     """Make the step that is asked for, and the table of its model.
 
     Raises:
-        ConfigError: a name is not known, or devices and layout do not go together.
+        ConfigError: a name is not known, devices and layout do not go together, or it is no training step.
     """
+    if not request.training:
+        raise ConfigError("expected a training step, got one forward pass, which is placed on unlike devices only")
     table, seq_len = _table(request)
     load_machine(request.machine)
     model = Architecture(family=table.name, symbols=table.symbols, blocks=(("block", sum(table.counts) - 2),))
@@ -41,7 +43,7 @@ def step_of(request: Request) -> tuple[StepRequest, ModelTable]:
         model=model,
         seq_len=seq_len,
         machine=request.machine,
-        layout=_layout(request),
+        layout=request.asked_layout,
         stack=stack_by_name(request.stack),
         network=request.network,
         task="lora" if request.lora else "qlora" if request.qlora else "pretrain",
@@ -90,20 +92,6 @@ def _captured(request: Request) -> tuple[ModelTable, int]:
     tokens = run.data.sequence_length
     table = module_table(module, example_batch(run), loss_of(run.model), request.model, tokens=tokens)
     return table, tokens
-
-
-def _layout(request: Request) -> Layout:
-    """Layout that is asked for; where nothing is said, replicas fill the devices.
-
-    A step is then one micro-batch of each replica, or two for each stage.
-    """
-    layout = parse_layout(request.layout, request.devices)
-    if request.global_batch:
-        return dataclasses.replace(layout, global_batch=request.global_batch)
-    if layout.global_batch:
-        return layout
-    batch = layout.dp * layout.micro_batch * (2 * layout.pp if layout.pp > 1 else 1)
-    return dataclasses.replace(layout, global_batch=batch)
 
 
 def summary(simulated: Simulated, price_per_hour: float | None = None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from lading.ir.plan import Plan
 from lading.ir.reporting import SILENT, PlanProgress
 from lading.ir.update_ops import grouped
 from lading.memory.restore import step_of
-from lading.optim.registry import default_rule, name_of, rule_to_dict
+from lading.optim.registry import default_rule, name_of
 from lading.optim.rule import ParameterRule
 from lading.planner.api import KEPT_BYTES, SAVE_BYTES, SPARE_BYTES, Planned, sketch_plan, tier_limits
 from lading.planner.cache import cache_folder, cached_plan
@@ -209,8 +209,8 @@ def _told(
 ) -> Plan:
     """Copy of a plan that records what moves its parameters, and what was assumed about the step's memory."""
     said = (*plan.assumptions, *([memory.assumption] if memory.assumption else []))
-    told = None if optimizer == default_rule() else rule_to_dict(optimizer)
-    request = dataclasses.replace(plan.request, optimizer=told)
+    settings = {} if optimizer == default_rule() else dataclasses.asdict(optimizer)
+    request = dataclasses.replace(plan.request, optimizer=name_of(optimizer), optimizer_settings=settings)
     if matrices is not None:
         request = dataclasses.replace(request, matrices=dataclasses.asdict(matrices))
         said = (grouped(captured, matrices, name_of(optimizer))[1], *said)

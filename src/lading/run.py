@@ -85,7 +85,7 @@ def prepare_plan(plan: Plan, *, to_run: bool = False) -> Prepared:
     if to_run:
         check_host(plan.request.host_id)
     torch.set_num_threads(run.num_threads)
-    machine = machine_from_dict(plan.request.machine, "the plan's machine")
+    machine = machine_from_dict(plan.request.machine_table, "the plan's machine")
     step = capture_run(run, machine)
     program = restore_program(plan, step.graph, machine)
     if to_run and run.checkpoint.saves and machine.device.kind == "cpu" and not program.save_bytes:

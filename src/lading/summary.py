@@ -91,7 +91,7 @@ def run_summary(
         title=Path(run.out).name,
         model=f"{run.model.name}, {format_count(parameters)} parameters, "
         f"{run.optimization.accumulation} x {run.data} a step",
-        machine=prepared.plan.request.machine["name"],
+        machine=prepared.plan.request.machine,
         date=datetime.now().isoformat(sep=" ", timespec="minutes"),
         budget_bytes=prepared.plan.budgets["device"],
         keep_all_bytes=prepared.plan.predictions.keep_all_bytes,

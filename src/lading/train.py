@@ -125,7 +125,7 @@ def train_run(what: RunConfig | Plan, *, resume: bool = False, cache: bool = Fal
         _newest(what, Path(what.out), None, resume=resume)  # refuses before it plans; asked again below
     prepared = _planned(what, cache=cache) if isinstance(what, RunConfig) else prepare_plan(what, to_run=True)
     run, out = prepared.run, Path(prepared.run.out)
-    check_available(prepared.plan.request.machine["device"]["kind"])
+    check_available(prepared.plan.request.machine_table["device"]["kind"])
     with run_lock(out):
         data = dataset_of(run, prepared.step.initial.model)
         if (note := _short_of_peak(run.optimization)) is not None:

@@ -24,7 +24,7 @@ from lading.checkpoint.state import TensorSource
 from lading.checkpoint.store import open_checkpoint, save_checkpoint
 from lading.errors import BudgetWarning, ConfigError, StorageError, check_rate, check_type
 from lading.ir.graph import StepGraph
-from lading.ir.plan import Plan
+from lading.ir.plan import Plan, PlanKind
 from lading.ir.program import Program
 from lading.ir.timeline import Timeline
 from lading.ir.update_ops import rule_of
@@ -100,6 +100,7 @@ class Trainer:
         if isinstance(plan, (str, Path)):
             plan = Plan.load(plan)
         check_type("plan", plan, Plan, "what lading.plan returns, or the path of a saved plan")
+        plan.of_kind(PlanKind.RUN, "Trainer")
         check_type("graph", graph, StepGraph, "what lading.capture returns")
         planned = planned_optimizer(plan)
         self.optimizer = planned if optimizer is None else optimizer
@@ -107,7 +108,7 @@ class Trainer:
             "optimizer", self.optimizer, ParameterRule,
             "a lading.AdamW or another of lading.optimizer; what moves matrices is told to lading.plan",
         )  # fmt: skip
-        check_available(plan.request.machine["device"]["kind"])
+        check_available(plan.request.machine_table["device"]["kind"])
         check_host(plan.request.host_id)
         self.plan = plan
         self.program = program or program_of(plan, graph)
@@ -131,7 +132,7 @@ class Trainer:
             optimizer=self.optimizer,
             folder=Path(folder),
             threads=threads,
-            device=device or device_of(plan.request.machine["device"]["kind"]),
+            device=device or device_of(plan.request.machine_table["device"]["kind"]),
             fuse=plan.compiled,
         )
         self._kind = self._executor.kind

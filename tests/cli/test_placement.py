@@ -14,7 +14,7 @@ from tests.fuzz import damaged_document
 from lading.catalog.fleets import FLEETS, load_fleet
 from lading.cli.main import main
 from lading.errors import ConfigError, PlanInfeasible
-from lading.ir.placedplan import PlacedPlan
+from lading.ir.plan import Plan
 from lading.planner.placement.contest import place
 from lading.planner.placement.from_file import read_problem
 from lading.units import format_seconds
@@ -108,10 +108,10 @@ def test_a_placement_is_saved_and_simulated_again(tmp_path: Path, capsys: pytest
     first = capsys.readouterr().out
     assert main(["place", "--plan", str(saved), "--json", str(again)]) == 0
     second = capsys.readouterr().out
-    said = f"predicted when it was made: {format_seconds(PlacedPlan.load(saved).step_s)}\n"
+    said = f"predicted when it was made: {format_seconds(Plan.load(saved).step_s)}\n"
     assert said in second
     assert second.replace(said, "").replace(f"wrote {again}", "") == first.replace(f"wrote {saved}", "")
-    assert json.loads(again.read_text())["step_s"] == PlacedPlan.load(saved).step_s
+    assert json.loads(again.read_text())["step_s"] == Plan.load(saved).step_s
     assert main(["simulate", str(saved)]) == 2
     assert f"simulate it with: lading place --plan {saved}" in capsys.readouterr().err
     text = (FLEETS / "laptop-and-server.toml").read_text()
@@ -131,7 +131,7 @@ def test_a_placement_is_saved_and_simulated_again(tmp_path: Path, capsys: pytest
             ["--plan", "{plan}", "--trace", "{graph}", "--json", "{graph}"],
             "--trace and --json: expected different files",
         ),
-        (["--plan", "{graph}"], "expected a placement of format 1"),
+        (["--plan", "{graph}"], "expected a plan of format 5, found no format; make one with: lading place"),
         (["--plan", "nowhere.json"], "expected a placement at nowhere.json, found no file"),
     ],
 )

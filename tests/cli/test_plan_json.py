@@ -6,9 +6,11 @@ import json
 import re
 from pathlib import Path
 
-from tests.plans import some_plan
+import pytest
+from tests.plans import cluster_plan, placed_plan, some_plan
 
 from lading.cli.main import main
+from lading.ir.plan import Plan
 
 DOCS = Path(__file__).parents[2] / "docs" / "plan-json.md"
 
@@ -30,11 +32,16 @@ def test_every_key_is_described(tmp_path: Path) -> None:
         assert described(text) == set(keys)
 
 
-def test_every_key_of_a_plan_is_described(tmp_path: Path) -> None:
-    some_plan().save(tmp_path / "plan.json")
-    plan = json.loads((tmp_path / "plan.json").read_text())
+@pytest.mark.parametrize("plan", [some_plan(), cluster_plan(), placed_plan()], ids=lambda plan: str(plan.kind))
+def test_every_key_of_a_plan_is_described(plan: Plan, tmp_path: Path) -> None:
+    """One schema, whatever a plan is of."""
+    plan.save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
     text = DOCS.read_text().split("## ")[1]
-    whole, request, choices, _, predictions = re.split(r"^`(?:request|choices|program|predictions)`", text, flags=re.M)
-    assert described(whole) == plan.keys()
+    heads = r"^(?:Each of )?`(?:request|choices|units|program|predictions)`"
+    whole, request, choices, unit, _, predictions = re.split(heads, text, flags=re.M)
+    assert described(whole) == data.keys()
     for part, name in ((request, "request"), (choices, "choices"), (predictions, "predictions")):
-        assert described(part) == plan[name].keys()
+        assert described(part) == data[name].keys()
+    for each in data["choices"]["units"]:
+        assert described(unit) == each.keys()

@@ -186,8 +186,8 @@ def gathered(name: str) -> dict[str, Any]:
             "states": step.peak.state_bytes,
         },
         "groups": [
-            f"{group.modules[0]}..{group.modules[-1]} {group.keep} ahead {group.ahead} {group.ahead_backward} "
-            f"{group.gathered_bytes}"
-            for group in found.groups
+            f"{unit.modules[0]}..{unit.modules[-1]} {bucket.keep} ahead {unit.prefetch_forward} "
+            f"{unit.prefetch_backward} {unit.unsharded_bytes}"
+            for unit, bucket in zip(found.units, found.buckets, strict=True)
         ],
     }

@@ -57,7 +57,7 @@ def test_gap() -> None:
         (("request", "budgets", "device"), True, "request.budgets.device"),
         (("request", "budgets"), [1], "request.budgets"),
         (("request", "settings", "clip_norm"), None, "request.settings.clip_norm"),
-        (("request", "machine"), None, "request.machine"),
+        (("request", "machine_table"), None, "request.machine_table"),
         (("request", "run"), [], "request.run"),
         (("predictions", "step_s"), "fast", "predictions.step_s"),
         (("predictions", "policies", 0, "fits"), 1, "predictions.policies[0].fits"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lading.program.check import check_ranks
 
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
@@ -20,8 +21,9 @@ from lading.cli.main import main
 from lading.cli.plan_command import like_text, shown
 from lading.clusters import space_of, step_of
 from lading.errors import ConfigError, PlanInfeasible
-from lading.ir.clusterplan import ClusterPlan
 from lading.ir.layout import parse_layout
+from lading.ir.plan import Plan
+from lading.ir.program import parse_program
 from lading.ir.request import Request
 from lading.planner.bounds import HIDDEN
 from lading.planner.layouts import find_layouts
@@ -263,14 +265,14 @@ def test_what_does_not_fit_names_the_moment_and_what_would() -> None:
 
 def test_smallest_budget_is_one_that_works() -> None:
     pins = {"micro_batch": 1, "cp": 1, "offload": (), "pp": 1}
-    asked = space(devices=2, pins=pins, budget_bytes=2_540_000_000)
+    asked = space(devices=2, pins=pins, budgets={"device": 2_540_000_000})
     with pytest.raises(PlanInfeasible, match="proven for all") as raised:
         find_layouts(asked)
     budget = raised.value.smallest_budget_bytes
-    found = find_layouts(asked.asking(budget_bytes=budget))
+    found = find_layouts(asked.asking(budgets={"device": budget}))
     assert found.winner.fits
     with pytest.raises(PlanInfeasible):
-        find_layouts(asked.asking(budget_bytes=budget - 100))
+        find_layouts(asked.asking(budgets={"device": budget - 100}))
     assert f"a budget of {budget} bytes instead of 2540000000: {found.winner.layout}" in str(raised.value)
 
 
@@ -363,10 +365,16 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "assumed - " in printed
     assert max(map(len, printed.splitlines())) <= 80
     document = json.loads(figures.read_text())
-    saved = ClusterPlan.load(plan)
+    saved = Plan.load(plan)
+    assert saved.layout is not None
     assert saved.layout.partition(",bucket_bytes")[0] == document["layouts"][0]["layout"]
-    assert set(saved.peaks) == {"start", "step", "longest", "save", "resume"}
-    assert document["layouts"][0]["step_s"] >= saved.step_s >= saved.bound_s  # less where it has chosen buckets
+    assert set(saved.predictions.peaks) == {"start", "step", "longest", "save", "resume"}
+    assert document["layouts"][0]["step_s"] >= saved.step_s >= saved.lower_bound_s  # less where it has chosen buckets
+    again = simulate(dataclasses.replace(space("gpt2-xl", 8, 32, 1024).request, layout=saved.parsed_layout))
+    assert again.step.listed is not None
+    program = parse_program(saved.program)
+    assert program.text() == again.step.listed.program.text()  # what is saved is what was timed
+    check_ranks(program)
     assert all(row["loses_because"] for row in document["layouts"])
     assert document["layouts"][0]["loses_because"] == "fastest"
     assert main(["plan", "--model", "gpt2-xl", "--machine", "h100", "--out", str(plan)]) == 2

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lading.cli.main import main
 from lading.clusters import step_of
-from lading.ir.clusterplan import ClusterPlan
+from lading.ir.plan import Plan
 from lading.ir.reporting import Branch
 from lading.ir.request import Request
 from lading.planner.moment import tree_of
@@ -81,13 +81,13 @@ def test_the_command_says_and_saves_it(tmp_path, capsys: pytest.CaptureFixture[s
     assert "What stays gathered in" in said
     assert "residency *" in said
     assert "tokens.weight bfloat16 50257 x 768: sharded" in said
-    plan = ClusterPlan.load(out)
-    assert plan.policy == "residency"
-    assert {name for group in plan.groups for name in group.modules} >= {"tokens", "positions", "norm", "head"}
-    assert set(plan.peaks) == {"start", "step", "longest", "save", "resume"}
+    plan = Plan.load(out)
+    assert plan.request.policy == "residency"
+    assert {name for group in plan.choices.units for name in group.modules} >= {"tokens", "positions", "norm", "head"}
+    assert set(plan.predictions.peaks) == {"start", "step", "longest", "save", "resume"}
     assert main([*asked, "--unshard", "zero3", "--out", str(out)]) == 0
-    assert ClusterPlan.load(out).policy == "zero3"
+    assert Plan.load(out).request.policy == "zero3"
     whole = ["--pin", "zero=0", *pins[2:], "--tree"]
     assert main([*asked[:9], *whole, "--out", str(out)]) == 0
     assert "no tree: expected a layout with zero3" in capsys.readouterr().out
-    assert ClusterPlan.load(out).groups == ()
+    assert Plan.load(out).choices.units == ()

@@ -75,5 +75,5 @@ def test_a_budget_for_some_bytes_has_room_for_them() -> None:
     one = Request(model="gpt2", machine="h100", seq_len=64, devices=1, global_batch=1)
     machine = load_machine("h100")
     for size in (1, 12_345_678, 70_000_000_001):
-        space = space_of(dataclasses.replace(one, budget_bytes=budget_for(size, machine)))
+        space = space_of(dataclasses.replace(one, budgets={"device": budget_for(size, machine)}))
         assert size <= room_of(space).device_bytes <= size + 2

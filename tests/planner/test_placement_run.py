@@ -17,11 +17,12 @@ from lading.catalog.load import load_machine
 from lading.catalog.models import named_model
 from lading.errors import ConfigError
 from lading.ir.fleet import Fleet, Join, Member
-from lading.ir.placedplan import PlacedGroup, PlacedPlan, Stage
 from lading.ir.placement import Placement, PlacementProblem, split_points
+from lading.ir.plan import PlacedStage, Plan, PlanKind
+from lading.ir.request import Request
 from lading.models.loss import next_byte_loss
 from lading.models.reference import build_model
-from lading.placing import Placing, saved
+from lading.placing import saved
 from lading.planner.placement.contest import place
 from lading.planner.placement.from_graph import Grain, problem_of
 from lading.planner.placement.trial import Trial
@@ -65,10 +66,13 @@ def _placed() -> Placement:
     return place(_problem(), "chain")
 
 
-def _plan(**changes: Any) -> PlacedPlan:
-    asked = Placing(model="gpt", seq_len=TOKENS, batch=ROWS, micro_batches=MICRO_BATCHES, units=10, captured=True)
-    plan = saved(asked, _fleet(1e9), "two", _problem(), _placed())
-    return dataclasses.replace(plan, **changes)
+def _plan(units: int | None = 10, **choices: Any) -> Plan:
+    asked = Request(
+        model="gpt", machine="two", seq_len=TOKENS, layout=f"mb{ROWS}", global_batch=ROWS * MICRO_BATCHES, units=10
+    )
+    plan = saved(asked, _fleet(1e9), _problem(), _placed())
+    request = dataclasses.replace(plan.request, units=units)
+    return dataclasses.replace(plan, request=request, choices=dataclasses.replace(plan.choices, **choices))
 
 
 def test_the_parts_of_a_chain_are_split_points() -> None:
@@ -84,12 +88,14 @@ def test_the_parts_of_a_chain_are_split_points() -> None:
 
 def test_a_device_with_little_room_has_fewer_micro_batches_under_way() -> None:
     plan = _plan()
-    room = {device.name: device.under_way for device in plan.devices}
+    room = plan.choices.in_flight
     assert [room[stage.device] for stage in plan.stages] == [2, 1]
     assert plan.windows == (2, 1)
     first = plan.stages[0].device
-    tight = tuple(dataclasses.replace(d, under_way=1 if d.name == first else 3) for d in plan.devices)
-    assert dataclasses.replace(plan, devices=tight).windows == (1, 1)  # a stage gets no more than the one before
+    assert _plan(in_flight={name: 1 if name == first else 3 for name in room}).windows == (
+        1,
+        1,
+    )  # a stage gets no more than the one before
 
 
 def test_a_torch_without_the_fields_that_are_set_is_refused() -> None:
@@ -102,50 +108,51 @@ def test_blocks_of_a_table_are_found_in_the_model() -> None:
     blocks = ["before", *(f"layers {n}" for n in range(6)), "after"]
 
     def points(cut: int) -> list[tuple[str, bool]]:
-        groups = tuple(PlacedGroup(name=n, device="a" if i < cut else "b") for i, n in enumerate(blocks))
-        return [(_path(s, _model()), s.behind) for s in _plan(captured=False, groups=groups).stages[1:]]
+        parts = tuple((name, "a" if number < cut else "b") for number, name in enumerate(blocks))
+        return [(_path(s, _model()), s.behind) for s in _plan(None, placement=parts).stages[1:]]
 
     assert points(1) == [("layers.0", False)]
     assert points(4) == [("layers.3", False)]
     assert points(7) == [("layers.5", True)]  # what follows the last block
     with pytest.raises(ConfigError, match=r"expected one list of 6 modules .* found none; place with --units N"):
-        _path(Stage(device="b", begins="layers 3", blocks=6), nn.Linear(2, 2))
+        _path(PlacedStage(device="b", begins="layers 3", blocks=6), nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"found no module 'layers.9'; did you mean 'layers"):
-        _path(Stage(device="b", begins="layers.9"), _model())
+        _path(PlacedStage(device="b", begins="layers.9"), _model())
 
 
 def test_a_saved_placement_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "placement.json"
     _plan().save(path)
-    assert PlacedPlan.load(path) == _plan()
-    path.write_text(path.read_text().replace('"device": "b"', '"device": "c"', 1))
-    with pytest.raises(ConfigError, match="expected devices among a, b, got 'c'"):
-        PlacedPlan.load(path)
+    assert Plan.load(path, PlanKind.PLACEMENT) == _plan()
+    path.write_text(path.read_text().replace('"b"\n', '"c"\n', 1))
+    with pytest.raises(ConfigError, match=r"placement.json: a placement: expected devices among a, b, got 'c'"):
+        Plan.load(path, PlanKind.PLACEMENT)
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="format 1, found no format; make one with: lading place"):
-        PlacedPlan.load(path)
+    with pytest.raises(ConfigError, match="format 5, found no format; make one with: lading place"):
+        Plan.load(path, PlanKind.PLACEMENT)
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_tokens_that_were_not_asked_for_are_saved(captured: bool) -> None:
+@pytest.mark.parametrize("units", [None, 10])
+def test_tokens_that_were_not_asked_for_are_saved(units: int | None) -> None:
     """A script reads them from the plan: 0 would be a batch of nothing."""
-    asked = Placing(model="gpt2", units=10, captured=captured)
-    assert saved(asked, _fleet(1e9), "two", _problem(), _placed()).seq_len == named_model("gpt2").default_tokens
+    asked = Request(model="gpt2", machine="two", units=units)
+    plan = saved(asked, _fleet(1e9), _problem(), _placed())
+    assert plan.request.seq_len == named_model("gpt2").default_tokens
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("under_way", [2, 1])
 def test_a_placed_model_has_the_losses_gradients_and_output_of_the_whole(under_way: int) -> None:
     plan = _plan()
-    devices = tuple(dataclasses.replace(d, under_way=min(d.under_way, under_way)) for d in plan.devices)
-    run_ranks(_part, 2, dataclasses.replace(plan, devices=devices))
+    in_flight = {name: min(count, under_way) for name, count in plan.choices.in_flight.items()}
+    run_ranks(_part, 2, _plan(in_flight=in_flight))
 
 
 def _loss(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
-def _part(rank: int, plan: PlacedPlan) -> None:
+def _part(rank: int, plan: Plan) -> None:
     torch.manual_seed(1)
     tokens = torch.randint(0, 64, (MICRO_BATCHES * ROWS, TOKENS + 1))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]

@@ -71,10 +71,11 @@ def test_groups_have_every_parameter_once() -> None:
     found = chosen("many micro-batches", 0.3)
     of = found.modules
     assert [n for b in found.buckets for n in range(b.first, b.last + 1)] == list(range(len(of.atoms)))
-    assert sum(group.gathered_bytes for group in found.groups) == 2 * sum(of.elements(range(len(of.atoms))).values())
-    names = [name for group in found.groups for name in group.modules]
+    assert sum(unit.unsharded_bytes for unit in found.units) == 2 * sum(of.elements(range(len(of.atoms))).values())
+    names = [name for unit in found.units for name in unit.modules]
     assert len(names) == len(set(names))
-    assert {group.keep for group in found.groups} == {Keep.FORWARD, Keep.STEP}
+    stays = {(unit.reshard_after_forward, unit.reshard_after_backward) for unit in found.units}
+    assert stays == {(True, False), (False, False)}
 
 
 def _tiny() -> Modules:
@@ -175,8 +176,8 @@ def test_plan_is_saved_as_chosen(tmp_path) -> None:
     plan = plan_of(chosen("slow network", 0.3), "1")
     plan.save(tmp_path / "plan.json")
     assert plan.load(tmp_path / "plan.json") == plan
-    assert plan.recomputed == tuple(f"layers.{n}" for n in range(28))
-    assert plan.gap == pytest.approx(plan.step_s / plan.bound_s - 1)
+    assert plan.choices.recomputed == tuple(f"layers.{n}" for n in range(28))
+    assert plan.gap == pytest.approx(plan.step_s / plan.lower_bound_s - 1)
 
 
 def test_refused() -> None:

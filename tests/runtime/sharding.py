@@ -22,8 +22,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lading.errors import ConfigError
-from lading.ir.clusterplan import ClusterPlan
 from lading.ir.layout import Layout, parse_layout
+from lading.ir.plan import Plan, PlanKind, ShardedUnit
 from lading.models.gpt import GPT, GptConfig
 from lading.models.llama import Llama, LlamaConfig
 from lading.models.loss import next_byte_loss
@@ -163,12 +163,12 @@ def _llama() -> Llama:
     return model
 
 
-def compare(plan: ClusterPlan, measures: bool, kind: str) -> dict[str, Any]:
+def compare(plan: Plan, measures: bool, kind: str) -> dict[str, Any]:
     """The plan's run beside stock FSDP2's with a group for each block; ``measures``: its memory too."""
     layout = parse_layout(plan.layout)
     shape = (layout.dp // layout.shard, layout.shard) if layout.shard else (layout.dp,)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
-    dtypes = [getattr(torch, name) if name else None for name in (plan.gather_dtype, plan.reduce_dtype)]
+    dtypes = [getattr(torch, name) if name else None for name in (plan.choices.gather_dtype, plan.choices.reduce_dtype)]
     stock = built(kind)
     first = [stock.tokens, stock.positions] if kind == "gpt" else stock.tokens
     for block in (first, *stock.layers, [stock.norm, stock.head]):
@@ -195,7 +195,7 @@ def compare(plan: ClusterPlan, measures: bool, kind: str) -> dict[str, Any]:
     }
 
 
-def _counts_no_more(plan: ClusterPlan, mesh: Any) -> bool:
+def _counts_no_more(plan: Plan, mesh: Any) -> bool:
     """Whether hooks go when counting is stopped, and the loop may then do as it likes."""
     hooks = _global_optimizer_pre_hooks
     before = len(hooks)
@@ -210,7 +210,7 @@ def _counts_no_more(plan: ClusterPlan, mesh: Any) -> bool:
     return (there, len(hooks) - before) == (1, 0)
 
 
-def _renamed(plan: ClusterPlan, mesh: Any) -> bool:
+def _renamed(plan: Plan, mesh: Any) -> bool:
     """Whether a plan is set on a model with other names, as told."""
     model = built()
     model.tok_embeddings = model.tokens
@@ -229,7 +229,12 @@ def _made_unfit() -> list[tuple[torch.nn.Module, dict[str, str]]]:
     return [(cut, {}), (checkpointed, {}), (wrapped, {}), (wider, {}), (built(), {"tokns": "tok_embeddings"})]
 
 
-def refused(plan: ClusterPlan) -> list[str]:
+def with_units(plan: Plan, *units: ShardedUnit) -> Plan:
+    """The plan with other units."""
+    return dataclasses.replace(plan, choices=dataclasses.replace(plan.choices, units=units))
+
+
+def refused(plan: Plan) -> list[str]:
     """What plans that cannot be say."""
     said: list[str] = []
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -239,15 +244,15 @@ def refused(plan: ClusterPlan) -> list[str]:
         except ConfigError as error:
             said.append(str(error))
     said += ["renamed" if _renamed(plan, mesh) else "", "gone" if _counts_no_more(plan, mesh) else ""]
-    first = plan.groups[0]
+    first, *others = plan.choices.units
     wrong = [
-        dataclasses.replace(plan, groups=(dataclasses.replace(first, modules=("tokenz",)), *plan.groups[1:])),
+        with_units(plan, dataclasses.replace(first, modules=("tokenz",)), *others),
         dataclasses.replace(plan, layout="dp64,zero3,gb64"),
-        dataclasses.replace(plan, groups=(dataclasses.replace(first, gathered_bytes=12), *plan.groups[1:])),
-        dataclasses.replace(plan, groups=plan.groups[1:]),
-        dataclasses.replace(plan, groups=()),
-        dataclasses.replace(plan, groups=(), layout="dp2,zero2,gb8"),
-        dataclasses.replace(plan, groups=(), layout="dp2,pp2,zero3,gb8"),
+        with_units(plan, dataclasses.replace(first, unsharded_bytes=12), *others),
+        with_units(plan, *others),
+        with_units(plan),
+        dataclasses.replace(with_units(plan), layout="dp2,zero2,gb8"),
+        dataclasses.replace(with_units(plan), layout="dp2,pp2,zero3,gb8"),
     ]
     for each in wrong:
         try:
@@ -272,7 +277,7 @@ def refused(plan: ClusterPlan) -> list[str]:
 def compare_plans(rank: int, folder: str) -> None:
     """What one rank finds of each plan in a folder; rank 0 writes it down."""
     for path in sorted(Path(folder).glob("*.json")):
-        plan = ClusterPlan.load(path)
+        plan = Plan.load(path, PlanKind.CLUSTER)
         kind, _, case = path.stem.rpartition(".")
         found = refused(plan) if case == "refused" else compare(plan, case.startswith("residency"), kind)
         if rank == 0:

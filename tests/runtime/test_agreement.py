@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from tests.plans import cluster_plan, placed_plan
 from tests.ranks import run_ranks
 from torch import nn
 from torch._C._distributed_c10d import HashStore
@@ -23,8 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lading
 from lading.errors import CaptureError, ConfigError
-from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
-from lading.ir.placedplan import PlacedDevice, PlacedGroup, PlacedPlan
+from lading.ir.plan import Plan, ShardedUnit
 from lading.matrices import Muon
 from lading.runtime.agreement import Meeting, digests, flattened, structure
 
@@ -149,22 +149,19 @@ def _model(layers: int = 3) -> nn.Module:
     return nn.Sequential(nn.Embedding(8, 4), *(nn.Linear(4, 4, bias=False) for _ in range(layers)))
 
 
-def _placed() -> PlacedPlan:
-    devices = tuple(PlacedDevice(name=name, under_way=2, peak_bytes=1, memory_bytes=2) for name in "ab")
-    groups = tuple(PlacedGroup(name=str(n), device="a" if n < 2 else "b") for n in range(4))
-    return PlacedPlan(
-        version="test", model="m", machine="two", machine_fingerprint="", seq_len=3, batch=2, micro_batches=2,
-        training=True, units=4, captured=True, precision="fp32", stack="default", devices=devices, groups=groups,
-        step_s=1.0, bound_s=1.0, policy="chain",
-    )  # fmt: skip
+def _placed() -> Plan:
+    placement = tuple((str(n), "a" if n < 2 else "b") for n in range(4))
+    plan = placed_plan(seq_len=3, layout="mb2,gb4", placement=placement, in_flight={"a": 2, "b": 2})
+    return dataclasses.replace(plan, request=dataclasses.replace(plan.request, units=4))
 
 
-def _cluster() -> ClusterPlan:
-    groups = (GatherGroup(modules=("0", "1")), GatherGroup(modules=("2",)), GatherGroup(modules=("3",)))
-    return ClusterPlan(
-        version="test", model="m", machine="h100", machine_fingerprint="", stack="s", devices=2, seq_len=3,
-        layout="dp2,zero3,mb2,gb4", groups=groups, step_s=1.0, bound_s=1.0, budget_bytes=1,
-    )  # fmt: skip
+def _cluster() -> Plan:
+    units = (ShardedUnit(modules=("0", "1")), ShardedUnit(modules=("2",)), ShardedUnit(modules=("3",)))
+    return cluster_plan(seq_len=3, layout="dp2,zero3,mb2,gb4", units=units)
+
+
+def _with(plan: Plan, **choices: Any) -> Plan:
+    return dataclasses.replace(plan, choices=dataclasses.replace(plan.choices, **choices))
 
 
 def _refused(said: str, call: Callable[[], Any]) -> None:
@@ -176,25 +173,25 @@ def _refused(said: str, call: Callable[[], Any]) -> None:
 
 def _unlike(rank: int) -> None:
     plan, tokens = _placed(), torch.zeros(2, 3, dtype=torch.int64)
-    later = dataclasses.replace(
-        plan, groups=(*plan.groups[:2], dataclasses.replace(plan.groups[2], device="a"), *plan.groups[3:])
-    )
+    parts = plan.choices.placement
+    later = _with(plan, placement=(*parts[:2], (parts[2][0], "a"), *parts[3:]))
 
-    def place(mine: PlacedPlan, model: nn.Module) -> None:
+    def place(mine: Plan, model: nn.Module) -> None:
         lading.place(mine, model, (tokens,), lambda out, target: out.sum())
 
-    _refused(r"place: ranks differ: rank 1 in the plan, groups\.2\.device: expected 'b' .* got 'a'",
+    _refused(r"place: ranks differ: rank 1 in the plan, choices\.placement\.2\.1: expected 'b' .* got 'a'",
              lambda: place(later if rank else plan, _model()))  # fmt: skip
     _refused("place: ranks differ: rank 1 in the model, module 4: expected nothing as on rank 0, got Linear",
              lambda: place(plan, _model(3 + rank)))  # fmt: skip
 
     mesh, cluster = init_device_mesh("cpu", (2,)), _cluster()
-    kept = dataclasses.replace(cluster, groups=(*cluster.groups[:2], GatherGroup(modules=("3",), keep=Keep.STEP)))
-    fewer = dataclasses.replace(cluster, groups=(*cluster.groups[:1], GatherGroup(modules=("2", "3"))))
-    unknown = dataclasses.replace(cluster, groups=(*cluster.groups[:2], GatherGroup(modules=("7",))))
+    units = cluster.choices.units
+    kept = _with(cluster, units=(*units[:2], ShardedUnit(modules=("3",), reshard_after_forward=False)))
+    fewer = _with(cluster, units=(*units[:1], ShardedUnit(modules=("2", "3"))))
+    unknown = _with(cluster, units=(*units[:2], ShardedUnit(modules=("7",))))
     for other, said in (
-        (kept, r"apply: ranks differ: rank 1 in the plan, groups\.2\.keep: expected .* got <Keep.STEP"),
-        (fewer, r"apply: ranks differ: rank 1 in the plan, groups: expected 3 entries .* got 2 entries"),
+        (kept, r"rank 1 in the plan, choices\.units\.2\.reshard_after_forward: expected True .* got False"),
+        (fewer, r"apply: ranks differ: rank 1 in the plan, choices\.units: expected 3 entries .* got 2 entries"),
         (unknown, "failed on rank 1: apply: .* none called '7'" if rank == 0 else "none called '7'"),
     ):
         _refused(said, lambda other=other: lading.apply(other if rank else cluster, _model(), mesh))

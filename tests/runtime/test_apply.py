@@ -6,16 +6,17 @@ import dataclasses
 import json
 from collections import Counter
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 from tests.ranks import run_ranks
-from tests.runtime.sharding import compare_plans
+from tests.runtime.sharding import compare_plans, with_units
 
 from lading.catalog.architectures import architecture_table
 from lading.catalog.stacks import stack_by_name
-from lading.ir.clusterplan import ClusterPlan, Keep
 from lading.ir.layout import parse_layout
+from lading.ir.plan import Plan
 from lading.ir.request import Architecture, StepRequest
 from lading.planner.unshard import choose_groups, neighbor_peaks, plan_of
 
@@ -26,7 +27,7 @@ GPT_SIZES = {"v": 512, "h": 64, "n": 4, "d": 16, "f": 256, "p": 64}
 STEPS = 2
 
 
-def planned(layout: str, policy: str, share: float = 0.5, family: str = "llama") -> ClusterPlan:
+def planned(layout: str, policy: str, share: float = 0.5, family: str = "llama") -> Plan:
     """Of the small Llama or GPT, with a budget between ZeRO-3's peak and ZeRO-2's."""
     symbols = SIZES if family == "llama" else GPT_SIZES
     model = Architecture(family=family, symbols=symbols, blocks=(("block", 4),))
@@ -40,13 +41,13 @@ def planned(layout: str, policy: str, share: float = 0.5, family: str = "llama")
 
 
 @cache
-def cases(name: str) -> dict[str, ClusterPlan]:
+def cases(name: str) -> dict[str, Plan]:
     """Plans by name."""
     if name == "few":
         found = {"residency": planned("dp2,zero3,mb2,gb8", "residency")}
         greedy = planned("dp2,zero3,mb2,gb8", "reverse-greedy")
-        further = tuple(dataclasses.replace(group, ahead=2, ahead_backward=3) for group in greedy.groups)
-        return {**found, "ahead": dataclasses.replace(greedy, groups=further), "refused": greedy}
+        further = [dataclasses.replace(u, prefetch_forward=2, prefetch_backward=3) for u in greedy.choices.units]
+        return {**found, "ahead": with_units(greedy, *further), "refused": greedy}
     if name == "policies":
         return {
             "zero3": planned("dp2,zero3,mb2,gb8", "zero3", 1.0),
@@ -77,7 +78,7 @@ def run(name: str, folder: Path) -> None:
     """All plans of a set on their ranks."""
     for each, plan in cases(name).items():
         plan.save(folder / f"{each}.json")
-    ranks = next(iter(cases(name).values())).devices
+    ranks = next(iter(cases(name).values())).request.devices
     run_ranks(compare_plans, ranks, str(folder))
 
 
@@ -99,12 +100,12 @@ def test_the_same_numbers_and_the_planned_gathers(name: str, tmp_path: Path) -> 
             continue  # nothing is compiled under a mode that counts
         counts = Counter(found["found"])
         gathers = tuple(counts[f"{phase} _allgather_base_"] for phase in ("forward", "backward"))
-        assert gathers == tuple(STEPS * n for n in plan.gathers), each
-        reductions = len(plan.groups) * plan.micro_batches
+        assert gathers == tuple(STEPS * n for n in plan.unshards), each
+        reductions = len(plan.choices.units) * plan.micro_batches
         assert counts["backward _reduce_scatter_base_"] == STEPS * reductions, each
         if found["peak_bytes"]:
-            predicted = plan.peaks["step"]["device"]
-            assert 0.97 * predicted <= found["peak_bytes"] <= plan.budget_bytes
+            predicted = plan.peak_bytes["device"]
+            assert 0.97 * predicted <= found["peak_bytes"] <= plan.budgets["device"]
 
 
 def _check_refusals(said: list[str]) -> None:
@@ -129,9 +130,12 @@ def _check_refusals(said: list[str]) -> None:
 
 def test_plans_are_what_they_are_for() -> None:
     """The cases differ in what they try: whole blocks and parts, all lengths of stay, several blocks in a bucket."""
-    groups = [group for name in ("few", "policies") for plan in cases(name).values() for group in plan.groups]
-    assert {group.keep for group in groups} == set(Keep)
-    assert [group.modules for group in cases("few")["residency"].groups if not group.again] == [("tokens",)]
+    groups = [group for name in ("few", "policies") for plan in cases(name).values() for group in plan.choices.units]
+    stays = {(group.reshard_after_forward, group.reshard_after_backward) for group in groups}
+    assert stays == set(product((False, True), repeat=2))
+    assert [group.modules for group in cases("few")["residency"].choices.units if not group.unshard_in_backward] == [
+        ("tokens",)
+    ]
     assert any(len(group.modules) > 1 and "layers.0" in group.modules for group in groups)
     assert any(group.modules[0].count(".") > 1 for group in groups)
-    assert cases("policies")["recomputed"].recomputed == ("layers.0", "layers.1", "layers.2", "layers.3")
+    assert cases("policies")["recomputed"].choices.recomputed == ("layers.0", "layers.1", "layers.2", "layers.3")

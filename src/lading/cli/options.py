@@ -8,7 +8,6 @@ that ``--help`` answers at once and without torch.
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -16,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from lading.errors import ConfigError
-from lading.ir.plan import Plan
-from lading.ir.reading import plan_kind
+from lading.ir.plan import Plan, PlanKind
 from lading.optim.registry import DEFAULT, rule_names
 
 if TYPE_CHECKING:
@@ -191,25 +189,20 @@ def load_plan(path: Path, overrides: tuple[str, ...]) -> Plan:
     """Read the saved plan of a run.
 
     Raises:
-        ConfigError: settings stand next to it, or it is the plan of something else.
-        StorageError: the file is damaged.
+        ConfigError: settings stand next to it, it is the plan of something else, or it is damaged.
     """
     if overrides:
         raise ConfigError(
             f"a plan fixes its run: expected no settings next to {path}, got {overrides[0]!r}; plan again"
         )
-    try:
-        data: Any = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):  # loading it as a plan says what is wrong
-        data = None
-    kind = plan_kind(data)
-    if kind == "cluster plan":
+    plan = Plan.load(path)
+    if plan.kind is PlanKind.CLUSTER:
         raise ConfigError(
             f"{path}: expected the plan of a run, got that of a cluster; give its layout to lading simulate --model: "
-            f"--layout {data['layout']}"
+            f"--layout {plan.layout}"
         )
-    if kind == "placement":
+    if plan.kind is PlanKind.PLACEMENT:
         raise ConfigError(
             f"{path}: expected the plan of a run, got a placement; simulate it with: lading place --plan {path}"
         )
-    return Plan.load(path)
+    return plan

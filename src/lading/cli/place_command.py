@@ -19,7 +19,7 @@ from lading.units import format_seconds
 if TYPE_CHECKING:
     from lading.ir.fleet import Fleet
     from lading.ir.placement import PlacementProblem
-    from lading.placing import Placing
+    from lading.ir.request import Request
     from lading.planner.placement.contest import Contest
 
 
@@ -80,20 +80,24 @@ class PlaceCommand:
         """Simulate the placement of a file, on the devices it was made for or others."""
         self._refuse("plan", ("machine", "trace", "json", "plan"))
         from lading.catalog.fleets import load_fleet
-        from lading.ir.placedplan import PlacedPlan
+        from lading.ir.plan import Plan, PlanKind
         from lading.placing import replayed
         from lading.planner.placement.contest import Contest, too_full
         from lading.planner.placement.relaxed import relax
 
-        plan = PlacedPlan.load(path)
-        fleet = load_fleet(self.machine or plan.machine)
+        plan = Plan.load(path, PlanKind.PLACEMENT)
+        fleet = load_fleet(self.machine or plan.request.machine)
         problem, placement = replayed(plan, fleet)
         relaxed = relax(problem)
         placement = dataclasses.replace(placement, bound_s=relaxed.bound_s if relaxed else 0.0)
         found = Contest(problem, (placement,), (), placement.bound_s)
-        print_contest(found, latency=not plan.training)
+        print_contest(found, latency=not plan.request.training)
         print(f"predicted when it was made: {format_seconds(plan.step_s)}", end="")
-        print("" if fleet.fingerprint == plan.machine_fingerprint else f", for other devices than {fleet.name} has now")
+        print(
+            ""
+            if fleet.fingerprint == plan.request.machine_fingerprint
+            else f", for other devices than {fleet.name} has now"
+        )
         if not placement.fits:
             raise too_full(problem, placement, "the saved placement")
         self._write(found, fleet)
@@ -123,24 +127,29 @@ class PlaceCommand:
         if self.out is not None and fleet is not None:
             from lading.placing import saved
 
-            assert self.machine is not None
-            saved(self._asked(), fleet, self.machine, problem, found.best).save(self.out)
+            saved(self._asked(), fleet, problem, found.best).save(self.out)
             print(f"wrote {self.out}")
 
-    def _asked(self) -> Placing:
+    def _asked(self) -> Request:
         """Question that the options ask."""
-        from lading.placing import Placing
+        from lading.ir.request import Request
 
         assert self.model is not None
-        return Placing(
+        assert self.machine is not None
+        if min(self.batch, self.micro_batches) < 1 or min(self.units or 0, self.seq or 0) < 0:
+            raise ConfigError(
+                f"expected a batch and micro-batches of 1 or more, units and a sequence length of 0 or more, got "
+                f"{self.batch}, {self.micro_batches}, {self.units or 0} and {self.seq or 0}"
+            )
+        return Request(
             model=self.model,
+            machine=self.machine,
             seq_len=self.seq or 0,
-            batch=self.batch,
-            micro_batches=self.micro_batches,
-            latency=self.latency,
-            units=96 if self.units is None else self.units,
-            captured=self.units is not None,
-            precision=self.precision,
+            layout=f"mb{self.batch}",
+            global_batch=self.batch * self.micro_batches,
+            training=not self.latency,
+            units=self.units,
+            precisions=(self.precision,),
         )
 
     def _problem(self) -> tuple[PlacementProblem, Fleet | None]:

@@ -29,13 +29,14 @@ from lading.cli.options import (
 from lading.config import load_run
 from lading.errors import ConfigError, PlanInfeasible
 from lading.files import write_text
+from lading.ir.action import DEVICE
 from lading.report.lines import fitted, line_columns, say
 from lading.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lading.ir.clusterplan import ClusterPlan
+    from lading.ir.plan import Plan
     from lading.planner.layouts import Layouts
     from lading.planner.refine import Refined
     from lading.planner.search import Tell
@@ -222,7 +223,7 @@ def _buckets(found: Layouts) -> dict[str, Any] | None:
     }
 
 
-def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Console) -> ClusterPlan:
+def unsharded(asked: PlanCommand, found: Layouts, plan: Plan, console: Console) -> Plan:
     """Choose what stays unsharded where parameters are sharded; prints how, and returns the plan with it."""
     from lading.planner.moment import tree_of
     from lading.planner.peaks import room_of
@@ -261,13 +262,18 @@ def unsharded(asked: PlanCommand, found: Layouts, plan: ClusterPlan, console: Co
     if asked.search.tree:
         print_tree(tree_of(chosen, space.table), console)
     own = plan_of(chosen, plan.version)
-    forward, backward = own.gathers
+    forward, backward = own.unshards
     said = f"each rank gathers {forward} times in the forwards of a step and {backward} in the backwards"
     say(console, f"{said}; {own.gap:.1%} above the bound")
-    steady = own.peaks["step"]["device"]
-    longest = {**plan.peaks["longest"], "device": steady + grown}
-    peaks = {**plan.peaks, "step": {**plan.peaks["step"], **own.peaks["step"]}, "longest": longest}
-    return dataclasses.replace(own, peaks=peaks, assumptions=plan.assumptions)
+    steady, moments = own.peak_bytes["device"], plan.predictions.peaks
+    longest = {**moments["longest"], "device": steady + grown}
+    peaks = {**moments, "step": {**moments["step"], **own.peak_bytes}, "longest": longest}
+    return dataclasses.replace(
+        own,
+        request=dataclasses.replace(plan.request, policy=own.request.policy, budgets=own.budgets),
+        predictions=dataclasses.replace(own.predictions, peaks=peaks),
+        assumptions=plan.assumptions,
+    )
 
 
 def _instead(asked: PlanCommand, error: PlanInfeasible, room: int) -> str:
@@ -302,7 +308,7 @@ def asked_space(asked: PlanCommand) -> Space:
             longest=search.longest,
             save=search.save,
             top=max(Request.top, search.top),
-            budget_bytes=parse_bytes(search.budget, "--budget") if search.budget else None,
+            budgets={DEVICE: parse_bytes(search.budget, "--budget")} if search.budget else None,
         )
     )
     if search.precision is None:
@@ -437,17 +443,20 @@ def _plan_fleet(asked: PlanCommand) -> None:
     from lading import __version__
     from lading.catalog.fleets import load_fleet
     from lading.cli.place_command import print_contest
-    from lading.placing import Placing, best_of, saved
+    from lading.ir.request import Request
+    from lading.placing import best_of, saved
     from lading.report.placement_table import summary
 
     fleet = load_fleet(model.machine)
-    placing = Placing(model=model.model, seq_len=model.seq or 0, stack=model.stack or "default")
-    chosen, contest, tried = best_of(placing, fleet, 1 if model.global_batch is None else model.global_batch)
+    asked_for = Request(
+        model=model.model, machine=model.machine, seq_len=model.seq or 0, stack=model.stack or "default"
+    )
+    chosen, contest, tried = best_of(asked_for, fleet, 1 if model.global_batch is None else model.global_batch)
     print_contest(contest, latency=False)
     if len(tried) > 1:
         steps = ", ".join(f"{count}: {format_seconds(s) if s else 'does not fit'}" for count, s in tried.items())
         print(fitted(f"micro-batches of a step, searched briefly: {steps}"))
-    saved(chosen, fleet, model.machine, contest.problem, contest.best).save(asked.out)
+    saved(chosen, fleet, contest.problem, contest.best).save(asked.out)
     print(f"wrote {asked.out}")
     if search.json is not None:
         figures = summary(contest.problem, contest.placements, contest.failed, fleet)

@@ -1,7 +1,11 @@
 """Plan: the bill of lading. What was asked, what goes where between two uses, the Program that does it, and its cost.
 
-A saved plan is all that training needs beside the captured graph: its Program is in it, as text, and so is what the
-simulator predicted of every action (docs/plan-json.md). What a Program means is known to the graph it was made for;
+One type says it of a run on one machine (what happens to each storage between two uses), of a model on a cluster (a
+layout, and when each unit of sharded parameters is unsharded and resharded) and of a model on unlike devices (which of
+them runs each part). One JSON holds it (docs/plan-json.md).
+
+A saved plan of a run is all that training needs beside the captured graph: its Program is in it, as text, and so is
+what the simulator predicted of every action. What a Program means is known to the graph it was made for;
 ``lading.memory.restore`` puts the two together and proves the result again.
 """
 
@@ -12,18 +16,40 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from lading.errors import ConfigError
 from lading.files import read_json, write_text
 from lading.ir.action import DEVICE
-from lading.ir.reading import check_plan, read_as
+from lading.ir.layout import Layout, parse_layout
+from lading.ir.reading import read_as
+from lading.ir.request import Request
 from lading.units import format_bytes, format_seconds
 
 #: Raised whenever what a saved plan means changes.
-PLAN_FORMAT = 4
+PLAN_FORMAT = 5
+
+
+class PlanKind(StrEnum):
+    """What a plan is of, and so who reads it: ``lading train``, ``lading.apply`` or ``lading.place``."""
+
+    RUN = "plan of a run"
+    CLUSTER = "plan of a cluster"
+    PLACEMENT = "placement"
+
+    @property
+    def advice(self) -> str:
+        """How such a plan is made."""
+        return {
+            PlanKind.RUN: "make one with: lading plan RUN.toml",
+            PlanKind.CLUSTER: "make one with: lading plan --model NAME --machine NAME --devices N",
+            PlanKind.PLACEMENT: "make one with: lading place --model NAME --machine LIST --units N --out "
+            "placement.json",
+        }[self]
 
 
 class Option(str):
@@ -56,6 +82,58 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShardedUnit:
+    """Parameters that one collective unshards, in torch's words for it (``torch.distributed.fsdp.fully_shard``).
+
+    Attributes:
+        modules: Paths of the modules whose parameters they are, in order of forward; a parameter belongs to the nearest
+            module named by any unit. "" is the model itself: what no other unit has.
+        reshard_after_forward: Whether they are resharded when the unit's forward ends, to be unsharded for backward.
+        reshard_after_backward: Whether they are resharded when its backward ends; they always are behind the last
+            micro-batch of a step.
+        unshard_in_backward: Whether backward unshards what is resharded; False where it does not read it (an
+            embedding).
+        prefetch_forward: When this unit begins, so many units behind it in order of forward are asked for.
+        prefetch_backward: The number in order of backward.
+        offload: Shards, gradients and optimizer states lie in host memory between uses.
+        unsharded_bytes: Size of the parameters as they are unsharded, on one rank.
+    """
+
+    modules: tuple[str, ...]
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    prefetch_forward: int = 1
+    prefetch_backward: int = 1
+    offload: bool = False
+    unsharded_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.modules:
+            raise ConfigError("a sharded unit: expected at least one module, got none")
+        prefetch = min(self.prefetch_forward, self.prefetch_backward)
+        if prefetch < 1:
+            raise ConfigError(f"sharded unit {self.modules[0]!r}: expected a prefetch of 1 or more, got {prefetch}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedStage:
+    """Neighbors on one device: a stage of a pipeline over unlike devices.
+
+    Attributes:
+        device: Name of the device.
+        begins: Module before which it begins: a path, or what the catalog's table calls a block, such as "layers 3".
+        blocks: How many blocks of that kind the model has; 0 for a path.
+        behind: It begins behind ``begins`` instead: with what the table has after the last block.
+    """
+
+    device: str
+    begins: str
+    blocks: int = 0
+    behind: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class PolicyRow:
     """Row of one policy in the comparison of policies.
 
@@ -85,41 +163,29 @@ class Choices:
             (``lading.ir.defer``).
         hosted: Operations that the host's processors run, as numbered in the step with its updates deferred.
         retimed: Number of times that transfers were scheduled again, by the times simulated.
+        units: Sharded parameters in order of forward; () where none are sharded.
+        recomputed: Paths of modules whose forward runs again in backward, each as a whole (activation checkpointing).
+        gather_dtype, reduce_dtype: Number format in which parameters are unsharded and gradients reduced; "" as they
+            are.
+        placement: Each part of the model, in order, and the name of the device that runs it.
+        in_flight: Micro-batches that a device may have under way, by its name.
     """
 
     gaps: tuple[Choice, ...] = ()
     deferred: int = 0
     retimed: int = 0
     hosted: tuple[int, ...] = ()
+    units: tuple[ShardedUnit, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    gather_dtype: str = ""
+    reduce_dtype: str = ""
+    placement: tuple[tuple[str, str], ...] = ()
+    in_flight: dict[str, int] = field(default_factory=lambda: {})
 
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """Request for a plan: a step, a machine, and what may be used of it.
-
-    Attributes:
-        graph_fingerprint: Fingerprint of the whole step, no update deferred and nothing on the host.
-        machine: The whole machine, as its TOML would say it; ``machine_fingerprint`` is the hash of its costs.
-        host_id: The computer that the machine was measured on; "" for one of the catalog, which may be any.
-        budgets: Bytes allowed per tier.
-        policy: Name of the policy that chose.
-        settings: ``clip_norm``, ``master_weights`` and ``compile`` (1.0 or 0.0), and what was measured of this step's
-            kernels and of saving it, bytes.
-        optimizer: Rule that moves parameters, as a table of its name and settings; None for AdamW with its defaults.
-        matrices: ``lading.grouping.Matrices`` as a table, where a rule moves matrices.
-        run: The configuration of the run, when the plan was made from one.
-    """
-
-    graph_fingerprint: str
-    machine: dict[str, Any]
-    machine_fingerprint: str
-    host_id: str
-    budgets: dict[str, int]
-    policy: str
-    settings: dict[str, float]
-    optimizer: dict[str, Any] | None = None
-    matrices: dict[str, Any] | None = None
-    run: dict[str, Any] | None = None
+    def __post_init__(self) -> None:
+        if unknown := sorted({device for _, device in self.placement} - self.in_flight.keys()):
+            known = ", ".join(sorted(self.in_flight))
+            raise ConfigError(f"a placement: expected devices among {known}, got {unknown[0]!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,22 +193,26 @@ class Predictions:
     """Predictions of the simulator for a plan, and for the policies it was compared with.
 
     Attributes:
+        step_s: Seconds of a step.
         lower_bound_s: Seconds that no plan within the budgets, with the same operations on the host, is below, as
             modelled; 0.0 where no bound is known.
+        peaks: Most bytes by moment ("start", "step", "longest", "save", "resume") and tier, or by device where devices
+            are unlike; on the busiest rank.
         keep_all_bytes: Device bytes that keeping everything needs; 0 where that was not asked.
         host_saves_s: Seconds by which running operations on the host makes the step shorter.
-        peak_bytes: Bytes at the peak of each tier. ``bytes_by_role`` says what fills the device at its peak.
+        bytes_by_role: Bytes by role at the peak of a step.
+        policies: Policies that were compared.
         actions: For each action its start and its seconds, both as decimal microseconds: "12.500 3.250".
     """
 
     step_s: float
-    lower_bound_s: float
-    keep_all_bytes: int
-    host_saves_s: float
-    peak_bytes: dict[str, int]
-    bytes_by_role: dict[str, int]
-    policies: tuple[PolicyRow, ...]
-    actions: tuple[str, ...]
+    lower_bound_s: float = 0.0
+    peaks: dict[str, dict[str, int]] = field(default_factory=lambda: {})
+    keep_all_bytes: int = 0
+    host_saves_s: float = 0.0
+    bytes_by_role: dict[str, int] = field(default_factory=lambda: {})
+    policies: tuple[PolicyRow, ...] = ()
+    actions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,27 +222,49 @@ class Plan:
     Attributes:
         version: Version of Lading.
         layout: How the step is spread over devices, as ``lading.ir.layout.Layout`` prints; None on one device.
-        program: ``Program.text``, line by line.
+        program: ``Program.text``, line by line; () where it is emitted again from the layout and the choices.
         assumptions: Assumptions, a sentence each.
     """
 
     version: str
-    request: PlanRequest
+    request: Request
     layout: str | None = None
     choices: Choices
-    program: tuple[str, ...]
+    program: tuple[str, ...] = ()
     predictions: Predictions
-    assumptions: tuple[str, ...]
+    assumptions: tuple[str, ...] = ()
     format: int = PLAN_FORMAT
 
+    def __post_init__(self) -> None:
+        if self.layout is not None:
+            parse_layout(self.layout)
+
     def __repr__(self) -> str:
+        step = f"step {format_seconds(self.step_s)}, {self.gap:.1%} above the bound"
+        request = self.request
+        if self.kind is PlanKind.PLACEMENT:
+            what, devices = "step" if request.training else "pass", dict.fromkeys(d for _, d in self.choices.placement)
+            parts = f"{len(self.choices.placement)} parts, {what} {format_seconds(self.step_s)}"
+            return f"Plan({request.model} on {', '.join(devices)}: {parts})"
+        if self.kind is PlanKind.CLUSTER:
+            return f"Plan({request.model} on {request.devices:,} x {request.machine}: {self.layout}; {step})"
         options = Counter(choice.option for choice in self.choices.gaps)
         done = {Option.RECOMPUTE: "recomputed", **{tier: f"on {tier}" for tier in self.options[2:]}}
         chosen = "".join(f", {options[o]} gaps {done[o]}" for o in done if options[o])
-        step = f"step {format_seconds(self.step_s)}, {self.gap:.1%} above the bound"
         memory = f"device {format_bytes(self.peak_bytes[DEVICE])} of {format_bytes(self.budgets[DEVICE])}"
-        machine = self.request.machine.get("name", "a machine")
-        return f"Plan({self.request.policy} on {machine}: {step}; {memory}{chosen})"
+        return f"Plan({request.policy} on {request.machine}: {step}; {memory}{chosen})"
+
+    @property
+    def kind(self) -> PlanKind:
+        """What it is of: a run on one machine, a model on a cluster, or a model on unlike devices."""
+        if self.choices.placement:
+            return PlanKind.PLACEMENT
+        return PlanKind.RUN if self.layout is None else PlanKind.CLUSTER
+
+    @property
+    def parsed_layout(self) -> Layout:
+        """How the step is spread; that of one device where nothing is."""
+        return parse_layout(self.layout or "")
 
     @property
     def budgets(self) -> dict[str, int]:
@@ -197,7 +289,7 @@ class Plan:
     @property
     def peak_bytes(self) -> dict[str, int]:
         """Predicted peak of each tier, bytes."""
-        return self.predictions.peak_bytes
+        return self.predictions.peaks["step"]
 
     @property
     def options(self) -> tuple[Option, ...]:
@@ -218,6 +310,61 @@ class Plan:
         """Copy the plan for a run of this configuration."""
         return dataclasses.replace(self, request=dataclasses.replace(self.request, run=run))
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of each replica in a step."""
+        return self.parsed_layout.micro_batches
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of each micro-batch."""
+        return self.parsed_layout.micro_batch
+
+    @property
+    def unshards(self) -> tuple[int, int]:
+        """All-gathers of parameters in one step, on each rank: in forward and in backward."""
+        count, units = self.micro_batches, self.choices.units
+        forward = sum(count if unit.reshard_after_backward else 1 for unit in units)
+        return forward, sum(count for unit in units if unit.unshard_in_backward and unit.reshard_after_forward)
+
+    @property
+    def stages(self) -> tuple[PlacedStage, ...]:
+        """Parts of the model that unlike devices run, in order, each on a device of its own.
+
+        Raises:
+            ConfigError: a device has several parts, so that they are no pipeline.
+        """
+        stages: list[PlacedStage] = []
+        place = 0
+        for device, parts in groupby(self.choices.placement, key=lambda part: part[1]):
+            stages.append(self._stage(device, place))
+            place += len(tuple(parts))
+        names = [stage.device for stage in stages]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"expected one part on each device, got parts on {', '.join(names)}; place with the policy chain"
+            )
+        return tuple(stages)
+
+    def _stage(self, device: str, place: int) -> PlacedStage:
+        """The stage that begins with a part."""
+        names = [name for name, _ in self.choices.placement]
+        if self.request.units is not None:  # parts of a captured model are modules, by their paths
+            return PlacedStage(device=device, begins=names[place])
+        kinds = ["" if not number.isdecimal() else kind for kind, _, number in (n.rpartition(" ") for n in names)]
+        behind = not kinds[place] and place > 0 and bool(kinds[place - 1])
+        known = place - 1 if behind else place
+        blocks = kinds.count(kinds[known]) if kinds[known] else 0
+        return PlacedStage(device=device, begins=names[known], blocks=blocks, behind=behind)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Micro-batches under way on each stage, as its memory has room for, and at most as on the stage before."""
+        windows: list[int] = []
+        for stage in self.stages:
+            windows.append(min([self.micro_batches, self.choices.in_flight[stage.device], *windows[-1:]]))
+        return tuple(windows)
+
     @cached_property
     def fingerprint(self) -> str:
         """Hash of all but the run's configuration; a file whose content has another is refused."""
@@ -234,27 +381,44 @@ class Plan:
         write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
 
     @staticmethod
-    def load(path: Path | str) -> Plan:
+    def load(path: Path | str, kind: PlanKind | None = None) -> Plan:
         """Read the plan that ``save`` wrote.
 
+        Args:
+            kind: What it is to be of; None takes any.
         Raises:
-            ConfigError: not a plan, of another format, changed by hand or damaged, or with a field missing, unknown or
-                of the wrong type.
+            ConfigError: not a plan, of another kind or format, changed by hand or damaged, or with a field missing,
+                unknown or of the wrong type.
         """
-        return plan_from_dict(read_json(path, "a plan", "make one with: lading plan RUN.toml"), str(path))
+        advice = (kind or PlanKind.RUN).advice
+        what = f"a {kind}" if kind else "a plan"
+        plan = plan_from_dict(read_json(path, what, advice), str(path), advice)
+        return plan if kind is None else plan.of_kind(kind, str(path))
+
+    def of_kind(self, kind: PlanKind, origin: str) -> Plan:
+        """The plan, if it is of this kind; ``origin`` is named in errors.
+
+        Raises:
+            ConfigError: it is of another kind.
+        """
+        if self.kind is not kind:
+            raise ConfigError(f"{origin}: expected a {kind}, found a {self.kind}; {kind.advice}")
+        return self
 
 
-def plan_from_dict(data: Any, origin: str) -> Plan:
+def plan_from_dict(data: Any, origin: str, advice: str = "plan again") -> Plan:
     """Build a Plan from parsed JSON; ``origin`` is named in errors.
 
     Raises:
         ConfigError: another format, a field is missing, unknown or of the wrong type, or something but the run's
             configuration was changed since the plan was saved.
     """
-    check_plan(data, "plan of a run", PLAN_FORMAT, origin, "plan again")
-    table = dict(cast("dict[str, Any]", data))
+    table = _of_this_format(data, origin, advice)
     saved = table.pop("fingerprint", None)
-    plan: Plan = read_as(Plan, table, origin)
+    try:
+        plan: Plan = read_as(Plan, table, origin)
+    except ConfigError as error:  # of a part that refuses its values, which does not know the file
+        raise ConfigError(str(error) if origin in str(error) else f"{origin}: {error}; plan again") from error
     for index, choice in enumerate(plan.choices.gaps):
         if choice.option not in plan.options:
             raise ConfigError(
@@ -267,3 +431,19 @@ def plan_from_dict(data: Any, origin: str) -> Plan:
             f"fingerprint {plan.fingerprint!r} (request.run may be changed by hand, nothing else); plan again"
         )
     return plan
+
+
+def _of_this_format(data: Any, origin: str, advice: str) -> dict[str, Any]:
+    """The table of a file, a copy, if it is a plan of this format."""
+    if not isinstance(data, dict):
+        found = type(cast("object", data)).__name__
+        raise ConfigError(f"{origin}: expected a plan of format {PLAN_FORMAT}, found {found}; {advice}")
+    table = dict(cast("dict[str, Any]", data))
+    number = table.get("format")
+    if type(number) is int and number == PLAN_FORMAT:
+        return table
+    found = "no format" if number is None else f"format {repr(number)[:40]}"
+    if type(number) is int and number < PLAN_FORMAT:
+        found += " of an earlier Lading"
+        advice = "plan again"
+    raise ConfigError(f"{origin}: expected a plan of format {PLAN_FORMAT}, found {found}; {advice}")

@@ -12,35 +12,6 @@ from lading.errors import ConfigError
 
 #: Integers are sizes, counts and ids: all below this.
 _TOO_LARGE = 1 << 63
-#: What files of plans hold, by fields that only they have.
-_PLANS = {
-    "cluster plan": {"groups", "layout"},
-    "placement": {"groups", "units"},
-    "plan of a run": {"choices"},
-}
-
-
-def plan_kind(data: Any) -> str:
-    """Name the kind of plan that parsed JSON is: "cluster plan", "placement" or "plan of a run"; "" if of nothing."""
-    keys = cast("dict[str, Any]", data).keys() if isinstance(data, dict) else set[str]()
-    return next((kind for kind, fields in _PLANS.items() if fields <= keys), "")
-
-
-def check_plan(data: Any, kind: str, number: int, where: str, advice: str) -> None:
-    """Refuse parsed JSON that is no plan of a kind (of ``plan_kind``), or one of another format than ``number``.
-
-    Raises:
-        ConfigError: says what was found.
-    """
-    table = cast("dict[str, Any]", data) if isinstance(data, dict) else None
-    found, own = table.get("format") if table is not None else None, plan_kind(data)
-    if type(found) is int and found == number and own in ("", kind):
-        return
-    said = f"a {own}" if own not in ("", kind) else type(cast("object", data)).__name__
-    if own in ("", kind) and table is not None:
-        said = "no format" if found is None else f"format {_short(found)}"
-        said += " of an earlier Lading" if type(found) is int and found < number else ""
-    raise ConfigError(f"{where}: expected a {kind} of format {number}, found {said}; {advice}")
 
 
 def read_as(hint: Any, value: Any, where: str, advice: str = "plan again") -> Any:

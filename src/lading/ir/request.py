@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from lading.errors import ConfigError
-from lading.ir.layout import Layout
+from lading.ir.action import DEVICE
+from lading.ir.layout import Layout, parse_layout
 from lading.ir.stack import Stack
 from lading.optim.registry import DEFAULT, is_for_matrices, rule_class
 from lading.optim.rule import ParameterRule
@@ -49,43 +50,71 @@ class Architecture:
 class Request:
     """Question that a plan or a simulation answers, in names and numbers; what is left out is chosen or taken as usual.
 
+    A run, a model on a cluster and a model on unlike devices are asked for alike; a saved plan holds what it was made
+    for.
+
     Attributes:
-        model: Name in the catalog, "module:function", or the path of a configuration.
-        machine: Name in the catalog, or path of a machine file.
+        model: Name in the catalog, "module:function", or the path of a configuration; "" for a captured graph.
+        graph_fingerprint: Hash of the whole step of a captured graph, no update deferred and nothing on the host; ""
+            for a model by name.
+        machine: Name, or path of a file: of a machine, or of a list of unlike devices.
+        machine_table: The whole machine, as its TOML would say it, where a run is planned for it.
+        machine_fingerprint: Hash of what it costs, of a plan that was made.
+        host_id: The computer that the machine was measured on; "" for one of the catalog, which may be any.
         devices: How many; 0 for what the layout says. Those beyond the layout are replicas.
+        budgets: Bytes that may be used by tier, or by device where devices are unlike; what is not named is free.
         global_batch: Sequences of a step; 0 for what the layout says.
         seq_len: Tokens of a sequence; 0 for the model's own.
         longest: Tokens of the longest sequence, for the memory of that batch; 0 for ``seq_len``.
+        training: A step; else one forward pass, which is placed on unlike devices only.
         layout: How the model is spread, as ``lading.ir.layout.Layout`` prints; a search makes the layout itself.
         pins: Choices of the layout that a search may not make, by the names of ``Layout``.
-        precisions: Number formats of products that a search chooses from; () for the layout's.
+        precisions: Number formats of products that may be chosen; () for the layout's.
+        units: Most modules that a captured model is cut in, to be placed; 0 for single operations; None for the
+            catalog's table of the model.
         stack: Name of the software.
         network: What links nodes; "" for what the machine has by itself.
         lora, qlora: Rank of adapters that are trained beside frozen weights, of 4 bits for the second; 0 for none.
         optimizer: Name of a rule (``lading.optim.registry``); one for matrices moves those of blocks.
-        budget_bytes: Memory of a device that may be used; 0 for all of it.
-        save: How checkpoints are written (``lading.memory.moments``).
+        optimizer_settings: Its settings by name; its own where they are left out.
+        matrices: ``lading.grouping.Matrices`` as a table, where a rule moves matrices of a run.
+        settings: ``clip_norm``, ``master_weights`` and ``compile`` (1.0 or 0.0) of a run, and what was measured of this
+            step's kernels and of saving it, bytes.
+        save: How checkpoints of a cluster are written (``lading.memory.moments``).
+        policy: Name of what chooses.
         top: Layouts that a search simulates and that fit; ``proven`` of them are the best of all.
+        run: The configuration of the run, where it was made from one.
     """
 
-    model: str
+    model: str = ""
+    graph_fingerprint: str = ""
     machine: str
+    machine_table: dict[str, Any] = field(default_factory=lambda: {})
+    machine_fingerprint: str = ""
+    host_id: str = ""
     devices: int = 0
+    budgets: dict[str, int] = field(default_factory=lambda: {})
     global_batch: int = 0
     seq_len: int = 0
     longest: int = 0
+    training: bool = True
     layout: str = ""
-    pins: Mapping[str, Any] = field(default_factory=lambda: {})
+    pins: dict[str, Any] = field(default_factory=lambda: {})
     precisions: tuple[str, ...] = ()
+    units: int | None = None
     stack: str = "default"
     network: str = ""
     lora: int = 0
     qlora: int = 0
     optimizer: str = DEFAULT
-    budget_bytes: int = 0
+    optimizer_settings: dict[str, Any] = field(default_factory=lambda: {})
+    matrices: dict[str, Any] | None = None
+    settings: dict[str, float] = field(default_factory=lambda: {})
     save: str = "sharded"
+    policy: str = ""
     top: int = 64
     proven: int = 1
+    run: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if min(self.lora, self.qlora) < 0 or (self.lora and self.qlora):
@@ -93,6 +122,33 @@ class Request:
         for name in ("top", "proven"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"expected {name} >= 1, got {getattr(self, name)}")
+        if min(self.units or 0, self.seq_len) < 0:
+            raise ConfigError(
+                f"expected units and a sequence length of 0 or more, got {self.units or 0} and {self.seq_len}"
+            )
+        pins = {key: tuple(cast("list[Any]", v)) if isinstance(v, list) else v for key, v in self.pins.items()}
+        object.__setattr__(self, "pins", pins)  # JSON has lists only
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory of a device that may be used; 0 for all of it."""
+        return self.budgets.get(DEVICE, 0)
+
+    @property
+    def asked_layout(self) -> Layout:
+        """Layout that is asked for: replicas fill the devices.
+
+        A step is one micro-batch of each replica, or two for each stage, unless more is asked for.
+
+        Raises:
+            ConfigError: the layout cannot be, or takes another number of devices.
+        """
+        layout = parse_layout(self.layout, self.devices)
+        if self.global_batch:
+            return replace(layout, global_batch=self.global_batch)
+        if layout.global_batch:
+            return layout
+        return replace(layout, global_batch=layout.dp * layout.micro_batch * (2 * layout.pp if layout.pp > 1 else 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from lading.ir.retarget import retarget
 from lading.ir.timeline import Event, Timeline
 from lading.memory.staircase import memory_samples
 from lading.memory.verify import verify
-from lading.optim.registry import default_rule, rule_from_dict
+from lading.optim.registry import optimizer as optimizer_by_name
 from lading.optim.rule import ParameterRule
 
 _ACTION_TIMES = re.compile(r"(\d{1,15}\.\d{3}) (\d{1,15}\.\d{3})\Z")
@@ -50,7 +50,7 @@ def step_of(
 def program_of(plan: Plan, captured: StepGraph) -> Program:
     """Program of a plan, for the micro-batch that it was made for; raises as ``restore_program``."""
     request = plan.request
-    machine = machine_from_dict(request.machine, "the plan's machine")
+    machine = machine_from_dict(request.machine_table, "the plan's machine")
     step = step_of(
         captured,
         machine,
@@ -68,7 +68,7 @@ def planned_optimizer(plan: Plan) -> ParameterRule:
     Raises:
         ConfigError: no such rule here.
     """
-    return default_rule() if plan.request.optimizer is None else rule_from_dict(plan.request.optimizer)
+    return optimizer_by_name(plan.request.optimizer, settings=plan.request.optimizer_settings)
 
 
 def restore_program(plan: Plan, step: StepGraph, machine: Machine) -> Program:

@@ -29,9 +29,10 @@ from lading.errors import BudgetAboveDevice, ConfigError, PlanInfeasible
 from lading.ir.action import DEVICE, ActionKind
 from lading.ir.graph import StepGraph
 from lading.ir.machine import KERNEL_BYTES, Machine
-from lading.ir.plan import Choice, Choices, Option, Plan, PlanRequest, PolicyRow, Predictions
+from lading.ir.plan import Choice, Choices, Option, Plan, PolicyRow, Predictions
 from lading.ir.program import COMPUTE_STREAM, PAGE_BYTES, Program
 from lading.ir.reporting import SILENT, PlanProgress
+from lading.ir.request import Request
 from lading.ir.timeline import Timeline
 from lading.memory.lifetime import Lifetimes, can_recompute, gaps, is_movable, lifetimes
 from lading.memory.restore import action_times, predicted_timeline
@@ -147,10 +148,11 @@ def make_plan(
 
 def _request(
     graph: StepGraph, machine: Machine, policy: str, budgets: dict[str, int], settings: Mapping[str, float]
-) -> PlanRequest:
-    return PlanRequest(
+) -> Request:
+    return Request(
         graph_fingerprint=graph.fingerprint,
-        machine=json.loads(json.dumps(dataclasses.asdict(machine))),  # as it is read back
+        machine=machine.name,
+        machine_table=json.loads(json.dumps(dataclasses.asdict(machine))),  # as it is read back
         machine_fingerprint=machine.fingerprint,
         host_id=machine.host_id,
         budgets=budgets,
@@ -163,12 +165,13 @@ def _predictions(
     found: Found, *, lower_bound_s: float = 0.0, keep_all_bytes: int, policies: tuple[PolicyRow, ...] = ()
 ) -> Predictions:
     program = found.program
+    peaks = {DEVICE: program.predicted_bytes, **{tier: program.tier_bytes(tier) for tier in program.slots}}
     return Predictions(
         step_s=found.timeline.duration_s,
         lower_bound_s=lower_bound_s,
         keep_all_bytes=keep_all_bytes,
         host_saves_s=_saved_s(found),
-        peak_bytes={DEVICE: program.predicted_bytes, **{tier: program.tier_bytes(tier) for tier in program.slots}},
+        peaks={"step": peaks},
         bytes_by_role=_bytes_at_peak(found),
         policies=policies,
         actions=action_times(found.timeline.events),
@@ -176,7 +179,7 @@ def _predictions(
 
 
 def _planned(
-    found: Found, request: PlanRequest, predictions: Predictions, assumptions: tuple[str, ...], *, deferred: int = 0
+    found: Found, request: Request, predictions: Predictions, assumptions: tuple[str, ...], *, deferred: int = 0
 ) -> Planned:
     """Make the plan of choices, for a step of which ``deferred`` updates are deferred."""
     gaps = _gap_choices(found.step.lives, found.choices)

@@ -39,8 +39,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lading.errors import ConfigError
-from lading.ir.clusterplan import ClusterPlan
+from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES
+from lading.ir.plan import Choices, Plan, Predictions
 from lading.planner.nearest import hopeless, impossible, infeasible
 from lading.planner.peaks import room_of
 from lading.planner.refine import Proof, Refined, refine, refined
@@ -49,6 +50,8 @@ from lading.planner.space import Space
 from lading.sim.simulate import Priced, Simulated, simulate
 from lading.units import format_capacity
 
+#: Actions of the longest Program that is saved; a longer one is emitted again from the layout.
+_MOST_ACTIONS = 20_000
 #: Faster layouts that do not fit, shown beside those that do.
 _OVER = 4
 
@@ -128,25 +131,34 @@ def find_layouts(space: Space, tell: Tell = lambda done, of, what: None) -> Layo
     )
 
 
-def cluster_plan(found: Layouts, version: str) -> ClusterPlan:
+def cluster_plan(found: Layouts, version: str) -> Plan:
     """Make the plan of the winning layout, to be saved."""
     winner, space = found.winner, found.space
-    return ClusterPlan(
-        version=version,
-        model=space.request.name,
-        machine=space.machine.name,
+    request = replace(
+        space.asked,
         machine_fingerprint=space.machine.fingerprint,
-        stack=space.request.stack.name,
-        devices=space.asked.devices,
         seq_len=space.request.seq_len,
-        layout=str(found.chosen.request.layout),
-        step_s=found.chosen.step.step_s,
-        bound_s=min(found.bound_s, found.chosen.step.step_s),
-        peaks=winner.peaks,
-        budget_bytes=space.asked.budget_bytes or space.machine.device.memory_bytes,
+        budgets={DEVICE: space.asked.budget_bytes or space.machine.device.memory_bytes},
         policy="layout search",
+    )
+    step_s = found.chosen.step.step_s
+    return Plan(
+        version=version,
+        request=request,
+        layout=str(found.chosen.request.layout),
+        choices=Choices(),
+        program=_program_lines(found.chosen),
+        predictions=Predictions(step_s=step_s, lower_bound_s=min(found.bound_s, step_s), peaks=winner.peaks),
         assumptions=winner.simulated.assumed,
     )
+
+
+def _program_lines(simulated: Simulated) -> tuple[str, ...]:
+    """Write the Program of a step as text, line by line; () where it is too long to be saved."""
+    listed = simulated.step.listed
+    if listed is None or sum(map(len, listed.program.ranks)) > _MOST_ACTIONS:
+        return ()
+    return tuple(listed.program.text().splitlines())
 
 
 #: Sizes that are tried: so many bytes, and twice as many again and again; of more buckets the latencies add up. Less of

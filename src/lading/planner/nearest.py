@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from lading.errors import ConfigError, PlanInfeasible
+from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES
 from lading.planner.least import Least
 from lading.planner.peaks import budget_for, room_of
@@ -109,8 +110,11 @@ def _budgets(space: Space, budget: int) -> _Spaces:
     whole = space.machine.device.memory_bytes
     if 0 < space.asked.budget_bytes < whole:
         if space.asked.budget_bytes < budget < whole:
-            yield f"a budget of {budget} bytes instead of {space.asked.budget_bytes}", space.asking(budget_bytes=budget)
-        yield f"all {whole} bytes of the device instead of {space.asked.budget_bytes}", space.asking(budget_bytes=0)
+            yield (
+                f"a budget of {budget} bytes instead of {space.asked.budget_bytes}",
+                space.asking(budgets={DEVICE: budget}),
+            )
+        yield f"all {whole} bytes of the device instead of {space.asked.budget_bytes}", space.asking(budgets={})
 
 
 def _devices(number: int) -> str:

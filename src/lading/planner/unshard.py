@@ -30,9 +30,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lading.errors import ConfigError, PlanInfeasible
-from lading.ir.clusterplan import ClusterPlan, GatherGroup, Keep
+from lading.ir.action import DEVICE
+from lading.ir.clusterplan import Keep
+from lading.ir.plan import Choices, Plan, Predictions, ShardedUnit
 from lading.ir.reporting import UnshardRow
-from lading.ir.request import StepRequest
+from lading.ir.request import Request, StepRequest
 from lading.ir.table import ModelTable
 from lading.planner.bucketing import borders, children, halves, keeping, neighbors, partition, runs
 from lading.planner.unshardbound import lower_bound
@@ -67,7 +69,7 @@ class Chosen:
 
     policy: str
     budget_bytes: int
-    groups: tuple[GatherGroup, ...]
+    units: tuple[ShardedUnit, ...]
     step_s: float
     bound_s: float
     peak_bytes: int
@@ -98,7 +100,7 @@ def choose_groups(
         PlanInfeasible: the policy's choice does not fit.
 
     Example:
-        ``choose_groups(request, table, 40 * 10**9).groups``
+        ``choose_groups(request, table, 40 * 10**9).units``
     """
     if policy not in POLICIES:
         raise ConfigError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
@@ -120,9 +122,9 @@ def choose_groups(
             smallest_budget_bytes=min(each.peak_bytes for _, each in found.values()),
         )
     traced = gathered_step(search.costs, buckets, trace=True)
-    groups = tuple(_group(modules, search.costs, bucket) for bucket in buckets)
+    units = tuple(_unit(modules, search.costs, bucket) for bucket in buckets)
     why = search.why(found[policy]) if policy == "residency" else ""
-    return Chosen(policy, budget, groups, step.step_s, bound, step.peak_bytes, rows, traced, buckets, modules, why)
+    return Chosen(policy, budget, units, step.step_s, bound, step.peak_bytes, rows, traced, buckets, modules, why)
 
 
 def neighbor_peaks(request: StepRequest, table: ModelTable) -> tuple[int, int]:
@@ -132,35 +134,44 @@ def neighbor_peaks(request: StepRequest, table: ModelTable) -> tuple[int, int]:
     return low, high
 
 
-def plan_of(chosen: Chosen, version: str) -> ClusterPlan:
+def plan_of(chosen: Chosen, version: str) -> Plan:
     """Make the plan that ``lading.apply`` takes.
 
     Args:
         version: Version of Lading.
     """
     modules = chosen.modules
-    request, layout = modules.request, modules.request.layout
+    step, layout = modules.request, modules.request.layout
     again = tuple(path for block, path in modules.order if modules.blocks[block].again)
     low = "" if layout.precision == "fp32" else "float16" if layout.precision == "fp16" else "bfloat16"
-    return ClusterPlan(
-        version=version,
-        model=request.name,
-        machine=request.machine,
+    request = Request(
+        model=step.name,
+        machine=step.machine,
         machine_fingerprint=modules.machine.fingerprint,
-        stack=request.stack.name,
         devices=layout.devices,
-        seq_len=request.seq_len,
+        budgets={DEVICE: chosen.budget_bytes},
+        global_batch=layout.global_batch,
+        seq_len=step.seq_len,
         layout=str(layout),
-        groups=chosen.groups,
-        step_s=chosen.step_s,
-        bound_s=chosen.bound_s,
-        peaks={"step": {"device": chosen.peak_bytes}},
-        budget_bytes=chosen.budget_bytes,
+        stack=step.stack.name,
+        network=step.network,
+        optimizer=step.optimizer,
         policy=chosen.policy,
-        assumptions=request.assumed,
+    )
+    choices = Choices(
+        units=chosen.units,
         recomputed=again if layout.recompute == "full" else (),
-        gather_dtype=request.stack.gather_dtype or low,
-        reduce_dtype=request.stack.gradient_dtype,
+        gather_dtype=step.stack.gather_dtype or low,
+        reduce_dtype=step.stack.gradient_dtype,
+    )
+    peaks = {"step": {DEVICE: chosen.peak_bytes}}
+    return Plan(
+        version=version,
+        request=request,
+        layout=str(layout),
+        choices=choices,
+        predictions=Predictions(step_s=chosen.step_s, lower_bound_s=chosen.bound_s, peaks=peaks),
+        assumptions=step.assumed,
     )
 
 
@@ -177,15 +188,16 @@ def _row(policy: str, buckets: Sequence[Bucket], step: Gathered, budget: int, bo
     )
 
 
-def _group(modules: Modules, costs: Costs, bucket: Bucket) -> GatherGroup:
-    return GatherGroup(
+def _unit(modules: Modules, costs: Costs, bucket: Bucket) -> ShardedUnit:
+    return ShardedUnit(
         modules=names_of(modules, bucket),
-        keep=bucket.keep,
-        again=bucket.again,
-        ahead=bucket.ahead,
-        ahead_backward=bucket.ahead_backward,
+        reshard_after_forward=not bucket.keep.until_backward,
+        reshard_after_backward=not bucket.keep.until_forward,
+        unshard_in_backward=bucket.again,
+        prefetch_forward=bucket.ahead,
+        prefetch_backward=bucket.ahead_backward,
         offload="parameters" in modules.request.layout.offload,
-        gathered_bytes=costs.of(bucket).gathered,
+        unsharded_bytes=costs.of(bucket).gathered,
     )
 
 

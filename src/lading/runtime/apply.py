@@ -38,9 +38,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lading import __version__
 from lading.errors import ConfigError
-from lading.ir.clusterplan import ClusterPlan, GatherGroup
 from lading.ir.graph import DTYPE_BYTES
-from lading.ir.layout import HOST_TIER, Layout, parse_layout
+from lading.ir.layout import HOST_TIER, Layout
+from lading.ir.plan import Plan, PlanKind, ShardedUnit
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
 from lading.runtime.arriving import MicroBatch
 from lading.runtime.boxes import ranks_of
@@ -50,7 +50,7 @@ _REMOVERS = "_lading_removers"
 
 
 def apply(
-    plan: ClusterPlan | Path | str,
+    plan: Plan | Path | str,
     model: nn.Module,
     mesh: DeviceMesh,
     *,
@@ -78,9 +78,7 @@ def apply(
     return _applied(plan, model, mesh)
 
 
-def _facts(
-    plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh, names: Mapping[str, str]
-) -> tuple[ClusterPlan, Facts]:
+def _facts(plan: Plan | Path | str, model: nn.Module, mesh: DeviceMesh, names: Mapping[str, str]) -> tuple[Plan, Facts]:
     """Check the plan; returns it, and the facts that all ranks must have alike."""
     plan = _checked(plan, model, mesh, names)
     versions = {"lading": __version__, "torch": torch.__version__}
@@ -92,53 +90,53 @@ def _facts(
     }
 
 
-def _checked(
-    plan: ClusterPlan | Path | str, model: nn.Module, mesh: DeviceMesh, names: Mapping[str, str]
-) -> ClusterPlan:
+def _checked(plan: Plan | Path | str, model: nn.Module, mesh: DeviceMesh, names: Mapping[str, str]) -> Plan:
     """Translate the plan to the model's own names, if it can be set on this model.
 
     Raises:
         ConfigError: it cannot.
     """
-    plan = plan if isinstance(plan, ClusterPlan) else ClusterPlan.load(Path(plan))
+    plan = (plan if isinstance(plan, Plan) else Plan.load(plan)).of_kind(PlanKind.CLUSTER, "apply")
     plan = _renamed(plan, names)
-    _check(plan, parse_layout(plan.layout), mesh)
+    _check(plan, plan.parsed_layout, mesh)
     _check_plain(model)
     modules = dict(model.named_modules())
-    groups = [_members(group, modules) for group in plan.groups]
+    groups = [_members(group, modules) for group in plan.choices.units]
     _check_compiled(groups, modules)
     _check_parameters(plan, model, groups)
-    for path in plan.recomputed:
+    for path in plan.choices.recomputed:
         _known(path, modules)
     return plan
 
 
-def _applied(plan: ClusterPlan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    layout = parse_layout(plan.layout)
+def _applied(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    layout = plan.parsed_layout
     modules = dict(model.named_modules())
-    groups = [_members(group, modules) for group in plan.groups]
-    modules.update({path: _recompute(model, path) for path in plan.recomputed})
-    policy = MixedPrecisionPolicy(param_dtype=_dtype(plan.gather_dtype), reduce_dtype=_dtype(plan.reduce_dtype))
+    groups = [_members(group, modules) for group in plan.choices.units]
+    modules.update({path: _recompute(model, path) for path in plan.choices.recomputed})
+    policy = MixedPrecisionPolicy(
+        param_dtype=_dtype(plan.choices.gather_dtype), reduce_dtype=_dtype(plan.choices.reduce_dtype)
+    )
     sharded: dict[int, FSDPModule] = {}
-    for number in _outward(plan.groups):
-        group = plan.groups[number]
+    for number in _outward(plan.choices.units):
+        group = plan.choices.units[number]
         members = [modules[path] for path in groups[number]]
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if group.offload else OffloadPolicy()
-        released = not group.keep.until_backward
+        released = group.reshard_after_forward
         arguments: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
         whole: Any = members if len(members) > 1 else members[0]
         fully_shard(whole, reshard_after_forward=released, **arguments)
         sharded[number] = _as_sharded(members[0])
-        if not group.again:
+        if not group.unshard_in_backward:
             sharded[number].set_unshard_in_backward(False)
     if not isinstance(model, FSDPModule):  # has no parameters of its own left
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    _prefetch(plan.groups, sharded)
+    _prefetch(plan.choices.units, sharded)
     removers: list[Callable[[], None]] = []
     if layout.micro_batches > 1:
-        kept = [sharded[n] for n, group in enumerate(plan.groups) if group.keep.until_forward]
+        kept = [sharded[n] for n, group in enumerate(plan.choices.units) if not group.reshard_after_backward]
         removers.append(_MicroBatches(_as_sharded(model), kept, layout.micro_batches).remove)
-    removers.append(_watch_sizes(model, MicroBatch(layout.micro_batch, plan.seq_len)))
+    removers.append(_watch_sizes(model, MicroBatch(layout.micro_batch, plan.request.seq_len)))
     model.__dict__[_REMOVERS] = removers
     return model
 
@@ -163,10 +161,10 @@ def stop_counting(model: nn.Module) -> None:
         remove()
 
 
-def _renamed(plan: ClusterPlan, names: Mapping[str, str]) -> ClusterPlan:
+def _renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
     """Copy of the plan in which modules have the model's own names."""
-    paths = [path for group in plan.groups for path in group.modules]
-    known = {part for path in (*paths, *plan.recomputed) for part in path.split(".")}
+    paths = [path for group in plan.choices.units for path in group.modules]
+    known = {part for path in (*paths, *plan.choices.recomputed) for part in path.split(".")}
     if unknown := sorted(set(names) - known):
         near = get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -175,8 +173,9 @@ def _renamed(plan: ClusterPlan, names: Mapping[str, str]) -> ClusterPlan:
     def renamed(path: str) -> str:
         return ".".join(names.get(part, part) for part in path.split("."))
 
-    groups = tuple(replace(group, modules=tuple(map(renamed, group.modules))) for group in plan.groups)
-    return replace(plan, groups=groups, recomputed=tuple(map(renamed, plan.recomputed)))
+    units = tuple(replace(unit, modules=tuple(map(renamed, unit.modules))) for unit in plan.choices.units)
+    recomputed = tuple(map(renamed, plan.choices.recomputed))
+    return replace(plan, choices=replace(plan.choices, units=units, recomputed=recomputed))
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -212,7 +211,7 @@ def _check_compiled(groups: Sequence[Sequence[str]], modules: Mapping[str, nn.Mo
                 )
 
 
-def _check(plan: ClusterPlan, layout: Layout, mesh: DeviceMesh) -> None:
+def _check(plan: Plan, layout: Layout, mesh: DeviceMesh) -> None:
     if layout.zero != 3:
         raise ConfigError(
             f"apply: expected a plan that cuts parameters (zero3), got {plan.layout}; plan with --pin zero=3"
@@ -227,13 +226,13 @@ def _check(plan: ClusterPlan, layout: Layout, mesh: DeviceMesh) -> None:
             f"apply: expected everything on the device, or parameters with all their states on the host, as FSDP2's "
             f"CPUOffloadPolicy does, got {plan.layout}; plan with offload=parameters or without"
         )
-    if plan.gather_dtype not in ("", "float32", "bfloat16", "float16"):
-        raise ConfigError(f"apply: expected parameters gathered in 16 or 32 bits, got {plan.gather_dtype}")
+    if plan.choices.gather_dtype not in ("", "float32", "bfloat16", "float16"):
+        raise ConfigError(f"apply: expected parameters gathered in 16 or 32 bits, got {plan.choices.gather_dtype}")
     if layout.recompute == "selective":
         raise ConfigError(
             "apply: expected recompute none or full, got selective; plan with --pin recompute=full or none"
         )
-    if not plan.groups:
+    if not plan.choices.units:
         raise ConfigError(
             f"apply: expected groups of parameters, got none in the plan of {plan.layout}; lading plan said why, such "
             "as that none fit: plan with more memory, or with --pin recompute=full"
@@ -255,13 +254,13 @@ def _known(path: str, modules: Mapping[str, nn.Module]) -> nn.Module:
     raise ConfigError(f"apply: expected modules of the plan's model, found none called {path!r}{hint}")
 
 
-def _members(group: GatherGroup, modules: Mapping[str, nn.Module]) -> list[str]:
+def _members(group: ShardedUnit, modules: Mapping[str, nn.Module]) -> list[str]:
     for path in group.modules:
         _known(path, modules)
     return list(group.modules)
 
 
-def _check_parameters(plan: ClusterPlan, model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+def _check_parameters(plan: Plan, model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
     """Refuse a model whose groups have not as many bytes as the plan says."""
     home = {path: number for number, group in enumerate(groups) for path in group}
     counts = [0] * len(groups)
@@ -281,11 +280,11 @@ def _check_parameters(plan: ClusterPlan, model: nn.Module, groups: Sequence[Sequ
         if other == name:
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             counts[home[path]] += local.numel()
-    for number, (group, count) in enumerate(zip(plan.groups, counts, strict=True)):
-        width = DTYPE_BYTES[plan.gather_dtype] if plan.gather_dtype else _width(model)
-        if group.gathered_bytes and count * width != group.gathered_bytes:
+    for number, (group, count) in enumerate(zip(plan.choices.units, counts, strict=True)):
+        width = DTYPE_BYTES[plan.choices.gather_dtype] if plan.choices.gather_dtype else _width(model)
+        if group.unsharded_bytes and count * width != group.unsharded_bytes:
             raise ConfigError(
-                f"apply: expected {group.gathered_bytes:,} bytes of parameters in group {number} "
+                f"apply: expected {group.unsharded_bytes:,} bytes of parameters in group {number} "
                 f"({', '.join(group.modules)}), found {count * width:,}: the plan is for another model than this"
             )
 
@@ -311,7 +310,7 @@ def _recompute(model: nn.Module, path: str) -> nn.Module:
     return wrapped
 
 
-def _outward(groups: Sequence[GatherGroup]) -> list[int]:
+def _outward(groups: Sequence[ShardedUnit]) -> list[int]:
     """Order groups so that those inside of modules of others come first; returns their numbers."""
     homes = {path: number for number, group in enumerate(groups) for path in group.modules}
     inside: list[set[int]] = [set() for _ in groups]
@@ -340,7 +339,7 @@ def _as_sharded(module: nn.Module) -> FSDPModule:
     return module
 
 
-def _prefetch(groups: Sequence[GatherGroup], sharded: Mapping[int, FSDPModule]) -> None:
+def _prefetch(groups: Sequence[ShardedUnit], sharded: Mapping[int, FSDPModule]) -> None:
     """Tell FSDP2 which groups to unshard ahead, where that is more than the one that it does by itself.
 
     Behind the first group it would ask for the last of the micro-batch before, whose backward has ended (torch 2.13,
@@ -349,11 +348,11 @@ def _prefetch(groups: Sequence[GatherGroup], sharded: Mapping[int, FSDPModule]) 
     if groups[0].modules != ("",):
         sharded[0].set_modules_to_backward_prefetch([sharded[0]])
     for number, group in enumerate(groups):
-        after = [sharded[n] for n in range(number + 1, min(len(groups), number + 1 + group.ahead))]
-        before = [sharded[n] for n in range(number - 1, max(-1, number - 1 - group.ahead_backward), -1)]
-        if group.ahead > 1 and after:
+        after = [sharded[n] for n in range(number + 1, min(len(groups), number + 1 + group.prefetch_forward))]
+        before = [sharded[n] for n in range(number - 1, max(-1, number - 1 - group.prefetch_backward), -1)]
+        if group.prefetch_forward > 1 and after:
             sharded[number].set_modules_to_forward_prefetch(after)
-        if group.ahead_backward > 1 and before:
+        if group.prefetch_backward > 1 and before:
             sharded[number].set_modules_to_backward_prefetch(before)
 
 

@@ -8,7 +8,7 @@ begins, and gives this process its part; ranks go by the order of parts. Parts r
   order everywhere, so that the copies stay equal to the bit.
 - Torch sets buffers aside for what comes in of every micro-batch; here as many as are under way take turns (``_Ring``).
 - Where the memory of a device has no room for as many micro-batches as the schedule keeps under way, it keeps fewer
-  (``PlacedPlan.windows``).
+  (``Plan.windows``).
 
 [Note: private fields of torch]
 Two of these are set on fields of torch's that have no public setting (torch 2.11 to 2.13). ``_set_private`` refuses a
@@ -37,7 +37,7 @@ from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 from lading import __version__
 from lading.errors import ConfigError
-from lading.ir.placedplan import PlacedPlan, Stage
+from lading.ir.plan import PlacedStage, Plan, PlanKind
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
 
 #: From the last part's output and its targets to a scalar, the mean over a micro-batch.
@@ -54,7 +54,7 @@ class Placed:
         stage: Torch's ``PipelineStage`` of it, for schedules of one's own.
     """
 
-    def __init__(self, plan: PlacedPlan, rank: int, stage: Any, loss: Loss | None, tied: Sequence[_Tied]) -> None:
+    def __init__(self, plan: Plan, rank: int, stage: Any, loss: Loss | None, tied: Sequence[_Tied]) -> None:
         self.plan, self.rank, self.stage, self._tied = plan, rank, stage, tied
         self.module: nn.Module = stage.submod
         self._loss, self._passing = loss, False
@@ -86,7 +86,7 @@ class Placed:
         Raises:
             ConfigError: the plan is of one pass, or the rows are not those of its micro-batches.
         """
-        if not self.plan.training:
+        if not self.plan.request.training:
             raise ConfigError(
                 "step: expected a placement of a training step, got one of a pass; plan without --latency"
             )
@@ -119,11 +119,9 @@ class Placed:
         return self._loss(output, target) / self.plan.micro_batches
 
     def _check(self, given: torch.Tensor | None) -> None:
-        rows = self.plan.batch * self.plan.micro_batches
-        if given is not None and len(given) != rows:
-            raise ConfigError(
-                f"expected {rows} rows, {self.plan.micro_batches} micro-batches of {self.plan.batch}, got {len(given)}"
-            )
+        count, size = self.plan.micro_batches, self.plan.micro_batch
+        if given is not None and len(given) != count * size:
+            raise ConfigError(f"expected {count * size} rows, {count} micro-batches of {size}, got {len(given)}")
 
 
 class _OneForwardOneBackward(Schedule1F1B):
@@ -208,7 +206,7 @@ class _Tied:
 
 
 def place(
-    plan: PlacedPlan | Path | str,
+    plan: Plan | Path | str,
     model: nn.Module,
     inputs: tuple[torch.Tensor, ...],
     loss: Loss | None = None,
@@ -239,8 +237,8 @@ def place(
 
 
 def _facts(
-    plan: PlacedPlan | Path | str, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, ranks: int
-) -> tuple[PlacedPlan, Facts]:
+    plan: Plan | Path | str, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, ranks: int
+) -> tuple[Plan, Facts]:
     """Check the plan; returns it, and the facts that all ranks must have alike."""
     plan = _checked(plan, model, inputs, loss, ranks)
     given = {f"input {number}": f"{tensor.dtype} {tuple(tensor.shape)}" for number, tensor in enumerate(inputs)}
@@ -254,29 +252,29 @@ def _facts(
 
 
 def _checked(
-    plan: PlacedPlan | Path | str, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, ranks: int
-) -> PlacedPlan:
+    plan: Plan | Path | str, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, ranks: int
+) -> Plan:
     """Read the plan, if it can be set on this model and as many ranks.
 
     Raises:
         ConfigError: it cannot.
     """
-    plan = plan if isinstance(plan, PlacedPlan) else PlacedPlan.load(Path(plan))
+    plan = (plan if isinstance(plan, Plan) else Plan.load(plan)).of_kind(PlanKind.PLACEMENT, "place")
     stages = plan.stages
     if ranks != len(stages):
         names = ", ".join(stage.device for stage in stages)
         raise ConfigError(f"place: expected a rank for each part, {len(stages)} in order on {names}; got {ranks} ranks")
-    if plan.training and loss is None:
+    if plan.request.training and loss is None:
         raise ConfigError("place: expected a loss, as the placement is of a training step; give loss(output, target)")
-    if len(inputs[0]) != plan.batch:
-        raise ConfigError(f"place: expected inputs of one micro-batch, {plan.batch} rows, got {len(inputs[0])}")
+    if len(inputs[0]) != plan.micro_batch:
+        raise ConfigError(f"place: expected inputs of one micro-batch, {plan.micro_batch} rows, got {len(inputs[0])}")
     for stage in stages[1:]:
         _path(stage, model)
     return plan
 
 
 def _placed(
-    plan: PlacedPlan, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, place_on: torch.device,
+    plan: Plan, model: nn.Module, inputs: tuple[torch.Tensor, ...], loss: Loss | None, place_on: torch.device,
     group: dist.ProcessGroup | None,
 ) -> Placed:  # fmt: skip
     stages, rank = plan.stages, dist.get_rank(group)
@@ -346,7 +344,7 @@ def _tied(
     return found
 
 
-def _path(stage: Stage, model: nn.Module) -> str:
+def _path(stage: PlacedStage, model: nn.Module) -> str:
     """Path of the module with which a part begins."""
     modules = dict(model.named_modules())
     if stage.begins in modules:

@@ -16,7 +16,7 @@ class Bucket:
 
     Attributes:
         first, last: By number in ``Modules.atoms``.
-        keep, again, ahead, ahead_backward: As in ``GatherGroup``.
+        keep, again, ahead, ahead_backward: As in ``ShardedUnit``.
     """
 
     first: int

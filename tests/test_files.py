@@ -40,9 +40,8 @@ from lading.runtime.arrays import ArrayDataset
 from lading.runtime.host_arena import Arena
 from lading.runtime.tiers import FileTier
 from lading.runtime.tokens import load_tokenizer, open_store
-from tests.ir.test_clusterplan import PLAN
 from tests.machines import small_machine
-from tests.plans import placed_plan
+from tests.plans import cluster_plan, placed_plan
 from tests.report.synthetic import run as synthetic_run
 from tests.report.test_cluster import SHOWN
 
@@ -141,7 +140,7 @@ def renamed(folder: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], object]] = {
     "plan": lambda folder: run()["plan"].save(folder / "plan.json"),
-    "cluster plan": lambda folder: PLAN.save(folder / "plan.json"),
+    "cluster plan": lambda folder: cluster_plan().save(folder / "plan.json"),
     "placement": lambda folder: placed_plan().save(folder / "placement.json"),
     "timeline": lambda folder: run()["measured"].save(folder / "measured.json"),
     "report": lambda folder: write_report(folder / "report.html", **run()),

@@ -14,7 +14,7 @@ from tests.fuzz import damaged_document
 from lading.catalog.fleets import FLEETS, load_fleet
 from lading.cli.main import main
 from lading.errors import ConfigError, PlanInfeasible
-from lading.ir.plan import Plan
+from lading.ir.plan import Plan, PlanKind
 from lading.planner.placement.contest import place
 from lading.planner.placement.from_file import read_problem
 from lading.units import format_seconds
@@ -61,9 +61,9 @@ def test_plan_takes_a_list_of_devices(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*asked, "--global-batch", "4"]) == 0
     said = capsys.readouterr().out
     assert "micro-batches of a step, searched briefly: 1: " in said
-    found = json.loads(out.read_text())
-    assert found["micro_batches"] in (1, 2, 4)
-    assert found["step_s"] >= found["bound_s"] > 0
+    plan = Plan.load(out, PlanKind.PLACEMENT)
+    assert plan.micro_batches in (1, 2, 4)
+    assert plan.step_s >= plan.lower_bound_s > 0
     assert main(["place", "--plan", str(out)]) == 0
     assert main([*asked, "--devices", "8"]) == 2
     assert "--devices belongs to a cluster of alike devices" in capsys.readouterr().err

@@ -370,7 +370,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert saved.layout.partition(",bucket_bytes")[0] == document["layouts"][0]["layout"]
     assert set(saved.predictions.peaks) == {"start", "step", "longest", "save", "resume"}
     assert document["layouts"][0]["step_s"] >= saved.step_s >= saved.lower_bound_s  # less where it has chosen buckets
-    again = simulate(dataclasses.replace(space("gpt2-xl", 8, 32, 1024).request, layout=saved.parsed_layout))
+    asked = space("gpt2-xl", 8, 32, 1024)
+    again = simulate(dataclasses.replace(asked.request, layout=saved.parsed_layout), asked.table)
     assert again.step.listed is not None
     program = parse_program(saved.program)
     assert program.text() == again.step.listed.program.text()  # what is saved is what was timed

@@ -263,7 +263,7 @@ def plan_of(program: Program, choices: tuple[Choice, ...], predicted: Timeline) 
     return some_plan(
         graph_fingerprint=program.graph.fingerprint, program=tuple(program.text().splitlines()),
         budgets={"device": BUDGET, "disk": 8 << 30}, gaps=choices, settings={"clip_norm": 1.0}, step_s=step,
-        lower_bound_s=step * 0.93, peak_bytes={"device": program.peak_bytes, "disk": 512 * MiB},
+        lower_bound_s=step * 0.93, peaks={"step": {"device": program.peak_bytes, "disk": 512 * MiB}},
         bytes_by_role=peak.bytes_by_role, policies=rows,
         assumptions=("reads and writes overlap at the mixed rates that were probed",
                      "a page fault of a fresh arena costs nothing after the first step",

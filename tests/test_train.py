@@ -283,7 +283,7 @@ def another_model(plan: Plan) -> Plan:
 def another_machine(plan: Plan) -> Plan:
     machine = json.loads(json.dumps(plan.request.machine_table))
     machine["device"]["memory_bytes"] = 1 << 30
-    return of_request(plan, machine=machine)
+    return of_request(plan, machine_table=machine)
 
 
 def cuda(plan: Plan) -> Plan:

@@ -85,7 +85,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTrain:
     Path("run.toml").write_text(RUN)
     plan = some_plan(
         budgets={"device": 1 << 20, "disk": 1 << 20}, step_s=1.0, lower_bound_s=0.5,
-        peaks={"step": {"device": 1 << 19}}, bytes_by_role={"parameter": 1 << 19}, run=run_to_dict(load_run("run.toml")),
+        peaks={"step": {"device": 1 << 19}}, bytes_by_role={"parameter": 1 << 19},
+        run=run_to_dict(load_run("run.toml")),
         policies=(PolicyRow(policy="residency", fits=True, peak_bytes=1 << 19, step_s=1.0),), assumptions=(),
     )  # fmt: skip
     plan.save(Path("saved.json"))

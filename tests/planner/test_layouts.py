@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lading.program.check import check_ranks
 
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
@@ -25,6 +24,7 @@ from lading.ir.layout import parse_layout
 from lading.ir.plan import Plan
 from lading.ir.program import parse_program
 from lading.ir.request import Request
+from lading.memory.verify import verify
 from lading.planner.bounds import HIDDEN
 from lading.planner.layouts import find_layouts
 from lading.planner.peaks import peaks_of, room_of
@@ -375,7 +375,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert again.step.listed is not None
     program = parse_program(saved.program)
     assert program.text() == again.step.listed.program.text()  # what is saved is what was timed
-    check_ranks(program)
+    verify(program)
     assert all(row["loses_because"] for row in document["layouts"])
     assert document["layouts"][0]["loses_because"] == "fastest"
     assert main(["plan", "--model", "gpt2-xl", "--machine", "h100", "--out", str(plan)]) == 2

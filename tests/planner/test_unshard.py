@@ -37,6 +37,10 @@ def chosen(case: str, share: float, policy: str = "residency") -> Chosen:
     return choose_groups(request, table, int(low + share * (high - low)), policy)
 
 
+#: Cases that take seconds.
+SLOW = ("experts", "many micro-batches")
+
+
 @cache
 def peaks(case: str) -> tuple[int, int]:
     """Of ZeRO-3 and of ZeRO-2."""
@@ -47,7 +51,7 @@ def peaks(case: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "case", [case if case != "experts" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
 )
 def test_between_its_neighbours(case: str) -> None:
     """Never slower than what fits, faster with more memory, which is used to within 2%; never below the bound."""

@@ -364,7 +364,7 @@ with Executor(program, optimizer=OPTIMIZER, folder=Path(sys.argv[1])) as executo
 """
 
 
-@pytest.mark.parametrize("evict", ["nothing", "disk"])
+@pytest.mark.parametrize("evict", [pytest.param("nothing", marks=pytest.mark.slow), "disk"])
 def test_memory_stays_inside_arena_and_workspace(tmp_path: Path, evict: str) -> None:
     command = [sys.executable, "-c", MEMORY, str(tmp_path), evict]
     out = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)

@@ -27,7 +27,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ def write_stream(tier: str) -> str:
     return f"{tier}_write"
 
 
+@lru_cache(maxsize=1 << 16)
 def slot_bytes(size_bytes: int) -> int:
     """Bytes a storage takes in an arena: whole pages, or whole cache lines when smaller than a page."""
     unit = PAGE_BYTES if size_bytes >= PAGE_BYTES else LINE_BYTES

@@ -44,7 +44,7 @@ def attention_s(
     """Seconds of one pass of fused attention alone on the device, launch not included.
 
     Args:
-        dtype: Of queries, keys and values; products run at its peak.
+        dtype: Dtype of queries, keys and values; products run at its peak.
         kernel: "flash1", "triton", "flash2", "flash3", "cudnn", ...; where an architecture has no such kernel, the one
             used there.
         sustained: As of ``product_s``.

@@ -59,24 +59,24 @@ class Tuning:
         ring_hop, tree_hop, pcie_hop, ring_net_hop, tree_net_hop: Seconds of a hop by protocol, inside a domain (of
             NVLink, of PCIe) and between domains.
         link_hop_s, pcie_hop_s, network_hop_s: Latency of a link for which those hold; a slower one adds the difference.
-        share, tree_share: Of the bandwidth that each protocol has.
+        share, tree_share: Share of the bandwidth that each protocol has.
         ll_cap: Highest rate of LL, as a share of the nearest link's bandwidth, within a domain and across.
         nvls_s, nvls_tree_s: Latency of an all-reduce in the switch; of each hop of the tree between such.
         nvls_ranks: Ranks from which the switch is used.
         nvls_loss: Ranks of the switch's bandwidth lost to the ranks' own sends.
-        nvls_tree_share: Of the switch's rate, what is left where a tree joins domains.
+        nvls_tree_share: Share of the switch's rate that is left where a tree joins domains.
         net_overhead_s: Least time of a hop inside a node when the ring leaves it (a proxy posts every send).
         ring_plateau: Factor on a ring's latency across nodes with the Simple protocol.
-        depth_s: By algorithm (ring, tree, switch, tree of switches): hops in flight times the cost of a chunk ([Note:
+        depth_s: Hops in flight times the cost of a chunk, by algorithm (ring, tree, switch, tree of switches) ([Note:
             time of a collective]).
         fill_bytes: Bytes in flight at which filling the pipeline takes no longer.
         fills: How much of that each protocol has: LL and LL128 send small chunks.
         p2p_s: Launch of sends and receives. ``peer_s``: each further peer of an all-to-all, by medium.
-        all_to_all_share: Of a ring's bandwidth that pairwise sends reach, inside a domain; of the NICs' across domains
-            of several ranks (between 0.53, two nodes of B200 with NCCL's defaults, and 0.9, six nodes of H100 of
-            NVIDIA/nccl-tests issue 267), and of one each.
-        send_share: Of the same that one send reaches, inside and across (between 0.46, defaults, and 0.84, tuned, on
-            two nodes of B200).
+        all_to_all_share: Share of a ring's bandwidth that pairwise sends reach, inside a domain; of the NICs'
+            across domains of several ranks (between 0.53, two nodes of B200 with NCCL's defaults, and 0.9, six nodes of
+            H100 of NVIDIA/nccl-tests issue 267), and of one each.
+        send_share: Share of those bandwidths that one send reaches, inside and across (between 0.46, defaults, and
+            0.84, tuned, on two nodes of B200).
         send_channel: Bytes/s of one channel inside a domain, and the bytes up to which a send has one channel.
         congestion: Share of a network's rate lost each time the domains double beyond two.
     """
@@ -231,7 +231,7 @@ def lines(op: str, group: Group, links: tuple[Link, ...], nvls: bool = True, tun
 
 @dataclass(frozen=True)
 class _Paths:
-    """What a group has of the links.
+    """Shares of the links that a group has.
 
     Attributes:
         link_rate, net_rate: Bytes/s each direction that a rank has in its domain, and that all its ranks of a domain
@@ -416,7 +416,7 @@ def dispatch_s(
     """Seconds to bring tokens to their experts, or (``combine``) results back.
 
     Args:
-        size_bytes: Of a rank's tokens, once for each expert of each: what its all-to-all sends, own part included.
+        size_bytes: Bytes of a rank's tokens, once for each expert of each: what its all-to-all sends, own part too.
         group: Ranks of the axis "ep".
         dispatcher: "alltoall" (NCCL), "allgather" or "deepep" ([Note: what is sent]).
         active: Experts of a token.
@@ -462,7 +462,7 @@ def _places(places: int, active: int) -> float:
 
 
 def assumed_of_links(layout: Layout, machine: Machine, tuning: Tuning = NCCL) -> tuple[str, ...]:
-    """What the links that a job of ``layout`` uses, and the rates over them, assume for want of a measurement.
+    """Say what the links that a job of ``layout`` uses, and the rates over them, assume without a measurement.
 
     Raises:
         ConfigError: the layout has several ranks and the machine neither links nor measured collectives.
@@ -489,7 +489,7 @@ def assumed_of_links(layout: Layout, machine: Machine, tuning: Tuning = NCCL) ->
 
 
 def assumptions(machine: Machine, key: str, name: str) -> Iterator[str]:
-    """What a machine's sources for a key, and for those below it, say is assumed, each after a name."""
+    """Yield what a machine's sources for a key, and for those below it, say is assumed, each after a name."""
     for other, text in machine.sources.items():
         if other == key or other.startswith(f"{key}."):
             yield from (f"{name}: {found.strip()}" for found in _ASSUMED.findall(text))

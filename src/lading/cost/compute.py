@@ -213,7 +213,7 @@ def decomposes(graph: StepGraph) -> bool:
 
 
 def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
-    """What the costs of this graph assume for want of a measurement, one sentence each, in order of first use."""
+    """Say what the costs of this graph assume without a measurement, one sentence each, in order of first use."""
     said: dict[str, None] = {}
     for op in graph.ops:
         if base_name(op.name) in ALLOCATIONS:
@@ -226,7 +226,7 @@ def missing_rates(graph: StepGraph, device: Device) -> tuple[str, ...]:
 
 
 def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
-    """What the cost of one operation assumes."""
+    """Yield what the cost of one operation assumes."""
     if (matrices := work_of(graph, op)) is not None:
         yield from _assumed_of_matrices(matrices, device)
         return
@@ -253,7 +253,7 @@ def _assumed(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
 
 
 def _assumed_on_gpu(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
-    """What the cost of one operation assumes on a GPU whose kernels were fitted."""
+    """Yield what the cost of one operation assumes on a GPU whose kernels were fitted."""
     if op.kind is OpKind.CONVOLUTION:
         yield f"no rate of {base_name(op.name)} on {device.name}: timed as a square product of its FLOP"
     elif op.kind is OpKind.ATTENTION and _attention(graph, op) is None:
@@ -265,7 +265,7 @@ def _assumed_on_gpu(graph: StepGraph, op: Op, device: Device) -> Iterator[str]:
 
 
 def _assumed_of_matrices(matrices: tuple[MatrixRule, int, UpdateWork], device: Device) -> Iterator[str]:
-    """What the cost of an update of matrices assumes."""
+    """Yield what the cost of an update of matrices assumes."""
     rule, _, work = matrices
     dtype = rule.product_dtype
     low = dtype if dtype in LOW else ""

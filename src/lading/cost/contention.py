@@ -38,11 +38,11 @@ _PER_NIC, _PCIE = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """What is left of either's rate while both run.
+    """Shares left of either's rate while both run.
 
     Attributes:
-        compute: Of computing, in (0, 1].
-        collective: Of the collective, in (0, 1].
+        compute: Share of computing, in (0, 1].
+        collective: Share of the collective, in (0, 1].
     """
 
     compute: float
@@ -50,7 +50,7 @@ class Contention:
 
     @property
     def slowdown(self) -> float:
-        """By how much longer computing takes (0.1: 10%)."""
+        """Share by which computing takes longer (0.1: 10%)."""
         return 1 / self.compute - 1
 
     @property
@@ -99,7 +99,7 @@ def contention(
     Args:
         op, group: As for ``collective_s``.
         num_sms: Streaming multiprocessors of the device.
-        memory_bound: Of the seconds of computing, how many are limited by memory (norms, elementwise), not in products
+        memory_bound: Share of the seconds of computing limited by memory (norms, elementwise), not in products
             or attention: 0 to 1.
         copy_engine: Whether copy engines move the bytes (all-gather from symmetric memory): no processors are taken.
         nvls: As for ``collective_s``.

@@ -72,9 +72,9 @@ def product_curve_s(
     """Seconds of a product.
 
     Args:
-        flops: Of all its groups together.
+        flops: FLOP of all its groups together.
         own: Its measured rate, and whether that was measured in ``dtype``.
-        where: For messages.
+        where: Name of the product, for messages.
     Raises:
         ConfigError: the dtype has no peak on this device.
     """

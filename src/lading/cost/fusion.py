@@ -1,4 +1,4 @@
-"""What a software stack fuses: kernels of a segment as they are launched, with the bytes they still move.
+"""Fusion by software stacks: kernels of a segment as they are launched, with the bytes they still move.
 
 Products, attention, collectives, gathers and sorts are as captured. Between them, operations that only move bytes are
 put into groups that are one kernel each. What a group makes and nobody outside reads is never written, and what several
@@ -123,7 +123,7 @@ def _read_twice(form: Form, level: str, apart: frozenset[int]) -> tuple[tuple[in
 
 
 def _pairs(form: Form, level: str, fused_loss: bool, apart: frozenset[int]) -> Iterator[_Pair]:
-    """What may be one kernel, in order."""
+    """Yield pairs that may be one kernel, in order."""
     kernels, made_by = form.segment.kernels, _makers(form.segment)
     runs = _runs(kernels)
     last_reader: dict[int, int] = {}
@@ -151,7 +151,7 @@ def _groups(
     """Tensors of what is moved, and the groups, earliest first.
 
     Args:
-        large: Of what ``_read_twice`` names, whether it is.
+        large: Whether each thing that ``_read_twice`` names is large.
     """
     flow, sizes = _Flow(form.segment), iter(large)
     for first, second, views in _pairs(form, level, fused_loss, apart):
@@ -167,7 +167,7 @@ def _groups(
 
 
 def _makers(segment: RankSegment) -> list[set[int]]:
-    """Of each kernel those that made what it reads."""
+    """Kernels that made what each kernel reads."""
     found: list[set[int]] = []
     made_by: dict[int, int] = {}
     for index, kernel in enumerate(segment.kernels):
@@ -322,7 +322,7 @@ def _bytes(segment: RankSegment, storages: Iterable[tuple[int, ...]], whole: Map
 
 
 class _Moved:
-    """What groups of kernels read from and write to memory.
+    """Bytes that groups of kernels read from and write to memory.
 
     What forward makes within a group and only fused operations of backward read is not saved if they read all that it
     was made of anyway: a SwiGLU's kernels keep gate and value, and compute the rest again.
@@ -339,7 +339,7 @@ class _Moved:
         self._again = {storage for group in groups if len(group) > 1 for storage in self._made_again(group, group_of)}
 
     def group(self, group: Sequence[int]) -> _Group:
-        """What a group reads and writes."""
+        """Make a group with what it reads and writes."""
         if len(group) == 1:
             return _Group(tuple(group))
         tensors = self._segment.tensors

@@ -78,8 +78,8 @@ def update_s(elements: float, state_bytes: float, machine: Machine, tier: str, s
     """Seconds in which the host updates so many elements of each device.
 
     Args:
-        state_bytes: Of an element's optimizer states; on another tier than the host's memory they are read and written
-            beside updating.
+        state_bytes: Bytes of an element's optimizer states; on another tier than the host's memory they are read and
+            written beside updating.
     Raises:
         ConfigError: nothing is known of the host's processors, or the machine has no such tier.
     """
@@ -108,7 +108,7 @@ def host_step_s(elements: float, layout: Layout, stack: Stack, machine: Machine,
     the update, unless they stay there.
 
     Args:
-        elements: That a rank updates.
+        elements: Elements that a rank updates.
     """
     seconds = update_s(elements, state_bytes, machine, layout.offload_to, stack)
     if "parameters" not in layout.offload:
@@ -120,7 +120,7 @@ def host_step_s(elements: float, layout: Layout, stack: Stack, machine: Machine,
 
 
 def assumed_of_offload(layout: Layout, stack: Stack, machine: Machine) -> tuple[str, ...]:
-    """What moving to a tier behind the device takes for granted."""
+    """Say what moving to a tier behind the device takes for granted."""
     if not layout.offload:
         return ()
     said = [*assumptions(machine, f"tiers.{layout.offload_to}", layout.offload_to)]

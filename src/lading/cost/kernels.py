@@ -43,8 +43,8 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
     """Seconds of a kernel in a running step, without its launch.
 
     Args:
-        precision: Of 16-bit products: "fp8", "mxfp8" or "nvfp4" for those that run in it (casts of their operands are
-            counted with them), "fp16" for float16 in the place of bfloat16, anything else for their own dtype.
+        precision: Precision of 16-bit products: "fp8", "mxfp8" or "nvfp4" for those that run in it (casts of their
+            operands are counted with them), "fp16" for float16 in the place of bfloat16, anything else their own dtype.
     Raises:
         ConfigError: a collective, or the device lacks a peak or a kernel.
     """
@@ -71,11 +71,11 @@ def kernel_s(kernel: Kernel, device: Device, stack: Stack, precision: str = "") 
 
 @dataclass(frozen=True, slots=True)
 class KernelFloor:
-    """What a kernel takes at least with a share r of its tokens: r * linear_s + fixed_s, and moving r times the bytes.
+    """Least seconds of a kernel with a share r of its tokens: r * linear_s + fixed_s, and moving r times the bytes.
 
     Attributes:
         moved: (class, bytes) as of ``memory_s``, which is not linear: what fits the cache moves faster.
-        groups: That the host launches one by one (``groups_launch_s``); 1 where it does not.
+        groups: Number of groups that the host launches one by one (``groups_launch_s``); 1 where it does not.
     """
 
     linear_s: float = 0.0
@@ -85,7 +85,7 @@ class KernelFloor:
 
 
 def floor_of(kernel: Kernel, device: Device, stack: Stack, precision: str = "") -> KernelFloor:
-    """What a kernel that computes takes at least with fewer tokens; arguments and errors as ``kernel_s``.
+    """Least seconds of a computing kernel with fewer tokens; arguments and errors as ``kernel_s``.
 
     Bytes and FLOP are sums of products of lengths, at most one of which are tokens: they fall no faster than these.
     """

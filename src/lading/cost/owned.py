@@ -43,11 +43,11 @@ class Update:
     """A step of a matrix optimizer on the ranks that share a pipeline stage.
 
     Attributes:
-        seconds: Of it all; ``exposed_s``: of them, while what travels keeps everyone waiting.
-        directions: Of owners.
-        ranks: That share the matrices; ``matrices``: how many there are.
-        moved_bytes: That one rank gets, to owners and back.
-        cut_elements: Of matrices on one rank whose states are cut.
+        seconds: Seconds of it all; ``exposed_s``: those of them while what travels keeps everyone waiting.
+        directions: Spread of the matrices over owners.
+        ranks: Number of ranks that share the matrices; ``matrices``: how many there are.
+        moved_bytes: Bytes that one rank gets, to owners and back.
+        cut_elements: Elements of matrices on one rank whose states are cut.
     """
 
     seconds: float
@@ -77,10 +77,10 @@ def update_of(
     stack: Stack,
     machine: Machine,
 ) -> Update:
-    """What a step on the matrices of a pipeline rank takes ([Note: step of owners]).
+    """Cost of a step on the matrices of a pipeline rank ([Note: step of owners]).
 
     Args:
-        matrices: Of blocks, each as often as its block stands on the rank.
+        matrices: Matrices of blocks, each as often as its block stands on the rank.
         kept: Elements of them that one device updates.
     Raises:
         ConfigError: the machine has no rate or no link that it takes.
@@ -175,10 +175,10 @@ def _moved_bytes(matrices: Mapping[BlockMatrix, int], rule: MatrixRule, layout: 
 
 
 def assumed_of_updates(name: str, rule: MatrixRule, parameters: Sequence[str], device: Device) -> tuple[str, ...]:
-    """What is taken for granted of an optimizer of whole matrices.
+    """Say what is taken for granted of an optimizer of whole matrices.
 
     Args:
-        parameters: That are matrices, by name within their block.
+        parameters: Parameters that are matrices, by name within their block.
     """
     found = [
         f"{name} moves {', '.join(parameters)} of every block, parts of fused ones and experts apart; "

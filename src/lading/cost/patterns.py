@@ -50,7 +50,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What one rank works on.
+    """Matrices that one rank works on.
 
     Attributes:
         shared: (kind, place in ``GANGS``) of each matrix it works on with others, largest gang first.
@@ -75,10 +75,10 @@ class Spread:
     """Whole matrices on ranks.
 
     Attributes:
-        seconds: Of the fullest rank.
-        bound_s: No assignment takes less.
-        mean_s: Of all ranks.
-        state_bytes: Most whole state on one rank.
+        seconds: Seconds of the fullest rank.
+        bound_s: Seconds that no assignment is below.
+        mean_s: Mean seconds of all ranks.
+        state_bytes: Most bytes of whole states on one rank.
     """
 
     seconds: float
@@ -142,10 +142,10 @@ def _filled(kinds: Sequence[Kind], ranks: int) -> tuple[float, int]:
 def shortest(
     kinds: Sequence[Kind], ranks: int, cap_bytes: int | None, low_s: float, high_s: float
 ) -> tuple[float, Packing | None]:
-    """What no assignment is below, and the shortest one that was found ([Note: patterns]).
+    """Find a bound that no assignment is below, and the shortest assignment ([Note: patterns]).
 
     Args:
-        low_s, high_s: What is known: no assignment is below the one, and one takes the other.
+        low_s, high_s: Seconds known before: no assignment is below the one, and one takes the other.
     Returns:
         A bound, ``low_s`` or more; patterns shorter than ``high_s``, if there are.
     """
@@ -183,7 +183,7 @@ def shortest_shared(
 
 
 def seconds_of(kinds: Sequence[Kind], pattern: Pattern) -> float:
-    """That a rank of a pattern works."""
+    """Seconds that a rank of a pattern works."""
     shared = sum(kinds[kind].shared_s[place] for kind, place in pattern.shared)
     return shared + sum(kind.seconds * count for kind, count in zip(kinds, pattern.alone, strict=True))
 

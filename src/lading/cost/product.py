@@ -87,8 +87,8 @@ def product_s(
     """Seconds of a product, or of ``groups`` of them in one kernel, alone on the device, launch not included.
 
     Args:
-        precision: Of the operands: a dtype, or "fp8", "mxfp8", "nvfp4" (whose cast is ``quantize_bytes``).
-        out_bytes: Of an element of the output; 0: four where it accumulates, else two (four from fp32 operands).
+        precision: Precision of the operands: a dtype, or "fp8", "mxfp8", "nvfp4" (whose cast is ``quantize_bytes``).
+        out_bytes: Bytes of an element of the output; 0: four where it accumulates, else two (four from fp32 operands).
         sustained: How much of the slowdown at the power limit applies: 1 for one after another, 0 on a cool device.
         of_weight: It makes a weight's gradient, whose operands lie in rows of m and n; else in rows of n and k.
     Raises:
@@ -110,7 +110,7 @@ def product_s(
 def floor_s(
     product: Product, precision: str, device: Device, *, out_bytes: float = 0.0, of_weight: bool = False
 ) -> tuple[float, float]:
-    """What a product takes at least: seconds for each share of its rows or sum that is left, and besides.
+    """Least seconds of a product: for each share of its rows or sum that is left, and besides.
 
     Arguments and errors as ``product_s``; [Note: product of fewer rows].
     """

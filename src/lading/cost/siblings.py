@@ -35,7 +35,7 @@ def _is_plain(kernel: Kernel, stage: Stage, modules: Sequence[str]) -> bool:
 
 
 def _shared(kernel: Kernel, tensors: Sequence[LocalTensor], stage: Stage) -> object:
-    """What siblings have in common: the input that is no parameter, and the dims that it gives."""
+    """Key that siblings have in common: the input that is no parameter, and the dims that it gives."""
     product = kernel.detail
     assert isinstance(product, Product)
     if stage is Stage.FORWARD:

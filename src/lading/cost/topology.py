@@ -28,8 +28,8 @@ class Group:
     """Ranks that communicate.
 
     Attributes:
-        ranks: How many.
-        domain_ranks: Of them, in one domain of the nearest link (the fullest one).
+        ranks: Number of ranks.
+        domain_ranks: Ranks of them in one domain of the nearest link (the fullest one).
         busy: Ranks of a node that use its NICs at the same time, those of other groups included; 0: all of the node.
     """
 

@@ -24,9 +24,9 @@ def direction_s(work: UpdateWork, elements: int, device: Device, precision: str,
     """Seconds of one direction (``lading.optim.rule.Rule.direction``), launches included.
 
     Args:
-        work: Of the rule for the matrix's rows and columns.
-        elements: Of the matrix.
-        precision: Of the products: "bf16", "fp32".
+        work: Work of the rule for the matrix's rows and columns.
+        elements: Elements of the matrix.
+        precision: Precision of the products: "bf16", "fp32".
         launch_s: Seconds the host takes for a kernel; the host runs ahead, so the longer counts.
     Raises:
         ConfigError: the device has no peak for the precision.

@@ -46,16 +46,16 @@ QUANTIZERS = tuple(_KEPT)
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """What is trained instead of the weights.
+    """Adapters that are trained instead of the weights.
 
     Attributes:
-        rank: Of A and B.
-        wide: A and B are fp32 and run under autocast.
+        rank: Inner dim of A and B.
+        wide: Whether A and B are fp32 and run under autocast.
         width: Bytes of an element of the weights that have not fewer bits.
-        dropout: What enters an adapter is dropped out.
-        quantizer: Of the frozen weights of blocks: "gptq", "nf4", or "" for 16 bits.
+        dropout: Whether what enters an adapter is dropped out.
+        quantizer: Quantizer of the frozen weights of blocks: "gptq", "nf4", or "" for 16 bits.
         modules: Last names of modules whose products have adapters; () for all.
-        outer: Embedding and head are trained in full, in copies of their own.
+        outer: Whether embedding and head are trained in full, in copies of their own.
     """
 
     rank: int

@@ -36,13 +36,13 @@ class Context:
 
 
 def attention_kernels(k: CutKernel, kernel: Kernel, tensors: list[LocalTensor], context: Context) -> list[Kernel]:
-    """One attention as the kernels and collectives of a rank.
+    """Split one attention into the kernels and collectives of a rank.
 
     Args:
-        k: With query, key and value in its spec.
-        kernel: The same with its bytes.
-        tensors: Of the rank's segment.
-        context: Who works on one sequence.
+        k: The attention, with query, key and value in its spec.
+        kernel: The attention as one kernel, with its bytes.
+        tensors: Tensors of the rank's segment.
+        context: Ranks that work on one sequence.
     """
     assert k.spec is not None
     whole = _local_attention(k, tensors)
@@ -80,7 +80,7 @@ def _local_attention(k: CutKernel, tensors: list[LocalTensor]) -> Attention:
 
 
 def _bytes(k: CutKernel, tensors: list[LocalTensor]) -> int:
-    """Of a rank's own keys and values."""
+    """Bytes of a rank's own keys and values."""
     assert k.spec is not None
     return sum(tensors[t].size_bytes for t in k.spec.tensors[1:])
 
@@ -123,7 +123,7 @@ def _ring(kernel: Kernel, whole: Attention, sizes: tuple[int, int], context: Con
 
 
 def _with_merged(kernels: list[Kernel], tensors: list[LocalTensor]) -> list[Kernel]:
-    """What torch's ring adds up is kept heads first, beside what the next product reads of it, tokens first."""
+    """Add the sum that torch's ring keeps heads first, beside what the next product reads of it, tokens first."""
     made = tensors[kernels[-1].outputs[0]]
     tensors.append(dataclasses.replace(made, storage=_next(tensors), name=f"{MERGED}{made.storage}"))
     return [*kernels[:-1], dataclasses.replace(kernels[-1], outputs=(*kernels[-1].outputs, len(tensors) - 1))]

@@ -22,7 +22,7 @@ TENSOR, EXPERT_TENSOR, EXPERT, CONTEXT = "tp", "etp", "ep", "cp"
 
 @dataclass(frozen=True)
 class Axes:
-    """What of a layout decides how a segment is cut; degrees do not, beyond being more than 1.
+    """Axes of a layout that decide how a segment is cut; degrees do not, beyond being more than 1.
 
     Attributes:
         tp, cp, ep, etp: Whether the axis has more than one rank (``etp`` cuts an expert itself).

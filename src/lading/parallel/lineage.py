@@ -328,7 +328,7 @@ def _convolution(found: Lineage, op: Op) -> None:
 
 
 def _repeat(found: Lineage, op: Op) -> None:
-    """The same again and again: dims of one length run on, the others are new."""
+    """Trace an operation that repeats its input: dims of one length run on, the others are new."""
     sizes, made = (found.segment.tensors[t].dims for t in (op.inputs[0], op.outputs[0]))
     for place in range(1, min(len(sizes), len(made)) + 1):
         if sizes[-place] == made[-place]:

@@ -18,7 +18,7 @@ AS_WRITTEN, IN_FP32, IN_LOGITS, FUSED = "as written", "in fp32", "in logits", "f
 
 @dataclass(frozen=True)
 class Loss:
-    """What a way of running cross-entropy changes, in storages.
+    """Changes that a way of running cross-entropy makes, in storages.
 
     Attributes:
         never: Storages that do not exist.
@@ -61,7 +61,7 @@ def _first(flow: Flow, name: str, stage: Stage) -> Kernel | None:
 
 
 def _cast_of(flow: Flow, storage: int) -> int | None:
-    """What a storage was cast from, if it was and nothing else reads the cast."""
+    """Storage that a storage was cast from, if it was and nothing else reads the cast; else None."""
     for place in flow.makers_forward(storage):
         kernel = flow.segment.kernels[place]
         if "_to_copy" in kernel.name:

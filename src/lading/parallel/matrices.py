@@ -18,7 +18,7 @@ class BlockMatrix:
     """Equal matrices of a block.
 
     Attributes:
-        name: Of the parameter within its block.
+        name: Name of the parameter within its block.
         count: Parts of a fused parameter of this shape, times the experts of a stack.
         is_expert: One of a stack of experts.
     """
@@ -31,7 +31,7 @@ class BlockMatrix:
 
     @property
     def elements(self) -> int:
-        """Of all of them."""
+        """Elements of all of them."""
         return self.rows * self.columns * self.count
 
 

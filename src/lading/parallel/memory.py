@@ -59,7 +59,7 @@ def segment_memory(
     fused_loss: bool = False,
     makes_weight_gradients: bool = True,
 ) -> SegmentMemory:
-    """What is kept and the peaks; arguments as ``saved_bytes``.
+    """Bytes kept and peaks of a segment; arguments as ``saved_bytes``.
 
     Args:
         makes_weight_gradients: False where products add gradients of weights to the main ones without a tensor between.
@@ -108,7 +108,7 @@ def _kept_as_marked(form: Form, marked: tuple[int, ...], fusion: str, fused_loss
 
 @dataclass(frozen=True)
 class _Walk:
-    """What is there while kernels run in order: at first, and what each step adds and then takes away."""
+    """Storages there while kernels run in order: at first, and those that each step adds and then takes away."""
 
     start: tuple[int, ...]
     steps: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -134,7 +134,7 @@ class _Walk:
 def _walks(
     form: Form, kept: frozenset[int], again: tuple[int, ...], fused: tuple[str, bool], without: frozenset[int]
 ) -> tuple[_Walk, _Walk]:
-    """Of forward, and of backward with what runs again; ``without``: storages that are not counted."""
+    """Walks of forward, and of backward with what runs again; ``without``: storages that are not counted."""
     flow, (fusion, fused_loss) = flow_of(form), fused
     loss, together = loss_of(flow, _way(fusion, fused_loss)), _together(flow)
     never = _inner(flow, fusion) | loss.never | without
@@ -152,9 +152,9 @@ class AliveBytes:
     """Bytes of one micro-batch in one segment, kernel by kernel, without gradients of parameters.
 
     Attributes:
-        saved: Kept from forward to backward.
+        saved: Bytes kept from forward to backward.
         forward, backward: Place of each kernel in order, and bytes alive while it runs; what is recomputed first.
-        gradients: Of a parameter by its local tensor: place of the kernel that makes its gradient.
+        gradients: Place of the kernel that makes a parameter's gradient, by the parameter's local tensor.
     """
 
     saved: int
@@ -166,7 +166,7 @@ class AliveBytes:
 def alive_bytes(
     segment: RankSegment, recompute: Recomputed | None = None, fusion: str = "eager", *, fused_loss: bool = False
 ) -> AliveBytes:
-    """What is alive while each kernel runs; arguments as ``saved_bytes``."""
+    """Bytes alive while each kernel runs; arguments as ``saved_bytes``."""
     sizes, flow = _sizes(segment), flow_of(segment.form)
     kept = _kept(segment, recompute, (fusion, fused_loss))
     gradients = _gradients(segment, flow)
@@ -183,7 +183,7 @@ def alive_bytes(
 
 
 def _gradients(segment: RankSegment, flow: Flow) -> dict[int, tuple[int, int]]:
-    """Of each parameter, the kernel that makes its gradient, and the storage: as large, and read by nobody.
+    """Find each parameter's gradient: the kernel that makes it, and its storage, as large and read by nobody.
 
     One of the parameter's own module is taken first; products that were merged have the module of one of them.
     """

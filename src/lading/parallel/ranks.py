@@ -25,10 +25,10 @@ DENSE, EXPERTS = "dp", "dp/ep"
 def rank_segment(
     segment: Segment, sizes: Mapping[str, int], layout: Layout, *, regather: bool = True, fp32_rings: bool = False
 ) -> RankSegment:
-    """What one rank of a layout runs of a segment.
+    """Make what one rank of a layout runs of a segment.
 
     Args:
-        segment: From a ModelTable.
+        segment: Segment of a ModelTable.
         sizes: Value of each symbol; ``b`` is the layout's micro-batch unless it is given.
         layout: Degrees of tensor, context and expert parallel; pipeline, data parallel and recompute do not matter.
         regather: With sequence parallel, backward gathers tokens again (Megatron) instead of keeping what forward
@@ -54,7 +54,7 @@ def check_segment(segment: Segment, sizes: Mapping[str, int], layout: Layout, *,
 
 @dataclass(frozen=True, slots=True)
 class _Degrees:
-    """What of a layout decides numbers, beside the micro-batch."""
+    """Degrees of a layout that decide numbers, beside the micro-batch."""
 
     tp: int
     cp: int
@@ -84,7 +84,7 @@ def _ranked(cut_segment: CutSegment, sizes: tuple[tuple[str, int], ...], ways: _
 
 
 def axes_of(layout: Layout, *, regather: bool = True) -> Axes:
-    """What of a layout decides how segments are cut.
+    """Axes of a layout, which decide how segments are cut.
 
     Raises:
         ConfigError: the axes cannot be together.

@@ -25,7 +25,7 @@ _ALIASES = {"moe_act": ACTIVATIONS, "mlp_act": ACTIVATIONS, "norm": NORMS}
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What recompute changes of a segment.
+    """Changes that recompute makes to a segment.
 
     Attributes:
         kernels: Places among the segment's kernels that run again before its backward, in order.
@@ -85,7 +85,7 @@ def flow_of(form: Form) -> Flow:
 
 
 def recomputed(segment: RankSegment, mode: str, modules: Sequence[str] = (), *, early_stop: bool = False) -> Recomputed:
-    """What runs again.
+    """Choose what runs again.
 
     Args:
         mode: "none", "selective" or "full".

@@ -33,7 +33,7 @@ class Length:
 
     Attributes:
         leaves: Where it has factors: all it is a product of, outermost first, each with its own factors.
-        parts: Of each the places, among all lengths, of what it is a product of.
+        parts: Places, among all lengths, of what each part is a product of.
     """
 
     size: Size

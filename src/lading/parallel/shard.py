@@ -232,7 +232,7 @@ class _Builder:
         return self.keys[key]
 
     def _sharded(self, tensor: int, source: int, form: tuple[str, bool]) -> int:
-        """What a rank has of a tensor that is whole on it; the tensor itself where that is all of it."""
+        """Shard that a rank has of a tensor that is whole on it; the tensor itself where that is all of it."""
         key = self._key(tensor, *form)
         if key not in self.keys:
             dims = self._dims(tensor, scattered=key[2])
@@ -361,7 +361,7 @@ class _Builder:
         return None
 
     def _special(self, kernel: CutKernel, op: Op) -> Callable[[CutKernel, Op, dict[int, int]], bool] | None:
-        """What writes an operation whose ranks do other than torch's does, unless it answers that they do not."""
+        """Writer of an operation whose ranks do other than torch's does, unless it answers that they do not."""
         if op.kind is OpKind.ATTENTION and kernel.spec is not None and kernel.spec.axis == CONTEXT:
             return self._attention
         return {
@@ -560,10 +560,10 @@ class _Builder:
     # Rows sorted by expert.
 
     def _ends(self, *, sent: bool, gathered: bool = False) -> int:
-        """Where the rows of each expert end.
+        """Tensor of the ends of each expert's rows.
 
         Args:
-            sent: Of a rank's experts, with the rows of all ranks that sent some; else as a rank's router has them.
+            sent: Ends of a rank's experts, with the rows of all ranks that sent some; else as a rank's router has them.
             gathered: With the rows of all tp ranks, which cut the same experts.
         """
         key: _Key = (-1, f"{self.phase} {sent} {gathered}", False)

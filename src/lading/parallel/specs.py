@@ -26,13 +26,13 @@ class CutTensor:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What an operation's cost needs beside bytes.
+    """Facts that an operation's cost needs beside bytes.
 
     Attributes:
         form: "product", "linear", "grouped", "attention" or "collective".
         tensors: Local tensors: both factors and the result; query, key and value; or the one whose bytes are sent.
-        op: Of a collective.
-        axis: Of a collective, or "cp" for attention whose tokens are cut.
+        op: Name of a collective.
+        axis: Axis of a collective, or "cp" for attention whose tokens are cut.
     """
 
     form: str
@@ -47,8 +47,8 @@ class CutKernel:
 
     Attributes:
         op: The segment's operation; None for a collective.
-        statistic: Of a collective of one number a token: "max" or "sum" of scores, "target" for the target's score, or
-            "norm" for sums of squares.
+        statistic: Kind of a collective of one number a token: "max" or "sum" of scores, "target" for the target's
+            score, or "norm" for sums of squares.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Origin:
     """The tensor of the segment that a local tensor is a copy of.
 
     Attributes:
-        tensor: Of the segment; -1 for statistics that ranks exchange.
-        copy: Which collectives it came through; "" for none.
-        scattered: Its tokens are cut over tp ranks.
+        tensor: Tensor of the segment; -1 for statistics that ranks exchange.
+        copy: Collectives it came through; "" for none.
+        scattered: Whether its tokens are cut over tp ranks.
     """
 
     tensor: int
@@ -82,14 +82,14 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """What cutting a segment found out: how the dims of any of its tensors are cut, and what every rank has.
+    """Result of cutting a segment: how the dims of any of its tensors are cut, and what every rank has.
 
     Attributes:
-        segment: As it was cut, widened where it runs in fp32.
-        axis: Of each atom that is cut.
-        origins: Of each local tensor.
+        segment: Segment as it was cut, widened where it runs in fp32.
+        axis: Axis of each atom that is cut.
+        origins: Origin of each local tensor.
         free: Storages that every rank can make whole by itself.
-        copies: Of each storage the copy that is there at the end, and whether its tokens are cut over tp ranks.
+        copies: Copy of each storage that is there at the end, and whether its tokens are cut over tp ranks.
     """
 
     segment: Segment

@@ -122,8 +122,8 @@ def wired(program: Program) -> Wired:
 
 
 def _first_alike(what: T, alike: Sequence[Sequence[int]]) -> T:
-    """A region or storage with the first unit of its stage that is like its own."""
-    if isinstance(what, Border) or what.unit < 0:
+    """A region or storage with the first unit of its stage that is like its own, where that is known."""
+    if isinstance(what, Border) or what.unit < 0 or not alike:
         return what
     return what._replace(unit=alike[what.stage][what.unit])
 

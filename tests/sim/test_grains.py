@@ -17,8 +17,8 @@ import lading
 from lading.catalog.load import load_machine
 from lading.catalog.stacks import stack_by_name
 from lading.cost.compute import op_seconds, placed_costs
+from lading.cost.hosting import caller_seconds
 from lading.cost.kernels import kernel_s
-from lading.cost.transfer import caller_seconds
 from lading.ir.action import Action, ActionKind, Work
 from lading.ir.graph import OpKind, Phase
 from lading.ir.layout import Layout

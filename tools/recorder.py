@@ -3,7 +3,8 @@
 Used as an oracle: a model is cut by torch itself under a fake process group (``torch.testing._internal.distributed``),
 runs on small tensors whose values do not matter, and what this rank issued is compared with what Lading says.
 
->>> with Recorder({"dp": mesh.get_group()}) as recorder: ...     model(batch).backward()
+>>> with Recorder({"dp": mesh.get_group()}) as recorder:
+...     model(batch).backward()
 >>> recorder.events
 """
 

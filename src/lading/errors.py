@@ -1,11 +1,14 @@
 """Errors that Lading raises on purpose.
 
-    LadingError |-- ConfigError (ValueError)     a setting, a file or an argument is wrong |   |-- BudgetAboveDevice
-    a device budget is more than the device has |-- CaptureError                 the model cannot be turned into a
-    StepGraph |-- PlanInfeasible               no plan fits the budget; says what binds and by how much |-- ProgramError
-    the verifier rejects a Program; names the action |-- SimulationError              the simulator was handed something
-    it cannot time |-- BudgetExceeded               a run used more memory than its plan promised |-- StorageError
-    (OSError)       a file, a tier or a checkpoint is full, corrupt or missing; or memory is
+    LadingError
+    |-- ConfigError (ValueError)     a setting, a file or an argument is wrong
+    |   |-- BudgetAboveDevice        a device budget is more than the device has
+    |-- CaptureError                 the model cannot be turned into a StepGraph
+    |-- PlanInfeasible               no plan fits the budget; says what binds and by how much
+    |-- ProgramError                 the verifier rejects a Program; names the action
+    |-- SimulationError              the simulator was handed something it cannot time
+    |-- BudgetExceeded               a run used more memory than its plan promised
+    |-- StorageError (OSError)       a file, a tier or a checkpoint is full, corrupt or missing; or memory is
 
 ``BudgetWarning`` is a warning: the run goes on.
 

@@ -91,9 +91,7 @@ def _capacity_unit(size_bytes: float) -> tuple[str, float]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds in the unit of their size, from hours to nanoseconds: ``'17.3 min'``, ``'1.234 s'``, ``'7.8
-    ns'``.
-    """
+    """Format seconds in the unit of their size, from hours to nanoseconds: ``'17.3 min'``, ``'12.3 ms'``."""
     for unit, scale, least_s in _LONG_TIMES:
         if abs(seconds) >= least_s:
             return f"{seconds / scale:.1f} {unit}"

@@ -2,8 +2,8 @@
 
 A column is an argument of the model's forward. Rows are copied once into a file next to the run,
 
-    arrays-FINGERPRINT.rows    row after row, each column's bytes in turn arrays-FINGERPRINT.json    the columns, how
-    many rows, and their hash; written last
+    arrays-FINGERPRINT.rows    row after row, each column's bytes in turn
+    arrays-FINGERPRINT.json    the columns, how many rows, and their hash; written last
 
 and read from there, as a mapping would add its pages to the resident set that a budget is about.
 """

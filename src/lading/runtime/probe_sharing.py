@@ -65,7 +65,7 @@ def probe_sharing(ranks: int, seconds: float = 12.0) -> Processes:
 
 
 def _run(rank: int, count: int, folder: str, seconds: float) -> None:
-    """Run one process; the first process writes the times of all."""
+    """Run one of the processes that share the host; the first of them writes the times of all."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=count)
     try:

@@ -120,16 +120,16 @@ def _blocks(stored: StoredTable) -> tuple[Segment, ...]:
 
 
 def _symbols(model: Architecture, base: str, families: Mapping[str, StoredTable]) -> dict[str, int]:
-    given = dict(model.symbols)
-    if given.get("mh"):
-        if given["mh"] % given.get("mg", 1):
-            raise ConfigError(f"expected state-space heads (mh) a multiple of groups (mg), got {given}")
-        given["mr"] = given["mh"] // given.get("mg", 1)
+    sizes = dict(model.symbols)
+    if sizes.get("mh"):
+        if sizes["mh"] % sizes.get("mg", 1):
+            raise ConfigError(f"expected state-space heads (mh) a multiple of groups (mg), got {sizes}")
+        sizes["mr"] = sizes["mh"] // sizes.get("mg", 1)
     for key, value in _DEFAULTS.get(base, {}).items():
-        given.setdefault(key, value)
+        sizes.setdefault(key, value)
     symbols: dict[str, int] = {}
     for family, stored in families.items():
-        known = {key: value for key, value in given.items() if key in stored.symbols}
+        known = {key: value for key, value in sizes.items() if key in stored.symbols}
         symbols |= family_symbols(family, stored, known)
     return symbols
 

@@ -58,11 +58,11 @@ def resolve(data: Table, origin: str, base: Callable[[str], Table]) -> Table:
 def _merged(base: Table, child: Table) -> Table:
     """Lay ``child`` over ``base``, whose sources of what the child replaces are dropped."""
     replaced = set(_keys({key: value for key, value in child.items() if key != "sources"}))
-    own = child.get("sources", {})
+    sources = child.get("sources", {})
     inherited = {key: text for key, text in base.get("sources", {}).items() if key not in replaced}
-    if not isinstance(own, dict):
+    if not isinstance(sources, dict):
         return {**base, **child}  # the loader says what is wrong with it
-    return {**_overlaid(base, child), "sources": {**inherited, **own}}
+    return {**_overlaid(base, child), "sources": {**inherited, **sources}}
 
 
 def _overlaid(base: Table, child: Table) -> Table:
@@ -84,10 +84,10 @@ def _all_tables(value: object) -> bool:
 
 def _by_name(base: list[Table], child: list[Table]) -> list[Table]:
     """Merge tables by name, in the base's order; new ones come last."""
-    found = {table.get("name"): table for table in base}
+    tables = {table.get("name"): table for table in base}
     for table in child:
-        found[table.get("name")] = {**found.get(table.get("name"), {}), **table}
-    return list(found.values())
+        tables[table.get("name")] = {**tables.get(table.get("name"), {}), **table}
+    return list(tables.values())
 
 
 def _keys(table: Table, prefix: str = "") -> Iterator[str]:
@@ -141,8 +141,8 @@ def _attention_peak(device: Table, origin: str) -> float:
     peaks = device.get("peak_flops_per_s")
     known = cast(Table, peaks) if isinstance(peaks, dict) else {}
     dtypes = ("float32",) if device.get("kind") == "cpu" else ("bfloat16", "float16")
-    found = next((known[dtype] for dtype in dtypes if dtype in known), None)
-    return _positive(found, f"device.peak_flops_per_s.{dtypes[0]}", origin)
+    peak = next((known[dtype] for dtype in dtypes if dtype in known), None)
+    return _positive(peak, f"device.peak_flops_per_s.{dtypes[0]}", origin)
 
 
 def _scaled(curve: object, factor: float, where: str, origin: str) -> Table:

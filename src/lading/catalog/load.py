@@ -150,8 +150,8 @@ def _number_keys(machine: Machine) -> Iterator[str]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _build(cls: type[_T], data: object, where: str, origin: str) -> _T:

@@ -108,9 +108,9 @@ def named_model(name: str) -> NamedModel:
             f"got {name!r}{hint}"
         )
     data: dict[str, Any] = tomllib.loads((CATALOG_MODELS / f"{name}.toml").read_text(encoding="utf-8"))
-    found = NamedModel(**data)
-    if found.name != name or bool(found.family) == (found.model in MODELS):
+    model = NamedModel(**data)
+    if model.name != name or bool(model.family) == (model.model in MODELS):
         raise ConfigError(
             f"catalog/models/{name}.toml: expected this name, and a family or a model among {', '.join(MODELS)}"
         )
-    return found
+    return model

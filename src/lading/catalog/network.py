@@ -68,10 +68,10 @@ def parse_network(words: str | None, node_ranks: int = 8) -> NamedNetwork:
     if _NONE.match(text):
         return NamedNetwork(None, "network not stated: the machine's own")
     kind = next((name for name, pattern in _KINDS if re.search(pattern, text)), "")
-    found = _nics(text, node_ranks)
-    if found is None:
+    parsed = _nics(text, node_ranks)
+    if parsed is None:
         return NamedNetwork(None, f"network {words!r} has no rate: the machine's own")
-    nics, gigabits = found
+    nics, gigabits = parsed
     efficiency, latency, reached = _REACHED["efa" if "efa" in text else kind or "infiniband"]
     link = Link(
         name="network",

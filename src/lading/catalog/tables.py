@@ -149,8 +149,8 @@ def model_table(name: str) -> ModelTable:
     symbols = {names.get(key, key): size for key, size in sizes.items()}
     family = "qwen3" if sizes.get("qk_norm") else model.model
     known = stored_table(family).symbols
-    given = {key: size for key, size in symbols.items() if key in known}
-    return family_table(family, layers=layers, tied=None if tied is None else bool(tied), name=name, **given)
+    given_sizes = {key: size for key, size in symbols.items() if key in known}
+    return family_table(family, layers=layers, tied=None if tied is None else bool(tied), name=name, **given_sizes)
 
 
 def family_symbols(family: str, stored: StoredTable, given: Mapping[str, int]) -> dict[str, int]:

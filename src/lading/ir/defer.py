@@ -27,9 +27,9 @@ def updates(graph: StepGraph) -> list[tuple[int, ...]]:
     for index, op in enumerate(graph.ops):
         if op.phase is not Phase.OPTIMIZER or not op.mutates:
             continue
-        found = {owner[s] for s in graph.reads(op) if s in owner}
-        first = min(found, default=index)
-        groups[first] = sorted({index, *(i for f in found for i in groups.pop(f, ()))})
+        owners = {owner[s] for s in graph.reads(op) if s in owner}
+        first = min(owners, default=index)
+        groups[first] = sorted({index, *(i for f in owners for i in groups.pop(f, ()))})
         for member in groups[first]:
             owner.update(dict.fromkeys((graph.storage_of(t) for t in graph.ops[member].mutates), first))
     members = {i for group in groups.values() for i in group}
@@ -69,9 +69,9 @@ def _blocks(graph: StepGraph, place: dict[int, int]) -> tuple[Block, ...]:
 
     Instances of unlike length become blocks of their own.
     """
-    found: dict[tuple[str, Phase, int], list[int]] = {}
+    runs: dict[tuple[str, Phase, int], list[int]] = {}
     for block in graph.blocks:
         for start in block.starts:
             length = place[start + block.num_ops - 1] - place[start] + 1
-            found.setdefault((block.module, block.phase, length), []).append(place[start])
-    return tuple(Block(module, phase, length, tuple(starts)) for (module, phase, length), starts in found.items())
+            runs.setdefault((block.module, block.phase, length), []).append(place[start])
+    return tuple(Block(module, phase, length, tuple(starts)) for (module, phase, length), starts in runs.items())

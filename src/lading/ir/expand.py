@@ -260,16 +260,16 @@ class _StepBuilder:
 
     def _clipped_dtype(self, trained: Sequence[Parameter]) -> str:
         """Find the one dtype of all gradients that are clipped."""
-        found = {
+        dtypes = {
             "float32" if self.has_master(p) else self.tensors[self.gradients[p.tensor]].dtype: p.names[0]
             for p in trained
         }
-        if len(found) > 1:
+        if len(dtypes) > 1:
             raise ConfigError(
-                f"expected gradients of one dtype to clip, got {', '.join(f'{d} ({n})' for d, n in found.items())}; "
+                f"expected gradients of one dtype to clip, got {', '.join(f'{d} ({n})' for d, n in dtypes.items())}; "
                 "use master_weights=True, one dtype for all parameters, or clip_norm=0"
             )
-        return next(iter(found))
+        return next(iter(dtypes))
 
     def add_updates(self, trained: Sequence[Parameter], coefficient: int | None, part_elements: int) -> None:
         """Insert the updates of each parameter after its last reader and its final gradient."""
@@ -358,18 +358,18 @@ class _StepBuilder:
         for member in members(name, value, gradient, self.parts[parameter.tensor]):
             pieces = list(member.stacked(part_elements))
             states = [self._matrix_states(parameter, matrices, piece, start) for start, piece in pieces]
-            for (_, piece), held in zip(pieces, states, strict=True):
+            for (_, piece), names in zip(pieces, states, strict=True):
                 param, grad = self._tensor(piece.value), self._tensor(piece.gradient)
-                own = self._master_of(parameter, piece, param, master)
-                masters += [own] if own is not None and master is None else []
+                master_piece = self._master_of(parameter, piece, param, master)
+                masters += [master_piece] if master_piece is not None and master is None else []
                 tensors = Tensors(
-                    param=param, grad=grad, states=tuple(held.values()), step=step, first=not ops, master=own,
+                    param=param, grad=grad, states=tuple(names.values()), step=step, first=not ops, master=master_piece,
                     coefficient=coefficient, workspace=self._workspace(matrices, piece),
                 )  # fmt: skip
                 ops.append(self._sized(update_op(matrices, piece.shape, tensors, name.rpartition(".")[0])))
             for suffix, state in rule.states(*member.shape[1:]).items():
                 whole = state.shape if len(value.shape) == 2 else (member.shape[0], *state.shape)
-                tensors_of = tuple(held[suffix] for held in states)
+                tensors_of = tuple(names[suffix] for names in states)
                 self.states.append(
                     State(f"{member.label}.{suffix}", self.tensors[tensors_of[0]].dtype, whole, tensors_of)
                 )
@@ -385,12 +385,12 @@ class _StepBuilder:
         """Make the states of the matrices of one update, by suffix; later runs of a stack are numbered."""
         count, rows, columns = piece.shape
         stack = (count,) if len(piece.value.shape) == 3 else ()
-        found: dict[str, int] = {}
+        states: dict[str, int] = {}
         for suffix, state in matrices.made().states(rows, columns).items():
             name = f"{piece.label}.{suffix}" + (f"[{start}]" if start else "")
             dtype = state.dtype or self._moved_dtype(parameter)
-            found[suffix] = self._fresh(name, dtype, (*stack, *state.shape), Role.OPTIMIZER_STATE)
-        return found
+            states[suffix] = self._fresh(name, dtype, (*stack, *state.shape), Role.OPTIMIZER_STATE)
+        return states
 
     def _master_of(self, parameter: Parameter, piece: MatrixStack, param: int, whole: int | None) -> int | None:
         """Make the master of the matrices of one update: a storage of its own, or a view of ``whole``."""

@@ -184,8 +184,8 @@ def network_of(memory_bytes: Mapping[str, int], links: Sequence[Join]) -> Networ
     for link in links:
         _known(link, names)
         for a, b in permutations(link.devices, 2):
-            held = tuple(channels.setdefault(name, len(channels)) for name in _held(link, a, b))
-            hop = Hop(held, link.latency_s, 1 / (link.bandwidth_bytes_per_s * link.efficiency))
+            numbers = tuple(channels.setdefault(name, len(channels)) for name in _held(link, a, b))
+            hop = Hop(numbers, link.latency_s, 1 / (link.bandwidth_bytes_per_s * link.efficiency))
             known = direct.get((place[a], place[b]))
             if known is None or hop.seconds(_ROUTE_BYTES) < known.seconds(_ROUTE_BYTES):
                 direct[place[a], place[b]] = hop

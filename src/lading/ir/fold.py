@@ -14,13 +14,13 @@ def fold(graph: StepGraph) -> tuple[Block, ...]:
     A block is a run of consecutive operations of one item of a module list (``layers.3``) in one phase. Two runs
     are the same block when they call the same operations on tensors of the same geometry, wired the same way.
     """
-    found: dict[tuple[str, Phase, tuple[object, ...]], list[int]] = {}
+    alike: dict[tuple[str, Phase, tuple[object, ...]], list[int]] = {}
     for start, stop, module in _runs(graph.ops):
         key = (module, graph.ops[start].phase, _signature(graph, start, stop))
-        found.setdefault(key, []).append(start)
+        alike.setdefault(key, []).append(start)
     blocks = [
         Block(module=module, phase=phase, num_ops=len(signature), starts=tuple(starts))
-        for (module, phase, signature), starts in found.items()
+        for (module, phase, signature), starts in alike.items()
     ]
     return tuple(sorted(blocks, key=lambda block: block.starts))
 

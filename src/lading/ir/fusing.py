@@ -37,15 +37,15 @@ def fusible(graph: StepGraph, op: Op) -> bool:
 
 def runs(graph: StepGraph) -> list[range]:
     """Find the longest runs of such operations in the order of the step, those that are worth a call."""
-    found: list[range] = []
+    regions: list[range] = []
     start = 0
     for index, op in enumerate((*graph.ops, None)):
         if op is not None and fusible(graph, op):
             continue
         if index - start >= FEWEST_OPS and _touched(graph, graph.ops[start:index]) >= LEAST_BYTES:
-            found.append(range(start, index))
+            regions.append(range(start, index))
         start = index + 1
-    return found
+    return regions
 
 
 def _touched(graph: StepGraph, ops: Sequence[Op]) -> int:
@@ -64,18 +64,18 @@ def remaining(graph: StepGraph, run: range, last_read: Sequence[int]) -> list[fl
     shares: list[float] = []
     for index in run:
         op = graph.ops[index]
-        total = kept = 0
+        total = left = 0
         for tensor in op.inputs:
             size, storage = graph.tensors[tensor].touched_bytes, graph.storage_of(tensor)
             total += size
-            kept += size if storage not in known else 0
+            left += size if storage not in known else 0
             known.add(storage)
         for tensor in op.outputs:
             size, storage = graph.tensors[tensor].touched_bytes, graph.storage_of(tensor)
             total += size
-            kept += size if last_read[storage] >= run.stop else 0
+            left += size if last_read[storage] >= run.stop else 0
             known.add(storage)
-        shares.append(kept / total if total else 1.0)
+        shares.append(left / total if total else 1.0)
     return shares
 
 

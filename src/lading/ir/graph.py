@@ -320,8 +320,8 @@ class StepGraph:
         """Hash of structure (not of weights): equal for two captures of the same model and batch shape."""
         digest = hashlib.sha256()
         parts = (self.storages, self.tensors, self.ops, self.parameters, self.buffers, self.inputs, self.losses)
-        own = (self.accumulation,), self.loss_names[1:], self.hosted
-        for part in (*parts, *own):
+        last = (self.accumulation,), self.loss_names[1:], self.hosted
+        for part in (*parts, *last):
             for item in part:
                 digest.update(repr(item).encode())
                 if isinstance(item, Storage) and item.data is not None:

@@ -41,9 +41,9 @@ def light_groups(graph: StepGraph, *, sums: bool = False) -> list[tuple[int, ...
         if not (in_phase or (sums and _is_sum(graph, op))) or not _is_light(graph, op):
             continue
         about = {s for s in (*graph.op_reads[index], *graph.op_writes[index]) if _joins(graph, s)}
-        found = {owner[s] for s in about if s in owner}
-        first = min(found, default=index)
-        groups[first] = sorted({index, *(i for f in found for i in groups.pop(f, ()))})
+        owners = {owner[s] for s in about if s in owner}
+        first = min(owners, default=index)
+        groups[first] = sorted({index, *(i for f in owners for i in groups.pop(f, ()))})
         for member in groups[first]:
             touched = (*graph.op_reads[member], *graph.op_writes[member])
             owner.update(dict.fromkeys((s for s in touched if _joins(graph, s)), first))

@@ -143,12 +143,12 @@ class Layout:
 
     @property
     def cuts_parameters(self) -> bool:
-        """Whether a rank keeps only its part of parameters between steps; in a pipeline with zero 2 as with 3."""
+        """Whether a rank keeps only its shard of parameters between steps; in a pipeline with zero 2 as with 3."""
         return self.zero == 3 or (self.zero == 2 and self.is_pipeline)
 
     @property
     def sharding_ranks(self) -> int:
-        """Ranks over which ``zero`` cuts states."""
+        """Number of ranks over which ``zero`` cuts states."""
         return self.shard or self.dp * self.cp
 
     def __str__(self) -> str:

@@ -280,7 +280,7 @@ class Link:
     fewer: tuple[float, ...] = ()
 
     def reached(self, ranks: int) -> float:
-        """Bytes/s each direction that a rank of a long ring of ``ranks`` of a domain reaches."""
+        """Bytes/s in each direction that a rank of a long ring of ``ranks`` of a domain reaches."""
         share = self.efficiency
         if 2 <= ranks < len(self.fewer) + 2:
             share = self.fewer[ranks - 2]

@@ -123,15 +123,15 @@ class PlacementProblem:
                 raise ConfigError(f"expected a flow to at least one task, got {flow}")
             if not all(0 <= flow.source < target < len(self.tasks) for target in flow.targets) or flow.size_bytes < 0:
                 raise ConfigError(f"expected a flow of >= 0 bytes to later tasks, got {flow}")
-        for own in self.shared:
-            inside = all(0 <= task < len(self.tasks) for task in own.tasks)
+        for entry in self.shared:
+            inside = all(0 <= task < len(self.tasks) for task in entry.tasks)
             if (
                 not inside
-                or own.size_bytes < 0
-                or len({self.group_of[t] for t in own.tasks}) < len(own.tasks)
-                or not own.tasks
+                or entry.size_bytes < 0
+                or len({self.group_of[t] for t in entry.tasks}) < len(entry.tasks)
+                or not entry.tasks
             ):
-                raise ConfigError(f"expected >= 0 shared bytes of tasks in different groups, got {own}")
+                raise ConfigError(f"expected >= 0 shared bytes of tasks in different groups, got {entry}")
         for group in self.groups:
             if not any(isfinite(s + o) for s, o in zip(group.seconds, group.once_s, strict=True)):
                 raise ConfigError(f"expected a device that can run all of {group.name}, no device can; {self.assumed}")
@@ -145,85 +145,85 @@ class PlacementProblem:
         return tuple(self._group(name, numbers) for name, numbers in members.items())
 
     def _group(self, name: str, numbers: list[int]) -> TaskGroup:
-        own = [self.tasks[n] for n in numbers]
+        tasks = [self.tasks[n] for n in numbers]
         devices = range(len(self.network.devices))
         return TaskGroup(
             name=self.tasks[numbers[0]].group or self.tasks[numbers[0]].name,
             tasks=tuple(numbers),
-            seconds=tuple(sum(t.seconds[d] for t in own if not t.once) for d in devices),
-            once_s=tuple(sum(t.seconds[d] for t in own if t.once) for d in devices),
-            resident_bytes=sum(t.resident_bytes for t in own),
-            kept_bytes=sum(t.kept_bytes for t in own),
+            seconds=tuple(sum(t.seconds[d] for t in tasks if not t.once) for d in devices),
+            once_s=tuple(sum(t.seconds[d] for t in tasks if t.once) for d in devices),
+            resident_bytes=sum(t.resident_bytes for t in tasks),
+            kept_bytes=sum(t.kept_bytes for t in tasks),
             working_bytes=max(self._beside[n] for n in numbers),
         )
 
     @cached_property
     def sharing(self) -> tuple[tuple[int, ...], ...]:
         """Groups of each entry of ``shared``, in order."""
-        return tuple(tuple(sorted(self.group_of[task] for task in own.tasks)) for own in self.shared)
+        return tuple(tuple(sorted(self.group_of[task] for task in entry.tasks)) for entry in self.shared)
 
     @cached_property
     def alone_bytes(self) -> tuple[int, ...]:
         """Bytes that each group needs alone on a device: resident, shared and kept."""
-        found = [group.resident_bytes + group.kept_bytes for group in self.groups]
-        for own, groups in zip(self.shared, self.sharing, strict=True):
+        needed = [group.resident_bytes + group.kept_bytes for group in self.groups]
+        for entry, groups in zip(self.shared, self.sharing, strict=True):
             for group in groups:
-                found[group] += own.size_bytes
-        return tuple(found)
+                needed[group] += entry.size_bytes
+        return tuple(needed)
 
     @cached_property
     def least_bytes(self) -> int:
         """Bytes that all groups need, shared ones counted once."""
         groups = sum(group.resident_bytes + group.kept_bytes for group in self.groups)
-        return groups + sum(own.size_bytes for own in self.shared)
+        return groups + sum(entry.size_bytes for entry in self.shared)
 
     def resident_on(self, devices: Sequence[int]) -> list[int]:
         """Bytes resident on each device with the groups on ``devices``."""
-        found = [0] * len(self.network.devices)
+        resident = [0] * len(self.network.devices)
         for group, device in zip(self.groups, devices, strict=True):
-            found[device] += group.resident_bytes
-        for own, groups in zip(self.shared, self.sharing, strict=True):
+            resident[device] += group.resident_bytes
+        for entry, groups in zip(self.shared, self.sharing, strict=True):
             for device in {devices[group] for group in groups}:
-                found[device] += own.size_bytes
-        return found
+                resident[device] += entry.size_bytes
+        return resident
 
     def spared(self, devices: Sequence[int]) -> set[int]:
         """Updates of shared weights that another task does on the same device."""
-        found: set[int] = set()
-        for own in self.shared:
+        spared: set[int] = set()
+        for entry in self.shared:
             seen: set[int] = set()
-            for task in sorted(own.tasks):
+            for task in sorted(entry.tasks):
                 device = devices[self.group_of[task]]
                 if self.tasks[task].once and device in seen:
-                    found.add(task)
+                    spared.add(task)
                 seen.add(device)
-        return found
+        return spared
 
     @cached_property
     def _beside(self) -> list[int]:
         """Bytes that each task needs while it runs: its own, and flows in and out that are not kept for backward."""
-        found = [task.working_bytes for task in self.tasks]
+        needed = [task.working_bytes for task in self.tasks]
         for flow in self.flows:
             if flow.held:
                 continue  # nothing where both are on one device; else the simulation counts it
             if self.tasks[flow.source].backward or not any(self.tasks[t].backward for t in flow.targets):
                 for task in (flow.source, *dict.fromkeys(flow.targets)):
-                    found[task] += flow.size_bytes
-        return found
+                    needed[task] += flow.size_bytes
+        return needed
 
     @cached_property
     def group_of(self) -> tuple[int, ...]:
         """Number of the group of each task."""
-        found = [0] * len(self.tasks)
+        numbers = [0] * len(self.tasks)
         for number, group in enumerate(self.groups):
             for task in group.tasks:
-                found[task] = number
-        return tuple(found)
+                numbers[task] = number
+        return tuple(numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRange:
-    """A run of groups, neighbors in order, on one device."""
+    """Run of groups, neighbors in order, that lie on one device."""
 
     device: int
     first: int
@@ -263,13 +263,13 @@ class Placement:
     @property
     def parts(self) -> tuple[GroupRange, ...]:
         """Runs of groups on one device, in order."""
-        found: list[GroupRange] = []
+        ranges: list[GroupRange] = []
         for number, device in enumerate(self.devices):
-            if found and found[-1].device == device:
-                found[-1] = GroupRange(device, found[-1].first, number)
+            if ranges and ranges[-1].device == device:
+                ranges[-1] = GroupRange(device, ranges[-1].first, number)
             else:
-                found.append(GroupRange(device, number, number))
-        return tuple(found)
+                ranges.append(GroupRange(device, number, number))
+        return tuple(ranges)
 
 
 def split_points(problem: PlacementProblem, placement: Placement) -> tuple[str, ...]:

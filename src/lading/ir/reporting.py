@@ -78,8 +78,8 @@ class Branch:
     @property
     def total(self) -> dict[str, int]:
         """Bytes by state with all branches below, times the branches that are alike."""
-        found = {state: size * self.alike for state, size in self.states.items()}
+        sizes = {state: size * self.alike for state, size in self.states.items()}
         for branch in self.below:
             for state, size in branch.total.items():
-                found[state] = found.get(state, 0) + size * self.alike
-        return found
+                sizes[state] = sizes.get(state, 0) + size * self.alike
+        return sizes

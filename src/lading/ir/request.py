@@ -219,7 +219,7 @@ class StepRequest:
 
     @property
     def moves_matrices(self) -> bool:
-        """Whether a rule for matrices moves those of blocks."""
+        """Whether the optimizer's rule moves whole matrices of blocks, and AdamW the rest."""
         return is_for_matrices(self.optimizer)
 
     @property

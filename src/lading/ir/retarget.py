@@ -267,10 +267,10 @@ class _Cuda:
     def _padded(self, op: Op, mask: Ref) -> Ref:
         """Pad a mask's rows to a multiple of eight, as scaled_dot_product_attention does."""
         if mask.tensor not in self.padded:
-            found = self._tensor_of(mask)
-            width = -(-found.shape[-1] // _ALIGNED) * _ALIGNED
-            made = self.new_tensor(mask.tensor, found.dtype, (*found.shape[:-1], width))
-            args: tuple[Arg, ...] = (mask, (0, width - found.shape[-1]))
+            tensor = self._tensor_of(mask)
+            width = -(-tensor.shape[-1] // _ALIGNED) * _ALIGNED
+            made = self.new_tensor(mask.tensor, tensor.dtype, (*tensor.shape[:-1], width))
+            args: tuple[Arg, ...] = (mask, (0, width - tensor.shape[-1]))
             self.before.append(
                 dataclasses.replace(
                     op, name="aten.constant_pad_nd.default", args=args, kwargs=(), inputs=(mask.tensor,),
@@ -351,12 +351,12 @@ def _dropouts(graph: StepGraph) -> dict[int, _Dropout]:
             readers.setdefault(storage, []).append(index)
         for storage in graph.writes(op):
             writers.setdefault(storage, []).append(index)
-    found: dict[int, _Dropout] = {}
+    dropouts: dict[int, _Dropout] = {}
     for index, op in enumerate(graph.ops):
         if op.name == "aten.bernoulli_.float" and (dropout := _dropout(graph, readers, writers, index)) is not None:
             muls = readers[graph.storage_of(dropout.noise)]
-            found.update(dict.fromkeys((*dropout.makes, *muls), dropout))
-    return found
+            dropouts.update(dict.fromkeys((*dropout.makes, *muls), dropout))
+    return dropouts
 
 
 def _dropout(

@@ -82,16 +82,16 @@ def wholes_of(parameter: int, name: str, shape: Sequence[int], parts: Sequence[i
     if parts and sum(parts) != rows:
         raise ConfigError(f"{name}: expected parts that add up to its {rows} rows, got {tuple(parts)}")
     lengths = list(parts) or [rows]
-    found: list[WholeMatrix] = []
+    matrices: list[WholeMatrix] = []
     for stacked in range(shape[0] if len(shape) == 3 else 1):
         start = 0
         for number, length in enumerate(lengths):
             offset = (stacked, start, 0) if len(shape) == 3 else (start, 0)
             size = (1, length, shape[-1]) if len(shape) == 3 else (length, shape[-1])
             label = name + (f"[{stacked}]" if len(shape) == 3 else "") + (f".{number}" if parts else "")
-            found.append(WholeMatrix(label, parameter, Box(offset, size)))
+            matrices.append(WholeMatrix(label, parameter, Box(offset, size)))
             start += length
-    return found
+    return matrices
 
 
 def pieces(
@@ -112,8 +112,8 @@ def pieces(
     sent = [0] * (max(map(len, holdings)) if holdings else 0)
     for number, (whole, owner) in enumerate(zip(wholes, owners, strict=True)):
         holders: dict[Box, list[int]] = {}
-        for rank, held in enumerate(holdings[whole.parameter]):
-            common = held.meet(whole.box)
+        for rank, region in enumerate(holdings[whole.parameter]):
+            common = region.meet(whole.box)
             if common is not None:
                 holders.setdefault(common, []).append(rank)
                 outbound.append(RoutedShard(number, common, owner, rank))
@@ -139,7 +139,7 @@ def micro_groups(seconds: Sequence[float], owners: Sequence[int], groups: int) -
         seconds: Seconds of each matrix.
         groups: At least 1; empty groups are left out.
     """
-    found: list[list[int]] = [[] for _ in range(groups)]
+    members: list[list[int]] = [[] for _ in range(groups)]
     done: dict[int, float] = {}
     total: dict[int, float] = {}
     for cost, owner in zip(seconds, owners, strict=True):
@@ -148,8 +148,8 @@ def micro_groups(seconds: Sequence[float], owners: Sequence[int], groups: int) -
         middle = done.get(owner, 0.0) + cost / 2
         done[owner] = done.get(owner, 0.0) + cost
         share = middle / total[owner] if total[owner] else 0.0
-        found[min(groups - 1, int(share * groups))].append(number)
-    return [group for group in found if group]
+        members[min(groups - 1, int(share * groups))].append(number)
+    return [group for group in members if group]
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,11 @@ def moves_of(routes: tuple[Sequence[RoutedShard], Sequence[RoutedShard]], ranks:
     taken = [0] * ranks
     for piece in (*routes[0], *routes[1]):
         taken[piece.target] += piece.box.size if piece.source != piece.target else 0
-    held: dict[int, list[RoutedShard]] = {}
+    by_whole: dict[int, list[RoutedShard]] = {}
     for piece in routes[1]:
-        held.setdefault(piece.whole, []).append(piece)
+        by_whole.setdefault(piece.whole, []).append(piece)
     total = 0
-    for outbound in held.values():
+    for outbound in by_whole.values():
         size = sum(box.size for box in {piece.box for piece in outbound})
         everyone = sum(piece.box.size for piece in outbound)
         # An owner gets what it has not, and all but it get their direction.

@@ -159,8 +159,8 @@ class Stack:
     def __post_init__(self) -> None:
         for key, allowed in (("fusion", FUSIONS), ("attention", ATTENTIONS), ("dispatcher", DISPATCHERS)):
             if getattr(self, key) not in allowed:
-                found = getattr(self, key)
-                raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(allowed)}, got {found!r}")
+                value = getattr(self, key)
+                raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(allowed)}, got {value!r}")
         for key in (
             "launch_s",
             "collective_launch_s",
@@ -173,9 +173,9 @@ class Stack:
             if getattr(self, key) < 0:
                 raise ConfigError(f"stack {self.name}: {key} must be >= 0, got {getattr(self, key)}")
         for key in (*_STORED, "gather_dtype", "parameters_dtype", "adapter_dtype"):
-            found = getattr(self, key)
-            if found not in DTYPE_BYTES and (found or key in _STORED):
-                raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(DTYPE_BYTES)}, got {found!r}")
+            value = getattr(self, key)
+            if value not in DTYPE_BYTES and (value or key in _STORED):
+                raise ConfigError(f"stack {self.name}: {key} must be one of {', '.join(DTYPE_BYTES)}, got {value!r}")
         if any(not 0 < width < 1 for width in self.spread.values()):
             raise ConfigError(f"stack {self.name}: each spread must be in (0, 1), got {self.spread}")
         if type(self.moments) is not int or self.moments < 0:
@@ -197,5 +197,5 @@ class Stack:
         return self.spread.get(architecture, NEVER_SEEN)
 
     def in_situ_of(self, architecture: str, cause: str) -> float:
-        """Factor for kernels of one cause on a device's architecture."""
+        """Factor by which kernels of one cause take longer in a running step on an architecture."""
         return self.in_situ.get(f"{architecture}.{cause}", 1.0)

@@ -100,16 +100,16 @@ def members(name: str, value: Tensor, gradient: Tensor, parts: Sequence[int]) ->
     """List the matrices of a parameter: one, or one for each part of its rows."""
     if not parts:
         return [MatrixStack(name, value, gradient)]
-    found: list[MatrixStack] = []
+    stacks: list[MatrixStack] = []
     start = 0
     for number, rows in enumerate(parts):
         cut = [
             dataclasses.replace(t, shape=(*t.shape[:-2], rows, t.shape[-1]), offset=t.offset + start * t.stride[-2])
             for t in (value, gradient)
         ]
-        found.append(MatrixStack(f"{name}.{number}", *cut))
+        stacks.append(MatrixStack(f"{name}.{number}", *cut))
         start += rows
-    return found
+    return stacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,12 +178,12 @@ def described(graph: StepGraph, parameters: Sequence[Parameter]) -> list[Describ
         if op.phase not in (Phase.FORWARD, Phase.LOSS):
             continue
         touched = [graph.storage_of(t) for arg in op.args for t in refs(arg)]
-        found = [source[s] for s in touched if s in source]
-        if op.kind is OpKind.COPY and len(found) == 1 and len(op.outputs) == 1:  # a cast, as under autocast
-            source[graph.storage_of(op.outputs[0])] = found[0]
+        origins = [source[s] for s in touched if s in source]
+        if op.kind is OpKind.COPY and len(origins) == 1 and len(op.outputs) == 1:  # a cast, as under autocast
+            source[graph.storage_of(op.outputs[0])] = origins[0]
             continue
         use = _use(op)
-        for number in found:
+        for number in origins:
             uses.setdefault(number, set()).add(use)
             if use is Use.PRODUCT and len(graph.tensors[graph.parameters[number].tensor].shape) == 2:
                 head = number
@@ -220,7 +220,7 @@ def grouped(graph: StepGraph, matrices: Matrices, beside: str = DEFAULT) -> tupl
     """
     trained = [p for p in graph.parameters if p.gradient is not None]
     named = described(graph, trained)
-    found: Grouping = group(matrices, named)
-    return {trained[i].tensor: parts for i, parts in found.matrices.items()}, found.describe(
+    grouping: Grouping = group(matrices, named)
+    return {trained[i].tensor: parts for i, parts in grouping.matrices.items()}, grouping.describe(
         matrices.rule, named, beside
     )

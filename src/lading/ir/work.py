@@ -123,7 +123,7 @@ class Kernel:
 
     @property
     def is_experts(self) -> bool:
-        """Whether it is a product of routed tokens with their experts."""
+        """Whether a kernel is a product of routed tokens with their experts."""
         return isinstance(self.detail, Product) and "grouped_mm" in self.name
 
     @property

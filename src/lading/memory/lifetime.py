@@ -81,13 +81,13 @@ def _available_until(graph: StepGraph, uses: Sequence[Sequence[int]], mutated: S
 
 def gaps(graph: StepGraph, lives: Lifetimes) -> list[Gap]:
     """List every gap of every storage that is used, by storage and start."""
-    found: list[Gap] = []
+    spans: list[Gap] = []
     for storage, positions in enumerate(lives.uses):
         made = lives.producer[storage] if storage in graph.carried else None  # before it, the value of the step before
-        found.extend(Gap(storage, a, b, False) for a, b in pairwise(positions) if b != made)
+        spans.extend(Gap(storage, a, b, False) for a, b in pairwise(positions) if b != made)
         if positions and storage in graph.persistent:
-            found.append(Gap(storage, positions[-1], positions[0], True))
-    return found
+            spans.append(Gap(storage, positions[-1], positions[0], True))
+    return spans
 
 
 def beside_host(graph: StepGraph, gap: Gap) -> bool:

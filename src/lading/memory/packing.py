@@ -70,8 +70,8 @@ def pack(items: Sequence[Buffer], limit_bytes: int = 0) -> Packing:
     best: tuple[int, dict[int, int]] | None = None
     enough = max(peak_bytes(items), limit_bytes) - floor
     for order in _orders(moving) if len(moving) <= _MANY else [sorted(moving, key=lambda row: (-row[1], row[0]))]:
-        found = _first_fit(order, best[0] if best else None)
-        best = found or best
+        placed = _first_fit(order, best[0] if best else None)
+        best = placed or best
         if best is not None and best[0] <= enough:
             break
     assert best is not None

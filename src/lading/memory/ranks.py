@@ -18,7 +18,7 @@ _PRODUCT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 2, "mxfp8": 2, "nvfp4"
 
 
 def replicas(axes: str, layout: Layout) -> int:
-    """Ranks that hold the same parameters: ``axes`` is "dp", or "dp/ep" for an expert's."""
+    """Number of ranks that hold the same parameters: ``axes`` is "dp", or "dp/ep" for an expert's."""
     ranks = layout.dp * layout.cp
     return ranks * layout.tp // (layout.ep * layout.expert_tp) if axes.endswith("/ep") else ranks
 

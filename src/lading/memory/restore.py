@@ -119,9 +119,9 @@ def check_made_for(plan: Plan, graph: StepGraph, machine: Machine) -> None:
         ("model, batch or optimizer", plan.request.graph_fingerprint, graph.fingerprint),
         ("machine", plan.request.machine_fingerprint, machine.fingerprint),
     )
-    for what, wanted, found in pairs:
-        if wanted != found:
-            raise ConfigError(f"the plan was made for another {what} (expected {wanted}, found {found}); plan again")
+    for what, wanted, actual in pairs:
+        if wanted != actual:
+            raise ConfigError(f"the plan was made for another {what} (expected {wanted}, found {actual}); plan again")
 
 
 def action_times(events: Sequence[Event]) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ def home_tiers(program: Program) -> dict[int, str]:
 
 
 def alignment_of(size_bytes: int) -> int:
-    """Alignment in the arena of a storage of ``size_bytes``."""
+    """Alignment in bytes, in the arena, of a storage of ``size_bytes``."""
     return PAGE_BYTES if size_bytes >= PAGE_BYTES else LINE_BYTES
 
 

@@ -60,12 +60,12 @@ def rule_class(name: str, known: Mapping[str, str] = _BUILT_IN) -> type[Paramete
             f"rule: expected one of {', '.join(known)}, or 'module:Class' for your own, got {name!r}{hint}"
         )
     try:
-        found: object = getattr(import_module(module), attribute)
+        kind: object = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"rule: expected a class of optimizer settings named {name!r}, got none: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, ParameterRule | MatrixRule)):
-        raise ConfigError(f"rule: expected a subclass of ParameterRule or MatrixRule as {name!r}, got {found!r}")
-    return found
+    if not (isinstance(kind, type) and issubclass(kind, ParameterRule | MatrixRule)):
+        raise ConfigError(f"rule: expected a subclass of ParameterRule or MatrixRule as {name!r}, got {kind!r}")
+    return kind
 
 
 def parameter_rule(name: str) -> type[ParameterRule]:
@@ -74,14 +74,14 @@ def parameter_rule(name: str) -> type[ParameterRule]:
     Raises:
         ConfigError: there is none of this name, or it moves matrices alone.
     """
-    found = rule_class(name, _PARAMETERS)
-    if not issubclass(found, ParameterRule):
+    kind = rule_class(name, _PARAMETERS)
+    if not issubclass(kind, ParameterRule):
         known = ", ".join(_PARAMETERS)
         raise ConfigError(
             f"rule: expected a rule that moves any parameter ({known}), got {name}, which moves whole matrices; "
             "give it in optimization.matrices"
         )
-    return found
+    return kind
 
 
 def matrix_rule(name: str) -> type[MatrixRule]:
@@ -90,14 +90,14 @@ def matrix_rule(name: str) -> type[MatrixRule]:
     Raises:
         ConfigError: there is none of this name, or it moves any parameter.
     """
-    found = rule_class(name, _MATRICES)
-    if not issubclass(found, MatrixRule):
+    kind = rule_class(name, _MATRICES)
+    if not issubclass(kind, MatrixRule):
         known = ", ".join(_MATRICES)
         raise ConfigError(
             f"rule: expected a rule for matrices ({known}), got {name}, which moves any parameter; give it in "
             "optimization.optimizer"
         )
-    return found
+    return kind
 
 
 def is_for_matrices(name: str) -> bool:

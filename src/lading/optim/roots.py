@@ -44,20 +44,20 @@ def newton_root(
     identity = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
     ridged = matrix + torch.linalg.matrix_norm(matrix).mul(_RESOLVED).clamp(min=eps) * identity
     scale = (1 + root) / (2 * torch.linalg.matrix_norm(ridged))
-    found, coupled = identity * scale ** (1 / root), ridged * scale
+    inverse_root, coupled = identity * scale ** (1 / root), ridged * scale
     error = torch.linalg.vector_norm(coupled - identity, torch.inf)
     for _ in range(most):
         if error <= tolerance:
             break
         step = (identity * (root + 1) - coupled) / root
-        next_found, next_coupled = found @ step, torch.linalg.matrix_power(step, root) @ coupled
+        next_root, next_coupled = inverse_root @ step, torch.linalg.matrix_power(step, root) @ coupled
         next_error = torch.linalg.vector_norm(next_coupled - identity, torch.inf)
         if not next_error < 1.2 * error:  # rounding has the last word; on the way errors rise a little
             break
-        found, coupled, error = next_found, next_coupled, next_error
+        inverse_root, coupled, error = next_root, next_coupled, next_error
     if not error < 1e-3:
         raise RootError(
             f"the inverse root of a factor of {n} rows: expected an iteration ending below 1e-3, got {float(error):g}; "
             "take a larger eps, or the root by eigenvalues"
         )
-    return found
+    return inverse_root

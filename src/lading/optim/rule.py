@@ -241,7 +241,7 @@ class MatrixRule(ABC):
     def state_elements(self, rows: int, columns: int) -> tuple[int, int]:
         """Elements of states that are cut as the matrix is, and of those that lie whole with its owner."""
         states = self.states(rows, columns).values()
-        cut, whole = (sum(prod(s.shape) for s in states if s.held is held) for held in StatePlace)
+        cut, whole = (sum(prod(s.shape) for s in states if s.held is place) for place in StatePlace)
         return cut, whole
 
 
@@ -382,10 +382,10 @@ def fresh(
     """Make the states of a matrix before the first update: those held elementwise, and whole ones."""
     import torch
 
-    found: dict[StatePlace, States] = {StatePlace.ELEMENTWISE: {}, StatePlace.WHOLE: {}}
+    by_place: dict[StatePlace, States] = {StatePlace.ELEMENTWISE: {}, StatePlace.WHOLE: {}}
     for name, state in rule.settings.states(*shape).items():
-        found[state.held][name] = torch.zeros(state.shape, dtype=dtype_of(state, dtype), device=device)
-    return found[StatePlace.ELEMENTWISE], found[StatePlace.WHOLE]
+        by_place[state.held][name] = torch.zeros(state.shape, dtype=dtype_of(state, dtype), device=device)
+    return by_place[StatePlace.ELEMENTWISE], by_place[StatePlace.WHOLE]
 
 
 def update_matrix(

@@ -92,10 +92,10 @@ class Shampoo(MatrixRule):
 
     def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
         """Shapes of the filtered gradient, factors, their roots and the grafted method's second moment. None is cut."""
-        own, left, right = (rows, columns), (rows, rows), (columns, columns)
-        sizes = {"filtered": own, "left": left, "right": right, "left_root": left, "right_root": right}
+        whole, left, right = (rows, columns), (rows, rows), (columns, columns)
+        sizes = {"filtered": whole, "left": left, "right": right, "left_root": left, "right_root": right}
         if self.grafting == "adam":
-            sizes["grafted"] = own
+            sizes["grafted"] = whole
         return {name: StateSpec(size, "float32", StatePlace.WHOLE) for name, size in sizes.items()}
 
     def work(self, rows: int, columns: int) -> UpdateWork:
@@ -118,9 +118,9 @@ class Shampoo(MatrixRule):
 
         Counted by the profiler's memory events, torch 2.13 (tests/runtime/test_updates.py).
         """
-        own, side = case.rows * case.columns, max(case.rows, case.columns)
+        elements, side = case.rows * case.columns, max(case.rows, case.columns)
         squares = 9 if self.root == "newton" else 4
-        return 4 * (copied_elements(case) + max(squares * side**2 + 16 * side, 4 * own)) + SMALL_BYTES
+        return 4 * (copied_elements(case) + max(squares * side**2 + 16 * side, 4 * elements)) + SMALL_BYTES
 
     def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
         """Make the arithmetic; its products are not shared."""
@@ -149,8 +149,8 @@ class ShampooRule(WholeRule):
         grafted = self._grafted(grad, filtered, whole, corrected)
         if update < s.start:
             return grafted if grafted is not None else filtered
-        found = whole["left_root"] @ filtered @ whole["right_root"]
-        return found if grafted is None else found.mul_(grafted.norm() / (found.norm() + _TINY))
+        rooted = whole["left_root"] @ filtered @ whole["right_root"]
+        return rooted if grafted is None else rooted.mul_(grafted.norm() / (rooted.norm() + _TINY))
 
     def _grafted(
         self, grad: torch.Tensor, filtered: torch.Tensor, whole: States, corrected: float

@@ -80,8 +80,8 @@ class SOAP(MatrixRule):
 
     def states(self, rows: int, columns: int) -> Mapping[str, StateSpec]:
         """Shapes of the moments in the eigenbasis, the factors and their bases. None is cut."""
-        own, left, right = (rows, columns), (rows, rows), (columns, columns)
-        sizes = {"exp_avg": own, "exp_avg_sq": own, "left": left, "right": right}
+        whole, left, right = (rows, columns), (rows, rows), (columns, columns)
+        sizes = {"exp_avg": whole, "exp_avg_sq": whole, "left": left, "right": right}
         sizes |= {"left_basis": left, "right_basis": right}
         return {name: StateSpec(size, "float32", StatePlace.WHOLE) for name, size in sizes.items()}
 
@@ -108,8 +108,8 @@ class SOAP(MatrixRule):
 
         Counted by the profiler's memory events, torch 2.13 (tests/runtime/test_updates.py).
         """
-        own, side = case.rows * case.columns, max(case.rows, case.columns)
-        return 4 * (copied_elements(case) + 4 * side**2 + 128 * side + 3 * own) + SMALL_BYTES
+        elements, side = case.rows * case.columns, max(case.rows, case.columns)
+        return 4 * (copied_elements(case) + 4 * side**2 + 128 * side + 3 * elements) + SMALL_BYTES
 
     def maths(self, shift: int = 0, *, shared: bool = False) -> Rule:
         """Make the arithmetic; its products are not shared."""
@@ -133,9 +133,9 @@ class SOAPRule(WholeRule):
         projected = left.T @ grad @ right
         whole["exp_avg"].mul_(s.beta1).add_(projected, alpha=1 - s.beta1)
         whole["exp_avg_sq"].mul_(s.beta2).addcmul_(projected, projected, value=1 - s.beta2)
-        found = left @ (whole["exp_avg"] / whole["exp_avg_sq"].sqrt().add_(s.eps)) @ right.T
+        turned = left @ (whole["exp_avg"] / whole["exp_avg_sq"].sqrt().add_(s.eps)) @ right.T
         self._turn(grad, whole, due=s.turns_bases(update - 1, self.shift))
-        return found
+        return turned
 
     def _factors(self, grad: torch.Tensor, whole: States) -> None:
         whole["left"].lerp_(grad @ grad.T, 1 - self.settings.factor_beta)

@@ -117,8 +117,8 @@ def make_plan(
     """
     policy, policies = _named(policy)
     lives = lifetimes(graph)
-    given = expansion or {}
-    costs = step_costs(graph, machine, workspace_bytes, given)
+    settings = expansion or {}
+    costs = step_costs(graph, machine, workspace_bytes, settings)
     limits = {DEVICE: _NO_LIMIT, **tier_limits(machine, budgets)}
     usable = dataclasses.replace(machine, tiers=tuple(tier for tier in machine.tiers if limits[tier.name]))
     free = StepProblem(graph, lives, usable, costs, limits)
@@ -132,17 +132,17 @@ def make_plan(
         progress.update(0.97, "operations on the host")
         chosen = ordered_with_host(chosen)
         rows.append(_row(policy, chosen.found))
-    found = chosen.found
-    verify(found.program)
+    plan = chosen.found
+    verify(plan.program)
     predictions = _predictions(
-        found,
-        lower_bound_s=min(chosen.bound_s, found.step_s),  # a plan that reaches its bound does so up to rounding
+        plan,
+        lower_bound_s=min(chosen.bound_s, plan.step_s),  # a plan that reaches its bound does so up to rounding
         keep_all_bytes=keep_all_bytes,
         policies=tuple(rows),
     )
-    request = _request(graph, machine, policy, allowed, given)
+    request = _request(graph, machine, policy, allowed, settings)
     return _planned(
-        found, request, predictions, _assumptions(graph, machine, workspace_bytes, given), deferred=chosen.deferred
+        plan, request, predictions, _assumptions(graph, machine, workspace_bytes, settings), deferred=chosen.deferred
     )
 
 
@@ -216,16 +216,16 @@ def sketch_plan(
         PlanInfeasible: it does not fit; ``make_plan`` may find one that does.
         ConfigError: unknown budget or dtype.
     """
-    given = expansion or {}
-    costs = step_costs(graph, machine, workspace_bytes, given)
+    settings = expansion or {}
+    costs = step_costs(graph, machine, workspace_bytes, settings)
     free = StepProblem(graph, lifetimes(graph), machine, costs, {DEVICE: _NO_LIMIT, **tier_limits(machine, budgets)})
     whole_bytes = 0 if share_of(budget) is None else free.needs({})
     allowed = {**free.budgets, DEVICE: share_or_bytes(budget, whole_bytes)}
     _check_device(machine, allowed[DEVICE])
-    found = streaming(dataclasses.replace(free, budgets=allowed))
-    request = _request(graph, machine, "streaming", allowed, given)
-    predictions = _predictions(found, keep_all_bytes=whole_bytes)
-    return _planned(found, request, predictions, _assumptions(graph, machine, workspace_bytes, given))
+    plan = streaming(dataclasses.replace(free, budgets=allowed))
+    request = _request(graph, machine, "streaming", allowed, settings)
+    predictions = _predictions(plan, keep_all_bytes=whole_bytes)
+    return _planned(plan, request, predictions, _assumptions(graph, machine, workspace_bytes, settings))
 
 
 def step_costs(
@@ -243,7 +243,7 @@ def step_costs(
     Raises:
         ConfigError: a dtype without a peak on this device.
     """
-    fused, kept = bool(settings.get("compile", 0.0)), settings.get(KEPT_BYTES)
+    fused, measured_bytes = bool(settings.get("compile", 0.0)), settings.get(KEPT_BYTES)
     return StepCosts(
         op_seconds=tuple((fused_costs if fused else op_costs)(graph, machine.device)),
         workspace_bytes=tuple(workspace_bytes) or (0,) * len(graph.ops),
@@ -251,7 +251,7 @@ def step_costs(
         compiled=compiled_products(graph),
         decomposes=decomposes(graph),
         save_bytes=max(0, int(settings.get(SAVE_BYTES, 0.0))),
-        kept_bytes=None if kept is None else max(0, int(kept)),
+        kept_bytes=None if measured_bytes is None else max(0, int(measured_bytes)),
         spare_bytes=max(0, int(settings.get(SPARE_BYTES, 0.0))),
     )
 
@@ -392,26 +392,32 @@ def _bytes_at_peak(found: Found) -> dict[str, int]:
 def _assumptions(
     graph: StepGraph, machine: Machine, workspace_bytes: Sequence[int], settings: Mapping[str, float]
 ) -> tuple[str, ...]:
-    found = list(missing_rates(graph, machine.device))
+    sentences = list(missing_rates(graph, machine.device))
     if settings.get("compile", 0.0):
-        found.append("compiled regions take the share of their operations' time that their own reads and writes are")
-    own = {key: text for key, text in machine.sources.items() if not key.startswith("links")}  # of one device's step
-    found += [f"{key}: {text}" for key, text in own.items() if text.startswith("assumption")]
-    found += [
+        sentences.append(
+            "compiled regions take the share of their operations' time that their own reads and writes are"
+        )
+    of_device = {
+        key: text for key, text in machine.sources.items() if not key.startswith("links")
+    }  # of one device's step
+    sentences += [f"{key}: {text}" for key, text in of_device.items() if text.startswith("assumption")]
+    sentences += [
         f"operations are not slowed by transfers of the {tier.name}: give its read_slowdown and write_slowdown"
         for tier in machine.tiers
         if not (machine.host_id or tier.read_slowdown or tier.write_slowdown)
     ]
     worked_out = machine.device.kind == "cpu" and KEPT_BYTES not in settings
     if worked_out and KERNEL_BYTES not in machine.sources and compiled_products(graph):
-        found.append(
+        sentences.append(
             f"{KERNEL_BYTES} is not known: code compiled for 16-bit products is taken as "
             f"{format_bytes(machine.device.kernel_bytes)} for each; measure it with: lading probe"
         )
     if not workspace_bytes:
-        found.append("scratch memory inside operations is taken as 0: the kernels of this device are not known here")
+        sentences.append(
+            "scratch memory inside operations is taken as 0: the kernels of this device are not known here"
+        )
     elif machine.device.kind != "cpu" and not machine.host_id:
-        found.append(
+        sentences.append(
             "scratch memory inside operations is worked out from their shapes: no such device was here to measure it"
         )
-    return tuple(found)
+    return tuple(sentences)

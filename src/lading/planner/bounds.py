@@ -95,22 +95,22 @@ def step_bounds(rows: Rows, priced: PricedBlock, stack: Stack, devices: int) -> 
 
     A pipeline that turns out slower makes all layouts with it as much slower.
     """
-    table, found, costs = rows.table, rows.found, priced.costs
+    table, exchanged, costs = rows.table, rows.found, priced.costs
     pipe, number = rows.pipe, rows.number
-    spans, own = (part[pipe] for part in makespans(table, costs, priced.send_s, rows.micro_batches, stack))
+    spans, computed = (part[pipe] for part in makespans(table, costs, priced.send_s, rows.micro_batches, stack))
     after, working = _after(rows, costs, stack), spans.copy()
-    cut = found.zero[number] >= 2  # a rank computes, and reduces what each stage has before it goes on
-    reduced = np.max(own[cut] + found.reduce_ranks_s[number[cut]], axis=1)
+    cut = exchanged.zero[number] >= 2  # a rank computes, and reduces what each stage has before it goes on
+    reduced = np.max(computed[cut] + exchanged.reduce_ranks_s[number[cut]], axis=1)
     spans[cut] = np.maximum(spans[cut], reduced - after[cut])
-    steps = spans + after + found.gather_s[number]
+    steps = spans + after + exchanged.gather_s[number]
     flat = table.flat[pipe]
     if np.any(flat):
         steps[flat] = _replicas(rows, flat, priced, stack) * (HIDDEN if stack.hidden else 1.0)
         row = table.row[table.first][pipe[flat]]
         working[flat] = rows.micro_batches[pipe[flat]] * (costs.forward[row] + costs.backward[row])
-    rest = found.optimizer_s[number] + stack.step_s
+    rest = exchanged.optimizer_s[number] + stack.step_s
     waits = np.array([waiting_share(devices, every_block=zero >= 2) for zero in range(4)])
-    waited = np.where(flat, waits[found.zero[number]], waits[0])  # in a pipeline replicas meet once a step
+    waited = np.where(flat, waits[exchanged.zero[number]], waits[0])  # in a pipeline replicas meet once a step
     return steps + rest + (working + rest) * waited, spans
 
 
@@ -122,31 +122,33 @@ def peak_bounds(rows: Rows, priced: PricedBlock) -> Floats:
 
 def _after(rows: Rows, costs: StageCosts, stack: Stack) -> Floats:
     """[layout]: seconds by which reducing gradients ends after the pipeline."""
-    found, table = rows.found, rows.table
+    exchanged, table = rows.found, rows.table
     split = table.split[rows.pipe]  # there the rank that ends last may be any, and has reduced one stage at least
-    behind = np.where(split, found.reduce_least_s[rows.number], found.reduce_s[rows.number])
-    cut = found.zero[rows.number] >= 2
+    behind = np.where(split, exchanged.reduce_least_s[rows.number], exchanged.reduce_s[rows.number])
+    cut = exchanged.zero[rows.number] >= 2
     if not stack.overlap_grad_reduce:
-        return np.where(cut, behind, found.reduce_all_s[rows.number])
+        return np.where(cut, behind, exchanged.reduce_all_s[rows.number])
     first = table.row[table.first][rows.pipe]
     # What backward makes last, the first segment's, is reduced behind it; and no reduction begins before backward does.
-    exposed = np.maximum(found.segment_reduce_s[rows.number][:, 0], found.reduce_s[rows.number] - costs.backward[first])
+    exposed = np.maximum(
+        exchanged.segment_reduce_s[rows.number][:, 0], exchanged.reduce_s[rows.number] - costs.backward[first]
+    )
     return np.where(cut, behind, np.where(split, 0.0, exposed))
 
 
 def _replicas(rows: Rows, flat: Bools, priced: PricedBlock, stack: Stack) -> Floats:
     """[layout without a pipeline]: least seconds of a step, optimizer apart ([Note: bound of replicas])."""
-    table, found, costs = rows.table, rows.found, priced.costs
+    table, exchanged, costs = rows.table, rows.found, priced.costs
     number, pipe = rows.number[flat], rows.pipe[flat]
     row = table.row[table.first][pipe]
-    times, zero = rows.micro_batches[pipe], found.zero[number]
+    times, zero = rows.micro_batches[pipe], exchanged.zero[number]
     forward, backward = costs.forward[row], costs.backward[row]
-    gathers, reduces = found.segment_gather_s[number], found.segment_reduce_s[number]
+    gathers, reduces = exchanged.segment_gather_s[number], exchanged.segment_reduce_s[number]
     passes = np.where(costs.again[row] > 0, stack.gathers, 2)
     cut = _cut(priced, stack, (gathers, reduces), forward + backward, passes)
-    alone = reduces[:, 0] if stack.overlap_grad_reduce else found.reduce_all_s[number]  # the last is beside nothing
+    alone = reduces[:, 0] if stack.overlap_grad_reduce else exchanged.reduce_all_s[number]  # the last is beside nothing
     reduced = alone * np.where(zero == 2, times, 1.0)
-    whole = gathers @ priced.counts if stack.overlap_param_gather else found.gather_s[number]
+    whole = gathers @ priced.counts if stack.overlap_param_gather else exchanged.gather_s[number]
     once = reduced + _gathered(priced, stack, (gathers, whole))
     return times * (forward + backward) + np.where(zero == 3, times * cut, once)
 

@@ -108,7 +108,7 @@ def _delay(order: Sequence[int], late: Mapping[int, int]) -> list[int]:
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
-    """Place of each op in ``order``."""
+    """Place of each op in ``order``: the inverse permutation."""
     rank = [0] * len(order)
     for place, op in enumerate(order):
         rank[op] = place

@@ -151,10 +151,10 @@ class _Program:
         """
         terms: list[tuple[list[int], list[float]]] = [([window], [1.0]) for window in range(self.windows)]
         for tier, a, b in parts:
-            for candidate, found in self._flows_to(tier):
-                for columns, per_byte in ((found.reads, a), (found.writes, b)):
+            for candidate, gap_columns in self._flows_to(tier):
+                for columns, per_byte in ((gap_columns.reads, a), (gap_columns.writes, b)):
                     for step, column in enumerate(columns if per_byte else ()):
-                        row = terms[(found.first + step) % self.windows]
+                        row = terms[(gap_columns.first + step) % self.windows]
                         row[0].append(column)
                         row[1].append(-candidate.size_bytes * per_byte)
         for columns, values in terms:
@@ -167,10 +167,10 @@ class _Program:
             self._add_limit([(tier, a, b)])
         for name, per_byte in (("reads", read), ("writes", write)):
             columns, values = list(range(self.windows)), [1.0] * self.windows
-            for candidate, found in flows:
-                own: range = getattr(found, name)
-                columns.extend(own)
-                values.extend([-tier.latency_s - candidate.size_bytes * per_byte] * len(own))
+            for candidate, gap_columns in flows:
+                moves: range = getattr(gap_columns, name)
+                columns.extend(moves)
+                values.extend([-tier.latency_s - candidate.size_bytes * per_byte] * len(moves))
             self._row(0.0, np.inf, columns, values)
 
     def _add_capacity(self) -> None:
@@ -179,9 +179,9 @@ class _Program:
             users: dict[int, list[int]] = {}
             size: dict[int, int] = {}
             for candidate, flows in zip(self.problem.candidates, self.flows, strict=True):
-                for option, found in flows.items():
+                for option, gap_columns in flows.items():
                     if option == name:
-                        users.setdefault(candidate.gap.storage, []).append(found.share)
+                        users.setdefault(candidate.gap.storage, []).append(gap_columns.share)
                         size[candidate.gap.storage] = candidate.size_bytes
             if sum(size.values()) <= capacity:
                 continue
@@ -243,10 +243,10 @@ class _Program:
         if (again := self.again[index]) is not None:
             columns.append(again)
             factors.append(-1.0)
-        for found in self.flows[index].values():
-            read, left = window - found.first, max(0, window - found.first + 1)
-            columns += [found.share, *found.reads[:read], *found.writes[left:]]
-            factors += [-1.0, *[1.0] * read, *[1.0] * len(found.writes[left:])]
+        for gap_columns in self.flows[index].values():
+            read, left = window - gap_columns.first, max(0, window - gap_columns.first + 1)
+            columns += [gap_columns.share, *gap_columns.reads[:read], *gap_columns.writes[left:]]
+            factors += [-1.0, *[1.0] * read, *[1.0] * len(gap_columns.writes[left:])]
         return columns, factors
 
     def _worst(self, values: np.ndarray) -> list[int]:
@@ -260,13 +260,13 @@ class _Program:
                 change[last + 1] -= size
         excess = np.cumsum(change)[:-1] - self.room
         excess[excess < 1e-6 * np.maximum(self.room, 1)] = 0
-        found: list[int] = []
+        positions: list[int] = []
         for chunk in np.array_split(np.arange(len(excess)), _ROWS_PER_ROUND):
             if len(chunk) and excess[chunk].max() > 0:
                 position = int(chunk[excess[chunk].argmax()])
                 if position not in self.taken:
-                    found.append(position)
-        return found
+                    positions.append(position)
+        return positions
 
     def _add_memory(self, positions: Sequence[int]) -> None:
         rows: dict[int, tuple[list[int], list[float], list[int]]] = {t: ([], [], []) for t in positions}

@@ -216,15 +216,15 @@ class _GreedyRun:
 
     def _neighborhood(self, storage: int) -> set[int]:
         """Evicted storages that making this one needs, and that need this one, without another resident between."""
-        found: set[int] = set()
+        evicted: set[int] = set()
         for neighbors in (self._sources, self._results):
             stack = [storage]
             while stack:
                 for other in neighbors(stack.pop()):
-                    if other in self.gone and other not in found:
-                        found.add(other)
+                    if other in self.gone and other not in evicted:
+                        evicted.add(other)
                         stack.append(other)
-        return found
+        return evicted
 
     def _sources(self, storage: int) -> tuple[int, ...]:
         producer = self.lives.producer[storage]

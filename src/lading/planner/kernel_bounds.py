@@ -105,12 +105,12 @@ def _terms(kernels: Sequence[Sequence[Kernel]], prices: Sequence[MachinePrices],
     moved: dict[str, list[tuple[int, float, float]]] = {}
     grouped: list[_Grouped] = []
     sent: dict[_Sent, Counter[int]] = {}
-    for place, (stretch, own, out) in enumerate(zip(kernels, prices, outer, strict=True)):
+    for place, (stretch, stretch_prices, out) in enumerate(zip(kernels, prices, outer, strict=True)):
         for kernel in stretch:
             if isinstance(kernel.detail, Collective):
                 sent.setdefault((out, kernel.detail), Counter())[place] += 1
                 continue
-            floor, factor = _floor(kernel, own)
+            floor, factor = _floor(kernel, stretch_prices)
             if floor.groups > 1:
                 grouped.append(_Grouped(place, factor, floor.linear_s, floor.fixed_s, floor.groups))
             else:
@@ -175,10 +175,10 @@ class KernelBounds:
     def costs(self, block: LayoutBlock, mode: str, prices: MachinePrices) -> SegmentCosts:
         """Least costs of a family's member in a recompute mode: segments as it recomputes them, then plain ones."""
         terms, segments = self._again[mode]
-        own = self._own_s(block, prices).reshape(4, -1)
-        first = own.copy()
+        plain_s = self._own_s(block, prices).reshape(4, -1)
+        first = plain_s.copy()
         first[1] = self._of(terms, mode, block, prices)
-        both = np.concatenate([first, own], axis=1)
+        both = np.concatenate([first, plain_s], axis=1)
         return self._costs(block, prices, both, [*segments, *self._plain])
 
     def _costs(
@@ -217,8 +217,8 @@ class KernelBounds:
             ways = block.mesh.ep if collective.axis == "ep" else 0
             key = (out, collective), block.micro_batch, ways
             if key not in self._sent:
-                own = outside(prices) if out else prices
+                sender = outside(prices) if out else prices
                 part = replace(collective, size_bytes=int(collective.size_bytes * share))
-                self._sent[key] = own.collective_s(part) * exposed(collective.axis, own)
+                self._sent[key] = sender.collective_s(part) * exposed(collective.axis, sender)
             total = total + self._sent[key] * counts
         return total

@@ -39,6 +39,6 @@ class Least:
         """
         stack = least_stack(request)
         number, states = table_parameters(table, request.seq_len), kept_state_bytes(stack)
-        kept, gradient = parameter_width(request.layout, stack), DTYPE_BYTES[stack.gradient_dtype]
-        own = kept if stack.parameters_dtype else gradient
-        return Least(number * (kept + own + states) // devices, number * (states + gradient) // devices)
+        parameter, gradient = parameter_width(request.layout, stack), DTYPE_BYTES[stack.gradient_dtype]
+        stored = parameter if stack.parameters_dtype else gradient
+        return Least(number * (parameter + stored + states) // devices, number * (states + gradient) // devices)

@@ -179,22 +179,22 @@ class Relaxation:
 
     def _add_time(self) -> None:
         table = self.table
-        own = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
+        windows_s = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
         again = self._in_window(Option.RECOMPUTE, -table.again_s) if Option.RECOMPUTE in table.has else ()
         self.time_rows.append((None, (0.0, 0.0, 0.0, 0.0), self.model.getNumRow()))
         compute = np.bincount(self.window, weights=self.problem.op_seconds, minlength=self.windows)
-        self._add_rows(compute, np.full(self.windows, self.inf), (own, *again))
+        self._add_rows(compute, np.full(self.windows, self.inf), (windows_s, *again))
         for tier in self._offered():
             self._add_tier(tier)
         for tiers in wires(self._offered()):
             self._add_wire(tiers)
 
     def _add_wire(self, tiers: Sequence[Tier]) -> None:
-        own = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
+        windows_s = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
         reads = [(0.0, 1.0 / tier.read_bytes_per_s, 0.0, 0.0) for tier in tiers]
         writes = [(0.0, 0.0, 0.0, 1.0 / tier.write_bytes_per_s) for tier in tiers]
         for limits in (reads, writes):
-            terms: list[_Terms] = [own]
+            terms: list[_Terms] = [windows_s]
             for tier, limit in zip(tiers, limits, strict=True):
                 self.time_rows.append((Option(tier.name), limit, self.model.getNumRow()))
                 terms += self._tier_terms(Option(tier.name), limit)
@@ -203,11 +203,11 @@ class Relaxation:
     def _add_tier(self, tier: Tier) -> None:
         reads = (tier.latency_s, 1.0 / tier.read_bytes_per_s, 0.0, 0.0)
         writes = (0.0, 0.0, tier.latency_s, 1.0 / tier.write_bytes_per_s)
-        own = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
+        windows_s = np.arange(self.windows), np.arange(self.windows), np.ones(self.windows)
         for limit in (reads, writes, *((0.0, a, 0.0, b) for a, b in facets(tier))):
             self.time_rows.append((Option(tier.name), limit, self.model.getNumRow()))
             terms = self._tier_terms(Option(tier.name), limit)
-            self._add_rows(np.zeros(self.windows), np.full(self.windows, self.inf), (own, *terms))
+            self._add_rows(np.zeros(self.windows), np.full(self.windows, self.inf), (windows_s, *terms))
 
     def _tier_terms(self, option: Option, limit: _Limit) -> tuple[_Terms, ...]:
         """Terms that take a tier's transfer seconds off a window.
@@ -272,10 +272,10 @@ class Relaxation:
                 break
             self._bound(columns, shares, shares)
             fixed.append(columns)
-            found = self._feasible()
-            if found is None:
+            solution = self._feasible()
+            if solution is None:
                 break
-            values, relaxed = found, self._relaxed(found)
+            values, relaxed = solution, self._relaxed(solution)
         for columns in fixed:
             self._bound(columns, np.zeros(len(columns)), np.ones(len(columns)))
         return relaxed
@@ -318,8 +318,8 @@ class Relaxation:
 
     def _relaxed(self, values: np.ndarray) -> RelaxedResidency:
         by_class = self._shares(values)
-        kept = 1.0 - sum(by_class.values(), np.zeros(self.table.num_classes))
-        rows = {Option.KEEP: kept.tolist(), **{option: share.tolist() for option, share in by_class.items()}}
+        keep = 1.0 - sum(by_class.values(), np.zeros(self.table.num_classes))
+        rows = {Option.KEEP: keep.tolist(), **{option: share.tolist() for option, share in by_class.items()}}
         shares = tuple(
             {option: rows[option][index] for option in candidate.options}
             for candidate, index in zip(self.problem.candidates, self.table.class_of.tolist(), strict=True)
@@ -344,10 +344,10 @@ class Relaxation:
             shares: Share of each option but keep, by class.
         """
         table = self.table
-        kept = 1.0 - sum(shares.values(), np.zeros(table.num_classes))
+        keep = 1.0 - sum(shares.values(), np.zeros(table.num_classes))
         change = np.zeros(self.problem.num_ops + 1)
         for option, (who, first, last) in table.held.items():
-            taken = (kept if option == Option.KEEP else shares[option])[table.class_of[who]] * table.size[who]
+            taken = (keep if option == Option.KEEP else shares[option])[table.class_of[who]] * table.size[who]
             change += np.bincount(first, weights=taken, minlength=len(change))
             change -= np.bincount(last + 1, weights=taken, minlength=len(change))
         return np.cumsum(change)[:-1]
@@ -356,21 +356,21 @@ class Relaxation:
         """List positions whose memory constraint is broken the most, spread over the step."""
         excess = self.usage(shares) - self.room
         excess[excess < 1e-6 * np.maximum(self.room, 1)] = 0
-        found: list[int] = []
+        worst: list[int] = []
         for chunk in np.array_split(np.arange(len(excess)), _ROWS_PER_ROUND):
             if len(chunk) and excess[chunk].max() > 0:
                 position = int(chunk[excess[chunk].argmax()])
                 if position not in self.positions:
-                    found.append(position)
-        return found
+                    worst.append(position)
+        return worst
 
     def _add_memory(self, positions: Sequence[int]) -> None:
         table, terms = self.table, list[_Terms]()
         for row, t in enumerate(positions):
-            kept = table.bytes_held(Option.KEEP, t)
-            self.covered.append(kept.sum())
+            keep_bytes = table.bytes_held(Option.KEEP, t)
+            self.covered.append(keep_bytes.sum())
             for option, column in self.column.items():
-                change = table.summed(table.bytes_held(option, t) - np.where(table.has[option], kept, 0.0))
+                change = table.summed(table.bytes_held(option, t) - np.where(table.has[option], keep_bytes, 0.0))
                 used = np.flatnonzero(change)
                 terms.append((np.full(len(used), row), column[used], change[used] / 1e6))
         self.positions.extend(positions)
@@ -425,11 +425,11 @@ class CandidateArrays:
         versions = {key: number for number, key in enumerate(dict.fromkeys(c.version for c in rows if c.version))}
         options = (Option.RECOMPUTE, *(Option(tier.name) for tier in problem.tiers))
         has = {option: np.array([option in c.options for c in rows], dtype=bool) for option in options}
-        has = {option: found for option, found in has.items() if found.any()}
+        has = {option: offered for option, offered in has.items() if offered.any()}
         class_of = np.arange(len(rows)) if problem.folding is None else problem.folding.class_of
-        held = {Option.KEEP: _ranges([spans(c.gap, problem.num_ops) for c in rows])}
+        ranges = {Option.KEEP: _ranges([spans(c.gap, problem.num_ops) for c in rows])}
         if not bound:
-            held |= {o: _ranges([c.held.get(o, ()) if o in c.options else () for c in rows]) for o in has}
+            ranges |= {o: _ranges([c.held.get(o, ()) if o in c.options else () for c in rows]) for o in has}
         return CandidateArrays(
             num_classes=int(class_of.max(initial=-1)) + 1,
             class_of=class_of,
@@ -440,7 +440,7 @@ class CandidateArrays:
             again_s=np.array([c.own_recompute_s if bound else c.recompute_s for c in rows]),
             version=_ints(-1 if c.version is None else versions[c.version] for c in rows),
             has=has,
-            held=held,
+            held=ranges,
         )
 
     def summed(self, value: np.ndarray) -> np.ndarray:
@@ -459,8 +459,8 @@ class CandidateArrays:
 
 def _ranges(rows: Sequence[Sequence[tuple[int, int]]]) -> _Terms:
     """Flatten ranges by row into three arrays: the row of each range, its first and its last position."""
-    found = np.array([(who, a, b) for who, ranges in enumerate(rows) for a, b in ranges], dtype=np.int64).reshape(-1, 3)
-    return found[:, 0], found[:, 1], found[:, 2]
+    flat = np.array([(who, a, b) for who, ranges in enumerate(rows) for a, b in ranges], dtype=np.int64).reshape(-1, 3)
+    return flat[:, 0], flat[:, 1], flat[:, 2]
 
 
 def _ints(values: Iterable[int]) -> np.ndarray:
@@ -474,8 +474,8 @@ def _kinds(owners: np.ndarray, classes: np.ndarray) -> tuple[list[tuple[int, ...
         Classes of each group; [owner]: its group.
     """
     members: dict[int, list[int]] = {}
-    for owner, found in zip(owners.tolist(), classes.tolist(), strict=True):
-        members.setdefault(owner, []).append(found)
+    for owner, class_number in zip(owners.tolist(), classes.tolist(), strict=True):
+        members.setdefault(owner, []).append(class_number)
     number: dict[tuple[int, ...], int] = {}
     kind_of = [number.setdefault(tuple(sorted(set(members[owner]))), len(number)) for owner in sorted(members)]
     return list(number), np.array(kind_of, dtype=np.int64)
@@ -558,15 +558,15 @@ def _value(
     total = compute * problem.op_seconds.sum() - memory @ room
     best = least
     for option in table.has.keys() - {Option.RECOMPUTE}:
-        limits = [(limit, prices[row] * scale) for found, limit, row in folded.time_rows if found == option]
+        limits = [(limit, prices[row] * scale) for tier, limit, row in folded.time_rows if tier == option]
         read = sum(price * (limit[0] + table.size * limit[1]) for limit, price in limits)
         write = sum(price * (limit[2] + table.size * limit[3]) for limit, price in limits)
         saved = np.where(table.has[option], np.maximum(least - read, 0.0), 0.0)
         price = read + _split(np.where(table.version >= 0, write, 0.0), table.version, saved)
         if option in folded.capacity_rows:
-            held = scale * max(0.0, -float(duals[folded.capacity_rows[option]]))
-            total -= held * problem.capacity_bytes[option] / 1e6
-            price = price + _split(held * table.size / 1e6, table.storage, np.maximum(least - price, 0.0))
+            place_price = scale * max(0.0, -float(duals[folded.capacity_rows[option]]))
+            total -= place_price * problem.capacity_bytes[option] / 1e6
+            price = price + _split(place_price * table.size / 1e6, table.storage, np.maximum(least - price, 0.0))
         best = np.minimum(best, np.where(table.has[option], price, np.inf))
     return float(total + best.sum())
 

@@ -34,8 +34,7 @@ class StepCosts:
         decomposes: Whether matrices are decomposed (``lading.cost.compute.decomposes``).
         save_bytes: Bytes of the device that saving between two steps takes beside what lies there.
         kept_bytes: Bytes that the step's kernels were measured to leave behind in the process; None where they were
-            not,
-            and they are worked out from the three before.
+            not, and they are worked out from the three before.
         spare_bytes: Part of the largest scratch that some of equal runs take and others do not.
     """
 

@@ -46,7 +46,7 @@ def tree_of(chosen: Chosen, table: ModelTable) -> Branch:
     segments = [ranked[place] for place, count in enumerate(table.counts) for _ in range(count)]
     buckets = {atom: n for n, bucket in enumerate(chosen.buckets) for atom in range(bucket.first, bucket.last + 1)}
     first = 0
-    found: list[Branch] = []
+    branches: list[Branch] = []
     for at, ((number, path), segment) in enumerate(zip(modules.order, segments, strict=True)):
         block = modules.blocks[number]
         homes = {atom.module: buckets[first + n] for n, atom in enumerate(block.atoms)}
@@ -59,9 +59,11 @@ def tree_of(chosen: Chosen, table: ModelTable) -> Branch:
             {module: f"group {home}, {chosen.buckets[home].keep}" for module, home in homes.items()},
         )
         below = _branches("", whole)
-        found += [replace(below, name=path)] if path else below.below
-    kept = sum(branch.total.get("kept", 0) for branch in found)
-    return Branch(_title(chosen), "module", "", {"kept": max(0, moment.activation_bytes - kept)}, tuple(_folded(found)))
+        branches += [replace(below, name=path)] if path else below.below
+    kept_bytes = sum(branch.total.get("kept", 0) for branch in branches)
+    return Branch(
+        _title(chosen), "module", "", {"kept": max(0, moment.activation_bytes - kept_bytes)}, tuple(_folded(branches))
+    )
 
 
 def _title(chosen: Chosen) -> str:
@@ -82,16 +84,16 @@ def _scales(chosen: Chosen, home: int) -> dict[str, float]:
         "gradients": moment.gradients,
         "in reduction": moment.reduced,
     }
-    found = {state: sizes[home] / count for state, sizes in states.items() if home in sizes}
+    gathered = {state: sizes[home] / count for state, sizes in states.items() if home in sizes}
     state = "moved" if "parameters" in modules.request.layout.offload else "sharded"
-    return {state: moment.state_bytes / whole, **found}
+    return {state: moment.state_bytes / whole, **gathered}
 
 
 def _keeps(chosen: Chosen, segment: RankSegment, again: bool) -> dict[int, int]:
     layout, stack = chosen.modules.request.layout, chosen.modules.request.stack
     mode = layout.recompute if again else "none"
-    kept = recomputed(segment, mode, layout.recompute_modules, early_stop=stack.early_stop)
-    return kept_sizes(segment, kept, stack.fusion, fused_loss=stack.fused_loss)
+    again_run = recomputed(segment, mode, layout.recompute_modules, early_stop=stack.early_stop)
+    return kept_sizes(segment, again_run, stack.fusion, fused_loss=stack.fused_loss)
 
 
 def _branches(module: str, block: _BlockMemory) -> Branch:
@@ -119,10 +121,10 @@ def _operation(kernel: Kernel, block: _BlockMemory) -> Branch:
     storages = {tensors[t].storage: t for t in parameters}
     below: list[Branch] = []
     for t in dict.fromkeys(kernel.inputs):
-        own = storages.get(tensors[t].storage)
-        if own is None:
+        parameter = storages.get(tensors[t].storage)
+        if parameter is None:
             continue
-        tensor = tensors[own]
+        tensor = tensors[parameter]
         elements = tensor.size_bytes // DTYPE_BYTES[tensor.dtype]
         scales = block.scales[tensor.name.rpartition(".")[0]]
         sizes = {state: round(each * elements) for state, each in scales.items()}
@@ -146,15 +148,15 @@ def _as_one(branches: list[Branch]) -> list[Branch]:
 
 def _folded(branches: list[Branch]) -> list[Branch]:
     """Merge blocks in a row that differ in their place only into one branch."""
-    found: list[list[Branch]] = []
+    rows: list[list[Branch]] = []
     for branch in branches:
-        if found and _alike(found[-1][0], branch):
-            found[-1].append(branch)
+        if rows and _alike(rows[-1][0], branch):
+            rows[-1].append(branch)
         else:
-            found.append([branch])
+            rows.append([branch])
     return [
         replace(row[0], name=f"{row[0].name} to {row[-1].name}", alike=len(row)) if len(row) > 1 else row[0]
-        for row in found
+        for row in rows
     ]
 
 

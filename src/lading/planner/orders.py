@@ -95,9 +95,9 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
         PlanInfeasible, ConfigError: no order has a plan; says it of the order that needs least.
     """
     others = tuple(others)
-    for found in others:
-        if not found.choices:  # each operation once and nothing moved: no plan in any order takes less
-            return Ordered(0, step, found, found.step_s)
+    for plan in others:
+        if not plan.choices:  # each operation once and nothing moved: no plan in any order takes less
+            return Ordered(0, step, plan, plan.step_s)
     bound_s = float("inf")
     searches: list[tuple[int, ResidencySearch]] = []
     counts = _counts(step)
@@ -113,18 +113,18 @@ def best_order(step: StepProblem, others: Iterable[Found], progress: PlanProgres
         search.advance()
         tell(0.6, "plans that only move, or only evict")
         evicted = () if count else evicting(ordered, search.best_s)
-        for found in chain([search.best], moving(ordered), evicted):
-            search.offer(found)
+        for plan in chain([search.best], moving(ordered), evicted):
+            search.offer(plan)
             if search.best is not None and good_enough(search.best, bound_s):
                 return Ordered(count, ordered, search.best, bound_s)
         searches.append((count, search))
-    count, found = _finished(searches, bound_s, progress)
+    count, plan = _finished(searches, bound_s, progress)
     progress.update(0.9, "the fastest plan with single choices changed")
-    found = polished(found, bound_s)
-    if not good_enough(found, bound_s):
+    plan = polished(plan, bound_s)
+    if not good_enough(plan, bound_s):
         progress.update(0.95, "a sharper time that no plan can beat")
         bound_s = _sharper(step, bound_s)
-    return Ordered(count, found.step, found, bound_s)
+    return Ordered(count, plan.step, plan, bound_s)
 
 
 def ordered_with_host(chosen: Ordered) -> Ordered:
@@ -137,13 +137,13 @@ def ordered_with_host(chosen: Ordered) -> Ordered:
         program = step.lower(choices, retimed).program
         return None if program is None else Found(choices, program, step, retimed)
 
-    found = with_host(chosen.found, plan)
-    if found is chosen.found:
+    hosted = with_host(chosen.found, plan)
+    if hosted is chosen.found:
         return chosen
-    search = ResidencySearch(found.step, [found])
+    search = ResidencySearch(hosted.step, [hosted])
     search.advance()
     assert search.best is not None, "the plan it started with"
-    best = dataclasses.replace(search.best, device_s=found.device_s)
+    best = dataclasses.replace(search.best, device_s=hosted.device_s)
     return dataclasses.replace(chosen, step=best.step, found=best, bound_s=lower_bound_s(best.step))
 
 
@@ -170,12 +170,12 @@ def _finished(
             continue
         part = 0.55 / len(searches)
         try:
-            found = search.finish(bound_s, _within(progress, 1 / 3 + index * part, part, count))
+            plan = search.finish(bound_s, _within(progress, 1 / 3 + index * part, part, count))
         except (PlanInfeasible, ConfigError) as error:
             failure = _easier(failure, error)
             continue
-        if best is None or found.step_s < best[1].step_s:
-            best = count, found
+        if best is None or plan.step_s < best[1].step_s:
+            best = count, plan
     if best is None:
         assert failure is not None
         raise failure

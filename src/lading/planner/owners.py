@@ -169,23 +169,23 @@ def assign(matrices: Sequence[Matrix], ranks: int, *, cap_bytes: int | None = No
 
 def _members(matrices: Sequence[Matrix], share: bool) -> dict[tuple[float, int, tuple[float, ...]], list[int]]:
     """Group equal matrices, longest first: their numbers by (seconds, bytes of state, seconds shared)."""
-    found: dict[tuple[float, int, tuple[float, ...]], list[int]] = {}
+    alike: dict[tuple[float, int, tuple[float, ...]], list[int]] = {}
     for number, matrix in enumerate(matrices):
         key = matrix.seconds, matrix.state_bytes, matrix.shared_s if share else ()
-        found.setdefault(key, []).append(number)
-    return dict(sorted(found.items(), reverse=True))
+        alike.setdefault(key, []).append(number)
+    return dict(sorted(alike.items(), reverse=True))
 
 
 def _heuristic(matrices: Sequence[Matrix], ranks: int, cap_bytes: int | None, bound: float) -> Loads | None:
     """Fill ranks in both ways and exchange; returns the better result, None where neither fits."""
-    found: list[Loads] = []
+    tried: list[Loads] = []
     for build in (fill_largest_first, _multifit):
         loads = build(matrices, ranks, cap_bytes)
         if loads is not None:
-            found.append(_exchange(matrices, loads))
-            if found[-1].seconds.max() <= bound * (1 + _NEAR):
+            tried.append(_exchange(matrices, loads))
+            if tried[-1].seconds.max() <= bound * (1 + _NEAR):
                 break
-    return min(found, key=lambda loads: float(loads.seconds.max()), default=None)
+    return min(tried, key=lambda loads: float(loads.seconds.max()), default=None)
 
 
 def _packed(matrices: Sequence[Matrix], members: Sequence[Sequence[int]], packing: Packing, loads: Loads) -> Loads:
@@ -319,8 +319,8 @@ def _exchange(matrices: Sequence[Matrix], loads: Loads) -> Loads:
         best = _best_exchange(fullest, costs, sizes, where, loads, cap)
         if best is None:
             break
-        given, taken, to = best
-        _apply(given, taken, to, fullest, costs, sizes, where, loads)
+        leaving, taken, to = best
+        _apply(leaving, taken, to, fullest, costs, sizes, where, loads)
     for number, rank in zip(single, where.tolist(), strict=True):
         loads.owner[number] = (rank,)
     return loads
@@ -334,23 +334,23 @@ def _best_exchange(
     Returns:
         Matrix to give, matrix to take for it if any, and the rank to give it to; None where none helps.
     """
-    own = np.flatnonzero(where == fullest)
+    fullest_has = np.flatnonzero(where == fullest)
     others = np.flatnonzero(where != fullest)
     top = float(loads.seconds[fullest])
     best, level = None, top * (1 - _EPSILON)
     seen: set[tuple[float, int]] = set()
-    for given in own.tolist():
-        kind = (float(costs[given]), int(sizes[given]))
+    for leaving in fullest_has.tolist():
+        kind = (float(costs[leaving]), int(sizes[leaving]))
         if kind in seen:
             continue
         seen.add(kind)
-        moved = np.maximum(top - costs[given], loads.seconds + costs[given])
-        moved[(loads.kept + sizes[given] > cap)] = np.inf
+        moved = np.maximum(top - costs[leaving], loads.seconds + costs[leaving])
+        moved[(loads.kept + sizes[leaving] > cap)] = np.inf
         moved[fullest] = np.inf
         to = int(moved.argmin())
         if moved[to] < level:
-            best, level = (given, None, to), float(moved[to])
-        shift, grown = costs[given] - costs[others], sizes[given] - sizes[others]
+            best, level = (leaving, None, to), float(moved[to])
+        shift, grown = costs[leaving] - costs[others], sizes[leaving] - sizes[others]
         there = where[others]
         swapped = np.maximum(top - shift, loads.seconds[there] + shift)
         fits = (loads.kept[there] + grown <= cap) & (loads.kept[fullest] - grown <= cap)
@@ -358,7 +358,7 @@ def _best_exchange(
         if len(swapped):
             place = int(swapped.argmin())
             if swapped[place] < level:
-                best, level = (given, int(others[place]), int(there[place])), float(swapped[place])
+                best, level = (leaving, int(others[place]), int(there[place])), float(swapped[place])
     return best
 
 
@@ -381,7 +381,7 @@ def spread_turns(matrices: Sequence[Matrix], owners: Owners) -> Owners:
     for number, matrix in enumerate(matrices):
         if len(owners.ranks[number]) == 1:
             kinds.setdefault((matrix.seconds, matrix.state_bytes), []).append(number)
-    found = list(owners.ranks)
+    ranks = list(owners.ranks)
     due: dict[tuple[int, int], float] = {}
     for _, numbers in sorted(kinds.items(), reverse=True):
         slots = sorted(owners.ranks[number] for number in numbers)
@@ -389,9 +389,9 @@ def spread_turns(matrices: Sequence[Matrix], owners: Owners) -> Owners:
             turn = matrices[number].turn
             slot = min(slots, key=lambda gang: (due.get((gang[0], turn), 0.0), gang))
             slots.remove(slot)
-            found[number] = slot
+            ranks[number] = slot
             due[slot[0], turn] = due.get((slot[0], turn), 0.0) + matrices[number].seconds
-    return replace(owners, ranks=tuple(found))
+    return replace(owners, ranks=tuple(ranks))
 
 
 #: Of an element beside products, in operations: reads and writes of AdamW count for more than its few operations.

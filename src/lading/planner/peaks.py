@@ -58,7 +58,7 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
         counts: dict[int, int] = {}
         for segment, count in (part for stage in plan.stages_of(rank) for part in runs[stage]):
             counts[segment] = counts.get(segment, 0) + count
-        held = Held(
+        rank_bytes = Held(
             roles=roles,
             gradient_bytes=_gradient_bytes(simulated, counts),
             longest_bytes=sum(long.values()),
@@ -69,7 +69,7 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
             behind=behind if layout.offload_to == simulated.machine.host_tier else {},
             stages_all=request.stack.megatron_order,
         )
-        for moment, tiers in moments_of(held, asked.save).items():
+        for moment, tiers in moments_of(rank_bytes, asked.save).items():
             most = peaks.setdefault(moment, dict.fromkeys(tiers, 0))
             most.update({tier: max(most[tier], size) for tier, size in tiers.items()})
     return peaks
@@ -86,8 +86,8 @@ def _gradient_bytes(simulated: Simulated, counts: Mapping[int, int]) -> int:
         return 0
     elements: dict[str, int] = {}
     for segment, count in counts.items():
-        held = simulated.segments[segment]
-        for axes, number in (held if layout.is_pipeline else held.without_tied).elements.items():
+        phases = simulated.segments[segment]
+        for axes, number in (phases if layout.is_pipeline else phases.without_tied).elements.items():
             elements[axes] = elements.get(axes, 0) + number * count
     return state_bytes(elements, layout, stack)[Role.GRADIENT]
 
@@ -95,13 +95,15 @@ def _gradient_bytes(simulated: Simulated, counts: Mapping[int, int]) -> int:
 def _largest_piece(simulated: Simulated, counts: Mapping[int, int]) -> int:
     """Bytes of the largest state of one parameter that a rank keeps: the parameter itself, or an optimizer's state."""
     layout = simulated.request.layout
-    kept, width = parameter_width(layout, simulated.request.stack), _width(simulated)
+    parameter_bytes, width = parameter_width(layout, simulated.request.stack), _width(simulated)
     largest = 0
     for segment in (simulated.segments[number].segment for number in counts):
         for tensor, axes in segment.parameters:
             elements, ways = prod(segment.tensors[tensor].shape), shards(axes, layout)
             largest = max(
-                largest, -(-elements // ways) * width, elements * kept // (ways if layout.cuts_parameters else 1)
+                largest,
+                -(-elements // ways) * width,
+                elements * parameter_bytes // (ways if layout.cuts_parameters else 1),
             )
     return largest
 

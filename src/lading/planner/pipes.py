@@ -46,8 +46,7 @@ class PipeTable:
         rank_pipe, place: [rank]: its pipe, and its place there.
         rank_first: [rank]: its first stage.
         held_rank, held_chunk, held_stage: [stage on a watched rank]: number of (pipe, watched rank), its chunk there,
-            its
-            place among all stages.
+            its place among all stages.
         held_first: [pipe, watched rank]: where its stages begin in these.
         last_stage: [(pipe, watched rank)]: the last stage of each.
     """
@@ -119,7 +118,7 @@ def pipe_table(pipes: Sequence[Pipe], rows: StageRows) -> PipeTable:
     shapes = [(pipe.pp, pipe.vpp, pipe.schedule in V_SHAPED) for pipe in pipes]
     geometries = tuple(dict.fromkeys(shapes))
     number = {shape: place for place, shape in enumerate(geometries)}
-    held = {shape: _ranks(*shape) for shape in geometries}
+    ranks_of = {shape: _ranks(*shape) for shape in geometries}
     counts = np.array([pipe.stages for pipe in pipes], np.int64)
     ranks = np.array([pipe.pp for pipe in pipes], np.int64)
     starts, first = np.cumsum(ranks) - ranks, np.cumsum(counts) - counts
@@ -139,7 +138,7 @@ def pipe_table(pipes: Sequence[Pipe], rows: StageRows) -> PipeTable:
         row=np.concatenate([rows.of(pipe.stages, pipe.layers) for pipe in pipes]),
         pipe=np.repeat(np.arange(len(pipes)), counts),
         first=first,
-        rank=np.concatenate([held[shape] for shape in shapes]) + np.repeat(starts, counts),
+        rank=np.concatenate([ranks_of[shape] for shape in shapes]) + np.repeat(starts, counts),
         rank_pipe=np.repeat(np.arange(len(pipes)), ranks),
         place=place,
         rank_first=np.repeat(first, ranks) + place,
@@ -169,16 +168,16 @@ def _watched(pp: int, vpp: int, turns: bool) -> Ints:
 def watched_rows(table: PipeTable, rows: StageRows) -> list[list[tuple[tuple[int, int], ...]]]:
     """List for each geometry (segment, count) of what its watched ranks hold, then of what its first stage holds."""
     known = list(rows.rows)
-    found: list[list[tuple[tuple[int, int], ...]]] = []
+    rows_of: list[list[tuple[tuple[int, int], ...]]] = []
     for geometry, (pp, vpp, turns) in enumerate(table.geometries):
         pipe = int(np.argmax(table.geometry == geometry))
         begin = int(table.first[pipe])
         numbers: list[int] = table.row[begin : begin + pp * vpp].tolist()
         runs = [known[row] for row in numbers]
-        held: list[list[int]] = _watched(pp, vpp, turns).tolist()
-        of_ranks = [tuple(part for stage in stages for part in runs[stage]) for stages in held]
-        found.append([*of_ranks, runs[0]])
-    return found
+        stages_of: list[list[int]] = _watched(pp, vpp, turns).tolist()
+        of_ranks = [tuple(part for stage in stages for part in runs[stage]) for stages in stages_of]
+        rows_of.append([*of_ranks, runs[0]])
+    return rows_of
 
 
 def makespans(
@@ -211,9 +210,9 @@ def makespans(
     ahead = (place < (table.pp - 1)[table.rank_pipe]) * times + (place > 0) * (times - 1)
     sends = np.where(waits[table.rank_pipe], ahead * send_s, 0.0)
     starts = np.cumsum(table.pp) - table.pp
-    own = head + times * busy + sends
+    computed = head + times * busy + sends
     watched = starts[:, None] + np.stack([0 * table.pp, np.minimum(1, table.pp - 1), table.pp - 1], axis=1)
-    return np.maximum(path, np.maximum.reduceat(own + tail, starts)), own[watched]
+    return np.maximum(path, np.maximum.reduceat(computed + tail, starts)), computed[watched]
 
 
 def _late(table: PipeTable, costs: StageCosts) -> Floats:
@@ -245,11 +244,11 @@ def activations(table: PipeTable, costs: StageCosts, alive: tuple[Floats, Ints])
     count, running = alive
     shape = (len(table.pipes), WATCHED)
     sizes = count * costs.saved[table.row[table.held_stage]]
-    kept = np.asarray(np.bincount(table.held_rank, weights=sizes), np.float64)
+    kept_bytes = np.asarray(np.bincount(table.held_rank, weights=sizes), np.float64)
     ahead = costs.ahead[table.row[running]]
     behind = costs.behind[table.row[table.last_stage]]
     spike: Floats = np.maximum(ahead, behind)
-    return kept.reshape(shape) + spike.reshape(shape)
+    return kept_bytes.reshape(shape) + spike.reshape(shape)
 
 
 def alive_of(table: PipeTable, micro_batches: Floats, stack: Stack) -> tuple[Floats, Ints]:

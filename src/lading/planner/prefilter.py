@@ -95,8 +95,7 @@ class SegmentCosts:
 
     Attributes:
         device, host: [phase, segment]: seconds of the device, with collectives as far as they are not hidden, and of
-            the
-            host; phases are forward, what runs again, gradients of activations and of weights.
+            the host; phases are forward, what runs again, gradients of activations and of weights.
         saved: [segment]: bytes that a micro-batch keeps.
         elements: [segment of the model, kind]: parameters.
     """
@@ -135,12 +134,12 @@ def exposed(axis: str, prices: MachinePrices) -> float:
     share = 0.0 if stack.launch_blocking else stack.hidden.get(axis, 0.0)
     if not share:
         return 1.0
-    products, _, own = prices.rates_beside(axis)
-    return 1 - share * (1 - min(MOST_LOST, (1 - min(1.0, products)) / own))
+    products, _, collective = prices.rates_beside(axis)
+    return 1 - share * (1 - min(MOST_LOST, (1 - min(1.0, products)) / collective))
 
 
 def host_of(segments: Sequence[Phases], stack: Stack) -> Floats:
-    """[phase, segment]: seconds of the host."""
+    """[phase, segment]: seconds that the host needs to launch a micro-batch's kernels."""
     return np.array([[part.host_s(stack) for part in s.parts] for s in segments]).T
 
 

@@ -78,7 +78,7 @@ class Refined:
         return max(0, over_bytes(self.peaks, self.room))
 
     def most(self, tier: str) -> int:
-        """Bytes of a tier at the moment that needs most."""
+        """Bytes of a tier at the moment that needs most of it."""
         return max(tiers[tier] for tiers in self.peaks.values())
 
     @property
@@ -205,30 +205,30 @@ class _Queue:
     def take_lightest(self) -> None:
         """Simulate the layouts that need least memory as bounded."""
         known = {str(one.layout) for one in self.over}
-        for found in self.search.lightest(_LIGHTEST):
-            may_fit = found.peak_bytes <= self.room.device_bytes
-            if may_fit and str(self.search.layout(found)) not in known:
-                self._keep(refine(self.search, found, self.room))
+        for bounded in self.search.lightest(_LIGHTEST):
+            may_fit = bounded.peak_bytes <= self.room.device_bytes
+            if may_fit and str(self.search.layout(bounded)) not in known:
+                self._keep(refine(self.search, bounded, self.room))
 
     def _following(self, rest: Iterator[Bounded]) -> None:
-        found = next(rest, None)
-        if found is not None:
-            self._push(found.step_s, _Layout(found, rest))
+        bounded = next(rest, None)
+        if bounded is not None:
+            self._push(bounded.step_s, _Layout(bounded, rest))
 
     def _simulate(self, item: _Layout) -> None:
-        found = item.found
-        if self.search.peak_bytes(found) > self.room.device_bytes:
+        bounded = item.found
+        if self.search.peak_bytes(bounded) > self.room.device_bytes:
             return None
-        if not item.exact and (span_s := self.search.span_s(found)) is not None:
+        if not item.exact and (span_s := self.search.span_s(bounded)) is not None:
             waits = waiting_share(
-                self.search.space.asked.devices, every_block=found.cut.zero >= 2 and found.pipe.stages == 1
+                self.search.space.asked.devices, every_block=bounded.cut.zero >= 2 and bounded.pipe.stages == 1
             )
-            later = (span_s - found.span_s) * (1 + waits)
+            later = (span_s - bounded.span_s) * (1 + waits)
             if later > 0:
-                return self._push(found.step_s + later, replace(item, exact=True))
+                return self._push(bounded.step_s + later, replace(item, exact=True))
         top = self.search.space.asked.top
         self.tell(min(self.simulated, top), top, "layouts simulated")
-        one = refine(self.search, found, self.room)
+        one = refine(self.search, bounded, self.room)
         self._keep(one)
 
     def _keep(self, one: Refined) -> None:

@@ -50,7 +50,7 @@ from lading.planner.lower import StepCosts
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A gap with a choice. ``recompute_s`` is 0 where recomputing is impossible (see ``options``).
+    """Gap with a choice. ``recompute_s`` is 0 where recomputing is impossible (see ``options``).
 
     ``held`` are the positions inside the gap, as inclusive ranges, at which an option other than keep takes the bytes.
     """
@@ -147,14 +147,14 @@ def build(
         if len(options) == 1:
             continue
         again_s = [costs.op_seconds[op] for op in again]
-        own = again_s[0] if again_s else 0.0
-        held = {Option.RECOMPUTE: _held_again(lives, enters, gap)}
+        own_s = again_s[0] if again_s else 0.0
+        taken = {Option.RECOMPUTE: _held_again(lives, enters, gap)}
         version = _version(graph, lives, gap)
         if moving and movable:
             written = version is not None and (gap.wraps or version not in left)
-            held |= {Option(t.name): _on_the_way(gap, size, t, clock, written=written) for t in machine.tiers}
+            taken |= {Option(t.name): _on_the_way(gap, size, t, clock, written=written) for t in machine.tiers}
         left.add(version)
-        candidates.append(Candidate(gap, size, options, own, sum(again_s), held, version))
+        candidates.append(Candidate(gap, size, options, own_s, sum(again_s), taken, version))
         chosen.add((gap.storage, gap.start))
     seconds = np.asarray([0.0 if op in graph.on_host else took for op, took in enumerate(costs.op_seconds)])
     if every:
@@ -274,9 +274,9 @@ def _recomputed(
         return (producer,)
     if not across and not _stays_inside(graph, lives, items, gap.storage):
         return ()
-    found = [producer]
+    again = [producer]
     seen = {producer}
-    for op in found:  # grows
+    for op in again:  # grows
         if items[op] != items[producer] and not across:
             return ()
         for source in graph.op_reads[op]:
@@ -284,8 +284,8 @@ def _recomputed(
             there = across and made is not None and items[made] != items[producer]
             if made is not None and made not in seen and lives.uses[source][-1] < gap.end and not there:
                 seen.add(made)
-                found.append(made)
-    return found
+                again.append(made)
+    return again
 
 
 def _version(graph: StepGraph, lives: Lifetimes, gap: Gap) -> tuple[int, int] | None:
@@ -313,10 +313,10 @@ def fold(graph: StepGraph, candidates: Sequence[Candidate], most: int) -> Foldin
     for candidate in candidates:
         gap = candidate.gap
         layer = layers[gap.start] if layers[gap.start] >= 0 else layers[gap.end]
-        own = gap.storage if layer < 0 else layers[gap.end] - layer
+        identity = gap.storage if layer < 0 else layers[gap.end] - layer
         version = None if candidate.version is None else candidate.version[1]
         keys.append(
-            (places[gap.start], places[gap.end], own, layer < 0, candidate.size_bytes, candidate.options, version)
+            (places[gap.start], places[gap.end], identity, layer < 0, candidate.size_bytes, candidate.options, version)
         )
         of.append(layer)
     per_group = _layers_per_group(keys, of, most)

@@ -279,10 +279,10 @@ class ResidencySearch:
 
     def advance(self) -> bool:
         """Look at one more candidate; False if there is none left."""
-        found = next(self._candidates, None)
+        plan = next(self._candidates, None)
         self.looked_at += 1
-        self.offer(found)
-        return found is not None
+        self.offer(plan)
+        return plan is not None
 
     def best_s(self) -> float:
         """Seconds of the fastest plan found so far."""
@@ -355,7 +355,10 @@ def lower_bound_s(step: StepProblem) -> float:
 
 
 def flow_bound_s(step: StepProblem) -> float:
-    """Sharper lower bound, in seconds, than ``lower_bound_s``, for more work; 0.0 where there is none."""
+    """Lower bound in seconds over all plans within the budget, sharper than ``lower_bound_s``.
+
+    0.0 where there is none.
+    """
     flowing = flow(_problem(step, every=True), step.arena_bytes, _FLOW_WINDOWS)
     return flowing.step_s if flowing is not None else 0.0
 
@@ -373,12 +376,12 @@ def smallest_budget_bytes(step: StepProblem) -> tuple[int, Lowered]:
 def _tightest(step: StepProblem) -> tuple[int, dict[tuple[int, int], Option], Lowered]:
     """Smallest device budget in bytes that a plan is found for, with its choices and what they lower to."""
     problem = build(step.graph, step.lives, step.machine, step.costs, PAGE_BYTES)
-    found: list[tuple[int, dict[tuple[int, int], Option], Lowered]] = []
+    lowerings: list[tuple[int, dict[tuple[int, int], Option], Lowered]] = []
     for last in (-1, 1):
         choices = {(c.gap.storage, c.gap.start): c.options[last] for c in problem.candidates}
         size, lowered = _shrink(step, choices)
-        found.append((size, choices, lowered))
-    return min(found, key=lambda row: row[0])
+        lowerings.append((size, choices, lowered))
+    return min(lowerings, key=lambda row: row[0])
 
 
 def _shrink(step: StepProblem, choices: dict[tuple[int, int], Option]) -> tuple[int, Lowered]:
@@ -420,16 +423,16 @@ def _candidates(step: StepProblem, every: Relaxations) -> Iterable[Found]:
     """
     left = max(_FEWEST_TRIES, _LOWERED // len(step.graph.ops))
     for some in aims(len(step.graph.ops)):
-        found = False
+        fits = False
         for aim in some:
-            if found and left <= 0:
+            if fits and left <= 0:
                 return
             candidate, tried = _repaired(step, every, aim)
             left -= tried
             if candidate is not None:
-                found = True
+                fits = True
                 yield candidate
-        if found:
+        if fits:
             return
 
 
@@ -499,8 +502,8 @@ def rounded(problem: ResidencyProblem, relaxed: RelaxedResidency) -> dict[tuple[
     seats = _seats(problem)
     tiers = _within_capacity(problem, _tier_of_storage(problem, relaxed, seats))
     for candidate, shares, (seat, count) in zip(problem.candidates, relaxed.shares, seats, strict=True):
-        kept = shares[Option.KEEP] * count
-        if seat + 1 <= kept + 1e-6 * count:
+        keeping = shares[Option.KEEP] * count
+        if seat + 1 <= keeping + 1e-6 * count:
             continue
         tier = tiers.get(candidate.gap.storage)
         others = [option for option in candidate.options if option in (Option.RECOMPUTE, tier)]
@@ -529,10 +532,10 @@ def _tier_of_storage(
     shares: dict[int, Counter[Option]] = {}
     seat_of: dict[int, tuple[int, int]] = {}
     for candidate, chosen, seat in zip(problem.candidates, relaxed.shares, seats, strict=True):
-        found = shares.setdefault(candidate.gap.storage, Counter())
-        found.update({o: s for o, s in chosen.items() if o not in (Option.KEEP, Option.RECOMPUTE)})
+        tier_shares = shares.setdefault(candidate.gap.storage, Counter())
+        tier_shares.update({o: s for o, s in chosen.items() if o not in (Option.KEEP, Option.RECOMPUTE)})
         seat_of[candidate.gap.storage] = seat
-    return {storage: _at_seat(found, *seat_of[storage]) for storage, found in shares.items() if found}
+    return {storage: _at_seat(tier_shares, *seat_of[storage]) for storage, tier_shares in shares.items() if tier_shares}
 
 
 def _within_capacity(problem: ResidencyProblem, tiers: dict[int, Option]) -> dict[int, Option]:

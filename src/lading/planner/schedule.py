@@ -56,7 +56,7 @@ def base_profile(graph: StepGraph, emission: Emission) -> np.ndarray:
 def stretch(
     graph: StepGraph, machine: Machine, emission: Emission, item_seconds: Sequence[float], soft_bytes: int
 ) -> Stretched:
-    """Give every transfer as much of its time as ``soft_bytes`` leaves room for."""
+    """Give every transfer as much of its time as ``soft_bytes`` of the arena leave room for."""
     worker = _Stretcher(graph, machine, emission, item_seconds, soft_bytes)
     worker.write_backs()
     worker.fetches()
@@ -194,7 +194,7 @@ class _Stretcher:
         return begin
 
     def _left_at(self) -> list[int]:
-        """For each residency, the first item at which the storage's previous stay is over."""
+        """[residency]: first item at which the storage's previous residency is over."""
         left = [0] * len(self.stays)
         for indices in self.of_storage.values():
             for before, index in zip((indices[-1], *indices), indices, strict=False):
@@ -217,7 +217,7 @@ class _Stretcher:
         return self._fill(index, low + self.count, self.count - 1, forward=False) - self.count
 
     def _fill(self, index: int, low: int, high: int, *, forward: bool) -> int:
-        """Take items low..high if they fit, else as many as do next to the stay; returns its new last or first item."""
+        """Take items low..high for a residency if they fit, else as many as do next to it; returns its new end."""
         if low > high:
             return high if forward else low
         size = self.sizes[index]

@@ -122,7 +122,7 @@ class Shares:
         return self.share(block, mode).good & (np.mod(ranks, block.mesh.expert_ways) == 0)
 
     def least_bytes(self, block: LayoutBlock, segments: Sequence[Phases], elements: Floats) -> Floats:
-        """[pipeline shape, watched rank]: least bytes of states; arguments as ``exchanges.least_bytes``."""
+        """[pipeline shape, watched rank]: least bytes of states of a block, however they are kept."""
         if block.mesh not in self._least:
             table = self.table(self.space.modes()[0])
             self._least[block.mesh] = least_bytes(self.space, block, self.watched, table, segments, elements)
@@ -240,7 +240,7 @@ class LayoutSearch:
 
     @cached_property
     def shares(self) -> Shares:
-        """Pipelines, micro-batches and memory that blocks have in common."""
+        """Pipelines, their micro-batches and memory, which blocks of the space have in common."""
         return Shares(self.space)
 
     def request(self, layout: Layout) -> StepRequest:
@@ -262,10 +262,10 @@ class LayoutSearch:
 
     def peak_bytes(self, found: Bounded) -> float:
         """Least bytes of a layout, with activations as simulated where that was done for the same pipeline."""
-        kept = self._kept.get((found.block, found.mode, found.pipe))
-        if kept is None or not found.states:
+        activations = self._kept.get((found.block, found.mode, found.pipe))
+        if activations is None or not found.states:
             return found.peak_bytes
-        return max(found.peak_bytes, max(map(add, kept, found.states)) * _ROUNDING)
+        return max(found.peak_bytes, max(map(add, activations, found.states)) * _ROUNDING)
 
     def learn(self, found: Bounded, simulated: Simulated) -> None:
         """Remember from a simulation when a pipeline runs and what it keeps, whoever keeps its states."""
@@ -363,9 +363,9 @@ class LayoutSearch:
         Args:
             budget_bytes: Bytes for the tensors of a device.
         """
-        found = [self._unpriced(member, mode, budget_bytes) for mode in self.space.modes()]
-        self._out += [one for one in found if one.prefiltered.step_s == inf]
-        return [one for one in found if one.prefiltered.step_s < inf]
+        modes = [self._unpriced(member, mode, budget_bytes) for mode in self.space.modes()]
+        self._out += [one for one in modes if one.prefiltered.step_s == inf]
+        return [one for one in modes if one.prefiltered.step_s < inf]
 
     def _unpriced(self, member: FamilyMember, mode: str, budget_bytes: float) -> UnpricedBlock:
         block = member.block
@@ -480,9 +480,9 @@ class LayoutSearch:
             table = shares.table(self.space.modes()[0])
             segments = self._segments[block][mode]
             self._exchanges[block.mesh] = exchanges(self.space, block, shares.watched, table, segments, self._known)
-        found, good = self._exchanges[block.mesh], shares.good(block, mode) & pipes
+        exchanged, good = self._exchanges[block.mesh], shares.good(block, mode) & pipes
         table = shares.table(mode)
-        return Rows(table, found, share.micro_batches, share.alive, *found.rows(table, good))
+        return Rows(table, exchanged, share.micro_batches, share.alive, *exchanged.rows(table, good))
 
     def bounded(self, opened: Opened, budget_bytes: float) -> Iterator[Bounded]:
         """Yield the layouts of a block that may fit, those of least bound first.
@@ -490,17 +490,17 @@ class LayoutSearch:
         Args:
             budget_bytes: Bytes for the tensors of a device.
         """
-        found = self._bounds(opened)
-        if found is None:
+        bounds = self._bounds(opened)
+        if bounds is None:
             return
-        steps, peaks = found.steps, found.peaks
+        steps, peaks = bounds.steps, bounds.peaks
         self.evaluated += len(steps)
         nearly = np.flatnonzero((peaks > budget_bytes) & (peaks <= _NEARLY * budget_bytes))
         if len(nearly):
-            self.over.append(found.at(int(nearly[np.argmin(steps[nearly])])))
+            self.over.append(bounds.at(int(nearly[np.argmin(steps[nearly])])))
         places = np.flatnonzero(peaks <= budget_bytes)
         order: list[int] = places[np.argsort(steps[places], kind="stable")].tolist()
-        yield from map(found.at, order)
+        yield from map(bounds.at, order)
 
     def lightest(self, most: int) -> list[Bounded]:
         """Find the layouts of the space that need least memory as bounded, lightest first, then the faster first.
@@ -508,17 +508,17 @@ class LayoutSearch:
         Args:
             most: Number of layouts.
         """
-        found: list[Bounded] = []
+        lightest: list[Bounded] = []
         members = [member for family in self._families or self.families(_silent) for member in family.members]
         unpriced = [self._unpriced(member, mode, inf) for member in members for mode in self.space.modes()]
         for one in sorted(unpriced, key=lambda each: each.prefiltered.peak_bytes):
-            if one.prefiltered.peak_bytes > (found[-1].peak_bytes if len(found) == most else inf):
+            if one.prefiltered.peak_bytes > (lightest[-1].peak_bytes if len(lightest) == most else inf):
                 break
             opened = self.opened(one, inf)
             if opened is not None and (bounds := self._bounds(opened)) is not None:
                 first = np.lexsort((bounds.steps, bounds.peaks))[:most].tolist()
-                found = sorted([*found, *map(bounds.at, first)], key=_memory_first)[:most]
-        return found
+                lightest = sorted([*lightest, *map(bounds.at, first)], key=_memory_first)[:most]
+        return lightest
 
     def _bounds(self, opened: Opened) -> _BlockBounds | None:
         """Bound the layouts of a block in the pipes that are left of it; None if there is none."""

@@ -289,8 +289,8 @@ class Space:
     @property
     def precisions(self) -> tuple[str, ...]:
         """Precisions of products to choose from; parameters, gradients and states have as many bits in all of them."""
-        own = self.request.layout.precision
-        return (own,) if "precision" in self.asked.pins else self.asked.precisions or (own,)
+        precision = self.request.layout.precision
+        return (precision,) if "precision" in self.asked.pins else self.asked.precisions or (precision,)
 
     @property
     def experts(self) -> int:
@@ -339,7 +339,7 @@ class Space:
         Args:
             partial: Whether only some layers of a chunk may be recomputed.
         """
-        found: list[Pipe] = []
+        pipes: list[Pipe] = []
         for pp in self._pinned("pp", [n for n in divisors(self.asked.devices) if n <= self.layers]):
             for vpp in self._pinned("vpp", list(range(1, self.layers // pp + 1)) if pp > 1 else [1]):
                 if pp * vpp > self.layers:
@@ -347,8 +347,8 @@ class Space:
                 most = -(-self.layers // (pp * vpp)) - 1
                 for schedule in self._pinned("schedule", self._schedules(pp, vpp)):
                     for layers in self._pinned("recompute_layers", [-1, *range(1, most + 1)] if partial else [-1]):
-                        found.append(Pipe(pp, vpp, schedule, layers))
-        return found
+                        pipes.append(Pipe(pp, vpp, schedule, layers))
+        return pipes
 
     def _schedules(self, pp: int, vpp: int) -> list[str]:
         """Schedules that the stack can run: Megatron-LM has 1F1B and its interleaved form, torch has all."""
@@ -366,13 +366,13 @@ class Space:
         stages = [0, 1, 2, 3]
         if pp > 1:  # [Note: sharded in a pipeline] in lading.program.emit: 2 and 3 are one there
             stages = [0, 1, 3] if self.request.stack.cuts_in_pipeline else [0, 1]
-        found: list[StateLayout] = []
+        cuts: list[StateLayout] = []
         for zero in self._pinned("zero", stages if data > 1 else [0]):
             parts = [0, *(n for n in divisors(data) if 1 < n < data)] if zero else [0]
             shards = [n for n in self._pinned("shard", parts) if not n or (zero and data % n == 0)]
             ways = [way for way in self._offloads if zero == 3 or "parameters" not in way[0]]
-            found += [StateLayout(zero, shard, *way) for way in ways for shard in shards]
-        return found
+            cuts += [StateLayout(zero, shard, *way) for way in ways for shard in shards]
+        return cuts
 
     @cached_property
     def _offloads(self) -> list[tuple[tuple[str, ...], str]]:
@@ -381,11 +381,11 @@ class Space:
         if "offload" in self.asked.pins:
             pinned = self.asked.pins["offload"]
             return [(pinned, tier if pinned else HOST_TIER)]
-        found: list[tuple[tuple[str, ...], str]] = [((), HOST_TIER)]
+        ways: list[tuple[tuple[str, ...], str]] = [((), HOST_TIER)]
         behind = self.machine.tier(tier)
         if behind is None or self.machine.host_device is None or self.request.moves_matrices:
-            return found  # the host updates elements, not whole matrices
-        return [*found, (("optimizer",), tier)] if self._least_behind <= behind.capacity_bytes else found
+            return ways  # the host updates elements, not whole matrices
+        return [*ways, (("optimizer",), tier)] if self._least_behind <= behind.capacity_bytes else ways
 
     @cached_property
     def _least_behind(self) -> int:

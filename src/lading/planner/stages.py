@@ -57,7 +57,7 @@ class StageRows:
             layout = Layout(pp=stages)
             total = sum(self.table.counts[1:-1])
             ranks = chunks(self.table, layout, uneven_layers(replace(self.request, layout=layout), total))
-            runs = [recomputed_parts(held[0], self.plain, layers) for held in ranks]
+            runs = [recomputed_parts(rank_chunks[0], self.plain, layers) for rank_chunks in ranks]
             self._known[stages, layers] = np.array([self._row(tuple(run)) for run in runs])
         return self._known[stages, layers]
 
@@ -122,13 +122,13 @@ def stage_costs(
     places, counts, weights = rows
     seconds = [spans(weights @ features, prices, stack) for features in features_of(segments, prices, stack)]
     saved = np.array([float(s.saved_bytes) for s in segments])
-    kept: Floats = np.cumsum(counts * saved[places], axis=1)
+    kept_bytes: Floats = np.cumsum(counts * saved[places], axis=1)
     spikes: list[Floats] = []
     for way in (0, 1):
         top = np.array([float(s.transients[way]) for s in segments])
-        peak = np.max(np.where(counts > 0, kept + top[places], 0.0), axis=1)
-        spikes.append(peak - kept[:, -1])
-    return StageCosts(*seconds, saved=kept[:, -1], ahead=spikes[0], behind=spikes[1], blocks=counts.sum(axis=1))
+        peak = np.max(np.where(counts > 0, kept_bytes + top[places], 0.0), axis=1)
+        spikes.append(peak - kept_bytes[:, -1])
+    return StageCosts(*seconds, saved=kept_bytes[:, -1], ahead=spikes[0], behind=spikes[1], blocks=counts.sum(axis=1))
 
 
 def features_of(segments: Sequence[Phases], prices: MachinePrices, stack: Stack) -> list[Floats]:
@@ -162,8 +162,8 @@ def spans(features: Floats, prices: MachinePrices, stack: Stack) -> Floats:
         alone, share = features[:, 3 + place], stack.hidden.get(axis, 0.0)
         hidden = np.zeros_like(alone) if stack.launch_blocking else np.minimum(alone * share, device)
         if share and np.any(hidden):
-            products, rest, own = prices.rates_beside(axis)
+            products, rest, collective = prices.rates_beside(axis)
             compute = np.minimum(1.0, 1 / ((1 - bound) / products + bound / rest))
-            hidden = hidden * (1 - np.minimum(MOST_LOST, (1 - compute) / own))
+            hidden = hidden * (1 - np.minimum(MOST_LOST, (1 - compute) / collective))
         seconds = seconds + alone - hidden
     return seconds + host if stack.launch_blocking else np.maximum(seconds, host)

@@ -67,20 +67,20 @@ def _fitting(step: StepProblem) -> Found | None:
 
 def _streamed(step: StepProblem) -> Found:
     """Make the streaming plan of a step whose operations have their places."""
-    found = [made for choices in _plainer(step) if (made := _found(step, choices)) is not None]
-    if not found:
+    plans = [made for choices in _plainer(step) if (made := _found(step, choices)) is not None]
+    if not plans:
         recomputed = checkpoint_every_block(step.graph, step.lives)
         away = _leaving(step, recomputed)
         streamed = _placed(step, recomputed, away, 0)
         lowered = step.lower(streamed)
         if lowered.program is None:
             raise _infeasible(step, streamed, lowered)
-        found.append(Found(streamed, lowered.program, step))
+        plans.append(Found(streamed, lowered.program, step))
         room = int(step.arena_bytes * (1 - _UNDER_WAY)) - int(base_profile(step.graph, lowered.emission).max())
         if room > _LEAST_GAIN * sum(_size(step, storage) for storage in away):
             kept = _found(step, _placed(step, recomputed, away, room))
-            found += [] if kept is None else [kept]
-    return min(found, key=lambda made: made.step_s)
+            plans += [] if kept is None else [kept]
+    return min(plans, key=lambda made: made.step_s)
 
 
 def moving(step: StepProblem) -> Iterator[Found]:

@@ -203,8 +203,8 @@ def _thin(run: list[tuple[float, float]]) -> list[tuple[float, float]]:
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in run:
         columns.setdefault(floor(point[0]), []).append(point)
-    kept: list[tuple[float, float]] = []
+    drawn: list[tuple[float, float]] = []
     for column in columns.values():
         ends = {column[0], column[-1], min(column, key=lambda p: p[1]), max(column, key=lambda p: p[1])}
-        kept += [point for point in column if point in ends]
-    return kept
+        drawn += [point for point in column if point in ends]
+    return drawn

@@ -221,10 +221,10 @@ def growth_figure(growth: Sequence[tuple[int, float, float]]) -> str:
     places = {devices: float(place) for place, (devices, _, _) in enumerate(growth)}
     frame = Frame(left=LEFT, top=14, width=PLOT - 24, height=200, x_high=max(places.values()) or 1.0, y_high=high)
     points = [(frame.x(places[devices]), frame.y(rate)) for devices, _, rate in growth]
-    kept = frame.y(growth[0][2])
+    level_y = frame.y(growth[0][2])
     body = [
         y_axis(frame, [(value, f"{value:,.0f}") for value in ticks(0, high, 5)]),
-        polyline([(frame.left, kept), (frame.right, kept)], "behind"),
+        polyline([(frame.left, level_y), (frame.right, level_y)], "behind"),
         polyline(points, "series"),
         x_axis(frame, [(place, f"{devices:,}") for devices, place in places.items()]),
     ]

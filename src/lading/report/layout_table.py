@@ -101,10 +101,10 @@ def layouts_lines(rows: Sequence[LayoutRow], over: Sequence[LayoutRow], width: i
         " " * (widths[0] + 1) + "layout: it loses because it is; variants of it among the best",
     ]
     for cells, row in zip(table[1:], every, strict=True):
-        own = ",".join(part for part in row.layout.split(",") if part not in shared) or "nothing more"
+        rest = ",".join(part for part in row.layout.split(",") if part not in shared) or "nothing more"
         lines.append(_aligned(cells, widths))
         like = f"; {row.like}" if row.like else ""
-        lines += _wrapped(f"{own}: {loses_because(row, rows[0])}{like}", width, " " * (widths[0] + 1))
+        lines += _wrapped(f"{rest}: {loses_because(row, rows[0])}{like}", width, " " * (widths[0] + 1))
     title = "Layouts, the fastest first" + (f"; all have {','.join(shared)}" if shared and len(every) > 1 else "")
     return [*_wrapped(title, width), *lines]
 

@@ -101,12 +101,12 @@ def memory_chart(samples: Sequence[MemorySample], duration_s: float, title: str)
 def _fullest(samples: Sequence[MemorySample], duration_s: float) -> list[MemorySample]:
     """Pick the sample with most bytes in each column's time, the one before it counted as long as it lasts."""
     times = [sample.time_s for sample in samples]
-    found: list[MemorySample] = []
+    fullest: list[MemorySample] = []
     for column in range(_WIDTH):
         first = max(0, bisect_right(times, duration_s * column / _WIDTH) - 1)
         until = max(first + 1, bisect_left(times, duration_s * (column + 1) / _WIDTH))
-        found.append(max(samples[first:until], key=lambda sample: sample.total_bytes))
-    return found
+        fullest.append(max(samples[first:until], key=lambda sample: sample.total_bytes))
+    return fullest
 
 
 def _column(sample: MemorySample, roles: Sequence[str], high: int) -> list[str]:
@@ -114,8 +114,8 @@ def _column(sample: MemorySample, roles: Sequence[str], high: int) -> list[str]:
     tops: list[int] = []
     for role in roles:
         tops.append((tops[-1] if tops else 0) + sample.bytes_by_role.get(role, 0))
-    found: list[str] = []
+    column: list[str] = []
     for row in range(_HEIGHT):
         middle = high * (row + 0.5) / _HEIGHT
-        found.append(next((role for role, top in zip(roles, tops, strict=True) if middle < top), ""))
-    return found
+        column.append(next((role for role, top in zip(roles, tops, strict=True) if middle < top), ""))
+    return column

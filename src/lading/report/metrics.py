@@ -126,9 +126,9 @@ def truncate_after(path: Path, step: int) -> int:
         ConfigError: as for ``read_metrics``.
     """
     records = read_metrics(path)
-    kept = [record for record in records if "step" not in record or record["step"] <= step]
-    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return len(records) - len(kept)
+    remaining = [record for record in records if "step" not in record or record["step"] <= step]
+    write_text(path, "".join(json.dumps(record) + "\n" for record in remaining))
+    return len(records) - len(remaining)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

@@ -22,15 +22,15 @@ _BUSY, _FULL = 0.8, 0.9
 
 def traffic(problem: PlacementProblem, devices: Sequence[int]) -> dict[tuple[int, int], int]:
     """Count the bytes that one step sends between devices, by (from, to)."""
-    found: dict[tuple[int, int], int] = {}
+    sent: dict[tuple[int, int], int] = {}
     for flow in problem.flows:
         source = devices[problem.group_of[flow.source]]
         for late in (False, True):
             targets = {devices[problem.group_of[t]] for t in flow.targets if problem.tasks[t].once is late}
             for target in sorted(targets - {source}):
                 times = 1 if late else problem.micro_batches
-                found[source, target] = found.get((source, target), 0) + times * flow.size_bytes
-    return found
+                sent[source, target] = sent.get((source, target), 0) + times * flow.size_bytes
+    return sent
 
 
 def limit(problem: PlacementProblem, placement: Placement) -> str:
@@ -115,16 +115,18 @@ def parts_table(problem: PlacementProblem, placement: Placement) -> Table | None
     )
     spared = problem.spared(placement.devices)
     for part in parts:
-        own = problem.groups[part.first : part.last + 1]
-        tasks = [problem.tasks[t] for g in own for t in g.tasks if t not in spared]
+        part_groups = problem.groups[part.first : part.last + 1]
+        tasks = [problem.tasks[t] for g in part_groups for t in g.tasks if t not in spared]
         seconds = sum((1 if t.once else problem.micro_batches) * t.seconds[part.device] for t in tasks)
         shared = {n for n, groups in enumerate(problem.sharing) if any(part.first <= g <= part.last for g in groups)}
         table.add_row(
             problem.network.devices[part.device],
-            own[0].name,
-            own[-1].name,
-            str(len(own)),
-            format_bytes(sum(g.resident_bytes for g in own) + sum(problem.shared[n].size_bytes for n in shared)),
+            part_groups[0].name,
+            part_groups[-1].name,
+            str(len(part_groups)),
+            format_bytes(
+                sum(g.resident_bytes for g in part_groups) + sum(problem.shared[n].size_bytes for n in shared)
+            ),
             format_seconds(seconds),
         )
     return table

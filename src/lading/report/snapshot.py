@@ -59,7 +59,7 @@ def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[Change]:
     """
     events = {event.action: event for event in timeline.events}
     slots = dict(program.slots.get(tier, ()))
-    held: dict[int, tuple[float, int, str]] = {}  # storage -> since when, address, what brought it
+    present: dict[int, tuple[float, int, str]] = {}  # storage -> since when, address, what brought it
 
     def change(time_s: float, storage: int, address: int, label: str, *, freed: bool) -> Change:
         item = program.graph.storages[storage]
@@ -68,18 +68,18 @@ def _stays(program: Program, timeline: Timeline, tier: str) -> Iterator[Change]:
 
     first = program.resident if tier == DEVICE else [(s, slots[s]) for s, t in home_tiers(program).items() if t == tier]
     for storage, offset in first:
-        held[storage] = 0.0, _BASE["arena"] + offset, _START
+        present[storage] = 0.0, _BASE["arena"] + offset, _START
     for action in program.actions:
         event = events[action.id]
         for storage, offset in _brought(action, tier, slots):
-            if storage not in held:
-                held[storage] = event.start_s, _BASE["arena"] + offset, _label(program, action, event)
-        if action.kind is ActionKind.FREE and action.source == tier and action.storage in held:
-            since, address, label = held.pop(action.storage)
+            if storage not in present:
+                present[storage] = event.start_s, _BASE["arena"] + offset, _label(program, action, event)
+        if action.kind is ActionKind.FREE and action.source == tier and action.storage in present:
+            since, address, label = present.pop(action.storage)
             if event.end_s > since:
                 yield change(since, action.storage, address, label, freed=False)
                 yield change(event.end_s, action.storage, address, label, freed=True)
-    for storage, (since, address, label) in held.items():
+    for storage, (since, address, label) in present.items():
         yield change(since, storage, address, label, freed=False)
 
 

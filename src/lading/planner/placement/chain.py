@@ -102,13 +102,13 @@ def place_chain(trial: Trial, effort: float = 0) -> Placement | None:
             f"chain: expected at most {MOST_DEVICES} devices, got {len(problem.network.devices)}; leave some out"
         )
     memory = problem.network.memory_bytes
-    found: list[Placement] = []
+    placements: list[Placement] = []
     for windowed in (True, False) if problem.micro_batches > 1 else (False,):
         for once in _ONCE:
-            found += _fitting(trial, windowed=windowed, once=once)
-    if problem.micro_batches > 1 and found:
-        return refined(trial, found, effort)
-    return min(found, key=lambda p: key_of(p, memory), default=None)
+            placements += _fitting(trial, windowed=windowed, once=once)
+    if problem.micro_batches > 1 and placements:
+        return refined(trial, placements, effort)
+    return min(placements, key=lambda p: key_of(p, memory), default=None)
 
 
 def _fitting(trial: Trial, *, windowed: bool, once: bool) -> list[Placement]:
@@ -128,8 +128,8 @@ def _fitting(trial: Trial, *, windowed: bool, once: bool) -> list[Placement]:
             orders[tuple(part.device for part in placement.parts)] = placement
         return list(placed[0].devices) if placed else None
 
-    found = trial.fitting(plan, "chain")
-    return [*orders.values(), *([] if found is None else [found])]
+    last = trial.fitting(plan, "chain")
+    return [*orders.values(), *([] if last is None else [last])]
 
 
 def best_cut(
@@ -148,7 +148,7 @@ def best_cut(
 
 
 def _plans(parts: _Parts, copies: int) -> list[ChainPlacement]:
-    """List placements of longer and shorter period, the best to within ``_EXACT`` among them.
+    """List placements of a chain with longer and shorter period, the fastest to within ``_EXACT`` among them.
 
     The least latency falls as the limit of the period rises. Between limits low and high, no plan takes less than the
     latency at high and copies of low; what could still be better is halved.
@@ -156,7 +156,7 @@ def _plans(parts: _Parts, copies: int) -> list[ChainPlacement]:
     cut = parts.solve(inf)
     if cut is None or copies == 1:
         return [] if cut is None else [cut]
-    found = [cut]
+    plans = [cut]
     best_s = cut.total_s(copies)
     open_ = [(parts.least_period(), cut.period_s, cut.latency_s)]  # low, high (not taken), latency at high
     while open_:
@@ -168,13 +168,13 @@ def _plans(parts: _Parts, copies: int) -> list[ChainPlacement]:
         open_.append((middle, high, latency_s))
         if cut is None:
             continue
-        found.append(cut)
+        plans.append(cut)
         best_s = min(best_s, cut.total_s(copies))
         if middle > low:
             open_.append((low, cut.period_s, cut.latency_s))
         else:
             open_.pop()
-    return found
+    return plans
 
 
 class _Parts:
@@ -186,9 +186,9 @@ class _Parts:
         groups = problem.groups
         self.count, self.devices = len(groups), len(problem.network.devices)
         self.memory, self.copies, self.windowed = memory, problem.micro_batches, windowed
-        own = np.array([g.seconds for g in groups]).T
+        seconds = np.array([g.seconds for g in groups]).T
         last = np.array([g.once_s for g in groups]).T
-        self.busy = np.stack([_sums(row) for row in own])  # [d, i, j]
+        self.busy = np.stack([_sums(row) for row in seconds])  # [d, i, j]
         self.once = np.stack([_sums(row) for row in last])
         resident = _sums(np.array([float(g.resident_bytes) for g in groups]))
         for shared, members in zip(problem.shared, problem.sharing, strict=True):
@@ -254,8 +254,8 @@ class _Parts:
         ends = [d for d in range(self.devices) if self.twin[d] < 0]
         if period or not self.ends.any() or self.devices > _MOST_ENDS:
             return self._recursion(limit, None, period=period)
-        found = [cut for end in ends if (cut := self._recursion(limit, end, period=period)) is not None]
-        return min(found, key=lambda cut: cut.latency_s, default=None)
+        cuts = [cut for end in ends if (cut := self._recursion(limit, end, period=period)) is not None]
+        return min(cuts, key=lambda cut: cut.latency_s, default=None)
 
     def _recursion(self, limit: float, last: int | None, *, period: bool) -> ChainPlacement | None:
         """Run the recursion over sets of devices, with any device or a given one last.
@@ -292,11 +292,11 @@ class _Parts:
 
     def behind(self, first: int, last: int | None, allowed: np.ndarray, *, parts: bool) -> np.ndarray:
         """[end of the first part]: seconds after the last backward: its updates, and those of tied weights."""
-        own = np.where(allowed, self.first[first, 0], 0.0)
+        update = np.where(allowed, self.first[first, 0], 0.0)
         if last is None or not parts:
-            return own
+            return update
         here_s, there_s, update_s = self.ends[:, first, last]
-        return np.maximum(np.maximum(own, here_s + update_s), there_s)
+        return np.maximum(np.maximum(update, here_s + update_s), there_s)
 
     def _walk(
         self,
@@ -333,9 +333,9 @@ def _sums(values: np.ndarray) -> np.ndarray:
 
 def _inside(members: Sequence[int], count: int) -> np.ndarray:
     """[i, j]: how many of these groups are among i..j-1."""
-    own = np.zeros(count)
-    own[list(members)] = 1.0
-    total = np.concatenate([[0.0], np.cumsum(own)])
+    is_member = np.zeros(count)
+    is_member[list(members)] = 1.0
+    total = np.concatenate([[0.0], np.cumsum(is_member)])
     return np.maximum(total[None, :] - total[:-1, None], 0.0)
 
 
@@ -345,7 +345,7 @@ def _ends(problem: PlacementProblem) -> np.ndarray:
     What: until b's gradient is on a; until b has updated them; their update on a. 0 where nothing is tied.
     """
     count = len(problem.network.devices)
-    found = np.zeros((3, count, count))
+    seconds = np.zeros((3, count, count))
     for shared, groups in zip(problem.shared, problem.sharing, strict=True):
         update = problem.tasks[shared.tasks[0]]
         size = max((f.size_bytes for f in problem.flows if f.held and f.targets[0] in shared.tasks), default=0)
@@ -353,8 +353,8 @@ def _ends(problem: PlacementProblem) -> np.ndarray:
             continue
         for a, b in permutations(range(count), 2):
             here_s, there_s = _exchange(problem.network, (a, b), size)
-            found[:, a, b] += here_s, there_s + update.seconds[b], update.seconds[a]
-    return found
+            seconds[:, a, b] += here_s, there_s + update.seconds[b], update.seconds[a]
+    return seconds
 
 
 def _exchange(network: Network, ends: tuple[int, int], size_bytes: int) -> tuple[float, float]:
@@ -373,16 +373,16 @@ def crossings(problem: PlacementProblem) -> np.ndarray:
     """[j, a, b]: seconds of all flows of a micro-batch over the cut before group j, with a before and b behind it."""
     n, network = len(problem.groups), problem.network
     devices = range(len(network.devices))
-    found = np.zeros((n + 1, len(devices), len(devices)))
+    crossed_s = np.zeros((n + 1, len(devices), len(devices)))
     for flow in problem.flows:
         source = problem.group_of[flow.source]
         targets = [problem.group_of[t] for t in flow.targets if not problem.tasks[t].once]
         if not targets:
             continue
         seconds = np.array([[network.transfer_s(a, b, flow.size_bytes) for b in devices] for a in devices])
-        found[source + 1 : max(targets) + 1] += seconds
-        found[min(targets) + 1 : source + 1] += seconds.T
-    return found
+        crossed_s[source + 1 : max(targets) + 1] += seconds
+        crossed_s[min(targets) + 1 : source + 1] += seconds.T
+    return crossed_s
 
 
 #: Groups that a border moves over at once.
@@ -415,10 +415,10 @@ def _climbed(trial: Trial, start: Placement, most: int) -> Placement:
     while left > 0:
         near = list(_near(best, groups, devices))[:left]
         left -= len(near)
-        found = min(_placed(trial, near, best), key=lambda p: _key(trial, p))
-        if found is best or not near:
+        nearest = min(_placed(trial, near, best), key=lambda p: _key(trial, p))
+        if nearest is best or not near:
             break
-        best = found
+        best = nearest
     return best
 
 
@@ -467,5 +467,5 @@ def _near(placement: Placement, groups: int, devices: int) -> Iterator[_Borders]
                 split = (*starts[: place + 1], middle, *starts[place + 1 :])
                 yield (*order[: place + 1], device, *order[place + 1 :]), split
         if len(order) > 1:  # its groups go to the part before, of the first to the one behind
-            kept = [first for n, first in enumerate(starts) if n != max(place, 1)]
-            yield (*order[:place], *order[place + 1 :]), tuple(kept)
+            remaining = [first for n, first in enumerate(starts) if n != max(place, 1)]
+            yield (*order[:place], *order[place + 1 :]), tuple(remaining)

@@ -66,10 +66,10 @@ def place(problem: PlacementProblem, policy: str = BEST, *, effort: int = _EFFOR
     if policy not in POLICIES:
         raise ConfigError(f"expected a policy among {', '.join(POLICIES)} or {BEST}, got {policy!r}")
     trial, relaxed = Trial(problem), relax(problem)
-    found = POLICIES[policy](trial, relaxed, effort)
-    if found is None or not found.fits:
-        raise too_full(problem, found, policy)
-    return dataclasses.replace(found, bound_s=max(found.bound_s, relaxed.bound_s if relaxed else 0.0))
+    placement = POLICIES[policy](trial, relaxed, effort)
+    if placement is None or not placement.fits:
+        raise too_full(problem, placement, policy)
+    return dataclasses.replace(placement, bound_s=max(placement.bound_s, relaxed.bound_s if relaxed else 0.0))
 
 
 def contest(problem: PlacementProblem, *, effort: int = _EFFORT) -> Contest:
@@ -87,15 +87,15 @@ def contest(problem: PlacementProblem, *, effort: int = _EFFORT) -> Contest:
         if name == "chain" and len(problem.network.devices) > MOST_DEVICES:
             failed.append((name, f"more than {MOST_DEVICES} devices"))
             continue
-        found = policy(trial, relaxed, effort)
-        if found is not None:
-            bound_s = max(bound_s, found.bound_s)
-            tried.append(dataclasses.replace(found, policy=name))
-        if found is None or not found.fits:
-            large = name == "branch" and found is None
+        placement = policy(trial, relaxed, effort)
+        if placement is not None:
+            bound_s = max(bound_s, placement.bound_s)
+            tried.append(dataclasses.replace(placement, policy=name))
+        if placement is None or not placement.fits:
+            large = name == "branch" and placement is None
             failed.append((name, "not tried: too large, or a pipeline" if large else "finds none that fits"))
         else:
-            placements.append(dataclasses.replace(found, policy=name))
+            placements.append(dataclasses.replace(placement, policy=name))
     memory = problem.network.memory_bytes
     tried.sort(key=lambda p: key_of(p, memory))
     starts = list({p.devices: p for p in reversed(tried)}.values())[::-1][:_IMPROVED]
@@ -148,8 +148,8 @@ def too_full(problem: PlacementProblem, found: Placement | None, policy: str) ->
 def _single(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Placement | None:
     problem = trial.problem
     whole = [[d] * len(problem.groups) for d in range(len(problem.network.devices))]
-    found = [trial.of(devices) for devices in whole if trial.can_run(devices)]
-    return min((p for p in found if p.fits), key=lambda p: p.step_s, default=None)
+    placements = [trial.of(devices) for devices in whole if trial.can_run(devices)]
+    return min((p for p in placements if p.fits), key=lambda p: p.step_s, default=None)
 
 
 def _even(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Placement | None:
@@ -157,11 +157,11 @@ def _even(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) -> Placem
     problem, count = trial.problem, len(trial.problem.network.devices)
     seconds = [min(g.seconds) + min(g.once_s) for g in problem.groups]
     total, done, devices = sum(seconds), 0.0, list[int]()
-    for own in seconds:
-        devices.append(min(int((done + own / 2) / total * count), count - 1) if total else 0)
-        done += own
-    found = trial.of(devices) if trial.can_run(devices) else None
-    return found if found is not None and found.fits else None
+    for group_s in seconds:
+        devices.append(min(int((done + group_s / 2) / total * count), count - 1) if total else 0)
+        done += group_s
+    placement = trial.of(devices) if trial.can_run(devices) else None
+    return placement if placement is not None and placement.fits else None
 
 
 #: By name.

@@ -89,14 +89,14 @@ def read_problem(path: Path) -> PlacementProblem:
     if len(number) != len(read.tasks):
         raise ConfigError(f"{path}: expected tasks of different names; number those that repeat")
     names = {name for flow in read.flows for name in (flow.source, *flow.targets)}
-    names |= {name for own in read.shared for name in own.tasks}
+    names |= {name for entry in read.shared for name in entry.tasks}
     if unknown := sorted(names - number.keys()):
         raise ConfigError(f"{path}: expected flows between tasks of the file, got {', '.join(unknown[:3])}")
     if len({device.name for device in read.devices}) != len(read.devices):
         raise ConfigError(f"{path}: expected devices of different names; number those that repeat")
     tasks = tuple(_task(task) for task in read.tasks)
     flows = tuple(TaskFlow(number[f.source], tuple(number[t] for t in f.targets), f.size_bytes) for f in read.flows)
-    shared = tuple(Shared(tuple(number[t] for t in own.tasks), own.size_bytes) for own in read.shared)
+    shared = tuple(Shared(tuple(number[t] for t in entry.tasks), entry.size_bytes) for entry in read.shared)
     try:
         network = network_of({device.name: device.memory_bytes for device in read.devices}, read.links)
         return PlacementProblem(read.name, tasks, flows, network, read.micro_batches, (), shared)

@@ -86,13 +86,13 @@ def _seconds(
     columns: list[list[float]] = []
     said: list[str] = []
     for device in devices:
-        graph, own = graphs[device.kind], units
+        graph, device_units = graphs[device.kind], units
         if graph is not base:
-            found = None if grain.operations else like(graph, units, grain.most, training=grain.training)
-            if found is None:
+            matched = None if grain.operations else like(graph, units, grain.most, training=grain.training)
+            if matched is None:
                 graph = base
                 said.append(f"operations of {devices[0].kind} timed on {device.name} as they are")
-            own = found or units
+            device_units = matched or units
         try:
             costs = op_costs(graph, device)
         except ConfigError as error:
@@ -100,7 +100,7 @@ def _seconds(
             said.append(f"{device.name} is left out: {error}")
             continue
         said += missing_rates(graph, device)
-        columns.append([sum(costs[unit.first : unit.last + 1]) for unit in own])
+        columns.append([sum(costs[unit.first : unit.last + 1]) for unit in device_units])
     return list(zip(*columns, strict=True)), said
 
 
@@ -151,12 +151,12 @@ class _Built:
     @property
     def _parameter_storages(self) -> dict[int, int]:
         """Parameter by the storages of its value and its gradient."""
-        found: dict[int, int] = {}
+        parameter_of: dict[int, int] = {}
         for number, parameter in enumerate(self.graph.parameters):
-            found[self.graph.storage_of(parameter.tensor)] = number
+            parameter_of[self.graph.storage_of(parameter.tensor)] = number
             if parameter.gradient is not None:
-                found[self.graph.storage_of(parameter.gradient)] = number
-        return found
+                parameter_of[self.graph.storage_of(parameter.gradient)] = number
+        return parameter_of
 
     def _follow(self) -> None:
         """Follow who reads what whom has written; and count the bytes that a unit needs inside itself."""
@@ -212,8 +212,8 @@ class _Built:
                 if storage in graph.persistent:
                     users[storage][self.groups[unit]] = None
         numbers = {graph.storage_of(p.tensor): n for n, p in enumerate(graph.parameters)}
-        for storage, found in users.items():
-            groups = tuple(group for group in dict.fromkeys(self.groups) if group in found)
+        for storage, reading in users.items():
+            groups = tuple(group for group in dict.fromkeys(self.groups) if group in reading)
             self.needs[groups].resident += graph.storages[storage].size_bytes
             if storage in numbers and self.training:
                 self._trained(numbers[storage], groups)
@@ -247,7 +247,7 @@ class _Built:
 
     def tasks(self, seconds: Sequence[tuple[float, ...]], devices: Sequence[Device]) -> list[Task]:
         """Make a task of each unit, then of the update of each group that has parameters."""
-        kept = self._kept()
+        saved_bytes = self._kept()
         tasks: list[Task] = []
         first: set[str] = set()
         for number, unit in enumerate(self.units):
@@ -257,7 +257,7 @@ class _Built:
                     name=_named(unit),
                     seconds=seconds[number],
                     resident_bytes=0 if group in first or (group,) not in self.needs else self.needs[group,].resident,
-                    kept_bytes=kept[number],
+                    kept_bytes=saved_bytes[number],
                     working_bytes=self.working[number],
                     group=group if self.training else "",
                     backward=unit.phase is Phase.BACKWARD,
@@ -282,24 +282,24 @@ class _Built:
         first: dict[str, int] = {}
         for number, group in enumerate(self.groups):
             first.setdefault(group, number)
-        found: list[Shared] = []
+        shared: list[Shared] = []
         for groups, need in self.needs.items():
             if len(groups) > 1 and need.trained:
                 weight = Weight(need.resident, need.gradient, self._update_s(need.trained, devices))
-                found.append(tie(tasks, flows, [Holder(g, tuple(self._makers(g))) for g in groups], weight))
+                shared.append(tie(tasks, flows, [Holder(g, tuple(self._makers(g))) for g in groups], weight))
             elif len(groups) > 1:
-                found.append(Shared(tuple(first[group] for group in groups), need.resident))
-        return found
+                shared.append(Shared(tuple(first[group] for group in groups), need.resident))
+        return shared
 
     def _kept(self) -> list[int]:
         """Bytes that each unit saves for backward; each storage counts once, where it is made or at one reader."""
-        kept = [0] * len(self.units)
+        saved_bytes = [0] * len(self.units)
         for (storage, made), units in self.readers.items():
             back = [u for u in units if self.units[u].phase is Phase.BACKWARD]
             if back and self.units[made].phase is not Phase.BACKWARD:
                 home = made if any(self.groups[u] == self.groups[made] for u in back) else back[0]
-                kept[home] += self.graph.storages[storage].size_bytes
-        return kept
+                saved_bytes[home] += self.graph.storages[storage].size_bytes
+        return saved_bytes
 
     def flows(self) -> list[TaskFlow]:
         """List what units give each other; flows with the same ends are one."""
@@ -346,11 +346,11 @@ def modules(graph: StepGraph, most: int, *, training: bool) -> list[PlacementUni
     best = _cut(graph, _at_depth(1), training=training)
     depth = 2
     while True:
-        found = _cut(graph, _at_depth(depth), training=training)
-        if len({u.key for u in found if u.phase is Phase.FORWARD}) > most:
+        units = _cut(graph, _at_depth(depth), training=training)
+        if len({u.key for u in units if u.phase is Phase.FORWARD}) > most:
             return best
         deepest = max((op.module.count(".") + 1 for op in graph.ops if op.module), default=1)
-        best, depth = found, depth + 1
+        best, depth = units, depth + 1
         if depth > deepest:
             return best
 
@@ -363,9 +363,9 @@ def operations(graph: StepGraph, *, training: bool) -> list[PlacementUnit]:
 
 def like(graph: StepGraph, units: Sequence[PlacementUnit], most: int, *, training: bool) -> list[PlacementUnit] | None:
     """Match units to another graph of the same model, one for each of ``units``; None where they differ."""
-    found = modules(graph, most, training=training)
-    same = [(u.key, u.phase) for u in found] == [(u.key, u.phase) for u in units]
-    return found if same else None
+    units_there = modules(graph, most, training=training)
+    same = [(u.key, u.phase) for u in units_there] == [(u.key, u.phase) for u in units]
+    return units_there if same else None
 
 
 def _at_depth(depth: int) -> Callable[[str], str]:
@@ -397,19 +397,19 @@ def _absorbed(runs: list[PlacementUnit], phase: Phase) -> list[PlacementUnit]:
     """Join a module's own operations between its children to a child's unit; the model's last ones to the loss."""
     if phase is Phase.BACKWARD:
         runs = [PlacementUnit(u.key, u.phase, -u.last, -u.first) for u in reversed(runs)]
-    found: list[PlacementUnit] = []
+    joined: list[PlacementUnit] = []
     for run in runs:
-        before = found[-1] if found and found[-1].phase is phase else None
+        before = joined[-1] if joined and joined[-1].phase is phase else None
         inside = before is not None and (before.key == run.key or _is_inside(before.key, run.key))
         if run.phase is phase and before is not None and inside and before.last == run.first - 1:
             before.last = run.last
         else:
-            found.append(PlacementUnit(run.key, run.phase, run.first, run.last))
+            joined.append(PlacementUnit(run.key, run.phase, run.first, run.last))
     if phase is Phase.BACKWARD:
-        found = [PlacementUnit(u.key, u.phase, -u.last, -u.first) for u in reversed(found)]
-        for unit in found:
+        joined = [PlacementUnit(u.key, u.phase, -u.last, -u.first) for u in reversed(joined)]
+        for unit in joined:
             unit.key = unit.key or LOSS
-    return found
+    return joined
 
 
 def _is_inside(module: str, other: str) -> bool:

@@ -155,10 +155,13 @@ def _block(
             forward.append(inf)
             backward.append(inf)
             continue
-        found, prices, stack = known
+        segment_phases, prices, stack = known
         update.append(_update_s(ranked.parameter_elements, member.machine.device, prices))
-        forward.append(span(found.forward, prices, stack).seconds)
-        back = (span(part, prices, stack).seconds for part in (found.backward_input, found.backward_weight))
+        forward.append(span(segment_phases.forward, prices, stack).seconds)
+        back = (
+            span(part, prices, stack).seconds
+            for part in (segment_phases.backward_input, segment_phases.backward_weight)
+        )
         backward.append(sum(back))
     states = state_bytes(ranked.parameter_elements, *how)
     memory = segment_memory(ranked, None, how[1].fusion, fused_loss=how[1].fused_loss)

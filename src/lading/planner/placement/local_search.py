@@ -43,12 +43,12 @@ def improve(trial: Trial, start: Placement, effort: float) -> Placement:
         devices = _changed(now, random, count)
         if devices == list(now.devices) or not trial.can_run(devices):
             continue
-        found = trial.of(devices, start.policy)
+        changed = trial.of(devices, start.policy)
         done = step / steps
-        if worth(found, done) <= worth(now, done) * (1 + _LOOSE * (1 - done)):
-            now = found
-        if key_of(found, memory) < key_of(best, memory):
-            best = found
+        if worth(changed, done) <= worth(now, done) * (1 + _LOOSE * (1 - done)):
+            now = changed
+        if key_of(changed, memory) < key_of(best, memory):
+            best = changed
     return best
 
 

@@ -18,20 +18,20 @@ def peaks(problem: PlacementProblem) -> np.ndarray:
     """[i, j]: bytes, beside what is resident, of groups i to j - 1 on one device."""
     groups = problem.groups
     count = len(groups)
-    found = np.zeros((count, count + 1))
+    most = np.zeros((count, count + 1))
     if count > _MOST_GROUPS:
-        kept, working = (
+        kept_bytes, working = (
             np.array([float(x) for x in xs])
             for xs in zip(*((g.kept_bytes, g.working_bytes) for g in groups), strict=True)
         )
         for i in range(count):
-            found[i, i + 1 :] = np.cumsum(kept[i:]) + np.maximum.accumulate(working[i:])
-        return found
+            most[i, i + 1 :] = np.cumsum(kept_bytes[i:]) + np.maximum.accumulate(working[i:])
+        return most
     walk = _FlowArrays(problem)
     for i in range(count):
         for j in range(i + 1, count + 1):
-            found[i, j] = walk.peak(i, j)
-    return found
+            most[i, j] = walk.peak(i, j)
+    return most
 
 
 class _FlowArrays:
@@ -55,9 +55,9 @@ class _FlowArrays:
         last = np.full(len(self.size), -1)
         np.minimum.at(begin, self.flow[there], self.target[there])
         np.maximum.at(last, self.flow[there], self.target[there])
-        own = inside[self.source]
-        begin = np.where(own, self.source, begin)
-        last = np.where(own, np.maximum(last, self.source), last)
+        made_here = inside[self.source]
+        begin = np.where(made_here, self.source, begin)
+        last = np.where(made_here, np.maximum(last, self.source), last)
         alive = last >= begin
         change = np.bincount(begin[alive], self.size[alive], self.tasks + 1)
         change -= np.bincount(last[alive] + 1, self.size[alive], self.tasks + 1)

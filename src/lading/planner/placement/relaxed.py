@@ -110,7 +110,7 @@ class LinearProgram:
         self._high.append(high)
 
     def solve(self, *, nodes: int = 0) -> Solution:
-        """The optimum; with ``nodes``, of the program with its whole columns, after at most so many nodes of a search.
+        """Solve the program; with ``nodes``, with its whole columns, after at most so many nodes of a search.
 
         Raises:
             SimulationError: HiGHS finds no solution.
@@ -212,11 +212,11 @@ def place_branch(trial: Trial, relaxed: RelaxedPlacement | None, effort: int) ->
 
     def plan(memory: Sequence[int]) -> list[int] | None:
         network = replace(problem.network, memory_bytes=tuple(memory))
-        found = relax(replace(problem, network=network), nodes=_NODES * effort)
-        if found is None:
+        branched = relax(replace(problem, network=network), nodes=_NODES * effort)
+        if branched is None:
             return None
-        bounds.append(found.bound_s)
-        devices = [int(d) for d in found.shares.argmax(axis=1)]
+        bounds.append(branched.bound_s)
+        devices = [int(d) for d in branched.shares.argmax(axis=1)]
         return devices if trial.can_run(devices) else None
 
     placed = trial.fitting(plan, "branch", rounds=_BRANCHED)
@@ -250,25 +250,25 @@ def repaired(problem: PlacementProblem, devices: Sequence[int], memory: Sequence
     groups, count = problem.groups, len(memory)
     seconds = np.array([[s + o for s, o in zip(g.seconds, g.once_s, strict=True)] for g in groups])
     need = np.array(problem.alone_bytes, float)
-    found, rows = np.array(devices), np.arange(len(groups))
-    kept = np.bincount(found, weights=[float(g.kept_bytes) for g in groups], minlength=count)
-    free = np.array(memory, float) - kept - np.array(problem.resident_on(devices), float)
+    placed, rows = np.array(devices), np.arange(len(groups))
+    kept_bytes = np.bincount(placed, weights=[float(g.kept_bytes) for g in groups], minlength=count)
+    free = np.array(memory, float) - kept_bytes - np.array(problem.resident_on(devices), float)
     for _ in rows:
         if not (full := free < 0).any():
             break
         total = seconds.copy()
-        total[1:] += cuts[rows[1:], found[:-1]]
-        total[:-1] += cuts[rows[1:], :, found[1:]]
-        each = (total - total[rows, found][:, None]) / np.maximum(need, 1e-9)[:, None]
-        each[~full[found] | (need <= 0)] = np.inf
+        total[1:] += cuts[rows[1:], placed[:-1]]
+        total[:-1] += cuts[rows[1:], :, placed[1:]]
+        each = (total - total[rows, placed][:, None]) / np.maximum(need, 1e-9)[:, None]
+        each[~full[placed] | (need <= 0)] = np.inf
         each[(need[:, None] > free[None, :]) | full[None, :]] = np.inf
         group, device = divmod(int(np.nan_to_num(each, nan=np.inf).argmin()), count)
         if not np.isfinite(each[group, device]):
             break
-        free[found[group]] += need[group]
+        free[placed[group]] += need[group]
         free[device] -= need[group]
-        found[group] = device
-    return found.tolist()
+        placed[group] = device
+    return placed.tolist()
 
 
 class _Relaxation:
@@ -300,11 +300,11 @@ class _Relaxation:
 
     def solve(self, nodes: int) -> RelaxedPlacement | None:
         try:
-            found = self.program.solve(nodes=nodes)
+            solution = self.program.solve(nodes=nodes)
         except SimulationError:
             return None
-        shares = np.clip(found.values[self.share], 0.0, 1.0)
-        return RelaxedPlacement(shares, max(0.0, found.bound * self.unit * (1 - _TOLERANCE)), len(found.values))
+        shares = np.clip(solution.values[self.share], 0.0, 1.0)
+        return RelaxedPlacement(shares, max(0.0, solution.bound * self.unit * (1 - _TOLERANCE)), len(solution.values))
 
     def _groups(self, flow: TaskFlow) -> list[int]:
         """Groups other than its own that a flow goes to."""
@@ -313,10 +313,10 @@ class _Relaxation:
 
     def _work(self, task: int, factor: float) -> list[tuple[int, float]]:
         """Terms of a task's seconds, by the device that its group is on."""
-        own, row = self.problem.tasks[task], self.share[self.problem.group_of[task]]
+        work, row = self.problem.tasks[task], self.share[self.problem.group_of[task]]
         if task in self.sparable:
             return []
-        return [(row[d], factor * own.seconds[d] / self.unit) for d in self.devices if isfinite(own.seconds[d])]
+        return [(row[d], factor * work.seconds[d] / self.unit) for d in self.devices if isfinite(work.seconds[d])]
 
     def _shares(self) -> None:
         for group, alone, row in zip(self.problem.groups, self.problem.alone_bytes, self.share, strict=True):
@@ -336,7 +336,7 @@ class _Relaxation:
 
     def _memory(self) -> None:
         need = [g.resident_bytes + g.kept_bytes for g in self.problem.groups]
-        need += [own.size_bytes for own in self.problem.shared]
+        need += [shared.size_bytes for shared in self.problem.shared]
         for d in self.devices:
             size = self.network.memory_bytes[d]
             if sum(need) > size:
@@ -391,8 +391,8 @@ class _Relaxation:
         """Count the bytes of a flow on each channel: for each micro-batch, or once for what works once a step."""
         tasks, number = self.problem.tasks, self.problem.group_of
         for late, times in ((False, self.problem.micro_batches), (True, 1)):
-            own = {number[t] for t in flow.targets if tasks[t].once is late}
-            part = [columns for g, columns in zip(self._groups(flow), moved, strict=True) if g in own]
+            targets = {number[t] for t in flow.targets if tasks[t].once is late}
+            part = [columns for g, columns in zip(self._groups(flow), moved, strict=True) if g in targets]
             if part:
                 self._passes(flow, part, times)
 
@@ -414,7 +414,7 @@ class _Relaxation:
 
     def _load(self) -> None:
         copies, tasks = self.problem.micro_batches, self.problem.tasks
-        updates = {t for own in self.problem.shared for t in own.tasks if tasks[t].once}
+        updates = {t for shared in self.problem.shared for t in shared.tasks if tasks[t].once}
         for d in self.devices:
             terms = [(self.whole, 1.0)]
             for row, group in zip(self.share, self.problem.groups, strict=True):
@@ -423,8 +423,8 @@ class _Relaxation:
                 ]
                 if isfinite(sum(known)):
                     terms.append((row[d], -sum(known) / self.unit))
-            for own, columns in zip(self.problem.shared, self.together, strict=True):
-                known = [tasks[t].seconds[d] for t in own.tasks if t in updates]
+            for shared, columns in zip(self.problem.shared, self.together, strict=True):
+                known = [tasks[t].seconds[d] for t in shared.tasks if t in updates]
                 if known and isfinite(min(known)):
                     terms.append((columns[d], -min(known) / self.unit))
             self.program.row(terms, low=0.0)
@@ -468,7 +468,7 @@ def _cheapest(costs: np.ndarray, cuts: np.ndarray) -> list[int]:
         ways = total[:, None] + cuts[group]
         back[group] = ways.argmin(axis=0)
         total = ways.min(axis=0) + costs[group]
-    found = [int(total.argmin())]
+    chosen = [int(total.argmin())]
     for group in range(count - 1, 0, -1):
-        found.append(int(back[group][found[-1]]))
-    return found[::-1]
+        chosen.append(int(back[group][chosen[-1]]))
+    return chosen[::-1]

@@ -40,15 +40,15 @@ class Trial:
             SimulationError: a task cannot run where it is placed.
         """
         key = tuple(devices)
-        found = self._known.get(key)
-        if found is None:
+        placement = self._known.get(key)
+        if placement is None:
             run = self.run(key)
             memory = self.problem.network.memory_bytes
             fits = all(peak <= size for peak, size in zip(run.peak_bytes, memory, strict=True))
             windows = windows_of(self.problem, key)
-            found = Placement("", key, windows, run.step_s, run.busy_s, run.channel_s, run.peak_bytes, fits=fits)
-            self._known[key] = found
-        return dataclasses.replace(found, policy=policy, note=note)
+            placement = Placement("", key, windows, run.step_s, run.busy_s, run.channel_s, run.peak_bytes, fits=fits)
+            self._known[key] = placement
+        return dataclasses.replace(placement, policy=policy, note=note)
 
     def run(self, devices: Sequence[int], *, record: bool = False) -> Run:
         """Simulate a placement; with its events where ``record``."""
@@ -63,17 +63,19 @@ class Trial:
         Returns:
             The first that fits; else the last, or None where there is none.
         """
-        memory, found = list(self.problem.network.memory_bytes), None
+        memory, placement = list(self.problem.network.memory_bytes), None
         for _ in range(rounds):
             devices = plan(memory)
             if devices is None:
-                return found
-            found = self.of(devices, policy)
-            if found.fits:
-                return found
-            pairs = zip(found.peak_bytes, self.problem.network.memory_bytes, strict=True)
-            memory = [size - max(0, peak - own) for size, (peak, own) in zip(memory, pairs, strict=True)]
-        return found
+                return placement
+            placement = self.of(devices, policy)
+            if placement.fits:
+                return placement
+            pairs = zip(placement.peak_bytes, self.problem.network.memory_bytes, strict=True)
+            memory = [
+                size - max(0, peak - device_bytes) for size, (peak, device_bytes) in zip(memory, pairs, strict=True)
+            ]
+        return placement
 
     @cached_property
     def peaks(self) -> np.ndarray:
@@ -101,19 +103,19 @@ def windows_of(problem: PlacementProblem, devices: Sequence[int]) -> tuple[int, 
     order: dict[int, int] = {}
     for device in devices:
         order.setdefault(device, len(order))
-    found, resident = [1] * len(problem.network.devices), problem.resident_on(devices)
+    windows, resident = [1] * len(problem.network.devices), problem.resident_on(devices)
     for device, place in order.items():
-        own = [g for g, d in zip(problem.groups, devices, strict=True) if d == device]
-        kept = sum(g.kept_bytes for g in own)
-        free = problem.network.memory_bytes[device] - resident[device] - max(g.working_bytes for g in own)
+        here = [g for g, d in zip(problem.groups, devices, strict=True) if d == device]
+        kept_bytes = sum(g.kept_bytes for g in here)
+        free = problem.network.memory_bytes[device] - resident[device] - max(g.working_bytes for g in here)
         most = min(problem.micro_batches, len(order) - place)
-        found[device] = max(1, min(most, free // kept if kept else most))
+        windows[device] = max(1, min(most, free // kept_bytes if kept_bytes else most))
     parts = list(order)
     for before, behind in reversed(list(pairwise(parts))):
-        found[before] = min(found[before], found[behind] + 1)
+        windows[before] = min(windows[before], windows[behind] + 1)
     for before, behind in pairwise(parts):
-        found[behind] = min(found[behind], found[before])
-    return tuple(found)
+        windows[behind] = min(windows[behind], windows[before])
+    return tuple(windows)
 
 
 def key_of(placement: Placement, memory_bytes: Sequence[int]) -> tuple[int, float]:

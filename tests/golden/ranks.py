@@ -9,8 +9,8 @@ from typing import Any
 
 from lading.catalog.tables import family_table
 from lading.clusters import step_of
-from lading.ir.clusterplan import Keep
 from lading.ir.layout import parse_layout
+from lading.ir.plan import UnitResidency
 from lading.ir.request import Architecture, Request, StepRequest
 from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
@@ -48,7 +48,7 @@ class Case:
     layout: str
     layers: int = 2
     rank: int = 0
-    keep: Keep = Keep.RELEASE
+    keep: UnitResidency = UnitResidency.RELEASE
     stack: Stack = STACK
 
     def text(self) -> str:
@@ -72,8 +72,8 @@ SEQUENCES = {
     "zero1": Case("gpt", "dp4,zero1,mb2,gb16"),
     "zero2": Case("llama", "dp4,zero2,mb2,gb16", layers=1),
     "zero3": Case("llama", "dp4,zero3,mb2"),
-    "zero3-keep-backward": Case("llama", "dp4,zero3,mb2,gb16", layers=1, keep=Keep.BACKWARD),
-    "zero3-keep-step": Case("llama", "dp4,zero3,mb2,gb16", layers=1, keep=Keep.STEP),
+    "zero3-keep-backward": Case("llama", "dp4,zero3,mb2,gb16", layers=1, keep=UnitResidency.BACKWARD),
+    "zero3-keep-step": Case("llama", "dp4,zero3,mb2,gb16", layers=1, keep=UnitResidency.STEP),
     "hybrid-shard": Case("gpt", "dp4,shard2,zero3,mb2,gb16", layers=1),
     "tp-sp-zero3": Case("llama", "dp2,tp2,sp,zero3,mb2"),
     "tp-recompute": Case("llama", "dp2,tp2,zero3,mb2,recompute=full"),

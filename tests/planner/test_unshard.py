@@ -12,7 +12,7 @@ import pytest
 
 from lading.clusters import step_of
 from lading.errors import ConfigError, PlanInfeasible
-from lading.ir.clusterplan import Keep
+from lading.ir.plan import UnitResidency
 from lading.ir.request import Request
 from lading.planner.unshard import POLICIES, Chosen, _most, choose_groups, neighbor_peaks, plan_of
 from lading.planner.unshardbound import lower_bound
@@ -100,7 +100,7 @@ def test_bound_is_below_everything_that_can_be() -> None:
         spans = [(starts[0], ends[0])]
         for cut, first, last in zip(cuts, starts[1:], ends[1:], strict=True):
             spans[-1:] = [spans[-1], (first, last)] if cut else [(spans[-1][0], last)]
-        for keeps, ahead in product(product(Keep, repeat=len(spans)), (1, 2)):
+        for keeps, ahead in product(product(UnitResidency, repeat=len(spans)), (1, 2)):
             plan = [Bucket(a, b, keep, ahead, ahead) for (a, b), keep in zip(spans, keeps, strict=True)]
             steps.append(gathered_step(costs, plan))
     assert len(steps) > 200
@@ -142,7 +142,7 @@ def _random(of: Modules, draw: Random) -> list[Bucket]:
     cuts = [0, *sorted(draw.sample(starts, min(len(starts), draw.choice((0, 1, 2, 4, 8))))), len(of.atoms)]
     share, found = draw.choice((0.0, 0.3, 0.7, 1.0)), []
     for first, end in pairwise(cuts):
-        stays, others = (Keep.STEP, Keep.BACKWARD), (Keep.RELEASE, Keep.FORWARD)
+        stays, others = (UnitResidency.STEP, UnitResidency.BACKWARD), (UnitResidency.RELEASE, UnitResidency.FORWARD)
         keep = draw.choice(stays if draw.random() < share else others)
         again = any(of.atom(n).read_again for n in range(first, end))
         found.append(Bucket(first, end - 1, keep, draw.choice((1, 1, 2, 5)), draw.choice((1, 1, 2, 5)), again))

@@ -9,7 +9,7 @@ import pytest
 
 from lading.clusters import step_of
 from lading.errors import ConfigError
-from lading.ir.clusterplan import Keep
+from lading.ir.plan import UnitResidency
 from lading.ir.request import Request
 from lading.sim.buckets import Bucket, Costs, names_of
 from lading.sim.gathers import gathered_step
@@ -27,14 +27,14 @@ def question(model: str, layout: str, devices: int, stack: str) -> Request:
     return Request(model=model, machine="h100", devices=devices, layout=layout, seq_len=4096, stack=stack)
 
 
-def blocks(of: Modules, keep: Keep = Keep.RELEASE) -> list[Bucket]:
+def blocks(of: Modules, keep: UnitResidency = UnitResidency.RELEASE) -> list[Bucket]:
     """A bucket for each block; the last is not released before backward."""
     found: list[Bucket] = []
     for place in range(len(of.order)):
         own = [n for n, (at, _) in enumerate(of.atoms) if at == place]
         found.append(Bucket(own[0], own[-1], keep))
-    if keep is Keep.RELEASE:
-        found[-1] = dataclasses.replace(found[-1], keep=Keep.BACKWARD)
+    if keep is UnitResidency.RELEASE:
+        found[-1] = dataclasses.replace(found[-1], keep=UnitResidency.BACKWARD)
     return found
 
 
@@ -62,7 +62,7 @@ def test_whole_blocks_take_what_the_step_does(model: str, layout: str, stack: st
 def test_gathers_by_how_long_they_stay() -> None:
     of = modules(layout="zero3,gb512")
     costs, count, micro_batches = Costs(of), len(of.order), 8
-    released, kept, between, stays = (gathered_step(costs, blocks(of, keep)) for keep in Keep)
+    released, kept, between, stays = (gathered_step(costs, blocks(of, keep)) for keep in UnitResidency)
     assert sum(released.forward) == micro_batches * count
     assert sum(released.backward) == micro_batches * (count - 1)
     assert (sum(kept.forward), sum(kept.backward)) == (micro_batches * count, 0)
@@ -74,7 +74,7 @@ def test_gathers_by_how_long_they_stay() -> None:
 
 def test_what_is_left_out_is_as_what_is_walked() -> None:
     of = modules(layout="zero3,gb640")
-    for keep in Keep:
+    for keep in UnitResidency:
         few, all_of_them = (gathered_step(Costs(of), blocks(of, keep), walked=n) for n in (4, 10))
         assert few.step_s == pytest.approx(all_of_them.step_s, rel=1e-9)
         assert (few.forward, few.backward) == (all_of_them.forward, all_of_them.backward)
@@ -88,7 +88,7 @@ def test_what_is_left_out_is_as_what_is_walked() -> None:
 def test_bytes_at_the_turn_worked_out() -> None:
     """All stays gathered: at the turn that is all parameters, all activations, and the logits in their forms."""
     of = modules("llama3-8b", "zero3", 64)
-    found = gathered_step(Costs(of), blocks(of, Keep.STEP), trace=True)
+    found = gathered_step(Costs(of), blocks(of, UnitResidency.STEP), trace=True)
     parameters = 2 * sum(of.elements(range(len(of.atoms))).values())
     saved = sum(of.blocks[block].saved_bytes for block, _ in of.order)
     assert sum(found.peak.gathered.values()) == parameters
@@ -127,8 +127,8 @@ def test_asking_earlier_is_never_slower_and_takes_memory() -> None:
     assert two.peak_bytes >= one.peak_bytes
 
 
-@pytest.mark.parametrize("keep", Keep)
-def test_gathers_are_those_a_rank_issues(keep: Keep) -> None:
+@pytest.mark.parametrize("keep", UnitResidency)
+def test_gathers_are_those_a_rank_issues(keep: UnitResidency) -> None:
     """As many of the same bytes as the sequence has that is compared with FSDP2's own."""
     of = modules("llama3-8b", "zero3,gb192", 64, "torchtitan-compile")
     issued = sequence_of(

@@ -34,7 +34,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.tensor.parallel import loss_parallel
 
 from lading.catalog.load import load_machine
-from lading.ir.clusterplan import Keep
+from lading.ir.plan import UnitResidency
 from lading.sim.sequence import collectives_of, sequence_of
 from lading.sim.simulate import prices_of, simulate
 
@@ -55,7 +55,7 @@ def test_parameters_that_stay_until_backward():
     with mesh_of(dp=4) as mesh:
         model = fully_sharded(torch_model("llama"), mesh, keeps=False)
         theirs = recorded(model, groups_of(mesh), lambda: run_once("llama", model))
-    ours = sequence_of(request_of("llama", "dp4,zero3,mb2"), table_of("llama"), keep=Keep.BACKWARD)
+    ours = sequence_of(request_of("llama", "dp4,zero3,mb2"), table_of("llama"), keep=UnitResidency.BACKWARD)
     assert collectives(ours) == collectives(theirs)
     assert len(collectives(ours)) == 5 + 5
 

@@ -81,6 +81,32 @@ class Choice:
     option: Option
 
 
+class UnitResidency(StrEnum):
+    """Time for which the unsharded parameters of a unit stay on a device.
+
+    RELEASE: until the unit's forward ends; unsharded again for backward (ZeRO-3).
+    BACKWARD: from forward until the unit's backward ends, in each micro-batch (ZeRO-2, within a micro-batch).
+    FORWARD: from backward until the next micro-batch's forward ends; unsharded again for backward. Between two
+        micro-batches there are no activations, so there is room.
+    STEP: from the first forward to the last backward of a step, over its micro-batches (as DeepSpeed's ZeRO-2).
+    """
+
+    RELEASE = "release"
+    BACKWARD = "backward"
+    FORWARD = "forward"
+    STEP = "step"
+
+    @property
+    def until_backward(self) -> bool:
+        """Whether they stay when the unit's forward ends."""
+        return self in (UnitResidency.BACKWARD, UnitResidency.STEP)
+
+    @property
+    def until_forward(self) -> bool:
+        """Whether they stay when the unit's backward ends, but for the last of a step."""
+        return self in (UnitResidency.FORWARD, UnitResidency.STEP)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardedUnit:
     """Parameters that one collective unshards, in torch's words for it (``torch.distributed.fsdp.fully_shard``).

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lading.ir.clusterplan import Keep
+from lading.ir.plan import UnitResidency
 from lading.sim.buckets import Bucket
 from lading.sim.modules import Modules
 
@@ -19,7 +19,7 @@ def runs(modules: Modules) -> list[int]:
     return found
 
 
-def keeping(buckets: tuple[Bucket, ...], first: int, last: int, keep: Keep) -> tuple[Bucket, ...]:
+def keeping(buckets: tuple[Bucket, ...], first: int, last: int, keep: UnitResidency) -> tuple[Bucket, ...]:
     """Keep atoms ``first`` to ``last`` gathered, apart from the rest of the bucket they are in."""
     found: list[Bucket] = []
     for bucket in buckets:
@@ -99,7 +99,9 @@ def borders(modules: Modules) -> list[int]:
     return sorted(whole | {first for first, _ in partition(modules, 0)})
 
 
-def neighbors(buckets: tuple[Bucket, ...], cuts: Sequence[int], stays: Sequence[Keep]) -> Iterator[tuple[Bucket, ...]]:
+def neighbors(
+    buckets: tuple[Bucket, ...], cuts: Sequence[int], stays: Sequence[UnitResidency]
+) -> Iterator[tuple[Bucket, ...]]:
     """Yield groupings near one: a border moved, left out or put in, or one bucket that stays or is asked for otherwise.
 
     Args:

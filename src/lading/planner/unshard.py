@@ -31,8 +31,7 @@ from itertools import accumulate
 
 from lading.errors import ConfigError, PlanInfeasible
 from lading.ir.action import DEVICE
-from lading.ir.clusterplan import Keep
-from lading.ir.plan import Choices, Plan, Predictions, ShardedUnit
+from lading.ir.plan import Choices, Plan, Predictions, ShardedUnit, UnitResidency
 from lading.ir.reporting import UnshardRow
 from lading.ir.request import Request, StepRequest
 from lading.ir.table import ModelTable
@@ -212,8 +211,10 @@ class _Search:
         self.modules = modules
         self.budget = budget
         self.costs = Costs(modules)
-        self.keep = Keep.STEP if modules.request.layout.micro_batches > 1 else Keep.BACKWARD
-        self.stays = tuple(Keep) if self.keep is Keep.STEP else (Keep.RELEASE, Keep.BACKWARD)
+        self.keep = UnitResidency.STEP if modules.request.layout.micro_batches > 1 else UnitResidency.BACKWARD
+        self.stays = (
+            tuple(UnitResidency) if self.keep is UnitResidency.STEP else (UnitResidency.RELEASE, UnitResidency.BACKWARD)
+        )
         self._steps: dict[tuple[Bucket, ...], Gathered] = {}
         self._peaks: dict[tuple[Bucket, ...], int] = {}
         self.fuller: list[float] = []
@@ -234,7 +235,7 @@ class _Search:
         if key in self._steps:
             return self._steps[key].peak_bytes
         if key not in self._peaks:
-            walked = 3 if any(bucket.keep is Keep.FORWARD for bucket in key) else 2
+            walked = 3 if any(bucket.keep is UnitResidency.FORWARD for bucket in key) else 2
             self._peaks[key] = gathered_step(self.costs, key, walked=walked).peak_bytes
         return self._peaks[key]
 
@@ -265,8 +266,8 @@ class _Search:
 
     def zero3(self, spans: Sequence[tuple[int, int]], ahead: int = 1) -> tuple[Bucket, ...]:
         """Make buckets that are all gathered again in backward, but for the last, which backward begins with."""
-        found = [Bucket(first, last, Keep.RELEASE, ahead, ahead) for first, last in spans]
-        return (*found[:-1], replace(found[-1], keep=Keep.BACKWARD))
+        found = [Bucket(first, last, UnitResidency.RELEASE, ahead, ahead) for first, last in spans]
+        return (*found[:-1], replace(found[-1], keep=UnitResidency.BACKWARD))
 
     def greedy(self, whole: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
         """Keep buckets from the last to the first; of the first that does not fit, its modules in the same way."""
@@ -310,11 +311,11 @@ class _Search:
 
     def _between(self, buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
         """Keep as many more buckets, from the first on, from backward to the next forward as fit."""
-        released = [n for n, bucket in enumerate(buckets) if bucket.keep is Keep.RELEASE]
+        released = [n for n, bucket in enumerate(buckets) if bucket.keep is UnitResidency.RELEASE]
 
         def first(count: int) -> tuple[Bucket, ...]:
             chosen = set(released[:count])
-            return tuple(replace(b, keep=Keep.FORWARD) if n in chosen else b for n, b in enumerate(buckets))
+            return tuple(replace(b, keep=UnitResidency.FORWARD) if n in chosen else b for n, b in enumerate(buckets))
 
         return first(max(0, _most([0] * len(released), 0, lambda count: self.fits(first(count)))))
 
@@ -382,7 +383,7 @@ class _Search:
     def _can_stay(self, bucket: Bucket) -> bool:
         """Whether a bucket would be gathered less often if it stayed longer."""
         return bucket.keep is not self.keep and (
-            self.keep is Keep.STEP or (bucket.keep is Keep.RELEASE and bucket.again)
+            self.keep is UnitResidency.STEP or (bucket.keep is UnitResidency.RELEASE and bucket.again)
         )
 
     def why(self, found: _Found) -> str:
@@ -443,7 +444,7 @@ class _Search:
                     plan = base
                     for plan in self.fill(base, order):
                         yield plan, self.step(plan)
-                    if self.keep is Keep.STEP:
+                    if self.keep is UnitResidency.STEP:
                         plan = self._between(plan)
                         yield plan, self.step(plan)
 

@@ -42,7 +42,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from lading.ir.action import ActionKind, Work
-from lading.ir.clusterplan import Keep
+from lading.ir.plan import UnitResidency
 from lading.ir.program import (
     ALL_UNITS,
     COMPUTE,
@@ -115,7 +115,7 @@ class ListShape:
     pipelined: bool = False
     alone: frozenset[str] = frozenset()
     blocks_ahead: bool = False
-    keep: Keep = Keep.RELEASE
+    keep: UnitResidency = UnitResidency.RELEASE
     overlap_gather: bool = True
     overlap_reduce: bool = True
     overlap_send: bool = True
@@ -357,7 +357,7 @@ class _Rank:
 
     def _end(self, group: ParameterGroup, unit: UnitShape, micro_batch: int, forward: bool) -> None:
         """A group's forward or backward ends."""
-        keep = Keep.BACKWARD if unit.ends and self.shape.keep is Keep.RELEASE else self.shape.keep
+        keep = UnitResidency.BACKWARD if unit.ends and self.shape.keep is UnitResidency.RELEASE else self.shape.keep
         if self.shape.pipelined:
             return
         more = micro_batch < self.plan.micro_batches - 1

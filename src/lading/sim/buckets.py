@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lading.errors import ConfigError
-from lading.ir.clusterplan import Keep
+from lading.ir.plan import UnitResidency
 from lading.sim.modules import Modules, is_in
 
 
@@ -21,7 +21,7 @@ class Bucket:
 
     first: int
     last: int
-    keep: Keep = Keep.RELEASE
+    keep: UnitResidency = UnitResidency.RELEASE
     ahead: int = 1
     ahead_backward: int = 1
     again: bool = True

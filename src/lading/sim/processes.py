@@ -23,9 +23,9 @@ import numpy as np
 
 from lading.errors import ConfigError
 from lading.ir.action import ActionKind, Work
-from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.machine import Machine, Processes
+from lading.ir.plan import UnitResidency
 from lading.ir.program import ALL_UNITS, ParameterGroup, Program
 from lading.ir.request import StepRequest
 from lading.sim.phases import Phases
@@ -60,9 +60,9 @@ def processes_step(request: StepRequest, machine: Machine, segments: Sequence[Ph
         raise ConfigError(
             f"processes of one host run stock PyTorch: expected zero0, zero2 or zero3 and no offload, got {layout}"
         )
-    keep = Keep.RELEASE
+    keep = UnitResidency.RELEASE
     if layout.zero == 2:  # FSDP2 that does not reshard after forward
-        keep, request = Keep.BACKWARD, dataclasses.replace(request, layout=dataclasses.replace(layout, zero=3))
+        keep, request = UnitResidency.BACKWARD, dataclasses.replace(request, layout=dataclasses.replace(layout, zero=3))
     return _HostStep(request, machine, shared, segments, runs, keep).step()
 
 
@@ -73,7 +73,7 @@ class _HostStep:
     shared: Processes
     segments: Sequence[Phases]
     runs: Sequence[Run]
-    keep: Keep
+    keep: UnitResidency
 
     @cached_property
     def listed(self) -> list[ListedStep]:

@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from lading.ir.action import ActionKind, Work
-from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.layout import Layout
+from lading.ir.plan import UnitResidency
 from lading.ir.program import ALL_UNITS, Border, ParameterGroup, Program, Region, UnitStorage
 from lading.ir.request import StepRequest
 from lading.ir.work import Collective, Kernel
@@ -79,7 +79,7 @@ def list_shape(
     buckets: Sequence[int] = (),
     tied: bool = False,
     every: bool = False,
-    keep: Keep = Keep.RELEASE,
+    keep: UnitResidency = UnitResidency.RELEASE,
     by_unit: bool = False,
 ) -> ListShape:
     """Collect what the lists of a request follow from.
@@ -145,7 +145,7 @@ class ListedStep:
     segments: Sequence[Phases]
     prices: MachinePrices
     every: bool = False
-    keep: Keep = Keep.RELEASE
+    keep: UnitResidency = UnitResidency.RELEASE
     by_unit: bool = False
 
     @property

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lading.ir.action import ActionKind, Work
-from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES
+from lading.ir.plan import UnitResidency
 from lading.ir.program import ALL_UNITS, Border, ParameterGroup, Program, Region
 from lading.ir.request import StepRequest
 from lading.ir.table import ModelTable
@@ -50,7 +50,7 @@ class Issued:
 
 
 def sequence_of(
-    request: StepRequest, table: ModelTable | None = None, *, rank: int = 0, keep: Keep = Keep.RELEASE
+    request: StepRequest, table: ModelTable | None = None, *, rank: int = 0, keep: UnitResidency = UnitResidency.RELEASE
 ) -> list[Issued]:
     """List what a rank issues in one step.
 
@@ -75,7 +75,7 @@ class _Kernels:
 
     request: StepRequest
     table: ModelTable
-    keep: Keep
+    keep: UnitResidency
 
     @cached_property
     def stages(self) -> list[list[Unit]]:

@@ -311,9 +311,7 @@ class AcceleratorDevice:
         return self._inbox[key].copy_(tensor)
 
     def begin(self) -> None:
-        """Begin a step: lanes start after what the caller issued; the host waits for the device once, to set both
-        clocks.
-        """
+        """Begin a step: lanes start after what the caller issued. Waits for the device once, to set both clocks."""
         before = self._api.event()
         before.record(self._api.current())
         for lane in self._lanes:

@@ -16,6 +16,7 @@ from lading.ir.program import NETWORK, ActionList, ParameterGroup, Program, Regi
 from lading.memory.verify import verify
 from lading.program.emit import BEGIN, END, RUN, ListShape, UnitShape, emit
 from lading.program.schedules import KINDS, V_SHAPED, schedule
+from lading.sim.engine import simulate
 from lading.sim.rank_engine import Priced, RankTimes, action_seconds, run_ranks
 
 WHOLE = (((BEGIN, 0, 0), (RUN, 0, 1), (END, 0, 0)),) * 4
@@ -151,6 +152,15 @@ def test_what_is_emitted_holds_and_reads_back(number: int) -> None:
 def test_a_line_that_is_no_action_is_refused(line: str) -> None:
     with pytest.raises(ProgramError, match="expected"):
         parse_program([line])
+
+
+def test_lists_of_several_ranks_are_no_program_of_one_device() -> None:
+    program = emit(pipeline("1f1b", ""))
+    with pytest.raises(ProgramError, match="one class of ranks, got 4"):
+        _ = program.actions
+    for one in (program, emit(shape(2))):
+        with pytest.raises(SimulationError, match="one device at the grain of kernels, got Program"):
+            simulate(one, "h100")
 
 
 def broken(program: Program, rank: int, change: Callable[[ActionList], None]) -> Program:

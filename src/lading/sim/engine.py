@@ -247,6 +247,8 @@ class _Costs:
     """Seconds of actions, and rates of those that share a tier."""
 
     def __init__(self, program: Program, machine: Machine, op_seconds: Sequence[float] | None) -> None:
+        if len(program.ranks) != 1 or not program.graph.storages:
+            raise SimulationError(f"expected a Program of one device at the grain of kernels, got {program}")
         self.actions = program.ranks[0]
         self._machine = machine
         self._tiers = {tier.name: tier for tier in machine.tiers}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.golden.layouts import HOST
 from tools.batches import random_batch
 
 from lading.catalog.stacks import stack_by_name
@@ -18,9 +19,7 @@ from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, StepRequest
 from lading.ir.table import ModelTable
 from lading.models.reference import build_model, model_class
-from lading.program.schedules import schedule_of
-from lading.sim.eager import eager_memory
-from lading.sim.simulate import runs_of, segments_of
+from lading.sim.simulate import simulate
 from lading.tracing.tabulate import module_table
 
 GPT = {"num_layers": 4, "dim": 512, "num_heads": 8, "vocab_size": 4096, "max_seq_len": 256, "tied": False}
@@ -38,7 +37,7 @@ def request_of(model: str, sizes: dict[str, Any], layout: str) -> tuple[StepRequ
         name=model,
         model=Architecture(family=model, symbols={}, blocks=(("block", 4),)),
         seq_len=256,
-        machine="cpu",
+        machine=str(HOST),
         layout=parse_layout(f"fp32,{layout}"),
         stack=stack_by_name("torch-eager-cpu"),
     )
@@ -64,34 +63,21 @@ def request_of(model: str, sizes: dict[str, Any], layout: str) -> tuple[StepRequ
 )
 def test_the_peak_is_what_torch_holds(model: str, sizes: dict[str, Any], layout: str, measured: int) -> None:
     request, table = request_of(model, sizes, layout)
-    ranks = eager_memory(
-        runs_of(request, table),
-        segments_of(request, table),
-        request.layout,
-        request.stack,
-        schedule_of(request.layout),
-    )
-    assert max(sum(roles.values()) for roles in ranks) == pytest.approx(measured, rel=0.015)
+
+    assert simulate(request, table).peak_bytes == pytest.approx(measured, rel=0.0065)
 
 
 def test_states_cut_without_fsdp_are_refused() -> None:
     request, table = request_of("gpt", {**GPT, "num_layers": 1}, "dp2,zero1,gb2")
     with pytest.raises(ConfigError, match="zero2 or zero3"):
-        eager_memory(
-            runs_of(request, table),
-            segments_of(request, table),
-            request.layout,
-            request.stack,
-            schedule_of(request.layout),
-        )
+        simulate(request, table)
 
 
 def test_states_of_adapters_only():
     """A rank-8 adapter has 8 (in + out) elements beside each of the seven matrices of a block; AdamW keeps 8 bytes."""
     request, table = request_of("llama", LLAMA, "mb1,gb1")
     request = replace(request, task="lora", lora_rank=8)
-    segments, plan = segments_of(request, table), schedule_of(request.layout)
-    (roles,) = eager_memory(runs_of(request, table), segments, request.layout, request.stack, plan)
+    (roles,) = simulate(request, table).memory
     trained = 4 * 8 * (2 * (512 + 512) + 2 * (512 + 256) + 3 * (512 + 1408))
     frozen = 4 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1408 + 2 * 512) + 2 * 4096 * 512 + 512
     assert roles[Role.OPTIMIZER_STATE] == 2 * 4 * trained

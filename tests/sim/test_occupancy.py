@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.golden.layouts import CASES
 
 from lading.clusters import step_of
 from lading.errors import ConfigError
@@ -89,6 +90,13 @@ def test_adapters_and_single_ranks() -> None:
     found = occupancy(simulated, 0)
     assert found.peak_bytes == simulated.peak_bytes
     assert any(held.role is Role.WORKSPACE and held.size_bytes for held in found.held)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.machine == "host"])
+def test_stock_pytorch_is_drawn_too(name: str) -> None:
+    simulated = simulate(*CASES[name].request())
+    for rank, roles in enumerate(simulated.memory):
+        assert occupancy(simulated, rank).peak_bytes == sum(roles.values())
 
 
 def test_the_trace_draws_it() -> None:

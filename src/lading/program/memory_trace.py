@@ -7,9 +7,9 @@ them, so the peak does not depend on times.
 [Note: what comes and goes]
 A region of forward leaves what backward reads (SAVED) until its unit's backward; while it runs, most is alive (RUNS),
 and between two regions of a unit what the first left (LEAVES). An UNSHARD takes a flat buffer (BUFFER), before it the
-rank's own shard in the dtype that travels (CAST); the parameters (WHOLE) are copied out of it as the host waits for it,
-which it does before it asks for the next one, and stay until RESHARD. In forward the buffer stays until the next group
-is copied out or the model's forward ends (torch 2.13, ``FSDPState._post_forward``); in backward it goes at once. A
+rank's own shard in the dtype that travels (CAST); the parameters (WHOLE) are copied out of it as a region is to use
+them, before the host asks for the next one, and stay until RESHARD. In forward the buffer stays until the next group is
+copied out or the model's forward ends (torch 2.13, ``FSDPState._post_forward``); in backward it goes at once. A
 region of backward makes gradients (MADE), which stay until REDUCE_GRAD has copied them into a buffer (INPUT), which
 stays until the next one's, also through the next forward (``_root_post_backward_final_callback``). What is reduced is
 the gradient of the rank's shard (SHARD): the first one stays, later ones are added to it. Source: torch 2.13,
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from lading.ir.action import ActionKind, Work
 from lading.ir.graph import Role
-from lading.ir.program import ALL_UNITS, COMPUTE, ParameterGroup, Program, Region
+from lading.ir.program import ALL_UNITS, ParameterGroup, Program, Region
 
 Ints = npt.NDArray[np.int64]
 
@@ -293,21 +293,19 @@ class _Reader:
         self.buffer = None
 
     def _unshard(self, number: int, group: ParameterGroup) -> None:
-        """Ask for a group; what the next region waits for is copied out before anything more is asked for."""
+        """Ask for a group; what the next region uses is copied out before anything more is asked for."""
         following = self.regions[self.turn] if self.turn < len(self.regions) else -1
-        if number not in self.actions.waits[following]:
+        if self.actions.storage[number] not in self.program.uses[self.actions.op[following]]:
             self._copy_out(following)
         for what, sign in ((What.BUFFER, 1), (What.CAST, 1), (What.CAST, -1)):
             self._change(what, group, sign)
         self.coming[number] = group
-        if self.actions.stream[number] == COMPUTE:
-            self._copy(number, self._region(following).work)
 
     def _copy_out(self, region: int) -> None:
-        """Copy all that a region waits for out of its buffers."""
-        for wait in self.actions.waits[region]:
-            if wait in self.coming:
-                self._copy(wait, self._region(region).work)
+        """Copy all that a region uses out of its buffers."""
+        used = self.program.uses[self.actions.op[region]] if self.coming else ()
+        for number in [number for number in self.coming if self.actions.storage[number] in used]:
+            self._copy(number, self._region(region).work)
 
     def _copy(self, number: int, work: Work) -> None:
         group = self.coming.pop(number)

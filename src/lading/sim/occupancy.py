@@ -24,7 +24,7 @@ from lading.ir.timeline import Held, MemorySample
 from lading.program.memory_trace import MemoryTrace, What
 from lading.sim.rank_engine import RankTimes
 from lading.sim.simulate import Simulated
-from lading.sim.storage import device_traces
+from lading.sim.storage import device_traces, listed_of
 
 #: Where a step has more passes through units than this, a stage is drawn as one, and micro-batches that are alike once.
 _MANY = 8192
@@ -124,10 +124,9 @@ def _times(simulated: Simulated) -> RankTimes:
     step = simulated.step
     if step.times is not None:
         return step.times
-    assert step.listed is not None
     units = sum(count for stage in step.stages for _, count in stage.run)
     fine = 2 * units * simulated.request.layout.micro_batches <= _MANY * len(simulated.memory)
-    return dataclasses.replace(step.listed, every=fine, by_unit=fine).times()
+    return dataclasses.replace(listed_of(simulated.request, step), every=fine, by_unit=fine).times()
 
 
 def _fixed(simulated: Simulated, trace: MemoryTrace, rank: int) -> Iterator[Held]:

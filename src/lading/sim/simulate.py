@@ -32,14 +32,13 @@ from lading.parallel.adapters import adapted, adapters_of, packed
 from lading.parallel.chunks import Chunk, chunks
 from lading.parallel.ranks import rank_segment
 from lading.program.schedules import schedule_of
-from lading.sim.eager import eager_memory
 from lading.sim.noise import waiting_share
 from lading.sim.phases import Phases, as_held, groups_apart, phases
 from lading.sim.prices import MachinePrices
 from lading.sim.processes import processes_step
 from lading.sim.rank_step import rank_step
 from lading.sim.step import DATA_PARALLEL, SimulatedStage, Step, stage_of
-from lading.sim.storage import device_traces, stored
+from lading.sim.storage import device_traces, listed_of, stored
 from lading.sim.updates import Updated, updated
 from lading.sim.variants import Parts, moved, parts_of
 
@@ -222,10 +221,8 @@ def simulate(request: StepRequest, table: ModelTable | None = None, parts: Price
         step = processes_step(request, machine, both, parts_of_stages)
     else:
         step = rank_step(request, stages, parts_of_stages, both, prices)
-    if request.stack.drops_gradients:
-        given = _eager(request, table)
-    else:
-        given = [trace.peak for trace in device_traces(request, both, stages, step, step.program)]
+    program = step.program if step.listed is None else listed_of(request, step).program
+    given = [trace.peak for trace in device_traces(request, both, stages, step, program)]
     here, there = zip(*stored(request, given, both, stages, step), strict=True)
     found = None
     if request.moves_matrices:
@@ -394,16 +391,6 @@ def _stages(
     """Chunks of the model summed up, equal ones once."""
     each = {run: stage_of(run, both, prices, request.stack) for run in set(parts)}
     return [_copied(each[run], prices) for run in parts]
-
-
-def _eager(request: StepRequest, table: ModelTable) -> list[dict[Role, int]]:
-    return eager_memory(
-        runs_of(request, table),
-        segments_of(request, table),
-        request.layout,
-        request.stack,
-        schedule_of(request.layout),
-    )
 
 
 def _copied(stage: SimulatedStage, prices: MachinePrices) -> SimulatedStage:

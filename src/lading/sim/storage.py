@@ -1,39 +1,49 @@
 """Storage: bytes that each pipeline rank of a step holds by role, on the device and behind it.
 
 What comes and goes is read from the lists of the step (``lading.program.memory_trace``); here is how many bytes each
-thing has. Where FSDP2 gathers a unit at a time, its gradients are counted kernel by kernel as products make them.
-Elsewhere they are added to buffers that are always there, and a unit's peak has them while they are made. In a pipeline
-gradients add up whole in the dtype of reductions ([Note: sharded in a pipeline] in ``lading.program.emit``).
+thing has. Where FSDP2 gathers a unit at a time, its gradients are counted kernel by kernel as products make them. In a
+pipeline they add up whole in the dtype of reductions ([Note: sharded in a pipeline] in ``lading.program.emit``).
+Elsewhere they are added to buffers that are always there, and a unit's peak has them while they are made.
+
+[Note: stock PyTorch]
+Gradients are made as backward goes and dropped after the update. DistributedDataParallel has buckets that are always
+there; while it is told not to reduce, gradients are tensors of their own beside them. A stage of
+torch.distributed.pipelining has a buffer for what each micro-batch brings, and keeps what it handed on until the
+micro-batch is back (stage.py, _prepare_forward_infra and fwd_cache, torch 2.13).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from lading.errors import ConfigError
 from lading.ir.action import Work
+from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.program import ALL_UNITS, ParameterGroup, Program, Region
 from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
-from lading.ir.work import RankSegment
+from lading.ir.work import RankSegment, Stage
 from lading.memory.ranks import (
     adapter_bytes,
     behind,
     gathered_bytes,
     gathered_width,
     gradient_width,
+    parameter_width,
     replicas,
     shards,
     state_bytes,
 )
-from lading.parallel.memory import alive_bytes
+from lading.parallel.memory import AliveBytes, alive_bytes
 from lading.program.memory_trace import GradientRules, MemoryTrace, Thing, What, memory_changes, memory_trace
 from lading.program.units import bounds, groups_of
 from lading.sim.phases import Phases
+from lading.sim.rank_step import ListedStep
 from lading.sim.step import SimulatedStage, Step, elements_of, trained_of
 
 #: Bytes by role on the device, and behind it.
@@ -42,6 +52,8 @@ _ACTIVATIONS = (What.RUNS, What.ADDS, What.LEAVES, What.SAVED, What.ENTERS, What
 _ROLES = {what: Role.ACTIVATION if what in _ACTIVATIONS else Role.WORKSPACE for what in What} | {
     What.SHARD: Role.GRADIENT
 }
+#: Stock PyTorch has no other gradients than those that backward makes.
+_EAGER_ROLES = _ROLES | dict.fromkeys((What.GRADIENTS, What.MADE), Role.GRADIENT)
 
 
 def stored(
@@ -82,27 +94,63 @@ def device_traces(
         both: All variants of the segments.
         stages: In the order of forward.
         program: Lists of the step, at any grain.
+    Raises:
+        ConfigError: ZeRO-1 under stock PyTorch, which has not got it.
     """
-    layout, adapted = request.layout, request.task in ("lora", "qlora")
+    stack, adapted = request.stack, request.task in ("lora", "qlora")
+    if stack.drops_gradients and request.layout.zero == 1:
+        raise ConfigError(f"stack {stack.name}: stock PyTorch cuts states with FSDP2; choose zero2 or zero3, got zero1")
+    layout = _as_sharded(request)
     # Beside frozen weights, two of the largest units count as gathered all the time.
-    fixed = adapted and not layout.is_pipeline
-    rules = GradientRules(makes=layout.cuts_parameters and not fixed, to_host=layout.updates_on_host)
-    sizes = _ThingBytes(request, both, stages, program, fixed)
+    fixed = adapted and layout.cuts_parameters and not layout.is_pipeline
+    rules = GradientRules(
+        makes=not fixed and (layout.cuts_parameters or stack.drops_gradients),
+        in_buckets=stack.drops_gradients and layout.zero == 0 and layout.dp * layout.cp > 1,
+        to_host=layout.updates_on_host,
+    )
+    sizes = _ThingBytes(layout, stack, units_of(stages, both), stages, program, fixed=fixed)
     traces: list[MemoryTrace] = []
     for rank, own in enumerate(held_stages(stages, step)):
         if adapted:
             frozen, trained = (sum(getattr(stage, name) for stage in own) for name in ("frozen_bytes", "trained_bytes"))
-            roles = adapter_bytes(frozen, trained, layout, request.stack)
+            roles = adapter_bytes(frozen, trained, layout, stack)
         else:
-            roles = state_bytes(elements_of(own), layout, request.stack)
+            roles = state_bytes(elements_of(own), layout, stack)
         placeholders = {shape: size for stage in own for shape, size in stage.placeholders.items()}
         roles[Role.WORKSPACE] = sum(placeholders.values())
-        if rules.makes:
+        if fixed:
+            roles[Role.WORKSPACE] += 2 * gathered_bytes(_largest(own), layout, stack)
+        if rules.makes and not rules.in_buckets:
             roles[Role.GRADIENT] = 0
-        elif layout.zero == 3:
-            roles[Role.WORKSPACE] += 2 * gathered_bytes(_largest(own), layout, request.stack)
-        traces.append(memory_trace(memory_changes(program, rank, rules), sizes, _ROLES, roles))
+        if stack.drops_gradients:
+            numbers = step.pipeline.schedule.stages_of(rank) if step.pipeline is not None else (0,)
+            roles[Role.PARAMETER] += max(_tables_bytes(unit) for number in numbers for unit in sizes.units[number])
+            if layout.pp > 1:
+                roles[Role.ACTIVATION] = layout.micro_batches * sum(map(sizes.received, numbers))
+        of_role = _EAGER_ROLES if stack.drops_gradients else _ROLES
+        traces.append(memory_trace(memory_changes(program, rank, rules), sizes, of_role, roles))
     return traces
+
+
+def _as_sharded(request: StepRequest) -> Layout:
+    """The layout with zero 2 of stock PyTorch as what it is: FSDP2 that does not reshard after forward."""
+    layout = request.layout
+    return dataclasses.replace(layout, zero=3) if request.stack.drops_gradients and layout.zero == 2 else layout
+
+
+def listed_of(request: StepRequest, step: Step) -> ListedStep:
+    """The step whose bytes are counted: the one that is timed, but for zero 2 of stock PyTorch.
+
+    Raises:
+        ConfigError: ranks share processors; their lists are those of ``step.times``.
+    """
+    if step.listed is None:
+        raise ConfigError("expected a step whose ranks have devices of their own, got processes of one host")
+    layout = _as_sharded(request)
+    if layout == request.layout or layout.is_pipeline:
+        return step.listed
+    sharded = dataclasses.replace(request, layout=layout)
+    return dataclasses.replace(step.listed, request=sharded, keep=Keep.BACKWARD)
 
 
 def held_stages(stages: Sequence[SimulatedStage], step: Step) -> list[list[SimulatedStage]]:
@@ -166,17 +214,19 @@ class _ThingBytes:
 
     def __init__(
         self,
-        request: StepRequest,
-        both: Sequence[Phases],
+        layout: Layout,
+        stack: Stack,
+        units: Sequence[Sequence[Phases]],
         stages: Sequence[SimulatedStage],
         program: Program,
+        *,
         fixed: bool,
     ) -> None:
-        self.layout, self.stack, self.stages, self.fixed = request.layout, request.stack, stages, fixed
+        self.layout, self.stack, self.units, self.stages, self.fixed = layout, stack, units, stages, fixed
         self.by_unit = self.layout.zero == 3 and not self.layout.is_pipeline and not fixed
-        self.units = units_of(stages, both)
         self.gradient = DTYPE_BYTES[self.stack.gradient_dtype]
         self.regions: dict[tuple[int, int, Work], dict[int, RegionBytes]] = {}
+        self.peaks: dict[int, tuple[int, int, int]] = {}
         starts: dict[tuple[int, int, Work], list[int]] = {}
         for region in program.regions if self.by_unit else ():
             starts.setdefault((region.stage, region.unit, region.work), []).append(region.start)
@@ -188,6 +238,8 @@ class _ThingBytes:
         if self.by_unit:
             return self._of_region(thing.what, thing.of)
         stage, unit, work, *_ = thing.of
+        if self.stack.drops_gradients:
+            return self._of_eager(thing.what, stage, unit, work)
         return self._of_whole(thing.what, self.stages[stage] if unit == ALL_UNITS else self.units[stage][unit], work)
 
     def _of_group(self, what: What, group: ParameterGroup) -> int:
@@ -197,10 +249,12 @@ class _ThingBytes:
             return self._made(group, unit) if self.by_unit else trained * self.gradient
         if what in (What.INPUT, What.SHARD):
             return trained * self.gradient // (shards(group.axes, layout) if what is What.SHARD else 1)
-        if what is not What.WHOLE and layout.is_pipeline:
+        if what is not What.WHOLE and layout.is_pipeline and not self.stack.drops_gradients:
             return 0  # the buffers of gathers are small beside what a stage has gathered
-        size = elements * gathered_width(layout, self.stack)
-        return size // shards(group.axes, layout) if what is What.CAST else size
+        width = gathered_width(layout, self.stack)
+        if what is What.CAST:  # only where it travels in another dtype
+            return elements * width // shards(group.axes, layout) if width != parameter_width(layout, self.stack) else 0
+        return elements * width
 
     def _elements(self, counts: Mapping[str, int], axes: str) -> int:
         ranks = replicas(axes, self.layout)
@@ -220,12 +274,56 @@ class _ThingBytes:
             return sum(of.trained.values()) * self.gradient
         return of.saved_bytes if what is What.SAVED else 0
 
+    def _of_eager(self, what: What, stage: int, unit: int, work: Work) -> int:
+        """Bytes of a unit, or of a whole stage, whose backward makes gradients one after another."""
+        places = range(len(self.units[stage])) if unit == ALL_UNITS else range(unit, unit + 1)
+        units = [self.units[stage][place] for place in places]
+        if what is What.HANDED:
+            return _leaves_bytes(units[-1]) - _enters_bytes(self.units[stage][0]) if self.layout.pp > 1 else 0
+        made = [self._trained_bytes(stage, place) for place in places]
+        if what is What.MADE:
+            return sum(made)
+        if what is What.SAVED:
+            return sum(one.saved_bytes for one in units)
+        most = below = 0
+        for place, one in enumerate(units):
+            forward, keeping, adding = self._peaks(one)
+            later = sum(made[place + 1 :])
+            top = forward if work is Work.FORWARD else adding if what is What.ADDS else keeping + later
+            most, below = max(most, below + top), below + one.saved_bytes
+        return most if what in (What.RUNS, What.ADDS) else 0
+
+    def received(self, stage: int) -> int:
+        """Bytes of the buffers of a stage for what one micro-batch brings it, forward and back."""
+        last = stage == len(self.units) - 1
+        return _enters_bytes(self.units[stage][0]) + (0 if last else _leaves_bytes(self.units[stage][-1]))
+
+    def _trained_bytes(self, stage: int, place: int) -> int:
+        """Bytes of the gradients of a unit; of a weight that is tied the last unit that has it makes the first."""
+        unit, width = self.units[stage][place], DTYPE_BYTES[self.stack.parameters_dtype or "float32"]
+        tied = 0 if place or self.layout.is_pipeline else max(one.tied for one in self.units[stage])
+        return unit.trained_bytes or (sum(unit.trained.values()) - tied) * width
+
+    def _peaks(self, unit: Phases) -> tuple[int, int, int]:
+        """Most bytes of a unit in forward, and in backward where gradients stay and where each is added to another."""
+        if id(unit) not in self.peaks:
+            walked = _alive(unit, self.layout, self.stack)
+            made: dict[int, int] = {}
+            for tensor, place in walked.gradients.items():
+                made[place] = made.get(place, 0) + unit.segment.tensors[tensor].size_bytes
+            keeping = adding = there = 0
+            for place, size in walked.backward:
+                there += made.get(place, 0)
+                keeping, adding = max(keeping, size + there), max(adding, size + made.get(place, 0))
+            self.peaks[id(unit)] = max((size for _, size in walked.forward), default=0), keeping, adding
+        return self.peaks[id(unit)]
+
     def _of_region(self, what: What, region: Region) -> int:
         unit = self.units[region.stage][region.unit]
         if what is What.SAVED:
             return unit.saved_bytes
         if what is What.ENTERS:
-            return sum(unit.segment.tensors[t].size_bytes for t in unit.segment.enters)
+            return _enters_bytes(unit)
         if what is What.HANDED:
             return 0
         piece = self._pieces(region)[region.start]
@@ -246,10 +344,45 @@ class _ThingBytes:
         return self.regions[key]
 
 
+def _enters_bytes(unit: Phases) -> int:
+    return sum(unit.segment.tensors[t].size_bytes for t in unit.segment.enters)
+
+
+def _leaves_bytes(unit: Phases) -> int:
+    """Bytes of what leaves a unit; of the last one, of the logits."""
+    return sum(unit.segment.tensors[t].size_bytes for t in unit.segment.leaves) or _logits_bytes(unit.segment)
+
+
+def _logits_bytes(segment: RankSegment) -> int:
+    """Bytes of what a cross-entropy reads; 0 if there is none."""
+    losses = (k for k in segment.kernels if "_log_softmax." in k.name and k.stage is Stage.FORWARD)
+    return next((segment.tensors[k.inputs[0]].size_bytes for k in losses), 0)
+
+
+def _tables_bytes(unit: Phases) -> int:
+    """Bytes of buffers and constants."""
+    fixed = {t.storage: t.size_bytes for t in unit.segment.tensors if t.role in (Role.BUFFER, Role.CONSTANT)}
+    return sum(fixed.values())
+
+
+def _alive(unit: Phases, layout: Layout, stack: Stack) -> AliveBytes:
+    """Bytes alive while each kernel of a unit runs.
+
+    A cross-entropy of stock PyTorch over sharded logits makes one tensor of their size more in backward
+    (tensor/parallel/loss.py, torch 2.13).
+    """
+    alive = alive_bytes(unit.segment, unit.kept, stack.fusion, fused_loss=stack.fused_loss)
+    if not stack.drops_gradients or layout.tp == 1 or not (logits := _logits_bytes(unit.segment)):
+        return alive
+    kernels = unit.segment.kernels
+    backward = ((p, s + (logits if "_log_softmax_backward" in kernels[p].name else 0)) for p, s in alive.backward)
+    return dataclasses.replace(alive, backward=tuple(backward))
+
+
 def _region_bytes(unit: Phases, layout: Layout, stack: Stack, *, backward: bool) -> list[RegionBytes]:
     """Bytes of the regions of one pass of a unit: its kernels are cut where groups of parameters begin and end."""
     segment = unit.segment
-    alive = alive_bytes(segment, unit.kept, stack.fusion, fused_loss=stack.fused_loss)
+    alive = _alive(unit, layout, stack)
     walked = alive.backward if backward else alive.forward
     kernels = [segment.kernels[place] for place, _ in walked]
     if not kernels:

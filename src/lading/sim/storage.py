@@ -21,7 +21,6 @@ from itertools import pairwise
 
 from lading.errors import ConfigError
 from lading.ir.action import Work
-from lading.ir.clusterplan import Keep
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.program import ALL_UNITS, ParameterGroup, Program, Region

@@ -21,6 +21,7 @@ from itertools import pairwise
 
 from lading.errors import ConfigError
 from lading.ir.action import Work
+from  import Keep
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.program import ALL_UNITS, ParameterGroup, Program, Region

@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lading import AdamW
 from lading.errors import ConfigError
-from lading.ir.routes import Box
+from lading.ir.routes import ShardRegion
 from lading.matrices import SOAP, MatrixOptimizer, Muon, Shampoo
-from lading.runtime.boxes import box_of, piece
+from lading.runtime.shard_regions import piece, region_of
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -75,7 +75,9 @@ def give(model: nn.Module, whole: list[torch.Tensor]) -> None:
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
             shape, offset = compute_local_shape_and_global_offset(grad.shape, mesh, placements)
-            local = grad[Box(tuple(offset), tuple(shape)).within(Box((0,) * grad.ndim, tuple(grad.shape)))].clone()
+            local = grad[
+                ShardRegion(tuple(offset), tuple(shape)).within(ShardRegion((0,) * grad.ndim, tuple(grad.shape)))
+            ].clone()
             parameter.grad = DTensor.from_local(local, mesh, placements, shape=grad.shape, stride=grad.stride())
         else:
             parameter.grad = grad.clone()
@@ -139,9 +141,9 @@ def _equal(
                 step_all(model, optimizer)
                 # Each rank's own pieces: torch gathers none where some rank has nothing of two dims.
                 for (name, ours), theirs in zip(model.named_parameters(), whole, strict=True):
-                    box = box_of(ours)
-                    expected_piece = theirs[box.within(Box((0,) * theirs.ndim, tuple(theirs.shape)))]
-                    assert torch.equal(piece(ours.detach(), box), expected_piece), (kind, mode, groups, name)
+                    region = region_of(ours)
+                    expected_piece = theirs[region.within(ShardRegion((0,) * theirs.ndim, tuple(theirs.shape)))]
+                    assert torch.equal(piece(ours.detach(), region), expected_piece), (kind, mode, groups, name)
 
 
 MODES = {

@@ -24,11 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lading.errors import ConfigError
-from lading.ir.routes import Box, Moves, WholeMatrix, micro_groups, moves_of, pieces, wholes_of
+from lading.ir.routes import Moves, ShardRegion, WholeMatrix, micro_groups, moves_of, pieces, wholes_of
 from lading.optim.registry import matrix_rule, rule_names
 from lading.optim.rule import MatrixRule, Rule, StatePlace, States, StateSpec, dtype_of
 from lading.planner.owners import DirectionCosts, Matrix, Owners, assign, spread_turns
-from lading.runtime.boxes import box_of, gradient, piece, process_group, ranks_of, shared_mesh
 from lading.runtime.exchange import Report, Team, Traffic, Verdict, agree, agree_done, all_finite
 from lading.runtime.gangs import shares
 from lading.runtime.in_flight import Early, Late, Moving, run
@@ -37,6 +36,7 @@ from lading.runtime.matrix_route import MatrixRoute
 from lading.runtime.members import How, OptimizerMember, PieceRule, facts_of, groups_of, members_of, rules_of, split
 from lading.runtime.optimizer_hooks import before_reading, when_final
 from lading.runtime.replicas import ReplicaRoute
+from lading.runtime.shard_regions import gradient, piece, process_group, ranks_of, region_of, shared_mesh
 from lading.runtime.state_shards import Pieces, check_states, take_over
 
 
@@ -89,7 +89,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self._check_names()
         self._rules = rules_of(self._wholes, self._members, how)
         holdings = self._holdings()
-        self._boxes = [row[self._team.rank] for row in holdings]
+        self._regions = [row[self._team.rank] for row in holdings]
         self._costs = DirectionCosts.of(how.machine)
         self.owners = self._planned()
         ranks = self.owners.ranks if self.owners else ()
@@ -121,7 +121,9 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if member.is_matrix:
             return wholes_of(number, member.name, param.shape, member.group["parts"])
         return (
-            [WholeMatrix(member.name, number, Box((0,) * param.ndim, tuple(param.shape)))] if self.how.reduces else []
+            [WholeMatrix(member.name, number, ShardRegion((0,) * param.ndim, tuple(param.shape)))]
+            if self.how.reduces
+            else []
         )
 
     def _check_names(self) -> None:
@@ -129,10 +131,10 @@ class MatrixOptimizer(torch.optim.Optimizer):
             if twice := sorted({name for name in names if names.count(name) > 1}):
                 raise ConfigError(f"expected parameters of different names, found {twice[0]!r} more than once")
 
-    def _holdings(self) -> list[list[Box]]:
-        """Boxes that every rank has of every parameter, by parameter and rank; the same list on all ranks."""
-        everyone = self._team.gather([box_of(m.param) for m in self._members])
-        return [[boxes[number] for boxes in everyone] for number in range(len(self._members))]
+    def _holdings(self) -> list[list[ShardRegion]]:
+        """Regions that every rank has of every parameter, by parameter and rank; the same list on all ranks."""
+        everyone = self._team.gather([region_of(m.param) for m in self._members])
+        return [[regions[number] for regions in everyone] for number in range(len(self._members))]
 
     def _planned(self) -> Owners | None:
         if not self._wholes:
@@ -145,7 +147,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         return planned
 
     def _routed(
-        self, holdings: list[list[Box]], ranks: Sequence[tuple[int, ...]], travelling: list[list[int]]
+        self, holdings: list[list[ShardRegion]], ranks: Sequence[tuple[int, ...]], travelling: list[list[int]]
     ) -> MatrixRoute | ReplicaRoute:
         if self.how.reduces:
             return ReplicaRoute(list(zip(self._wholes, self._rules, strict=True)), ranks, travelling, self._team)
@@ -189,14 +191,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
             moved = {n: self._members[n].param for n in {whole.parameter for whole in self._wholes}}
             self._handles += before_reading(model, moved, self._late)
         if self.how.under_backward:
-            hooked = {n: (self._members[n].param, self._boxes[n]) for n in self._hooked}
+            hooked = {n: (self._members[n].param, self._regions[n]) for n in self._hooked}
             self._handles += when_final(hooked, self._early.arrived)
 
     def _states_of(self, number: int) -> dict[str, StateSpec]:
         """Specifications of a matrix's states that lie with its owner, by name."""
         whole, rule = self._wholes[number], self._rules[number]
         specs = (
-            rule.states(whole.box.shape) if isinstance(rule, PieceRule) else rule.settings.states(*whole.rows_columns)
+            rule.states(whole.region.shape)
+            if isinstance(rule, PieceRule)
+            else rule.settings.states(*whole.rows_columns)
         )
         return {name: state for name, state in specs.items() if self.how.reduces or state.held is StatePlace.WHOLE}
 
@@ -212,11 +216,13 @@ class MatrixOptimizer(torch.optim.Optimizer):
         dtype = self._members[whole.parameter].param.dtype
         owned_bytes = sum(_bytes(state.shape, dtype_of(state, dtype)) for state in self._states_of(number).values())
         if isinstance(rule, PieceRule):
-            return Matrix(whole.name, self._costs.elements(whole.box.size), whole.box.size, state_bytes=owned_bytes)
+            return Matrix(
+                whole.name, self._costs.elements(whole.region.size), whole.region.size, state_bytes=owned_bytes
+            )
         turn = getattr(rule, "shift", 0) % getattr(rule.settings, "frequency", 1)
         settings, shape = rule.settings, whole.rows_columns
         return Matrix(
-            whole.name, self._costs.matrix(settings, *shape), whole.box.size, state_bytes=owned_bytes, turn=turn,
+            whole.name, self._costs.matrix(settings, *shape), whole.region.size, state_bytes=owned_bytes, turn=turn,
             shared_s=self._costs.shared(settings, *shape, shares(rule, shape)),
         )  # fmt: skip
 
@@ -236,7 +242,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grads = {number: gradient(m.param, self._boxes[number]) for number, m in enumerate(self._members)}
+        grads = {number: gradient(m.param, self._regions[number]) for number, m in enumerate(self._members)}
         gradients = {number: grad for number, grad in grads.items() if grad is not None}
         settings = self._live.read_or_error(begun=bool(self._early.moving))
         verdict = self._agreed(gradients, settings)
@@ -315,7 +321,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         member = self._members[number]
         assert isinstance(member.rule, PieceRule)
         member.rule.step(
-            piece(member.param, self._boxes[number]), grad, self._held(number), lr=rate, update=self._next(number)
+            piece(member.param, self._regions[number]), grad, self._held(number), lr=rate, update=self._next(number)
         )
 
     def _moving(self, number: int, grad: torch.Tensor, held: States) -> Moving:
@@ -324,7 +330,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
         if not self.how.reduces:
             assert not isinstance(member.rule, PieceRule)
             grad = member.rule.pre(grad, held, update)
-        return Moving(piece(member.param, self._boxes[number]), grad, self._boxes[number], held, update)
+        return Moving(piece(member.param, self._regions[number]), grad, self._regions[number], held, update)
 
     @torch.no_grad()
     def _prepared(self, number: int) -> Moving:
@@ -332,16 +338,16 @@ class MatrixOptimizer(torch.optim.Optimizer):
         settings = None if self._early.moving else self._live.read_or_error(begun=False)
         if isinstance(settings, list):  # what is wrong is told to all by the step
             self._follow(settings)
-        grad = gradient(self._members[number].param, self._boxes[number])
+        grad = gradient(self._members[number].param, self._regions[number])
         assert grad is not None
         return self._moving(number, grad, {key: value.clone() for key, value in self._held(number).items()})
 
     def _blank(self, number: int) -> Moving:
         """Make zeros that travel as ``_prepared`` does."""
-        param = piece(self._members[number].param, self._boxes[number])
+        param = piece(self._members[number].param, self._regions[number])
         rule = self._members[number].rule
         sent = None if self.how.reduces or isinstance(rule, PieceRule) else rule.travels
-        return Moving(param, torch.zeros_like(param, dtype=sent), self._boxes[number], {}, self._next(number))
+        return Moving(param, torch.zeros_like(param, dtype=sent), self._regions[number], {}, self._next(number))
 
     def _next(self, number: int) -> int:
         """Number of a parameter's next update, from 1."""
@@ -407,7 +413,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
     def _held(self, number: int) -> States:
         """This rank's pieces of a parameter's elementwise states, by name."""
         state = self.state[self._members[number].param]
-        return {key: piece(value, self._boxes[number]) for key, value in state.items() if key != "step"}
+        return {key: piece(value, self._regions[number]) for key, value in state.items() if key != "step"}
 
     def state_dict(self) -> dict[str, Any]:
         """States by name; give ``{"optimizer": optimizer}`` to ``torch.distributed.checkpoint``, to save and to load.
@@ -419,14 +425,14 @@ class MatrixOptimizer(torch.optim.Optimizer):
         self.finish()
         elementwise = {m.name: dict(self.state[m.param]) for m in self._members}
         whole: dict[str, States] = {}
-        owned: dict[tuple[int, str], dict[Box, torch.Tensor]] = {}
+        owned: dict[tuple[int, str], dict[ShardRegion, torch.Tensor]] = {}
         for number, states in self._whole.items():
             matrix, kinds = self._wholes[number], self._states_of(number)
             for key, value in states.items():
                 if kinds[key].held is StatePlace.WHOLE:
                     whole.setdefault(matrix.name, {})[key] = value
                 else:
-                    owned.setdefault((matrix.parameter, key), {})[matrix.box] = value.view(matrix.box.shape)
+                    owned.setdefault((matrix.parameter, key), {})[matrix.region] = value.view(matrix.region.shape)
         for (parameter, key), parts in owned.items():
             member = self._members[parameter]
             elementwise[member.name][key] = Pieces(member.param.shape, parts)

@@ -9,7 +9,7 @@ import torch
 
 import lading.optim
 from lading.errors import ConfigError
-from lading.ir.routes import Box, Moves, moves_of, pieces, wholes_of
+from lading.ir.routes import Moves, ShardRegion, moves_of, pieces, wholes_of
 from lading.optim.muon import Muon
 from lading.optim.shampoo import Shampoo
 from lading.optim.soap import SOAP
@@ -49,22 +49,22 @@ def test_sharing_costs_what_ranks_tell_each_other() -> None:
     assert small[0] > on.matrix(Muon(), 512, 512)
 
 
-def boxes(ranks: int, rows: int, columns: int, replicas: int) -> list[Box]:
+def regions(ranks: int, rows: int, columns: int, replicas: int) -> list[ShardRegion]:
     each = rows // (ranks // replicas)
-    return [Box((each * (rank % (ranks // replicas)), 0), (each, columns)) for rank in range(ranks)]
+    return [ShardRegion((each * (rank % (ranks // replicas)), 0), (each, columns)) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), (4, 2), (4, 4), (6, 2)])
 def test_no_owners_move_less(ranks: int, replicas: int) -> None:
     """All owners of three matrices: the mean over ranks is never below what is said."""
     wholes = [whole for n, rows in enumerate((12, 24, 48)) for whole in wholes_of(n, f"w{n}", (rows, 5))]
-    holdings = [boxes(ranks, rows, 5, replicas) for rows in (12, 24, 48)]
+    holdings = [regions(ranks, rows, 5, replicas) for rows in (12, 24, 48)]
     found: list[Moves] = []
     means: list[float] = []
     for owners in itertools.product(range(ranks), repeat=3):
         routes = pieces(wholes, holdings, owners)
         found.append(moves_of(routes, ranks))
-        means.append(sum(p.box.size for way in routes for p in way if p.source != p.target) / ranks)
+        means.append(sum(p.region.size for way in routes for p in way if p.source != p.target) / ranks)
     assert len({one.least for one in found}) == 1
     assert min(means) <= found[0].least < min(means) + 1
     assert all(one.busiest >= mean for one, mean in zip(found, means, strict=True))

@@ -20,7 +20,7 @@ from lading.errors import ConfigError
 from lading.ir.graph import Role
 from lading.ir.layout import parse_layout
 from lading.ir.request import Request
-from lading.ir.routes import Box, pieces, wholes_of
+from lading.ir.routes import ShardRegion, pieces, wholes_of
 from lading.optim.muon import Muon
 from lading.parallel.matrices import BlockMatrix, matrices_of, projections
 from lading.planner.layouts import find_layouts
@@ -80,9 +80,9 @@ def test_bytes_that_move_are_those_of_the_routes(ranks: int, layout: str) -> Non
     update = update_of({matrix: 16}, 16 * 64 * 48 / ranks, rule, shape, stack_by_name("default"), machine)
     wholes = [whole for number in range(16) for whole in wholes_of(number, f"w{number}", (64, 48))]
     cut = ranks if shape.zero else shape.tp
-    rows = [Box((64 // cut * (rank % cut), 0), (64 // cut, 48)) for rank in range(ranks)]
+    rows = [ShardRegion((64 // cut * (rank % cut), 0), (64 // cut, 48)) for rank in range(ranks)]
     inbound, outbound = pieces(wholes, [rows] * 16, [number % ranks for number in range(16)])
-    moved = sum(2 * p.box.size for p in (*inbound, *outbound) if p.source != p.target)
+    moved = sum(2 * p.region.size for p in (*inbound, *outbound) if p.source != p.target)
     assert update.moved_bytes * ranks == pytest.approx(moved)
 
 

@@ -1,7 +1,7 @@
 """Routes: which piece of which matrix goes from which rank to which, so that owners see whole matrices.
 
-Every rank holds a box of each parameter (its shard, all of it, or nothing). A matrix is a box of a parameter, too: all
-of it, a projection of a fused one, or one expert of a stack. Pieces are where the boxes meet.
+Every rank holds a region of each parameter (its shard, all of it, or nothing). A matrix is a region of a parameter,
+too: all of it, a projection of a fused one, or one expert of a stack. Pieces are where the regions meet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lading.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Box:
+class ShardRegion:
     """Region of a tensor: its offset and its lengths, in elements by dim."""
 
     offset: tuple[int, ...]
@@ -25,7 +25,7 @@ class Box:
         """Number of elements."""
         return prod(self.shape)
 
-    def meet(self, other: Box) -> Box | None:
+    def meet(self, other: ShardRegion) -> ShardRegion | None:
         """Intersection with another region; None if it is empty."""
         ends = [
             (max(a, b), min(a + m, b + n))
@@ -33,9 +33,9 @@ class Box:
         ]
         if any(start >= end for start, end in ends):
             return None
-        return Box(tuple(start for start, _ in ends), tuple(end - start for start, end in ends))
+        return ShardRegion(tuple(start for start, _ in ends), tuple(end - start for start, end in ends))
 
-    def within(self, other: Box) -> tuple[slice, ...]:
+    def within(self, other: ShardRegion) -> tuple[slice, ...]:
         """Slices that pick this region out of a tensor that holds the region ``other``, which contains it."""
         starts = [a - b for a, b in zip(self.offset, other.offset, strict=True)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
@@ -47,12 +47,12 @@ class WholeMatrix:
 
     name: str
     parameter: int
-    box: Box
+    region: ShardRegion
 
     @property
     def rows_columns(self) -> tuple[int, int]:
         """Rows and columns of the matrix: its last two lengths."""
-        return self.box.shape[-2], self.box.shape[-1]
+        return self.region.shape[-2], self.region.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class RoutedShard:
     """Shard of a matrix that one rank sends to another, or keeps."""
 
     whole: int
-    box: Box
+    region: ShardRegion
     source: int
     target: int
 
@@ -89,13 +89,13 @@ def wholes_of(parameter: int, name: str, shape: Sequence[int], parts: Sequence[i
             offset = (stacked, start, 0) if len(shape) == 3 else (start, 0)
             size = (1, length, shape[-1]) if len(shape) == 3 else (length, shape[-1])
             label = name + (f"[{stacked}]" if len(shape) == 3 else "") + (f".{number}" if parts else "")
-            matrices.append(WholeMatrix(label, parameter, Box(offset, size)))
+            matrices.append(WholeMatrix(label, parameter, ShardRegion(offset, size)))
             start += length
     return matrices
 
 
 def pieces(
-    wholes: Sequence[WholeMatrix], holdings: Sequence[Sequence[Box]], owners: Sequence[int]
+    wholes: Sequence[WholeMatrix], holdings: Sequence[Sequence[ShardRegion]], owners: Sequence[int]
 ) -> tuple[list[RoutedShard], list[RoutedShard]]:
     """Route shards of matrices to their owners, and back to whoever holds them.
 
@@ -111,22 +111,22 @@ def pieces(
     outbound: list[RoutedShard] = []
     sent = [0] * (max(map(len, holdings)) if holdings else 0)
     for number, (whole, owner) in enumerate(zip(wholes, owners, strict=True)):
-        holders: dict[Box, list[int]] = {}
+        holders: dict[ShardRegion, list[int]] = {}
         for rank, region in enumerate(holdings[whole.parameter]):
-            common = region.meet(whole.box)
+            common = region.meet(whole.region)
             if common is not None:
                 holders.setdefault(common, []).append(rank)
                 outbound.append(RoutedShard(number, common, owner, rank))
-        covered = sum(box.size for box in holders)
-        if covered != whole.box.size:
+        covered = sum(region.size for region in holders)
+        if covered != whole.region.size:
             raise ConfigError(
-                f"{whole.name}: expected its {whole.box.size} elements on the ranks once each, found {covered} in "
+                f"{whole.name}: expected its {whole.region.size} elements on the ranks once each, found {covered} in "
                 f"{len(holders)} different pieces; placements other than shards and replicas cannot be routed"
             )
-        for box, ranks in sorted(holders.items()):
+        for region, ranks in sorted(holders.items()):
             source = owner if owner in ranks else min(ranks, key=lambda rank: (sent[rank], rank))
-            sent[source] += box.size if source != owner else 0
-            inbound.append(RoutedShard(number, box, source, owner))
+            sent[source] += region.size if source != owner else 0
+            inbound.append(RoutedShard(number, region, source, owner))
     return inbound, outbound
 
 
@@ -169,14 +169,14 @@ def moves_of(routes: tuple[Sequence[RoutedShard], Sequence[RoutedShard]], ranks:
     """Count the elements that travel to owners and back (``pieces``)."""
     taken = [0] * ranks
     for piece in (*routes[0], *routes[1]):
-        taken[piece.target] += piece.box.size if piece.source != piece.target else 0
+        taken[piece.target] += piece.region.size if piece.source != piece.target else 0
     by_whole: dict[int, list[RoutedShard]] = {}
     for piece in routes[1]:
         by_whole.setdefault(piece.whole, []).append(piece)
     total = 0
     for outbound in by_whole.values():
-        size = sum(box.size for box in {piece.box for piece in outbound})
-        everyone = sum(piece.box.size for piece in outbound)
+        size = sum(region.size for region in {piece.region for piece in outbound})
+        everyone = sum(piece.region.size for piece in outbound)
         # An owner gets what it has not, and all but it get their direction.
-        total += min(size - piece.box.size + everyone - piece.box.size for piece in outbound)
+        total += min(size - piece.region.size + everyone - piece.region.size for piece in outbound)
     return Moves(max(taken, default=0), -(-total // ranks))

@@ -43,7 +43,7 @@ from lading.ir.layout import HOST_TIER, Layout
 from lading.ir.plan import Plan, PlanKind, ShardedUnit
 from lading.runtime.agreement import ARRIVAL_S, Facts, agree_on, digests, flattened, structure
 from lading.runtime.arriving import MicroBatch
-from lading.runtime.boxes import ranks_of
+from lading.runtime.shard_regions import ranks_of
 
 #: Name under which a model has what takes the hooks of ``apply`` away.
 _REMOVERS = "_lading_removers"

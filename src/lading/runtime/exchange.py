@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from lading.errors import LadingError
-from lading.ir.routes import Box, RoutedShard
+from lading.ir.routes import RoutedShard, ShardRegion
 
 #: What a rule raises where a matrix cannot be decomposed.
 FAILURES = (LadingError, torch.linalg.LinAlgError)  # pyright: ignore[reportPrivateImportUsage]
@@ -23,8 +23,8 @@ _APART = (
 )
 #: Integers in which ranks tell each other 64 bits that are to be the same.
 _TOLD = 16
-#: The tensor that has a piece, and the box that it is, by matrix.
-Place = Callable[[int], tuple[torch.Tensor, Box]]
+#: The tensor that has a piece, and the region that it is, by matrix.
+Place = Callable[[int], tuple[torch.Tensor, ShardRegion]]
 
 
 @dataclass
@@ -137,8 +137,8 @@ class PieceExchange:
         self.kept = [p for p in pieces if p.source == p.target == rank]
         self.sent = [[p for p in pieces if p.source == rank and p.target == to != rank] for to in range(ranks)]
         self.taken = [[p for p in pieces if p.target == rank and p.source == of != rank] for of in range(ranks)]
-        self._out = [sum(p.box.size for p in row) for row in self.sent]
-        self._in = [sum(p.box.size for p in row) for row in self.taken]
+        self._out = [sum(p.region.size for p in row) for row in self.sent]
+        self._in = [sum(p.region.size for p in row) for row in self.taken]
         #: Whether any rank sends: all agree, as all know every piece.
         self.moves = any(p.source != p.target for p in pieces)
 
@@ -159,9 +159,9 @@ class PieceExchange:
         start = 0
         for row in self.taken:
             for piece in row:
-                part = under.arrived[start : start + piece.box.size].view(piece.box.shape)
+                part = under.arrived[start : start + piece.region.size].view(piece.region.shape)
                 _view(target, piece).copy_(part)
-                start += piece.box.size
+                start += piece.region.size
         for piece in self.kept:
             _view(target, piece).copy_(_view(source, piece))
 
@@ -170,13 +170,13 @@ def _pack(out: torch.Tensor, rows: Sequence[Sequence[RoutedShard]], source: Plac
     start = 0
     for row in rows:
         for piece in row:
-            out[start : start + piece.box.size].view(piece.box.shape).copy_(_view(source, piece))
-            start += piece.box.size
+            out[start : start + piece.region.size].view(piece.region.shape).copy_(_view(source, piece))
+            start += piece.region.size
 
 
 def _view(place: Place, piece: RoutedShard) -> torch.Tensor:
-    tensor, box = place(piece.whole)
-    return tensor[piece.box.within(box)]
+    tensor, region = place(piece.whole)
+    return tensor[piece.region.within(region)]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from lading.ir.routes import Box
+from lading.ir.routes import ShardRegion
 from lading.optim.rule import States
 
 
@@ -27,15 +27,15 @@ class Moving:
     """A parameter in one step, as this rank has it.
 
     Attributes:
-        param, travels: This rank's pieces of the parameter, and of what goes to owners; both of ``box``'s shape.
-        box: Region of the parameter that lies on this rank.
+        param, travels: This rank's pieces of the parameter, and of what goes to owners; both of ``region``'s shape.
+        region: Region of the parameter that lies on this rank.
         held: Elementwise states after this update.
         update: Number of this parameter's update, from 1.
     """
 
     param: torch.Tensor
     travels: torch.Tensor
-    box: Box
+    region: ShardRegion
     held: States
     update: int
 

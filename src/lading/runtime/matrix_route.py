@@ -14,7 +14,7 @@ from typing import cast
 
 import torch
 
-from lading.ir.routes import Box, RoutedShard, WholeMatrix
+from lading.ir.routes import RoutedShard, ShardRegion, WholeMatrix
 from lading.optim.rule import Rule, SharedRule, States
 from lading.runtime.exchange import FAILURES, PieceExchange, RuleFailures, Team, Traffic, Under
 from lading.runtime.gangs import gangs_of, together_first
@@ -85,7 +85,7 @@ class MatrixFlight:
 
     Attributes:
         matrices: Directions that this rank has computed, by matrix.
-        landing: Tensor that a direction comes back to, and the box of it that this rank holds, by matrix.
+        landing: Tensor that a direction comes back to, and the region of it that this rank holds, by matrix.
         under: The exchange under way.
         rates: Learning rates by parameter.
     """
@@ -94,7 +94,7 @@ class MatrixFlight:
     ways: _Ways
     moving: Mapping[int, Moving]
     matrices: dict[int, torch.Tensor] = field(default_factory=lambda: {})
-    landing: dict[int, tuple[torch.Tensor, Box]] = field(default_factory=lambda: {})
+    landing: dict[int, tuple[torch.Tensor, ShardRegion]] = field(default_factory=lambda: {})
     under: Under | None = None
     rates: Mapping[int, float] = field(default_factory=lambda: {})
 
@@ -122,9 +122,9 @@ class MatrixFlight:
     def _own(self, number: int) -> Moving:
         return self.moving[self.route.wholes[number].parameter]
 
-    def _held(self, number: int) -> tuple[torch.Tensor, Box]:
+    def _held(self, number: int) -> tuple[torch.Tensor, ShardRegion]:
         moving = self._own(number)
-        return moving.travels, moving.box
+        return moving.travels, moving.region
 
     def compute(self, whole: Mapping[int, States], rates: Mapping[int, float]) -> None:
         """Compute the directions of the matrices that this rank owns, and start sending them back."""
@@ -132,21 +132,21 @@ class MatrixFlight:
         self.rates = {number: rates[number] for number in self.moving}
         wholes, inbound, outbound = self.route.wholes, self.ways.inbound, self.ways.outbound
         mine = [number for number in self.ways.numbers if self.route.owners[number] == self.route.team.rank]
-        arrived = {n: torch.empty(wholes[n].box.shape, dtype=inbound.dtype, device=self._device) for n in mine}
+        arrived = {n: torch.empty(wholes[n].region.shape, dtype=inbound.dtype, device=self._device) for n in mine}
         self.under.wait(self.route.traffic)
-        inbound.finish(self.under, self._held, lambda number: (arrived[number], wholes[number].box))
+        inbound.finish(self.under, self._held, lambda number: (arrived[number], wholes[number].region))
         for number in together_first(self.ways.numbers, self.route.gangs):
             if number in arrived:
                 seen = arrived.pop(number).view(wholes[number].rows_columns)
                 direction = self._direction(number, seen, whole.get(number, {}))
-                self.matrices[number] = direction.to(outbound.dtype).reshape(wholes[number].box.shape)
+                self.matrices[number] = direction.to(outbound.dtype).reshape(wholes[number].region.shape)
             elif number in self.route.gangs:
                 blank = torch.empty(wholes[number].rows_columns, dtype=inbound.dtype, device=self._device)
                 self._direction(number, blank, {})
         self.under = outbound.start(self._computed, self._device, self.route.traffic)
 
-    def _computed(self, number: int) -> tuple[torch.Tensor, Box]:
-        return self.matrices[number], self.route.wholes[number].box
+    def _computed(self, number: int) -> tuple[torch.Tensor, ShardRegion]:
+        return self.matrices[number], self.route.wholes[number].region
 
     def _direction(self, number: int, seen: torch.Tensor, states: States) -> torch.Tensor:
         """Direction that the rule makes of a matrix, (rows, columns); zeros, and a failure noted, where it raises."""
@@ -164,18 +164,18 @@ class MatrixFlight:
         assert self.under is not None
         self.under.wait(self.route.traffic)
         self.ways.outbound.finish(self.under, self._computed, self._landing)
-        for number, (direction, box) in sorted(self.landing.items()):
+        for number, (direction, region) in sorted(self.landing.items()):
             matrix = self.route.wholes[number]
             moving = self.moving[matrix.parameter]
-            piece, rate = moving.param[box.within(moving.box)], self.rates[matrix.parameter]
+            piece, rate = moving.param[region.within(moving.region)], self.rates[matrix.parameter]
             self.route.rules[number].post(piece, direction, matrix.rows_columns, lr=rate, update=moving.update)
         self.matrices.clear()
         self.landing.clear()
 
-    def _landing(self, number: int) -> tuple[torch.Tensor, Box]:
+    def _landing(self, number: int) -> tuple[torch.Tensor, ShardRegion]:
         if number not in self.landing:
-            box = self._own(number).box.meet(self.route.wholes[number].box)
-            assert box is not None
-            made = torch.empty(box.shape, dtype=self.ways.outbound.dtype, device=self._device)
-            self.landing[number] = (made, box)
+            region = self._own(number).region.meet(self.route.wholes[number].region)
+            assert region is not None
+            made = torch.empty(region.shape, dtype=self.ways.outbound.dtype, device=self._device)
+            self.landing[number] = (made, region)
         return self.landing[number]

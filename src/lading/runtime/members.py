@@ -180,7 +180,7 @@ def rules_of(wholes: Sequence[WholeMatrix], members: Sequence[OptimizerMember], 
     turns: dict[tuple[int, ...], int] = {}
     shifts: dict[str, int] = {}
     for whole in sorted(wholes, key=lambda w: w.name):
-        shifts[whole.name] = turns.get(whole.box.shape, 0)
-        turns[whole.box.shape] = shifts[whole.name] + 1
+        shifts[whole.name] = turns.get(whole.region.shape, 0)
+        turns[whole.region.shape] = shifts[whole.name] + 1
     settings = [members[whole.parameter].settings for whole in wholes]
     return [maths_of(s, shifts[w.name] * how.stagger, shared=how.share) for s, w in zip(settings, wholes, strict=True)]

@@ -17,15 +17,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lading.errors import ConfigError
-from lading.ir.routes import Box
-from lading.runtime.boxes import gradient
+from lading.ir.routes import ShardRegion
 from lading.runtime.in_flight import Late
+from lading.runtime.shard_regions import gradient
 
 
 def when_final(
-    parameters: Mapping[int, tuple[torch.Tensor, Box]], tell: Callable[[int, torch.Tensor], None]
+    parameters: Mapping[int, tuple[torch.Tensor, ShardRegion]], tell: Callable[[int, torch.Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call ``tell(number, piece)`` whenever a gradient is final, with this rank's piece, of the shape of its box.
+    """Call ``tell(number, piece)`` whenever a gradient is final, with this rank's piece, of the shape of its region.
 
     Raises:
         ConfigError: a parameter's gradient is told to somebody already, who would send it, too.
@@ -37,17 +37,17 @@ def when_final(
                 "gradient, found another one; close() that first"
             )
 
-    def hooked(number: int, box: Box) -> Callable[[torch.Tensor], None]:
+    def hooked(number: int, region: ShardRegion) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             with torch.no_grad():
-                grad = gradient(parameter, box)
+                grad = gradient(parameter, region)
             if grad is not None:
                 tell(number, grad)
 
         hook.tells = True  # type: ignore[attr-defined]
         return hook
 
-    return [p.register_post_accumulate_grad_hook(hooked(number, box)) for number, (p, box) in parameters.items()]
+    return [p.register_post_accumulate_grad_hook(hooked(number, region)) for number, (p, region) in parameters.items()]
 
 
 def _hooks_of(parameter: torch.Tensor) -> dict[int, Callable[..., None]] | None:

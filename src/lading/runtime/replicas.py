@@ -16,7 +16,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from lading.ir.routes import Box, WholeMatrix
+from lading.ir.routes import ShardRegion, WholeMatrix
 from lading.optim.rule import Rule, SharedRule, States
 from lading.runtime.exchange import FAILURES, RuleFailures, Team, Traffic, Under
 from lading.runtime.gangs import gangs_of, together_first
@@ -70,13 +70,13 @@ class ReplicaFlight:
         return {self.route.wholes[number][0].parameter for number in self.numbers}
 
     def _size(self, number: int) -> int:
-        return self.route.wholes[number][0].box.size
+        return self.route.wholes[number][0].region.size
 
     def _own(self, number: int) -> Moving:
         return self.moving[self.route.wholes[number][0].parameter]
 
     def _view(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[self.route.wholes[number][0].box.within(Box((0,) * tensor.ndim, tuple(tensor.shape)))]
+        return tensor[self.route.wholes[number][0].region.within(ShardRegion((0,) * tensor.ndim, tuple(tensor.shape)))]
 
     def _of(self, rank: int) -> list[int]:
         return [number for number in self.numbers if self.route.owners[number] == rank]
@@ -124,7 +124,7 @@ class ReplicaFlight:
         start = 0
         for number in self._of(self.route.team.rank):
             # A tensor of its own: products differ in bits with where in memory their operands begin.
-            part = total[start : start + self._size(number)].view(self.route.wholes[number][0].box.shape)
+            part = total[start : start + self._size(number)].view(self.route.wholes[number][0].region.shape)
             means[number] = part.to(self._own(number).travels.dtype, copy=True)
             start += self._size(number)
         return means
@@ -173,8 +173,8 @@ class ReplicaFlight:
             for number in self._of(rank):
                 (whole, rule), moving = self.route.wholes[number], self._own(number)
                 param = self._view(number, moving.param)
-                part = self.under.arrived[start : start + whole.box.size].view(whole.box.shape)
-                start += whole.box.size
+                part = self.under.arrived[start : start + whole.region.size].view(whole.region.shape)
+                start += whole.region.size
                 if isinstance(rule, PieceRule):
                     param.copy_(part)
                 else:

@@ -1,6 +1,6 @@
-"""Pieces of one tensor that lie on one rank, for ``torch.distributed.checkpoint``: any boxes, on any ranks.
+"""Pieces of one tensor that lie on one rank, for ``torch.distributed.checkpoint``: any regions, on any ranks.
 
-What a rank has of an elementwise state is a box of its parameter, or several: so a checkpoint knows the state by the
+What a rank has of an elementwise state is a region of its parameter, or several: so a checkpoint knows the state by the
 parameter's name and shape, whoever held which part of it.
 """
 
@@ -14,24 +14,24 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lading.errors import ConfigError
-from lading.ir.routes import Box
+from lading.ir.routes import ShardRegion
 
 
 class Pieces(torch.Tensor):
-    """A tensor of which this rank has some boxes; for saving and loading, not for arithmetic."""
+    """A tensor of which this rank has some regions; for saving and loading, not for arithmetic."""
 
-    parts: dict[Box, torch.Tensor]
+    parts: dict[ShardRegion, torch.Tensor]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, parts: Mapping[Box, torch.Tensor]) -> Pieces:
-        """Make one of a tensor of ``shape``; parts have their box's shape, and share memory with what is saved."""
+    def __new__(cls, shape: torch.Size, parts: Mapping[ShardRegion, torch.Tensor]) -> Pieces:
+        """Make one of a tensor of ``shape``; parts have their region's shape, and share memory with what is saved."""
         first = next(iter(parts.values()))
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
         assert isinstance(made, Pieces)
         made.parts = dict(parts)
         return made
 
-    def __init__(self, shape: torch.Size, parts: Mapping[Box, torch.Tensor]) -> None:
+    def __init__(self, shape: torch.Size, parts: Mapping[ShardRegion, torch.Tensor]) -> None:
         """Do nothing: ``__new__`` has made it."""
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -49,36 +49,38 @@ class Pieces(torch.Tensor):
     ) -> Any:
         """Copy it, as checkpoints that save while training goes on do; refuse to compute anything with it."""
         if func in (torch.ops.aten.clone.default, torch.ops.aten.detach.default):
-            return Pieces(args[0].shape, {box: func(part) for box, part in args[0].parts.items()})
+            return Pieces(args[0].shape, {region: func(part) for region, part in args[0].parts.items()})
         if func is torch.ops.aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
             parts = args[0].parts.items()
-            return Pieces(args[0].shape, {box: part.new_empty(part.shape, **(kwargs or {})) for box, part in parts})
+            return Pieces(
+                args[0].shape, {region: part.new_empty(part.shape, **(kwargs or {})) for region, part in parts}
+            )
         raise NotImplementedError(f"{func}: expected a whole tensor, got pieces of one; load them by a checkpoint")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(box.offset)),
+                index=MetadataIndex(fqn, torch.Size(region.offset)),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=_chunk(box), properties=TensorProperties.create_from_tensor(part), size=self.shape
+                    chunk=_chunk(region), properties=TensorProperties.create_from_tensor(part), size=self.shape
                 ),
             )
-            for box, part in self.parts.items()
+            for region, part in self.parts.items()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self.parts]
+        return [_chunk(region) for region in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box, part in self.parts.items():
-            if torch.Size(box.offset) == index.offset:
+        for region, part in self.parts.items():
+            if torch.Size(region.offset) == index.offset:
                 return part
         raise ValueError(f"{index.fqn}: expected a piece at one of {sorted(self.parts)}, asked for {index.offset}")
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(box.offset), sizes=torch.Size(box.shape))
+def _chunk(region: ShardRegion) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(region.offset), sizes=torch.Size(region.shape))
 
 
 def check_states(name: str, into: Mapping[str, torch.Tensor], of: Mapping[str, torch.Tensor] | None) -> None:
@@ -93,18 +95,18 @@ def check_states(name: str, into: Mapping[str, torch.Tensor], of: Mapping[str, t
     for key, tensor in into.items():
         if tuple(of[key].shape) != tuple(tensor.shape):
             raise ConfigError(f"{name}: expected {key} of shape {tuple(tensor.shape)}, got {tuple(of[key].shape)}")
-        boxes = [sorted(each.parts) if isinstance(each, Pieces) else "all of it" for each in (tensor, of[key])]
-        if boxes[0] != boxes[1]:
+        regions = [sorted(each.parts) if isinstance(each, Pieces) else "all of it" for each in (tensor, of[key])]
+        if regions[0] != regions[1]:
             raise ConfigError(
-                f"{name}: expected {boxes[0]} of {key}, got {boxes[1]}; states of another way of reducing gradients or "
-                "another plan come by torch.distributed.checkpoint"
+                f"{name}: expected {regions[0]} of {key}, got {regions[1]}; states of another way of reducing "
+                "gradients or another plan come by torch.distributed.checkpoint"
             )
 
 
 def take_over(into: torch.Tensor, of: torch.Tensor) -> None:
     """Copy one state from ``of``, which ``check_states`` has accepted."""
     if isinstance(into, Pieces) and isinstance(of, Pieces):
-        for box, part in into.parts.items():
-            part.copy_(of.parts[box])
+        for region, part in into.parts.items():
+            part.copy_(of.parts[region])
     else:
         into.copy_(of)

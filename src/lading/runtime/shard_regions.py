@@ -1,4 +1,4 @@
-"""Boxes: this rank's regions of tensors that are sharded, and the ranks that hold the rest."""
+"""Regions: this rank's regions of tensors that are sharded, and the ranks that hold the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lading.errors import ConfigError
-from lading.ir.routes import Box
+from lading.ir.routes import ShardRegion
 
 
 def shared_mesh(mesh: DeviceMesh | None, params: Sequence[torch.Tensor]) -> DeviceMesh | None:
@@ -57,23 +57,23 @@ def process_group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
-def box_of(param: torch.Tensor) -> Box:
-    """Box of a parameter that lies on this rank: its offset and shape within the whole."""
+def region_of(param: torch.Tensor) -> ShardRegion:
+    """Region of a parameter that lies on this rank: its offset and shape within the whole."""
     if not isinstance(param, DTensor):
-        return Box((0,) * param.ndim, tuple(param.shape))
+        return ShardRegion((0,) * param.ndim, tuple(param.shape))
     shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    return Box(tuple(offset), tuple(shape))
+    return ShardRegion(tuple(offset), tuple(shape))
 
 
-def piece(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """This rank's piece of a tensor, in the shape of its box: without elements FSDP2 and DTensors have other shapes."""
+def piece(tensor: torch.Tensor, region: ShardRegion) -> torch.Tensor:
+    """This rank's piece of a tensor, in the shape of its region, which FSDP2 and DTensors without elements lack."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local if local.shape == box.shape else local.reshape(box.shape)
+    return local if local.shape == region.shape else local.reshape(region.shape)
 
 
-def gradient(param: torch.Tensor, box: Box) -> torch.Tensor | None:
+def gradient(param: torch.Tensor, region: ShardRegion) -> torch.Tensor | None:
     """This rank's piece of a parameter's gradient, sharded as the parameter is; None without a gradient."""
     grad = param.grad
     if isinstance(grad, DTensor) and isinstance(param, DTensor) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
-    return None if grad is None else piece(grad, box)
+    return None if grad is None else piece(grad, region)

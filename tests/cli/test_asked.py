@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.test_help import help_of, words
+from tests.plans import cluster_plan, placed_plan, some_plan
 
+import lading
 from lading.cli.main import main, parse
 from lading.cli.options import ModelOptions
 from lading.cli.plan_command import PlanCommand
 from lading.cli.simulate_command import SimulateCommand
+from lading.errors import ConfigError
+from lading.ir.plan import Plan
 
 ASKED = ("--model", "llama3-8b", "--machine", "h100", "--devices", "8", "--global-batch", "16", "--seq", "4096")
 
@@ -72,3 +77,30 @@ def test_wrong_mixes_are_refused_with_what_to_change(
     monkeypatch.chdir(tmp_path)
     assert main(argv.split()) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "plan", "message"),
+    [
+        ("train --plan {}", cluster_plan(), "expected the plan of a run, got that of a cluster; give its layout"),
+        ("train --plan {}", placed_plan(), "expected the plan of a run, got a placement; simulate it with"),
+        ("simulate {}", cluster_plan(), "lading simulate --model: --layout dp8,zero3,gb8"),
+        ("simulate {}", placed_plan(), "got a placement; simulate it with: lading place --plan"),
+        ("place --plan {}", some_plan(), "expected a placement, found a plan of a run; make one with: lading place"),
+        ("place --plan {}", cluster_plan(), "expected a placement, found a plan of a cluster; make one with: lading"),
+    ],
+)
+def test_a_plan_of_another_kind_is_refused_by_what_it_is(
+    command: str, plan: Plan, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan.save(tmp_path / "plan.json")
+    assert main(command.format(tmp_path / "plan.json").split()) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_trainer_refuses_the_plan_of_a_cluster() -> None:
+    graph: Any = None
+    with pytest.raises(
+        ConfigError, match="Trainer: expected a plan of a run, found a plan of a cluster; make one with"
+    ):
+        lading.Trainer(cluster_plan(), graph, None)

@@ -21,9 +21,9 @@ from itertools import pairwise
 
 from lading.errors import ConfigError
 from lading.ir.action import Work
-from  import Keep
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
+from lading.ir.plan import UnitResidency
 from lading.ir.program import ALL_UNITS, ParameterGroup, Program, Region
 from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
@@ -150,7 +150,7 @@ def listed_of(request: StepRequest, step: Step) -> ListedStep:
     if layout == request.layout or layout.is_pipeline:
         return step.listed
     sharded = dataclasses.replace(request, layout=layout)
-    return dataclasses.replace(step.listed, request=sharded, keep=Keep.BACKWARD)
+    return dataclasses.replace(step.listed, request=sharded, keep=UnitResidency.BACKWARD)
 
 
 def held_stages(stages: Sequence[SimulatedStage], step: Step) -> list[list[SimulatedStage]]:

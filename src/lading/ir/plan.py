@@ -35,7 +35,7 @@ PLAN_FORMAT = 5
 
 
 class PlanKind(StrEnum):
-    """What a plan is of, and so who reads it: ``lading train``, ``lading.apply`` or ``lading.place``."""
+    """Kinds of plans, each with its reader: ``lading train``, ``lading.apply`` or ``lading.place``."""
 
     RUN = "plan of a run"
     CLUSTER = "plan of a cluster"
@@ -282,7 +282,7 @@ class Plan:
 
     @property
     def kind(self) -> PlanKind:
-        """What it is of: a run on one machine, a model on a cluster, or a model on unlike devices."""
+        """Kind of the plan: of a run on one machine, a model on a cluster, or a model on unlike devices."""
         if self.choices.placement:
             return PlanKind.PLACEMENT
         return PlanKind.RUN if self.layout is None else PlanKind.CLUSTER

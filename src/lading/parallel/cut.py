@@ -154,12 +154,16 @@ class _Cutter:
                 )
 
     def _border(self, tensor: int) -> int:
-        """What leaves has its tokens cut with sequence parallel, and is no partial sum; masks and tables stay whole."""
+        """Cut a tensor that leaves: with sequence parallel its tokens are cut, and it is no partial sum; masks stay
+        whole.
+        """
         scattered = self.axes.sp and not self._state(tensor).free
         return self.want(tensor, len(self.segment.ops), scattered=scattered)
 
     def _without_gradient(self) -> list[int]:
-        """What enters and is not differentiated, such as masks and tables of positions: every rank has all of it."""
+        """Tensors that enter and are not differentiated, such as masks and tables of positions: every rank has them
+        whole.
+        """
         rest = list(self.segment.leaves_back)
         found: list[int] = []
         for tensor in self.segment.enters:
@@ -514,7 +518,7 @@ def elements(tensor: TableTensor) -> Size:
 
 
 def makers(segment: Segment) -> dict[int, int]:
-    """Of each storage the tensor that is there first: an operation's result, or what its first reader takes."""
+    """First tensor of each storage: an operation's result, or what the storage's first reader takes."""
     found: dict[int, int] = {}
     for op in segment.ops:
         for t in (*op.inputs, *op.outputs):

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from tests.sim.sequence import Issued, sequence_of
+
 from lading.catalog.tables import family_table
 from lading.clusters import step_of
 from lading.ir.layout import parse_layout
@@ -16,7 +18,6 @@ from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import Attention, Product
 from lading.planner.unshard import Chosen, choose_groups, neighbor_peaks
-from lading.sim.sequence import Issued, sequence_of
 from lading.sim.simulate import simulate
 
 SIZES: Mapping[str, Mapping[str, int]] = {

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from tests.sim.sequence import Issued
 from tools.recorder import Recorder
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -38,7 +39,6 @@ from lading.ir.stack import Stack
 from lading.ir.table import ModelTable
 from lading.ir.work import Product
 from lading.models.reference import build_model, model_class
-from lading.sim.sequence import Issued
 from lading.sim.simulate import simulate
 
 B, S, H, N, K, F, V, LAYERS = 2, 64, 64, 8, 4, 192, 256, 3

@@ -6,6 +6,7 @@ import dataclasses
 from functools import cache
 
 import pytest
+from tests.sim.sequence import sequence_of
 
 from lading.clusters import step_of
 from lading.errors import ConfigError
@@ -14,7 +15,6 @@ from lading.ir.request import Request
 from lading.sim.buckets import Bucket, Costs, names_of
 from lading.sim.gathers import gathered_step
 from lading.sim.modules import Modules, modules_of
-from lading.sim.sequence import sequence_of
 from lading.sim.simulate import simulate
 
 

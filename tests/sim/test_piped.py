@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.sim.sequence import sequence_of
 from torch.distributed.pipelining.schedules import (
     _Action,  # pyright: ignore[reportPrivateUsage]
     _add_unshard_reshard,  # pyright: ignore[reportPrivateUsage]
@@ -20,7 +21,6 @@ from lading.program.schedules import schedule
 from lading.sim.jobs import job_of
 from lading.sim.occupancy import occupancy
 from lading.sim.prices import MachinePrices
-from lading.sim.sequence import sequence_of
 from lading.sim.simulate import Simulated, simulate
 from lading.sim.step import DATA_PARALLEL
 from lading.sim.traces import step_times

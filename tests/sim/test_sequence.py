@@ -30,12 +30,12 @@ from tests.sim.parity import (
     torch_model,
 )
 from tests.sim.parity_experts import experts_model, shard_experts
+from tests.sim.sequence import collectives_of, sequence_of
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.tensor.parallel import loss_parallel
 
 from lading.catalog.load import load_machine
 from lading.ir.plan import UnitResidency
-from lading.sim.sequence import collectives_of, sequence_of
 from lading.sim.simulate import prices_of, simulate
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)

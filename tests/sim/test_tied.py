@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from tests.sim.sequence import collectives_of
 
 from lading.catalog.architectures import table_parameters
 from lading.clusters import step_of
 from lading.ir.graph import Role
 from lading.ir.request import Request
 from lading.planner.peaks import peaks_of
-from lading.sim.sequence import collectives_of
 from lading.sim.simulate import Simulated, simulate
 from lading.sim.step import DATA_PARALLEL
 

@@ -15,7 +15,6 @@ from typing import cast
 from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Op, OpKind, Phase, Role
 from lading.ir.opkinds import base_name
-from lading.ir.sizes import Size
 from lading.ir.table import Segment, TableTensor
 from lading.ir.work import Stage
 from lading.parallel.atoms import Lineage, setting
@@ -256,7 +255,7 @@ class _Cutter:
     def _whole_view(self, tensor: int) -> int:
         """The tensor that made the storage, if this is a view of all of it; otherwise the tensor itself."""
         maker = self._makers.get(self.segment.tensors[tensor].storage, tensor)
-        same = elements(self.segment.tensors[maker]) == elements(self.segment.tensors[tensor])
+        same = self.segment.tensors[maker].elements == self.segment.tensors[tensor].elements
         return maker if same else tensor
 
     def _gathered(self, tensor: int, slot: int, stage: Stage) -> int:
@@ -507,14 +506,6 @@ class _Cutter:
             is_expert = bool(leaves & self.choice.experts)
             found.append(CutParameter(self._place(tensor, "", False), is_expert, summed, gradient is not None))
         return tuple(found)
-
-
-def elements(tensor: TableTensor) -> Size:
-    """How many there are in memory."""
-    total = Size.of(1)
-    for dim, size in enumerate(tensor.dims):
-        total = total if dim in tensor.repeats else total * size
-    return total
 
 
 def makers(segment: Segment) -> dict[int, int]:

@@ -12,6 +12,7 @@ from lading.clusters import step_of
 from lading.ir.layout import parse_layout
 from lading.ir.request import Architecture, Request, StepRequest
 from lading.ir.table import ModelTable
+from lading.memory.verify import verify
 from lading.sim.simulate import simulate
 
 #: A machine whose ranks share the processors of one host; made-up figures.
@@ -213,6 +214,7 @@ CASES = {case.name: case for case in _cases()}
 def figures(name: str) -> dict[str, Any]:
     """Seconds by cause, and bytes of each pipeline rank and of the fullest by role."""
     found = simulate(*CASES[name].request())
+    verify(found.step.listed.program if found.step.listed else found.step.times.program)  # type: ignore[union-attr]
     totals = [sum(roles.values()) for roles in found.memory]
     behind = [sum(roles.values()) for roles in found.behind]
     fullest = totals.index(max(totals))

@@ -73,6 +73,18 @@ def test_a_slow_network_is_what_lasts() -> None:
     assert timed(emit(shape(10)), 30, 30, 2, 4).step_s == pytest.approx(10 * 30 + 2 + 4 + 9 * 30 + 10 * 30, abs=6)
 
 
+def test_what_is_gathered_ahead_for_no_backward_is_resharded_when_backward_ends() -> None:
+    """The first unit is frozen: each micro-batch gathers it in forward, and ahead in backward, which never uses it."""
+    frozen = ONE._replace(passes=(WHOLE[0], (), (), ()))
+    listed = dataclasses.replace(shape(3, micro_batches=2), stages=(((frozen, 1), (ONE, 1), (LAST, 1)),))
+    program = emit(listed)
+    verify(program)
+    (actions,) = program.ranks
+    first = program.storages.index(ParameterGroup(0, 0, "dp"))
+    kinds = [kind for kind, storage in zip(actions.kind, actions.storage, strict=True) if storage == first]
+    assert kinds == [ActionKind.UNSHARD, ActionKind.RESHARD] * 4
+
+
 def test_computing_loses_what_gathers_and_reductions_beside_it_take() -> None:
     """A second of network beside computing costs a third of a second where computing takes 1.5 times as long."""
     beside = 9 + 9 + 9  # gathers in forward, in backward, reductions: all but the first and the last

@@ -111,39 +111,49 @@ def _check_meetings(program: Program) -> None:
 
 
 def _check_ends(program: Program) -> None:
-    """Run the lists without times: every action must come to its turn."""
+    """Run the lists without times: every action must come to its turn.
+
+    A rank goes as far as it can, and again when a SEND to it, or an all-reduce that it takes part in, has ended. A RECV
+    has a buffer of its own and has ended when its SEND has.
+    """
     sends: set[tuple[int, int]] = set()
     ended = [[False] * len(actions) for actions in program.ranks]
     queues = [_queues(actions) for actions in program.ranks]
-    at = [[0] * len(own) for own in queues]
     meeting = _meetings(program)
-    progress = True
-    while progress:
-        progress = False
-        for rank, actions in enumerate(program.ranks):
-            for stream, queue in enumerate(queues[rank]):
-                while at[rank][stream] < len(queue):
-                    number = queue[at[rank][stream]]
-                    if not all(ended[rank][wait] for wait in actions.waits[number]):
-                        break
-                    if not _may_end(rank, actions, number, sends, meeting):
-                        break
-                    ended[rank][number] = progress = True
-                    at[rank][stream] += 1
-    for rank, done in enumerate(ended):
-        if not all(done):
-            raise _fail(program, rank, done.index(False), "expected to come to its turn, got ranks that wait for it")
+    together = {group: set(ranks) for group, ranks in meeting.items()}
+    todo = dict.fromkeys(range(len(program.ranks)))
+    while todo:
+        rank, _ = todo.popitem()
+        actions, done = program.ranks[rank], ended[rank]
+        progress = True
+        while progress:
+            progress = False
+            for queue in queues[rank]:
+                while queue and _may_end(rank, actions, queue[-1], done, sends, meeting):
+                    number = queue.pop()
+                    done[number] = progress = True
+                    if actions.kind[number] is ActionKind.SEND:
+                        todo[actions.peer[number]] = None
+                    elif actions.group[number] in together and actions.kind[number] is ActionKind.ALL_REDUCE:
+                        todo.update(dict.fromkeys(together[actions.group[number]] - {rank}))
+    for rank, (actions, done) in enumerate(zip(program.ranks, ended, strict=True)):
+        for number, ends in enumerate(done):
+            if not ends and not _is_received(actions, number, sends):
+                raise _fail(program, rank, number, "expected to come to its turn, got ranks that wait for it")
 
 
 def _queues(actions: ActionList) -> list[list[int]]:
-    """Actions of each stream in order, and every RECV by itself, as it has a buffer of its own."""
+    """Actions of each stream but what is received, the first ones last."""
     queues: list[list[int]] = [[] for _ in STREAMS]
-    for number, stream in enumerate(actions.stream):
-        if stream == RECEIVE:
-            queues.append([number])
-        else:
-            queues[stream].append(number)
+    for number in range(len(actions) - 1, -1, -1):
+        if actions.stream[number] != RECEIVE:
+            queues[actions.stream[number]].append(number)
     return queues
+
+
+def _is_received(actions: ActionList, number: int, sends: set[tuple[int, int]]) -> bool:
+    """Whether an action is a RECV whose SEND has ended."""
+    return actions.kind[number] is ActionKind.RECV and (actions.storage[number], actions.micro_batch[number]) in sends
 
 
 def _meetings(program: Program) -> dict[str, set[int]]:
@@ -157,17 +167,20 @@ def _meetings(program: Program) -> dict[str, set[int]]:
 
 
 def _may_end(
-    rank: int, actions: ActionList, number: int, sends: set[tuple[int, int]], coming: dict[str, set[int]]
+    rank: int,
+    actions: ActionList,
+    number: int,
+    ended: list[bool],
+    sends: set[tuple[int, int]],
+    coming: dict[str, set[int]],
 ) -> bool:
     """Whether an action that has come to its turn can end; a SEND can without its RECV, which has a buffer."""
-    key, kind, group = (
-        (actions.storage[number], actions.micro_batch[number]),
-        actions.kind[number],
-        actions.group[number],
-    )
+    if not all(ended[wait] or _is_received(actions, wait, sends) for wait in actions.waits[number]):
+        return False
+    kind, group = actions.kind[number], actions.group[number]
     if kind is ActionKind.SEND:
-        sends.add(key)
-    if kind is ActionKind.ALL_REDUCE and key[0] < 0 and group in coming:
+        sends.add((actions.storage[number], actions.micro_batch[number]))
+    if kind is ActionKind.ALL_REDUCE and actions.storage[number] < 0 and group in coming:
         coming[group].discard(rank)
         return not coming[group]
-    return kind is not ActionKind.RECV or key in sends
+    return True

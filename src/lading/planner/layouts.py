@@ -42,6 +42,7 @@ from lading.errors import ConfigError
 from lading.ir.action import DEVICE
 from lading.ir.graph import DTYPE_BYTES
 from lading.ir.plan import Choices, Plan, Predictions
+from lading.memory.verify import verify
 from lading.planner.nearest import hopeless, impossible, infeasible
 from lading.planner.peaks import room_of
 from lading.planner.refine import Proof, Refined, refine, refined
@@ -132,8 +133,14 @@ def find_layouts(space: Space, tell: Tell = lambda done, of, what: None) -> Layo
 
 
 def cluster_plan(found: Layouts, version: str) -> Plan:
-    """Make the plan of the winning layout, to be saved."""
+    """Make the plan of the winning layout, to be saved, and prove its lists.
+
+    Raises:
+        ProgramError: ranks would wait for each other, or use what is not gathered: a fault of Lading's own.
+    """
     winner, space = found.winner, found.space
+    if (listed := found.chosen.step.listed) is not None:
+        verify(listed.program)
     request = replace(
         space.asked,
         machine_fingerprint=space.machine.fingerprint,

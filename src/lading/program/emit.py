@@ -291,6 +291,17 @@ class _Rank:
                 else:
                     begun = [other for other in begun if other != group]
                     self._end(group, unit, micro_batch, forward)
+        if self.sharded and not forward and not self.shape.pipelined:
+            self._reshard_unused(micro_batch)
+
+    def _reshard_unused(self, micro_batch: int) -> None:
+        """Reshard what was gathered ahead for a backward that never came, as of units that are frozen.
+
+        FSDP2 does when backward ends (FSDPState._root_post_backward_final_callback).
+        """
+        if not (self.shape.keep.until_forward and micro_batch < self.plan.micro_batches - 1):
+            for group in [group for group in self.ended if group in self.present]:
+                self._reshard(group, micro_batch)
 
     def _whole_unit(self, region: Region, unit: UnitShape, micro_batch: int) -> None:
         groups = [ParameterGroup(region.stage, region.unit, axes) for axes in unit.axes if axes not in self.shape.alone]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.capture.parity import assert_equals_eager, squares
 from tests.capture.test_features import around, batch, refusal
+from torch import nn
 
 from lading.tracing.trace import capture
 
@@ -291,3 +292,32 @@ def test_an_object_that_is_called_and_a_tensor_in_a_list_count_too() -> None:
         return y
 
     assert "'memory.0'" in refusal(around(recurrent, memory=[torch.zeros(3, 4)]))
+
+
+class Cached(nn.Module):
+    """Positions that a cache keeps by length, in a closure as diffusers has them, and by (length, module)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+        @cache
+        def positions(length: int) -> torch.Tensor:
+            return torch.arange(length, dtype=torch.float32)
+
+        self.positions = positions
+
+    @lru_cache(maxsize=8)  # noqa: B019  as a library has it
+    def scales(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(length), torch.zeros(length)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.scales(x.shape[-1])
+        return (self.linear(x) + self.positions(x.shape[-1])) * scale + shift
+
+
+def test_what_a_cache_took_in_while_capturing_is_let_go() -> None:
+    model, x = Cached(), torch.randn(2, 4)
+    capture(model, x, lambda model, x: model(x).sum())
+    assert model(x).isfinite().all()  # and no tensor without values among it
+    capture(model, x, lambda model, x: model(x).sum())

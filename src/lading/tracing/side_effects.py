@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
+from functools import _lru_cache_wrapper, partial  # pyright: ignore[reportPrivateUsage]  the type of what lru_cache makes
 from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from lading.errors import CaptureError
 from lading.tracing.attributes import Left, carried, carry, copied, left_in, tables_of
@@ -59,6 +62,36 @@ def left_as_it_was(
                 f"the step draws from the random generator of {name} itself, so every step would use the numbers "
                 "drawn now; use torch.rand and its like (or switch the augmentation or masking off)"
             )
+
+
+@contextmanager
+def without_cached_fakes(model: torch.nn.Module) -> Iterator[None]:
+    """At the end, empty each ``functools.lru_cache`` that holds a tensor without values, as eager calls would get it.
+
+    All objects of the process are looked through, some tens of milliseconds, but for those that ``gc.freeze`` hid: of
+    them only what the classes of the model's modules have.
+    """
+    try:
+        yield
+    finally:
+        for cache in _caches(model):
+            leaves = (leaf for result in gc.get_referents(cache) for leaf in tree_leaves(result))
+            if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+                cache.cache_clear()
+
+
+def _caches(model: torch.nn.Module) -> list[Any]:
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    methods = [value for kind in kinds for value in vars(kind).values()]
+    inner = [value for method in methods for value in _enclosed(method)]
+    return [each for each in (*gc.get_objects(), *methods, *inner) if type(each) is _lru_cache_wrapper]
+
+
+def _enclosed(function: object) -> Iterator[object]:
+    """Yield what the names mean that a function takes from around it."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # a name that means nothing yet
+            yield cell.cell_contents
 
 
 @contextmanager

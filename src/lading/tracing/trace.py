@@ -24,7 +24,7 @@ from lading.tracing.batches import input_leaves, map_batch
 from lading.tracing.frozen_values import freeze, hooks_label, without
 from lading.tracing.loss_terms import TOTAL, named_losses, total_of
 from lading.tracing.module_hooks import carry_hooks, check_hooks, hooks_as_they_were
-from lading.tracing.side_effects import as_written, branches_of_eager, left_as_it_was, uncompiled
+from lading.tracing.side_effects import as_written, branches_of_eager, left_as_it_was, uncompiled, without_cached_fakes
 from lading.tracing.slow_notice import told_if_slow
 from lading.tracing.tracer import Tracer
 
@@ -90,6 +90,7 @@ def _once(
     with (
         told_if_slow("capture", lambda: len(tracer.ops)),
         left_as_it_was(model, before, seen, loss) as left,
+        without_cached_fakes(model),
         branches_of_eager(),
         uncompiled(),
         refusing_wrappers(),

@@ -1,10 +1,12 @@
-"""References of a simulated pipeline: a lower bound of its seconds, and the published bubbles as closed forms."""
+"""References of a simulated pipeline: a lower bound of its seconds, published bubbles, and most activations alive."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from lading.errors import SimulationError
+from lading.ir.action import Work
 from lading.program.schedules import Schedule
 from lading.sim.pipeline import PipelineSeconds
 
@@ -71,3 +73,33 @@ def closed_form_s(plan: Schedule, seconds: PipelineSeconds) -> float:
         return work + hops * forward + hops * send
     joint = seconds.joint * (forward + backward)
     return work + hops * (joint + backward - 3 * weights) + hops * send
+
+
+def alive_peaks(
+    plan: Schedule,
+    saved: npt.ArrayLike,
+    kept: npt.ArrayLike = 0.0,
+    spike: npt.ArrayLike = 0.0,
+    forward_spike: npt.ArrayLike | None = None,
+) -> npt.NDArray[np.float64]:
+    """Most that the activations of unfinished micro-batches take on each rank, whatever the actions last.
+
+    Args:
+        saved: Bytes that a micro-batch of each stage leaves from its forward to its backward; a number, or one a stage.
+        kept: Bytes of them held from the input gradient to the weight gradient, where these are apart.
+        spike: Bytes that an action of the stage takes on top while it runs.
+        forward_spike: Bytes that a forward takes on top, where they differ.
+    Returns:
+        Bytes by rank. With ``saved`` 1: the most micro-batches under way, counted by chunk.
+    """
+    layers = (saved, kept, spike, spike if forward_spike is None else forward_spike)
+    whole, half, top, forward = (np.broadcast_to(np.asarray(v, np.float64), (plan.stages,)) for v in layers)
+    peaks = np.empty(plan.ranks)
+    for rank, order in enumerate(plan.orders):
+        stage = np.array(plan.stages_of(rank))[order[:, 1]]
+        full, part = whole[stage], half[stage]
+        change = np.choose(order[:, 0], (full, -full, part - full, -part))
+        after = np.cumsum(change)
+        running = np.where(change > 0, after, after - change)
+        peaks[rank] = float(np.max(running + np.where(order[:, 0] == Work.FORWARD, forward[stage], top[stage])))
+    return peaks

@@ -16,7 +16,7 @@ from lading.clusters import step_of
 from lading.ir.action import ActionKind
 from lading.ir.graph import Role
 from lading.ir.request import Request
-from lading.program.emit import gathering, most_gathered
+from lading.program.emit import gathering
 from lading.program.schedules import schedule
 from lading.sim.jobs import job_of
 from lading.sim.occupancy import occupancy
@@ -47,13 +47,6 @@ def test_stages_are_gathered_and_released_as_torch_does(kind: str, chunks: int) 
             ours += [*(f"{stage}RESHARD" for stage in sorted(gone)), *(f"{stage}UNSHARD" for stage in comes)]
             ours += [] if joint else [next(texts)]
         assert ours == theirs
-
-
-def test_at_most_three_stages_are_gathered() -> None:
-    sizes = list(range(1, 17))
-    assert most_gathered(schedule("interleaved", 4, 4, 8), 0, sizes) == 5 + 9 + 13
-    assert most_gathered(schedule("interleaved", 4, 2, 8), 3, sizes[:8]) == 4 + 8
-    assert most_gathered(schedule("1f1b", 4, 1, 8), 2, sizes[:4]) == 3
 
 
 @pytest.mark.parametrize("layout", ["pp4,gb64", "pp4,vpp2,gb64", "pp4,vpp4,tp2,sp,gb64", "pp4,gb64,zero-bubble"])

@@ -10,8 +10,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.sim.pipeline_bounds import alive_peaks
 
-from lading.program.schedules import alive_peaks, schedule
+from lading.program.schedules import schedule
 from lading.sim.pipeline import PipelineSeconds, simulate_pipeline
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "validation" / "measurements.jsonl"

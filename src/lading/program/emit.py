@@ -537,18 +537,3 @@ def gathering(plan: Schedule, rank: int) -> tuple[tuple[tuple[int, ...], tuple[i
         changes.append((gone, tuple(stage for stage in wanted if stage not in there)))
         there = wanted
     return tuple(changes)
-
-
-def most_gathered(plan: Schedule, rank: int, size_bytes: Sequence[int]) -> int:
-    """Most bytes of gathered parameters of a rank at once.
-
-    Args:
-        size_bytes: Gathered bytes of each stage.
-    """
-    if plan.kind in _DIRECT and plan.chunks == 1:
-        return sum(size_bytes[stage] for stage in plan.stages_of(rank))
-    now = most = 0
-    for gone, comes in gathering(plan, rank):
-        now += sum(size_bytes[stage] for stage in comes) - sum(size_bytes[stage] for stage in gone)
-        most = max(most, now)
-    return most

@@ -297,6 +297,8 @@ class _Reader:
         following = self.regions[self.turn] if self.turn < len(self.regions) else -1
         if self.actions.storage[number] not in self.program.uses[self.actions.op[following]]:
             self._copy_out(following)
+        if self._region(following).work is not Work.FORWARD:
+            self._drop_buffer()
         for what, sign in ((What.BUFFER, 1), (What.CAST, 1), (What.CAST, -1)):
             self._change(what, group, sign)
         self.coming[number] = group

@@ -337,33 +337,3 @@ _MAKERS: dict[str, Callable[[int, int, int, _Rounds], Order]] = {
     "zbv": _zbv,
     "dualpipe-v": _dualpipe_v,
 }
-
-
-def alive_peaks(
-    plan: Schedule,
-    saved: npt.ArrayLike,
-    kept: npt.ArrayLike = 0.0,
-    spike: npt.ArrayLike = 0.0,
-    forward_spike: npt.ArrayLike | None = None,
-) -> npt.NDArray[np.float64]:
-    """Most that the activations of unfinished micro-batches take on each rank, whatever the actions last.
-
-    Args:
-        saved: Bytes that a micro-batch of each stage leaves from its forward to its backward; a number, or one a stage.
-        kept: Bytes of them held from the input gradient to the weight gradient, where these are apart.
-        spike: Bytes that an action of the stage takes on top while it runs.
-        forward_spike: Bytes that a forward takes on top, where they differ.
-    Returns:
-        Bytes by rank. With ``saved`` 1: the most micro-batches under way, counted by chunk.
-    """
-    layers = (saved, kept, spike, spike if forward_spike is None else forward_spike)
-    whole, half, top, forward = (np.broadcast_to(np.asarray(v, np.float64), (plan.stages,)) for v in layers)
-    peaks = np.empty(plan.ranks)
-    for rank, order in enumerate(plan.orders):
-        stage = np.array(plan.stages_of(rank))[order[:, 1]]
-        full, part = whole[stage], half[stage]
-        change = np.choose(order[:, 0], (full, -full, part - full, -part))
-        after = np.cumsum(change)
-        running = np.where(change > 0, after, after - change)
-        peaks[rank] = float(np.max(running + np.where(order[:, 0] == _F, forward[stage], top[stage])))
-    return peaks

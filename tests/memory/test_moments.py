@@ -8,10 +8,10 @@ import pytest
 
 from lading.errors import ConfigError
 from lading.ir.graph import Role
-from lading.memory.moments import MOMENTS, Held, Room, binding, moments_of, over_bytes
+from lading.memory.moments import MOMENTS, RankBytes, Room, binding, moments_of, over_bytes
 
 ROLES = {Role.PARAMETER: 20, Role.GRADIENT: 10, Role.OPTIMIZER_STATE: 120, Role.ACTIVATION: 300, Role.WORKSPACE: 7}
-HELD = Held(roles=ROLES, gradient_bytes=40, longest_bytes=600, piece_bytes=50, whole_bytes=400, stage_bytes=900)
+HELD = RankBytes(roles=ROLES, gradient_bytes=40, longest_bytes=600, piece_bytes=50, whole_bytes=400, stage_bytes=900)
 
 
 def test_in_pieces() -> None:

@@ -14,7 +14,7 @@ from lading.clusters import fullest_chart, step_of, write_cluster_snapshot
 from lading.ir.graph import Role
 from lading.ir.program import slot_bytes
 from lading.ir.request import Request
-from lading.ir.timeline import Held, MemorySample
+from lading.ir.timeline import MemorySample, MemorySpan
 from lading.report.memory_chart import held_snapshot, memory_chart
 from lading.sim.occupancy import Occupancy
 from lading.sim.simulate import Simulated, simulate
@@ -68,8 +68,8 @@ def test_torch_reads_it(simulated: Simulated, tmp_path: Path) -> None:
 
 def test_what_is_still_there_at_the_end_is_in_the_segment() -> None:
     """Allocations that begin and end at the same moments share no address."""
-    held = [Held(0.0, 2.0, Role.PARAMETER, 1000, "p"), Held(0.0, 1.0, Role.ACTIVATION, 500, "a")]
-    held += [Held(1.0, 2.0, Role.ACTIVATION, 500, "b"), Held(1.0, 1.0, Role.ACTIVATION, 9000, "no time")]
+    held = [MemorySpan(0.0, 2.0, Role.PARAMETER, 1000, "p"), MemorySpan(0.0, 1.0, Role.ACTIVATION, 500, "a")]
+    held += [MemorySpan(1.0, 2.0, Role.ACTIVATION, 500, "b"), MemorySpan(1.0, 1.0, Role.ACTIVATION, 9000, "no time")]
     data = held_snapshot({"rank": held})
     assert data["segments"][0]["total_size"] == 4096 + slot_bytes(500)  # what stays takes whole pages
     names = [e["frames"][0]["name"] for e in data["device_traces"][0] if e["action"] == "alloc"]
@@ -101,7 +101,9 @@ def test_the_fullest_rank_is_drawn(simulated: Simulated) -> None:
 
 
 def test_rows_below_the_top_add_up() -> None:
-    occupancy = Occupancy(0, (Held(0.0, 1.0, Role.GRADIENT, 7, "g"), Held(0.5, 1.0, Role.WORKSPACE, 3, "w")), 1.0)
+    occupancy = Occupancy(
+        0, (MemorySpan(0.0, 1.0, Role.GRADIENT, 7, "g"), MemorySpan(0.5, 1.0, Role.WORKSPACE, 3, "w")), 1.0
+    )
     assert [s.total_bytes for s in occupancy.samples("device")] == [7, 10, 0]
     assert (occupancy.peak_bytes, occupancy.peak_s) == (10, 0.5)
 

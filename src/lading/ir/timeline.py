@@ -38,7 +38,7 @@ class MemorySample:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class MemorySpan:
     """Bytes that are there for a while; ``name`` says what they are and who brought them."""
 
     start_s: float

@@ -38,7 +38,7 @@ _AHEAD_BYTES = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankBytes:
     """Bytes that one rank of a pipeline stage holds.
 
     Attributes:
@@ -64,7 +64,7 @@ class Held:
     stages_all: bool = False
 
 
-def moments_of(held: Held, save: str = "sharded") -> dict[str, dict[str, int]]:
+def moments_of(held: RankBytes, save: str = "sharded") -> dict[str, dict[str, int]]:
     """Count the bytes of a rank by moment and tier ([Note: what PyTorch does]).
 
     Args:

@@ -11,7 +11,7 @@ from lading.errors import ConfigError
 from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.machine import Machine
 from lading.ir.request import Request
-from lading.memory.moments import Held, Room, moments_of
+from lading.memory.moments import RankBytes, Room, moments_of
 from lading.memory.ranks import kept_state_bytes, parameter_width, shards, state_bytes
 from lading.planner.space import Space
 from lading.program.schedules import schedule_of
@@ -58,7 +58,7 @@ def peaks_of(simulated: Simulated, asked: Request) -> dict[str, dict[str, int]]:
         counts: dict[int, int] = {}
         for segment, count in (part for stage in plan.stages_of(rank) for part in runs[stage]):
             counts[segment] = counts.get(segment, 0) + count
-        rank_bytes = Held(
+        rank_bytes = RankBytes(
             roles=roles,
             gradient_bytes=_gradient_bytes(simulated, counts),
             longest_bytes=sum(long.values()),

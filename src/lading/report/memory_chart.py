@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lading.files import write_aside
 from lading.ir.program import slot_bytes
-from lading.ir.timeline import Held, MemorySample
+from lading.ir.timeline import MemorySample, MemorySpan
 from lading.memory.packing import Buffer, pack
 from lading.report.figures import role_names, role_title
 from lading.report.snapshot import Change, entry, frames, segment
@@ -27,13 +27,13 @@ _STYLES = {
 }  # fmt: skip
 
 
-def write_held_snapshot(path: Path, ranks: Mapping[str, Sequence[Held]]) -> None:
+def write_held_snapshot(path: Path, ranks: Mapping[str, Sequence[MemorySpan]]) -> None:
     """Write what ranks hold as a snapshot for pytorch.org/memory_viz, each rank a device of it."""
     with write_aside(path) as file:
         pickle.dump(held_snapshot(ranks), file, protocol=4)
 
 
-def held_snapshot(ranks: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
+def held_snapshot(ranks: Mapping[str, Sequence[MemorySpan]]) -> dict[str, Any]:
     """Build the snapshot of what ranks hold, as plain data.
 
     What is there all the time is there at the end. Addresses are those of a good layout of one segment
@@ -54,7 +54,7 @@ def held_snapshot(ranks: Mapping[str, Sequence[Held]]) -> dict[str, Any]:
     return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
 
 
-def _changes(rank: str, held: Sequence[Held]) -> tuple[list[Change], int]:
+def _changes(rank: str, held: Sequence[MemorySpan]) -> tuple[list[Change], int]:
     """List what comes and goes, in order, and the bytes that its layout takes."""
     moments = sorted({time_s for one in held for time_s in (one.start_s, one.end_s)})
     spans = [(bisect_left(moments, one.start_s), bisect_left(moments, one.end_s) - 1) for one in held]

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lading.errors import ConfigError
 from lading.ir.action import ActionKind
 from lading.ir.graph import Role
-from lading.ir.timeline import Held, MemorySample
+from lading.ir.timeline import MemorySample, MemorySpan
 from lading.program.memory_trace import MemoryTrace, What
 from lading.sim.rank_engine import RankTimes
 from lading.sim.simulate import Simulated
@@ -57,7 +57,7 @@ class Occupancy:
     """
 
     rank: int
-    held: tuple[Held, ...]
+    held: tuple[MemorySpan, ...]
     duration_s: float
 
     @cached_property
@@ -129,13 +129,13 @@ def _times(simulated: Simulated) -> RankTimes:
     return dataclasses.replace(listed_of(simulated.request, step), every=fine, by_unit=fine).times()
 
 
-def _fixed(simulated: Simulated, trace: MemoryTrace, rank: int) -> Iterator[Held]:
+def _fixed(simulated: Simulated, trace: MemoryTrace, rank: int) -> Iterator[MemorySpan]:
     """Yield what is there all the time: with what an update adds, or the layout moves away, beside the lists."""
     for role, size in simulated.memory[rank].items():
         there = size - trace.peak.get(role, 0) + trace.fixed.get(role, 0)
         name = "buffers that stay" if role is Role.WORKSPACE else role.value.replace("_", " ")
         if there:
-            yield Held(0.0, simulated.step.step_s, role, there, name)
+            yield MemorySpan(0.0, simulated.step.step_s, role, there, name)
 
 
 def _labels(simulated: Simulated, times: RankTimes, rank: int) -> list[str]:
@@ -153,7 +153,9 @@ def _labels(simulated: Simulated, times: RankTimes, rank: int) -> list[str]:
     return [_UNIT.sub(lambda match: names.get(match[0], match[0]), label) for label in labels]
 
 
-def _drawn(trace: MemoryTrace, times: RankTimes, rank: int, labels: Sequence[str], until_s: float) -> Iterator[Held]:
+def _drawn(
+    trace: MemoryTrace, times: RankTimes, rank: int, labels: Sequence[str], until_s: float
+) -> Iterator[MemorySpan]:
     """Yield what comes and goes; what goes is what came first of that thing, or of its stage where grains differ."""
     changes = trace.changes
     there: dict[tuple[What, int], list[_Coming]] = {}
@@ -170,13 +172,13 @@ def _drawn(trace: MemoryTrace, times: RankTimes, rank: int, labels: Sequence[str
         for one in sorted(alike, key=lambda one: one.number != number):
             gone = min(size, one.size_bytes)
             size, one.size_bytes = size - gone, one.size_bytes - gone
-            yield Held(one.start_s, time_s, one.role, gone, one.name)
+            yield MemorySpan(one.start_s, time_s, one.role, gone, one.name)
             if not one.size_bytes:
                 alike.remove(one)
             if not size:
                 break
     for one in (one for alike in there.values() for one in alike):
-        yield Held(one.start_s, until_s, one.role, one.size_bytes, one.name)
+        yield MemorySpan(one.start_s, until_s, one.role, one.size_bytes, one.name)
 
 
 @dataclass

@@ -427,7 +427,7 @@ def _key(trial: Trial, placement: Placement) -> tuple[int, float]:
 
 
 def _placed(trial: Trial, options: Sequence[_Borders] | Iterator[_Borders], start: Placement) -> Iterator[Placement]:
-    """Simulate the start, then each option that can run."""
+    """Yield the start, then the simulated placement of each option that can run."""
     yield start
     groups = len(trial.problem.groups)
     for order, starts in options:

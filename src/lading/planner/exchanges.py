@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lading.cost.hosting import host_step_s
-from lading.ir.graph import DTYPE_BYTES, Role
+from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
@@ -336,12 +336,13 @@ def _bytes(shape: Shapes, layout: Layout, request: StepRequest) -> Floats:
 
 
 def _whole_bytes(shape: Shapes, layout: Layout, stack: Stack) -> Floats:
-    """[shape, watched rank]: least bytes of cut parameters and gradients that are whole in a pipeline.
+    """[shape, watched rank]: least bytes of cut parameters that are whole in a pipeline.
 
-    These are gradients of all chunks; parameters of all of up to three chunks, of more those of the largest.
+    These are parameters of all of up to three chunks; of more, those of the largest. Whole gradients are not counted:
+    where all forwards run first (GPipe), activations are most before the first gradient is made.
     """
     if not layout.is_pipeline or layout.zero < 2 or stack.drops_gradients:
         return np.zeros((len(shape.held), WATCHED))
     chunks = np.array(shape.chunks)
     each = gathered_width(layout, stack) / np.where(chunks > GATHERED_AT_ONCE, chunks, 1)
-    return shape.held[:, :WATCHED, :2].sum(axis=2) * (each + DTYPE_BYTES[stack.gradient_dtype])[:, None]
+    return shape.held[:, :WATCHED, :2].sum(axis=2) * each[:, None]

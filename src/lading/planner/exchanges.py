@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lading.cost.hosting import host_step_s
-from lading.ir.graph import Role
+from lading.ir.graph import DTYPE_BYTES, Role
 from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.ir.stack import Stack
@@ -47,7 +47,9 @@ class Exchanges:
         reduce_all_s: [number]: seconds of all stages of a watched rank, the slowest.
         reduce_least_s: [number]: least seconds of any stage.
         reduce_ranks_s: [number, watched rank]: seconds of all its stages.
-        bytes: [number, watched rank]: states, gathered parameters and placeholders.
+        bytes: [number, watched rank]: states, gathered parameters, whole gradients and placeholders.
+        gradients: [number, watched rank]: of these, whole gradients: not there when activations are most where all
+            forwards run first.
         segment_gather_s, segment_reduce_s: [number, segment]: seconds of each alone, where there is no pipeline.
     """
 
@@ -61,6 +63,7 @@ class Exchanges:
     reduce_least_s: Floats
     reduce_ranks_s: Floats
     bytes: Floats
+    gradients: Floats
     segment_gather_s: Floats
     segment_reduce_s: Floats
 
@@ -125,27 +128,33 @@ def watched_segments(table: PipeTable, rows: StageRows) -> Floats:
 
 def least_bytes(
     space: Space, block: LayoutBlock, watched: Floats, table: PipeTable, segments: Sequence[Phases], elements: Floats
-) -> Floats:
+) -> tuple[Floats, Floats]:
     """[pipeline shape, watched rank]: least bytes of states, however they are kept; inf where they cannot be.
+
+    The second is the same without whole gradients, for schedules that run all forwards first.
 
     Args:
         watched: Result of ``watched_segments``.
         segments: Priced for any block of the family.
         elements: [segment, kind]: parameters, of this block.
     """
-    found: list[Floats] = []
+    found: list[tuple[Floats, Floats]] = []
     for shape in _all_shapes(space, block, watched, table, segments[len(segments) // 2 :], elements):
         widest: dict[tuple[int, tuple[str, ...]], StateLayout] = {}  # more ranks that share states keep fewer each
         for cut in shape.cuts:
             kind = cut.zero, cut.offload
             if kind not in widest or (widest[kind].shard and (not cut.shard or cut.shard > widest[kind].shard)):
                 widest[kind] = cut
-        least = np.full(shape.placeholders.shape, np.inf)
+        least = forwards_first = np.full(shape.placeholders.shape, np.inf)
         for cut in widest.values():
             layout = _layout(space, block, shape, cut)
-            least = np.minimum(least, _bytes(shape, layout, space.request))
-        found.append(least)
-    return np.concatenate(found)
+            size = _bytes(shape, layout, space.request)
+            least = np.minimum(least, size)
+            gradients = _whole_gradients(shape, layout, space.request.stack)
+            forwards_first = np.minimum(forwards_first, size - gradients)
+        found.append((least, forwards_first))
+    every, first = zip(*found, strict=True)
+    return np.concatenate(every), np.concatenate(first)
 
 
 def alone_of(plain: Sequence[Phases]) -> Floats:
@@ -228,10 +237,10 @@ def _priced(space: Space, block: LayoutBlock, shape: Shapes, alone: Floats, know
     number, wide = len(shape.held), len(shape.cuts)
     if not wide:
         empty = np.zeros((0, len(alone)))
-        return [*(np.zeros(0) for _ in range(5)), *(np.zeros((0, WATCHED)) for _ in range(2)), empty, empty]
+        return [*(np.zeros(0) for _ in range(5)), *(np.zeros((0, WATCHED)) for _ in range(3)), empty, empty]
     overlap = space.request.stack.overlap_param_gather
     every = np.concatenate([shape.held.reshape(-1, 3)[:, :2], alone])
-    gather, reduce, optimizer, size = _by_cut(space, block, shape, every, known)
+    gather, reduce, optimizer, size, gradients = _by_cut(space, block, shape, every, known)
     held = (wide, number, WATCHED + 2)
     gathers, reduces = (part[:, : -len(alone)].reshape(held) for part in (gather, reduce))
     # Nothing runs before the first forward of the first stage, which waits for its first unit, or for the whole stage
@@ -248,6 +257,7 @@ def _priced(space: Space, block: LayoutBlock, shape: Shapes, alone: Floats, know
         reduces[..., LEAST],
         reduces[..., :WATCHED],
         size,
+        gradients,
     ]
     columns = [np.swapaxes(part, 0, 1).reshape(number * wide, *part.shape[2:]) for part in of_shapes]
     return [*columns, *(np.tile(part[:, -len(alone) :], (number, 1)) for part in (gather, reduce))]
@@ -255,16 +265,17 @@ def _priced(space: Space, block: LayoutBlock, shape: Shapes, alone: Floats, know
 
 def _by_cut(
     space: Space, block: LayoutBlock, shape: Shapes, every: Floats, known: Known
-) -> tuple[Floats, Floats, Floats, Floats]:
+) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     """Price rows of (dense, expert) parameters for each way to keep states.
 
     Who exchanges an expert's does not depend on ``shard``, and who exchanges the others not on the experts.
 
     Returns:
-        [cut, row]: seconds of gathers, of reductions, of updates; [cut, shape, watched rank]: bytes.
+        [cut, row]: seconds of gathers, of reductions, of updates; [cut, shape, watched rank]: bytes, and of
+        these whole gradients.
     """
     mesh, stack = block.mesh, space.request.stack
-    rows: list[list[Floats]] = [[], [], [], []]
+    rows: list[list[Floats]] = [[], [], [], [], []]
     for cut in shape.cuts:
         layout = _layout(space, block, shape, cut)
         prices = MachinePrices(space.machine, layout, stack)
@@ -282,13 +293,14 @@ def _by_cut(
         rows[1].append(np.asarray(found[1]))
         rows[2].append(every @ (1 / ways))
         rows[3].append(_bytes(shape, layout, space.request))
+        rows[4].append(_whole_gradients(shape, layout, stack))
     kept = np.stack(rows[2])
     least = least_stack(space.request)
     updates = _optimizer(MachinePrices(space.machine, _layout(space, block, shape, StateLayout(0, 0)), least), kept)
     for place, cut in enumerate(shape.cuts):
         if cut.offload:
             updates[place] = _on_host(space, _layout(space, block, shape, cut), kept[place])
-    return np.stack(rows[0]), np.stack(rows[1]), updates, np.stack(rows[3])
+    return np.stack(rows[0]), np.stack(rows[1]), updates, np.stack(rows[3]), np.stack(rows[4])
 
 
 def _on_host(space: Space, layout: Layout, kept: Floats) -> Floats:
@@ -336,13 +348,20 @@ def _bytes(shape: Shapes, layout: Layout, request: StepRequest) -> Floats:
 
 
 def _whole_bytes(shape: Shapes, layout: Layout, stack: Stack) -> Floats:
-    """[shape, watched rank]: least bytes of cut parameters that are whole in a pipeline.
+    """[shape, watched rank]: least bytes of cut parameters and gradients that are whole in a pipeline.
 
-    These are parameters of all of up to three chunks; of more, those of the largest. Whole gradients are not counted:
-    where all forwards run first (GPipe), activations are most before the first gradient is made.
+    These are gradients of all chunks; parameters of all of up to three chunks, of more those of the largest.
     """
     if not layout.is_pipeline or layout.zero < 2 or stack.drops_gradients:
         return np.zeros((len(shape.held), WATCHED))
     chunks = np.array(shape.chunks)
     each = gathered_width(layout, stack) / np.where(chunks > GATHERED_AT_ONCE, chunks, 1)
-    return shape.held[:, :WATCHED, :2].sum(axis=2) * each[:, None]
+    parameters = shape.held[:, :WATCHED, :2].sum(axis=2) * each[:, None]
+    return parameters + _whole_gradients(shape, layout, stack)
+
+
+def _whole_gradients(shape: Shapes, layout: Layout, stack: Stack) -> Floats:
+    """[shape, watched rank]: bytes of cut gradients that are whole in a pipeline from the first backward on."""
+    if not layout.is_pipeline or layout.zero < 2 or stack.drops_gradients:
+        return np.zeros((len(shape.held), WATCHED))
+    return shape.held[:, :WATCHED, :2].sum(axis=2) * DTYPE_BYTES[stack.gradient_dtype]

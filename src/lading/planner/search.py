@@ -22,7 +22,7 @@ from lading.ir.graph import Role
 from lading.ir.layout import Layout
 from lading.ir.request import StepRequest
 from lading.parallel.ranks import check_segment
-from lading.planner.bounds import Rows, peak_bounds, priced_block, step_bounds
+from lading.planner.bounds import Rows, peak_bounds, priced_block, state_bytes, step_bounds
 from lading.planner.exchanges import Exchanges, Known, exchanges, least_bytes, watched_segments
 from lading.planner.kernel_bounds import KernelBounds
 from lading.planner.pipes import Bools, PipeTable, alive_of, pipe_table, valid
@@ -61,7 +61,7 @@ class Shares:
     _tables: dict[bool, PipeTable] = field(default_factory=lambda: {})
     _prefilters: dict[bool, Prefilter] = field(default_factory=lambda: {})
     _shares: dict[tuple[int, int, bool], Share] = field(default_factory=lambda: {})
-    _least: dict[Mesh, Floats] = field(default_factory=lambda: {})
+    _least: dict[Mesh, tuple[Floats, Floats]] = field(default_factory=lambda: {})
     _counts: dict[tuple[int, int, int, int], int] = field(default_factory=lambda: {})
 
     @cached_property
@@ -121,7 +121,7 @@ class Shares:
         ranks = self.space.asked.devices / self.table(mode).pp
         return self.share(block, mode).good & (np.mod(ranks, block.mesh.expert_ways) == 0)
 
-    def least_bytes(self, block: LayoutBlock, segments: Sequence[Phases], elements: Floats) -> Floats:
+    def least_bytes(self, block: LayoutBlock, segments: Sequence[Phases], elements: Floats) -> tuple[Floats, Floats]:
         """[pipeline shape, watched rank]: least bytes of states of a block, however they are kept."""
         if block.mesh not in self._least:
             table = self.table(self.space.modes()[0])
@@ -421,7 +421,9 @@ class LayoutSearch:
             budget_bytes: Bytes for the tensors of a device.
         """
         share, stack = self.shares.share(block, mode), self.space.request.stack
-        states = self.shares.least_bytes(block, segments, costs.elements)[self.shares.table(mode).geometry]
+        table = self.shares.table(mode)
+        every, forwards_first = self.shares.least_bytes(block, segments, costs.elements)
+        states = np.where(table.gpipe[:, None], forwards_first[table.geometry], every[table.geometry])
         peaks = np.max(share.kept @ costs.saved + states, axis=1) * _ROUNDING
         peaks[~self.shares.good(block, mode)] = inf
         fits, nearly = peaks <= budget_bytes, peaks <= _NEARLY * budget_bytes
@@ -551,7 +553,7 @@ class _BlockBounds:
         rows = self.rows
         pipe, cut = rows.table.pipes[int(rows.pipe[place])], rows.found.cuts[int(rows.number[place])]
         bounds = float(self.steps[place]), float(self.spans[place]), float(self.peaks[place])
-        states = tuple(rows.found.bytes[int(rows.number[place])].tolist())
+        states = tuple(state_bytes(rows, slice(place, place + 1))[0].tolist())
         return Bounded(*bounds, self.block, self.mode, pipe, cut, states)
 
 
